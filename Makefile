@@ -1,0 +1,70 @@
+# surokit: `make quickstart` runs the main job, `make test` everything that is tested, `make help` lists the rest.
+#
+# One environment in .venv, made with the pinned versions of constraints.txt. A stamp file remembers what was installed, so a
+# second call goes straight to work; touching pyproject.toml or constraints.txt installs again.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+
+VENV := .venv
+PY := $(VENV)/bin/python
+# the first interpreter that is new enough
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
+	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+MIN_FREE_GIB ?= 4
+PYTEST := $(PY) -m pytest
+
+.PHONY: help quickstart lab test test-gpu soak lint docs clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+quickstart: $(VENV)/.lab ## install what is needed and run the main job: four recipes trained and compared
+	@$(VENV)/bin/surokit quickstart
+
+lab: $(VENV)/.lab ## the notebooks in JupyterLab
+	@$(PY) -m jupyterlab notebooks/01_quickstart.ipynb
+
+test: $(VENV)/.test ## all tests: lint, types, units, notebooks
+	@echo "== ruff and mypy"
+	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy surokit kernels tests
+	@echo "== tests"
+	@OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile -m "not gpu and not soak"
+	@echo "== notebooks"
+	@$(PYTEST) --nbval-lax notebooks -p no:xdist
+
+test-gpu: ## tests that need a CUDA device, in the environment at hand (torch, triton, numpy, safetensors, pytest)
+	@$${PYTHON_GPU:-$$(test -x $(PY) && echo $(PY) || echo python3)} -m pytest tests/gpu -m gpu -q -rs
+
+soak: $(VENV)/.test ## long runs: full counts, large fuzz, many kills; raw output goes to docs/measurements
+	@$(PYTEST) -m soak -q
+
+lint: $(VENV)/.test ## ruff and mypy, fixing what can be fixed
+	@$(VENV)/bin/ruff check --fix . && $(VENV)/bin/ruff format . && $(VENV)/bin/mypy surokit kernels tests
+
+docs: $(VENV)/.test ## the documentation as a site in site/, links checked
+	@$(VENV)/bin/mkdocs build --strict --quiet && echo "site/index.html"
+
+clean: ## remove the environment and everything that is generated
+	rm -rf $(VENV) site build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# -- the environment: $(VENV)/.lab has JupyterLab, $(VENV)/.test the oracles and tools as well
+
+$(VENV)/.lab: EXTRA := lab
+$(VENV)/.test: EXTRA := dev
+$(VENV)/.lab $(VENV)/.test: pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "surokit needs Python 3.11 or newer and none was found: install it, or name one with 'make PYTHON=/path/to/python3'." >&2; exit 1; fi
+	@free=$$(df -Pk . | awk 'NR==2 {print int($$4 / 1048576)}'); if [ "$$free" -lt $(MIN_FREE_GIB) ]; then \
+		echo "Installing needs about $(MIN_FREE_GIB) GiB and this disk has $$free GiB free: make room first." >&2; exit 1; fi
+	@if [ ! -x $(PY) ]; then echo "== new environment in $(VENV) with $(PYTHON)"; \
+		$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make a virtual environment: install its venv module (Debian: python3-venv)." >&2; exit 1; }; fi
+	@echo "== installing surokit[$(EXTRA)] (pinned in constraints.txt; log: $(VENV)/install.log)"
+	@$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e ".[$(EXTRA)]" >$(VENV)/install.log 2>&1 || { \
+		grep -E '^ERROR' $(VENV)/install.log | tail -n 3 >&2; \
+		if grep -qE 'Temporary failure in name resolution|Connection|timed out|No matching distribution' $(VENV)/install.log; \
+		then echo "The packages could not be fetched: check the network (or pip's index settings) and run make again." >&2; \
+		elif grep -q 'No space left' $(VENV)/install.log; then echo "The disk is full: make room and run make again." >&2; \
+		else echo "Installing failed: see $(VENV)/install.log." >&2; fi; exit 1; }
+	@touch $@ $(if $(filter $(VENV)/.test,$@),$(VENV)/.lab)
