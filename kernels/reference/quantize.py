@@ -1,0 +1,136 @@
+"""Quantize and dequantize with one scale for each tile: the definition in plain PyTorch.
+
+Every scaling of an 8-bit format is a tiling of the operand: the whole tensor, a row, or a block of rows x columns. So there
+is one implementation: take the largest magnitude of each tile, make a scale from it, multiply, clamp, cast.
+
+Two scales with one meaning each: the *encode* scale multiplies x before the cast, the *decode* scale multiplies the codes
+afterwards. Tensors named `scale` are encode scales, `scale_inv` decode scales, both float32.
+
+Shapes: M rows, K columns (K is the dimension that a product contracts), R x C the grid of tiles.
+
+Sources: NVIDIA TransformerEngine's current, delayed and block scaling (a zero amax gives scale 1) and torchao's
+ROWWISE recipe (power-of-two scales, amax not below 1e-12).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from surokit.formats import E4M3, E5M2, Format
+
+DTYPES: dict[Format, torch.dtype] = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+def tile_shape(x_MK: Tensor, rows: int, columns: int) -> tuple[int, int]:
+    """Rows and columns of a tile, 0 standing for the whole extent."""
+    return rows or max(1, x_MK.shape[0]), columns or max(1, x_MK.shape[1])
+
+
+def _tiles(x_MK: Tensor, rows: int, columns: int) -> Tensor:
+    """View [R, rows, C, columns]; edges padded with zeros, which never change an amax."""
+    M, K = x_MK.shape
+    rows, columns = tile_shape(x_MK, rows, columns)
+    if M % rows or K % columns:
+        x_MK = torch.nn.functional.pad(x_MK, (0, -K % columns, 0, -M % rows))
+    return x_MK.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+
+
+def amax(x_MK: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
+    """Largest magnitude of each tile, float32 [R, C]; NaN where a tile holds one."""
+    if rows == 0 and columns == 0:
+        low, high = torch.aminmax(x_MK)  # one pass and no temporary; an empty tensor is an error here as in torch
+        return torch.maximum(-low, high).float().view(1, 1)
+    return _tiles(x_MK.abs(), rows, columns).amax(dim=(1, 3)).float()
+
+
+def encode_scale(amax_RC: Tensor, format: Format, pow2: bool, floor: float = 0.0) -> Tensor:
+    """format.max / amax, float32. A zero or infinite amax gives 1 (or FLT_MAX where the division overflows).
+
+    `floor` is the least amax that counts. `pow2` rounds the scale down to a power of two, so that scaling is exact.
+    """
+    amax_RC = amax_RC.clamp(min=floor) if floor else amax_RC
+    # torch.div and not `format.max / tensor`: the latter multiplies by a reciprocal and differs in the last bit
+    scale_RC = torch.div(torch.full_like(amax_RC, format.max), amax_RC)
+    scale_RC = scale_RC.clamp(max=FLT_MAX)
+    if pow2:
+        scale_RC = round_down_to_power_of_two(scale_RC)
+    usable = (amax_RC > 0) & (amax_RC < float("inf"))
+    return torch.where(usable | amax_RC.isnan(), scale_RC, 1.0)
+
+
+def round_down_to_power_of_two(x: Tensor) -> Tensor:
+    """Clear the mantissa bits of positive, normal float32 numbers."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def scale_inv(scale_RC: Tensor) -> Tensor:
+    """Decode scale: the reciprocal, rounded once."""
+    return torch.reciprocal(scale_RC)
+
+
+def spread(scale_RC: Tensor, like_MK: Tensor, rows: int, columns: int) -> Tensor:
+    """Broadcast tile scales so that they multiply `like_MK`; stays [1, 1], [M, 1] or [1, K] where that suffices."""
+    M, K = like_MK.shape
+    rows, columns = tile_shape(like_MK, rows, columns)
+    if rows > 1 and scale_RC.shape[0] > 1:
+        scale_RC = scale_RC.repeat_interleave(rows, 0)[:M]
+    if columns > 1 and scale_RC.shape[1] > 1:
+        scale_RC = scale_RC.repeat_interleave(columns, 1)[:, :K]
+    return scale_RC
+
+
+def encode(
+    x_MK: Tensor,
+    scale_RC: Tensor,
+    format: Format,
+    rows: int = 0,
+    columns: int = 0,
+    stochastic: bool = False,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Codes [M, K] in the format's dtype: x * scale, clamped to the format's range, rounded to nearest even (or stochastically).
+
+    The clamp comes first because casts to float8 do not saturate in every torch version. NaN stays NaN.
+    """
+    y_MK = x_MK.float() * spread(scale_RC, x_MK, rows, columns)
+    y_MK = y_MK.clamp_(-format.max, format.max)
+    if stochastic:
+        y_MK = round_stochastic(y_MK, format, generator)
+    return y_MK.to(DTYPES[format])
+
+
+def round_stochastic(y: Tensor, format: Format, generator: torch.Generator | None = None) -> Tensor:
+    """Round in-range float32 numbers up or down with P(up) = (|y| - low) / (high - low): unbiased."""
+    _, exponent = torch.frexp(y.abs())  # |y| = m * 2^exponent with m in [.5, 1)
+    step_exponent = (exponent - 1).clamp(min=1 - format.bias) - format.mantissa_bits
+    steps = torch.ldexp(y.abs(), -step_exponent)
+    draw = torch.rand(y.shape, generator=generator, device=y.device)
+    rounded = torch.ldexp(torch.floor(steps + draw), step_exponent).clamp(max=format.max)
+    return torch.where(y.isnan(), y, torch.copysign(rounded, y))
+
+
+def decode(
+    codes_MK: Tensor, scale_inv_RC: Tensor, rows: int = 0, columns: int = 0, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """codes * scale_inv in float32, rounded to `dtype`. Exact in bfloat16 where the scales are powers of two."""
+    s = spread(scale_inv_RC, codes_MK, rows, columns)
+    return values(codes_MK).float().mul_(s).to(dtype)
+
+
+def values(codes: Tensor) -> Tensor:
+    """The codes' own values in bfloat16, exactly (8 exponent and 7 mantissa bits hold both float8 formats).
+
+    On a CPU torch converts float8 one element at a time; moving the bits as int16 is three times faster and gives the
+    same numbers for all 256 codes.
+    """
+    if codes.device.type != "cpu":
+        return codes.to(torch.bfloat16)
+    bits = codes.view(torch.int8).to(torch.int16)  # sign-extended
+    if codes.dtype == torch.float8_e5m2:
+        return (bits << 8).view(torch.float16).to(torch.bfloat16)
+    magnitude = bits & 0x7F
+    # seven bits of exponent and mantissa land in bf16's low exponent; 2^(127 - 7) restores the bias, subnormals included
+    y = ((bits & -0x8000) | (magnitude << 4)).view(torch.bfloat16).mul_(2.0**120)
+    return y.masked_fill_(magnitude == 0x7F, float("nan"))

@@ -1,0 +1,70 @@
+"""Number formats: how many bits, which range, which step.
+
+A `Format` is a value: range and step follow from the bits, nothing is typed in twice. There is no torch here, so that the
+planner can use the same values. Sources: OCP 8-bit Floating Point Specification (E4M3 and E5M2), OCP Microscaling
+Formats v1.0 (E2M1, E8M0), IEEE 754 and bfloat16 for the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Format:
+    """A binary floating-point format with sign, exponent and mantissa bits.
+
+    `specials` says what the top of the code space holds: "ieee" an exponent for inf and NaN (E5M2, bf16), "nan" one code
+    for NaN and no inf (E4M3), "none" only numbers (E2M1).
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    specials: Literal["ieee", "nan", "none"] = "ieee"
+    signed: bool = True
+
+    @property
+    def bits(self) -> int:
+        return int(self.signed) + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def bias(self) -> int:
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest finite number (8 for E4M3, 15 for E5M2, 2 for E2M1)."""
+        top = 2**self.exponent_bits - 1 - self.bias
+        return top - 1 if self.specials == "ieee" or not self.mantissa_bits else top
+
+    @property
+    def max(self) -> float:
+        """Largest finite number."""
+        steps = 2**self.mantissa_bits
+        # E4M3 gives the last mantissa of the top exponent to NaN
+        last = steps - 2 if self.specials == "nan" and self.mantissa_bits else steps - 1
+        return float(2.0**self.max_exponent * (1 + last / steps))
+
+    @property
+    def min_normal(self) -> float:
+        return float(2.0 ** (1 - self.bias)) if self.mantissa_bits else float(2.0**-self.bias)
+
+    @property
+    def min_subnormal(self) -> float:
+        """Smallest number above zero; a format without mantissa bits has no subnormals."""
+        return float(self.min_normal * 2.0**-self.mantissa_bits)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+E4M3 = Format("e4m3", 4, 3, specials="nan")
+E5M2 = Format("e5m2", 5, 2)
+E2M1 = Format("e2m1", 2, 1, specials="none")
+E8M0 = Format("e8m0", 8, 0, specials="nan", signed=False)
+BF16_FORMAT = Format("bf16", 8, 7)
+FP32_FORMAT = Format("fp32", 8, 23)
+
+FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, E2M1, E8M0, BF16_FORMAT, FP32_FORMAT)}

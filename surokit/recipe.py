@@ -1,0 +1,306 @@
+"""Recipes: how the three products of a linear layer are quantized, and how a frozen weight is stored.
+
+    y = x w'      forward
+    dx = dy w     grad_input
+    dw = dy' x    grad_weight
+
+A `Recipe` is a frozen value made of two independent choices, three `Gemm`s and a storage, plus an adapter and rules by layer
+name. Named recipes are values of this one type; derived recipes are new values:
+
+>>> print(FP8_ROWWISE.keep("layers.0.*"))
+fp8-rowwise   y = Q(x)Q(w)'   dx = Q(dy)Q(w)   dw = Q(dy)'Q(x)   x,w,dy: e4m3  per row   bf16: lm_head, layers.0.*
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
+from typing import Any, Literal
+
+from surokit.formats import E4M3, E5M2
+from surokit.quantizer import Block, PerRow, PerTensor, Quantizer
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """The quantizers of a product's two operands, in the order they are written above; None stays bfloat16.
+
+    `fast_accumulation` lets Hopper's tensor cores keep partial sums at lower precision; the recipes use it forward only.
+    """
+
+    a: Quantizer | None = None
+    b: Quantizer | None = None
+    fast_accumulation: bool = False
+
+    @property
+    def quantized(self) -> bool:
+        return self.a is not None or self.b is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        a, b = (q.to_dict() if q else None for q in (self.a, self.b))
+        return {"a": a, "b": b, "fast_accumulation": self.fast_accumulation}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Gemm:
+        a, b = (Quantizer.from_dict(data[key]) if data[key] else None for key in ("a", "b"))
+        return Gemm(a, b, data["fast_accumulation"])
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A low-rank adapter (Hu et al., 2021): y + alpha / rank * B A x, with A and B in the model's dtype, never quantized."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = PROJECTIONS
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"lora(rank={self.rank}): the rank is at least 1.")
+        if not self.targets:
+            raise ValueError('lora(targets=...) takes the names of layers, for example ("q_proj", "v_proj").')
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What happens to layers chosen by name or by position; the last rule that applies wins."""
+
+    action: Literal["keep", "also"]
+    pattern: str = ""
+    first: int = 0
+    last: int = 0
+    last_share: float = 0.0
+
+    def applies(self, name: str, blocks: int) -> bool:
+        """Whether this rule speaks of layer `name` in a model of `blocks` blocks (0: it has none)."""
+        if self.pattern:
+            return fnmatch(name, self.pattern) or fnmatch(name, f"*.{self.pattern}")
+        block = block_of(name)
+        if block is None:
+            return False
+        last = self.last or round(self.last_share * blocks)
+        return block < self.first or block >= blocks - last
+
+    def __str__(self) -> str:
+        if self.pattern:
+            return self.pattern
+        if self.first:
+            return f"first {self.first} blocks"
+        return f"last {self.last} blocks" if self.last else f"last {self.last_share:.0%} of blocks"
+
+
+def block_of(name: str) -> int | None:
+    """Index of the block that a layer belongs to: the first number in its path, 3 for "model.layers.3.mlp.up_proj"."""
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A complete training recipe; see the module's text. Hashable, derived and never mutated.
+
+    `storage` is how frozen weights are held; a recipe with a storage freezes the base model and wants an adapter.
+    """
+
+    name: str
+    forward: Gemm = field(default_factory=Gemm)
+    grad_input: Gemm = field(default_factory=Gemm)
+    grad_weight: Gemm = field(default_factory=Gemm)
+    storage: Quantizer | None = None
+    adapter: Lora | None = None
+    rules: tuple[Rule, ...] = (Rule("keep", "lm_head"),)
+    min_features: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("A recipe needs a name: it is what tables and checkpoints show.")
+
+    # -- derived recipes
+
+    def keep(self, *patterns: str) -> Recipe:
+        """Layers whose name matches a pattern ("layers.0.*", "*.down_proj") stay bfloat16."""
+        return self._with_rules(*(Rule("keep", p) for p in patterns))
+
+    def keep_first(self, n: int) -> Recipe:
+        """The first n blocks stay bfloat16."""
+        return self._with_rules(Rule("keep", first=_count(n)))
+
+    def keep_last(self, n: int | None = None, *, share: float | None = None) -> Recipe:
+        """The last n blocks, or that share of them, stay bfloat16; replaces an earlier keep_last, so 0 undoes it."""
+        if (n is None) == (share is None):
+            raise ValueError("keep_last() takes either a number of blocks or share=, for example keep_last(2).")
+        if share is not None and not 0 <= share <= 1:
+            raise ValueError(f"keep_last(share={share}): a share lies between 0 and 1.")
+        others = tuple(r for r in self.rules if not (r.last or r.last_share))
+        rule = Rule("keep", last=_count(n)) if n is not None else Rule("keep", last_share=share or 0.0)
+        return replace(self, rules=(*others, rule) if rule.last or rule.last_share else others)
+
+    def also(self, *patterns: str) -> Recipe:
+        """Opts layers in that a rule keeps out, for example also("lm_head")."""
+        return self._with_rules(*(Rule("also", p) for p in patterns))
+
+    def keep_small(self, features: int) -> Recipe:
+        """Layers with fewer input or output features than this stay bfloat16."""
+        return replace(self, min_features=_count(features))
+
+    def lora(self, rank: int = 16, alpha: float = 32.0, targets: Sequence[str] = PROJECTIONS) -> Recipe:
+        """The same recipe with a frozen base and a low-rank adapter on `targets`."""
+        targets = (targets,) if isinstance(targets, str) else targets
+        return replace(self, adapter=Lora(rank, float(alpha), tuple(targets)))
+
+    def _with_rules(self, *rules: Rule) -> Recipe:
+        return replace(self, rules=(*self.rules, *rules))
+
+    # -- what it says of a layer
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any product or the storage leaves bfloat16."""
+        return bool(self.storage) or any(g.quantized for g in (self.forward, self.grad_input, self.grad_weight))
+
+    @property
+    def frozen_base(self) -> bool:
+        return self.storage is not None or self.adapter is not None
+
+    def kept_by(self, name: str, blocks: int = 0) -> Rule | None:
+        """The rule that keeps layer `name` in bfloat16, or None."""
+        deciding = None
+        for rule in self.rules:
+            if rule.applies(name, blocks):
+                deciding = rule
+        return deciding if deciding and deciding.action == "keep" else None
+
+    # -- as text and as data
+
+    def algebra(self) -> str:
+        """One line: the three products, the operands' quantizers, storage and adapter."""
+        if not self.quantized:
+            body = "y = x w'   dx = dy w   dw = dy' x   bf16"
+        elif self.storage and not self.forward.quantized:
+            body = f"y = x W'   dx = dy W   W: frozen in {self.storage}"
+        else:
+            f, i, w = self.forward, self.grad_input, self.grad_weight
+            body = "   ".join(
+                (
+                    f"y = {_operand('x', f.a)}{_operand('w', f.b)}'",
+                    f"dx = {_operand('dy', i.a)}{_operand('w', i.b)}",
+                    f"dw = {_operand('dy', w.a)}'{_operand('x', w.b)}",
+                    _formats(self),
+                )
+            )
+            if self.storage:
+                body += f"   W: frozen in {self.storage}"
+        if self.adapter:
+            body += f"   LoRA r={self.adapter.rank}"
+        return body
+
+    def __str__(self) -> str:
+        kept = ", ".join(str(r) for r in self.rules if r.action == "keep")
+        also = ", ".join(str(r) for r in self.rules if r.action == "also")
+        line = f"{self.name}   {self.algebra()}"
+        if self.quantized and kept:
+            line += f"   bf16: {kept}"
+        return line + (f"   also: {also}" if also else "")
+
+    def __repr__(self) -> str:
+        return f"<Recipe {self}>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for checkpoints and tables; `from_dict` is its inverse."""
+        return {
+            "name": self.name,
+            "forward": self.forward.to_dict(),
+            "grad_input": self.grad_input.to_dict(),
+            "grad_weight": self.grad_weight.to_dict(),
+            "storage": self.storage.to_dict() if self.storage else None,
+            "adapter": {**self.adapter.__dict__, "targets": list(self.adapter.targets)} if self.adapter else None,
+            "rules": [dict(rule.__dict__) for rule in self.rules],
+            "min_features": self.min_features,
+        }
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Recipe:
+        adapter = data["adapter"]
+        return Recipe(
+            name=data["name"],
+            forward=Gemm.from_dict(data["forward"]),
+            grad_input=Gemm.from_dict(data["grad_input"]),
+            grad_weight=Gemm.from_dict(data["grad_weight"]),
+            storage=Quantizer.from_dict(data["storage"]) if data["storage"] else None,
+            adapter=Lora(**{**adapter, "targets": tuple(adapter["targets"])}) if adapter else None,
+            rules=tuple(Rule(**rule) for rule in data["rules"]),
+            min_features=data["min_features"],
+        )
+
+
+def _count(n: int) -> int:
+    if n < 0:
+        raise ValueError(f"A number of blocks or features cannot be negative, got {n}.")
+    return n
+
+
+def _operand(name: str, q: Quantizer | None) -> str:
+    return f"Q({name})" if q else f"({name})"
+
+
+def _formats(recipe: Recipe) -> str:
+    """ "x,w: e4m3  dy: e5m2  delayed per tensor" """
+    operands = {
+        "x": recipe.forward.a or recipe.grad_weight.b,
+        "w": recipe.forward.b or recipe.grad_input.b,
+        "dy": recipe.grad_input.a or recipe.grad_weight.a,
+    }
+    by_format: dict[str, list[str]] = {}
+    for name, q in operands.items():
+        if q:
+            by_format.setdefault(str(q.format), []).append(name)
+    scalings = dict.fromkeys(str(q.scaling) for q in operands.values() if q)
+    return "  ".join([*(f"{','.join(names)}: {f}" for f, names in by_format.items()), *scalings])
+
+
+# -- the named recipes
+
+
+def _fp8(name: str, forward: Quantizer, gradient: Quantizer) -> Recipe:
+    return Recipe(
+        name,
+        forward=Gemm(forward, forward, fast_accumulation=True),
+        grad_input=Gemm(gradient, forward),
+        grad_weight=Gemm(gradient, forward),
+    )
+
+
+_HISTORY = PerTensor(history=1024)
+
+BF16 = Recipe("bf16")
+# TransformerEngine's DelayedScaling with its hybrid format
+FP8 = _fp8("fp8", Quantizer(E4M3, _HISTORY), Quantizer(E5M2, _HISTORY))
+# TransformerEngine's Float8CurrentScaling
+FP8_CURRENT = _fp8("fp8-current", Quantizer(E4M3, PerTensor()), Quantizer(E5M2, PerTensor()))
+# torchao's ROWWISE
+FP8_ROWWISE = _fp8("fp8-rowwise", Quantizer(E4M3, PerRow()), Quantizer(E4M3, PerRow()))
+# frozen weights in 128 x 128 blocks of E4M3 with plain float32 scales; products in bfloat16
+QFP8 = Recipe("qfp8", storage=Quantizer(E4M3, Block(128, 128, pow2=False)), adapter=Lora())
+
+recipes: dict[str, Recipe] = {r.name: r for r in (BF16, FP8, FP8_CURRENT, FP8_ROWWISE, QFP8)}
+
+
+def find_recipe(recipe: Recipe | str) -> Recipe:
+    """A recipe as it is, or by name ("fp8-rowwise"; case and underscores do not matter)."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(
+            f"A recipe is a surokit.Recipe or its name, not {type(recipe).__name__}: try surokit.FP8 or 'fp8'."
+        )
+    name = recipe.lower().replace("_", "-")
+    if name in recipes:
+        return recipes[name]
+    near = difflib.get_close_matches(name, recipes, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"There is no recipe {recipe!r}: {hint}known are {', '.join(recipes)}.")

@@ -1,0 +1,47 @@
+"""Shared pieces of the tests: a small model that needs none of ours, and a generator."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+
+class Tiny(nn.Module):
+    """Embedding, two blocks of linear layers, head: forward(input_ids, labels) -> .loss, like a language model."""
+
+    def __init__(self, vocab: int = 32, width: int = 32, blocks: int = 2, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width, dtype=dtype)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "up_proj": nn.Linear(width, 2 * width, bias=False, dtype=dtype),
+                    "down_proj": nn.Linear(2 * width, width, bias=True, dtype=dtype),
+                }
+            )
+            for _ in range(blocks)
+        )
+        self.lm_head = nn.Linear(width, vocab, bias=False, dtype=dtype)
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer["down_proj"](torch.nn.functional.silu(layer["up_proj"](x)))
+        logits = self.lm_head(x).float()
+        loss = None
+        if labels is not None:
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+@pytest.fixture
+def tiny():
+    torch.manual_seed(0)
+    return Tiny()
+
+
+@pytest.fixture
+def batch():
+    ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}

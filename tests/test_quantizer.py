@@ -1,0 +1,166 @@
+"""Quantizers against independent references, bit for bit, and against their own definition on hard inputs."""
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import surokit as sk
+from surokit.kernels import reference
+from surokit.kernels.reference import quantize as ref
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def golden_cases():
+    """(file, case, mode, quantizer) for every vector of the 8-bit formats."""
+    for stem in ("fp8_tensor", "fp8_rowwise", "fp8_block"):
+        names = load_file(GOLDEN / f"{stem}.safetensors").keys()
+        for codes in sorted(n for n in names if n.endswith(".codes")):
+            case, mode = codes.split(".")[:2]
+            yield pytest.param(stem, case, mode, id=f"{stem}-{case}-{mode}")
+
+
+QUANTIZERS = {
+    ("fp8_tensor", "e4m3"): sk.Quantizer(sk.E4M3, sk.PerTensor()),
+    ("fp8_tensor", "e5m2"): sk.Quantizer(sk.E5M2, sk.PerTensor()),
+    ("fp8_rowwise", "row"): sk.Quantizer(sk.E4M3, sk.PerRow()),
+    ("fp8_rowwise", "column"): sk.Quantizer(sk.E4M3, sk.PerRow()),
+    ("fp8_block", "1x128"): sk.Quantizer(sk.E4M3, sk.Block(1, 128)),
+    ("fp8_block", "128x128"): sk.Quantizer(sk.E4M3, sk.Block(128, 128)),
+}
+
+
+@pytest.mark.parametrize(("stem", "case", "mode"), list(golden_cases()))
+def test_codes_and_scales_equal_the_reference(stem, case, mode):
+    vectors = load_file(GOLDEN / f"{stem}.safetensors")
+    x = vectors[f"{case}.input"]
+    prefix = f"{case}.{mode}"
+    quantized = sk.quantize(x.t() if mode == "column" else x, QUANTIZERS[stem, mode])
+    codes, scales = quantized.codes.view(torch.uint8), quantized.scales
+    if mode == "column":  # a scale for each column is a scale for each row of the transpose
+        codes, scales = codes.t(), scales.t()
+    if f"{prefix}.scale_inv" in vectors:
+        expected = vectors[f"{prefix}.scale_inv"]
+    else:
+        expected = torch.reciprocal(vectors[f"{prefix}.scale"])
+    assert torch.equal(scales.reshape(-1), expected.reshape(-1))
+    assert torch.equal(codes, vectors[f"{prefix}.codes"])
+    if f"{prefix}.dequant" in vectors:
+        values = quantized.dequantize()
+        assert torch.equal(values.t() if mode == "column" else values, vectors[f"{prefix}.dequant"])
+
+
+@pytest.mark.parametrize("format", [sk.E4M3, sk.E5M2])
+def test_decoding_every_code_equals_torch(format):
+    codes = torch.arange(256, dtype=torch.uint8).view(ref.DTYPES[format])
+    assert torch.equal(ref.values(codes).nan_to_num(nan=12345.0), codes.to(torch.bfloat16).nan_to_num(nan=12345.0))
+
+
+@pytest.mark.parametrize(("format", "other"), [(sk.E4M3, ml_dtypes.float8_e4m3fn), (sk.E5M2, ml_dtypes.float8_e5m2)])
+def test_the_cast_equals_ml_dtypes_on_every_bfloat16(format, other):
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    x = x[~x.isnan()]
+    codes = ref.encode(x[None], torch.ones(1, 1), format)
+    expected = np.clip(x.numpy(), -format.max, format.max).astype(other)
+    assert np.array_equal(codes.view(torch.uint8).numpy()[0], expected.view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    "scaling", [sk.PerTensor(), sk.PerRow(), sk.PerRow(pow2=False), sk.Block(1, 128), sk.Block(128, 128)]
+)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (129, 257)])
+@pytest.mark.parametrize("magnitude", [0.0, 1e-30, 1.0, 1e30])
+def test_every_scaling_on_every_shape_and_size(scaling, shape, magnitude):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * magnitude
+    values = sk.quantize(x, sk.Quantizer(sk.E4M3, scaling)).dequantize()
+    assert values.shape == x.shape
+    assert values.isfinite().all()
+    # half a step of 2^-4 relative for normal numbers, half a subnormal step of the tile's largest below
+    step = x.abs().max() * 2 * sk.E4M3.min_subnormal / sk.E4M3.max
+    if magnitude >= 1:
+        assert ((values - x).abs() <= x.abs() * 2**-4 + step).all()
+
+
+def test_nan_stays_nan_and_only_in_its_own_tile():
+    x = torch.ones(4, 8)
+    x[1, 3] = float("nan")
+    values = sk.quantize(x, sk.Quantizer(sk.E4M3, sk.PerRow())).dequantize()
+    assert values[1].isnan().any()
+    assert torch.equal(values[[0, 2, 3]], x[[0, 2, 3]])
+
+
+def test_infinity_saturates():
+    values = sk.quantize(
+        torch.tensor([[float("inf"), 1.0, -float("inf")]]), sk.Quantizer(sk.E4M3, sk.PerTensor())
+    ).dequantize()
+    assert values.tolist() == [[448.0, 1.0, -448.0]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 70),
+    st.integers(1, 140),
+    st.integers(0, 2**31 - 1),
+    st.sampled_from([sk.PerTensor(), sk.Block(8, 8), sk.Block(128, 128)]),
+)
+def test_square_tiles_look_the_same_transposed(rows, columns, seed, scaling):
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    q = sk.Quantizer(sk.E4M3, scaling)
+    turned, direct = sk.quantize(x, q).t(), sk.quantize(x.t(), q)
+    assert torch.equal(turned.codes.view(torch.uint8), direct.codes.view(torch.uint8))
+    assert torch.equal(turned.scales, direct.scales)
+
+
+@pytest.mark.parametrize("format", [sk.E4M3, sk.E5M2])
+def test_stochastic_rounding_is_unbiased_and_follows_its_seed(format):
+    x = torch.tensor([0.0, 1.03, -2.9, 3.0e-2, 17.3, 448.0, -format.min_subnormal * 0.3])
+    q = sk.Quantizer(format, sk.PerTensor(), rounding="stochastic")
+    one = torch.full((1, 1), format.max)  # scale 1
+    draws = (
+        sk.quantize(x.repeat(20_000, 1), q, amax=one, generator=torch.Generator().manual_seed(1)).dequantize().double()
+    )
+    again = (
+        sk.quantize(x.repeat(20_000, 1), q, amax=one, generator=torch.Generator().manual_seed(1)).dequantize().double()
+    )
+    assert torch.equal(draws, again)
+    sigma = draws.std(0) / 20_000**0.5
+    assert ((draws.mean(0) - x.double()).abs() <= 4 * sigma + 1e-12).all()
+    neighbours = draws.unique(dim=0)
+    assert len(neighbours) > 1
+
+
+def test_quantized_knows_its_size_and_its_noise():
+    x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
+    quantized = sk.quantize(x, sk.Quantizer(sk.E4M3, sk.PerRow()))
+    assert quantized.nbytes == 256 * 512 + 256 * 4
+    assert 30 < quantized.sqnr(x) < 33
+    assert sk.quantize(torch.ones(2, 2), sk.Quantizer(sk.E4M3, sk.PerRow())).sqnr(torch.ones(2, 2)) == float("inf")
+    assert "256 x 512, e4m3 per row" in repr(quantized)
+
+
+def test_bad_input_is_named():
+    q = sk.Quantizer(sk.E4M3, sk.PerRow())
+    with pytest.raises(ValueError, match=r"shape \(3,\): reshape"):
+        sk.quantize(torch.ones(3), q)
+    with pytest.raises(TypeError, match="not torch.int64"):
+        sk.quantize(torch.ones(3, 3, dtype=torch.int64), q)
+    with pytest.raises(ValueError, match="no quantizer for the format bf16"):
+        sk.Quantizer(sk.formats.BF16_FORMAT, sk.PerRow())
+    with pytest.raises(ValueError, match="'nearest' or 'stochastic'"):
+        sk.Quantizer(sk.E4M3, sk.PerRow(), rounding="up")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="other scales for the transpose"):
+        sk.quantize(torch.ones(2, 3), q).t()
+    with pytest.raises(ValueError, match="at least one row"):
+        sk.Block(0, 128)
+
+
+def test_quantizers_survive_as_plain_data():
+    for q in QUANTIZERS.values():
+        assert sk.Quantizer.from_dict(q.to_dict()) == q
+    assert reference is not None

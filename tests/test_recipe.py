@@ -1,0 +1,84 @@
+"""Recipes are values: derived, printed as algebra, hashable, stored as plain data."""
+
+import pytest
+
+import surokit as sk
+from surokit.recipe import Recipe, block_of, find_recipe
+
+
+def test_every_named_recipe_survives_as_plain_data():
+    for name, recipe in sk.recipes.items():
+        assert recipe.name == name
+        derived = recipe.keep("layers.0.*").keep_last(share=0.15).lora(rank=4).keep_small(64)
+        for r in (recipe, derived):
+            assert Recipe.from_dict(r.to_dict()) == r
+            assert hash(Recipe.from_dict(r.to_dict())) == hash(r)
+
+
+def test_deriving_leaves_the_original_alone():
+    before = str(sk.FP8)
+    mine = sk.FP8.keep("layers.0.*").keep_last(2)
+    assert str(sk.FP8) == before
+    assert mine != sk.FP8
+    assert str(mine).endswith("bf16: lm_head, layers.0.*, last 2 blocks")
+
+
+def test_the_algebra_is_printed():
+    assert sk.FP8.algebra() == (
+        "y = Q(x)Q(w)'   dx = Q(dy)Q(w)   dw = Q(dy)'Q(x)   x,w: e4m3  dy: e5m2  delayed per tensor"
+    )
+    assert sk.QFP8.lora(rank=8).algebra() == "y = x W'   dx = dy W   W: frozen in e4m3 128x128 blocks   LoRA r=8"
+    half = Recipe("half", forward=sk.Gemm(sk.Quantizer(sk.E4M3, sk.PerRow()), sk.Quantizer(sk.E4M3, sk.PerRow())))
+    assert half.algebra().startswith("y = Q(x)Q(w)'   dx = (dy)(w)   dw = (dy)'(x)   x,w: e4m3  per row")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "kept"),
+    [
+        (sk.FP8, "lm_head", True),
+        (sk.FP8, "model.layers.0.mlp.up_proj", False),
+        (sk.FP8.also("lm_head"), "lm_head", False),
+        (sk.FP8.keep("layers.0.*"), "model.layers.0.mlp.up_proj", True),
+        (sk.FP8.keep("layers.0.*"), "model.layers.10.mlp.up_proj", False),
+        (sk.FP8.keep("layers.0.*").also("up_proj"), "model.layers.0.mlp.up_proj", False),
+        (sk.FP8.keep_last(2), "model.layers.9.mlp.up_proj", True),
+        (sk.FP8.keep_last(2), "model.layers.7.mlp.up_proj", False),
+        (sk.FP8.keep_last(2).keep_last(0), "model.layers.9.mlp.up_proj", False),
+        (sk.FP8.keep_last(share=0.2), "model.layers.8.mlp.up_proj", True),
+        (sk.FP8.keep_first(1), "model.layers.0.mlp.up_proj", True),
+        (sk.FP8.keep_first(1), "lm_head", True),
+    ],
+)
+def test_rules_choose_layers(recipe, name, kept):
+    assert (recipe.kept_by(name, blocks=10) is not None) == kept
+
+
+def test_blocks_are_found_by_number():
+    assert block_of("model.layers.3.mlp.up_proj") == 3
+    assert block_of("h.12") == 12
+    assert block_of("lm_head") is None
+
+
+def test_recipes_are_found_by_name_and_the_nearest_is_suggested():
+    assert find_recipe("FP8_ROWWISE") is sk.FP8_ROWWISE
+    with pytest.raises(ValueError, match="did you mean 'fp8-rowwise'"):
+        find_recipe("fp8-row")
+    with pytest.raises(ValueError, match="known are bf16, fp8,"):
+        find_recipe("zzz")
+    with pytest.raises(TypeError, match="not int"):
+        find_recipe(8)  # type: ignore[arg-type]
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="rank is at least 1"):
+        sk.FP8.lora(rank=0)
+    with pytest.raises(ValueError, match="takes the names of layers"):
+        sk.FP8.lora(targets=())
+    with pytest.raises(ValueError, match="cannot be negative"):
+        sk.FP8.keep_last(-1)
+    with pytest.raises(ValueError, match="either a number of blocks or share="):
+        sk.FP8.keep_last()
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        sk.FP8.keep_last(share=2.0)
+    with pytest.raises(ValueError, match="needs a name"):
+        Recipe("")
