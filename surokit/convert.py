@@ -1,0 +1,295 @@
+"""Apply a recipe to a model, and say for every linear layer what it got and why.
+
+Works on any torch.nn.Module: a torch.nn.Linear becomes a surokit.nn.Linear in place, keeping its parameters, hooks and
+state-dict keys, so optimizers and wrappers that hold it go on working. Adapters (ours and PEFT's) are never quantized.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from surokit import kernels
+from surokit.nn.delayed import DelayedScales
+from surokit.nn.linear import Linear, Precision
+from surokit.recipe import Recipe, block_of, find_recipe
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_ATTRIBUTE = "_surokit_recipe"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one linear layer got."""
+
+    layer: str
+    shape: tuple[int, int]
+    products: str  # recipe of the three products, or "bf16"
+    storage: str  # format of a stored weight, or ""
+    adapter: str  # "r=16", or ""
+    why: str  # why it stayed bf16, or ""
+    nbytes: int  # weight as held, scales and adapter included
+
+    @property
+    def converted(self) -> bool:
+        return self.products != "bf16" or bool(self.storage)
+
+
+@dataclass(frozen=True)
+class Report:
+    """One row a linear layer. Prints as a summary; `.frame()` has every row."""
+
+    recipe: Recipe
+    rows: tuple[Row, ...]
+    emulated: str  # "" where the device multiplies the formats itself, else why not
+
+    @property
+    def converted(self) -> int:
+        return sum(row.converted for row in self.rows)
+
+    @property
+    def line(self) -> str:
+        """One line: how many layers, native or emulated, bytes."""
+        held = sum(row.nbytes for row in self.rows)
+        how = f", {self.emulated}" if self.emulated else ", native" if self.recipe.quantized else ""
+        return f"{self.recipe.name}: {self.converted} of {len(self.rows)} linear layers converted{how}; {held / 2**20:.1f} MiB"
+
+    def frame(self) -> pd.DataFrame:
+        """A DataFrame with the columns layer, shape, products, storage, adapter, why, bytes."""
+        import pandas as pd
+
+        columns = ["layer", "shape", "products", "storage", "adapter", "why", "bytes"]
+        rows = [(r.layer, r.shape, r.products, r.storage, r.adapter, r.why, r.nbytes) for r in self.rows]
+        return pd.DataFrame(rows, columns=columns)
+
+    def _kept(self) -> list[str]:
+        reasons: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.why:
+                reasons.setdefault(row.why, []).append(row.layer)
+        return [f"{len(names)} in bf16 ({why}): {_abbreviate(names)}" for why, names in reasons.items()]
+
+    def __repr__(self) -> str:
+        return "\n".join([self.line, f"  {self.recipe.algebra()}", *(f"  {line}" for line in self._kept())])
+
+    def _repr_html_(self) -> str:
+        lines = [self.recipe.algebra(), *self._kept()]
+        items = "".join(f"<br><code>{html.escape(line)}</code>" for line in lines)
+        return f"<div><b>{html.escape(self.line)}</b>{items}</div>"
+
+
+def apply(model: nn.Module, recipe: Recipe | str) -> Report:
+    """Give every linear layer of `model` what `recipe` says, in place.
+
+    A recipe with a storage or an adapter freezes the base model. `surokit.BF16` undoes the products of an earlier recipe; a
+    stored weight is then dequantized, which does not bring back what quantizing lost. An adapter that is already there stays.
+
+    Raises ValueError for an unknown recipe name, a model without linear layers, or an adapter whose targets match none.
+    """
+    recipe = find_recipe(recipe)
+    layers = list(_linear_layers(model))
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no torch.nn.Linear layers, so there is nothing to apply a recipe to."
+        )
+    blocks = 1 + max((b for b in (block_of(name) for name, _ in layers) if b is not None), default=-1)
+    adapted = _to_adapt(model, recipe, layers)
+    if recipe.frozen_base:
+        for name, parameter in model.named_parameters():
+            if not _is_adapter(name):
+                parameter.requires_grad_(False)
+    embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.itemsize > 1), torch.bfloat16)
+    rows = [
+        _convert(name, layer, recipe, blocks, id(layer.weight) in embedded, name in adapted, dtype)
+        for name, layer in layers
+    ]
+    _share_scales(model, [layer for _, layer in layers], recipe)
+    setattr(model, _ATTRIBUTE, recipe)
+    return Report(recipe, tuple(rows), _emulation(recipe, next(model.parameters()).device))
+
+
+def recipe_of(model: nn.Module) -> Recipe | None:
+    """The recipe that `apply` gave this model last, or None."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+@contextmanager
+def precision(model: nn.Module, recipe: Recipe | str) -> Iterator[nn.Module]:
+    """Compute with another recipe's products inside the `with`; weights do not move and no history is touched.
+
+    `with surokit.precision(model, "bf16")` evaluates a model without its quantization. Stored weights stay as they are.
+    """
+    recipe = find_recipe(recipe)
+    before = {layer: layer.precision for _, layer in _linear_layers(model) if isinstance(layer, Linear)}
+    other = (
+        Precision(recipe) if any(g.quantized for g in (recipe.forward, recipe.grad_input, recipe.grad_weight)) else None
+    )
+    try:
+        for layer, own in before.items():
+            layer.precision = other if own is not None else None
+        yield model
+    finally:
+        for layer, own in before.items():
+            layer.precision = own
+
+
+# -- delayed-scaling state, which lives apart from the state dict
+
+
+def scaling_state(model: nn.Module) -> dict[str, Tensor]:
+    """The delayed-scaling histories of a model as tensors; empty where no recipe needs them."""
+    bank = _bank(model)
+    return bank.state_dict() if bank else {}
+
+
+def load_scaling_state(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Restore what `scaling_state` gave; a ValueError where the model's recipe does not fit it."""
+    bank = _bank(model)
+    if bank is None and state:
+        raise ValueError(
+            "There is a delayed-scaling state to load but the model's recipe has none: apply the same recipe first."
+        )
+    if bank is not None:
+        if not state:
+            raise ValueError(
+                "The model's recipe needs a delayed-scaling state and there is none: it was saved by another recipe."
+            )
+        bank.load_state_dict(state)
+
+
+def roll_scales(model: nn.Module) -> None:
+    """Close a step of delayed scaling by hand, for loops without a torch optimizer; optimizers do it by themselves."""
+    bank = _bank(model)
+    if bank is not None:
+        bank.roll()
+
+
+def _bank(model: nn.Module) -> DelayedScales | None:
+    for module in model.modules():
+        if isinstance(module, Linear) and module.precision is not None and module.precision.scales is not None:
+            return module.precision.scales
+    return None
+
+
+# -- one layer
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Every linear layer but adapters. Subclasses that others made keep their own forward and are left alone."""
+    for name, module in model.named_modules():
+        if type(module) in (nn.Linear, Linear) and not _is_adapter(name):
+            yield name, module
+
+
+def _is_adapter(name: str) -> bool:
+    """Whether a module or parameter path belongs to an adapter: `lora_A`, `lora_B`, PEFT's `lora_embedding_A` and so on."""
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
+def _convert(
+    name: str, layer: nn.Linear, recipe: Recipe, blocks: int, embedded: bool, adapt: bool, dtype: torch.dtype
+) -> Row:
+    """Adopt, quantize and adapt one layer; products that need histories get them afterwards."""
+    layer = _adopt(layer)
+    rule = recipe.kept_by(name, blocks)
+    small = min(layer.in_features, layer.out_features) < recipe.min_features
+    why = ""
+    if not recipe.quantized:
+        why = "the recipe is bf16"
+    elif rule:
+        why = f"rule {rule}"
+    elif small:
+        why = f"fewer than {recipe.min_features} features"
+    layer.precision = None
+    if recipe.storage and not why and embedded:
+        why = "shares its weight with an embedding"
+    if not recipe.storage or why:
+        _dequantize(layer, dtype)
+    else:
+        layer.store(recipe.storage)
+    if not why and any(g.quantized for g in (recipe.forward, recipe.grad_input, recipe.grad_weight)):
+        layer.precision = Precision(recipe)
+    if recipe.adapter and adapt and not layer.has_adapter:
+        layer.add_adapter(recipe.adapter, dtype)
+    return Row(
+        layer=name,
+        shape=(layer.out_features, layer.in_features),
+        products=recipe.name if layer.precision else "bf16",
+        storage=str(layer.storage or ""),
+        adapter=f"r={layer.lora_rank}" if layer.has_adapter else "",
+        why=why if recipe.quantized else "",
+        nbytes=sum(p.nbytes for p in layer.parameters()),
+    )
+
+
+def _adopt(layer: nn.Linear) -> Linear:
+    """The same object with our forward: whoever holds the layer or its parameters keeps holding them."""
+    if not isinstance(layer, Linear):
+        layer.__class__ = Linear
+    assert isinstance(layer, Linear)
+    return layer
+
+
+def _dequantize(layer: Linear, dtype: torch.dtype) -> None:
+    if layer.storage is None:
+        return
+    weight = layer.dense_weight(dtype)
+    layer.storage = None
+    del layer.weight_scale_inv
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _share_scales(model: nn.Module, layers: list[nn.Linear], recipe: Recipe) -> None:
+    """One bank of histories for all layers with delayed quantizers."""
+    quantizers = [
+        q for g in (recipe.forward, recipe.grad_input, recipe.grad_weight) for q in (g.a, g.b) if q and q.delayed
+    ]
+    users = [layer for layer in layers if isinstance(layer, Linear) and layer.precision]
+    if not quantizers or not users:
+        return
+    history = max(getattr(q.scaling, "history", 0) for q in quantizers)
+    bank = DelayedScales(history, 3 * len(users), model, users[0].weight.device)
+    for i, layer in enumerate(users):
+        layer.precision = Precision(recipe, bank, 3 * i)
+
+
+def _to_adapt(model: nn.Module, recipe: Recipe, layers: list[tuple[str, nn.Linear]]) -> set[str]:
+    """Names of the layers that get an adapter: the recipe's targets, or none where PEFT has put its own around them."""
+    if recipe.adapter is None:
+        return set()
+    names = {name for name, _ in layers}
+    parents = {name.partition(".lora_")[0] for name, _ in model.named_modules() if ".lora_" in name}
+    if parents - names:
+        return set()
+    targets = {name for name in names if name.split(".")[-1] in recipe.adapter.targets}
+    if not targets:
+        known = ", ".join(sorted({name.split(".")[-1] for name in names}))
+        raise ValueError(
+            f"No linear layer is called {', '.join(recipe.adapter.targets)}: the model has {known}. "
+            "Name the layers to adapt with recipe.lora(targets=(...))."
+        )
+    return targets
+
+
+def _emulation(recipe: Recipe, device: torch.device) -> str:
+    if not recipe.quantized:
+        return ""
+    if recipe.storage and not recipe.forward.quantized:
+        return "stored in fp8, products in bf16"
+    return "" if kernels.native_fp8(device) else f"emulated on {device.type}"
+
+
+def _abbreviate(names: list[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+__all__ = ["Report", "apply", "load_scaling_state", "precision", "recipe_of", "roll_scales", "scaling_state"]

@@ -1,0 +1,1 @@
+"""Layers that hold a recipe: Linear and the pieces of a decoder around it."""

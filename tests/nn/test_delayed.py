@@ -1,0 +1,138 @@
+"""Delayed scaling: the published update rule, and when a step begins and ends."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import surokit as sk
+from surokit import convert
+from surokit.kernels.reference.quantize import encode_scale
+from surokit.nn.delayed import DelayedScales
+
+VECTORS = load_file(Path(__file__).parents[1] / "golden" / "fp8_delayed.safetensors")
+
+
+@pytest.mark.parametrize("sequence", sorted({name.split(".")[0] for name in VECTORS}))
+@pytest.mark.parametrize("format", [sk.E4M3, sk.E5M2])
+def test_scales_follow_the_reference_kernel(sequence, format):
+    bank = DelayedScales(4, 1, None, torch.device("cpu"))
+    bank.in_force_S.fill_(format.max)  # the reference starts with scale 1
+    bank.seeded = [True]
+    prefix = f"{sequence}.{format.name}.max.roll_always"
+    for t, amax in enumerate(VECTORS[f"{sequence}.amax"]):
+        used = bank.amax(0, amax.view(1, 1), record=True)
+        scale = encode_scale(used, format, pow2=False)
+        assert torch.equal(scale.view(()), VECTORS[f"{prefix}.scale_used"][t])
+        bank.roll()
+        after = encode_scale(bank.in_force_S.view(1, 1), format, pow2=False)
+        assert torch.equal(after.view(()), VECTORS[f"{prefix}.scale_after"][t])
+
+
+def test_the_first_tensor_seeds_its_slot():
+    bank = DelayedScales(4, 2, None, torch.device("cpu"))
+    assert bank.amax(0, torch.tensor([[3.0]]), record=True).item() == 3.0
+    assert bank.amax(0, torch.tensor([[5.0]]), record=True).item() == 3.0  # read-only within the step
+    bank.roll()
+    assert bank.amax(0, torch.tensor([[1.0]]), record=False).item() == 5.0
+
+
+def train_step(model, batch, optimizer, micro_batches=1):
+    for _ in range(micro_batches):
+        model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_histories_roll_once_per_optimizer_step(tiny, batch):
+    sk.apply(tiny, sk.FP8)
+    optimizer = torch.optim.SGD(tiny.parameters(), lr=0.01)
+    train_step(tiny, batch, optimizer, micro_batches=3)
+    state = convert.scaling_state(tiny)
+    assert state["cursor"].tolist() == [1, 0]
+    assert (state["history"][0] > 0).all()
+    assert (state["history"][1:] == 0).all()
+    train_step(tiny, batch, optimizer)
+    assert convert.scaling_state(tiny)["cursor"].tolist() == [2, 0]
+
+
+def test_evaluation_and_foreign_optimizers_touch_nothing(tiny, batch):
+    sk.apply(tiny, sk.FP8)
+    optimizer = torch.optim.SGD(tiny.parameters(), lr=0.01)
+    train_step(tiny, batch, optimizer)
+    before = convert.scaling_state(tiny)
+    tiny.eval()
+    with torch.no_grad():
+        tiny(**batch)
+    tiny.train()
+    with torch.no_grad():
+        tiny(**batch)
+    with sk.precision(tiny, "bf16"):
+        tiny(**batch).loss.backward()
+    sk.compare(tiny, batch, sk.FP8)
+    stranger = torch.nn.Parameter(torch.ones(1))
+    stranger.grad = torch.ones(1)
+    torch.optim.SGD([stranger], lr=0.1).step()
+    after = convert.scaling_state(tiny)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_recomputed_activations_record_once(tiny, batch):
+    from torch.utils.checkpoint import checkpoint
+
+    twin = copy.deepcopy(tiny)
+    for model, recompute in ((tiny, False), (twin, True)):
+        sk.apply(model, sk.FP8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(2):
+            if recompute:
+                checkpoint(lambda: model(**batch).loss, use_reentrant=False).backward()  # noqa: B023
+            else:
+                model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(convert.scaling_state(tiny).values(), convert.scaling_state(twin).values()):
+        assert torch.equal(a, b)
+    for a, b in zip(tiny.parameters(), twin.parameters()):
+        assert torch.equal(a, b)
+
+
+def test_state_continues_bitwise(tiny, batch):
+    sk.apply(tiny, sk.FP8)
+    optimizer = torch.optim.SGD(tiny.parameters(), lr=0.1)
+    train_step(tiny, batch, optimizer)
+    weights, scales = copy.deepcopy(tiny.state_dict()), convert.scaling_state(tiny)
+    train_step(tiny, batch, optimizer)
+    expected = tiny(**batch).loss
+
+    torch.manual_seed(9)
+    other = type(tiny)()
+    sk.apply(other, sk.FP8)
+    other.load_state_dict(weights)
+    convert.load_scaling_state(other, scales)
+    train_step(other, batch, torch.optim.SGD(other.parameters(), lr=0.1))
+    assert torch.equal(other(**batch).loss, expected)
+
+
+def test_a_deep_copy_has_histories_of_its_own(tiny, batch):
+    sk.apply(tiny, sk.FP8)
+    train_step(tiny, batch, torch.optim.SGD(tiny.parameters(), lr=0.1))
+    twin = copy.deepcopy(tiny)
+    before = convert.scaling_state(tiny)
+    train_step(twin, batch, torch.optim.SGD(twin.parameters(), lr=0.1))
+    assert convert.scaling_state(twin)["cursor"][0] == 2
+    assert all(torch.equal(before[key], value) for key, value in convert.scaling_state(tiny).items())
+
+
+def test_a_foreign_state_is_refused(tiny):
+    sk.apply(tiny, sk.FP8)
+    state = convert.scaling_state(tiny)
+    with pytest.raises(ValueError, match="belongs to another recipe or model"):
+        convert.load_scaling_state(tiny, {**state, "history": state["history"][:, :2]})
+    with pytest.raises(ValueError, match="saved by another recipe"):
+        convert.load_scaling_state(tiny, {})
+    sk.apply(tiny, sk.FP8_ROWWISE)
+    with pytest.raises(ValueError, match="apply the same recipe first"):
+        convert.load_scaling_state(tiny, state)

@@ -1,0 +1,186 @@
+"""apply: which layer gets what, why the others did not, and that nothing else changes."""
+
+import pytest
+import torch
+from torch import nn
+
+import surokit as sk
+from surokit.convert import recipe_of
+from surokit.nn.linear import Linear
+
+
+def loss(model, batch):
+    return model(**batch).loss
+
+
+def test_apply_reports_every_layer(tiny):
+    report = sk.apply(tiny, sk.FP8.keep("layers.0.down_proj"))
+    rows = {row.layer: row for row in report.rows}
+    assert set(rows) == {f"layers.{i}.{p}" for i in (0, 1) for p in ("up_proj", "down_proj")} | {"lm_head"}
+    assert report.converted == 3
+    assert rows["lm_head"].why == "rule lm_head"
+    assert rows["layers.0.down_proj"].why == "rule layers.0.down_proj"
+    assert rows["layers.0.up_proj"].products == "fp8"
+    assert "fp8: 3 of 5 linear layers converted, emulated on cpu" in repr(report)
+    assert "1 in bf16 (rule lm_head): lm_head" in repr(report)
+    assert list(report.frame().columns) == ["layer", "shape", "products", "storage", "adapter", "why", "bytes"]
+    assert "emulated on cpu" in report._repr_html_()
+
+
+def test_parameters_hooks_and_keys_stay(tiny, batch):
+    keys, parameters = list(tiny.state_dict()), [id(p) for p in tiny.parameters()]
+    seen = []
+    tiny.layers[0]["up_proj"].register_forward_hook(lambda *a: seen.append(1))
+    sk.apply(tiny, sk.FP8)
+    loss(tiny, batch).backward()
+    assert list(tiny.state_dict()) == keys
+    assert [id(p) for p in tiny.parameters()] == parameters
+    assert seen == [1]
+    assert type(tiny.layers[0]["up_proj"]) is Linear
+
+
+def test_bf16_undoes_a_recipe(tiny, batch):
+    before = loss(tiny, batch)
+    sk.apply(tiny, sk.FP8_ROWWISE)
+    assert loss(tiny, batch) != before
+    sk.apply(tiny, "bf16")
+    assert torch.equal(loss(tiny, batch), before)
+    assert recipe_of(tiny) == sk.BF16
+
+
+def test_precision_is_temporary(tiny, batch):
+    before = loss(tiny, batch)
+    sk.apply(tiny, sk.FP8_CURRENT)
+    quantized = loss(tiny, batch)
+    with sk.precision(tiny, "bf16"):
+        assert torch.equal(loss(tiny, batch), before)
+    assert torch.equal(loss(tiny, batch), quantized)
+    with pytest.raises(RuntimeError, match="inside"), sk.precision(tiny, "bf16"):
+        raise RuntimeError("inside")
+    assert torch.equal(loss(tiny, batch), quantized)
+
+
+def test_a_storage_freezes_the_base_and_trains_adapters_only(tiny, batch):
+    before = loss(tiny, batch)
+    report = sk.apply(tiny, sk.QFP8.lora(rank=4))
+    trainable = {name for name, p in tiny.named_parameters() if p.requires_grad}
+    assert trainable == {
+        f"layers.{i}.{p}.lora_{x}.weight" for i in (0, 1) for p in ("up_proj", "down_proj") for x in "AB"
+    }
+    codes = tiny.layers[0]["up_proj"].weight
+    assert codes.dtype == torch.float8_e4m3fn
+    assert tiny.layers[0]["up_proj"].weight_scale_inv.shape == (1, 1)
+    assert abs(loss(tiny, batch) - before) < 0.02
+    snapshot = {n: p.detach().clone() for n, p in tiny.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.AdamW([p for p in tiny.parameters() if p.requires_grad], lr=1e-2)
+    first = loss(tiny, batch).item()
+    for _ in range(5):
+        loss(tiny, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss(tiny, batch).item() < first
+    for name, parameter in tiny.named_parameters():
+        if name in snapshot:
+            assert torch.equal(parameter.view(torch.uint8), snapshot[name].view(torch.uint8))
+    assert "stored in fp8, products in bf16" in repr(report)
+    dense = 2 * 2 * (32 * 64) * 2
+    stored = sum(r.nbytes for r in report.rows if r.storage) - sum(
+        p.nbytes for n, p in tiny.named_parameters() if "lora_" in n or n.endswith("bias")
+    )
+    assert stored == dense // 2 + 4 * 4  # one byte an element and a scale a block
+
+
+def test_bf16_dequantizes_a_stored_weight(tiny, batch):
+    sk.apply(tiny, sk.QFP8.lora(rank=4))
+    quantized, weight = loss(tiny, batch), tiny.layers[0]["up_proj"].dense_weight()
+    sk.apply(tiny, sk.BF16)
+    assert torch.equal(tiny.layers[0]["up_proj"].weight, weight)
+    assert abs(loss(tiny, batch) - quantized) < 2e-3  # a bias is now added before the product is rounded
+    assert "weight_scale_inv" not in " ".join(tiny.state_dict())
+
+
+def test_applying_twice_changes_nothing(tiny, batch):
+    for recipe in (sk.FP8_ROWWISE, sk.QFP8.lora(rank=4)):
+        sk.apply(tiny, recipe)
+        once = loss(tiny, batch)
+        sk.apply(tiny, recipe)
+        assert torch.equal(loss(tiny, batch), once)
+
+
+def test_storage_with_quantized_products(tiny, batch):
+    recipe = sk.Recipe(
+        "both", sk.FP8_ROWWISE.forward, sk.FP8_ROWWISE.grad_input, sk.FP8_ROWWISE.grad_weight, storage=sk.QFP8.storage
+    ).lora(rank=4)
+    sk.apply(tiny, recipe)
+    loss(tiny, batch).backward()
+    assert tiny.layers[0]["up_proj"].lora_B.weight.grad.abs().sum() > 0
+
+
+def test_a_weight_shared_with_an_embedding_is_not_stored():
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(16, 8), "up_proj": nn.Linear(8, 8), "lm_head": nn.Linear(8, 16, bias=False)}
+    )
+    model["lm_head"].weight = model["embed"].weight
+    report = sk.apply(model, sk.QFP8.also("lm_head"))
+    assert {r.layer: r.why for r in report.rows}["lm_head"] == "shares its weight with an embedding"
+    assert model["lm_head"].weight is model["embed"].weight
+
+
+def test_small_layers_stay(tiny):
+    report = sk.apply(tiny, sk.FP8.keep_small(64))
+    assert report.converted == 0
+    assert {r.why for r in report.rows} == {"rule lm_head", "fewer than 64 features"}
+
+
+def test_bad_input_is_named(tiny):
+    with pytest.raises(ValueError, match="did you mean 'fp8'"):
+        sk.apply(tiny, "fp9")
+    with pytest.raises(ValueError, match="no torch.nn.Linear layers"):
+        sk.apply(nn.Embedding(4, 4), sk.FP8)
+    with pytest.raises(ValueError, match="No linear layer is called query: the model has down_proj, lm_head, up_proj"):
+        sk.apply(tiny, sk.QFP8.lora(targets=("query",)))
+    assert all(p.requires_grad for p in tiny.parameters())
+
+
+def test_a_transformers_model_takes_a_recipe(batch):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            vocab_size=32,
+            num_key_value_heads=2,
+        )
+    )
+    keys = list(model.state_dict())
+    before = model(**batch).loss
+    report = sk.apply(model, sk.FP8)
+    after = model(**batch).loss
+    after.backward()
+    assert report.converted == 14
+    assert list(model.state_dict()) == keys
+    assert after != before
+    assert abs(after - before) < 0.02
+
+
+def test_a_peft_model_keeps_its_adapters_in_bf16(batch):
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(
+        LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=32)
+    )
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    report = sk.apply(model, sk.QFP8)
+    assert not any("lora_" in row.layer for row in report.rows)
+    assert not any(row.adapter for row in report.rows if row.layer.endswith("base_layer"))
+    loss = model(**batch).loss
+    loss.backward()
+    gradients = {n for n, p in model.named_parameters() if p.grad is not None}
+    assert gradients
+    assert all("lora_" in n for n in gradients)
