@@ -1,0 +1,243 @@
+"""Batches: fixed-length token sequences in a deterministic order, from a position that can be saved.
+
+The tokens lie in one compact array; an epoch is a permutation of its sequences drawn from (seed, epoch); a position is
+(epoch, batches handed out). So the order after a resume needs nothing but those two numbers. One thread prepares the
+batch after the one in use; the position counts what was handed out, never what was prepared.
+
+Dimensions: S sequences, B batch, T length.
+"""
+
+import hashlib
+import math
+from collections.abc import Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from surokit.data.tokenizer import Tokenizer
+
+# Held-out sequences are drawn with a seed of their own: runs with different seeds are judged on the same text.
+_SPLIT_SEED = 20240229
+
+
+class Batches:
+    """A re-iterable of {"input_ids": int64 [B, T], "labels": int64 [B, T]}; labels unshifted (the model shifts), -100
+    where a token is not trained on.
+
+    Iteration goes on from the position and ends with the epoch: `for` after `for` gives epoch after epoch, each in its
+    own order; a loop that was left early is continued by the next one. The half that `split` holds out is the exception:
+    every loop over it starts at its first batch, in the same order, until a position is loaded into it. One loop at a
+    time: starting another, or loading a position, ends the earlier one with an error; `fork()` gives an independent
+    reader of the same tokens.
+
+    Every batch is full; the sequences that do not fill the last batch of an epoch wait for another epoch's order.
+
+    Args:
+        ids_ST: token ids, [S, T], an unsigned integer type.
+        trained_ST: True where a token is trained on, [S, T]; None for all of them.
+        filled_S: tokens that are not padding in each sequence, [S]; None where there is no padding.
+        batch: sequences a batch, B.
+        seed: of the order.
+        shuffle: False keeps the sequences' own order in every epoch.
+        tokenizer: that made the tokens; None for other tokens.
+        name: what the data is, for messages.
+        notes: what was left out, for `repr`.
+
+    Raises:
+        ValueError: batch not positive, or fewer sequences than one batch.
+    """
+
+    def __init__(
+        self,
+        ids_ST: NDArray[Any],
+        *,
+        batch: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        trained_ST: NDArray[np.bool_] | None = None,
+        filled_S: NDArray[np.int64] | None = None,
+        tokenizer: Tokenizer | None = None,
+        name: str = "tokens",
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        check_positive("batch", batch)
+        check_positive("length", ids_ST.shape[1])
+        check_seed(seed)
+        self.batch, self.length, self.seed, self.shuffle = batch, int(ids_ST.shape[1]), seed, shuffle
+        self.tokenizer, self.name, self.notes = tokenizer, name, notes
+        self._ids_ST, self._trained_ST, self._filled_S = ids_ST, trained_ST, filled_S
+        self._rows_S = np.arange(len(ids_ST))
+        self._restarts = False
+        self._epoch = self._index = self._loop = 0
+        self._check_one_batch()
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return len(self._rows_S) // self.batch
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of `length` tokens, S."""
+        return len(self._rows_S)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the sequences, padding not counted."""
+        return self.sequences * self.length if self._filled_S is None else int(self._filled_S[self._rows_S].sum())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits over the tokens, what is trained on, the tokenizer, length, batch, seed and shuffle."""
+        digest = hashlib.blake2b(digest_size=8)
+        tokenizer = None if self.tokenizer is None else self.tokenizer.fingerprint
+        digest.update(
+            repr((tokenizer, self.length, self.batch, self.seed, self.shuffle, self._ids_ST.dtype.str)).encode()
+        )
+        for part in (self._ids_ST, self._trained_ST, self._rows_S):
+            if part is not None:
+                digest.update(np.ascontiguousarray(part).data)
+        return digest.hexdigest()
+
+    # Position --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: {"epoch", "index" (batches of this epoch handed out), "fingerprint"}."""
+        return {"epoch": self._epoch, "index": self._index, "fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to a saved position; the next batch is the one that would have followed.
+
+        Raises:
+            ValueError: not a position, or one in other data.
+        """
+        try:
+            epoch, index, fingerprint = int(state["epoch"]), int(state["index"]), state["fingerprint"]
+        except (KeyError, TypeError, ValueError):
+            raise ValueError("this is not a position of Batches: epoch, index and fingerprint are expected") from None
+        if fingerprint != self.fingerprint:
+            raise ValueError(
+                f"this position belongs to other data (fingerprint {fingerprint}, here {self.fingerprint}): pass the same "
+                "source, tokenizer, length, batch and seed as in the run that saved it"
+            )
+        if epoch < 0 or not 0 <= index < len(self):
+            raise ValueError(f"there is no batch {index} of epoch {epoch}: an epoch has {len(self)} batches")
+        self._epoch, self._index = epoch, index
+        self._restarts = False  # who loads a position means to go on from it
+        self._loop += 1
+
+    def __iter__(self) -> Generator[dict[str, torch.Tensor], None, None]:
+        self._loop += 1
+        if self._restarts:
+            self._epoch = self._index = 0
+        return self._iterate(self._loop, self._epoch, self._index)
+
+    def _iterate(self, loop: int, epoch: int, start: int) -> Generator[dict[str, torch.Tensor], None, None]:
+        order_S = self._order(epoch)
+        pin = torch.cuda.is_available()
+        # Leaving the block (the loop's end, a break, an interrupt) waits for the batch in the making and ends the thread.
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="surokit-batches") as thread:
+            ahead = thread.submit(self._make, order_S, start, pin)
+            for index in range(start, len(self)):
+                batch = ahead.result()
+                if index + 1 < len(self):
+                    ahead = thread.submit(self._make, order_S, index + 1, pin)
+                if loop != self._loop:
+                    raise RuntimeError(
+                        "this loop over the batches was ended by a later one, or by load_state_dict: use fork() to read the "
+                        "same data twice at a time"
+                    )
+                last = index + 1 == len(self)
+                self._epoch, self._index = (epoch + 1, 0) if last else (epoch, index + 1)
+                yield batch
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        if not self.shuffle:
+            return self._rows_S
+        return np.random.default_rng((self.seed, epoch)).permutation(self._rows_S)
+
+    def _make(self, order_S: NDArray[np.int64], index: int, pin: bool) -> dict[str, torch.Tensor]:
+        rows_B = order_S[index * self.batch : (index + 1) * self.batch]
+        ids_BT = self._ids_ST[rows_B].astype(np.int64)
+        labels_BT = ids_BT.copy() if self._trained_ST is None else np.where(self._trained_ST[rows_B], ids_BT, -100)
+        made = {"input_ids": torch.from_numpy(ids_BT), "labels": torch.from_numpy(labels_BT)}
+        return {key: tensor.pin_memory() for key, tensor in made.items()} if pin else made
+
+    # Derived ---------------------------------------------------------------------------------------------------------
+
+    def fork(self) -> Self:
+        """An independent reader of the same tokens, at the same position."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def split(self, held_out: float = 0.05) -> tuple[Self, Self]:
+        """(train, held-out): disjoint sequences, each at its beginning.
+
+        The held-out sequences are drawn from all over the data, whole batches of them (one at least), the same ones for
+        every seed; they keep one order.
+
+        Args:
+            held_out: share of the sequences to hold out, between 0 and 1.
+
+        Raises:
+            ValueError: the share is out of range, or either half would have less than one batch.
+        """
+        if not 0.0 < held_out < 1.0:
+            raise ValueError(f"held_out={held_out} must lie between 0 and 1, for instance 0.05")
+        count = self.batch * max(1, math.floor(self.sequences * held_out / self.batch + 0.5))
+        if self.sequences - count < self.batch:
+            raise ValueError(
+                f"{self.sequences} sequences cannot be split into two parts of at least one batch ({self.batch}) with "
+                f"held_out={held_out}: use a smaller batch, a shorter length, or more text"
+            )
+        drawn_S = np.random.default_rng(_SPLIT_SEED).permutation(self.sequences)
+        train, held = self._subset(np.sort(drawn_S[count:])), self._subset(np.sort(drawn_S[:count]))
+        held.name, held.shuffle, held._restarts = f"{self.name}, held out", False, True
+        return train, held
+
+    def _subset(self, rows: NDArray[np.int64]) -> Self:
+        part = self.fork()
+        part.__dict__.pop("fingerprint", None)  # cached for the whole
+        part._rows_S, part._restarts = self._rows_S[rows], False
+        part._epoch = part._index = part._loop = 0
+        part._check_one_batch()
+        return part
+
+    def _check_one_batch(self) -> None:
+        if len(self) == 0:
+            raise ValueError(
+                f"{self.name} has {self.sequences} sequences of {self.length} tokens, fewer than one batch of {self.batch}: "
+                "use a smaller batch, a shorter length, or more text"
+            )
+
+    def __repr__(self) -> str:
+        rest = self.sequences % self.batch
+        parts = [
+            f"{self.name}: {self.tokens:,} tokens in {self.sequences:,} x {self.length:,}",
+            f"{len(self):,} batches of {self.batch} an epoch",
+        ]
+        if self._trained_ST is not None:
+            trained = int(self._trained_ST[self._rows_S].sum())
+            parts.append(f"{trained / self.tokens:.0%} trained on")
+        parts += self.notes
+        if rest:
+            parts.append(f"{rest} sequence{'s' * (rest > 1)} left out of each epoch")
+        order = f"shuffled with seed {self.seed}" if self.shuffle else "in order"
+        parts += [order, f"next: epoch {self._epoch} batch {self._index}"]
+        return f"Batches({'; '.join(parts)})"
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a whole number of at least one."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a positive whole number")
+
+
+def check_seed(seed: Any) -> None:
+    """Raises ValueError unless `seed` is a whole number that is not negative."""
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+        raise ValueError(f"seed={seed!r} must be a whole number, zero or more")
