@@ -122,15 +122,17 @@ def decode(
 def values(codes: Tensor) -> Tensor:
     """The codes' own values in bfloat16, exactly (8 exponent and 7 mantissa bits hold both float8 formats).
 
-    On a CPU torch converts float8 one element at a time; moving the bits as int16 is three times faster and gives the
+    On a CPU torch converts float8 one element at a time; moving the bits as int16 takes a third of the time and gives the
     same numbers for all 256 codes.
     """
     if codes.device.type != "cpu":
         return codes.to(torch.bfloat16)
     bits = codes.view(torch.int8).to(torch.int16)  # sign-extended
     if codes.dtype == torch.float8_e5m2:
-        return (bits << 8).view(torch.float16).to(torch.bfloat16)
-    magnitude = bits & 0x7F
-    # seven bits of exponent and mantissa land in bf16's low exponent; 2^(127 - 7) restores the bias, subnormals included
-    y = ((bits & -0x8000) | (magnitude << 4)).view(torch.bfloat16).mul_(2.0**120)
-    return y.masked_fill_(magnitude == 0x7F, float("nan"))
+        return bits.bitwise_left_shift_(8).view(torch.float16).to(torch.bfloat16)
+    # sign, and the seven bits of exponent and mantissa in the low end of bfloat16's exponent
+    bits.bitwise_left_shift_(4).bitwise_and_(-0x7810)
+    # NaN is all ones: adding one carries into bit 11, and fifteen times that bit fills the exponent
+    carry = bits.add(0x10).bitwise_and_(0x800)
+    # 2^(127 - 7) restores the bias, subnormals included
+    return bits.add_(carry, alpha=15).view(torch.bfloat16).mul_(2.0**120)

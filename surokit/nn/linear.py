@@ -244,7 +244,7 @@ class _Operands:
         if q is not None and q.transposable:
             turned = self(role, q, x_MK, recorded)
             return turned.t() if isinstance(turned, Quantized) else turned
-        return self(role, q, x_MK.t() if q is None else x_MK.t().contiguous(), recorded)
+        return self(role, q, x_MK.t(), recorded)
 
     def keep(
         self, role: str, x_q: Tensor | Quantized, x_MK: Tensor, q: Quantizer | None
