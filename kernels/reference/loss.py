@@ -1,0 +1,65 @@
+"""A linear layer and the cross-entropy on its output, in chunks of tokens: the logits are never whole.
+
+    l_CV = x_CK w_VK'         loss = sum over counted tokens of (logsumexp(l) - l[label]) / n
+    dl = (softmax(l) - onehot(label)) / n         dx = dl w         dw = sum over chunks of dl' x
+
+The gradients are made in the same pass, while a chunk's logits are there. The softmax is float32, the products take dl in the
+dtype of x; 1/n and the ignored rows are applied to the small factors (dx, and x in dw), so dl keeps its full range. dw is
+summed over chunks in float32. C tokens a chunk, T tokens, K width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+CHUNK_ELEMENTS = {"cpu": 4 * 1024 * 1024, "cuda": 64 * 1024 * 1024}  # of the float32 logits
+MIN_ROWS = 64
+
+
+def chunk_rows(tokens: int, vocabulary: int, device: str) -> int:
+    """Tokens whose logits are held at once: few enough for memory, enough for an efficient product."""
+    rows = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // max(vocabulary, 1)
+    return max(1, min(tokens, max(MIN_ROWS, rows)))
+
+
+def forward(
+    x_TK: Tensor, w_VK: Tensor, labels_T: Tensor, need_dx: bool, need_dw: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Mean loss (0-d float32) over labels other than -100, and where asked dx [T, K] and dw [V, K] in their own dtypes."""
+    T, V = x_TK.shape[0], w_VK.shape[0]
+    rows = chunk_rows(T, V, x_TK.device.type)
+    counted_T1 = (labels_T != IGNORED).unsqueeze(1)
+    n = counted_T1.sum().clamp(min=1).float()
+    share_T1 = counted_T1 / n
+    index_T1 = labels_T.where(labels_T != IGNORED, 0).unsqueeze(1)
+
+    loss = x_TK.new_zeros((), dtype=torch.float32)
+    dx_TK = torch.empty_like(x_TK) if need_dx else None
+    dw_VK = None
+    logits_buffer = x_TK.new_empty((rows, V))
+    # in float32 one buffer serves as both
+    p_buffer = logits_buffer if x_TK.dtype == torch.float32 else x_TK.new_empty((rows, V), dtype=torch.float32)
+    minus_one = x_TK.new_full((1, 1), -1.0, dtype=torch.float32)
+    for first in range(0, T, rows):
+        last = min(first + rows, T)
+        x, counted, index = x_TK[first:last], counted_T1[first:last], index_T1[first:last]
+        logits = torch.mm(x, w_VK.t(), out=logits_buffer[: last - first])
+        p = p_buffer[: last - first].copy_(logits)
+        torch.log_softmax(p, -1, out=p)
+        loss -= p.gather(1, index).mul_(counted).sum()
+        if not (need_dx or need_dw):
+            continue
+        dl = logits.copy_(p.exp_().scatter_add_(1, index, minus_one.expand(last - first, 1)))
+        if dx_TK is not None:
+            dx_TK[first:last] = torch.mm(dl, w_VK) * share_T1[first:last]
+        if need_dw:
+            part = torch.mm(dl.t(), x * counted)
+            if dw_VK is None:
+                dw_VK = part.float() if last < T else part  # a single chunk needs no float32 sum
+            else:
+                dw_VK += part
+    if need_dw:
+        dw_VK = torch.zeros_like(w_VK) if dw_VK is None else dw_VK.div_(n).to(w_VK.dtype)
+    return loss / n, dx_TK, dw_VK

@@ -1,0 +1,76 @@
+"""The live panel for `transformers.Trainer`: `Trainer(..., callbacks=[LiveCallback()])`.
+
+The Trainer tells a callback that a step ended, and every `logging_steps` the mean loss since the last time; so the loss
+curve has a point per log, the rate one per step. Set `logging_steps=1` to see every step, and
+`include_num_input_tokens_seen=True` to see tokens/s instead of steps/s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from surokit.live import Live
+from surokit.widgets.panel import View
+
+_NAMES = {"loss": "loss", "learning_rate": "lr", "grad_norm": "grad_norm", "eval_loss": "eval_loss"}
+
+
+class LiveCallback(TrainerCallback):
+    """Feeds a `surokit.Live` from a Trainer, on the main process only.
+
+    title: by default the model's class name. every: shortest time between two pictures, in seconds. After training,
+    `.live.frame()` has the numbers.
+    """
+
+    def __init__(self, title: str | None = None, every: float = 0.25, view: View | None = None) -> None:
+        self.title = title
+        self.every = every
+        self.view = view
+        self.live: Live | None = None
+        self._tokens_seen = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        model = context.get("model")
+        title = self.title or (type(model).__name__ if model is not None else "Trainer")
+        precision = "bf16 autocast" if args.bf16 else "fp16 autocast" if args.fp16 else ""
+        self.live = Live(title, self.every, total=state.max_steps or None, recipe=precision, view=self.view)
+        self._tokens_seen = _tokens(state)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
+        if self.live is None:
+            return
+        seen = _tokens(state)
+        self.live.log(step=state.global_step, tokens=seen - self._tokens_seen or None)
+        self._tokens_seen = seen
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **context: Any,
+    ) -> None:
+        values = {_NAMES[name]: value for name, value in (logs or {}).items() if name in _NAMES}
+        if self.live is not None and values and state.global_step > 0:
+            self.live.log(step=state.global_step, **values)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
+        if self.live is not None:
+            early = state.global_step < state.max_steps
+            self.live.close(f"stopped before the planned {state.max_steps:,} steps" if early else "done")
+
+
+def _tokens(state: TrainerState) -> int:
+    """Input tokens so far; 0 unless the Trainer was asked to count them."""
+    return int(state.num_input_tokens_seen or 0)

@@ -1,0 +1,113 @@
+"""The callback in a real, tiny transformers Trainer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.test_live import View
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        ids = torch.arange(8) + index
+        return {"input_ids": ids, "labels": ids}
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    from surokit.integrations.hf import LiveCallback
+
+    def build(**arguments):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
+        callback = LiveCallback(view=View())
+        defaults = {
+            "output_dir": str(tmp_path),
+            "max_steps": 3,
+            "logging_steps": 1,
+            "per_device_train_batch_size": 2,
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "save_strategy": "no",
+            "dataloader_pin_memory": False,
+        }
+        return Trainer(
+            LlamaForCausalLM(config),
+            TrainingArguments(**defaults | arguments),
+            train_dataset=Rows(),
+            eval_dataset=Rows(),
+            callbacks=[callback],
+        ), callback
+
+    return build
+
+
+def test_three_steps(trainer):
+    run, callback = trainer(include_num_input_tokens_seen=True, eval_strategy="steps", eval_steps=3)
+    run.train()
+    frame = callback.live.frame()
+    logged = {entry["step"]: entry for entry in run.state.log_history if "loss" in entry}
+    assert list(frame["step"]) == [1, 2, 3]
+    assert list(frame["loss"]) == [logged[step]["loss"] for step in (1, 2, 3)]
+    assert list(frame["lr"]) == [logged[step]["learning_rate"] for step in (1, 2, 3)]
+    assert frame["grad_norm"].gt(0).all()
+    assert list(frame["tokens"]) == [16, 16, 16]
+    assert frame["eval_loss"].iloc[2] > 0
+    assert frame["wall_ms"].gt(0).all()
+    state = callback.live.state
+    assert (state.title, state.total, state.step, state.reason) == ("LlamaForCausalLM", 3, 3, "done")
+    assert callback.view.ended == ["done"]
+
+
+def test_without_token_counts_and_with_rare_logs(trainer):
+    run, callback = trainer(max_steps=4, logging_steps=2)
+    run.train()
+    frame = callback.live.frame()
+    assert list(frame["step"]) == [1, 2, 3, 4]
+    assert list(frame["loss"].notna()) == [False, True, False, True]
+    assert "tokens" not in frame
+    assert callback.live.state.rate.count == 3
+
+
+def test_an_early_stop_is_said(trainer):
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **context):
+            control.should_training_stop = state.global_step == 2
+
+    run, callback = trainer()
+    run.add_callback(Stop())
+    run.train()
+    assert callback.view.ended == ["stopped before the planned 3 steps"]
+
+
+def test_only_the_integration_imports_transformers():
+    code = "import sys, surokit.live, surokit.widgets; assert 'transformers' not in sys.modules"
+    heavy = "for name in ('IPython', 'pandas', 'matplotlib', 'ipywidgets'): assert name not in sys.modules, name"
+    subprocess.run([sys.executable, "-c", f"{code}\n{heavy}"], check=True)
+
+
+def test_it_is_found_by_its_name():
+    import surokit
+
+    assert surokit.integrations.hf.LiveCallback.__module__ == "surokit.integrations.hf"
+    with pytest.raises(AttributeError, match="no 'keras'; there is hf"):
+        _ = surokit.integrations.keras

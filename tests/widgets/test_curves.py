@@ -1,0 +1,88 @@
+"""`sk.plot_runs`: the right curves, the right gap, no second picture, clear refusals."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib import pyplot as plt
+
+from surokit.widgets.curves import plot_runs
+
+
+def run(factor=1.0, steps=200, noise=0.0, **columns):
+    step = np.arange(1, steps + 1)
+    batch = 1 + noise * np.sin(np.arange(steps) * 12.9898) ** 3  # the same batches in every run
+    return pd.DataFrame({"step": step, "loss": 4.0 * factor * batch, **columns})
+
+
+class Session:
+    """Anything with records that give a frame."""
+
+    def __init__(self, frame):
+        self.records = self
+        self._frame = frame
+
+    def frame(self):
+        return self._frame
+
+
+def lines(axes):
+    return {line.get_label(): line for line in axes.get_lines()}
+
+
+def test_curves_and_gap():
+    figure = plot_runs({"bf16": run(noise=0.3), "fp8": Session(run(1.02, noise=0.3)), "short": run(0.99, 50, 0.3)})
+    left, right = figure.axes
+    names = [label.split()[0] for label in left.get_legend_handles_labels()[1]]
+    assert names == ["bf16", "fp8", "short"]
+    drawn = lines(right)
+    # The batches' noise of 30 % cancels: the gap is exact from the first step on.
+    np.testing.assert_allclose(drawn["fp8  +2.00 %"].get_ydata(), 2.0, rtol=1e-9)
+    assert len(drawn["short  -1.00 %"].get_xdata()) == 50
+    assert plt.get_fignums() == []  # nothing is left for pyplot to show a second time
+
+
+def test_the_smoothed_curve_is_bias_corrected():
+    frame = pd.DataFrame({"loss": [4.0, 2.0, math.nan, 1.0]})
+    left = plot_runs({"a": frame}, baseline=None, smooth=2).axes[0]
+    mean = next(line for label, line in lines(left).items() if label.startswith("a  "))
+    # a = 1/2: (2), (2, 1) / 3/4, -, (1.5 / 2 + 1/2) / 7/8
+    np.testing.assert_allclose(mean.get_ydata(), [4.0, 2.0 / 0.75, math.nan, 1.5 / 0.875])
+
+
+def test_held_out_points_are_dots():
+    held_out = np.full(200, np.nan)
+    held_out[[49, 99]] = 4.5, 4.2
+    left = plot_runs({"a": run(eval_loss=held_out)}, baseline=None).axes[0]
+    dots = [line for line in left.get_lines() if line.get_marker() == "o"]
+    assert [np.asarray(line.get_xdata()).tolist() for line in dots] == [[50, 100]]
+
+
+def test_one_run_or_no_baseline_is_one_picture():
+    assert len(plot_runs({"lora": run()}).axes) == 1
+    assert len(plot_runs({"a": run(), "b": run(1.1)}, baseline=None).axes) == 1
+
+
+def test_a_gap_of_nothing_is_not_blown_up():
+    right = plot_runs({"bf16": run(), "same": run(1 + 1e-9)}).axes[1]
+    low, high = right.get_ylim()
+    assert low <= -0.1
+    assert high >= 0.1
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="no runs"):
+        plot_runs({})
+    with pytest.raises(ValueError, match="baseline='bf16'.*'a', 'b'"):
+        plot_runs({"a": run(), "b": run()})
+    with pytest.raises(ValueError, match="'a' has no finite loss"):
+        plot_runs({"a": pd.DataFrame({"step": [1], "loss": [math.nan]})})
+    with pytest.raises(ValueError, match="'a' has no column 'loss'"):
+        plot_runs({"a": pd.DataFrame({"step": [1]})})
+    apart = run()
+    apart["step"] += 1_000
+    with pytest.raises(ValueError, match="no step in common"):
+        plot_runs({"bf16": run(), "b": apart})

@@ -1,0 +1,378 @@
+"""The panel never holds up a run: it throttles, waits for nothing, survives its own view, and always ends with a picture."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+import sys
+import warnings
+from typing import cast
+from xml.etree import ElementTree
+
+import pytest
+
+from surokit.train import records
+from surokit.train.records import Record
+from surokit.widgets.panel import (
+    MESSAGE_BYTES,
+    Panel,
+    SvgView,
+    TextView,
+    best_view,
+    bundle,
+    clock_time,
+    cut,
+    front_end,
+    summary_text,
+)
+from surokit.widgets.state import PanelState
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Handle:
+    def __init__(self, shown):
+        self.shown = shown
+
+    def update(self, content, raw):
+        assert raw
+        self.shown.append(content)
+
+
+class Screen:
+    """Stands for IPython's `display`: every message, and the number of outputs opened."""
+
+    def __init__(self):
+        self.shown, self.outputs = [], 0
+
+    def __call__(self, content, raw, display_id):
+        assert raw
+        assert display_id
+        self.outputs += 1
+        self.shown.append(content)
+        return Handle(self.shown)
+
+
+def on_its_way(step, loss):
+    """A Record whose values are still on the device; they arrive when the test sets `.late.here`."""
+
+    class Late:
+        here = False
+
+        def ready(self):
+            return self.here
+
+        def wait(self):
+            assert self.here, "the panel waited for the device"
+            return {"loss": loss}
+
+    return Record(
+        step=step,
+        lr=1e-3,
+        tokens=10,
+        wall_ms=100.0,
+        stall_ms=0.0,
+        peak_gib=1.0,
+        elapsed_s=0.1 * step,
+        late=cast(records.Late, Late()),
+    )
+
+
+class CountingView:
+    every_s = 0.25
+
+    def __init__(self, cost_s=0.0, clock=None):
+        self.calls, self.cost_s, self.clock = [], cost_s, clock
+
+    def show(self, state, final):
+        if self.clock is not None:
+            self.clock.now += self.cost_s
+        self.calls.append((state.step, final))
+
+
+def row(step, loss=2.0, **more):
+    return {"step": step, "loss": loss, "tokens": 4096, "wall_ms": 50.0, "idle_frac": 0.03, **more}
+
+
+def wild(steps, seed=0):
+    """A state that is as hard to draw as they come: full-range noise, NaNs, infinities, many held-out points."""
+    dice = random.Random(seed)
+    state = PanelState("fp8 " * 20, recipe="y = Q(x)Q(w)' " * 20, total=steps)
+    for step in range(1, steps + 1):
+        loss = dice.choice([dice.uniform(0, 1e4), dice.gauss(3, 1), math.nan, math.inf])
+        state.add(
+            step,
+            loss=loss,
+            tokens=4096,
+            seconds=dice.uniform(0.01, 3.0),
+            idle=dice.random(),
+            held_out=dice.random(),
+            skipped=math.isnan(loss),
+        )
+    state.reason = "failed: " + "a very long message & <tags> " * 100
+    return state
+
+
+def test_message_has_picture_and_words_and_nothing_else():
+    state = PanelState("fp8", recipe="emulated", total=10)
+    for step in range(1, 6):
+        state.add_row(row(step))
+    message = bundle(state)
+    assert set(message) == {"text/plain", "image/svg+xml"}
+    ElementTree.fromstring(message["image/svg+xml"])
+    assert "step 5 / 10" in message["text/plain"]
+    assert "loss 2.000" in message["text/plain"]
+    assert "81.9k tokens/s" in message["text/plain"]
+    assert "idle 3.0 %" in message["text/plain"]
+    for word in ("fp8", "emulated", "Loss", "Tokens/s", "Device idle", "81.9k", "3.0 %"):
+        assert word in message["image/svg+xml"]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 300, 1_000, 30_000])
+def test_message_stays_under_its_budget(steps):
+    message = bundle(wild(steps))
+    ElementTree.fromstring(message["image/svg+xml"])
+    assert sum(len(text.encode()) for text in message.values()) <= MESSAGE_BYTES
+
+
+def test_at_most_four_pictures_a_second_and_the_last_one_always():
+    clock, screen = Clock(), Screen()
+    panel = Panel(PanelState(), view=SvgView(0.001, display=screen), clock=clock)
+    for step in range(1, 1_001):  # ten seconds of a run
+        clock.now += 0.01
+        panel.on_step(row(step))
+    assert 36 <= len(screen.shown) <= 41
+    clock.now += 0.01
+    panel.on_step(row(1_001, loss=7.0))
+    before = len(screen.shown)
+    panel.on_end("done")
+    assert len(screen.shown) == before + 1
+    assert "step 1,001" in screen.shown[-1]["text/plain"]
+    assert "Done at step 1,001." in screen.shown[-1]["image/svg+xml"]
+    assert screen.outputs == 1
+
+
+def test_a_slow_front_end_gets_fewer_pictures_but_some():
+    clock = Clock()
+    view = CountingView(cost_s=0.01, clock=clock)
+    panel = Panel(PanelState(), view=view, clock=clock)
+    start = clock.now
+    for step in range(1, 2_001):
+        clock.now += 0.01
+        panel.on_step(row(step))
+    drawing = view.cost_s * len(view.calls)
+    assert len(view.calls) >= 3
+    assert drawing / (clock.now - start) <= 0.006
+    stuck = CountingView(cost_s=60.0, clock=clock)
+    panel = Panel(PanelState(), view=stuck, clock=clock)
+    for step in range(1, 101):
+        clock.now += 1.0
+        panel.on_step(row(step))
+    assert len(stuck.calls) > 10
+
+
+def test_records_on_their_way_are_taken_in_later_and_in_order():
+    clock, view = Clock(), CountingView()
+    state = PanelState()
+    panel = Panel(state, view=view, clock=clock)
+    records = [on_its_way(step, float(step)) for step in range(1, 6)]
+    for record in records:
+        clock.now += 1.0
+        panel.on_step(record)
+    assert state.loss.count == 0
+    for number in (2, 0, 1):  # the third arrives first, and waits for its elders
+        records[number].late.here = True
+        panel.refresh()
+    assert state.loss.points() == ([1, 2, 3], [1.0, 2.0, 3.0])
+    panel.on_end("interrupted")  # the last two never arrive: their steps count, their losses are left out
+    assert state.step == 5
+    assert state.tokens == 50
+    assert state.loss.count == 3
+    assert view.calls[-1] == (5, True)
+
+
+def test_a_device_that_never_answers_does_not_fill_the_memory():
+    clock = Clock()
+    panel = Panel(PanelState(), view=CountingView(), clock=clock)
+    for step in range(1, 10_001):
+        clock.now += 0.01
+        panel.on_step(on_its_way(step, 1.0))
+    assert len(panel._waiting) <= 4097
+    assert panel.state.step > 5_000
+
+
+def test_a_view_that_fails_costs_one_warning_and_no_step():
+    class Broken:
+        every_s = 0.25
+
+        def show(self, state, final):
+            raise OSError("socket closed")
+
+    clock, state = Clock(), PanelState()
+    panel = Panel(state, view=Broken(), clock=clock)
+    with pytest.warns(RuntimeWarning, match=r"stopped drawing \(OSError: socket closed\); the run"):
+        panel.on_step(row(1))
+    for step in range(2, 20):  # warnings are errors here: a second one would fail
+        clock.now += 1.0
+        panel.on_step(row(step))
+    panel.on_end("done")
+    assert state.step == 19  # what it knows stays right
+
+
+def test_a_record_that_makes_no_sense_is_contained():
+    panel = Panel(PanelState(), view=CountingView(), clock=Clock())
+    with pytest.warns(RuntimeWarning, match="stopped drawing"):
+        panel.on_step({"step": "three", "loss": object()})
+    panel.on_end("done")
+
+
+def test_an_interrupt_while_drawing_is_not_swallowed():
+    class Interrupted:
+        every_s = 0.25
+
+        def show(self, state, final):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Panel(PanelState(), view=Interrupted(), clock=Clock()).on_step(row(1))
+
+
+@pytest.mark.parametrize(
+    ("reason", "line"),
+    [
+        ("done", "Done at step 3."),
+        ("interrupted", "Interrupted after step 3. The next run() goes on from there."),
+        ("failed: OutOfMemoryError: 3 GiB", "Failed after step 3: OutOfMemoryError: 3 GiB"),
+        ("stopped by a rule", "Ended after step 3: stopped by a rule"),
+    ],
+)
+def test_the_final_picture_says_why(reason, line):
+    screen = Screen()
+    panel = Panel(PanelState("a", resumes=True), view=SvgView(display=screen), clock=Clock()).open()
+    for step in range(1, 4):
+        panel.on_step(row(step))
+    panel.on_end(reason)
+    for text in screen.shown[-1].values():
+        assert line in text
+
+
+def test_a_run_that_goes_on_opens_a_new_output_and_keeps_the_curve():
+    screen, clock = Screen(), Clock()
+    panel = Panel(PanelState(), view=SvgView(display=screen), clock=clock)
+    panel.on_step(row(1))
+    panel.on_end("interrupted")
+    clock.now += 9.0
+    panel.on_step(row(2))
+    panel.on_end("done")
+    assert screen.outputs == 2
+    assert panel.state.loss.points()[0] == [1, 2]
+    assert "Interrupted" not in screen.shown[-1]["text/plain"]
+
+
+def test_an_open_panel_says_that_it_waits():
+    screen = Screen()
+    Panel(PanelState("fp8"), view=SvgView(display=screen), clock=Clock()).open()
+    assert "waiting for the first step" in screen.shown[0]["image/svg+xml"]
+
+
+def test_held_out_points_are_drawn():
+    panel = Panel(PanelState(), view=CountingView(), clock=Clock())
+    panel.on_step(row(1))
+    panel.on_eval(1, 2.25)
+    panel.on_end("done")
+    assert "held out 2.250" in panel._repr_mimebundle_()["text/plain"]
+
+
+def test_a_new_plan_moves_the_end():
+    panel = Panel(PanelState(total=500), view=CountingView(), clock=Clock())
+    panel.on_start(60)
+    panel.on_step(row(30))
+    panel.refresh()
+    assert "step 30 / 60" in repr(panel)
+    panel.on_start(None)
+    assert "step 30 ·" in repr(panel)
+
+
+def test_a_resumed_run_counts_the_time_before():
+    panel = Panel(PanelState(), view=CountingView(), clock=Clock())
+    panel.on_step(row(501, elapsed_s=3600.0))
+    panel.refresh()
+    assert "1:00:00 elapsed" in repr(panel)
+
+
+def test_warnings_reach_every_view():
+    state = PanelState()
+    state.add_row(row(1, loss=math.nan, skipped=1.0))
+    assert all("skipped" in text for text in bundle(state).values())
+
+
+def test_text_view_prints_lines_not_pictures():
+    clock, stream = Clock(), io.StringIO()
+    panel = Panel(PanelState("bf16", total=1_000), view=TextView(stream=stream), clock=clock).open()
+    for step in range(1, 1_001):
+        clock.now += 0.05
+        panel.on_step(row(step, loss=math.nan if step == 9 else 2.0))
+    panel.on_end("done")
+    lines = stream.getvalue().splitlines()
+    assert 10 <= len(lines) <= 13
+    assert lines[0].startswith("bf16 · step 101 / 1,000")  # the first after five seconds
+    assert "Done at step 1,000." in lines[-2]
+    assert lines[-1] == "  ! loss not finite (NaN or infinite), at step 9"
+
+
+def test_without_a_notebook_the_view_is_text(monkeypatch):
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    assert front_end() == "text"
+    assert isinstance(best_view(), TextView)
+
+
+@pytest.mark.parametrize(("kernel", "expected"), [(object(), "notebook"), (None, "text")])
+def test_a_kernel_makes_the_difference(monkeypatch, kernel, expected):
+    class IPython:
+        @staticmethod
+        def get_ipython():
+            return type("Shell", (), {"kernel": kernel})()
+
+    monkeypatch.setitem(sys.modules, "IPython", IPython)
+    assert front_end() == expected
+
+
+def test_repr_is_words():
+    panel = Panel(PanelState("x"), view=CountingView(), clock=Clock())
+    assert repr(panel) == "x · waiting for the first step"
+
+
+def test_a_loss_curve_in_words():
+    state = PanelState()
+    for step in range(1, 200):
+        state.add(step, loss=200.0 - step)
+    line = summary_text(state).splitlines()[1]
+    blocks = line.split()[2]
+    assert len(blocks) == 48
+    assert (blocks[0], blocks[-1]) == ("█", "▁")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (754, "12:34"), (11_100, "3:05:00"), (183_900, "2 d 03:05")]
+)
+def test_times(seconds, text):
+    assert clock_time(seconds) == text
+
+
+def test_cut():
+    assert cut("a  b\nc", 10) == "a b c"
+    assert cut("abcdefgh", 5) == "abcd…"
+    assert cut("abc", 0) == ""
+
+
+def test_drawing_warns_about_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bundle(wild(50))

@@ -1,0 +1,79 @@
+"""The panel on a real Session: it sees every step, the held-out points and the end."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from surokit.train import Session
+from surokit.widgets.panel import Panel
+from surokit.widgets.state import PanelState
+from tests.test_live import View
+
+
+@pytest.fixture
+def session(tiny, batch):
+    return Session(tiny, [batch], eval=[batch], eval_every=4, schedule=None, compile=False)
+
+
+def test_every_step_is_seen(session):
+    view = View()
+    panel = Panel(PanelState(), view=view)
+    session.subscribe(panel)
+    session.run(10)
+    frame = session.records.frame()
+    state = panel.state
+    assert state.loss.points() == (list(range(1, 11)), frame["loss"].tolist())
+    assert state.held_out.points()[0] == [4, 8]
+    assert state.held_out.points()[1] == frame["eval_loss"].dropna().tolist()
+    assert state.tokens == frame["tokens"].sum()
+    assert state.elapsed_s == pytest.approx(frame["wall_ms"].sum() / 1e3)
+    assert state.idle.count == 9
+    assert view.ended == ["done"]
+
+
+def test_the_frame_alone_gives_the_same_panel(session):
+    panel = Panel(PanelState(), view=View())
+    session.subscribe(panel)
+    session.run(6)
+    again = PanelState.from_records(session.records.frame())
+    assert again.loss_mean.points() == panel.state.loss_mean.points()
+    assert again.held_out.points() == panel.state.held_out.points()
+    assert again.rate_sustained.points() == panel.state.rate_sustained.points()
+    assert again.elapsed_s == panel.state.elapsed_s
+
+
+def test_watching_changes_nothing(tiny, batch):
+    losses = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = type(tiny)()
+        session = Session(model, [batch], schedule=None, compile=False)
+        if watched:
+            session.live()
+        session.run(5)
+        losses.append(session.records.column("loss"))
+    np.testing.assert_array_equal(losses[0], losses[1])
+
+
+def test_a_skipped_step_is_shown(session, batch):
+    panel = Panel(PanelState(), view=View())
+    session.subscribe(panel)
+    session.run(2)
+    hook = session.model.lm_head.register_forward_hook(lambda module, args, out: out * math.nan)
+    with pytest.warns(UserWarning, match="not finite"):
+        session.run(1)
+    hook.remove()
+    session.run(1)
+    assert panel.state.warning_lines() == ["step skipped, not finite: weights untouched, at step 3"]
+
+
+def test_without_a_notebook_live_prints_a_line(session, capsys):
+    session.live()
+    session.run(3)
+    printed = capsys.readouterr().err
+    assert "step 3" in printed
+    assert "Done at step 3." in printed
