@@ -1,0 +1,10 @@
+"""The profiler: where does the time of a training step go, and what is it lost to?
+
+capture (torch, hooks) -> Recording -> analysis, on the interval algebra of timeline -> Profile (report, picture,
+advice, trace files). Only `magic` knows a notebook.
+"""
+
+from surokit.profiler.capture import profile, profile_calls
+from surokit.profiler.report import Profile
+
+__all__ = ["Profile", "profile", "profile_calls"]

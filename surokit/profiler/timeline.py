@@ -1,0 +1,337 @@
+"""Events as columns, and the interval algebra over them: merge, busy, gaps, attribution.
+
+Pure numpy, no torch: a live recording and a trace file both become a `Timeline`, and every number of a profile is a sum
+of intervals. All times are int64 nanoseconds, all intervals half open [start, end). Suffixes: E events, I intervals, G
+gaps, Q query points.
+
+Definitions (after HolisticTraceAnalysis, with a step-wide window and a measured back-to-back gap):
+busy is the union of device activity over all streams; idle is the window minus busy; each gap belongs to the activity
+that starts next. A gap is cut at the end of that activity's launch call. Before the cut it is *host wait*: the device
+had nothing to do. After it the first `back_to_back_ns` are *kernel wait* and the rest is *other wait* (stream and event
+dependencies). The three parts sum to idle exactly. On a CPU the activity is the operators, nothing is launched, and all
+idle time is host wait: time outside operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+Int = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+
+class Kind(IntEnum):
+    """What an event is."""
+
+    OP = 0
+    RUNTIME = 1  # CUDA calls on the host
+    KERNEL = 2
+    MEMCPY = 3
+    MEMSET = 4
+    ANNOTATION = 5  # ranges named by the framework or the user
+
+
+# torch's and Chrome traces' categories
+CATEGORIES = {
+    "cpu_op": Kind.OP,
+    "cuda_runtime": Kind.RUNTIME,
+    "cuda_driver": Kind.RUNTIME,
+    "kernel": Kind.KERNEL,
+    "concurrent_kernel": Kind.KERNEL,
+    "gpu_memcpy": Kind.MEMCPY,
+    "gpu_memset": Kind.MEMSET,
+    "user_annotation": Kind.ANNOTATION,
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """One row of a Timeline. `thread` is a host thread, or the stream of a device activity; `correlation` joins a
+    runtime call to the activity it launched; `external` is the operator that contains a runtime call; -1 where there is
+    none."""
+
+    kind: Kind
+    name: str
+    start_ns: int
+    end_ns: int
+    thread: int = 0
+    correlation: int = -1
+    external: int = -1
+    sequence: int = -1
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Events sorted by start, the longer first where two start together (so a parent precedes its children)."""
+
+    names: tuple[str, ...]
+    kind_E: npt.NDArray[np.uint8]
+    name_E: npt.NDArray[np.int32]
+    start_E: Int
+    end_E: Int
+    thread_E: Int
+    correlation_E: Int
+    external_E: Int
+    sequence_E: Int
+    nbytes_E: Int
+    damaged: int = field(default=0)  # events left out: negative duration or unreadable
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Timeline:
+        """A Timeline from rows in any order; rows that end before they start are left out and counted in `damaged`."""
+        index: dict[str, int] = {}
+        rows: list[tuple[int, ...]] = []
+        damaged = 0
+        for e in events:
+            if e.end_ns < e.start_ns:
+                damaged += 1
+                continue
+            name = index.setdefault(e.name, len(index))
+            rows.append((e.kind, name, e.start_ns, e.end_ns, e.thread, e.correlation, e.external, e.sequence, e.nbytes))
+        table = np.array(rows, dtype=np.int64).reshape(-1, 9)
+        return cls.from_columns(tuple(index), table.T, damaged)
+
+    @classmethod
+    def from_columns(cls, names: tuple[str, ...], columns: npt.ArrayLike, damaged: int = 0) -> Timeline:
+        """A Timeline from a [9, E] array of kind, name, start, end, thread, correlation, external, sequence, nbytes."""
+        table = np.asarray(columns, dtype=np.int64)
+        order = np.lexsort((-table[3], table[2]))
+        kind, name, start, end, thread, correlation, external, sequence, nbytes = table[:, order]
+        kinds, ids = kind.astype(np.uint8), name.astype(np.int32)
+        return cls(names, kinds, ids, start, end, thread, correlation, external, sequence, nbytes, damaged)
+
+    def columns(self) -> Int:
+        """The [9, E] array that `from_columns` reads."""
+        return np.stack(
+            [
+                self.kind_E.astype(np.int64),
+                self.name_E.astype(np.int64),
+                self.start_E,
+                self.end_E,
+                self.thread_E,
+                self.correlation_E,
+                self.external_E,
+                self.sequence_E,
+                self.nbytes_E,
+            ]
+        )
+
+    def __len__(self) -> int:
+        return len(self.start_E)
+
+    def take(self, which_E: Int | Bool) -> Timeline:
+        """The chosen events, in the same order."""
+        return Timeline(
+            self.names,
+            self.kind_E[which_E],
+            self.name_E[which_E],
+            self.start_E[which_E],
+            self.end_E[which_E],
+            self.thread_E[which_E],
+            self.correlation_E[which_E],
+            self.external_E[which_E],
+            self.sequence_E[which_E],
+            self.nbytes_E[which_E],
+            self.damaged,
+        )
+
+    def is_kind(self, *kinds: Kind) -> Bool:
+        """A mask of the events of these kinds."""
+        return np.isin(self.kind_E, [int(k) for k in kinds])
+
+    def is_named(self, chosen: Iterable[bool]) -> Bool:
+        """A mask of the events whose name is chosen; `chosen` has one truth value for each of `names`."""
+        return np.fromiter(chosen, bool, len(self.names))[self.name_E] if self.names else np.zeros(len(self), bool)
+
+    def duration_E(self) -> Int:
+        return self.end_E - self.start_E
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# intervals
+
+
+def merge(start_I: Int, end_I: Int) -> tuple[Int, Int]:
+    """The union as sorted, disjoint, non-touching intervals; empty ones are dropped."""
+    keep = end_I > start_I
+    start, end = start_I[keep], end_I[keep]
+    if not len(start):
+        return start, end
+    order = np.argsort(start, kind="stable")
+    start, reach = start[order], np.maximum.accumulate(end[order])
+    first = np.concatenate(([True], start[1:] > reach[:-1]))
+    last = np.concatenate((first[1:], [True]))
+    return start[first], reach[last]
+
+
+def clip(start_I: Int, end_I: Int, begin: int, stop: int) -> tuple[Int, Int]:
+    """Each interval cut to [begin, stop); one outside becomes empty."""
+    start = np.clip(start_I, begin, stop)
+    return start, np.clip(end_I, start, stop)
+
+
+def total(start_I: Int, end_I: Int) -> int:
+    """Length of the union."""
+    start, end = merge(start_I, end_I)
+    return int((end - start).sum())
+
+
+def covered(start_I: Int, end_I: Int, begin_Q: Int, stop_Q: Int) -> Int:
+    """For each query [begin, stop): how much of it the union of the intervals covers."""
+    start, end = merge(start_I, end_I)
+    if not len(start):
+        return np.zeros(len(begin_Q), np.int64)
+    before = np.concatenate(([0], np.cumsum(end - start)))
+
+    def up_to(t_Q: Int) -> Int:
+        i = np.searchsorted(start, t_Q, side="right") - 1  # the last interval that starts at or before t
+        inside = np.minimum(t_Q, end[i]) - start[i]
+        return np.where(i < 0, 0, before[i] + inside)
+
+    return up_to(np.maximum(stop_Q, begin_Q)) - up_to(begin_Q)
+
+
+def own_time(start_I: Int, end_I: Int, begin: int, stop: int) -> Int:
+    """Shares of the union: each interval's part of [begin, stop) that no earlier-started one covers. The shares sum to
+    `total` exactly, so time that two streams are busy together is counted once, for the one that was there first."""
+    start, end = clip(start_I, end_I, begin, stop)
+    order = np.lexsort((-end, start))
+    reach = np.maximum.accumulate(end[order]) if len(order) else end
+    before = np.concatenate(([begin], reach[:-1])) if len(order) else reach
+    share = np.empty_like(start)
+    share[order] = np.maximum(end[order] - np.maximum(start[order], before), 0)
+    return share
+
+
+def gaps(start_I: Int, end_I: Int, begin: int, stop: int) -> tuple[Int, Int, Int]:
+    """Where nothing runs in [begin, stop): gap starts, gap ends, and for each the index of the interval that starts at
+    its end (-1 for a last gap that reaches `stop`)."""
+    live = np.flatnonzero((end_I > begin) & (start_I < stop) & (end_I > start_I))
+    live = live[np.argsort(start_I[live], kind="stable")]
+    reach = np.maximum.accumulate(np.concatenate(([begin], end_I[live])))
+    following = np.concatenate((start_I[live], [stop]))
+    is_gap = following > reach
+    return reach[is_gap], following[is_gap], np.concatenate((live, [-1]))[is_gap].astype(np.int64)
+
+
+def innermost(start_I: Int, end_I: Int, at_Q: Int) -> Int:
+    """Index of the innermost interval that contains each query point, -1 outside all. The intervals are nested or
+    disjoint, as calls are."""
+    count = len(start_I)
+    if not count:
+        return np.full(len(at_Q), -1, np.int64)
+    # Walk the boundaries in time order with a stack; at one instant ends come before starts, the longer interval starts
+    # first.
+    time = np.concatenate((start_I, end_I))
+    opening = np.repeat([True, False], count)
+    length = np.tile(end_I - start_I, 2)
+    order = np.lexsort((np.where(opening, -length, length), opening, time))
+    stack: list[int] = []
+    closed: set[int] = set()
+    owner = np.empty(2 * count, np.int64)
+    for position, boundary in enumerate(order.tolist()):
+        if boundary < count:
+            if start_I[boundary] < end_I[boundary]:
+                stack.append(boundary)
+        else:
+            closed.add(boundary - count)
+        while stack and stack[-1] in closed:
+            stack.pop()
+        owner[position] = stack[-1] if stack else -1
+    position_Q = np.searchsorted(time[order], at_Q, side="right") - 1
+    return np.where(position_Q < 0, -1, owner[position_Q])
+
+
+def self_time(start_I: Int, end_I: Int, thread_I: Int) -> Int:
+    """Duration of each call minus that of its direct children on the same thread. Calls are sorted by start, parents
+    first."""
+    own = (end_I - start_I).tolist()
+    stacks: dict[int, list[int]] = {}
+    ends = end_I.tolist()
+    for i, (start, end, thread) in enumerate(zip(start_I.tolist(), ends, thread_I.tolist())):
+        stack = stacks.setdefault(thread, [])
+        while stack and ends[stack[-1]] <= start:
+            stack.pop()
+        if stack:
+            own[stack[-1]] -= min(end, ends[stack[-1]]) - start
+        stack.append(i)
+    return np.array(own, np.int64)
+
+
+def partition(begin: int, stop: int, layers: Iterable[tuple[str, Int, Int]]) -> dict[str, int]:
+    """[begin, stop) divided among named layers, the first that covers a moment owning it; "other" is what is left. Sums
+    exactly."""
+    parts: dict[str, int] = {}
+    so_far = 0
+    start_all = end_all = np.empty(0, np.int64)
+    for name, start_I, end_I in layers:
+        start, end = clip(start_I, end_I, begin, stop)
+        start_all, end_all = merge(np.concatenate((start_all, start)), np.concatenate((end_all, end)))
+        now = int((end_all - start_all).sum())
+        parts[name] = now - so_far
+        so_far = now
+    parts["other"] = max(stop - begin, 0) - so_far
+    return parts
+
+
+# ---------------------------------------------------------------------------------------------------------------- busy
+# and idle
+
+
+@dataclass(frozen=True, eq=False)
+class Breakdown:
+    """One window. busy_ns + host_wait + kernel_wait + other_wait = stop - begin, in nanoseconds, exactly."""
+
+    begin: int
+    stop: int
+    busy_ns: int
+    gap_start_G: Int
+    gap_end_G: Int
+    next_G: Int  # index of the activity that ends the gap, -1 at the end of the window
+    host_wait_G: Int
+    kernel_wait_G: Int
+    other_wait_G: Int
+
+    @property
+    def wall_ns(self) -> int:
+        return self.stop - self.begin
+
+    @property
+    def idle_ns(self) -> int:
+        return int((self.gap_end_G - self.gap_start_G).sum())
+
+
+def breakdown(
+    start_I: Int, end_I: Int, begin: int, stop: int, launch_end_I: Int | None = None, back_to_back_ns: int = 1000
+) -> Breakdown:
+    """Busy and idle time of [begin, stop), each gap split as the module's docstring says.
+
+    `launch_end_I` is the end of the host call that launched each activity (-1: not recorded, so the wait is not blamed
+    on the host); None means that nothing is launched (a CPU run): all idle time is host wait. A last gap with no next
+    activity is host wait.
+    """
+    start_G, end_G, next_G = gaps(start_I, end_I, begin, stop)
+    length_G = end_G - start_G
+    if launch_end_I is None or not len(launch_end_I):
+        host_G = length_G.copy()
+    else:
+        launched_G = np.where(next_G < 0, end_G, launch_end_I[next_G])
+        host_G = np.clip(launched_G - start_G, 0, length_G)
+    kernel_G = np.minimum(length_G - host_G, back_to_back_ns)
+    return Breakdown(
+        begin,
+        stop,
+        max(stop - begin, 0) - int(length_G.sum()),
+        start_G,
+        end_G,
+        next_G,
+        host_G,
+        kernel_G,
+        length_G - host_G - kernel_G,
+    )

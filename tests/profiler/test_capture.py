@@ -1,0 +1,422 @@
+"""Live profiles on a CPU: steps, modules, seeded faults with file and line, exceptions, and nothing left behind."""
+
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
+
+from surokit.profiler import Profile, profile, profile_calls
+from surokit.profiler import watch as watching
+from surokit.profiler.capture import _read_events, _without_chatter
+from surokit.profiler.timeline import Kind
+from tests.profiler.models import Net, by, line_of, row, train
+
+
+def hooks():
+    return (
+        len(torch_module._global_forward_hooks),
+        len(torch_module._global_forward_pre_hooks),
+        len(torch_module._global_forward_hooks_always_called),
+        len(torch_optimizer._global_optimizer_post_hooks),
+        [t.name for t in threading.enumerate() if t.name == "surokit-sampler"],
+        list(warnings.filters),
+        warnings.showwarning,
+    )
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind():
+    before = hooks()
+    yield
+    assert hooks() == before
+
+
+@pytest.fixture(scope="module")
+def trained():
+    with profile(steps=4, warmup=2) as p:
+        train(9)
+    return p
+
+
+def test_steps_come_from_the_optimizer(trained):
+    assert (trained.summary["steps"], trained.summary["warmup"]) == (4, 2)
+    assert len(trained.steps) == 4
+    assert trained.summary["device"] == "cpu"
+    assert "CPU: idle means time outside operators" in repr(trained)
+
+
+def test_parts_sum_to_the_wall(trained):
+    s = trained.summary
+    assert s["busy_ms"] + s["idle_ms"] == pytest.approx(s["wall_ms"])
+    assert s["host_wait_ms"] + s["kernel_wait_ms"] + s["other_wait_ms"] == pytest.approx(s["idle_ms"])
+    steps = trained.steps
+    assert (steps.busy_ms + steps.idle_ms).tolist() == pytest.approx(steps.wall_ms.tolist())
+    phases = [c for c in steps.columns if c.endswith("_ms")][6:]
+    assert steps[phases].sum(axis=1).tolist() == pytest.approx(steps.wall_ms.tolist())
+    lost = dict(zip(trained.lost.cause, trained.lost.ms_per_step))
+    assert lost["launches"] + lost["host"] == pytest.approx(s["idle_ms"])
+
+
+def test_modules_by_path_sum_to_busy(trained):
+    rows = by(trained.modules, "module")
+    assert {"Net", "emb", "layers", "layers.0", "layers.0.up", "layers.1.down", "head", "(optimizer)"} <= set(
+        rows.index
+    )
+    assert rows.self_ms.sum() == pytest.approx(trained.summary["busy_ms"])
+    block = rows.loc["layers.0"]
+    assert block.ms == pytest.approx(block.self_ms + rows.loc["layers.0.up", "ms"] + rows.loc["layers.0.down", "ms"])
+    assert rows.loc["layers.0.up", "forward_ms"] > 0
+    assert rows.loc["layers.0.up", "backward_ms"] > 0
+    assert rows.loc["layers.0.up", "calls"] == 1
+    assert trained.summary["phases_ms"]["forward"] > 0
+    assert trained.summary["phases_ms"]["backward"] > 0
+    assert trained.summary["phases_ms"]["optimizer"] > 0
+
+
+def test_tokens_are_the_largest_embedding_lookup(trained):
+    assert trained.summary["tokens_per_s"] == pytest.approx(16 / trained.summary["wall_ms"] * 1e3)
+    with profile(tokens=1000) as p:
+        train(4)
+    assert p.summary["tokens_per_s"] == pytest.approx(1000 / p.summary["wall_ms"] * 1e3)
+
+
+def test_own_overhead_is_reported(trained):
+    assert trained.summary["overhead_ms"] > 0
+    assert trained._recording.costs.event_ns > 0
+    assert "profiler's own share" in repr(trained)
+
+
+def read_everything(step, loss):
+    loss.item()  # item
+    float(loss)  # float
+    if loss > 1e9:  # bool
+        raise AssertionError
+    torch.stack([loss, loss]).nonzero()  # nonzero
+    torch.equal(loss, loss)  # equal
+    two = torch.stack([loss, loss])
+    two[two > 0]  # mask
+
+
+def test_seeded_syncs_are_found_with_file_and_line():
+    with profile(steps=2, warmup=1) as p:
+        train(3, each=read_everything)
+    found = {(call, line): count for call, line, count in zip(p.syncs.call, p.syncs.line, p.syncs["count"])}
+    marks = {
+        "item": ".item()",
+        "float": ".item()",
+        "bool": ".item()",
+        "nonzero": "nonzero",
+        "equal": "torch.equal",
+        "mask": "nonzero",
+    }
+    assert found == {(call, line_of(mark, __name__)): 1 for mark, call in marks.items()}
+    assert set(p.syncs.file) == {__file__}
+    assert p.summary["syncs_per_step"] == 6
+    assert f"test_capture.py:{line_of('item', __name__)}" in "\n".join(p.advice.advice)
+    assert by(p.lost, "cause").loc["syncs", "ms_per_step"] > 0
+
+
+def test_a_sync_inside_a_backward_and_inside_a_library_is_the_users_line():
+    class Peek(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            grad.sum().item()  # backward item
+            return grad
+
+    x = torch.ones(3, requires_grad=True)
+    with profile() as p:
+        Peek.apply(x).sum().backward()
+        nn.utils.clip_grad_norm_([x], 1.0, error_if_nonfinite=True)  # clip
+    rows = by(p.syncs, "line")
+    assert rows.loc[line_of("backward item", __name__), "call"] == ".item()"
+    assert rows.loc[line_of("clip", __name__), "inside"].startswith("torch/nn/utils/clip_grad.py:")
+
+
+def busy_python(seconds):
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass  # host work
+
+
+def test_a_host_gap_is_found_with_its_line():
+    def wait(step, loss):
+        busy_python(0.05)
+
+    with profile(steps=2, warmup=1) as p:
+        train(3, each=wait)
+    worst = row(p.gaps)
+    assert worst.ms >= 50
+    assert (worst.kind, worst.cause, worst.file) == ("host wait", "host", __file__)
+    work = line_of("host work", __name__)
+    assert worst.line in (work - 1, work)
+    assert by(p.lost, "cause").loc["host", "ms_per_step"] >= 50
+    assert row(p.advice).rule == "host gap"
+    assert row(p.advice).gain_ms >= 50
+
+
+def test_waiting_for_data_is_its_own_phase():
+    class Slow(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            busy_python(0.01)
+            return torch.full((8,), i)
+
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with profile(steps=2, warmup=1) as p:
+        for ids in torch.utils.data.DataLoader(Slow(), batch_size=1):
+            model(ids).sum().backward()
+            optimizer.step()
+    assert p.summary["phases_ms"]["data"] >= 10
+    assert row(p.advice).rule == "data"
+
+
+def test_many_tiny_operators_are_launches():
+    x = torch.zeros(2)
+    with profile() as p:
+        for _ in range(1000):
+            x = x + 1
+    assert p.summary["launches_per_step"] >= 1000
+    assert "aten::add, 1000 a step" in "\n".join(p.advice[p.advice.rule == "launches"].evidence)
+
+
+def test_without_an_optimizer_the_block_is_one_step():
+    with profile() as p:
+        Net()(torch.zeros(1, 4, dtype=torch.int64))
+    assert (p.summary["steps"], p.summary["warmup"]) == (1, 0)
+
+
+def test_user_marks_take_precedence():
+    model = Net()
+    with profile(steps=3, warmup=1) as p:
+        train(1, model)
+        for _ in range(6):
+            model(torch.zeros(1, 4, dtype=torch.int64))
+            p.step()
+    assert (p.summary["steps"], p.summary["warmup"]) == (3, 1)
+
+
+def test_two_optimizers_make_one_step_a_turn():
+    a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+    first, second = torch.optim.SGD(a.parameters(), lr=0.1), torch.optim.SGD(b.parameters(), lr=0.1)
+    with profile(steps=5, warmup=1) as p:
+        for _ in range(4):
+            for net, optimizer in ((a, first), (b, second)):
+                net(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+    assert (p.summary["steps"], p.summary["warmup"]) == (3, 1)
+    assert {"Linear", "Linear#2"} <= set(p.modules.module)
+
+
+def test_an_exception_passes_on_and_the_profile_is_kept():
+    def fail(step, loss):
+        if step == 2:
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"), profile(steps=5, warmup=1) as p:
+        train(5, each=fail)
+    assert p.summary["steps"] == 2
+    assert any("ZeroDivisionError" in note for note in p.notes)
+
+
+def test_an_exception_inside_a_module_leaves_its_parents_right():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 3)
+            self.outer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            try:
+                self.inner(torch.ones(2, 5))
+            except RuntimeError:
+                return self.outer(x)
+
+    with profile() as p:
+        Sometimes()(torch.ones(2, 4))
+    rows = by(p.modules, "module")
+    assert rows.loc["outer", "calls"] == 1
+    assert rows.loc["Sometimes", "ms"] >= rows.loc["outer", "ms"] > 0
+
+
+def test_nested_profiles_are_refused_and_the_outer_one_lives():
+    with profile() as p:
+        with pytest.raises(RuntimeError, match="cannot be nested"), profile():
+            pass
+        train(1)
+    assert p.summary["busy_ms"] > 0
+
+
+def test_another_profiler_is_a_clear_error():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        with pytest.raises(RuntimeError, match="already running on this thread"), profile():
+            pass
+        torch.ones(2)
+    with profile() as p:
+        train(1)
+    assert p.summary["busy_ms"] > 0
+
+
+def test_a_profiler_inside_the_block_is_said():
+    with profile() as p:
+        train(1)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            train(1)
+    assert any("another torch profiler ran inside" in note for note in p.notes)
+    with profile() as p:
+        train(1)
+    assert p.summary["busy_ms"] > 0
+
+
+@pytest.mark.parametrize("arguments", [{"steps": 0}, {"warmup": -1}])
+def test_bad_counts(arguments):
+    with pytest.raises(ValueError, match="steps >= 1 and warmup >= 0"):
+        profile(**arguments)
+
+
+def test_a_running_profile_says_so():
+    with profile() as p:
+        assert repr(p) == "Profile (running)"
+        with pytest.raises(RuntimeError, match="still running"):
+            _ = p.summary
+        train(1)
+    with pytest.raises(RuntimeError, match="has ended"):
+        p.step()
+
+
+def test_nothing_recorded():
+    with profile() as p:
+        pass
+    assert p.summary["busy_ms"] == 0
+    assert any("no events" in note for note in p.notes)
+    assert len(p.lost) == 4
+
+
+def test_repeated_calls():
+    model, calls = Net(), []
+
+    def run():
+        calls.append(1)
+        model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
+
+    p = profile_calls(run, steps=4, warmup=2)
+    assert len(calls) == 6
+    whole_runs = profile_calls(lambda: train(3, model), steps=2, warmup=0)
+    assert whole_runs.summary["steps"] == 2
+    assert by(whole_runs.modules, "module").loc["Net", "calls"] == 3
+    assert whole_runs.summary["unprofiled_ms"] is None
+    assert p.summary["steps"] == 4
+    assert p.summary["unprofiled_ms"] > 0
+    assert by(p.modules, "module").loc["head", "calls"] == 1
+
+
+def test_repeated_calls_that_fail_carry_the_profile():
+    turns = iter([1, 1, 0])
+    with pytest.raises(ZeroDivisionError) as caught:
+        profile_calls(lambda: torch.ones(2) / (1 // next(turns)), steps=3, warmup=0)
+    kept = getattr(caught.value, "profile", None)
+    assert isinstance(kept, Profile)
+    assert kept.summary["steps"] == 2
+
+
+def test_torch_compile_neither_recompiles_nor_warns():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    net = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend=backend)
+    net(torch.ones(2, 4))
+    with profile() as p:
+        net(torch.ones(2, 4))
+    net(torch.ones(2, 4))
+    assert len(compiled) == 1
+    assert p.summary["busy_ms"] > 0
+
+
+def test_cuda_sync_warnings_become_records_and_others_pass():
+    watch = watching.Watch()
+    watch.active = True
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with watching.sync_warnings_to(watch):
+            for _ in range(2):
+                warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)  # warned
+            warnings.warn("something else", stacklevel=1)
+    points = list(watch.sync_points(0))
+    assert [(p.file, p.line) for p in points] == [(__file__, line_of("warned", __name__))] * 2
+    assert [str(w.message) for w in shown] == ["something else"]
+
+
+class Told:
+    """An event as older torch tells it: without an activity type."""
+
+    def __init__(self, name, gpu=False, annotation=False):
+        self._name, self._gpu, self._annotation = name, gpu, annotation
+
+    def name(self):
+        return self._name
+
+    def device_type(self):
+        return torch.profiler.DeviceType.CUDA if self._gpu else torch.profiler.DeviceType.CPU
+
+    def is_user_annotation(self):
+        return self._annotation
+
+    def start_ns(self):
+        return 5
+
+    def duration_ns(self):
+        return 7
+
+    def correlation_id(self):
+        return 3
+
+    def linked_correlation_id(self):
+        return 2
+
+    def device_resource_id(self):
+        return 1
+
+    def sequence_nr(self):
+        return -1
+
+    def nbytes(self):
+        return 8
+
+
+def test_events_of_older_torch():
+    told = [
+        Told("aten::mm"),
+        Told("cudaLaunchKernel"),
+        Told("gemm", True),
+        Told("Memcpy HtoD", True),
+        Told("Memset", True),
+    ]
+    told += [Told("mine", annotation=True), Told("mine", True, True)]
+    events = list(_read_events(told))
+    assert [e.kind for e in events] == [Kind.OP, Kind.RUNTIME, Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET, Kind.ANNOTATION]
+    assert [(e.correlation, e.external) for e in events[:3]] == [(-1, 3), (3, 2), (3, 2)]
+
+
+def test_the_tracers_chatter_is_dropped_and_the_rest_kept(capfd):
+    import os
+
+    with _without_chatter():
+        os.write(2, b"USDT:2026 profiler_start\nmine\n")
+    assert capfd.readouterr().err == "mine\n"
+    with profile():
+        train(1)
+    assert "USDT" not in capfd.readouterr().err
