@@ -1,0 +1,66 @@
+"""surokit: train, watch and compare low-precision recipes in a notebook.
+
+Importing it changes nothing and loads nothing but this table: a name is imported from its module when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+# public name -> module that defines it
+_NAMES: dict[str, str] = {
+    name: f"surokit.{module}"
+    for module, names in {
+        "formats": "E4M3 E5M2 E2M1 E8M0",
+        "quantizer": "PerTensor PerRow Block Quantizer Quantized quantize",
+        "recipe": "Gemm Recipe Lora recipes BF16 FP8 FP8_CURRENT FP8_ROWWISE QFP8",
+        "convert": "apply precision",
+        "accuracy": "compare",
+        "environment": "doctor",
+        "models": "Decoder DecoderConfig load save load_adapter save_adapter generate",
+        "data": "text chat train_tokenizer load_tokenizer",
+        "train": "Session AdamW Cosine Record",
+        "live": "Live",
+        "widgets": "plot_runs",
+        "profiler": "profile Profile",
+        "planner": "plan Plan",
+    }.items()
+    for name in names.split()
+}
+_MODULES = {
+    "formats",
+    "integrations",
+    "kernels",
+    "models",
+    "nn",
+    "planner",
+    "profiler",
+    "texts",
+    "train",
+    "widgets",
+    "bench",
+}
+
+__all__ = ["__version__", *_NAMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        value = getattr(import_module(_NAMES[name]), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return import_module(f"surokit.{name}")
+    raise AttributeError(f"surokit has no {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """`%load_ext surokit`: registers %surogate_profile and %%surogate_profile."""
+    import_module("surokit.profiler.magic").load_ipython_extension(ipython)

@@ -1,0 +1,251 @@
+"""What this machine is: versions and device for records and benchmarks, and `doctor()` for a person.
+
+Everything is looked up when it is asked for; importing this file costs nothing and imports no torch.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from surokit.tables import html_table, text_table
+
+#: First CUDA compute capability whose tensor cores multiply a format; below it the format is emulated.
+NATIVE_FROM = {"bf16": (8, 0), "fp8": (8, 9), "mx, fp4": (10, 0)}
+_OPTIONAL = (
+    # package, what it gives, the command that brings it
+    ("pandas", "tables", "pip install pandas"),
+    ("matplotlib", "plots", "pip install matplotlib"),
+    ("ipywidgets", "the live panel", "pip install ipywidgets"),
+    ("tokenizers", "text data", "pip install tokenizers"),
+    ("datasets", "data from the hub", "pip install datasets"),
+    ("jinja2", "chat templates", "pip install jinja2"),
+    ("jupyterlab", "notebooks in a browser", 'pip install "surokit[lab]"'),
+    ("nbclient", "surokit quickstart", 'pip install "surokit[lab]"'),
+    ("nbconvert", "notebooks as web pages", 'pip install "surokit[lab]"'),
+)
+_LOW_DISK_GIB = 5
+
+
+def environment() -> dict[str, Any]:
+    """Versions and device of this process, as plain data.
+
+    Keys: surokit, python, torch, triton, cuda, device, cuda_capability, cpu, cores, platform, date. What is not there is
+    None; `device` is the GPU's name, or "cpu". Imports torch; takes a millisecond once that is loaded.
+    """
+    import torch
+
+    device, capability = "cpu", None
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    return {
+        "surokit": _version("surokit"),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "triton": _version("triton"),
+        "cuda": torch.version.cuda,
+        "device": device,
+        "cuda_capability": capability,
+        "cpu": cpu_model(),
+        "cores": cores(),
+        "platform": platform.platform(),
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    if sys.platform == "darwin":
+        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        if found:
+            return found
+    return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's table. `state` is ok, native, emulated, missing or low; `remedy` is empty where none is needed."""
+
+    group: str
+    name: str
+    state: str
+    detail: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class Doctor:
+    """What was found; prints as a table in a terminal and in a notebook."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that training needs is there."""
+        return not any(f.state == "missing" and f.group == "core" for f in self.findings)
+
+    def __getitem__(self, name: str) -> Finding:
+        for finding in self.findings:
+            if finding.name == name:
+                return finding
+        raise KeyError(f"The doctor has no line {name!r}: there are {', '.join(f.name for f in self.findings)}.")
+
+    def _verdict(self) -> str:
+        emulated = [f.name for f in self.findings if f.state == "emulated"]
+        if not self.ok:
+            return "Something that training needs is missing; the remedy stands beside it."
+        if emulated:
+            return f"Ready. Emulated here, right in its numbers and no faster: {', '.join(emulated)}."
+        return "Ready. Every format is native."
+
+    def __repr__(self) -> str:
+        rows = [(f.group, f.name, f.state, f.detail + (f"  ({f.remedy})" if f.remedy else "")) for f in self.findings]
+        return f"surokit doctor\n\n{text_table(rows)}\n\n  {self._verdict()}"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        rows = [(f.group, f.name, f.state, f.detail, f.remedy) for f in self.findings]
+        table = html_table(rows, header=("", "", "state", "", "to get it"), title="surokit doctor")
+        return f"{table}<p>{escape(self._verdict())}</p>"
+
+
+def doctor(path: str | Path = ".") -> Doctor:
+    """Look at this machine: versions, GPU, which formats are native, the front end, optional packages, disk space at `path`."""
+    return Doctor((*_core(), *_formats(), *_front_end(), *_packages(), _disk(Path(path))))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _core() -> list[Finding]:
+    findings = [Finding("core", "surokit", "ok", _version("surokit") or "not installed, run from its folder")]
+    findings.append(Finding("core", "python", "ok", f"{platform.python_version()} ({sys.executable})"))
+    for package in ("torch", "numpy", "safetensors"):
+        version = _version(package)
+        remedy = "" if version else f"pip install {package}"
+        findings.append(Finding("core", package, "ok" if version else "missing", version or "not installed", remedy))
+    version = _version("triton")
+    if version:
+        findings.append(Finding("core", "triton", "ok", version))
+    else:
+        why = "not installed; the reference kernels run instead"
+        remedy = "pip install triton" if sys.platform == "linux" else ""
+        findings.append(Finding("kernels", "triton", "missing", why, remedy))
+    findings.append(Finding("core", "cpu", "ok", f"{cpu_model()}, {cores()} cores"))
+    return findings
+
+
+def _gpu() -> tuple[str, tuple[int, int] | None]:
+    """(the GPU in words, its CUDA capability); no capability without a CUDA GPU."""
+    if find_spec("torch") is None:
+        return "unknown without torch", None
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        count = torch.cuda.device_count()
+        words = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB" + (
+            f", 1 of {count}" if count > 1 else ""
+        )
+        if torch.version.hip:
+            return f"{words}, ROCm {torch.version.hip}", None
+        return f"{words}, compute capability {properties.major}.{properties.minor}", (
+            properties.major,
+            properties.minor,
+        )
+    if torch.version.cuda:
+        return f"none found by torch, although it is built for CUDA {torch.version.cuda}", None
+    return "none, and torch is a CPU build", None
+
+
+def _formats() -> list[Finding]:
+    words, capability = _gpu()
+    found = [Finding("device", "gpu", "ok" if capability else "none", words)]
+    for name, first in NATIVE_FROM.items():
+        if capability is not None and capability >= first:
+            found.append(
+                Finding("formats", name, "native", f"tensor cores from compute capability {first[0]}.{first[1]}")
+            )
+        elif capability is not None:
+            found.append(Finding("formats", name, "emulated", f"native from compute capability {first[0]}.{first[1]}"))
+        elif name == "bf16":
+            found.append(Finding("formats", name, "native", "torch's own products"))
+        else:
+            found.append(Finding("formats", name, "emulated", "the same numerics, computed in bf16 or fp32"))
+    return found
+
+
+def front_end() -> str:
+    """What the user sits at: "terminal", "IPython", "Jupyter", "VS Code", "Colab" or "marimo". Imports no IPython."""
+    if "google.colab" in sys.modules:
+        return "Colab"
+    if "marimo" in sys.modules and "IPython" not in sys.modules:
+        return "marimo"
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    if shell is None:
+        return "terminal"
+    # VS Code leaves the notebook's path in the namespace of its kernels
+    if "__vsc_ipynb_file__" in getattr(shell, "user_ns", {}):
+        return "VS Code"
+    return "Jupyter" if getattr(shell, "kernel", None) is not None else "IPython"
+
+
+_FRONT_ENDS = {
+    "terminal": "a plain terminal: progress as text, no live panel",
+    "IPython": "IPython in a terminal: progress as text, no live panel",
+    "Jupyter": "a Jupyter kernel (JupyterLab or Notebook): live panel",
+    "VS Code": "a notebook in VS Code: live panel",
+    "Colab": "Colab: live panel",
+    "marimo": "marimo: progress as text",
+}
+
+
+def _front_end() -> list[Finding]:
+    return [Finding("notebook", "front end", "ok", _FRONT_ENDS[front_end()])]
+
+
+def _packages() -> list[Finding]:
+    findings = []
+    for package, gives, command in _OPTIONAL:
+        if find_spec(package) is not None:
+            findings.append(Finding("optional", package, "ok", f"{_version(package) or 'present'}, for {gives}"))
+        else:
+            findings.append(Finding("optional", package, "missing", f"for {gives}", command))
+    return findings
+
+
+def _disk(path: Path) -> Finding:
+    where = path.resolve()
+    while not where.exists():  # a folder to come: its nearest parent
+        where = where.parent
+    free = shutil.disk_usage(where).free / 2**30
+    if free < _LOW_DISK_GIB:
+        return Finding("disk", "free space", "low", f"{free:.1f} GiB at {where}", "checkpoints need more: free some")
+    return Finding("disk", "free space", "ok", f"{free:,.0f} GiB at {where}")

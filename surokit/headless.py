@@ -1,0 +1,186 @@
+"""Execute a notebook without a browser, cell by cell, and keep what it made: notebook, web page, pictures.
+
+The kernel is this very interpreter, whatever kernels are installed beside it, and it reads no IPython or Jupyter
+settings of the user, so that the run is the same on every machine. What was executed is written whatever happens: a
+failing cell, an interrupt, a dead kernel.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+_KERNEL = "surokit"
+_PICTURES = {"image/png": "png", "image/svg+xml": "svg"}
+
+
+def execute(notebook: Path, run_dir: Path) -> int:
+    """Execute `notebook` in a fresh folder (`run_dir`, or the next free name), its working directory.
+
+    Prints a line a cell, the text of the cell tagged "result", and the folder. Returns 0, 1 after a failing cell, 130
+    after an interrupt. Raises ModuleNotFoundError where nbclient or ipykernel are missing.
+    """
+    _require()
+    import nbformat
+
+    nb = nbformat.read(notebook, as_version=4)
+    nb.metadata.setdefault("language_info", {"name": "python"})
+    folder = fresh_folder(run_dir)
+    print(f"{notebook.name} in {folder}", flush=True)
+    try:
+        status = _run(nb, folder)
+    finally:
+        _keep(nb, folder, notebook.stem)
+    if status == 0 and (text := result_text(nb)):
+        print(f"\n{text}\n")
+    print(folder.resolve())
+    return status
+
+
+def fresh_folder(wanted: Path) -> Path:
+    """Make `wanted`, or wanted-2, wanted-3, ... if it is there already; made in one step, so two runs never share one."""
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    folder, n = wanted, 1
+    while True:
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            n += 1
+            folder = wanted.with_name(f"{wanted.name}-{n}")
+
+
+def result_text(nb: Any) -> str:
+    """The plain text of the cell tagged "result": its values, else what it printed."""
+    values, printed = [], []
+    for cell in nb.cells:
+        if "result" not in cell.metadata.get("tags", ()):
+            continue
+        for output in cell.get("outputs", ()):
+            if output.output_type == "stream":
+                printed.append(output.text)
+            elif "text/plain" in output.get("data", {}):
+                values.append(output.data["text/plain"])
+    return "\n".join(values or printed).rstrip()
+
+
+def _require() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("nbclient", "nbformat", "ipykernel") if find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(f'Running a notebook needs {" and ".join(missing)}: pip install "surokit[lab]".')
+
+
+def _run(nb: Any, folder: Path) -> int:
+    """Execute the cells in place, a line each; the exit status."""
+    from nbclient import NotebookClient
+
+    code = [i for i, cell in enumerate(nb.cells) if cell.cell_type == "code" and cell.source.strip()]
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        resources = {"metadata": {"path": str(folder)}}
+        client = NotebookClient(nb, km=_kernel_manager(scratch), kernel_name=_KERNEL, timeout=None, resources=resources)
+        client.reset_execution_trackers()
+        # cleanup_kc: nbclient leaves a kernel running whose manager it did not make
+        with client.setup_kernel(env=_kernel_environment(scratch), cleanup_kc=True):
+            for n, i in enumerate(code, 1):
+                print(f"[{n:>2}/{len(code)}] {_first_line(nb.cells[i].source)}", end="", flush=True)
+                start = time.perf_counter()
+                status, outcome = _execute_cell(client, i, n)
+                print(f"  {time.perf_counter() - start:.1f} s", flush=True)
+                client.set_widgets_metadata()
+                if status:
+                    print(f"\nCell {n} {outcome}", file=sys.stderr)
+                    return status
+    return 0
+
+
+def _execute_cell(client: Any, index: int, count: int) -> tuple[int, str]:
+    """(exit status, what became of the cell where that is not 0)."""
+    from nbclient.exceptions import CellExecutionError, DeadKernelError
+
+    cell = client.nb.cells[index]
+    try:
+        client.execute_cell(cell, index, execution_count=count)
+    except CellExecutionError as error:
+        return 1, f"failed:\n{_plain(cell, error)}"
+    except DeadKernelError:
+        return 1, "ended the kernel, most likely for want of memory."
+    except KeyboardInterrupt:
+        return 130, "was interrupted."
+    return 0, ""
+
+
+def _kernel_manager(scratch: Path) -> Any:
+    """A manager of one kernel: this interpreter."""
+    from jupyter_client.kernelspec import KernelSpecManager
+    from jupyter_client.manager import AsyncKernelManager
+
+    spec = scratch / "kernels" / _KERNEL
+    spec.mkdir(parents=True)
+    # -Xfrozen_modules=off keeps the debugger's warning out of the first cell
+    argv = [sys.executable, "-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    text = json.dumps({"argv": argv, "display_name": "surokit", "language": "python"})
+    (spec / "kernel.json").write_text(text, encoding="utf-8")
+    specs = KernelSpecManager(kernel_dirs=[str(spec.parent)], ensure_native_kernel=False)
+    manager = AsyncKernelManager(
+        kernel_name=_KERNEL, kernel_spec_manager=specs, connection_file=str(scratch / "connection.json")
+    )
+    if sys.platform != "win32":  # sockets in our own folder, which nobody else on the machine can read
+        manager.transport, manager.ip = "ipc", str(scratch / "socket")
+    return manager
+
+
+def _kernel_environment(scratch: Path) -> dict[str, str]:
+    """The process's environment, with empty folders in place of the user's IPython and Jupyter settings."""
+    own = {name: str(scratch / name.lower()) for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR")}
+    return {**os.environ, **own}
+
+
+def _first_line(source: str, width: int = 72) -> str:
+    """The first line that says something, cut to fit."""
+    lines = [line.strip() for line in source.splitlines() if line.strip()]
+    return lines[0] if len(lines[0]) <= width else lines[0][: width - 3] + "..."
+
+
+def _plain(cell: Any, error: Exception) -> str:
+    """The traceback as the notebook shows it, without colours."""
+    for output in cell.get("outputs", ()):
+        if output.output_type == "error":
+            return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(output.traceback))
+    return str(error)
+
+
+def _keep(nb: Any, folder: Path, name: str) -> None:
+    """Write the executed notebook, its pictures, and a web page of it where nbconvert is installed."""
+    import nbformat
+
+    nbformat.write(nb, folder / f"{name}.ipynb")
+    for i, cell in enumerate(nb.cells):
+        pictures = [
+            (kind, data[kind])
+            for output in cell.get("outputs", ())
+            if (data := output.get("data", {}))
+            for kind in _PICTURES
+            if kind in data
+        ]
+        for n, (kind, content) in enumerate(pictures, 1):
+            raw = base64.b64decode(content) if kind == "image/png" else content.encode("utf-8")
+            (folder / f"cell-{i + 1:02}-{n}.{_PICTURES[kind]}").write_bytes(raw)
+    try:
+        from nbconvert import HTMLExporter
+    except ModuleNotFoundError:
+        print('No web page without nbconvert: pip install "surokit[lab]".', file=sys.stderr)
+        return
+    quiet = logging.Logger("nbconvert", logging.ERROR)  # it asks for alternative texts of our own pictures
+    page, _ = HTMLExporter(template_name="lab", log=quiet).from_notebook_node(nb)
+    (folder / f"{name}.html").write_text(page, encoding="utf-8")

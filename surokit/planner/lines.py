@@ -1,0 +1,191 @@
+"""A plan as lines, text, HTML and notes: every term named, what is exact apart from what is approximate, bound or predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from html import escape
+from typing import TYPE_CHECKING
+
+from surokit.planner import figures
+from surokit.planner.flops import frozen, product_bits
+from surokit.planner.memory import Memory
+from surokit.planner.published import PLAUSIBLE_MFU, USUAL_MFU
+from surokit.tables import html_table, text_table
+
+if TYPE_CHECKING:
+    from surokit.planner.planning import Plan
+
+_SEEN = {"causal": "causal: a token sees half the sequence", "full": "full: every token sees the whole sequence"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a plan's table. `kind` is given, exact, approximate, prediction or bound."""
+
+    group: str
+    term: str
+    value: float
+    unit: str
+    kind: str
+    how: str
+
+    @property
+    def text(self) -> str:
+        """The value with its unit."""
+        return figures.value(self.value, self.unit)
+
+
+def plan_lines(plan: Plan) -> Iterator[Line]:
+    """Model, compute, time and cost, memory."""
+    how, kind = "as given", "given"
+    if (s := plan.shape) is not None:
+        kind = "exact"
+        how = (
+            f"{s.layers} layers, width {s.width}, {s.heads} heads over {s.kv_heads}, ffn {s.ffn}, vocabulary {s.vocab}"
+        )
+        how += ", tied" if s.tied else ""
+    yield Line("model", "parameters", plan.parameters, "parameters", kind, how)
+    yield from _compute(plan)
+    yield from _time(plan)
+    yield from _memory(plan.memory)
+
+
+def _compute(plan: Plan) -> Iterator[Line]:
+    line = partial(Line, "compute")
+    rule, times = f"{plan.factor}ND", f"{plan.factor} x parameters x tokens"
+    compute = plan.compute
+    if compute is None:
+        if plan.flops is not None:
+            yield line(f"FLOPs, {rule}", plan.flops, "FLOP", "approximate", f"{times}; leaves attention's products out")
+        how = f"{plan.factor} x parameters; leaves attention's products out"
+        yield line(f"FLOPs a token, {plan.factor}N", plan.flops_per_token, "FLOP", "approximate", how)
+        return
+    if plan.flops is not None and plan.tokens is not None:
+        yield line("FLOPs", plan.flops, "FLOP", "exact", "FLOPs a token x tokens")
+        rough = plan.factor * plan.parameters * plan.tokens
+        yield line(f"FLOPs, {rule}", rough, "FLOP", "approximate", f"{times}, to compare")
+    share = compute.attention_share
+    how = f"attention {share:.1%} ({_SEEN[compute.attention]})" if share else "attention left out"
+    yield line("FLOPs a token", plan.flops_per_token, "FLOP", "exact", f"this architecture's products, {how}")
+    yield line("  forward", compute.forward, "FLOP", "exact", "")
+    if compute.backward:
+        how = "no weight gradient of the frozen base" if frozen(plan.recipe) else ""
+        yield line("  backward", compute.backward, "FLOP", "exact", how)
+    if compute.recompute:
+        how = f"{compute.recomputed}; hardware FLOPs, not model FLOPs"
+        yield line("  recompute", compute.recompute, "FLOP", "exact", how)
+    if plan.flops_per_step is not None:
+        yield line("FLOPs a step", plan.flops_per_step, "FLOP", "exact", _gpus(plan))
+
+
+def _time(plan: Plan) -> Iterator[Line]:
+    line, t = partial(Line, "time and cost"), plan.time
+    if t.rate_tflops is not None:
+        how = t.rate_how
+        if how == "as given" and t.mfu is not None:
+            how += f"; MFU {t.mfu:.1%} of {t.peak}, {t.peak_tflops:g} TFLOPS"
+        if t.hfu is not None and t.mfu is not None and t.hfu > t.mfu:
+            how += f", HFU {t.hfu:.1%}"
+        yield line("rate of one GPU", t.rate_tflops, "TFLOPS", "given", how)
+    if t.goodput < 1:
+        yield line("goodput", t.goodput, "share", "given", "share of the hours that makes progress")
+    if t.days is not None and t.gpu_hours is not None:
+        yield line("time", t.days, "days", "prediction", f"FLOPs / ({_gpus(plan)} x rate x goodput)")
+        yield line("GPU hours", t.gpu_hours, "GPU hours", "prediction", "time x GPUs")
+    if t.usd is not None:
+        how = f"GPU hours x {plan.usd_per_gpu_hour:g} USD, the given price"
+        yield line("cost", t.usd, "USD", "prediction", how)
+    if t.step_ms is not None and t.tokens_per_s is not None:
+        yield line("step", t.step_ms, "ms", "prediction", f"FLOPs a step / ({_gpus(plan)} x rate)")
+        yield line("tokens a second", t.tokens_per_s, "tokens/s", "prediction", _gpus(plan))
+    if t.rate_tflops is None and t.floor_days is not None:
+        yield line("time, at least", t.floor_days, "days", "bound", t.floor_how)
+    if t.rate_tflops is None and t.floor_step_ms is not None:
+        yield line("step, at least", t.floor_step_ms, "ms", "bound", t.floor_how)
+
+
+def _gpus(plan: Plan) -> str:
+    return f"{plan.setup.gpus:,} GPU{'' if plan.setup.gpus == 1 else 's'}"
+
+
+def _memory(memory: Memory) -> Iterator[Line]:
+    line = partial(Line, "memory of one GPU")
+    for term in memory.terms:
+        yield line(term.name, term.gib, "GiB", "exact" if term.exact else "approximate", term.how)
+    how = f"exact {figures.gib(memory.exact_gib)} + approximate {figures.gib(memory.approximate_gib)}"
+    if memory.left_out:
+        how += f"; without {memory.left_out[0].partition(':')[0]}"
+    yield line("total", memory.gib, "GiB", "approximate", how)
+
+
+def plan_notes(plan: Plan) -> Iterator[str]:
+    """What a reader must know beside the figures: what is left out, assumed, or out of the ordinary."""
+    shape, setup, time, gpu = plan.shape, plan.setup, plan.time, plan.gpu
+    for text in plan.memory.left_out:
+        yield f"memory leaves out {text}"
+    if setup.gpus > 1 and not setup.zero:
+        yield "every GPU is taken to hold all states: give zero=1, 2 or 3 to shard them over the GPUs"
+    if shape is not None and setup.length is None:
+        yield "attention's products are left out of the FLOPs: give length="
+    if shape is not None and shape.sliding_window and setup.length and setup.length > shape.sliding_window:
+        yield f"attention is counted without the sliding window of {shape.sliding_window} tokens, so a little too high"
+    if shape is None and frozen(plan.recipe) and setup.training:
+        yield "an adapter's own parameters and FLOPs need a config and are left out; the frozen base makes 4ND"
+    if setup.training and frozen(plan.recipe) and getattr(plan.recipe, "adapter", None) is None:
+        yield f"nothing trains: {plan.recipe.name} freezes the base and has no adapter; add one with .lora()"
+    if time.rate_tflops is None:
+        wanted = "tflops_per_gpu=, or mfu=" + ("" if gpu else " with gpu=")
+        cost = " and cost" if plan.usd_per_gpu_hour is not None else ""
+        yield f"no time{cost} is predicted without a rate: give {wanted}{_usual(plan)}"
+    elif plan.tokens is None:
+        yield "time and cost of the run need tokens="
+    if time.mfu is not None and time.mfu > PLAUSIBLE_MFU[1]:
+        yield f"MFU {time.mfu:.0%} of {time.peak} is above what published runs sustain, mostly {_USUAL}"
+    narrow = [bits for bits in product_bits(plan.recipe) if bits < 16]
+    if gpu is not None and gpu.bf16_tflops is not None and narrow:
+        names = sorted({gpu.peak(bits)[1] for bits in narrow})
+        if names == [gpu.peak(16)[1]]:
+            yield f"{gpu.name} has no known peak for {min(narrow)}-bit operands: they count at its BF16 peak (emulated)"
+        else:
+            yield f"a share of the BF16 peak says little with products at {' and '.join(names)}; a bound takes each at its own"
+
+
+_USUAL = f"{USUAL_MFU[0]:.0%} to {USUAL_MFU[1]:.0%}"
+
+
+def _usual(plan: Plan) -> str:
+    """What published rates would make of it; only where every product runs at the BF16 peak, which they are shares of."""
+    gpu, floor = plan.gpu, plan.time.floor_days
+    if gpu is None or floor is None or any(gpu.peak(bits) != gpu.peak(16) for bits in product_bits(plan.recipe)):
+        return ""
+    low, high = (figures.days(floor / share) for share in reversed(USUAL_MFU))
+    return f"; at the {_USUAL} of the BF16 peak that most published runs reach it would be {low} to {high}"
+
+
+def as_text(title: str, lines: Sequence[Line], notes: Sequence[str]) -> str:
+    """The lines by group, in one alignment, and the notes."""
+    body = text_table([(line.term, line.text, line.kind, line.how) for line in lines], right=(1,), indent="    ")
+    parts, group = [title], ""
+    for line, row in zip(lines, body.splitlines()):
+        if line.group != group:
+            group = line.group
+            parts += ["", f"  {group}"]
+        parts.append(row)
+    if notes:
+        parts += ["", *(f"  note: {note}" for note in notes)]
+    return "\n".join(parts)
+
+
+def as_html(title: str, lines: Sequence[Line], notes: Sequence[str]) -> str:
+    """The same as an HTML table and a list of notes."""
+    rows: list[tuple[str, ...]] = []
+    group = ""
+    for line in lines:
+        if line.group != group:
+            group = line.group
+            rows.append((group,))
+        rows.append((line.term.replace("  ", "\u2003"), line.text, line.kind, line.how))
+    table = html_table(rows, header=("", "", "kind", "how"), right=(1,), title=title)
+    return table + ("<ul>" + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>" if notes else "")

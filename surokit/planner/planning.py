@@ -1,0 +1,332 @@
+"""`plan`: what a run computes, holds, takes and costs, before a GPU is touched.
+
+    plan = sk.plan(405e9, tokens=15.6e12, gpus=16000, gpu="H100", tflops_per_gpu=400, usd_per_gpu_hour=2.0)
+    plan.flops, plan.days, plan.gpu_hours, plan.usd        3.7908e25, 68.55, 26.325e6, 52.65e6
+
+A Plan keeps apart what is exact, what is approximate and what is a prediction, and names the peak behind every share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal
+
+from surokit.planner import checks, figures
+from surokit.planner.cost import Time, Work, count_time, exact
+from surokit.planner.flops import Attention, Compute, Recompute, count_flops, frozen, product_bits
+from surokit.planner.hardware import Gpu, find_gpu
+from surokit.planner.lines import Line, as_html, as_text, plan_lines, plan_notes
+from surokit.planner.memory import DTYPE_BYTES, Memory, Setup, count_memory
+from surokit.planner.shape import FAMILIES, Shape, read_shape
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_OPTIMIZERS = {"adamw": "adamw", "adamw8bit": "adamw8bit", "sgd": "none", "none": "none"}
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """Expectations of a run. Figures that need an argument that was not given are None, and `notes` say which.
+
+    flops               model FLOPs of the whole run
+    days, gpu_hours, usd    predictions; None without a rate (tflops_per_gpu, or mfu with gpu) and, for usd, a price
+    time, memory, compute   the parts, with every figure behind these
+    """
+
+    title: str
+    parameters: float
+    shape: Shape | None
+    recipe: Any
+    setup: Setup
+    tokens: float | None
+    gpu: Gpu | None
+    usd_per_gpu_hour: float | None
+    flops_per_token: float
+    flops: float | None
+    flops_per_step: float | None
+    compute: Compute | None
+    time: Time
+    memory: Memory
+    factor: int
+    notes: tuple[str, ...]
+
+    @property
+    def days(self) -> float | None:
+        """Predicted days of the run on all GPUs."""
+        return self.time.days
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Predicted GPU hours of the run."""
+        return self.time.gpu_hours
+
+    @property
+    def usd(self) -> float | None:
+        """Predicted cost in US dollars at the given price."""
+        return self.time.usd
+
+    def fits(self, gib: float | None = None) -> bool:
+        """Whether the memory of one GPU suffices: all terms, exact and approximate, against `gib` (the GPU's own without it).
+
+        Raises ValueError where the answer needs a term that could not be counted.
+        """
+        if gib is None:
+            if self.gpu is None or self.gpu.memory_gib is None:
+                raise ValueError(
+                    "fits() does not know the GPU's memory: give fits(gib=80), or plan(..., gpu=...) with a GPU that has it."
+                )
+            gib = self.gpu.memory_gib
+        fits = self.memory.gib <= checks.number("gib", gib)
+        if fits and self.memory.left_out:
+            raise ValueError(f"fits() cannot tell yet, it lacks {self.memory.left_out[0]}.")
+        return fits
+
+    def lines(self) -> tuple[Line, ...]:
+        """The table's lines, in order."""
+        return tuple(plan_lines(self))
+
+    def table(self) -> pd.DataFrame:
+        """The plan as a DataFrame: group, term, value, unit, kind, how."""
+        return _frame([line.__dict__ for line in self.lines()])
+
+    def gemms(self) -> pd.DataFrame:
+        """FLOPs a token of every kind of product: module, n, k, count, forward, backward, recompute, share of the model FLOPs."""
+        compute = self._counted()
+        columns = ("module", "n", "k", "count", "forward", "grad_input", "grad_weight", "recompute")
+        return _frame(
+            [
+                {**{c: getattr(p, c) for c in columns}, "share": (p.forward + p.backward) / compute.model}
+                for p in compute.products
+            ]
+        )
+
+    def modules(self) -> pd.DataFrame:
+        """FLOPs a token by module: module, forward, backward, recompute, share; the rows sum to the plan's own."""
+        compute = self._counted()
+        sums: dict[str, list[int]] = {}
+        for p in compute.products:
+            row = sums.setdefault(p.module.partition(".")[0], [0, 0, 0])
+            for i, flop in enumerate((p.forward, p.backward, p.recompute)):
+                row[i] += flop
+        return _frame(
+            [
+                {"module": name, "forward": f, "backward": b, "recompute": r, "share": (f + b) / compute.model}
+                for name, (f, b, r) in sums.items()
+            ]
+        )
+
+    def _counted(self) -> Compute:
+        if self.compute is None:
+            raise ValueError("A number of parameters has no products to list: plan with a config or a model.")
+        return self.compute
+
+    def __repr__(self) -> str:
+        return as_text(f"Plan: {self.title}", self.lines(), self.notes)
+
+    def _repr_html_(self) -> str:
+        return as_html(f"Plan: {self.title}", self.lines(), self.notes)
+
+
+def plan(
+    what: Any,
+    *,
+    tokens: float | None = None,
+    gpus: int = 1,
+    gpu: str | Gpu | None = None,
+    tflops_per_gpu: float | None = None,
+    mfu: float | None = None,
+    goodput: float = 1.0,
+    usd_per_gpu_hour: float | None = None,
+    recipe: Any = None,
+    batch: int | None = None,
+    length: int | None = None,
+    attention: Attention = "causal",
+    recompute: Recompute = "none",
+    optimizer: Any = "adamw",
+    state_dtype: Any = None,
+    dtype: Any = None,
+    master: bool = False,
+    zero: int = 0,
+    logits: Literal["fused", "whole"] = "fused",
+    training: bool = True,
+) -> Plan:
+    """Plan a run: FLOPs, time, cost, and the memory of one GPU.
+
+    what        number of parameters (405e9), a config (dict as in config.json, folder, path, DecoderConfig), or a model
+                with a .config
+    tokens      of the whole run; `batch` (sequences on one GPU) x `length` (tokens) x `gpus` is one step
+    gpu         a name in the hardware table or a Gpu; gives peaks and memory
+    tflops_per_gpu, mfu     the achieved rate of one GPU in model TFLOPS, or as a share of its dense BF16 peak: one of
+                them, or neither
+    goodput     share of the hours that makes progress (restarts and evaluation do not)
+    usd_per_gpu_hour    a price; none is assumed
+    recipe      a Recipe or its name; its adapter and storage decide what trains and how weights are held
+    attention   "causal" counts the keys that a token sees, "full" all of them
+    recompute   "none", "selective" (attention's products) or "full" (each layer's forward)
+    optimizer   "adamw", "adamw8bit", "sgd" (no state), or an optimizer of ours; `state_dtype` is that of its moments,
+                the weights' own without it
+    dtype       of weights and gradients (bf16; a live model's own); `master` adds float32 masters
+    zero        ZeRO stage over `gpus`: 1 shards optimizer states, 2 gradients too, 3 weights too
+    logits      "fused" with the loss, as our layers do, or "whole"
+    training    False counts a forward pass, and the KV cache in place of training's states
+
+    Raises ValueError or TypeError, in one sentence with the remedy, for figures that cannot be meant.
+    """
+    gpus = checks.integer("gpus", gpus, most=1e7)
+    device = None if gpu is None else find_gpu(gpu)
+    batch = None if batch is None else checks.integer("batch", batch)
+    length = None if length is None else checks.integer("length", length)
+    run_tokens = None if tokens is None else checks.tokens(tokens)
+    goodput = checks.share("goodput", goodput)
+    usd = None if usd_per_gpu_hour is None else checks.price(usd_per_gpu_hour)
+    _choice("attention", attention, ("causal", "full"))
+    _choice("recompute", recompute, ("none", "selective", "full"))
+    _choice("logits", logits, ("fused", "whole"))
+    _choice("zero", zero, (0, 1, 2, 3))
+    if tflops_per_gpu is not None and mfu is not None:
+        raise ValueError("tflops_per_gpu and mfu both say how fast a GPU is: give one of them.")
+    if tflops_per_gpu is not None:
+        tflops_per_gpu = checks.rate(tflops_per_gpu, *((device.name, device.fastest_tflops) if device else ()))
+    if mfu is not None:
+        mfu = checks.share("mfu", mfu)
+        if device is None or device.bf16_tflops is None:
+            name = "no GPU" if device is None else f"no BF16 peak of {device.name}"
+            raise ValueError(
+                f"mfu={mfu:g} is a share of a dense BF16 peak, and there is {name}: give gpu='H100' or the like, "
+                "or tflops_per_gpu=."
+            )
+    if isinstance(recipe, str):
+        from surokit.recipe import find_recipe
+
+        recipe = find_recipe(recipe)
+
+    shape, parameters, title, notes = _read(what)
+    setup = Setup(
+        dtype=_dtype(dtype if dtype is not None else _own_dtype(what)),
+        optimizer=_optimizer(optimizer),
+        state_dtype=_dtype(state_dtype or getattr(optimizer, "state_dtype", None) or dtype or _own_dtype(what)),
+        master=bool(master),
+        gpus=gpus,
+        zero=zero,
+        batch=batch,
+        length=length,
+        recompute=recompute,
+        logits=logits,
+        training=training,
+        device="cpu" if device is None else "cuda",
+    )
+    factor = 2 if not training else 4 if frozen(recipe) else 6
+    compute = None
+    per_token: Fraction = factor * exact(parameters)
+    recompute_share = 0.0
+    if shape is not None:
+        compute = count_flops(
+            shape, length=length, recipe=recipe, attention=attention, recompute=recompute, training=training
+        )
+        per_token = Fraction(compute.model)
+        recompute_share = compute.recompute / compute.model
+    elif recompute == "full" and training:
+        recompute_share = 2 / factor
+    step_tokens = None if batch is None or length is None else batch * length * gpus
+    work = Work(
+        run=None if run_tokens is None else per_token * exact(run_tokens),
+        step=None if step_tokens is None else per_token * step_tokens,
+        step_tokens=step_tokens,
+        recompute_share=recompute_share,
+    )
+    time = count_time(
+        work,
+        gpus=gpus,
+        gpu=device,
+        tflops_per_gpu=tflops_per_gpu,
+        mfu=mfu,
+        goodput=goodput,
+        usd_per_gpu_hour=usd,
+        compute=compute,
+        bits=min(product_bits(recipe)),
+    )
+    parts = [title]
+    if recipe is not None:
+        parts.append(f"recipe {getattr(recipe, 'name', recipe)}")
+    if run_tokens is not None:
+        parts.append(f"{figures.count(run_tokens)} tokens")
+    if step_tokens is not None:
+        parts.append(f"{batch} x {length} tokens a step" + (" and GPU" if gpus > 1 else ""))
+    if device is not None or gpus > 1:
+        parts.append(f"{gpus:,} x {device.name if device else 'GPU'}")
+    draft = Plan(
+        title=", ".join(parts),
+        parameters=parameters,
+        shape=shape,
+        recipe=recipe,
+        setup=setup,
+        tokens=run_tokens,
+        gpu=device,
+        usd_per_gpu_hour=usd,
+        flops_per_token=float(per_token),
+        flops=None if work.run is None else float(work.run),
+        flops_per_step=None if work.step is None else float(work.step),
+        compute=compute,
+        time=time,
+        memory=count_memory(shape, parameters, recipe, setup),
+        factor=factor,
+        notes=tuple(notes),
+    )
+    return replace(draft, notes=(*notes, *plan_notes(draft)))
+
+
+def _read(what: Any) -> tuple[Shape | None, float, str, list[str]]:
+    if isinstance(what, (bool, Real)):
+        parameters = checks.parameters(what)
+        return None, parameters, f"{figures.count(parameters)} parameters", []
+    shape, source = read_shape(what)
+    notes = []
+    if shape.family not in FAMILIES:
+        notes.append(
+            f"model_type {shape.family!r} is counted as if it were a Llama-family decoder (three-matrix SwiGLU, RMSNorm)"
+        )
+    return (
+        shape,
+        float(shape.parameters),
+        f"{shape.family} of {figures.count(shape.parameters)} parameters {source}",
+        notes,
+    )
+
+
+def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is unknown: use {', '.join(map(repr, choices))}.")
+
+
+def _dtype(value: Any) -> str:
+    name = str(value if value is not None else "bf16").rpartition(".")[2]
+    if name not in DTYPE_BYTES:
+        raise ValueError(f"dtype {name!r} is none that training holds: use 'bf16', 'fp16' or 'fp32'.")
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(name, name)
+
+
+def _own_dtype(what: Any) -> str | None:
+    """The dtype of a live model's first high-precision parameter."""
+    parameters = getattr(what, "parameters", None)
+    if not callable(parameters):
+        return None
+    names = (str(getattr(p, "dtype", "")).rpartition(".")[2] for p in parameters())
+    return next((name for name in names if name in DTYPE_BYTES), None)
+
+
+def _optimizer(value: Any) -> str:
+    name = (value if isinstance(value, str) else type(value).__name__).lower()
+    if name not in _OPTIMIZERS:
+        raise ValueError(f"optimizer={name!r} has no known state size: use 'adamw', 'adamw8bit' or 'sgd'.")
+    return _OPTIMIZERS[name]
+
+
+def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    try:
+        import pandas as pd
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("Tables need pandas: pip install pandas; print(plan) needs nothing.") from error
+    return pd.DataFrame(rows)

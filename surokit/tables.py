@@ -1,0 +1,52 @@
+"""Small tables as text and HTML, for objects that show themselves without pandas.
+
+Numbers come in as text that their owner has formatted; this file only aligns and escapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+Row = Sequence[str]
+
+
+def text_table(rows: Sequence[Row], *, header: Row | None = None, right: Sequence[int] = (), indent: str = "  ") -> str:
+    """Rows as aligned text; the columns in `right` are set flush right. All rows have the same number of cells."""
+    every = [*([header] if header else []), *rows]
+    if not every:
+        return ""
+    widths = [max(len(row[i]) for row in every) for i in range(len(every[0]))]
+    lines = []
+    for row in every:
+        cells = [
+            cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths))
+        ]
+        lines.append((indent + "  ".join(cells)).rstrip())
+    return "\n".join(lines)
+
+
+def html_table(rows: Sequence[Row], *, header: Row | None = None, right: Sequence[int] = (), title: str = "") -> str:
+    """The same as an HTML table; a row with a single cell is a heading over the whole width."""
+    width = max((len(row) for row in [*rows, *([header] if header else [])]), default=1)
+    parts = ["<table>"]
+    if title:
+        parts.append(f'<caption style="text-align:left;font-weight:bold">{escape(title)}</caption>')
+    if header:
+        parts.append(
+            "<thead><tr>" + "".join(_cell("th", c, i in right) for i, c in enumerate(header)) + "</tr></thead>"
+        )
+    parts.append("<tbody>")
+    for row in rows:
+        if len(row) == 1:
+            parts.append(
+                f'<tr><th colspan="{width}" style="text-align:left;padding:.4em .6em 0">{escape(row[0])}</th></tr>'
+            )
+        else:
+            parts.append("<tr>" + "".join(_cell("td", c, i in right) for i, c in enumerate(row)) + "</tr>")
+    parts.append("</tbody></table>")
+    return "".join(parts)
+
+
+def _cell(tag: str, text: str, right: bool) -> str:
+    return f'<{tag} style="text-align:{"right" if right else "left"};padding:0 .6em">{escape(text)}</{tag}>'

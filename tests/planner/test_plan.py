@@ -1,0 +1,303 @@
+"""What a plan says: the seed case exactly, published runs, inputs of every kind, and one sentence for what cannot be meant."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from surokit import planner
+from surokit.planner import Gpu, find_gpu, judge_hours, read_shape, register
+from surokit.planner.published import published
+from surokit.recipe import BF16, FP8, QFP8
+
+LLAMA_1B = {
+    "model_type": "llama",
+    "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "vocab_size": 128256,
+    "tie_word_embeddings": True,
+}
+
+
+def plan(what, **given):
+    """Untyped, so that figures that may be None are used as they are."""
+    return planner.plan(what, **given)
+
+
+def seed_case(**more):
+    given = {"tokens": 15.6e12, "gpus": 16000, "gpu": "H100", "tflops_per_gpu": 400, "usd_per_gpu_hour": 2.0}
+    return plan(405e9, **{**given, **more})
+
+
+def test_the_405b_case_exactly():
+    p = seed_case()
+    assert p.flops == 3.7908e25
+    assert p.days == 68.5546875
+    assert p.gpu_hours == 26.325e6
+    assert p.usd == 52.65e6
+    assert p.time.mfu == pytest.approx(400 / 989)
+
+
+def test_goodput_and_mfu():
+    assert seed_case(goodput=0.9).gpu_hours == pytest.approx(26.325e6 / 0.9)
+    by_mfu = seed_case(tflops_per_gpu=None, mfu=0.4)
+    assert by_mfu.time.rate_tflops == pytest.approx(395.6)
+    assert by_mfu.gpu_hours == pytest.approx(3.7908e25 / (395.6e12 * 3600))
+
+
+def test_the_text_names_every_term_and_its_kind():
+    text = repr(seed_case())
+    for line in (
+        "FLOPs, 6ND",
+        "3.7908e25 FLOP  approximate",
+        "given; MFU 40.4% of H100 dense BF16, 989 TFLOPS",
+        "68.55 days  prediction",
+        "26.325 M GPU hours  prediction",
+        "52.65 M USD  prediction",
+        "754.4 GiB  exact",
+        "give zero=1, 2 or 3",
+    ):
+        assert line in text
+    html = seed_case()._repr_html_()
+    assert "26.325 M GPU hours" in html
+    assert html.count("<tr>") == html.count("</tr>")
+
+
+def test_table_has_a_row_a_term():
+    p = seed_case()
+    table = p.table()
+    assert list(table.columns) == ["group", "term", "value", "unit", "kind", "how"]
+    assert len(table) == len(p.lines())
+    assert set(table["kind"]) <= {"given", "exact", "approximate", "prediction", "bound"}
+    assert table.set_index("term")["value"]["GPU hours"] == 26.325e6
+
+
+def test_without_a_rate_only_a_bound():
+    p = plan(8e9, tokens=1e12, gpus=8, gpu="H100", usd_per_gpu_hour=2)
+    assert (p.days, p.gpu_hours, p.usd) == (None, None, None)
+    assert p.time.floor_days == pytest.approx(6 * 8e9 * 1e12 / (989e12 * 86400) / 8)
+    assert "time, at least" in repr(p)
+    assert "no time and cost is predicted without a rate" in repr(p)
+    assert plan(8e9, tokens=1e12).time.floor_days is None
+
+
+def test_the_bound_takes_each_product_at_its_own_peak():
+    bf16 = plan(LLAMA_1B, batch=2, length=2048, gpu="H100", recipe=BF16)
+    fp8 = plan(LLAMA_1B, batch=2, length=2048, gpu="H100", recipe=FP8)
+    assert bf16.time.floor_step_ms == pytest.approx(bf16.flops_per_step / 989e12 * 1e3)
+    quantized = sum(p.forward + p.backward for p in fp8.compute.products if p.bits == (8, 8, 8)) / fp8.compute.model
+    assert 0.5 < quantized < 0.9
+    assert fp8.time.floor_step_ms == pytest.approx(bf16.time.floor_step_ms * (1 - quantized + quantized * 989 / 1979))
+    emulated = plan(LLAMA_1B, batch=2, length=2048, gpu="A100", recipe=FP8)
+    assert emulated.time.floor_step_ms == pytest.approx(emulated.flops_per_step / 312e12 * 1e3)
+    assert "emulated" in repr(emulated)
+
+
+def test_a_step():
+    p = plan(LLAMA_1B, batch=2, length=1024, gpus=4, gpu="A100", mfu=0.5)
+    assert p.flops_per_step == p.flops_per_token * 2 * 1024 * 4
+    assert p.time.step_ms == pytest.approx(p.flops_per_step / (4 * 156e12) * 1e3)
+    assert p.time.tokens_per_s == pytest.approx(2 * 1024 * 4 / (p.time.step_ms / 1e3))
+    assert p.flops is None
+    assert "need tokens=" in repr(p)
+
+
+def test_recompute_is_hardware_not_model():
+    plain = plan(LLAMA_1B, batch=1, length=512, gpu="H100", mfu=0.4)
+    again = plan(LLAMA_1B, batch=1, length=512, gpu="H100", mfu=0.4, recompute="full")
+    assert again.flops_per_step == plain.flops_per_step
+    assert again.time.hfu == pytest.approx(0.4 * again.compute.hardware / again.compute.model)
+    assert again.memory["activations"].bytes < plain.memory["activations"].bytes / 4
+
+
+@pytest.mark.parametrize("case", published(), ids=lambda c: c.model)
+def test_published_cases(case):
+    if case.flop is not None:
+        assert plan(case.parameters, tokens=case.tokens).flops == pytest.approx(case.flop, rel=1e-3)
+        return
+    verdict = judge_hours(case.parameters, case.tokens, case.gpu, case.gpu_hours)
+    assert verdict.mfu * 100 == pytest.approx(case.mfu_eff_pct, abs=0.06)
+    assert verdict.plausible is case.plausible
+    assert ("its hours include other work" in str(verdict)) is not case.plausible
+
+
+def test_hours_that_are_too_few():
+    assert "more than any published run" in str(judge_hours(70e9, 2e12, "A100", 3e5))
+
+
+def test_every_kind_of_what(tmp_path):
+    from_dict = read_shape(LLAMA_1B)[0]
+    assert from_dict.parameters == 1_235_814_400  # Llama-3.2-1B
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B), encoding="utf-8")
+
+    @dataclasses.dataclass
+    class Ours:
+        layers: int = 16
+        width: int = 2048
+        heads: int = 32
+        kv_heads: int = 8
+        vocab: int = 128256
+        ffn: int = 8192
+        head_dim: int | None = None
+        tied: bool = True
+        qkv_bias: bool = False
+        qk_norm: bool = False
+
+    class Model:
+        config = Ours()
+
+    for what in (tmp_path, str(tmp_path), tmp_path / "config.json", Ours(), Model(), {"text_config": LLAMA_1B}):
+        assert plan(what).parameters == from_dict.parameters
+    qwen2 = read_shape({**LLAMA_1B, "model_type": "qwen2"})[0]
+    assert qwen2.parameters - from_dict.parameters == 16 * (2048 + 2 * 512)
+
+
+def test_a_family_that_is_not_known_is_said():
+    assert "counted as if it were a Llama-family decoder" in repr(plan({**LLAMA_1B, "model_type": "gemma"}, length=64))
+    assert "model_type" not in repr(plan(LLAMA_1B, length=64))
+    assert "sliding window of 32" in repr(plan({**LLAMA_1B, "sliding_window": 32}, length=64))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"what": 405}, ValueError, "did you mean 405e9"),
+        ({"what": 8}, ValueError, "did you mean 8e9"),
+        ({"what": 405e18}, ValueError, "did you mean 405000000000 "),
+        ({"what": 0}, ValueError, "above zero"),
+        ({"what": -8e9}, ValueError, "above zero"),
+        ({"what": float("nan")}, ValueError, "finite"),
+        ({"what": True}, TypeError, "give a number"),
+        ({"what": None}, TypeError, "give the number of parameters"),
+        ({"what": "no/such/folder"}, FileNotFoundError, "give a folder or a config.json"),
+        ({"what": "405B"}, FileNotFoundError, "write a number of parameters as 8e9"),
+        ({"tokens": 15.6}, ValueError, r"did you mean 15.6e12"),
+        ({"tokens": 300}, ValueError, r"did you mean 300e9"),
+        ({"tokens": float("inf")}, ValueError, "finite"),
+        ({"tokens": 1e20}, ValueError, "beyond any text"),
+        ({"gpus": 0}, ValueError, "above zero"),
+        ({"gpus": 1.5}, ValueError, "whole number"),
+        ({"gpus": 1e9}, ValueError, "check its unit"),
+        ({"gpu": "H10O"}, ValueError, "did you mean H100"),
+        ({"gpu": "abacus"}, ValueError, r"planner.register\(Gpu\('abacus'"),
+        ({"gpu": 100}, TypeError, "give a name such as 'H100'"),
+        ({"tflops_per_gpu": 400e12}, ValueError, "did you mean 400 "),
+        ({"tflops_per_gpu": 0.4}, ValueError, "did you mean 400 "),
+        ({"tflops_per_gpu": 4000}, ValueError, "fastest dense peak of 1979"),
+        ({"tflops_per_gpu": None, "mfu": 40}, ValueError, "did you mean 0.4"),
+        ({"mfu": 0.4}, ValueError, "give one of them"),
+        ({"tflops_per_gpu": None, "mfu": 0.4, "gpu": None}, ValueError, "there is no GPU"),
+        ({"tflops_per_gpu": None, "mfu": 0.4, "gpu": "V100"}, ValueError, "no BF16 peak of V100"),
+        ({"goodput": 90}, ValueError, "did you mean 0.9"),
+        ({"goodput": 0}, ValueError, "above zero"),
+        ({"usd_per_gpu_hour": -2}, ValueError, "above zero"),
+        ({"usd_per_gpu_hour": 50_000}, ValueError, "no price of a GPU hour"),
+        ({"usd_per_gpu_hour": "2"}, TypeError, "give a number"),
+        ({"batch": 0}, ValueError, "above zero"),
+        ({"length": 2048.5}, ValueError, "whole number"),
+        ({"recipe": "fp9"}, ValueError, "did you mean 'fp8'"),
+        ({"attention": "half"}, ValueError, "use 'causal', 'full'"),
+        ({"recompute": True}, ValueError, "use 'none', 'selective', 'full'"),
+        ({"optimizer": "lion"}, ValueError, "use 'adamw'"),
+        ({"dtype": "int8"}, ValueError, "use 'bf16'"),
+        ({"zero": 4}, ValueError, "use 0, 1, 2, 3"),
+    ],
+)
+def test_what_cannot_be_meant(change, error, said):
+    given = {"what": 405e9, "tokens": 15.6e12, "gpus": 16, "gpu": "H100", "tflops_per_gpu": 400, **change}
+    with pytest.raises(error, match=said) as caught:
+        plan(given.pop("what"), **given)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {k: v for k, v in LLAMA_1B.items() if k not in ("hidden_size", "vocab_size")},
+            "lacks hidden_size, vocab_size",
+        ),
+        ({**LLAMA_1B, "num_local_experts": 8}, "mixture of experts .num_local_experts=8.*active parameters"),
+        ({**LLAMA_1B, "num_key_value_heads": 5}, "multiple"),
+        ({**LLAMA_1B, "num_attention_heads": 30, "num_key_value_heads": 10}, "give head_dim"),
+        ({**LLAMA_1B, "num_hidden_layers": 0}, "above zero"),
+        ({**LLAMA_1B, "vocab_size": "many"}, "give a number"),
+    ],
+)
+def test_configs_that_cannot_be_read(config, said, tmp_path):
+    with pytest.raises((ValueError, TypeError), match=said):
+        plan(config)
+
+
+def test_a_damaged_config(tmp_path):
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        plan(tmp_path)
+    (tmp_path / "config.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(ValueError, match="holds a list"):
+        plan(tmp_path)
+
+
+def test_gpus_are_found_by_what_torch_calls_them():
+    names = {
+        "NVIDIA H100 80GB HBM3": "H100",
+        "NVIDIA H200": "H200",
+        "NVIDIA A100-SXM4-80GB": "A100",
+        "NVIDIA H100 PCIe": "H100-PCIe",
+        "NVIDIA RTX A6000": "A6000",
+        "h100": "H100",
+    }
+    assert {name: find_gpu(name).name for name in names} == names
+
+
+def test_the_table_gives_the_source_of_every_figure():
+    for gpu in planner.GPUS.values():
+        assert gpu.source
+        assert gpu.fp8_tflops is None or gpu.bf16_tflops is None or gpu.fp8_tflops >= gpu.bf16_tflops
+
+
+def test_a_gpu_of_ones_own(monkeypatch):
+    mine = Gpu("Mine", memory_gib=24, bf16_tflops=100)
+    assert plan(8e9, tokens=1e9, gpu=mine, mfu=0.5).time.rate_tflops == 50
+    monkeypatch.setattr("surokit.planner.hardware._TABLE", dict(planner.GPUS))
+    register(mine)
+    assert find_gpu("mine") is mine
+    with pytest.raises(TypeError, match="takes a Gpu"):
+        register("Mine")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="above zero"):
+        Gpu("Bad", bf16_tflops=-1)
+    with pytest.raises(ValueError, match="needs a name"):
+        Gpu(" ")
+
+
+def test_a_plan_is_a_value_and_needs_neither_torch_nor_pandas():
+    assert seed_case() == seed_case()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        seed_case().title = "other"
+    program = (
+        "import sys; sys.modules['pandas'] = None\n"
+        "from surokit.planner import plan\n"
+        "p = plan(8e9, tokens=1e12, recipe='qfp8'); print(p); p._repr_html_()\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "try: p.table()\n"
+        "except ModuleNotFoundError as error: assert 'pip install pandas' in str(error)\n"
+        "else: raise AssertionError\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_forms_without_training():
+    p = plan(LLAMA_1B, batch=1, length=128, training=False)
+    assert p.compute.backward == 0
+    assert p.memory["KV cache"].counted
+    with pytest.raises(KeyError, match="no memory term 'gradients'"):
+        p.memory["gradients"]
+    with pytest.raises(ValueError, match="plan with a config"):
+        plan(8e9).gemms()
+    assert "nothing trains" in repr(plan(8e9, recipe=dataclasses.replace(QFP8, adapter=None)))

@@ -1,0 +1,206 @@
+"""The command line: words, exit states, one line for a user's error; and a notebook executed headless."""
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from surokit import cli, headless
+
+# a 1 x 1 PNG
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+
+
+def write(path, *cells):
+    nb = new_notebook(cells=list(cells))
+    nbformat.write(nb, path)
+    return path
+
+
+def test_plan_prints_the_405b_case(capsys):
+    arguments = "plan 405e9 --tokens 15.6e12 --gpus 16000 --gpu H100 --tflops-per-gpu 400 --usd-per-gpu-hour 2"
+    assert cli.main(arguments.split()) == 0
+    text = capsys.readouterr().out
+    for figure in ("3.7908e25 FLOP", "68.55 days", "26.325 M GPU hours", "52.65 M USD"):
+        assert figure in text
+
+
+def test_plan_of_a_folder_and_whether_it_fits(tmp_path, capsys):
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 512,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+    arguments = ["plan", str(tmp_path), "--recipe", "qfp8", "--batch", "2", "--length", "128", "--fits"]
+    assert cli.main([*arguments, "1"]) == 0
+    assert "fits in 1 GiB" in capsys.readouterr().out
+    assert cli.main([*arguments, "1e-3"]) == 0
+    assert "does not fit in 0.001 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("plan 405", "did you mean 405e9"),
+        ("plan 405e9 --tokens 15.6", "did you mean 15.6e12"),
+        ("plan 405e9 --tokens many", "is not a number"),
+        ("plan 8B", "write a number of parameters as 8e9"),
+        ("plan nowhere/at/all", "There is no nowhere"),
+        ("plan 405e9 --gpu H10", "did you mean H100"),
+        ("plan 8e9 --recipe fp9", "did you mean 'fp8'"),
+        ("plan", "required: what"),
+        ("pln 8e9", "invalid choice: 'pln'"),
+        ("", "required: doctor | plan | quickstart"),
+    ],
+)
+def test_a_users_error_is_one_line_and_two(arguments, said, capsys):
+    assert cli.main(arguments.split()) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_doctor(capsys):
+    assert cli.main(["doctor"]) == 0
+    assert "surokit doctor" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_is_no_error():
+    command = [sys.executable, "-m", "surokit.cli", "plan", "405e9"]
+    read, written = os.pipe()
+    os.close(read)
+    with os.fdopen(written, "w") as stdout:
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_quickstart_is_looked_for_in_the_package(tmp_path, monkeypatch, capsys):
+    notebook = write(tmp_path / "01_quickstart.ipynb", new_code_cell("1"))
+    monkeypatch.setattr("importlib.resources.files", lambda package: {"surokit.notebooks": tmp_path}[package])
+    asked = []
+
+    def execute(path, run_dir):
+        asked.append((path, run_dir))
+        return 0
+
+    monkeypatch.setattr(headless, "execute", execute)
+    assert cli.main(["quickstart", "--run-dir", str(tmp_path / "run")]) == 0
+    assert asked == [(notebook, tmp_path / "run")]
+    notebook.unlink()
+    assert cli.main(["quickstart"]) == 2
+    assert "install surokit again" in capsys.readouterr().err
+
+
+def test_a_notebook_runs_in_this_interpreter_and_leaves_everything(tmp_path, capsys, monkeypatch):
+    startup = tmp_path / "ipython" / "profile_default" / "startup"
+    startup.mkdir(parents=True)
+    (startup / "mine.py").write_text("from_my_profile = 1")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    show = "from IPython.display import SVG, display"
+    notebook = write(
+        tmp_path / "nb.ipynb",
+        new_markdown_cell("# Title"),
+        new_code_cell("import sys, os, pathlib\npathlib.Path('here.txt').write_text('x')\nprint(sys.executable)"),
+        new_code_cell(f"display({{'image/png': {PIXEL!r}}}, raw=True)"),
+        new_code_cell(f"# a drawing\n{show}\ndisplay(SVG('<svg xmlns=\"http://www.w3.org/2000/svg\"></svg>'))"),
+        new_code_cell(""),
+        new_code_cell("# the result\nprint('aside')\n{'answer': 42}", metadata={"tags": ["result"]}),
+        new_code_cell("'from_my_profile' in globals()"),
+    )
+    runs = tmp_path / "runs" / "quickstart"
+    assert headless.execute(notebook, runs) == 0
+    out = capsys.readouterr().out
+    assert "[ 1/5] import sys, os, pathlib  " in out
+    assert "[ 3/5] # a drawing  " in out
+    assert "{'answer': 42}" in out
+    assert "aside" not in out
+    assert out.rstrip().endswith(str(runs))
+
+    done = nbformat.read(runs / "nb.ipynb", as_version=4)
+    assert done.cells[1].outputs[0].text.strip() == sys.executable
+    assert [c.execution_count for c in done.cells if c.cell_type == "code" and c.source] == [1, 2, 3, 4, 5]
+    assert done.cells[-1].outputs[0].data["text/plain"] == "False"
+    assert (runs / "here.txt").read_text() == "x"
+    assert (runs / "cell-03-1.png").read_bytes() == base64.b64decode(PIXEL)
+    assert (runs / "cell-04-1.svg").read_text().startswith("<svg")
+    assert "answer" in (runs / "nb.html").read_text(encoding="utf-8")
+    assert nbformat.read(notebook, as_version=4).cells[1].outputs == []
+
+
+def test_a_failing_cell_is_told_and_what_ran_is_kept(tmp_path, capsys):
+    notebook = write(
+        tmp_path / "nb.ipynb",
+        new_code_cell("print('first')"),
+        new_code_cell("1 / 0"),
+        new_code_cell("print('never')"),
+    )
+    assert headless.execute(notebook, tmp_path / "run") == 1
+    captured = capsys.readouterr()
+    assert "Cell 2 failed:" in captured.err
+    assert "ZeroDivisionError: division by zero" in captured.err
+    assert "\x1b" not in captured.err
+    assert str(tmp_path / "run") in captured.out
+    cells = nbformat.read(tmp_path / "run" / "nb.ipynb", as_version=4).cells
+    assert cells[0].outputs[0].text == "first\n"
+    assert cells[1].outputs[0].ename == "ZeroDivisionError"
+    assert cells[2].outputs == []
+    assert (tmp_path / "run" / "nb.html").is_file()
+
+
+def test_a_dead_kernel_is_told(tmp_path, capsys):
+    notebook = write(tmp_path / "nb.ipynb", new_code_cell("print('first')"), new_code_cell("import os\nos._exit(9)"))
+    assert headless.execute(notebook, tmp_path / "run") == 1
+    assert "Cell 2 ended the kernel" in capsys.readouterr().err
+    assert nbformat.read(tmp_path / "run" / "nb.ipynb", as_version=4).cells[0].outputs[0].text == "first\n"
+
+
+def test_an_interrupt_keeps_what_ran(tmp_path):
+    notebook = write(
+        tmp_path / "nb.ipynb",
+        new_code_cell("print('first')"),
+        new_code_cell("import threading\nthreading.Event().wait(120)"),
+    )
+    program = (
+        "import sys, pathlib; from surokit.headless import execute; sys.exit(execute(*map(pathlib.Path, sys.argv[1:])))"
+    )
+    command = [sys.executable, "-c", program, str(notebook), str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        seen = ""
+        while "[ 2/2]" not in seen:
+            piece = process.stdout.read(1)
+            assert piece, process.stderr.read()
+            seen += piece
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Cell 2 was interrupted." in err
+    assert "Traceback" not in err
+    assert nbformat.read(tmp_path / "run" / "nb.ipynb", as_version=4).cells[0].outputs[0].text == "first\n"
+
+
+def test_fresh_folders(tmp_path):
+    names = [headless.fresh_folder(tmp_path / "a" / "run").name for _ in range(3)]
+    assert names == ["run", "run-2", "run-3"]
+
+
+def test_without_nbclient_one_sentence(tmp_path, monkeypatch):
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nbclient" else real(name))
+    notebook = write(tmp_path / "nb.ipynb", new_code_cell("1"))
+    with pytest.raises(ModuleNotFoundError, match=r'needs nbclient: pip install "surokit\[lab\]"'):
+        headless.execute(notebook, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,136 @@
+"""What the machine is said to be."""
+
+import datetime
+import importlib
+import json
+import subprocess
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from surokit.environment import cores, cpu_model, doctor, front_end
+from surokit.tables import html_table, text_table
+
+# the package's function of the same name would hide the module
+module: Any = importlib.import_module("surokit.environment")
+
+
+def test_environment_is_plain_data():
+    found = module.environment()
+    assert json.loads(json.dumps(found)) == found
+    assert found["torch"] == torch.__version__
+    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert found["cores"] == cores() >= 1
+    assert found["cpu"] == cpu_model() != ""
+    assert datetime.datetime.fromisoformat(found["date"]).tzinfo is not None
+    assert (found["device"] == "cpu") is not torch.cuda.is_available()
+    keys = "surokit python torch triton cuda device cuda_capability cpu cores platform date"
+    assert list(found) == keys.split()
+
+
+def test_importing_it_loads_nothing():
+    program = "import sys, surokit.environment; assert not {'torch', 'IPython', 'pandas', 'numpy'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def pretend_gpu(monkeypatch, major, minor, hip=None):
+    properties = types.SimpleNamespace(name="Pretend", total_memory=80 * 2**30, major=major, minor=minor)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+
+
+@pytest.mark.parametrize(
+    ("capability", "native"),
+    [
+        ((7, 5), set()),
+        ((8, 6), {"bf16"}),
+        ((8, 9), {"bf16", "fp8"}),
+        ((9, 0), {"bf16", "fp8"}),
+        ((10, 0), {"bf16", "fp8", "mx, fp4"}),
+        ((12, 0), {"bf16", "fp8", "mx, fp4"}),
+    ],
+)
+def test_formats_by_compute_capability(monkeypatch, capability, native):
+    pretend_gpu(monkeypatch, *capability)
+    found = doctor()
+    states = {name: found[name].state for name in module.NATIVE_FROM}
+    assert states == {name: "native" if name in native else "emulated" for name in states}
+    assert found["gpu"].detail == f"Pretend, 80 GiB, 1 of 2, compute capability {capability[0]}.{capability[1]}"
+    assert ("Every format is native" in repr(found)) is (len(native) == 3)
+
+
+def test_a_gpu_that_is_not_cudas(monkeypatch):
+    pretend_gpu(monkeypatch, 9, 4, hip="6.2")
+    found = doctor()
+    assert "ROCm 6.2" in found["gpu"].detail
+    assert found["fp8"].state == "emulated"
+
+
+def test_without_a_gpu_low_precision_is_emulated(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = doctor()
+    assert (found["fp8"].state, found["mx, fp4"].state) == ("emulated", "emulated")
+    assert "none" in found["gpu"].detail
+    assert "Emulated here, right in its numbers and no faster: fp8, mx, fp4." in repr(found)
+
+
+def test_a_missing_package_comes_with_its_command(monkeypatch):
+    real = module.find_spec
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name == "ipywidgets" else real(name))
+    found = doctor()
+    assert found["ipywidgets"].state == "missing"
+    assert "pip install ipywidgets" in repr(found)
+    assert ">pip install ipywidgets</td>" in found._repr_html_()
+    assert found.ok
+    with pytest.raises(KeyError, match="no line 'abacus'"):
+        found["abacus"]
+
+
+def test_what_training_needs_is_not_optional(monkeypatch):
+    real = module._version
+    monkeypatch.setattr(module, "_version", lambda name: None if name in ("safetensors", "triton") else real(name))
+    found = doctor()
+    assert not found.ok
+    assert found["safetensors"].remedy == "pip install safetensors"
+    assert "the reference kernels run instead" in found["triton"].detail
+    assert "the remedy stands beside it" in repr(found)
+
+
+def test_disk(monkeypatch, tmp_path):
+    assert str(tmp_path) in doctor(tmp_path / "not" / "yet")["free space"].detail
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=2**30))
+    assert doctor()["free space"].state == "low"
+
+
+def test_front_ends(monkeypatch):
+    def pretend(**shell):
+        ipython: Any = types.ModuleType("IPython")
+        ipython.get_ipython = lambda: types.SimpleNamespace(**shell) if shell else None
+        monkeypatch.setitem(sys.modules, "IPython", ipython)
+        return front_end()
+
+    assert pretend() == "terminal"
+    assert pretend(user_ns={}) == "IPython"
+    assert pretend(user_ns={}, kernel=object()) == "Jupyter"
+    assert pretend(user_ns={"__vsc_ipynb_file__": "a.ipynb"}, kernel=object()) == "VS Code"
+    monkeypatch.setitem(sys.modules, "google.colab", types.ModuleType("google.colab"))
+    assert front_end() == "Colab"
+    monkeypatch.delitem(sys.modules, "google.colab")
+    monkeypatch.delitem(sys.modules, "IPython")
+    assert front_end() == "terminal"
+    monkeypatch.setitem(sys.modules, "marimo", types.ModuleType("marimo"))
+    assert front_end() == "marimo"
+
+
+def test_tables():
+    assert text_table([("a", "1"), ("bb", "22")], header=("x", "y"), right=(1,)) == "  x    y\n  a    1\n  bb  22"
+    assert text_table([]) == ""
+    html = html_table([("group",), ("<a>", "1")], header=("x", "y"), title="t & t")
+    assert "&lt;a&gt;" in html
+    assert "t &amp; t" in html
+    assert '<th colspan="2"' in html
