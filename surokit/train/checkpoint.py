@@ -1,0 +1,269 @@
+"""Checkpoints on disk: written whole or not at all, found by looking.
+
+    run_dir/checkpoints/step-000123/
+        model.safetensors   every tensor of the model's state_dict, adapters included, tied ones once
+        state.pt            optimizer, data position, random states, delayed-scaling state
+        config.json         the model's own configuration, where it has one
+        session.json        step, recipe, settings, what the data was, environment, the size of every file
+
+A checkpoint is written beside its place under another name, flushed to the disk, and renamed. A kill at any moment leaves
+either the old state of the folder or the new one; what is incomplete is passed over when looking for the latest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from surokit.train.errors import CheckpointError, ResumeError
+
+_NAME = re.compile(r"step-(\d+)(\.old)?")
+_UNFINISHED = ".unfinished-"
+_SESSION, _MODEL, _STATE, _CONFIG = "session.json", "model.safetensors", "state.pt", "config.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: its folder and the content of session.json."""
+
+    path: Path
+    meta: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.meta["step"])
+
+    def state(self) -> dict[str, Any]:
+        """The content of state.pt, on the CPU; tensors and plain data only."""
+        try:
+            state: dict[str, Any] = torch.load(self.path / _STATE, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises half a dozen kinds for a damaged file
+            raise CheckpointError(f"{self.path / _STATE} cannot be read ({error}): use another checkpoint.") from error
+        return state
+
+    def config(self) -> dict[str, Any] | None:
+        """The model's configuration, None where the model had none."""
+        path = self.path / _CONFIG
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def save(
+    folder: Path,
+    model: nn.Module,
+    state: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
+    keep: int | None,
+) -> Path:
+    """Writes folder/step-N and then removes the oldest beyond `keep` (None keeps all).
+
+    state: tensors, numbers, strings and containers of them. meta: JSON data with "step".
+    Raises CheckpointError when the disk does not take it; nothing that was there before is lost.
+    """
+    target = folder / f"step-{meta['step']:06d}"
+    unfinished = folder / f"{_UNFINISHED}{target.name}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _clear_unfinished(folder)
+        unfinished.mkdir()
+        tensors, tied = distinct_tensors(model)
+        save_file(tensors, unfinished / _MODEL, metadata={"format": "pt"})
+        torch.save(dict(state), unfinished / _STATE)
+        if config is not None:
+            _write_json(unfinished / _CONFIG, config)
+        before = complete(folder)
+        serial = 1 + max((c.meta["serial"] for c in before), default=0)
+        sizes = {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())}
+        dtypes = {name: str(tensor.dtype) for name, tensor in tensors.items()}
+        _write_json(unfinished / _SESSION, {**meta, "serial": serial, "tied": tied, "dtypes": dtypes, "files": sizes})
+        for path in (*unfinished.iterdir(), unfinished):
+            _sync(path)
+        _put_in_place(unfinished, target)
+        _sync(folder)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        # torch and safetensors wrap the system's error in their own kinds
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise CheckpointError(_cannot_save(folder, target, error)) from error
+    if keep is not None:
+        for old in complete(folder)[:-keep]:
+            _remove(old.path)
+    return target
+
+
+def _cannot_save(folder: Path, target: Path, error: BaseException) -> str:
+    cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+    try:
+        last = latest(folder)
+    except OSError:
+        last = None
+    kept = f"the last good checkpoint is {last.path}" if last else "there is no earlier checkpoint"
+    return (
+        f"The checkpoint {target} could not be written: {cause}. Training state is untouched and {kept}: "
+        "free some space or mend the folder and call session.save() again."
+    )
+
+
+def complete(folder: Path) -> list[Checkpoint]:
+    """The complete checkpoints of a folder in the order they were written."""
+    candidates = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    found = [checkpoint for path in candidates if (checkpoint := _read(path)) is not None]
+    return sorted(found, key=lambda checkpoint: int(checkpoint.meta["serial"]))
+
+
+def latest(folder: Path) -> Checkpoint | None:
+    """The complete checkpoint written last, None where there is none."""
+    return found[-1] if (found := complete(folder)) else None
+
+
+def find(path: Path) -> Checkpoint:
+    """The checkpoint at `path`, or the latest of the run directory `path`.
+
+    FileNotFoundError where there is nothing, CheckpointError where it is incomplete.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"There is no run directory or checkpoint {path}.")
+    if (path / _SESSION).exists() or _NAME.fullmatch(path.name):
+        checkpoint = _read(path)
+        if checkpoint is None:
+            raise CheckpointError(
+                f"The checkpoint {path} is incomplete: resume from its run directory to get a whole one."
+            )
+        return checkpoint
+    last = latest(path / "checkpoints")
+    if last is None:
+        raise FileNotFoundError(f"The run directory {path} has no complete checkpoint: start it with session.save().")
+    return last
+
+
+def _read(path: Path) -> Checkpoint | None:
+    """A folder's checkpoint, None where a file is missing or has another size than it was written with."""
+    try:
+        meta = json.loads((path / _SESSION).read_text(encoding="utf-8"))
+        whole = all((path / name).stat().st_size == size for name, size in meta["files"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    return Checkpoint(path, meta) if whole else None
+
+
+# -- the model's tensors
+
+
+def distinct_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The state_dict's tensors, each storage once, and the names that stand for another: {"lm_head.weight": "..."}."""
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    holders: dict[tuple[Any, ...], str] = {}
+    storages: set[int] = set()
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{name} in the model's state_dict is a {type(value).__name__}; a checkpoint holds tensors only."
+            )
+        storage = value.untyped_storage().data_ptr()
+        key = (storage, value.storage_offset(), tuple(value.shape), tuple(value.stride()), value.dtype)
+        if value.numel() and key in holders:
+            tied[name] = holders[key]
+            continue
+        holders[key] = name
+        # safetensors refuses views that share memory
+        tensors[name] = value.clone() if storage in storages and value.numel() else value.contiguous()
+        storages.add(storage)
+    return tensors, tied
+
+
+def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Copies the checkpoint's tensors into `model`, one at a time.
+
+    ResumeError names every tensor that is missing, left over, or of another shape or dtype; nothing is copied then.
+    """
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    tied: dict[str, str] = checkpoint.meta["tied"]
+    path = checkpoint.path / _MODEL
+    try:
+        with safe_open(path, framework="pt") as file:
+            saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            shapes = {**saved, **{name: saved[source] for name, source in tied.items()}}
+            _check_shapes(own, shapes, path)
+            for name, dtype in checkpoint.meta["dtypes"].items():
+                if str(own[name].dtype) != dtype:
+                    raise ResumeError(
+                        f"The checkpoint's {name} is {dtype} and the model's {own[name].dtype}: "
+                        "give the model the checkpoint's dtype before resuming."
+                    )
+            with torch.no_grad():
+                for name in shapes:
+                    own[name].copy_(file.get_tensor(tied.get(name, name)))
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): use another checkpoint.") from error
+
+
+def _check_shapes(own: Mapping[str, Tensor], saved: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    problems = []
+    if missing := [name for name in own if name not in saved]:
+        problems.append(f"missing from the checkpoint: {_listed(missing)}")
+    if extra := [name for name in saved if name not in own]:
+        problems.append(f"not in the model: {_listed(extra)}")
+    wrong = [
+        f"{name} {list(saved[name])} in the checkpoint, {list(own[name].shape)} in the model"
+        for name in own
+        if name in saved and saved[name] != tuple(own[name].shape)
+    ]
+    if wrong:
+        problems.append(f"of another shape: {_listed(wrong)}")
+    if problems:
+        raise ResumeError(f"The model is not the one of {path.parent}: {'; '.join(problems)}.")
+
+
+def _listed(names: Sequence[str], most: int = 20) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+# -- files
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=1), encoding="utf-8")
+
+
+def _put_in_place(unfinished: Path, target: Path) -> None:
+    """Renames; an older checkpoint of the same step stays readable as step-N.old until the new one is there."""
+    old = target.with_name(target.name + ".old")
+    if target.exists():
+        _remove(old)
+        target.rename(old)
+    unfinished.rename(target)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Out of sight first, so that a kill cannot leave half a checkpoint under a good name."""
+    if path.exists():
+        hidden = path.with_name(f"{_UNFINISHED}{path.name}-removed")
+        shutil.rmtree(hidden, ignore_errors=True)
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _clear_unfinished(folder: Path) -> None:
+    for path in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """To the disk itself; a folder's entry as well as a file's content."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

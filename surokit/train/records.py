@@ -1,0 +1,373 @@
+"""What each step measured: a Record a step, a bounded ring of them in memory, an append-only file beside it.
+
+Loss, gradient norm and the like are produced on the device and arrive on the host some steps later; nothing here waits
+for them except `Record.loss` and its siblings. On a CPU they are there at once.
+
+The file is JSON lines. A line with "wall_ms" is a step; a line without adds to a step, an evaluation for example. A
+step at or before one already read replaces it and all after it, which is what resuming from a checkpoint means.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COLUMNS = (
+    "step",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "targets",
+    "tokens_per_s",
+    "wall_ms",
+    "idle_frac",
+    "stall_ms",
+    "peak_gib",
+    "elapsed_s",
+    "skipped",
+    "eval_loss",
+)
+_INTEGERS = ("step", "tokens")
+_HOST = ("step", "lr", "tokens", "tokens_per_s", "wall_ms", "stall_ms", "peak_gib", "elapsed_s")
+_LATE = ("loss", "grad_norm", "skipped", "targets")
+
+
+class Late:
+    """Values of one step on their way from the device: 0-d tensors in, floats out.
+
+    On CUDA the values are copied to pinned memory without waiting, followed by an event; `start` and `end` are timing
+    events around the step's device work and `before` the `end` of the step before it, where there was one.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        host: Mapping[str, float],
+        start: torch.cuda.Event | None = None,
+        end: torch.cuda.Event | None = None,
+        before: torch.cuda.Event | None = None,
+    ) -> None:
+        self._names = tuple(values)
+        self._host = dict(host)
+        self._events = (before, start, end)
+        row = torch.stack([v.detach().float().reshape(()) for v in values.values()]) if values else torch.empty(0)
+        self._arrived: torch.cuda.Event | None = None
+        if row.device.type == "cuda":
+            pinned = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+            pinned.copy_(row, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(row.device))
+            row = pinned
+        self._row = row
+        self._values: dict[str, float] | None = None
+
+    def ready(self) -> bool:
+        """Whether the values have arrived; never waits."""
+        return self._arrived is None or self._arrived.query()
+
+    def wait(self) -> dict[str, float]:
+        """The values, after waiting for them if need be. idle_frac is among them where it was measured by events."""
+        if self._values is None:
+            if self._arrived is not None:
+                self._arrived.synchronize()
+            values = {**self._host, **dict(zip(self._names, self._row.tolist()))}
+            before, start, end = self._events
+            if before is not None and start is not None and end is not None:
+                span_ms, gap_ms = start.elapsed_time(end), before.elapsed_time(start)
+                values["idle_frac"] = max(0.0, gap_ms) / max(gap_ms + span_ms, 1e-9)
+            self._values = values
+        return self._values
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """One optimizer step's measurements. `loss`, `grad_norm`, `skipped`, `targets`, `idle_frac` and `meters` may wait.
+
+    step: number of steps done, from 1. lr: of the first parameter group. tokens: elements of input_ids, accumulation
+    included. targets: labels that count. wall_ms: host time since the end of the step before (or since run() began).
+    stall_ms: the part of it that waited for a batch. idle_frac: the share of it without forward, backward or optimizer
+    work, a lower bound of the idle time (gaps inside the step are the profiler's business). peak_gib: of the device
+    memory on CUDA, of the process on a CPU. elapsed_s: wall_ms summed over the run. skipped: not finite, so masked.
+    """
+
+    step: int
+    lr: float
+    tokens: int
+    wall_ms: float
+    stall_ms: float
+    peak_gib: float
+    elapsed_s: float
+    late: Late = field(repr=False)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.wall_ms * 1e3 if self.wall_ms > 0 else math.nan
+
+    @property
+    def loss(self) -> float:
+        return self.late.wait()["loss"]
+
+    @property
+    def grad_norm(self) -> float:
+        """L2 norm over all gradients, before clipping."""
+        return self.late.wait()["grad_norm"]
+
+    @property
+    def skipped(self) -> bool:
+        return self.late.wait()["skipped"] != 0
+
+    @property
+    def targets(self) -> int:
+        return int(self.late.wait()["targets"])
+
+    @property
+    def idle_frac(self) -> float:
+        return self.late.wait().get("idle_frac", math.nan)
+
+    @property
+    def meters(self) -> dict[str, float]:
+        """What the session's meters measured, by name."""
+        return {name: value for name, value in self.late.wait().items() if name not in COLUMNS}
+
+    def known(self) -> dict[str, float]:
+        """What the host knows without waiting."""
+        return {name: getattr(self, name) for name in _HOST}
+
+    def to_dict(self) -> dict[str, float]:
+        """Every column; waits."""
+        return {**self.known(), **self.late.wait()}
+
+
+class Records:
+    """The last `capacity` steps in memory as one array a column, all of them in `path` where one is given."""
+
+    def __init__(self, path: Path | None = None, capacity: int = 1 << 16, flush_s: float = 1.0) -> None:
+        if capacity < 1:
+            raise ValueError(f"Records(capacity={capacity}): the ring holds at least one step.")
+        self.path = path
+        self._capacity = capacity
+        self._flush_s = flush_s
+        self._size = min(1024, capacity)
+        self._count = 0
+        self._columns: dict[str, NDArray[np.float64]] = {name: self._empty() for name in COLUMNS}
+        self._pending: deque[tuple[int, Record]] = deque()
+        self._lines: list[str] = []
+        self._flushed_at = time.monotonic()
+        self._warned = False
+
+    def __len__(self) -> int:
+        """Steps in memory."""
+        return min(self._count, self._capacity)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        """The records in memory, oldest first; their late values may wait when read."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = index + len(self) if index < 0 else index
+        if not 0 <= place < len(self):
+            raise IndexError(f"There is no record {index}: {len(self)} steps are in memory.")
+        place += self._count - len(self)
+        for at, record in self._pending:
+            if at == place:
+                return record
+        row = {name: float(column[place % self._size]) for name, column in self._columns.items()}
+        late = {name: value for name, value in row.items() if name not in _HOST}
+        missing = [name for name, value in late.items() if math.isnan(value) and name not in _LATE]
+        for name in missing:
+            del late[name]
+        return Record(
+            step=int(row["step"]),
+            lr=row["lr"],
+            tokens=int(row["tokens"]),
+            wall_ms=row["wall_ms"],
+            stall_ms=row["stall_ms"],
+            peak_gib=row["peak_gib"],
+            elapsed_s=row["elapsed_s"],
+            late=Late({}, late),
+        )
+
+    def __iter__(self) -> Iterator[Record]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns, meters last."""
+        return tuple(self._columns)
+
+    # -- in
+
+    def append(self, record: Record) -> None:
+        """Takes a step's record; its late values follow through `harvest`."""
+        if self._count == self._size < self._capacity:
+            self._grow()
+        index = self._count
+        self._count += 1
+        for column in self._columns.values():
+            column[index % self._size] = np.nan
+        self._write(index, record.known())
+        self._pending.append((index, record))
+
+    def harvest(self, wait: bool = False) -> Iterator[Record]:
+        """Records whose values have arrived since the last call, in order; `wait=True` waits for all."""
+        while self._pending and (wait or self._pending[0][1].late.ready()):
+            index, record = self._pending.popleft()
+            values = record.late.wait()
+            if index >= self._count - self._size:
+                self._write(index, values)
+            self._line({**record.known(), **values})
+            yield record
+
+    def update(self, step: int, **values: float) -> None:
+        """Adds values to a step that is there already, for example eval_loss."""
+        for index in range(self._count - 1, max(-1, self._count - self._size - 1), -1):
+            if self._columns["step"][index % self._size] == step:
+                self._write(index, values)
+                break
+        self._line({"step": step, **values})
+
+    def restore(self, rows: Mapping[str, NDArray[np.float64]]) -> None:
+        """Fills the ring with rows read from a file; writes nothing."""
+        self._count = 0
+        for i in range(len(rows.get("step", ()))):
+            if self._count == self._size < self._capacity:
+                self._grow()
+            self._count += 1
+            for column in self._columns.values():
+                column[i % self._size] = np.nan
+            self._write(i, {name: float(column[i]) for name, column in rows.items()})
+
+    def _write(self, index: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            if name not in self._columns:
+                self._columns[name] = self._empty()
+            self._columns[name][index % self._size] = value
+
+    def _empty(self) -> NDArray[np.float64]:
+        return np.full(self._size, np.nan)
+
+    def _grow(self) -> None:
+        old, self._size = self._size, min(2 * self._size, self._capacity)
+        for name, column in self._columns.items():
+            self._columns[name] = self._empty()
+            self._columns[name][:old] = column
+
+    # -- the file
+
+    def _line(self, values: Mapping[str, float]) -> None:
+        if self.path is None:
+            return
+        self._lines.append(json.dumps({name: _plain(name, value) for name, value in values.items()}))
+        if time.monotonic() - self._flushed_at > self._flush_s:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the lines that wait. A full disk costs one warning; the lines are kept and tried again."""
+        if self.path is None or not self._lines:
+            return
+        self._flushed_at = time.monotonic()
+        try:
+            torn = self.path.exists() and not _ends_with_newline(self.path)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("\n" * torn + "\n".join(self._lines) + "\n")
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"Records cannot be written to {self.path} ({error.strerror}); training goes on and the lines are "
+                    "kept in memory until it works again.",
+                    stacklevel=2,
+                )
+        else:
+            self._lines.clear()
+
+    # -- out
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """A copy of one column over the steps in memory, oldest first; NaN where a value is missing or late."""
+        if name not in self._columns:
+            raise KeyError(f"There is no column {name!r} in the records; there are {', '.join(self._columns)}.")
+        column, count = self._columns[name], self._count
+        if count <= len(column):
+            return column[:count].copy()
+        return np.roll(column, -(count % len(column)))
+
+    def frame(self) -> pd.DataFrame:
+        """pandas, one row a step; steps that have left memory are read back from the file. Never waits."""
+        import pandas as pd
+
+        rows = {name: self.column(name) for name in self._columns}
+        self.flush()
+        if self._count > self._size and self.path is not None and self.path.exists():
+            first = rows["step"][0]
+            older = read(self.path)
+            keep = older["step"] < first
+            names = dict.fromkeys((*rows, *older))
+            rows = {
+                name: np.concatenate(
+                    [
+                        older[name][keep] if name in older else np.full(int(keep.sum()), np.nan),
+                        rows.get(name, np.full(self._size, np.nan)),
+                    ]
+                )
+                for name in names
+            }
+        frame = pd.DataFrame(rows)
+        return frame.astype(dict.fromkeys(_INTEGERS, "int64"))
+
+
+def read(path: Path) -> dict[str, NDArray[np.float64]]:
+    """The columns of a records file; a line that a kill cut short is passed over."""
+    rows: dict[int, dict[str, float]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            values = {name: float(value) for name, value in json.loads(line).items()}
+            step = int(values["step"])
+        except (ValueError, TypeError, AttributeError, KeyError):
+            continue
+        if "wall_ms" in values:
+            while rows and next(reversed(rows)) >= step:
+                rows.popitem()
+            rows[step] = values
+        elif step in rows:
+            rows[step].update(values)
+    names = dict.fromkeys((*COLUMNS, *(name for row in rows.values() for name in row)))
+    return {name: np.array([row.get(name, math.nan) for row in rows.values()], dtype=np.float64) for name in names}
+
+
+def _plain(name: str, value: Any) -> int | float | str:
+    """JSON has no NaN: numbers that are not finite become the strings that float() reads back."""
+    if name in _INTEGERS:
+        return int(value)
+    number = float(value)
+    return number if math.isfinite(number) else str(number)
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(0, 2)
+        if file.tell() == 0:
+            return True
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"

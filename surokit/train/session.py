@@ -1,0 +1,941 @@
+"""A Session owns a run: model, data, optimizer, records, checkpoints. `step` is the only place where a step happens.
+
+    batches -> forward, backward (accumulated) -> norm of the gradients -> AdamW, clipped and masked -> Record
+
+Nothing on this path reads the device: loss, norm and the mask of a non-finite step stay there and are read some steps
+later (records.py). The session has its own random state, in force only while it works (random_state.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from surokit import convert
+from surokit.recipe import Recipe, find_recipe
+from surokit.train import checkpoint as checkpoints
+from surokit.train.diagnose import Finding, find_first_bad
+from surokit.train.errors import NonFiniteError, ResumeError
+from surokit.train.optim import AdamW, Spec, gradient_norm, spec_from_dict, spec_to_dict
+from surokit.train.random_state import RandomState, kept
+from surokit.train.records import Late, Record, Records, read
+from surokit.train.schedule import Cosine, Schedule, schedule_from_dict, schedule_to_dict
+from surokit.train.stream import Batch, Stream, check_batch, check_source
+from surokit.train.summary import Summary, summarize
+
+Meter = Callable[["Session"], Mapping[str, Tensor | float]]
+Exist = Literal["new", "resume", "error"]
+
+# torch.compile's cold start takes one to two minutes on a CPU and less on a GPU, where steps are shorter too
+COMPILE_FROM_STEPS = {"cpu": 2000, "cuda": 500}
+_STOP_FILE_EVERY_S = 0.5
+_ADAMW = Spec(AdamW, {"lr": 3e-4})
+_COSINE = Cosine(warmup=20, steps=500)
+
+
+class Subscriber(Protocol):
+    """Told of every step once its values have arrived, and of the end of a run: "done", "interrupted", "failed: ...".
+
+    A subscriber may also have on_eval(step, loss). One that raises is dropped with a warning.
+    """
+
+    def on_step(self, record: Record) -> None: ...
+
+    def on_end(self, reason: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out loss after `step`: the mean over `targets` labels; wall_ms on the host."""
+
+    step: int
+    loss: float
+    targets: int
+    wall_ms: float
+
+
+class Session:
+    """A training run.
+
+    model: a module whose forward(input_ids=..., labels=...) returns an object with `.loss`, a mean over the labels that
+        count. It is trained where its parameters are.
+    data: re-iterable of dicts {"input_ids": int64 [B, T], "labels": int64 [B, T]}, labels unshifted, -100 ignored; it
+        starts again when it ends. Further entries are handed to the model.
+    optimizer: a specification such as surokit.AdamW(lr=3e-4), a torch Optimizer over the model's parameters, or a
+        function from parameters to one. One that torch calls amp-scaling capable (ours, torch's fused ones) is clipped
+        and masked on the device; any other needs one read of the device a step.
+    recipe: applied to the model unless it has it already; None takes the model as it is.
+    accumulate: batches a step takes, weighted by the labels that count.
+    clip: largest norm of all gradients together; None does not clip.
+    schedule: from the number of steps done to a factor of the learning rate; None leaves the optimizer's rate alone.
+    seed: of everything drawn during training.
+    eval, eval_every: held-out batches, and how often `run` evaluates on them, in steps.
+    save_every, keep: how often `run` saves, in steps (and when it ends), and how many checkpoints stay; None: all.
+    run_dir: folder for records and checkpoints; None writes nothing. exist: what to do where it has content already:
+        "new" takes the next free name, "resume" goes on from its latest checkpoint, "error" raises FileExistsError.
+    compile: True, False, or "auto": from 2000 planned steps on a CPU and 500 on a GPU, where it pays for its start.
+    meters: functions of the session, called after each update while gradients are still there; each returns 0-d
+        tensors or floats by name, which become columns of the records.
+    max_skipped: non-finite steps in a row before NonFiniteError. Such steps change nothing; the first is explained.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Iterable[Batch],
+        *,
+        optimizer: Spec | torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _ADAMW,
+        recipe: Recipe | str | None = None,
+        accumulate: int = 1,
+        clip: float | None = 1.0,
+        schedule: Schedule | None = _COSINE,
+        seed: int = 0,
+        eval: Iterable[Batch] | None = None,
+        eval_every: int | None = None,
+        save_every: int | None = None,
+        keep: int | None = 2,
+        run_dir: str | Path | None = None,
+        exist: Exist = "new",
+        compile: bool | Literal["auto"] = "auto",
+        meters: Sequence[Meter] = (),
+        max_skipped: int = 5,
+    ) -> None:
+        _check_settings(
+            model, accumulate, clip, schedule, eval, eval_every, save_every, keep, run_dir, compile, max_skipped
+        )
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.accumulate, self.clip, self.schedule, self.seed = accumulate, clip, schedule, seed
+        self.eval, self.eval_every, self.save_every, self.keep = eval, eval_every, save_every, keep
+        self.compile, self.max_skipped = compile, max_skipped
+        self.data = Stream(data, accumulate, guard=self._own_random_state, loop=self._loop)
+        self.run_dir, found = _claim(run_dir, exist)
+        self.report = None
+        if recipe is not None and convert.recipe_of(model) != find_recipe(recipe):
+            self.report = convert.apply(model, recipe)
+        self._spec = optimizer if isinstance(optimizer, Spec) else None
+        self.optimizer = _build(optimizer, model)
+        self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.records = Records(self.run_dir / "records.jsonl" if self.run_dir else None)
+        self.evaluations: list[Evaluation] = []
+        self.findings: list[Finding] = []
+        self.steps = 0
+        self.tokens = 0
+        self.elapsed_s = 0.0
+        self.run_s = 0.0
+        self.length: int | None = None
+        self._meters = list(meters)
+        self._subscribers: list[Subscriber] = []
+        self._forward: Callable[..., Any] | None = None
+        self._random = RandomState.seeded(seed, self.device)
+        self._working = False
+        self._mark: float | None = None
+        self._end: torch.cuda.Event | None = None
+        self._recent: dict[int, tuple[list[Batch], RandomState]] = {}
+        self._bad_in_a_row = 0
+        self._saved_at: int | None = None
+        self._stop_asked = False
+        self._stop_file_at = 0.0
+        self.model.train()
+        if found is not None:
+            self._load(found)
+
+    # -- training
+
+    def run(self, steps: int | None = None, minutes: float | None = None) -> None:
+        """Trains for so many more steps, or minutes, whichever ends first; with neither, to the end of the schedule.
+
+        An interrupt (Ctrl-C, the notebook's stop button), `stop()` from another thread or a file named "stop" in the
+        run directory ends it between two steps; the next run() goes on. A second interrupt ends it at once, and the
+        step in the making is undone. Records are written and subscribers told in any case.
+        """
+        steps = self._planned(steps, minutes)
+        last = math.inf if steps is None else self.steps + steps
+        began = time.monotonic()
+        deadline = math.inf if minutes is None else began + 60 * minutes
+        reason = "done"
+        self._clear_stop()
+        self._decide_compile(steps)
+        try:
+            with self._own_random_state(), self._interruptible(), self._loop():
+                while self.steps < last and time.monotonic() < deadline:
+                    if self._stop_wanted():
+                        reason = "interrupted"
+                        break
+                    self._step_of_run()
+                self._harvest(wait=True)
+                if self.save_every and self.steps and self._saved_at != self.steps:
+                    self.save()
+        except KeyboardInterrupt:
+            reason = "interrupted"
+            raise
+        except BaseException as error:
+            reason = f"failed: {type(error).__name__}: {error}"
+            raise
+        finally:
+            self.run_s += time.monotonic() - began
+            try:
+                self._harvest(wait=True)
+            finally:
+                self.records.flush()
+                self._tell("on_end", reason)
+
+    def step(self, batch: Batch | Sequence[Batch]) -> Record:
+        """One optimizer step on a batch: a dict, which is split in `accumulate` equal parts along B, or a list of dicts.
+
+        Nothing waits here; reading `.loss` of the record does.
+        """
+        parts = _parts(batch, self.accumulate)
+        with self._own_random_state():
+            return self._step(parts)
+
+    def _step_of_run(self) -> None:
+        batches = self.data.draw()
+        before = self.steps
+        try:
+            self._step(batches)
+        finally:
+            if self.steps == before:
+                self.data.give_back()
+        for every, work in ((self.eval_every, self.evaluate), (self.save_every, self.save)):
+            if every and self.steps % every == 0:
+                work()
+                self._pause_clock()
+
+    def _step(self, batches: Sequence[Batch]) -> Record:
+        for batch in batches:
+            check_batch(batch)
+        if self._forward is None:
+            self._decide_compile(None)
+        assert self._forward is not None
+        if not self.model.training:
+            self.model.train()
+        random, start_s = RandomState.capture(self.device, torch_only=True), time.perf_counter()
+        start = self._event()
+        try:
+            batches = [self._on_device(batch) for batch in batches]
+            lr = self._set_lr()
+            loss, targets = self._gradients(batches)
+            values = self._update(loss, targets)
+            self.steps += 1
+        except BaseException:
+            self.model.zero_grad(set_to_none=True)
+            random.restore()
+            raise
+        end = self._event()
+        host = self._read_meters(values)
+        self.model.zero_grad(set_to_none=True)
+        record = self._record(batches, lr, values, host, (start_s, time.perf_counter()), (start, end))
+        self._recent[record.step] = (list(batches), random)
+        self._harvest()
+        return record
+
+    def _gradients(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        """Forward and backward of all parts: (mean loss over the labels that count, their number), both on the device."""
+        assert self._forward is not None
+        counts = [_targets(batch) for batch in batches]
+        if len(batches) == 1:
+            loss = _loss_of(self._forward(**batches[0]))
+            loss.backward()
+            return loss.detach().float(), counts[0]
+        total = torch.stack(counts).sum()
+        mean = torch.zeros((), device=self.device)
+        for batch, count in zip(batches, counts):
+            share = _loss_of(self._forward(**batch)) * (count / total)
+            share.backward()
+            mean += share.detach()
+        return mean, total
+
+    @torch.no_grad()
+    def _update(self, loss: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Clips, masks what is not finite, and steps the optimizer, without asking the device."""
+        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not grads:
+            raise RuntimeError(
+                "No gradient reached any parameter of the optimizer: the loss does not depend on what is trained."
+            )
+        norm = gradient_norm(grads)
+        bad = (~(norm.isfinite() & loss.isfinite())).float()
+        scale = None if self.clip is None else (norm / self.clip).clamp_min(1.0)
+        optimizer: Any = self.optimizer
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.grad_scale, optimizer.found_inf = scale, bad
+            try:
+                optimizer.step()
+            finally:
+                optimizer.grad_scale = optimizer.found_inf = None
+        elif not bad.bool():  # an optimizer that cannot be masked: the host has to know
+            if scale is not None:
+                torch._foreach_div_(grads, scale)
+            optimizer.step()
+        else:
+            convert.roll_scales(self.model)  # as a masked step does
+        return {"loss": loss, "grad_norm": norm, "skipped": bad, "targets": targets}
+
+    def _set_lr(self) -> float:
+        """The first group's learning rate for this step. A tensor is filled, so that nothing that reads it recompiles."""
+        factor = None if self.schedule is None else self.schedule(self.steps)
+        for group, base in zip(self.optimizer.param_groups, self._base_lrs):
+            if factor is None:
+                continue
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(base * factor)
+            else:
+                group["lr"] = base * factor
+        first = self.optimizer.param_groups[0]["lr"]
+        return self._base_lrs[0] * (1.0 if factor is None else factor) if isinstance(first, Tensor) else float(first)
+
+    def _record(
+        self,
+        batches: Sequence[Batch],
+        lr: float,
+        values: dict[str, Tensor],
+        host: dict[str, float],
+        clock_s: tuple[float, float],
+        events: tuple[torch.cuda.Event | None, torch.cuda.Event | None],
+    ) -> Record:
+        start_s, end_s = clock_s
+        start, end = events
+        in_loop = self._mark is not None
+        wall_s = end_s - (self._mark if self._mark is not None else start_s)
+        if self.device.type != "cuda" and in_loop and wall_s > 0:
+            host["idle_frac"] = 1 - (end_s - start_s) / wall_s
+        tokens = sum(batch["input_ids"].numel() for batch in batches)
+        self.length = batches[0]["input_ids"].shape[1]
+        self.tokens += tokens
+        self.elapsed_s += wall_s
+        record = Record(
+            step=self.steps,
+            lr=lr,
+            tokens=tokens,
+            wall_ms=wall_s * 1e3,
+            stall_ms=self.data.waited_ms if in_loop else 0.0,
+            peak_gib=_peak_gib(self.device),
+            elapsed_s=self.elapsed_s,
+            late=Late(values, host, start, end, self._end),
+        )
+        self.data.waited_ms = 0.0
+        self.records.append(record)
+        if in_loop:
+            self._mark, self._end = end_s, end
+        return record
+
+    def _read_meters(self, values: dict[str, Tensor]) -> dict[str, float]:
+        """Adds tensors to `values`, returns floats. A meter that raises is dropped with a warning."""
+        host: dict[str, float] = {}
+        for meter in list(self._meters):
+            try:
+                with torch.no_grad():
+                    for name, value in meter(self).items():
+                        if isinstance(value, Tensor):
+                            values[name] = value.detach().reshape(()).to(self.device)
+                        else:
+                            host[name] = float(value)
+            except Exception as error:
+                self._meters.remove(meter)
+                warnings.warn(
+                    f"The meter {getattr(meter, '__name__', meter)} failed and is left out from step {self.steps} on "
+                    f"({type(error).__name__}: {error}).",
+                    stacklevel=2,
+                )
+        return host
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return {
+            name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    # -- values that have arrived
+
+    def _harvest(self, wait: bool = False) -> None:
+        """Hands arrived records on, and looks into those whose step was masked."""
+        for record in self.records.harvest(wait):
+            batches, random = self._recent.pop(record.step, ([], self._random))
+            self._tell("on_step", record)
+            if not record.skipped:
+                self._bad_in_a_row = 0
+                continue
+            self._bad_in_a_row += 1
+            if self._bad_in_a_row == 1:
+                self._explain(record.step, batches, random)
+            if self._bad_in_a_row >= self.max_skipped:
+                self._bad_in_a_row = 0
+                raise NonFiniteError(
+                    f"{self.max_skipped} steps in a row were not finite, first {self.findings[-1]}. None of them changed "
+                    "the model: save() and evaluate() work. Lower the learning rate, look at the data, or keep that "
+                    "layer in bf16 with recipe.keep()."
+                )
+
+    def _explain(self, step: int, batches: Sequence[Batch], random: RandomState) -> None:
+        scaling = convert.scaling_state(self.model)
+        try:
+            with kept(self.device):
+                random.restore()
+                finding = find_first_bad(self.model, batches, step)
+        finally:
+            if scaling:
+                convert.load_scaling_state(self.model, scaling)
+        self.findings.append(finding)
+        self._pause_clock()
+        if len(self.findings) == 1:
+            warnings.warn(
+                f"A step that is not finite was left out, {finding}. Later ones are in session.findings; "
+                f"{self.max_skipped} in a row end the run.",
+                stacklevel=2,
+            )
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """From now on tells `subscriber` of every step and of the end of each run."""
+        self._subscribers.append(subscriber)
+
+    def _tell(self, method: str, *args: Any) -> None:
+        for subscriber in list(self._subscribers):
+            try:
+                if (call := getattr(subscriber, method, None)) is not None:
+                    call(*args)
+            except Exception as error:
+                self._subscribers.remove(subscriber)
+                warnings.warn(
+                    f"The subscriber {type(subscriber).__name__} failed and is dropped ({type(error).__name__}: {error}); "
+                    "training goes on.",
+                    stacklevel=2,
+                )
+
+    def live(self) -> None:
+        """Shows the live panel here; it follows this session's runs from now on."""
+        from surokit.widgets.panel import Panel
+        from surokit.widgets.state import PanelState
+
+        name = self.recipe.name if self.recipe else type(self.model).__name__
+        state = PanelState(name, recipe=self.numerics, total=getattr(self.schedule, "steps", None), resumes=True)
+        panel = Panel(state)
+        self.subscribe(panel)
+        panel.open()
+
+    # -- looking
+
+    def evaluate(self, data: Iterable[Batch] | None = None) -> float:
+        """Mean held-out loss over the labels that count, on `data` or the session's `eval`; waits for the device.
+
+        Leaves training mode, random states, gradients and delayed scales as they were.
+        """
+        source = self.eval if data is None else data
+        if source is None:
+            raise ValueError("There is nothing to evaluate on: give Session(eval=...) or evaluate(data).")
+        check_source(source)
+        self._harvest(wait=True)
+        began = time.perf_counter()
+        total = torch.zeros((), dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
+        count = torch.zeros((), dtype=torch.int64, device=self.device)
+        with self._aside(), torch.no_grad():
+            for batch in source:
+                check_batch(batch)
+                batch = self._on_device(batch)
+                targets = _targets(batch)
+                loss = _loss_of(self.model(**batch))
+                # a batch without labels has a mean of nothing
+                total += torch.where(targets > 0, loss.to(total.dtype) * targets, 0)
+                count += targets
+        labels = int(count)
+        if not labels:
+            raise ValueError("The held-out data has no label that counts: it is empty, or all labels are -100.")
+        evaluation = Evaluation(self.steps, float(total) / labels, labels, (time.perf_counter() - began) * 1e3)
+        self.evaluations.append(evaluation)
+        self.records.update(self.steps, eval_loss=evaluation.loss)
+        self._tell("on_eval", evaluation.step, evaluation.loss)
+        self._pause_clock()
+        return evaluation.loss
+
+    def sample(self, prompt: str, max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0) -> str:
+        """`prompt` and what the model makes of it; temperature 0 is greedy. Needs data with a tokenizer."""
+        tokenizer = self.data.tokenizer
+        if tokenizer is None:
+            raise ValueError("The data has no tokenizer, so a prompt cannot be encoded: use surokit.text(...) as data.")
+        from surokit.models.generation import generate
+
+        ids = torch.tensor([list(tokenizer.encode(prompt))], dtype=torch.int64, device=self.device)
+        if not ids.numel():
+            raise ValueError("The prompt has no tokens: give at least a word.")
+        generator = torch.Generator(self.device).manual_seed(seed)
+        with self._aside(), torch.no_grad():
+            out = generate(self.model, ids, max_new_tokens, temperature=temperature, generator=generator)
+        self._pause_clock()
+        return str(tokenizer.decode(out[0].tolist()))
+
+    def summary(self, usd_per_gpu_hour: float | None = None) -> Summary:
+        """Sustained tokens/s with spread and drift, idle share, utilisation, memory, cost; see Summary."""
+        self._harvest(wait=True)
+        return summarize(self, usd_per_gpu_hour)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe that was applied to the model, None for a model as given."""
+        return convert.recipe_of(self.model)
+
+    @property
+    def numerics(self) -> str:
+        """ "native", or what is emulated and why; "" for bf16 and for a model as given."""
+        recipe = self.recipe
+        return "" if recipe is None or not recipe.quantized else convert._emulation(recipe, self.device) or "native"
+
+    def __repr__(self) -> str:
+        recipe = f"{self.recipe.name} " if self.recipe else ""
+        return (
+            f"<Session {recipe}{type(self.model).__name__} on {self.device}, {self.steps} steps done, {self.run_dir}>"
+        )
+
+    # -- keeping
+
+    def save(self) -> Path:
+        """Writes a checkpoint of everything the next step depends on; returns its folder.
+
+        CheckpointError where the disk does not take it: nothing is lost then, neither here nor on the disk.
+        """
+        if self.run_dir is None:
+            raise ValueError("There is nowhere to save to: give Session(run_dir=...).")
+        self._harvest(wait=True)
+        self.records.flush()
+        random = RandomState.capture(self.device) if self._working else self._random
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "scaling": convert.scaling_state(self.model),
+            "data": self.data.state_dict(),
+            "random": random.to_dict(),
+        }
+        config = getattr(self.model, "config", None)
+        to_hf = getattr(config, "to_hf", None)
+        path = checkpoints.save(
+            self.run_dir / "checkpoints", self.model, state, self._meta(), to_hf() if to_hf else None, self.keep
+        )
+        self._saved_at = self.steps
+        return path
+
+    def _meta(self) -> dict[str, Any]:
+        from surokit.environment import environment
+
+        return {
+            "step": self.steps,
+            "tokens": self.tokens,
+            "elapsed_s": self.elapsed_s,
+            "run_s": self.run_s,
+            "recipe": self.recipe.to_dict() if self.recipe else None,
+            "model": f"{type(self.model).__module__}.{type(self.model).__qualname__}",
+            "trainable": [name for name, p in self.model.named_parameters() if p.requires_grad],
+            "data": self.data.fingerprint,
+            "optimizer": spec_to_dict(self._spec, self.optimizer),
+            "schedule": schedule_to_dict(self.schedule),
+            "settings": {name: getattr(self, name) for name in _SETTINGS},
+            "compile": self.compile if self._forward is None else self._forward is not self.model,
+            "evaluations": [asdict(evaluation) for evaluation in self.evaluations],
+            "environment": environment(),
+        }
+
+    @classmethod
+    def resume(
+        cls,
+        path: str | Path,
+        model: nn.Module | None = None,
+        *,
+        data: Iterable[Batch],
+        recipe: Recipe | str | None = None,
+        **changes: Any,
+    ) -> Session:
+        """The session of a run directory's latest checkpoint, or of one checkpoint, ready to go on bit for bit.
+
+        model: a fresh one of the same shape; None rebuilds a surokit.Decoder from the checkpoint. data: what the run was
+        started with. recipe: the checkpoint's, which is applied where `model` has none yet. changes: arguments of Session
+        that shall differ, and those a checkpoint cannot hold (eval, meters, an optimizer or a schedule of your own).
+
+        FileNotFoundError, CheckpointError, or ResumeError that names what does not match.
+        """
+        found = checkpoints.find(Path(path))
+        meta = found.meta
+        saved = Recipe.from_dict(meta["recipe"]) if meta["recipe"] else None
+        if recipe is not None and find_recipe(recipe) != saved:
+            raise _other_recipe(saved, find_recipe(recipe))
+        if model is None:
+            model = _rebuild(found)
+        if convert.recipe_of(model) is None and saved is not None:
+            convert.apply(model, saved)
+        settings = {**meta["settings"], "compile": meta["compile"], **changes}
+        try:
+            settings.setdefault("optimizer", spec_from_dict(meta["optimizer"]) if "optimizer" not in changes else None)
+            settings.setdefault("schedule", schedule_from_dict(meta["schedule"]) if "schedule" not in changes else None)
+        except ValueError as error:
+            raise ResumeError(str(error)) from error
+        save_every = settings.pop("save_every")
+        session = cls(model, data, **settings)
+        if session.run_dir is None and found.path.parent.name == "checkpoints":
+            session.run_dir = found.path.parent.parent
+            session.records.path = session.run_dir / "records.jsonl"
+        session.save_every = save_every if session.run_dir else None
+        session._load(found)
+        return session
+
+    def _load(self, found: checkpoints.Checkpoint) -> None:
+        """Takes on a checkpoint's state. Everything is checked before anything changes, except what the parts refuse."""
+        meta = found.meta
+        saved = Recipe.from_dict(meta["recipe"]) if meta["recipe"] else None
+        if saved != self.recipe:
+            raise _other_recipe(saved, self.recipe)
+        own = self.data.fingerprint
+        if meta["data"] != own:
+            raise ResumeError(
+                f"The data is not what the run was started with (fingerprint {own or 'unknown'}, in the checkpoint "
+                f"{meta['data'] or 'unknown'}): pass the same source, tokenizer, length, batch and seed, or start a new run."
+            )
+        trainable = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        if trainable != meta["trainable"]:
+            differing = sorted(set(trainable) ^ set(meta["trainable"]))
+            raise ResumeError(f"Other parameters are trained than in the checkpoint: {', '.join(differing[:20])}.")
+        state = found.state()
+        checkpoints.load_model(found, self.model)
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+            convert.load_scaling_state(self.model, state["scaling"])
+        except ValueError as error:
+            raise ResumeError(f"The checkpoint's optimizer or scaling state does not fit: {error}") from error
+        for group, own_options in zip(self.optimizer.param_groups, options):
+            group.update(own_options)  # what this session was given holds
+        self.data.load_state_dict(state["data"])
+        self._random = RandomState.from_dict(state["random"], self.device)
+        self.steps, self.tokens = meta["step"], meta["tokens"]
+        self.elapsed_s, self.run_s = meta["elapsed_s"], meta["run_s"]
+        self.evaluations = [Evaluation(**row) for row in meta["evaluations"]]
+        self._saved_at = self.steps
+        if self.records.path is not None and self.records.path.exists():
+            rows = read(self.records.path)
+            before = rows["step"] <= self.steps
+            self.records.restore({name: column[before] for name, column in rows.items()})
+
+    def fork(self, recipe: Recipe | str | None = None, run_dir: str | Path | None = None) -> Session:
+        """A twin that goes on from here with copies of its own: same weights, optimizer state, step, schedule, seed and
+        random states, same next batch; only the recipe differs. With the same recipe it does bit for bit the same.
+
+        Optimizer state stays with every parameter that `recipe` still trains; new ones (adapters) start without.
+        Delayed scales are kept for the same recipe and begin anew for another. Records begin empty, at this step.
+        """
+        self._harvest(wait=True)
+        model, optimizer = copy.deepcopy((self.model, self.optimizer))
+        if recipe is not None and find_recipe(recipe) != self.recipe:
+            convert.apply(model, recipe)
+        trained = {p for p in model.parameters() if p.requires_grad}
+        if trained != {p for group in optimizer.param_groups for p in group["params"]}:
+            if self._spec is None:
+                raise ValueError(
+                    f"The recipe trains other parameters than the optimizer {type(optimizer).__name__} was built for: "
+                    "make the session with a specification such as surokit.AdamW(lr=3e-4)."
+                )
+            state = optimizer.state
+            optimizer = self._spec.build(model.parameters())
+            optimizer.state.update({p: state[p] for p in trained if p in state})
+        elif self.schedule is not None:  # the schedule multiplies the rate that the optimizer began with
+            for group, base in zip(optimizer.param_groups, self._base_lrs):
+                group["lr"] = base if not isinstance(group["lr"], Tensor) else group["lr"].fill_(base)
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        if run_dir is None:
+            settings["save_every"] = None
+        twin = type(self)(
+            model,
+            self.data.source,
+            optimizer=optimizer,
+            eval=self.eval,
+            schedule=self.schedule,
+            run_dir=run_dir,
+            compile=self.compile,
+            meters=self._meters,
+            **settings,
+        )
+        twin._spec = self._spec
+        twin.steps, twin.tokens, twin.elapsed_s = self.steps, self.tokens, self.elapsed_s
+        twin.data.load_state_dict(self.data.state_dict())
+        twin._random = RandomState.capture(self.device) if self._working else self._random
+        return twin
+
+    # -- contexts, stopping, compiling
+
+    def stop(self) -> None:
+        """Ends the run that is going on, from another thread, at the end of its step."""
+        self._stop_asked = True
+
+    def _stop_wanted(self) -> bool:
+        now = time.monotonic()
+        if self.run_dir is not None and now >= self._stop_file_at:
+            self._stop_file_at = now + _STOP_FILE_EVERY_S
+            if (self.run_dir / "stop").exists():
+                (self.run_dir / "stop").unlink(missing_ok=True)
+                return True
+        return self._stop_asked
+
+    def _clear_stop(self) -> None:
+        """What was asked of an earlier run does not hold for this one."""
+        self._stop_asked = False
+        self._stop_file_at = 0.0
+        if self.run_dir is not None:
+            (self.run_dir / "stop").unlink(missing_ok=True)
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """The first interrupt asks for a stop, the second raises. Only the main thread receives signals."""
+        previous = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or previous in (None, signal.SIG_IGN):
+            yield
+            return
+
+        interrupted = False
+
+        def handler(_signal: int, _frame: Any) -> None:
+            nonlocal interrupted
+            if interrupted:
+                raise KeyboardInterrupt
+            interrupted = self._stop_asked = True
+
+        signal.signal(signal.SIGINT, handler)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    @contextmanager
+    def _own_random_state(self) -> Iterator[None]:
+        if self._working:
+            yield
+            return
+        with kept(self.device):
+            self._random.restore()
+            self._working = True
+            try:
+                yield
+            finally:
+                self._working = False
+                self._random = RandomState.capture(self.device)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """For work that is no training: evaluation mode and other random numbers, both undone afterwards."""
+        training = [module for module in self.model.modules() if module.training]
+        with kept(self.device):
+            RandomState.seeded(self.seed, self.device).restore()
+            self.model.eval()
+            try:
+                yield
+            finally:
+                for module in training:
+                    module.training = True
+
+    @contextmanager
+    def _loop(self) -> Iterator[None]:
+        """While it lasts, the time between steps counts as theirs."""
+        self._mark, self._end, self.data.waited_ms = time.perf_counter(), None, 0.0
+        try:
+            yield
+        finally:
+            self._mark = self._end = None
+
+    def _pause_clock(self) -> None:
+        """What was done since the last step is not the next step's time."""
+        if self._mark is not None:
+            self._mark, self._end = time.perf_counter(), None
+
+    def _planned(self, steps: int | None, minutes: float | None) -> int | None:
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
+            raise ValueError(f"run(steps={steps!r}): the number of further steps is a whole number >= 0.")
+        if minutes is not None and not 0 <= minutes < math.inf:
+            raise ValueError(f"run(minutes={minutes!r}): a finite number >= 0.")
+        if steps is None and minutes is None:
+            total = getattr(self.schedule, "steps", None)
+            if total is None:
+                raise ValueError("run() needs steps= or minutes= where no schedule says how long the run is.")
+            return max(0, int(total) - self.steps)
+        return steps
+
+    def _decide_compile(self, steps: int | None) -> None:
+        """Once, before the first step: compiled where asked for, or where the planned steps pay for the start."""
+        if self._forward is not None:
+            return
+        planned = max(steps or 0, getattr(self.schedule, "steps", 0) - self.steps)
+        pays = planned >= COMPILE_FROM_STEPS.get(self.device.type, sys.maxsize)
+        wanted = pays if self.compile == "auto" else self.compile
+        self._forward = torch.compile(self.model, dynamic=False) if wanted else self.model
+
+
+_SETTINGS = ("accumulate", "clip", "seed", "eval_every", "save_every", "keep", "max_skipped")
+
+
+def _check_settings(
+    model: Any,
+    accumulate: int,
+    clip: float | None,
+    schedule: Any,
+    eval: Any,
+    eval_every: int | None,
+    save_every: int | None,
+    keep: int | None,
+    run_dir: Any,
+    compile: Any,
+    max_skipped: int,
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"Session trains a torch.nn.Module, not a {type(model).__name__}: load one with surokit.load()."
+        )
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"{type(model).__name__} has no parameters to train.")
+    counts = {"accumulate": accumulate, "max_skipped": max_skipped}
+    counts |= {"eval_every": eval_every or 1, "save_every": save_every or 1, "keep": 1 if keep is None else keep}
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"Session({name}={value!r}): a whole number of at least 1.")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"Session(clip={clip}): a norm above 0, or None for no clipping.")
+    if schedule is not None and not callable(schedule):
+        raise TypeError(
+            f"Session(schedule=...): a function from step to factor such as surokit.Cosine(), not {schedule!r}."
+        )
+    if compile not in (True, False, "auto"):
+        raise ValueError(f"Session(compile={compile!r}): True, False or 'auto'.")
+    if eval is not None:
+        check_source(eval)
+    elif eval_every:
+        raise ValueError("Session(eval_every=...) needs held-out data: eval=...")
+    if save_every and run_dir is None:
+        raise ValueError("Session(save_every=...) needs a folder: run_dir=...")
+
+
+def _build(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own = {id(p) for p in model.parameters()}
+        strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+        if strangers:
+            raise ValueError(
+                f"{strangers} of the optimizer's parameters are not the model's: build it from this model, after "
+                "applying the recipe."
+            )
+        return optimizer
+    if isinstance(optimizer, Spec):
+        return optimizer.build(model.parameters())
+    built = optimizer(model.parameters()) if callable(optimizer) else None
+    if not isinstance(built, torch.optim.Optimizer):
+        raise TypeError(
+            f"Session(optimizer={optimizer!r}): a specification such as surokit.AdamW(lr=3e-4), a torch Optimizer, "
+            "or a function from parameters to one."
+        )
+    return built
+
+
+def _claim(run_dir: str | Path | None, exist: str) -> tuple[Path | None, checkpoints.Checkpoint | None]:
+    """The folder to write in, and the checkpoint to go on from."""
+    if exist not in ("new", "resume", "error"):
+        raise ValueError(f"Session(exist={exist!r}): 'new', 'resume' or 'error'.")
+    if run_dir is None:
+        return None, None
+    wanted = path = Path(run_dir)
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"The run directory {path} is a file: choose another name.")
+    used = path.is_dir() and any(path.iterdir())
+    if used and exist == "error":
+        raise FileExistsError(f"The run directory {path} has content: choose another, or exist='new' or 'resume'.")
+    number = 2
+    while used and exist == "new":
+        path, number = wanted.with_name(f"{wanted.name}-{number}"), number + 1
+        used = path.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    return path, checkpoints.latest(path / "checkpoints") if exist == "resume" else None
+
+
+def _rebuild(found: checkpoints.Checkpoint) -> nn.Module:
+    """A Decoder with the checkpoint's configuration, dtype and frozen parameters, on the GPU if there is one."""
+    from surokit.models.decoder import Decoder, DecoderConfig
+
+    config = found.config()
+    if config is None or found.meta["model"] != f"{Decoder.__module__}.{Decoder.__qualname__}":
+        raise ResumeError(
+            f"The checkpoint's model is a {found.meta['model']}, which only you can make: pass model= to resume()."
+        )
+    model: nn.Module = Decoder(DecoderConfig.from_hf(config))
+    dtypes = found.meta["dtypes"].values()
+    dtype = next(d for d in (torch.bfloat16, torch.float16, torch.float32) if str(d) in dtypes)
+    model.to(dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+    if found.meta["recipe"]:
+        convert.apply(model, Recipe.from_dict(found.meta["recipe"]))
+    trainable = set(found.meta["trainable"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trainable)
+    return model
+
+
+def _other_recipe(saved: Recipe | None, given: Recipe | None) -> ResumeError:
+    return ResumeError(
+        f"The checkpoint was trained with {saved or 'no recipe'} and this session has {given or 'no recipe'}: "
+        "resume with the checkpoint's, or fork() to another after resuming."
+    )
+
+
+def _parts(batch: Batch | Sequence[Batch], accumulate: int) -> Sequence[Batch]:
+    if not isinstance(batch, Mapping):
+        if not isinstance(batch, Sequence) or not batch:
+            raise TypeError(f"step() takes a batch, a dict, or a list of them, not {type(batch).__name__} {batch!r}.")
+        return batch
+    if accumulate == 1:
+        return [batch]
+    check_batch(batch)
+    rows = len(batch["input_ids"])
+    if rows % accumulate:
+        raise ValueError(
+            f"A batch of {rows} sequences cannot be split in accumulate={accumulate} equal parts: take a multiple, "
+            "or pass a list of batches."
+        )
+    size = rows // accumulate
+    return [
+        {name: v[i : i + size] if isinstance(v, Tensor) else v for name, v in batch.items()}
+        for i in range(0, rows, size)
+    ]
+
+
+def _targets(batch: Batch) -> Tensor:
+    """Number of labels that count, on the device: the first of a sequence is nobody's target."""
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(
+            "The model's forward(input_ids=..., labels=...) must return an object with a scalar .loss, "
+            f"and it returned a {type(output).__name__}."
+        )
+    return loss.reshape(())
+
+
+def _peak_gib(device: torch.device) -> float:
+    """Highest memory so far: of the device's allocator on CUDA, of the process elsewhere (NaN where that is unknown)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        import resource
+    except ImportError:  # Windows
+        return math.nan
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes there, KiB elsewhere

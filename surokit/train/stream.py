@@ -1,0 +1,267 @@
+"""The endless stream of batches that a session trains on, with a position that survives a restart.
+
+A position is (epoch, batches taken in it). Sources that have state_dict() / load_state_dict() keep it themselves; any
+other re-iterable is started again with the random state that its epoch began with and moved forward batch by batch, which
+reproduces lists and torch's DataLoader, shuffled or not. (Per-item randomness of a dataset is not reproduced by that.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from surokit.train.errors import ResumeError
+from surokit.train.random_state import RandomState, kept
+
+Batch = Mapping[str, Tensor]
+Guard = Callable[[], AbstractContextManager[None]]
+
+_HASHED_BYTES = 64 << 20
+
+
+class Stream:
+    """Batches of `source`, epoch after epoch. Iterating gives the rest of the current epoch, `draw` never ends.
+
+    source: re-iterable of dicts {"input_ids": int64 [B, T], "labels": int64 [B, T], ...}. One with fork(), as ours has,
+        is read through a reader of the stream's own.
+    accumulate: batches an optimizer step takes. Iterating joins as many along B: a step takes what a loop gives.
+    guard, loop: contexts that the owner wants around a draw and around a whole loop over the stream.
+    """
+
+    def __init__(
+        self, source: Iterable[Batch], accumulate: int = 1, *, guard: Guard = nullcontext, loop: Guard = nullcontext
+    ) -> None:
+        check_source(source)
+        fork = getattr(source, "fork", None)
+        self.source: Any = fork() if callable(fork) else source
+        self.accumulate = accumulate
+        self.waited_ms = 0.0  # for batches, since the owner last set it to 0
+        self._guard, self._loop = guard, loop
+        self._at = _Position(0, 0, {})
+        self._iterator: Iterator[Batch] | None = None
+        self._taken: list[tuple[Batch, _Position]] = []  # by the last draw, each with the position after it
+        self._before = self._at
+        self._returned: deque[tuple[Batch, _Position]] = deque()
+
+    @property
+    def epoch(self) -> int:
+        """Epochs begun before this one."""
+        return self._at.epoch
+
+    @property
+    def index(self) -> int:
+        """Batches taken from this epoch."""
+        return self._at.taken
+
+    def draw(self) -> list[Batch]:
+        """The next `accumulate` batches; starts a new epoch where one ends."""
+        return self._group(ends=False)
+
+    def give_back(self) -> None:
+        """Undoes the last draw, because its step did not happen: the same batches come again."""
+        self._returned.extendleft(reversed(self._taken))
+        self._taken, self._at = [], self._before
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The rest of the current epoch, `accumulate` batches joined to one dict."""
+        with self._loop():
+            while True:
+                epoch = self.epoch
+                with self._guard():
+                    group = self._group(ends=True)
+                if not group:
+                    return
+                yield join(group)
+                if self.epoch != epoch:
+                    return
+
+    def __len__(self) -> int:
+        """Optimizer steps an epoch, where the source knows its length."""
+        return len(self.source) // self.accumulate
+
+    @property
+    def tokenizer(self) -> Any:
+        return getattr(self.source, "tokenizer", None)
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        return fingerprint(self.source)
+
+    def _group(self, ends: bool) -> list[Batch]:
+        """`accumulate` batches; with `ends`, none where the epoch is over."""
+        began = time.perf_counter()
+        self._before, self._taken = self._at, []
+        try:
+            for i in range(self.accumulate):
+                item = self._returned.popleft() if self._returned else self._from_source()
+                if item is None:
+                    if ends and i == 0:
+                        return []
+                    item = self._from_source()
+                    assert item is not None
+                self._at = item[1]
+                self._taken.append(item)
+        except BaseException:
+            self.give_back()
+            raise
+        finally:
+            self.waited_ms += (time.perf_counter() - began) * 1e3
+        return [batch for batch, _ in self._taken]
+
+    def _from_source(self) -> tuple[Batch, _Position] | None:
+        """The next batch of this epoch and the position after it; None where the epoch ends, and the next one begins."""
+        epoch, index, start = self._at
+        if self._iterator is None:
+            start = self._begin_epoch()
+            self._at = _Position(epoch, index, start)
+        assert self._iterator is not None
+        batch = next(self._iterator, None)
+        if batch is not None:
+            if _stateful(self.source) and index + 1 == _length(self.source):
+                # such a source stands at the next epoch's beginning now, so the position has to
+                self._iterator = None
+                return batch, _Position(epoch + 1, 0, {})
+            return batch, _Position(epoch, index + 1, start)
+        if index == 0:
+            raise ValueError(
+                "The data yields no batches: it is empty, or shorter than one batch. "
+                "Give more text, a smaller length or a smaller batch."
+            )
+        self._iterator = None
+        self._at = _Position(epoch + 1, 0, {})
+        return None
+
+    def _begin_epoch(self) -> dict[str, Any]:
+        generator = getattr(self.source, "generator", None)
+        start = {
+            "random": RandomState.capture(torch.device("cpu")).to_dict(),
+            "generator": generator.get_state() if isinstance(generator, torch.Generator) else None,
+            "source": self.source.state_dict() if _stateful(self.source) else None,
+        }
+        self._iterator = iter(self.source)
+        return start
+
+    # -- position
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch taken."""
+        exact = _stateful(self.source) and not self._returned
+        return {**self._at._asdict(), "source": self.source.state_dict() if exact else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Moves to a saved position. ResumeError where the source ends before it or is another one."""
+        self._at = self._before = _Position(state["epoch"], state["taken"], dict(state["start"]))
+        self._returned.clear()
+        self._taken = []
+        self._iterator = None
+        if state["source"] is not None and _stateful(self.source):
+            self._load_source(state["source"])
+            if self._at.start:  # within an epoch: go on in it, and do not take its beginning anew
+                self._iterator = iter(self.source)
+        elif self._at.start:
+            self._skip()
+
+    def _load_source(self, state: Any) -> None:
+        try:
+            self.source.load_state_dict(state)
+        except ValueError as error:
+            raise ResumeError(f"The data does not take the position of the checkpoint: {error}") from error
+
+    def _skip(self) -> None:
+        start = self._at.start
+        with kept(torch.device("cpu")):
+            RandomState.from_dict(start["random"], torch.device("cpu")).restore()
+            if start["generator"] is not None and hasattr(self.source, "generator"):
+                self.source.generator.set_state(start["generator"])
+            if start["source"] is not None and _stateful(self.source):
+                self._load_source(start["source"])
+            self._iterator = iter(self.source)
+            for done in range(self.index):
+                if next(self._iterator, None) is None:
+                    raise ResumeError(
+                        f"The data ends after {done} batches and the checkpoint was made after {self.index}: "
+                        "resume with the data that the run was started with."
+                    )
+
+
+class _Position(NamedTuple):
+    epoch: int
+    taken: int
+    start: dict[str, Any]  # what the epoch began with; empty where it has not begun
+
+
+def check_source(source: Any) -> None:
+    """TypeError for what cannot be iterated again and again."""
+    if isinstance(source, Iterator):
+        raise TypeError(
+            "The data is an iterator that can be read only once, so it can neither start a second epoch nor be resumed: "
+            "pass a list, a DataLoader or surokit.text(...)."
+        )
+    if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
+        raise TypeError(f"The data must yield batches when iterated, and a {type(source).__name__} cannot be iterated.")
+    if isinstance(source, Mapping):
+        raise TypeError("The data must be an iterable of batches and this is one dict: put it in a list, data=[batch].")
+
+
+def check_batch(batch: Any) -> None:
+    """ValueError or TypeError that says what a batch must look like; host work only."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(f'A batch is a dict {{"input_ids": [B, T], "labels": [B, T]}}, not a {type(batch).__name__}.')
+    for name in ("input_ids", "labels"):
+        if not isinstance(batch.get(name), Tensor):
+            raise ValueError(f"The batch has no tensor {name!r}; it has {', '.join(map(str, batch)) or 'nothing'}.")
+    ids, labels = batch["input_ids"], batch["labels"]
+    if ids.shape != labels.shape or ids.ndim != 2 or ids.numel() == 0:
+        raise ValueError(
+            f"input_ids {list(ids.shape)} and labels {list(labels.shape)} must have one shape [B, T] with B, T >= 1; "
+            "labels are not shifted, the model does that."
+        )
+
+
+def join(batches: list[Batch]) -> Batch:
+    """One dict with the batches along B; ValueError where their other sizes differ."""
+    if len(batches) == 1:
+        return batches[0]
+    try:
+        return {name: torch.cat([b[name] for b in batches]) for name in batches[0]}
+    except RuntimeError as error:
+        shapes = ", ".join(str(list(b["input_ids"].shape)) for b in batches)
+        raise ValueError(
+            f"Batches of different lengths ({shapes}) cannot be joined into one step: use session.run(), "
+            "or pass session.step() a list of batches."
+        ) from error
+
+
+def fingerprint(source: Any) -> str | None:
+    """What identifies the data: its own `fingerprint`, or a hash of a list's batches; None where that is not known."""
+    own = getattr(source, "fingerprint", None)
+    if isinstance(own, str):
+        return own
+    if not isinstance(source, (list, tuple)):
+        return None
+    digest = hashlib.sha256(str(len(source)).encode())
+    hashed = 0
+    for batch in source:
+        for name in ("input_ids", "labels"):
+            tensor = batch.get(name) if isinstance(batch, Mapping) else None
+            if isinstance(tensor, Tensor) and hashed < _HASHED_BYTES:
+                digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+                digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+                hashed += tensor.nbytes
+    return digest.hexdigest()[:16]
+
+
+def _stateful(source: Any) -> bool:
+    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+
+
+def _length(source: Any) -> int | None:
+    return len(source) if hasattr(source, "__len__") else None

@@ -1,0 +1,534 @@
+"""Checkpoints: continuing bit for bit, surviving kills and full disks, refusing what does not belong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+import surokit as sk
+from surokit.train import AdamW, CheckpointError, Cosine, ResumeError, Session
+from surokit.train import checkpoint as checkpoints
+from tests.train.test_session import Trap
+from tests.train.test_stream import SOURCES, Loader
+from tests.train.toys import VOCAB, Toy, assert_same_state, make_batches, make_session, weights
+
+ROOT = Path(__file__).parents[2]
+
+
+class TestContinuing:
+    @pytest.mark.parametrize("accumulate", [1, 2, 3])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16, float32 moments"])
+    def test_ten_steps_are_five_and_five(self, accumulate: int, dtype: str, tmp_path: Path) -> None:
+        def fresh(**options: Any) -> Session:
+            model = Toy(seed=1).to(getattr(torch, dtype.split(",")[0]))
+            optimizer = AdamW(lr=1e-2, state_dtype=torch.float32 if "," in dtype else None)
+            return make_session(model, accumulate=accumulate, optimizer=optimizer, **options)
+
+        whole, half = fresh(), fresh(run_dir=tmp_path / "run")
+        whole.run(10)
+        half.run(5)
+        half.save()
+        torch.manual_seed(12345)
+        again = Session.resume(
+            tmp_path / "run", Toy(seed=2).to(next(whole.model.parameters()).dtype), data=make_batches()
+        )
+        assert again.steps == 5
+        again.run(5)
+        assert_same_state(whole, again)
+        np.testing.assert_array_equal(again.records.column("loss"), whole.records.column("loss"))
+        np.testing.assert_array_equal(again.records.column("grad_norm"), whole.records.column("grad_norm"))
+        np.testing.assert_array_equal(again.records.column("lr"), whole.records.column("lr"))
+        assert again.records.column("step").tolist() == list(range(1, 11))
+
+    @pytest.mark.parametrize("name", SOURCES)
+    @pytest.mark.parametrize("steps", [3, 7, 9])
+    def test_every_kind_of_data(self, name: str, steps: int, tmp_path: Path) -> None:
+        def fresh(**options: Any) -> Session:
+            model = Toy(dropout=0.3)
+            model.embed = nn.Embedding(64, 16, _weight=torch.linspace(-1, 1, 1024).reshape(64, 16))
+            model.lm_head = nn.Linear(16, 64, bias=False)
+            nn.init.constant_(model.lm_head.weight, 0.1)
+            return make_session(model, SOURCES[name](), **options)
+
+        whole, half = fresh(), fresh(run_dir=tmp_path / "run")
+        whole.run(steps + 6)
+        half.run(steps)
+        half.save()
+        again = Session.resume(tmp_path / "run", fresh().model, data=SOURCES[name]())
+        again.run(6)
+        assert_same_state(whole, again)
+
+    @pytest.mark.parametrize("recipe", ["fp8", "fp8-rowwise"])
+    def test_with_a_recipe(self, recipe: str, tmp_path: Path) -> None:
+        whole, half = make_session(recipe=recipe), make_session(recipe=recipe, run_dir=tmp_path / "run")
+        whole.run(8)
+        half.run(4)
+        half.save()
+        again = Session.resume(tmp_path / "run", Toy(seed=3), data=make_batches())
+        assert again.recipe == sk.recipes[recipe]
+        again.run(4)
+        assert_same_state(whole, again)
+        ours, theirs = sk.convert.scaling_state(whole.model), sk.convert.scaling_state(again.model)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+    def test_in_the_constructor(self, tmp_path: Path) -> None:
+        whole, half = make_session(), make_session(run_dir=tmp_path / "run")
+        whole.run(8)
+        half.run(5)
+        half.save()
+        half.run(2)  # lost: it was not saved
+        again = make_session(Toy(seed=2), run_dir=tmp_path / "run", exist="resume")
+        assert again.run_dir == tmp_path / "run"
+        again.run(3)
+        assert_same_state(whole, again)
+        assert again.records.frame()["step"].tolist() == list(range(1, 9))
+
+    def test_resume_where_there_is_nothing_starts(self, tmp_path: Path) -> None:
+        assert make_session(run_dir=tmp_path / "run", exist="resume").steps == 0
+
+    def test_after_a_failed_step(self, tmp_path: Path) -> None:
+        def boom() -> None:
+            raise RuntimeError("out of something")
+
+        session, whole = make_session(Trap(4, boom), run_dir=tmp_path / "run"), make_session()
+        with pytest.raises(RuntimeError, match="out of something"):
+            session.run(8)
+        session.save()
+        again = Session.resume(tmp_path / "run", Toy(seed=2), data=make_batches())
+        again.run(5)
+        whole.run(8)
+        assert_same_state(whole, again)
+
+    def test_of_an_earlier_checkpoint_and_a_new_branch(self, tmp_path: Path) -> None:
+        session = make_session(run_dir=tmp_path / "run", save_every=2, keep=3)
+        session.run(6)
+        again = Session.resume(tmp_path / "run" / "checkpoints" / "step-000002", Toy(), data=make_batches())
+        again.run(1)
+        again.save()
+        assert checkpoints.find(tmp_path / "run").step == 3, "the newest is the one written last"
+
+    def test_evaluations_and_times_come_back(self, tmp_path: Path) -> None:
+        session = make_session(run_dir=tmp_path / "run", eval=make_batches(1, seed=4), eval_every=2)
+        session.run(4)
+        session.save()
+        again = Session.resume(tmp_path / "run", Toy(), data=make_batches(), eval=make_batches(1, seed=4))
+        assert again.evaluations == session.evaluations
+        assert (again.tokens, again.elapsed_s, again.eval_every) == (session.tokens, session.elapsed_s, 2)
+        np.testing.assert_array_equal(again.records.column("eval_loss"), session.records.column("eval_loss"))
+
+    def test_an_optimizer_and_a_schedule_of_the_users(self, tmp_path: Path) -> None:
+        def sgd(params: Any) -> torch.optim.Optimizer:
+            return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+        def halving(step: int) -> float:
+            return 0.5**step
+
+        whole = make_session(optimizer=sgd, schedule=halving)
+        half = make_session(optimizer=sgd, schedule=halving, run_dir=tmp_path / "run")
+        whole.run(6)
+        half.run(3)
+        half.save()
+        with pytest.raises(ResumeError, match="optimizer SGD was built outside"):
+            Session.resume(tmp_path / "run", Toy(), data=make_batches())
+        with pytest.raises(ResumeError, match="was a function"):
+            Session.resume(tmp_path / "run", Toy(), data=make_batches(), optimizer=sgd)
+        again = Session.resume(tmp_path / "run", Toy(), data=make_batches(), optimizer=sgd, schedule=halving)
+        again.run(3)
+        assert_same_state(whole, again)
+
+
+class Tied(Toy):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.lm_head.weight = self.embed.weight
+
+
+class TestContent:
+    def test_tied_weights_are_written_once(self, tmp_path: Path) -> None:
+        session = make_session(Tied(), run_dir=tmp_path / "run")
+        session.run(2)
+        path = session.save()
+        assert "lm_head.weight" not in load_file(path / "model.safetensors")
+        again = Session.resume(path, Tied(seed=5), data=make_batches())
+        session.run(2)
+        again.run(2)
+        assert_same_state(session, again)
+
+    def test_views_of_one_tensor(self) -> None:
+        class Views(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                both = torch.arange(8.0)
+                self.register_buffer("low", both[:4])
+                self.register_buffer("high", both[4:])
+                self.register_buffer("turned", torch.arange(6.0).reshape(2, 3).t())
+
+        tensors, tied = checkpoints.distinct_tensors(Views())
+        assert not tied
+        assert tensors["high"].tolist() == [4, 5, 6, 7]
+        assert len({t.untyped_storage().data_ptr() for t in tensors.values()}) == 3
+        assert all(t.is_contiguous() for t in tensors.values())
+
+    def test_what_stands_in_it(self, tmp_path: Path) -> None:
+        session = make_session(run_dir=tmp_path / "run", recipe="fp8-rowwise")
+        session.run(3)
+        path = session.save()
+        assert path == tmp_path / "run" / "checkpoints" / "step-000003"
+        meta = json.loads((path / "session.json").read_text())
+        assert meta["step"] == 3
+        assert sk.Recipe.from_dict(meta["recipe"]) == sk.FP8_ROWWISE
+        assert meta["data"] == session.data.fingerprint
+        assert meta["environment"]["torch"] == torch.__version__
+        assert meta["optimizer"] == {"name": "AdamW", "options": {"lr": 0.01}}
+        assert meta["schedule"] == {"name": "Cosine", "warmup": 2, "steps": 20, "floor": 0.1}
+        torch.load(path / "state.pt", weights_only=True)  # plain data: nothing is executed
+
+    def test_something_that_is_no_tensor(self, tmp_path: Path) -> None:
+        class Extra(Toy):
+            def get_extra_state(self) -> Any:
+                return {"python": object()}
+
+            def set_extra_state(self, state: Any) -> None: ...
+
+        session = make_session(Extra(), run_dir=tmp_path / "run")
+        with pytest.raises(CheckpointError, match="_extra_state .* is a dict"):
+            session.save()
+
+
+class TestKeeping:
+    def test_retention(self, tmp_path: Path) -> None:
+        session = make_session(run_dir=tmp_path / "run", save_every=2, keep=2)
+        session.run(9)
+        names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+        assert names == ["step-000008", "step-000009"], "every second step, and where the run ended"
+
+    def test_all(self, tmp_path: Path) -> None:
+        session = make_session(run_dir=tmp_path / "run", save_every=1, keep=None)
+        session.run(4)
+        assert len(checkpoints.complete(tmp_path / "run" / "checkpoints")) == 4
+
+    def test_the_same_step_again(self, tmp_path: Path) -> None:
+        session = make_session(run_dir=tmp_path / "run")
+        session.run(1)
+        session.save()
+        with torch.no_grad():
+            session.model.get_parameter("hidden.bias").fill_(3.0)
+        path = session.save()
+        assert [p.name for p in path.parent.iterdir()] == ["step-000001"]
+        assert load_file(path / "model.safetensors")["hidden.bias"].eq(3.0).all()
+
+    def test_a_kill_between_the_two_renames(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        session = make_session(run_dir=tmp_path / "run")
+        session.run(1)
+        path = session.save()
+        path.rename(path.with_name(path.name + ".old"))
+        found = checkpoints.find(tmp_path / "run")
+        assert found.path.name == "step-000001.old"
+        Session.resume(tmp_path / "run", Toy(), data=make_batches())
+        session.run(1)
+        session.save()
+        assert checkpoints.find(tmp_path / "run").step == 2
+
+    @pytest.mark.parametrize("file", ["model.safetensors", "state.pt", "session.json"])
+    @pytest.mark.parametrize("damage", ["missing", "short"])
+    def test_incomplete_ones_are_passed_over(self, file: str, damage: str, tmp_path: Path) -> None:
+        session = make_session(run_dir=tmp_path / "run", save_every=1, keep=None)
+        session.run(3)
+        broken = tmp_path / "run" / "checkpoints" / "step-000003" / file
+        if damage == "missing":
+            broken.unlink()
+        else:
+            broken.write_bytes(broken.read_bytes()[:-7])
+        assert Session.resume(tmp_path / "run", Toy(), data=make_batches()).steps == 2
+        with pytest.raises(CheckpointError, match="incomplete"):
+            Session.resume(broken.parent, Toy(), data=make_batches())
+
+    def test_damage_of_the_same_size_is_an_error(self, tmp_path: Path) -> None:
+        session = make_session(run_dir=tmp_path / "run")
+        session.run(1)
+        path = session.save()
+        for file in ("model.safetensors", "state.pt"):
+            whole = (path / file).read_bytes()
+            (path / file).write_bytes(b"\xff" * len(whole))
+            with pytest.raises(CheckpointError, match=file):
+                Session.resume(path, Toy(), data=make_batches())
+            (path / file).write_bytes(whole)
+
+    def test_kill_9(self) -> None:
+        """Children that save without a pause are killed at 25 random moments; the last good checkpoint is always whole."""
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.train.killed"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert "25 kills" in done.stdout
+
+
+class TestFullDisk:
+    @pytest.mark.parametrize("where", ["mkdir", "weights", "state", "meta", "sync", "rename"])
+    @pytest.mark.parametrize("first", [True, False])
+    def test_nothing_is_lost(self, where: str, first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        session, whole = make_session(run_dir=tmp_path / "run"), make_session()
+        session.run(2)
+        if not first:
+            session.save()
+        session.run(1)
+
+        def full(*args: Any, **kwargs: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+        holder: Any
+        holder, name = {
+            "mkdir": (Path, "mkdir"),
+            "weights": (checkpoints, "save_file"),
+            "state": (torch, "save"),
+            "meta": (checkpoints, "_write_json"),
+            "sync": (checkpoints.os, "fsync"),  # type: ignore[attr-defined]
+            "rename": (Path, "rename"),
+        }[where]
+        with monkeypatch.context() as patch:
+            patch.setattr(holder, name, full)
+            kept = "there is no earlier checkpoint" if first else "last good checkpoint is .*step-000002"
+            with pytest.raises(CheckpointError, match=f"No space left on device.*{kept}"):
+                session.save()
+        folder = tmp_path / "run" / "checkpoints"
+        assert [p.name for p in folder.glob("*")] == ([] if first else ["step-000002"])
+        if not first:
+            assert Session.resume(tmp_path / "run", Toy(), data=make_batches()).steps == 2
+        session.run(2)
+        whole.run(5)
+        assert_same_state(session, whole)
+        assert session.save().name == "step-000005"
+
+    def test_what_the_writers_make_of_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """safetensors and torch wrap the system's error in their own."""
+        session = make_session(run_dir=tmp_path / "run")
+        session.run(1)
+
+        def full(*args: Any, **kwargs: Any) -> Any:
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+        monkeypatch.setattr(checkpoints, "save_file", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            session.save()
+
+    def test_a_run_that_saves_says_so_and_can_go_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        session = make_session(run_dir=tmp_path / "run", save_every=2)
+
+        def full(*args: Any, **kwargs: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "save", full)
+            with pytest.raises(CheckpointError):
+                session.run(4)
+        assert session.steps == 2
+        session.run(2)
+        whole = make_session()
+        whole.run(4)
+        assert_same_state(session, whole)
+
+
+class TestRefusing:
+    @pytest.fixture
+    def run_dir(self, tmp_path: Path) -> Path:
+        session = make_session(run_dir=tmp_path / "run", recipe="fp8-rowwise")
+        session.run(2)
+        session.save()
+        return tmp_path / "run"
+
+    def test_another_recipe(self, run_dir: Path) -> None:
+        with pytest.raises(ResumeError, match=r"trained with fp8-rowwise .* this session has fp8 "):
+            Session.resume(run_dir, Toy(), data=make_batches(), recipe="fp8")
+        model = Toy()
+        sk.apply(model, "fp8-current")
+        with pytest.raises(ResumeError, match="this session has fp8-current"):
+            Session.resume(run_dir, model, data=make_batches())
+        with pytest.raises(ResumeError, match="this session has no recipe"):
+            make_session(run_dir=run_dir, exist="resume")
+        assert Session.resume(run_dir, Toy(), data=make_batches(), recipe=sk.FP8_ROWWISE).steps == 2
+
+    def test_other_data(self, run_dir: Path) -> None:
+        with pytest.raises(ResumeError, match="data is not what the run was started with .*fingerprint"):
+            Session.resume(run_dir, Toy(), data=make_batches(seed=1))
+        with pytest.raises(ResumeError, match="unknown"):
+            Session.resume(run_dir, Toy(), data=Loader(make_batches()))
+
+    def test_another_shape(self, run_dir: Path) -> None:
+        class Other(Toy):
+            def __init__(self) -> None:
+                super().__init__(width=24)
+                self.more = nn.Linear(2, 2).requires_grad_(False)
+                del self.norm
+                self.norm = nn.LayerNorm(24, elementwise_affine=False)
+
+        model = Other()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(ResumeError, match=r"Other parameters are trained .* norm.bias, norm.weight"):
+            Session.resume(run_dir, model, data=make_batches())
+        with pytest.raises(ResumeError, match=r"of another shape: embed.weight \[32, 16\] .* \[32, 24\] in the model"):
+            Session.resume(run_dir, Toy(width=24), data=make_batches())
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    def test_missing_and_left_over_tensors_are_all_named(self, run_dir: Path) -> None:
+        model = Toy()
+        model.register_buffer("first", torch.zeros(1))
+        model.register_buffer("second", torch.zeros(1))
+        with pytest.raises(ResumeError, match="missing from the checkpoint: first, second"):
+            Session.resume(run_dir, model, data=make_batches())
+
+    def test_another_dtype(self, run_dir: Path) -> None:
+        with pytest.raises(ResumeError, match=r"embed.weight is torch.float32 and the model's torch.bfloat16"):
+            Session.resume(run_dir, Toy().bfloat16(), data=make_batches())
+
+    def test_another_optimizer(self, run_dir: Path) -> None:
+        with pytest.raises(ResumeError, match="optimizer"):
+            Session.resume(
+                run_dir, Toy(), data=make_batches(), optimizer=lambda params: torch.optim.AdamW(list(params), lr=0.1)
+            )
+
+    def test_a_model_that_only_the_user_can_make(self, run_dir: Path) -> None:
+        with pytest.raises(ResumeError, match=r"tests.train.toys.Toy, .* pass model="):
+            Session.resume(run_dir, data=make_batches())
+
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match="no run directory"):
+            Session.resume(tmp_path / "nowhere", Toy(), data=make_batches())
+        make_session(run_dir=tmp_path / "run")
+        with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+            Session.resume(tmp_path / "run", Toy(), data=make_batches())
+        with pytest.raises(ValueError, match="nowhere to save"):
+            make_session().save()
+
+
+class TestRunDirectory:
+    def test_new_takes_the_next_free_name(self, tmp_path: Path) -> None:
+        names = []
+        for _ in range(3):
+            session = make_session(run_dir=tmp_path / "run")
+            session.run(1)
+            assert session.run_dir is not None
+            names.append(session.run_dir.name)
+        assert names == ["run", "run-2", "run-3"]
+
+    def test_error(self, tmp_path: Path) -> None:
+        make_session(run_dir=tmp_path / "run", exist="error").run(1)
+        with pytest.raises(FileExistsError, match="has content"):
+            make_session(run_dir=tmp_path / "run", exist="error")
+
+    def test_a_file(self, tmp_path: Path) -> None:
+        (tmp_path / "run").write_text("")
+        with pytest.raises(FileExistsError, match="is a file"):
+            make_session(run_dir=tmp_path / "run")
+
+    def test_none_writes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        make_session().run(2)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_it_can_be_moved(self, tmp_path: Path) -> None:
+        session = make_session(run_dir=tmp_path / "run")
+        session.run(2)
+        session.save()
+        shutil.move(tmp_path / "run", tmp_path / "elsewhere")
+        assert Session.resume(tmp_path / "elsewhere", Toy(), data=make_batches()).run_dir == tmp_path / "elsewhere"
+
+
+class TestDecoder:
+    """Our own model: rebuilt from the checkpoint alone, adapters and stored weights included."""
+
+    def make(self) -> nn.Module:
+        config = sk.DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, vocab=VOCAB, ffn=48, max_length=64)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return sk.Decoder(config).bfloat16()
+
+    @pytest.mark.parametrize(
+        "recipe", [None, sk.FP8, sk.QFP8.lora(rank=4), sk.BF16.lora(rank=4, targets=("q_proj", "v_proj"))], ids=str
+    )
+    def test_ten_steps_are_five_and_five(self, recipe: Any, tmp_path: Path) -> None:
+        def fresh(**options: Any) -> Session:
+            torch.manual_seed(4)  # adapters are drawn when the recipe is applied
+            return make_session(self.make(), recipe=recipe, accumulate=2, schedule=Cosine(2, 10), **options)
+
+        whole, half = fresh(), fresh(run_dir=tmp_path / "run")
+        whole.run(10)
+        half.run(5)
+        half.save()
+        again = Session.resume(tmp_path / "run", data=make_batches())
+        assert [p.requires_grad for p in again.model.parameters()] == [
+            p.requires_grad for p in whole.model.parameters()
+        ]
+        again.run(5)
+        assert_same_state(whole, again)
+        np.testing.assert_array_equal(again.records.column("loss"), whole.records.column("loss"))
+
+    def test_fork_evaluate_and_summary(self) -> None:
+        session = make_session(self.make(), recipe="bf16", eval=make_batches(2, seed=7), eval_every=2)
+        session.run(4)
+        twin = session.fork("fp8")
+        session.run(2)
+        twin.run(2)
+        assert twin.evaluations[-1].loss == pytest.approx(session.evaluations[-1].loss, rel=0.05)
+        assert session.summary().steps == 6
+
+    def test_a_bad_weight_is_named(self) -> None:
+        session = make_session(self.make(), max_skipped=1)
+        with torch.no_grad():
+            session.model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = float("nan")
+        name = r"the weight model\.layers\.1\.mlp\.up_proj\.weight"
+        with pytest.warns(UserWarning, match=name), pytest.raises(sk.train.NonFiniteError, match=name):
+            session.run(1)
+
+    def test_an_activation_is_named(self) -> None:
+        session = make_session(self.make(), max_skipped=1)
+        with torch.no_grad():
+            session.model.get_parameter("model.layers.1.mlp.up_proj.weight").fill_(3e38)
+        name = r"the output of model\.layers\.1\.mlp\.up_proj is the first that is not finite \(product: forward\)"
+        with pytest.warns(UserWarning, match=name), pytest.raises(sk.train.NonFiniteError, match=name):
+            session.run(1)
+
+    def test_text_to_sample(self, tmp_path: Path) -> None:
+        """Text in, steps, a checkpoint in the middle of an epoch, and text out."""
+        text = tmp_path / "text.txt"
+        text.write_text("the cat sat on the mat and the dog sat on the cat\n\n" * 60)
+        tokenizer = sk.train_tokenizer(str(text), vocab_size=300)
+
+        def data() -> Any:
+            return sk.text(str(text), tokenizer=tokenizer, length=16, batch=2).split(held_out=0.2)
+
+        train, held_out = data()
+        config = sk.DecoderConfig(
+            layers=1, width=32, heads=2, kv_heads=2, vocab=tokenizer.vocab_size, ffn=48, max_length=64
+        )
+        torch.manual_seed(0)
+        session = make_session(sk.Decoder(config), train, eval=held_out, run_dir=tmp_path / "run")
+        before = session.evaluate()
+        session.run(15)
+        session.save()
+        again = Session.resume(tmp_path / "run", data=data()[0], eval=held_out)
+        session.run(15)
+        again.run(15)
+        assert_same_state(session, again)
+        assert session.evaluate() == again.evaluate() < before
+        sample = session.sample("the cat", max_new_tokens=8)
+        assert sample.startswith("the cat")
+        assert len(sample) > len("the cat")
+        assert sample == session.sample("the cat", max_new_tokens=8)
+        random = [session.sample("the cat", 8, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
+        assert random[0] == random[1]
+        assert_same_state(session, again)
+        with pytest.raises(ValueError, match="no tokens"):
+            session.sample("")
+        assert weights(session).keys() == weights(again).keys()

@@ -1,0 +1,352 @@
+"""AdamW against its definition and against torch's, masks, float32 moments, state dicts, specifications."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from surokit.kernels.reference.adamw import adamw_
+from surokit.train import AdamW, Spec
+from surokit.train import optim as optim_module
+from surokit.train.optim import gradient_norm, spec_from_dict, spec_to_dict
+
+
+def make_params(dtype: torch.dtype, seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(7, 5), (5,), (1, 1), (3, 2, 2)]
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def set_grads(params: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = (torch.randn(p.shape, generator=generator) * 10.0 ** (step % 5 - 3)).to(p.dtype)
+        p.grad[..., 0] = 0.0
+
+
+def ulps(a: Tensor, b: Tensor) -> float:
+    """Largest difference in units of b's own spacing."""
+    spacing = torch.finfo(b.dtype).eps * b.float().abs().clamp_min(torch.finfo(b.dtype).tiny)
+    return float(((a.float() - b.float()).abs() / spacing).max())
+
+
+class TestArithmetic:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("scale", [None, 1.0, 3.7])
+    def test_equals_the_definition(self, dtype: torch.dtype, scale: float | None) -> None:
+        params = make_params(dtype)
+        optimizer = AdamW(params, lr=0.01, weight_decay=0.1)
+        twins = [p.detach().clone() for p in params]
+        state = [[torch.zeros_like(p) for p in twins] for _ in range(2)]
+        steps = [torch.zeros(()) for _ in twins]
+        for step in range(6):
+            set_grads(params, step)
+            grads = [p.grad.clone() for p in params if p.grad is not None]
+            optimizer.grad_scale = None if scale is None else torch.tensor(scale)
+            for indices, decay in (([0, 2, 3], 0.1), ([1], 0.0)):  # the vector has no weight decay
+                adamw_(
+                    *([values[i] for i in indices] for values in (twins, grads, *state, steps)),
+                    lr=0.01,
+                    beta1=0.9,
+                    beta2=0.95,
+                    weight_decay=decay,
+                    eps=1e-8,
+                    grad_scale=None if scale is None else torch.tensor(scale),
+                )
+            optimizer.step()
+        for p, twin in zip(params, twins):
+            assert ulps(p.detach(), twin) <= (2 if dtype == torch.bfloat16 else 16)
+
+    def test_equals_torch(self) -> None:
+        ours, theirs = make_params(torch.float32), make_params(torch.float32)
+        one = AdamW([{"params": ours}], lr=0.02, betas=(0.9, 0.95), weight_decay=0.1)
+        two = torch.optim.AdamW(theirs, lr=0.02, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        for step in range(5):
+            set_grads(ours, step)
+            set_grads(theirs, step)
+            one.step()
+            two.step()
+        for a, b in zip(ours, theirs):
+            assert torch.equal(a, b)
+
+    def test_float32_moments_of_bf16_parameters(self) -> None:
+        params = make_params(torch.bfloat16)
+        optimizer = AdamW(params, lr=0.01, weight_decay=0.1, state_dtype=torch.float32)
+        wide = [nn.Parameter(p.detach().float()) for p in params]
+        reference = AdamW(wide, lr=0.01, weight_decay=0.1)
+        for step in range(6):
+            set_grads(params, step)
+            for p, w in zip(params, wide):
+                assert p.grad is not None
+                w.grad = p.grad.float()
+                w.data.copy_(p.float())  # the same starting point in every step
+            optimizer.step()
+            reference.step()
+            for p, w in zip(params, wide):
+                assert optimizer.state[p]["exp_avg"].dtype == optimizer.state[p]["exp_avg_sq"].dtype == torch.float32
+                assert torch.equal(p, w.to(torch.bfloat16))
+                assert torch.equal(optimizer.state[p]["exp_avg_sq"], reference.state[w]["exp_avg_sq"])
+
+    def test_float32_moments_decay_where_bf16_ones_stall(self) -> None:
+        """The spec's experiment: gradients of 1 and then of nearly 0, beta2 = .999."""
+        left = {}
+        for state_dtype in (None, torch.float32):
+            p = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer = AdamW([p], lr=0.0, betas=(0.9, 0.999), state_dtype=state_dtype)
+            for step in range(3000):
+                p.grad = torch.full_like(p, 1.0 if step < 600 else 0.0)
+                optimizer.step()
+            left[state_dtype] = float(optimizer.state[p]["exp_avg_sq"][0, 0])
+        assert left[torch.float32] == pytest.approx((1 - 0.999**600) * 0.999**2400, rel=1e-3)
+        assert left[None] > 5 * left[torch.float32]
+
+    def test_large_parameters_go_in_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        results = []
+        for chunk in (1 << 25, 10):
+            monkeypatch.setattr(optim_module, "_CHUNK", chunk)
+            params = make_params(torch.bfloat16)
+            optimizer = AdamW(params, lr=0.01, state_dtype=torch.float32)
+            set_grads(params, 0)
+            optimizer.step()
+            results.append(params)
+        assert all(torch.equal(a, b) for a, b in zip(*results))
+
+    def test_devices_without_a_fused_kernel_take_the_definition(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(optim_module, "_FUSED_DEVICES", ())
+        ours, fused = make_params(torch.float32), make_params(torch.float32)
+        optimizer, other = AdamW(ours, lr=0.01), torch.optim.AdamW(fused, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        for step in range(3):
+            set_grads(ours, step)
+            set_grads(fused, step)
+            optimizer.step()
+            other.step()
+        for a, b in zip(ours, fused):
+            torch.testing.assert_close(a, b)
+
+    def test_learning_rate_as_a_tensor(self) -> None:
+        floats, tensors = make_params(torch.float32), make_params(torch.float32)
+        one, two = AdamW(floats, lr=0.03), AdamW(tensors, lr=torch.tensor(0.03))
+        set_grads(floats, 0)
+        set_grads(tensors, 0)
+        one.step()
+        two.step()
+        for a, b in zip(floats, tensors):
+            torch.testing.assert_close(a, b)
+
+    def test_closure(self) -> None:
+        p = nn.Parameter(torch.ones(2, 2))
+        optimizer = AdamW([p], lr=0.1)
+
+        def closure() -> float:
+            loss = (p * p).sum()
+            loss.backward()
+            return float(loss.detach())
+
+        assert optimizer.step(closure) == 4.0
+        assert (p < 1).all()
+
+
+class TestMask:
+    @pytest.mark.parametrize("state_dtype", [None, torch.float32])
+    @pytest.mark.parametrize("devices", [("cpu", "cuda"), ()])
+    def test_a_masked_step_changes_nothing(
+        self, state_dtype: torch.dtype | None, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(optim_module, "_FUSED_DEVICES", devices)
+        params = make_params(torch.bfloat16)
+        optimizer = AdamW(params, lr=0.01, state_dtype=state_dtype)
+        set_grads(params, 0)
+        optimizer.step()
+        before = copy.deepcopy([p.detach() for p in params])
+        states = copy.deepcopy([optimizer.state[p] for p in params])
+        set_grads(params, 1)
+        for p in params:
+            assert p.grad is not None
+            p.grad[..., -1] = float("nan")
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(float("nan")), torch.tensor(1.0)
+        optimizer.step()
+        for p, old, state in zip(params, before, states):
+            assert torch.equal(p, old)
+            assert all(torch.equal(optimizer.state[p][key], state[key]) for key in state)
+
+    def test_a_mask_of_zero_is_no_mask(self) -> None:
+        params, others = make_params(torch.float32), make_params(torch.float32)
+        one, two = AdamW(params, lr=0.01), AdamW(others, lr=0.01)
+        set_grads(params, 0)
+        set_grads(others, 0)
+        one.found_inf = torch.tensor(0.0)
+        one.step()
+        two.step()
+        assert all(torch.equal(a, b) for a, b in zip(params, others))
+        assert float(one.state[params[0]]["step"]) == 1
+
+
+class TestGroups:
+    def test_no_weight_decay_on_vectors(self) -> None:
+        optimizer = AdamW(nn.Linear(3, 4).parameters(), lr=0.1, weight_decay=0.5)
+        assert [(len(g["params"]), g["weight_decay"]) for g in optimizer.param_groups] == [(1, 0.5), (1, 0.0)]
+        optimizer = AdamW([nn.Parameter(torch.ones(3))], lr=0.1)
+        assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0]
+
+    def test_frozen_parameters_are_left_out(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[0].requires_grad_(False)
+        optimizer = AdamW(lr=0.1).build(model.parameters())
+        assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in model[1].parameters()}
+
+    def test_parameters_without_a_gradient_are_left_alone(self) -> None:
+        params = make_params(torch.float32)
+        params[0].grad = torch.ones_like(params[0])
+        optimizer = AdamW(params, lr=0.1)
+        before = params[1].detach().clone()
+        optimizer.step()
+        assert torch.equal(params[1], before)
+        assert params[1] not in optimizer.state
+
+    def test_groups_pass_unchanged(self) -> None:
+        params = make_params(torch.float32)
+        groups: list[dict[str, Any]] = [{"params": params[:2], "lr": 0.5}, {"params": params[2:]}]
+        optimizer = AdamW(groups, lr=0.1, weight_decay=0.2)
+        assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.5, 0.2), (0.1, 0.2)]
+
+
+class TestStateDict:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_torch_goes_on_from_ours_and_back(self, dtype: torch.dtype) -> None:
+        params = make_params(dtype)
+        ours = AdamW([{"params": params}], lr=0.01)
+        for step in range(3):
+            set_grads(params, step)
+            ours.step()
+        others = [nn.Parameter(p.detach().clone()) for p in params]
+        theirs = torch.optim.AdamW(others, lr=0.5, fused=True)
+        theirs.load_state_dict(copy.deepcopy(ours.state_dict()))  # torch does not copy
+        back_params = [nn.Parameter(p.detach().clone()) for p in params]
+        back = AdamW([{"params": back_params}], lr=0.5)
+        back.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        for each, optimizer in ((params, ours), (others, theirs), (back_params, back)):
+            set_grads(each, 3)
+            optimizer.step()
+        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(params, others, back_params))
+
+    def test_float32_moments_stay_float32(self) -> None:
+        params, fresh = make_params(torch.bfloat16), make_params(torch.bfloat16)
+        one = AdamW(params, lr=0.01, state_dtype=torch.float32)
+        set_grads(params, 0)
+        one.step()
+        two = AdamW(fresh, lr=0.01, state_dtype=torch.float32)
+        two.load_state_dict(one.state_dict())
+        for a, b in zip(params, fresh):
+            assert two.state[b]["exp_avg_sq"].dtype == torch.float32
+            assert torch.equal(one.state[a]["exp_avg_sq"], two.state[b]["exp_avg_sq"])
+        two.state[fresh[0]]["exp_avg"].zero_()
+        assert one.state[params[0]]["exp_avg"].any(), "loading copies"
+
+    def test_deepcopy(self) -> None:
+        model = nn.Linear(3, 3).bfloat16()
+        optimizer = AdamW(model.parameters(), lr=0.1, state_dtype=torch.float32)
+        model(torch.ones(1, 3).bfloat16()).sum().backward()
+        optimizer.step()
+        twin_model, twin = copy.deepcopy((model, optimizer))
+        assert twin.state_dtype == torch.float32
+        twin_model(torch.ones(1, 3).bfloat16()).sum().backward()
+        before = model.weight.detach().clone()
+        twin.step()
+        assert torch.equal(model.weight, before)
+        assert not torch.equal(twin_model.weight, before)
+
+    def test_amsgrad_is_refused(self) -> None:
+        p = nn.Parameter(torch.ones(2, 2))
+        other = torch.optim.AdamW([p], amsgrad=True)
+        with pytest.raises(ValueError, match="amsgrad"):
+            AdamW([{"params": [p]}]).load_state_dict(other.state_dict())
+
+
+class TestSpec:
+    def test_without_parameters_it_waits_for_them(self) -> None:
+        spec = AdamW(lr=1e-3, betas=(0.8, 0.9))
+        assert isinstance(spec, Spec)
+        assert repr(spec) == "AdamW(lr=0.001, betas=(0.8, 0.9))"
+        built = spec.build(nn.Linear(2, 2).parameters())
+        assert isinstance(built, AdamW)
+        assert isinstance(built, torch.optim.Optimizer)
+        assert built.param_groups[0]["betas"] == (0.8, 0.9)
+
+    def test_the_signature_shows_the_options(self) -> None:
+        assert list(inspect.signature(AdamW).parameters)[:2] == ["params", "lr"]
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"lr": -1.0}, "lr=-1.0"),
+            ({"lr": float("nan")}, "lr=nan"),
+            ({"lr": torch.ones(2)}, "one number"),
+            ({"betas": (0.9, 1.0)}, "betas"),
+            ({"betas": (0.9,)}, "betas"),
+            ({"weight_decay": -0.1}, "weight_decay"),
+            ({"eps": -1e-8}, "eps"),
+            ({"state_dtype": torch.float16}, "state_dtype"),
+        ],
+    )
+    def test_a_wrong_option_is_named_at_once(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            AdamW(**options)
+        with pytest.raises(ValueError, match=message):
+            AdamW(nn.Linear(2, 2).parameters(), **options)
+
+    def test_a_misspelt_option(self) -> None:
+        with pytest.raises(TypeError, match="learning_rate"):
+            AdamW(learning_rate=1e-3)  # type: ignore[call-arg]
+
+    def test_nothing_to_train(self) -> None:
+        with pytest.raises(ValueError, match="nothing to train"):
+            AdamW(lr=1e-3).build(nn.Linear(2, 2).requires_grad_(False).parameters())
+
+    def test_wrong_parameters(self) -> None:
+        with pytest.raises(TypeError, match="iterable of parameters"):
+            AdamW(torch.ones(2), lr=1e-3)
+        with pytest.raises(TypeError, match=r"model\.parameters\(\)"):
+            AdamW(nn.Linear(2, 2).named_parameters(), lr=1e-3)  # type: ignore[arg-type]
+
+    def test_bf16_moments_that_stall_are_warned_of_once(self) -> None:
+        params = make_params(torch.bfloat16)
+        with pytest.warns(UserWarning, match="state_dtype=torch.float32") as caught:
+            AdamW(params, betas=(0.9, 0.999))
+        assert len(caught) == 1
+        AdamW(params, betas=(0.9, 0.999), state_dtype=torch.float32)
+        AdamW(params, betas=(0.9, 0.95))
+        AdamW(make_params(torch.float32), betas=(0.9, 0.999))
+
+    def test_as_plain_data_and_back(self) -> None:
+        spec: Any = AdamW(lr=torch.tensor(0.5), betas=(0.8, 0.9), state_dtype=torch.float32)
+        again = spec_from_dict(spec_to_dict(spec, spec.build([nn.Parameter(torch.ones(2, 2))])))
+        assert again.options == {"lr": 0.5, "betas": (0.8, 0.9), "state_dtype": torch.float32}
+        custom = spec_to_dict(None, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+        with pytest.raises(ValueError, match="SGD"):
+            spec_from_dict(custom)
+
+
+class TestGradientNorm:
+    def test_equals_the_norm_of_everything(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        grads = [torch.randn(shape, generator=generator) for shape in [(3, 4), (5,), ()]]
+        assert gradient_norm(grads).item() == pytest.approx(torch.cat([g.flatten() for g in grads]).norm().item())
+
+    def test_low_precision_is_close(self) -> None:
+        grads = [torch.randn(64, 64, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(8)]
+        exact = torch.cat([g.flatten() for g in grads]).double().norm().item()
+        assert gradient_norm([*grads, torch.ones(2)]).item() == pytest.approx((exact**2 + 2) ** 0.5, rel=4e-3)
+
+    @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+    def test_carries_what_is_not_finite(self, bad: float) -> None:
+        assert not gradient_norm([torch.ones(3), torch.tensor([1.0, bad]).bfloat16()]).isfinite()

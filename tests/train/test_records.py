@@ -1,0 +1,232 @@
+"""Records: ring, late values, the file, and reading it back after a kill."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from surokit.train.records import COLUMNS, Late, Record, Records, read
+
+
+class Delayed(Late):
+    """Values that arrive when the test says so."""
+
+    def __init__(self, **values: float) -> None:
+        super().__init__({name: torch.tensor(value) for name, value in values.items()}, {})
+        self.here = False
+        self.waited = False
+
+    def ready(self) -> bool:
+        return self.here
+
+    def wait(self) -> dict[str, float]:
+        self.waited = self.waited or not self.here
+        self.here = True
+        return super().wait()
+
+
+def make_record(step: int, late: Late | None = None, **host: float) -> Record:
+    values = {"loss": 2.0 / step, "grad_norm": 1.0, "skipped": 0.0, "targets": 30.0}
+    late = late or Late({name: torch.tensor(value) for name, value in values.items()}, host)
+    return Record(step, lr=0.1, tokens=32, wall_ms=20.0, stall_ms=0.5, peak_gib=0.25, elapsed_s=step / 50, late=late)
+
+
+def fill(records: Records, steps: range, **host: float) -> None:
+    for step in steps:
+        records.append(make_record(step, None, **host))
+        list(records.harvest())
+
+
+def test_a_record_reads_its_values() -> None:
+    record = make_record(4, idle_frac=0.25, sqnr=31.0)
+    assert (record.loss, record.grad_norm, record.targets, record.skipped) == (0.5, 1.0, 30, False)
+    assert record.tokens_per_s == 1600.0
+    assert record.idle_frac == 0.25
+    assert record.meters == {"sqnr": 31.0}
+    with pytest.raises(AttributeError):
+        record.step = 5  # type: ignore[misc]
+
+
+def test_the_table() -> None:
+    records = Records()
+    fill(records, range(1, 4), sqnr=30.0)
+    frame = records.frame()
+    assert tuple(frame.columns) == (*COLUMNS, "sqnr")
+    assert frame["step"].tolist() == [1, 2, 3]
+    assert frame["loss"].tolist() == pytest.approx([2.0, 1.0, 2 / 3])
+    assert frame["tokens"].dtype == np.int64
+    assert frame["eval_loss"].isna().all()
+
+
+def test_late_values_are_not_waited_for() -> None:
+    records = Records()
+    late = [Delayed(loss=float(i), skipped=0.0, grad_norm=1.0, targets=1.0) for i in range(3)]
+    for i, values in enumerate(late):
+        records.append(make_record(i + 1, values))
+    assert list(records.harvest()) == []
+    assert records.frame()["loss"].isna().all()
+    assert records.column("tokens").tolist() == [32, 32, 32], "what the host knows is there"
+    late[0].here = late[2].here = True  # the middle one holds the last one back
+    assert [r.step for r in records.harvest()] == [1]
+    assert not any(values.waited for values in late)
+    assert [r.step for r in records.harvest(wait=True)] == [2, 3]
+    assert late[1].waited
+    assert records.column("loss").tolist() == [0.0, 1.0, 2.0]
+
+
+def test_reading_a_late_loss_waits() -> None:
+    late = Delayed(loss=3.0)
+    record = make_record(1, late)
+    assert record.loss == 3.0
+    assert late.waited
+
+
+@pytest.mark.parametrize("capacity", [1, 5, 1024, 3000])
+def test_the_ring_is_bounded(capacity: int) -> None:
+    records = Records(capacity=capacity)
+    fill(records, range(1, 2051), sqnr=1.0)
+    kept = list(range(2051 - min(capacity, 2050), 2051))
+    assert len(records) == len(kept)
+    assert records.column("step").tolist() == kept
+    assert records.column("loss").tolist() == pytest.approx([2.0 / step for step in kept])
+
+
+def test_a_value_that_arrives_after_its_row_left_goes_to_the_file(tmp_path: Path) -> None:
+    records = Records(tmp_path / "records.jsonl", capacity=2)
+    late = Delayed(loss=7.0)
+    records.append(make_record(1, late))
+    for step in (2, 3):
+        records.append(make_record(step))
+    late.here = True
+    list(records.harvest())
+    assert records.column("loss").tolist() == pytest.approx([1.0, 2 / 3])
+    records.flush()
+    assert read(tmp_path / "records.jsonl")["loss"].tolist() == pytest.approx([7.0, 1.0, 2 / 3])
+
+
+def test_rows_that_left_memory_come_back_from_the_file(tmp_path: Path) -> None:
+    records = Records(tmp_path / "records.jsonl", capacity=4)
+    fill(records, range(1, 11), sqnr=2.0)
+    records.update(2, eval_loss=9.0)
+    frame = records.frame()
+    assert frame["step"].tolist() == list(range(1, 11))
+    assert frame["sqnr"].tolist() == [2.0] * 10
+    assert frame["eval_loss"].tolist()[1] == 9.0
+
+
+def test_an_evaluation_joins_its_step(tmp_path: Path) -> None:
+    records = Records(tmp_path / "records.jsonl")
+    records.update(0, eval_loss=4.0)  # before the first step: only in the file
+    fill(records, range(1, 4))
+    records.update(3, eval_loss=1.5)
+    records.flush()
+    for column in (records.column("eval_loss"), read(tmp_path / "records.jsonl")["eval_loss"]):
+        np.testing.assert_array_equal(column, [math.nan, math.nan, 1.5])
+
+
+def test_the_file_is_strict_json_and_keeps_what_is_not_finite(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    records = Records(path)
+    for step, loss in enumerate((math.nan, math.inf, -math.inf), 1):
+        values = {"loss": torch.tensor(loss), "skipped": torch.tensor(1.0)}
+        records.append(make_record(step, Late(values, {})))
+        list(records.harvest())
+    records.flush()
+
+    def refuse(word: str) -> Any:
+        raise AssertionError(word)
+
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+    np.testing.assert_array_equal(read(path)["loss"], [math.nan, math.inf, -math.inf])
+
+
+def test_reading_after_a_kill_and_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    before = Records(path)
+    fill(before, range(1, 9))
+    before.flush()
+    with path.open("a") as file:
+        file.write('{"step": 9, "loss": 0.')  # the kill
+    after = Records(path)
+    fill(after, range(6, 8))  # resumed from a checkpoint at step 5
+    after.flush()
+    rows = read(path)
+    assert rows["step"].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert np.isfinite(rows["loss"]).all()
+
+
+def test_restoring_rows() -> None:
+    records = Records(capacity=8)
+    records.restore({"step": np.arange(1.0, 11.0), "loss": np.arange(10.0), "sqnr": np.ones(10)})
+    assert records.column("step").tolist() == list(range(3, 11))
+    fill(records, range(11, 12))
+    assert records.column("step").tolist() == list(range(4, 12))
+    assert math.isnan(records.column("sqnr")[-1])
+
+
+def test_a_full_disk_costs_a_warning_and_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "records.jsonl"
+    records = Records(path)
+    fill(records, range(1, 3))
+    real = Path.open
+
+    def full(self: Path, *args: Any, **kwargs: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.warns(UserWarning, match="No space left"):
+        records.flush()
+    records.flush()  # said once: a second warning would be an error here
+    monkeypatch.setattr(Path, "open", real)
+    fill(records, range(3, 4))
+    records.flush()
+    assert read(path)["step"].tolist() == [1, 2, 3]
+
+
+def test_lines_are_written_while_a_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    records = Records(path, flush_s=0.0)
+    fill(records, range(1, 3))
+    assert read(path)["step"].tolist() == [1, 2]
+
+
+def test_unknown_column() -> None:
+    with pytest.raises(KeyError, match="loss"):
+        Records().column("lost")
+
+
+def test_an_empty_table() -> None:
+    frame = Records().frame()
+    assert len(frame) == 0
+    assert tuple(frame.columns) == COLUMNS
+
+
+def test_records_by_index() -> None:
+    records = Records(capacity=3)
+    fill(records, range(1, 5), sqnr=30.0)
+    late = Delayed(loss=9.0)
+    records.append(make_record(5, late))
+    assert [r.step for r in records] == [3, 4, 5]
+    assert records[-1].late is late, "the record itself while its values are late"
+    assert not late.waited
+    first = records[0]
+    assert first.loss == pytest.approx(2 / 3)
+    assert (first.step, first.targets, first.skipped) == (3, 30, False)
+    assert first.meters == {"sqnr": 30.0}
+    assert first.tokens_per_s == 1600.0
+    assert math.isnan(first.idle_frac)
+    assert [r.step for r in records[-2:]] == [4, 5]
+    with pytest.raises(IndexError, match="3 steps"):
+        records[3]
+
+
+def test_capacity() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        Records(capacity=0)

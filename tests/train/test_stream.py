@@ -1,0 +1,206 @@
+"""The stream of batches: endless, resumable, refusing what cannot be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from surokit.data.batches import Batches
+from surokit.train.errors import ResumeError
+from surokit.train.stream import Batch, Stream, check_batch, fingerprint, join
+from tests.train.toys import make_batches
+
+
+class Loader:
+    """Only iterable; knows neither its length nor its position."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+
+def collate(rows: list[Any]) -> Batch:
+    ids = torch.stack([row[0] for row in rows])
+    return {"input_ids": ids, "labels": ids}
+
+
+def make_loader(generator: bool = False, seed: int = 0) -> DataLoader[Any]:
+    dataset = TensorDataset(torch.arange(14 * 4).reshape(14, 4))
+    own = torch.Generator().manual_seed(seed) if generator else None
+    return DataLoader(dataset, batch_size=2, shuffle=True, collate_fn=collate, generator=own)
+
+
+def make_text() -> Batches:
+    import numpy as np
+
+    return Batches(np.arange(15 * 4, dtype=np.uint16).reshape(15, 4), batch=2, seed=3)
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "list": make_batches,
+    "iterable": lambda: Loader(make_batches()),
+    "loader": make_loader,
+    "loader with a generator": lambda: make_loader(generator=True),
+    "ours": make_text,
+}
+
+
+def take(stream: Stream, draws: int) -> list[list[int]]:
+    return [[int(v) for batch in stream.draw() for v in batch["input_ids"][:, 0]] for _ in range(draws)]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("before", [0, 1, 4, 7, 9])
+def test_a_position_continues(name: str, accumulate: int, before: int) -> None:
+    torch.manual_seed(5)
+    stream = Stream(SOURCES[name](), accumulate)
+    take(stream, before)
+    state = copy.deepcopy(stream.state_dict())
+    random = torch.get_rng_state()
+    expected = take(stream, 12)
+    torch.manual_seed(99)
+    fresh = Stream(SOURCES[name](), accumulate)
+    fresh.load_state_dict(state)
+    torch.set_rng_state(random)  # what a session restores after the position
+    assert take(fresh, 12) == expected
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_epoch_has_every_batch_once(name: str) -> None:
+    stream = Stream(SOURCES[name]())
+    epochs = [take(stream, 7), take(stream, 7)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) or name in ("ours", "loader", "loader with a generator")
+    for epoch in epochs:
+        rows = [row for batch in epoch for row in batch]
+        assert len(rows) == len(set(rows)) or name in ("list", "iterable")
+    if name.startswith(("loader", "ours")):
+        assert epochs[0] != epochs[1], "shuffled anew"
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+def test_a_draw_given_back_comes_again(name: str, before: int) -> None:
+    """Also across the end of an epoch (7 batches, 2 a draw), and also from a position saved in between."""
+    torch.manual_seed(5)
+    plain = Stream(SOURCES[name](), 2)
+    take(plain, before - 1)
+    expected = take(plain, 6)
+    torch.manual_seed(5)
+    stream = Stream(SOURCES[name](), 2)
+    take(stream, before)
+    stream.give_back()
+    state = copy.deepcopy(stream.state_dict())
+    assert take(stream, 6) == expected
+    if name != "loader":  # its epochs begin with torch's random state of the moment, which the session restores
+        fresh = Stream(SOURCES[name](), 2)
+        fresh.load_state_dict(state)
+        assert take(fresh, 6) == expected
+
+
+def test_iterating_gives_an_epoch_and_goes_on() -> None:
+    stream = Stream(make_batches(5))
+    first = [batch["input_ids"] for batch in stream]
+    assert len(first) == 5
+    for batch in stream:
+        assert torch.equal(batch["input_ids"], first[0])
+        break
+    assert (stream.epoch, stream.index) == (1, 1)
+    assert len(list(stream)) == 4, "the rest of the epoch"
+
+
+def test_iterating_joins_what_a_step_takes() -> None:
+    stream = Stream(make_batches(5, rows=2), accumulate=2)
+    batches = list(stream)
+    assert [len(b["input_ids"]) for b in batches] == [4, 4, 4], "the last one reaches into the next epoch"
+    assert (stream.epoch, stream.index) == (1, 1)
+    assert len(stream) == 2
+
+
+def test_ours_is_read_by_a_reader_of_its_own() -> None:
+    source = make_text()
+    one, two = Stream(source), Stream(source)
+    assert take(one, 3) == take(two, 3)
+    assert source.state_dict()["index"] == 0
+
+
+def test_waiting_is_measured() -> None:
+    stream = Stream(make_batches())
+    take(stream, 1)
+    assert stream.waited_ms > 0
+
+
+@pytest.mark.parametrize("source", [[], Loader([])])
+def test_empty_data(source: Iterable[Batch]) -> None:
+    with pytest.raises(ValueError, match="yields no batches"):
+        Stream(source).draw()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (iter(make_batches()), "only once"),
+        ((b for b in make_batches()), "only once"),
+        (make_batches()[0], r"data=\[batch\]"),
+        (3, "cannot be iterated"),
+    ],
+)
+def test_what_is_no_source(source: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Stream(source)
+
+
+def test_data_that_became_shorter() -> None:
+    stream = Stream(Loader(make_batches(7)))
+    take(stream, 5)
+    with pytest.raises(ResumeError, match="ends after 3 batches"):
+        Stream(Loader(make_batches(3))).load_state_dict(stream.state_dict())
+
+
+def test_a_source_that_refuses_the_position() -> None:
+    stream = Stream(make_text())
+    take(stream, 2)
+    import numpy as np
+
+    other = Stream(Batches(np.zeros((15, 4), dtype=np.uint16), batch=2, seed=3))
+    with pytest.raises(ResumeError, match="position"):
+        other.load_state_dict(stream.state_dict())
+
+
+def test_fingerprints() -> None:
+    batches = make_batches()
+    changed = copy.deepcopy(batches)
+    changed[3]["labels"][0, 0] = -100
+    assert fingerprint(batches) == fingerprint(make_batches())
+    assert fingerprint(batches) != fingerprint(changed)
+    assert fingerprint(batches) != fingerprint(batches[:-1])
+    assert fingerprint(make_text()) == make_text().fingerprint
+    assert fingerprint(Loader(batches)) is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "message"),
+    [
+        ([1, 2], TypeError, "a list"),
+        ({"input_ids": torch.zeros(2, 3, dtype=torch.long)}, ValueError, "'labels'"),
+        ({"input_ids": [[1]], "labels": [[1]]}, ValueError, "'input_ids'"),
+        ({"input_ids": torch.zeros(2, 3), "labels": torch.zeros(2, 4)}, ValueError, r"\[2, 3\] and labels \[2, 4\]"),
+        ({"input_ids": torch.zeros(3), "labels": torch.zeros(3)}, ValueError, r"one shape \[B, T\]"),
+        ({"input_ids": torch.zeros(0, 3), "labels": torch.zeros(0, 3)}, ValueError, "B, T >= 1"),
+    ],
+)
+def test_what_is_no_batch(batch: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        check_batch(batch)
+
+
+def test_joining_different_lengths() -> None:
+    with pytest.raises(ValueError, match="different lengths"):
+        join([*make_batches(1, length=4), *make_batches(1, length=5)])
