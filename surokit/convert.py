@@ -114,7 +114,7 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
     ]
     _share_scales(model, [layer for _, layer in layers], recipe)
     setattr(model, _ATTRIBUTE, recipe)
-    return Report(recipe, tuple(rows), _emulation(recipe, next(model.parameters()).device))
+    return Report(recipe, tuple(rows), emulation(recipe, next(model.parameters()).device))
 
 
 def recipe_of(model: nn.Module) -> Recipe | None:
@@ -280,7 +280,8 @@ def _to_adapt(model: nn.Module, recipe: Recipe, layers: list[tuple[str, nn.Linea
     return targets
 
 
-def _emulation(recipe: Recipe, device: torch.device) -> str:
+def emulation(recipe: Recipe, device: torch.device) -> str:
+    """What of a recipe `device` does not compute natively, in a few words; "" where it computes all of it."""
     if not recipe.quantized:
         return ""
     if recipe.storage and not recipe.forward.quantized:
@@ -292,4 +293,4 @@ def _abbreviate(names: list[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-__all__ = ["Report", "apply", "load_scaling_state", "precision", "recipe_of", "roll_scales", "scaling_state"]
+__all__ = ["Report", "apply", "emulation", "load_scaling_state", "precision", "recipe_of", "roll_scales", "scaling_state"]

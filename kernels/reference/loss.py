@@ -37,7 +37,9 @@ def forward(
 
     loss = x_TK.new_zeros((), dtype=torch.float32)
     dx_TK = torch.empty_like(x_TK) if need_dx else None
-    dw_VK = None
+    part_VK = torch.empty_like(w_VK) if need_dw else None
+    # the sum over chunks; a single chunk needs none
+    dw_VK = torch.zeros_like(w_VK, dtype=torch.float32) if need_dw and rows < T else part_VK
     logits_buffer = x_TK.new_empty((rows, V))
     # in float32 one buffer serves as both
     p_buffer = logits_buffer if x_TK.dtype == torch.float32 else x_TK.new_empty((rows, V), dtype=torch.float32)
@@ -54,12 +56,10 @@ def forward(
         dl = logits.copy_(p.exp_().scatter_add_(1, index, minus_one.expand(last - first, 1)))
         if dx_TK is not None:
             dx_TK[first:last] = torch.mm(dl, w_VK) * share_T1[first:last]
-        if need_dw:
-            part = torch.mm(dl.t(), x * counted)
-            if dw_VK is None:
-                dw_VK = part.float() if last < T else part  # a single chunk needs no float32 sum
-            else:
-                dw_VK += part
-    if need_dw:
-        dw_VK = torch.zeros_like(w_VK) if dw_VK is None else dw_VK.div_(n).to(w_VK.dtype)
+        if part_VK is not None and dw_VK is not None:
+            torch.mm(dl.t(), x * counted, out=part_VK)
+            if dw_VK is not part_VK:
+                dw_VK += part_VK
+    if dw_VK is not None:
+        dw_VK = dw_VK.div_(n).to(w_VK.dtype)
     return loss / n, dx_TK, dw_VK

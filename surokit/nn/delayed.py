@@ -68,11 +68,15 @@ class DelayedScales:
             self.recorded = True
         return used.view(1, 1)
 
-    def roll(self) -> None:
-        """Close the step: push the open slots into the history and take the new maxima. Does nothing if nothing was recorded."""
+    def roll(self, skipped: Tensor | None = None) -> None:
+        """Close the step: push the open slots into the history and take the new maxima. Does nothing if nothing was recorded.
+
+        `skipped` is above zero (on the device) where the optimizer masked its step out: such a step says nothing about the
+        tensors to come, and an inf would freeze the amax in force until it leaves the history.
+        """
         if not self.recorded:
             return
-        self.history_HS[self.cursor] = self.open_S
+        self.history_HS[self.cursor] = self.open_S if skipped is None else torch.where(skipped > 0, 0.0, self.open_S)
         self.cursor = (self.cursor + 1) % len(self.history_HS)
         largest = self.history_HS.amax(0)
         usable = (largest > 0) & (largest < torch.inf)
@@ -129,4 +133,4 @@ def _watch(bank: DelayedScales) -> None:
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for bank in _banks:
         if bank.recorded and bank.follows(optimizer):
-            bank.roll()
+            bank.roll(getattr(optimizer, "found_inf", None))

@@ -49,7 +49,8 @@ _COSINE = Cosine(warmup=20, steps=500)
 class Subscriber(Protocol):
     """Told of every step once its values have arrived, and of the end of a run: "done", "interrupted", "failed: ...".
 
-    A subscriber may also have on_eval(step, loss). One that raises is dropped with a warning.
+    A subscriber may also have on_start(total), the step a run is planned to end at, and on_eval(step, loss). One that raises
+    is dropped with a warning.
     """
 
     def on_step(self, record: Record) -> None: ...
@@ -169,6 +170,7 @@ class Session:
         reason = "done"
         self._clear_stop()
         self._decide_compile(steps)
+        self._tell("on_start", None if steps is None else self.steps + steps)
         try:
             with self._own_random_state(), self._interruptible(), self._loop():
                 while self.steps < last and time.monotonic() < deadline:
@@ -497,7 +499,7 @@ class Session:
     def numerics(self) -> str:
         """ "native", or what is emulated and why; "" for bf16 and for a model as given."""
         recipe = self.recipe
-        return "" if recipe is None or not recipe.quantized else convert._emulation(recipe, self.device) or "native"
+        return "" if recipe is None or not recipe.quantized else convert.emulation(recipe, self.device) or "native"
 
     def __repr__(self) -> str:
         recipe = f"{self.recipe.name} " if self.recipe else ""

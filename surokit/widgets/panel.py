@@ -86,8 +86,10 @@ class Panel:
             self._update(final=False)
 
     def on_eval(self, step: int, loss: float) -> None:
-        """Note a held-out loss measured after `step`."""
-        self.on_step({"step": step, "eval_loss": loss})
+        """Note a held-out loss measured after `step`; after the end of a run it waits for the next picture."""
+        self._waiting.append({"step": step, "eval_loss": loss})
+        if self.state.reason is None:
+            self.tick()
 
     def on_end(self, reason: str) -> None:
         """Take in what is there and leave the final picture. reason: "done", "interrupted" or "failed: ..."."""

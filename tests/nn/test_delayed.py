@@ -136,3 +136,21 @@ def test_a_foreign_state_is_refused(tiny):
     sk.apply(tiny, sk.FP8_ROWWISE)
     with pytest.raises(ValueError, match="apply the same recipe first"):
         convert.load_scaling_state(tiny, state)
+
+
+def test_a_masked_step_leaves_no_amax_behind(tiny, batch):
+    sk.apply(tiny, sk.FP8)
+    optimizer = sk.AdamW(tiny.parameters(), lr=1e-3)
+    train_step(tiny, batch, optimizer)
+    before = convert.scaling_state(tiny)
+    with torch.no_grad():
+        spoiled = tiny.embed.weight.clone()
+        tiny.embed.weight.fill_(float("inf"))
+    optimizer.found_inf = torch.ones(())
+    train_step(tiny, batch, optimizer)
+    optimizer.found_inf = None
+    with torch.no_grad():
+        tiny.embed.weight.copy_(spoiled)
+    after = convert.scaling_state(tiny)
+    assert torch.equal(after["in_force"], before["in_force"])
+    assert after["history"].isfinite().all()

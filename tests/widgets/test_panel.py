@@ -290,6 +290,17 @@ def test_held_out_points_are_drawn():
     assert "held out 2.250" in panel._repr_mimebundle_()["text/plain"]
 
 
+def test_an_evaluation_after_the_end_opens_no_new_output():
+    screen = Screen()
+    panel = Panel(PanelState(), view=SvgView(display=screen), clock=Clock())
+    panel.on_step(row(1))
+    panel.on_end("done")
+    panel.on_eval(1, 2.25)
+    assert screen.outputs == 1
+    panel.refresh()
+    assert "held out 2.250" in repr(panel)
+
+
 def test_a_new_plan_moves_the_end():
     panel = Panel(PanelState(total=500), view=CountingView(), clock=Clock())
     panel.on_start(60)

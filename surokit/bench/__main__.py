@@ -1,0 +1,58 @@
+"""Command line of the benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m surokit.bench", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    cpu = commands.add_parser("cpu", help="a small decoder beside transformers on the CPU: tokens/s, memory, loss")
+    cpu.add_argument("--systems", nargs="+", help="which systems to run (default: all)")
+    cpu.add_argument("--rounds", type=int, default=8, help="how often the systems take turns (default 8)")
+    cpu.add_argument("--steps", type=int, default=4, help="steps in a turn (default 4)")
+
+    gpu = commands.add_parser("gpu", help="LoRA on a Qwen3-0.6B shape: tokens/s, memory, idle share for each recipe")
+    gpu.add_argument("--recipes", nargs="+", default=["bf16", "fp8", "qfp8"])
+    gpu.add_argument("--rounds", type=int, default=4)
+    gpu.add_argument("--steps", type=int, default=8)
+    gpu.add_argument("--layers", type=int, help="fewer layers than the model's 28, for a quick look")
+
+    tables = commands.add_parser("tables", help="fill the marked places of Markdown files with the tables of their raw results")
+    tables.add_argument("pages", type=Path, nargs="+")
+
+    for command in (cpu, gpu):
+        command.add_argument("--out", type=Path, help="write the raw result to this JSON file")
+    arguments = parser.parse_args(argv)
+
+    from surokit.bench import result
+
+    if arguments.command == "tables":
+        for page in arguments.pages:
+            page.write_text(result.filled(page.read_text(encoding="utf-8"), page.parent), encoding="utf-8")
+        return 0
+    try:
+        if arguments.command == "cpu":
+            from surokit.bench.cpu import run as run_cpu
+
+            data = run_cpu(arguments.systems, arguments.rounds, arguments.steps)
+        else:
+            from surokit.bench.gpu import run as run_gpu
+
+            data = run_gpu(arguments.recipes, arguments.rounds, arguments.steps, arguments.layers)
+    except (ValueError, RuntimeError, ImportError) as error:
+        print(f"surokit.bench: {error}", file=sys.stderr)
+        return 2
+    print(result.table(data))
+    if arguments.out:
+        result.write(data, arguments.out)
+        print(f"raw result: {arguments.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""A benchmark's raw result: plain data with environment and date, and the table that is made from it."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def result(
+    name: str, settings: Mapping[str, Any], systems: Sequence[Mapping[str, Any]], baseline: str
+) -> dict[str, Any]:
+    """Put a result together.
+
+    Each system has `name`, `tokens_per_s` (one number a turn, in the order of the turns), `peak_mib`, `losses` (one a step) and
+    may have `first_step_s`, `idle` and `note`. Turns of equal index ran side by side, so ratios are taken turn by turn.
+    """
+    from surokit.environment import environment
+
+    return {
+        "benchmark": name,
+        "settings": dict(settings),
+        "environment": environment(),
+        "baseline": baseline,
+        "systems": [dict(s) for s in systems],
+    }
+
+
+def ratios(data: Mapping[str, Any], system: str) -> list[float]:
+    """tokens/s of a system over the baseline's, turn by turn."""
+    rates = {s["name"]: s["tokens_per_s"] for s in data["systems"]}
+    return [a / b for a, b in zip(rates[system], rates[data["baseline"]])]
+
+
+def loss_gap(data: Mapping[str, Any], system: str) -> float:
+    """Largest relative distance of a system's loss from the baseline's, over all steps."""
+    losses = {s["name"]: s["losses"] for s in data["systems"]}
+    return max(abs(a - b) / abs(b) for a, b in zip(losses[system], losses[data["baseline"]]))
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Minimum, median, maximum."""
+    return min(values), statistics.median(values), max(values)
+
+
+def table(data: Mapping[str, Any]) -> str:
+    """A Markdown table: one row a system, medians with their range over the turns."""
+    baseline = next((s for s in data["systems"] if s["name"] == data["baseline"]), None)
+    head = [
+        "system",
+        "tokens/s (median, range)",
+        "x baseline (median, range)",
+        "peak MiB",
+        "x",
+        "largest loss gap",
+        "first step s",
+        "note",
+    ]
+    rows = []
+    for s in data["systems"]:
+        low, mid, high = spread(s["tokens_per_s"])
+        ratio = memory = ""
+        if baseline is not None:
+            r_low, r_mid, r_high = spread(ratios(data, s["name"]))
+            ratio = f"{r_mid:.2f} ({r_low:.2f} to {r_high:.2f})"
+            memory = f"{s['peak_mib'] / baseline['peak_mib']:.2f}"
+        note = "; ".join(
+            x for x in (s.get("note", ""), f"idle {s['idle']:.1%}" if s.get("idle") is not None else "") if x
+        )
+        rows.append(
+            [
+                s["name"],
+                f"{mid:,.0f} ({low:,.0f} to {high:,.0f})",
+                ratio,
+                f"{s['peak_mib']:,.0f}",
+                memory,
+                f"{loss_gap(data, s['name']):.2%}" if baseline is not None else "",
+                f"{s['first_step_s']:.1f}" if "first_step_s" in s else "",
+                note,
+            ]
+        )
+    environment = data["environment"]
+    settings = ", ".join(f"{key} {value}" for key, value in data["settings"].items())
+    lines = ["| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows]]
+    device = environment["device"]
+    if device == "cpu":
+        device = f"{environment['cpu']}, {environment['cores']} cores"
+    foot = f"{data['benchmark']}; {settings}; {device}, torch {environment.get('torch')}, {environment.get('date')}"
+    return "\n".join([*lines, "", foot])
+
+
+def write(data: Mapping[str, Any], path: Path) -> None:
+    """The raw result as indented JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+_PLACE = re.compile(r"(<!-- table: (?P<raw>\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def filled(text: str, folder: Path) -> str:
+    """`text` with every marked place holding the table of its raw file; paths are relative to `folder`.
+
+    A place is `<!-- table: measurements/cpu.json -->` ... `<!-- end of table -->`.
+    """
+
+    def table_of(place: re.Match[str]) -> str:
+        data = json.loads((folder / place["raw"]).read_text(encoding="utf-8"))
+        return f"{place[1]}\n{table(data)}\n\n{place[3]}"
+
+    return _PLACE.sub(table_of, text)

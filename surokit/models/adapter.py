@@ -1,0 +1,137 @@
+"""LoRA adapters in PEFT's layout: adapter_model.safetensors and adapter_config.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from surokit.errors import CheckpointError
+from surokit.models.folder import Tensors, check_shapes, read_json, write_json, written_whole
+from surokit.nn.linear import Linear
+from surokit.recipe import Lora
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_SUFFIXES = (".lora_A.weight", ".lora_B.weight")
+# settings of PEFT that change what an adapter computes, with the values that mean the plain one
+_PLAIN = {
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "layer_replication": ([], None),
+}
+
+
+def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) -> Path:
+    """Write the model's LoRA adapter as PEFT does; returns the folder. `peft.PeftModel.from_pretrained` loads it.
+
+    model: a Decoder, or any model whose layers `surokit.apply` adapted. base: name or folder of the base model for the
+    adapter's config, by default where the model was loaded from. The files appear at once or not at all.
+
+    Raises CheckpointError where the model has no adapter, layers have different ranks, or writing fails.
+    """
+    layers = _linears(model)
+    adapted = {name: m for name, m in layers.items() if m.has_adapter}
+    if not adapted:
+        raise CheckpointError("The model has no adapter to save: give it one with surokit.apply(model, recipe.lora()).")
+    kinds = {(m.lora_rank, m.lora_alpha) for m in adapted.values()}
+    if len(kinds) > 1:
+        raise CheckpointError(f"The adapter has several ranks or alphas ({sorted(kinds)}): save() writes one of each.")
+    rank, alpha = kinds.pop()
+    leaves = {name.rpartition(".")[2] for name in adapted}
+    everywhere = all(name in adapted for name in layers if name.rpartition(".")[2] in leaves)
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or getattr(model, "name_or_path", None),
+        "r": rank,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "target_modules": sorted(leaves if everywhere else adapted),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    tensors = {}
+    for name, layer in adapted.items():
+        for suffix, part in zip(_SUFFIXES, (layer.lora_A, layer.lora_B)):
+            tensors[f"{_PREFIX}{name}{suffix}"] = part.weight.detach().contiguous()
+    folder = Path(folder)
+    with written_whole(folder) as draft:
+        write_json(draft / CONFIG, config)
+        save_file(tensors, draft / WEIGHTS, metadata={"format": "pt"})
+    return folder
+
+
+def load_adapter(model: nn.Module, folder: str | Path) -> None:
+    """Read a LoRA adapter that we or PEFT wrote into the model's layers and freeze everything else.
+
+    Adapters that are there already are replaced. Parameters take the dtype of the layer, bfloat16 over a stored weight.
+
+    Raises FileNotFoundError for a missing folder or file, CheckpointError for tensors that do not fit the model (all are named)
+    or settings other than plain LoRA (rank-stabilized scaling is fine).
+    """
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"There is no folder {folder}: give the folder that holds {CONFIG}.")
+    config = read_json(folder / CONFIG)
+    lora = _plain_lora(config, folder)
+    if not (folder / WEIGHTS).is_file():
+        raise FileNotFoundError(f"{folder} has no {WEIGHTS}: there is no adapter to load.")
+    layers = _linears(model)
+    with Tensors([folder / WEIGHTS]) as tensors:
+        found = {name.removeprefix(_PREFIX): shape for name, shape in tensors.shapes.items()}
+        names = {name.removesuffix(s) for name in found for s in _SUFFIXES if name.endswith(s)} & layers.keys()
+        wanted: dict[str, tuple[int, ...]] = {}
+        for name in names:
+            layer = layers[name]
+            wanted |= {
+                f"{name}.lora_A.weight": (lora.rank, layer.in_features),
+                f"{name}.lora_B.weight": (layer.out_features, lora.rank),
+            }
+        check_shapes(found, wanted, folder)
+        if not names:
+            raise CheckpointError(f"{folder / WEIGHTS} holds no adapter weights.")
+        model.requires_grad_(False)
+        for name in sorted(names):
+            layer = layers[name]
+            if layer.has_adapter:
+                layer.remove_adapter()
+            layer.add_adapter(lora)
+            with torch.no_grad():
+                for suffix, part in zip(_SUFFIXES, (layer.lora_A, layer.lora_B)):
+                    part.weight.copy_(tensors[f"{_PREFIX}{name}{suffix}"])
+
+
+def _linears(model: nn.Module) -> dict[str, Linear]:
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+    if not layers:
+        raise CheckpointError(
+            f"{type(model).__name__} has no surokit.nn.Linear layers: surokit.apply(model, surokit.BF16) makes them."
+        )
+    return layers
+
+
+def _plain_lora(config: dict[str, Any], folder: Path) -> Lora:
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{folder} holds an adapter of type {config.get('peft_type')}: only LORA is supported.")
+    odd = [f"{key}={config[key]!r}" for key, plain in _PLAIN.items() if key in config and config[key] not in plain]
+    if odd:
+        raise CheckpointError(
+            f"The adapter in {folder} is not a plain LoRA ({', '.join(odd)}), which is not supported."
+        )
+    try:
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / CONFIG} lacks a usable r or lora_alpha: {error}.") from error
+    if config.get("use_rslora"):  # alpha / sqrt(r) instead of alpha / r
+        alpha *= rank**0.5
+    targets = config.get("target_modules") or ("all",)
+    return Lora(rank, alpha, (targets,) if isinstance(targets, str) else tuple(targets))

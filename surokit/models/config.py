@@ -1,0 +1,317 @@
+"""DecoderConfig: the shape of a decoder, and its translation from and to a Hugging Face config.json.
+
+Four families of config describe one architecture: llama (Llama 2 and 3, SmolLM2), mistral, qwen2 (Qwen2.5) and qwen3. They
+differ in biases, QK-norm, sliding window and defaults, all of which are fields here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from surokit.errors import CheckpointError
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# what transformers assumes where a config.json is silent
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "sliding_window": 4096, "num_key_value_heads": 8},
+    "qwen2": {"max_position_embeddings": 32768, "sliding_window": 4096, "num_key_value_heads": 32},
+    "qwen3": {
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+    },
+}
+_REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Shape of a `Decoder`.
+
+    layers: blocks. width: of the residual stream. heads, kv_heads: query heads and the key heads they share (GQA where fewer).
+    ffn: width of the SwiGLU. head_dim: width / heads unless given. tied: the head is the embedding matrix.
+    rope_scaling: None, or {"rope_type": "linear" | "llama3", ...} with the keys of a Hugging Face config.
+    sliding_window: each query sees that many keys, itself included, in `window_layers` (all of them unless given).
+    max_length: longest sequence in tokens. bos_id, eos_id, pad_id: special tokens, written to config.json.
+    family: "llama", "mistral", "qwen2" or "qwen3" as read from a checkpoint; None lets `to_hf` choose one that can say the rest.
+
+    Raises ValueError where the numbers do not fit together.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    ffn: int
+    head_dim: int | None = None
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
+    norm_eps: float = 1e-5
+    tied: bool = True
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    window_layers: tuple[int, ...] | None = None
+    max_length: int = 2048
+    bos_id: int | None = None
+    eos_id: int | tuple[int, ...] | None = None
+    pad_id: int | None = None
+    family: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "layers",
+            "width",
+            "heads",
+            "kv_heads",
+            "vocab",
+            "ffn",
+            "max_length",
+            "head_dim",
+            "sliding_window",
+        ):
+            value = getattr(self, name)
+            if value is None and name in ("head_dim", "sliding_window"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"DecoderConfig({name}={value!r}): a whole number of at least 1 is needed.")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"DecoderConfig(heads={self.heads}, kv_heads={self.kv_heads}): heads must be a multiple of kv_heads."
+            )
+        if self.head_dim is None:
+            if self.width % self.heads:
+                raise ValueError(
+                    f"DecoderConfig(width={self.width}, heads={self.heads}): width is not a multiple of heads; give head_dim."
+                )
+            object.__setattr__(self, "head_dim", self.width // self.heads)
+        if self.rotary_width % 2:
+            raise ValueError(f"DecoderConfig(head_dim={self.head_dim}): rotary embedding needs an even head_dim.")
+        if self.family is not None and self.family not in ARCHITECTURES:
+            raise ValueError(f"DecoderConfig(family={self.family!r}): known are {', '.join(ARCHITECTURES)}.")
+        _check_scaling(self.rope_scaling, ValueError)
+
+    @property
+    def rotary_width(self) -> int:
+        """head_dim, which is never None once made."""
+        assert self.head_dim is not None
+        return self.head_dim
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text, none where the config names none."""
+        return () if self.eos_id is None else (self.eos_id,) if isinstance(self.eos_id, int) else tuple(self.eos_id)
+
+    def window_of(self, layer: int) -> int | None:
+        """The sliding window of block `layer`, None where it sees everything before it."""
+        if self.window_layers is not None and layer not in self.window_layers:
+            return None
+        return self.sliding_window
+
+    # -- Hugging Face
+
+    @staticmethod
+    def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
+        """Read a config.json's dict, old style (rope_theta, rope_scaling) or new (rope_parameters).
+
+        Raises CheckpointError for an architecture, activation or RoPE scaling that is not supported, or a missing field.
+        """
+        family = str(config.get("model_type") or "")
+        if family not in ARCHITECTURES:
+            named = config.get("architectures") or [family or "a config without model_type"]
+            raise CheckpointError(
+                f"The architecture {', '.join(map(str, named))} is not supported: known are "
+                f"{', '.join(ARCHITECTURES.values())}."
+            )
+        missing = [key for key in _REQUIRED if config.get(key) is None]
+        if missing:
+            raise CheckpointError(f"The config lacks {', '.join(missing)}: it is not a complete config.json.")
+        get = _Fields(config, _DEFAULTS[family])
+        activation = get("hidden_act", "silu")
+        if activation not in ("silu", "swish"):
+            raise CheckpointError(
+                f"The activation {activation!r} is not supported: the feed-forward layer is SwiGLU (silu)."
+            )
+        bias = bool(get("attention_bias", False))
+        window, window_layers = _window(get, family)
+        theta, scaling = _rope(get)
+        eos = get("eos_token_id")
+        return DecoderConfig(
+            layers=get("num_hidden_layers"),
+            width=get("hidden_size"),
+            heads=get("num_attention_heads"),
+            kv_heads=get("num_key_value_heads", get("num_attention_heads")),
+            vocab=get("vocab_size"),
+            ffn=get("intermediate_size"),
+            head_dim=None if family == "qwen2" else get("head_dim"),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            norm_eps=float(get("rms_norm_eps", 1e-6)),
+            tied=bool(get("tie_word_embeddings", False)),
+            qkv_bias=family == "qwen2" or bias,
+            o_bias=family != "qwen2" and bias,
+            mlp_bias=family == "llama" and bool(get("mlp_bias", False)),
+            qk_norm=family == "qwen3",
+            sliding_window=window,
+            window_layers=window_layers,
+            max_length=get("max_position_embeddings"),
+            bos_id=get("bos_token_id"),
+            eos_id=tuple(eos) if isinstance(eos, list | tuple) else eos,
+            pad_id=get("pad_token_id"),
+            family=family,
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The dict of a config.json that transformers reads, version 4 and 5; `from_hf` is its inverse.
+
+        Raises CheckpointError where no supported family can express the configuration.
+        """
+        family = self.family or self._choose_family()
+        reason = self._unfit(family)
+        if reason:
+            raise CheckpointError(f"A {family} config cannot express this model: {reason}.")
+        scaling = dict(self.rope_scaling) if self.rope_scaling else None
+        hf: dict[str, Any] = {
+            "architectures": [ARCHITECTURES[family]],
+            "model_type": family,
+            "vocab_size": self.vocab,
+            "hidden_size": self.width,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_length,
+            "rms_norm_eps": self.norm_eps,
+            "tie_word_embeddings": self.tied,
+            "attention_dropout": 0.0,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": scaling,
+            "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": self.rope_theta},
+            "bos_token_id": self.bos_id,
+            "eos_token_id": list(self.eos_id) if isinstance(self.eos_id, tuple) else self.eos_id,
+            "pad_token_id": self.pad_id,
+        }
+        if family != "qwen2":
+            hf["head_dim"] = self.head_dim
+        if family in ("llama", "qwen3"):
+            hf["attention_bias"] = self.qkv_bias
+        if family == "llama":
+            hf["mlp_bias"] = self.mlp_bias
+        if family == "mistral":
+            hf["sliding_window"] = self.sliding_window
+        if family in ("qwen2", "qwen3"):
+            windows = [self.window_of(i) is not None for i in range(self.layers)]
+            hf["use_sliding_window"] = any(windows)
+            hf["sliding_window"] = self.sliding_window
+            hf["max_window_layers"] = windows.index(True) if any(windows) else self.layers
+            hf["layer_types"] = ["sliding_attention" if w else "full_attention" for w in windows]
+        return hf
+
+    def _choose_family(self) -> str:
+        for family in ARCHITECTURES:
+            if not self._unfit(family):
+                return family
+        reasons = "; ".join(f"{family}: {self._unfit(family)}" for family in ARCHITECTURES)
+        raise CheckpointError(f"No supported family can express this model ({reasons}).")
+
+    def _unfit(self, family: str) -> str:
+        """Why `family` cannot express this configuration, "" where it can."""
+        if self.qk_norm != (family == "qwen3"):
+            return "it has QK-norm" if self.qk_norm else "it has no QK-norm"
+        if family == "qwen2":
+            if not self.qkv_bias or self.o_bias:
+                return "qwen2 has biases in q, k and v, and only there"
+            if self.head_dim != self.width // self.heads:
+                return "qwen2 has head_dim = width / heads"
+        elif family == "mistral":
+            if self.qkv_bias or self.o_bias:
+                return "mistral has no biases"
+        elif self.qkv_bias != self.o_bias:
+            return f"{family} has biases in all of q, k, v and o, or in none"
+        if self.mlp_bias and family != "llama":
+            return f"{family} has no biases in the feed-forward layer"
+        if self.sliding_window is not None:
+            if family == "llama":
+                return "llama has no sliding window"
+            if family == "mistral" and self.window_layers not in (None, tuple(range(self.layers))):
+                return "mistral's sliding window is the same in every block"
+        return ""
+
+
+class _Fields:
+    """A config's value, else the family's default, else the one given; null counts as absent except where it says no."""
+
+    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.config, self.defaults = config, defaults
+
+    def __call__(self, key: str, default: Any = None) -> Any:
+        if key in self.config and (self.config[key] is not None or key == "sliding_window"):
+            return self.config[key]
+        if key in self.config and key == "num_key_value_heads":  # null means no grouping
+            return default
+        return self.defaults.get(key, default)
+
+
+def _window(get: _Fields, family: str) -> tuple[int | None, tuple[int, ...] | None]:
+    """Sliding window and the blocks that have it; (None, None) without."""
+    if family == "llama":
+        return None, None
+    window = get("sliding_window")
+    if family == "mistral":
+        return window, None
+    if not get("use_sliding_window", False) or window is None:
+        return None, None
+    layers = get("num_hidden_layers")
+    types = get("layer_types")
+    if types is None:
+        first = get("max_window_layers", 28)
+        chosen = tuple(range(first, layers))
+    else:
+        chosen = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+    return (window, chosen) if chosen else (None, None)
+
+
+def _rope(get: _Fields) -> tuple[float, dict[str, Any] | None]:
+    """theta and scaling from either style of config."""
+    rope = dict(get("rope_parameters") or {}) | dict(get("rope_scaling") or {})
+    theta = float(rope.pop("rope_theta", None) or get("rope_theta") or 10000.0)
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope.pop("type", None)
+    if float(rope.pop("partial_rotary_factor", None) or get("partial_rotary_factor") or 1.0) != 1.0:
+        raise CheckpointError("A partial rotary embedding is not supported: partial_rotary_factor must be 1.")
+    if kind == "default":
+        return theta, None
+    if kind == "llama3":
+        rope.setdefault("original_max_position_embeddings", get("max_position_embeddings"))
+    scaling = {"rope_type": kind, **rope}
+    _check_scaling(scaling, CheckpointError)
+    return theta, {"rope_type": kind, **{key: rope[key] for key in _ROPE_KEYS[kind]}}
+
+
+def _check_scaling(scaling: Mapping[str, Any] | None, error: type[ValueError]) -> None:
+    if scaling is None:
+        return
+    kind = scaling.get("rope_type")
+    if kind not in _ROPE_KEYS:
+        raise error(f"RoPE scaling {kind!r} is not supported: known are {', '.join(_ROPE_KEYS)}.")
+    missing = [key for key in _ROPE_KEYS[kind] if key not in scaling]
+    if missing:
+        raise error(f"RoPE scaling {kind!r} needs {', '.join(missing)}.")

@@ -1,0 +1,176 @@
+"""Safetensors folders in Hugging Face's layout: checked by their headers, read tensor by tensor, written whole or not at all.
+
+Reading goes through memory mapping: a tensor's bytes are touched when it is copied to its place, so a model is never in memory
+twice. Writing goes to a hidden folder beside the target and is moved into place when everything is on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from surokit.errors import CheckpointError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Tensors:
+    """The tensors of one or several safetensors files by name, open and mapped but not read."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._files = []
+        self._owner: dict[str, Any] = {}
+        for path in files:
+            try:
+                opened = safe_open(path, framework="pt")
+            except FileNotFoundError as error:
+                raise CheckpointError(f"{path.parent} lacks {path.name}: copy or download it again.") from error
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} is damaged or cut off ({error}): copy or download it again.") from error
+            file = opened.__enter__()
+            self._files.append(opened)
+            self._owner.update(dict.fromkeys(file.keys(), file))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._owner.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._owner[name].get_tensor(name)
+        return tensor
+
+    def __enter__(self) -> Tensors:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files:
+            file.__exit__(kind, error, trace)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. FileNotFoundError where it is missing, CheckpointError where it is damaged."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path.parent} has no {path.name}: it is not a folder of this kind.") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}): copy or download it again.") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} holds a {type(data).__name__}, not an object: copy or download it again.")
+    return data
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder: the single one, or the shards that the index names."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if (folder / INDEX).is_file():
+        shards = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise CheckpointError(f"{folder / INDEX} has no weight_map: copy or download it again.")
+        return [folder / name for name in dict.fromkeys(shards.values())]
+    if any(folder.glob("pytorch_model*.bin")):
+        raise CheckpointError(
+            f"{folder} holds pickled weights (pytorch_model.bin) only: save it with safetensors, for example by "
+            "transformers' save_pretrained()."
+        )
+    raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}: there are no weights to load.")
+
+
+def check_shapes(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], where: object) -> None:
+    """CheckpointError that names every missing, extra and wrongly shaped tensor, or nothing."""
+    missing = sorted(wanted.keys() - found.keys())
+    extra = sorted(found.keys() - wanted.keys())
+    wrong = [
+        f"{name} {list(found[name])} instead of {list(wanted[name])}"
+        for name in sorted(wanted.keys() & found.keys())
+        if found[name] != wanted[name]
+    ]
+    problems = [
+        f"{kind}: {', '.join(names)}"
+        for kind, names in (("missing", missing), ("extra", extra), ("wrong shape", wrong))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"The tensors in {where} do not fit its config. {'; '.join(problems)}. Config and weights must be of one model."
+        )
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A fresh folder to write into; its files move into `folder` if the block ends well, and vanish if it does not.
+
+    Every file is replaced in one piece. Other files in `folder` (a tokenizer, say) stay.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file: give a folder to save to.")
+    draft: Path | None = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = folder.parent / f".{folder.name}-{uuid.uuid4().hex[:8]}"
+        draft.mkdir()
+        yield draft
+        for path in draft.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        _move(draft, folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"Saving to {folder} failed ({error}): what was there before is untouched; check space and permissions."
+        ) from error
+    finally:
+        if draft is not None:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _move(draft: Path, folder: Path) -> None:
+    if not folder.exists():
+        draft.rename(folder)
+        return
+    new = {path.name for path in draft.iterdir()}
+    for path in draft.iterdir():
+        path.replace(folder / path.name)
+    if SINGLE in new or INDEX in new:  # an older index or shards would be taken for this model's
+        for stale in (*folder.glob("model-*-of-*.safetensors"), folder / SINGLE, folder / INDEX):
+            if stale.name not in new:
+                stale.unlink(missing_ok=True)
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int) -> None:
+    """model.safetensors, or shards of at most `shard_bytes` with their index, as transformers names them."""
+    shards: list[dict[str, Tensor]] = [{}]
+    room = shard_bytes
+    for name, tensor in tensors.items():
+        if shards[-1] and tensor.nbytes > room:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], folder / SINGLE, metadata={"format": "pt"})
+        return
+    owner = {}
+    for i, shard in enumerate(shards, 1):
+        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        owner.update(dict.fromkeys(shard, file))
+    total = sum(t.nbytes for t in tensors.values())
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": owner})

@@ -1,0 +1,62 @@
+"""RMSNorm: inputs in the model's dtype, arithmetic in float32, nothing kept for backward but the input and one number a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from surokit.kernels.reference import norm as reference
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension; x and y [..., width] in one dtype.
+
+    Computed in float32 and rounded once, where transformers rounds before the multiplication by the weight too.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.numel()}, eps={self.eps}"
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """The function of `RMSNorm`: x [..., K], weight [K].
+
+    torch has a fused kernel on CUDA and its compiler fuses the definition; the eager CPU gets ours.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
+    y: Tensor = _RMSNorm.apply(x, weight, eps)
+    return y
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x_TK = x.reshape(-1, x.shape[-1])
+        y_TK, r_T1 = reference.forward(x_TK, weight, eps)
+        ctx.save_for_backward(x, weight, r_T1)
+        return y_TK.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, r_T1 = ctx.saved_tensors
+        K = x.shape[-1]
+        dx_TK, dw_K = reference.backward(dy.reshape(-1, K), x.reshape(-1, K), weight, r_T1)
+        return dx_TK.view(x.shape), dw_K, None

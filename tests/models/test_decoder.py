@@ -1,0 +1,174 @@
+"""The decoder's own contract: output, masks, packed documents, ids that are refused, compilation without a break."""
+
+import copy
+
+import pytest
+import torch
+
+import surokit as sk
+from surokit.models.checkpoint import load
+from surokit.models.decoder import Decoder, DecoderConfig, KeyValueCache, visible
+from surokit.nn.linear import Linear
+from tests.models.families import write
+
+CONFIG = DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, vocab=50, ffn=48, max_length=64)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Decoder(CONFIG)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(50, (2, 20), generator=torch.Generator().manual_seed(1))
+
+
+def test_output(model, ids):
+    out = model(ids, labels=ids)
+    logits = model(ids).logits
+    assert model(ids).loss is None
+    assert out.loss.dtype == torch.float32
+    assert torch.equal(out.logits, logits)
+    assert out.logits is out.logits
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, expected)
+    out.logits.sum().backward()  # read late, they still carry gradients
+    assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
+
+
+def test_initial_parameters_and_keys(model):
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert abs(float(model.model.embed_tokens.weight.detach().std()) - 0.02) < 2e-3
+    assert "model.layers.1.self_attn.o_proj.weight" in model.state_dict()
+    untied = Decoder(DecoderConfig(**{**vars(CONFIG), "tied": False}), dtype=torch.bfloat16)
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+    assert {p.dtype for p in untied.parameters()} == {torch.bfloat16}
+    assert all(isinstance(m, Linear) for m in untied.modules() if isinstance(m, torch.nn.Linear))
+
+
+def test_meta_device_and_copies(model, ids):
+    empty = Decoder(CONFIG, device="meta")
+    assert all(p.is_meta for p in empty.parameters())
+    empty.to_empty(device="cpu").load_state_dict(model.state_dict())
+    assert empty.lm_head.weight is empty.model.embed_tokens.weight
+    for other in (empty, copy.deepcopy(model)):
+        assert torch.equal(other(ids).logits, model(ids).logits)
+
+
+def test_packed_documents_with_positions_equal_documents_alone(tmp_path, ids):
+    theirs = write(tmp_path, "qwen3")
+    model = load(tmp_path, dtype=torch.float32, device="cpu")
+    positions = torch.cat((torch.arange(7), torch.arange(13))).expand(2, -1)
+    packed = model(ids, position_ids=positions).logits
+    alone = torch.cat((model(ids[:, :7]).logits, model(ids[:, 7:]).logits), dim=1)
+    torch.testing.assert_close(packed, alone)
+    torch.testing.assert_close(
+        packed, theirs(ids, position_ids=positions, use_cache=False).logits, atol=1e-5, rtol=1e-5
+    )
+    # without positions a row is one text
+    assert not torch.allclose(model(ids).logits[:, 7:], alone[:, 7:])
+
+
+def test_what_is_visible():
+    cpu = torch.device("cpu")
+    assert visible(5, 0, None, None, cpu) is None
+    assert visible(5, 0, 5, None, cpu) is None
+    assert visible(1, 9, None, None, cpu) is None
+    assert seen(4, 0, 2) == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    assert seen(1, 3, 2) == [[0, 0, 1, 1]]
+    assert seen(2, 1, None) == [[1, 1, 0], [1, 1, 1]]
+    assert seen(3, 0, None, torch.tensor([[0, 1, 0]])) == [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
+
+
+def seen(T, start, window, position_ids=None):
+    mask = visible(T, start, window, position_ids, torch.device("cpu"))
+    assert mask is not None
+    return mask.int().tolist()
+
+
+def test_cache_in_pieces_equals_the_whole(model, ids):
+    whole = model(ids).logits
+    cache = KeyValueCache(CONFIG, 2, 20, torch.device("cpu"), torch.float32)
+    with pytest.raises(ValueError, match="no_grad"):
+        model(ids, cache=cache)
+    with torch.no_grad():
+        parts = [model(part, cache=cache).logits for part in ids.split([8, 1, 6, 5], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    assert cache.seen == 20
+
+
+def test_ids_that_are_refused(model, ids):
+    with pytest.raises(TypeError, match=r"token ids.*float32"):
+        model(ids.float())
+    for bad in (ids[0], ids[:, :0], ids[None]):
+        with pytest.raises(ValueError, match=r"\[batch, tokens\]"):
+            model(bad)
+    with pytest.raises(ValueError, match="labels .* another shape"):
+        model(ids, labels=ids[:, 1:])
+    with pytest.raises(TypeError, match="labels is int64"):
+        model(ids, labels=ids.int())
+    with pytest.raises(ValueError, match="has 65 tokens and the model is made for 64"):
+        model(torch.zeros(1, 65, dtype=torch.int64))
+
+
+def test_configs_that_do_not_fit():
+    good = vars(CONFIG)
+    for change, match in (
+        ({"heads": 3, "head_dim": None}, "multiple of kv_heads"),
+        ({"width": 30, "head_dim": None}, "multiple of heads"),
+        ({"head_dim": 7}, "even head_dim"),
+        ({"layers": 0}, "layers=0"),
+        ({"vocab": 10.5}, "vocab=10.5"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        ({"family": "gpt2"}, "gpt2"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            DecoderConfig(**{**good, **change})
+
+
+def test_config_goes_round():
+    for config in (
+        CONFIG,
+        DecoderConfig(**{**vars(CONFIG), "qk_norm": True, "tied": False, "eos_id": (1, 2), "norm_eps": 1e-6}),
+        DecoderConfig(**{**vars(CONFIG), "qkv_bias": True, "sliding_window": 8, "window_layers": (1,)}),
+        DecoderConfig(**{**vars(CONFIG), "sliding_window": 8}),
+    ):
+        back = DecoderConfig.from_hf(config.to_hf())
+        assert {**vars(back), "family": None} == vars(config)
+        assert hash(back) == hash(DecoderConfig.from_hf(back.to_hf()))
+
+
+def test_a_head_that_is_more_than_a_weight(model, ids):
+    plain = model(ids, labels=ids).loss
+    sk.apply(model, sk.FP8_CURRENT.also("lm_head"))
+    assert model.lm_head.precision is not None
+    loss = model(ids, labels=ids).loss
+    assert loss != plain
+    assert abs(float((loss - plain).detach())) < 0.05 * float(plain.detach())
+    loss.backward()
+    assert model.lm_head.weight.grad is not None
+    sk.apply(model, sk.BF16.lora(rank=2, targets=("lm_head",)))
+    model(ids, labels=ids).loss.backward()
+    assert model.lm_head.lora_B.weight.grad.abs().max() > 0
+
+
+# torch's own tracing of an autograd.Function makes an instance of it
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiles_without_a_break(model, ids, dtype):
+    model.to(dtype)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    out, expected = compiled(ids, labels=ids), model(ids, labels=ids)
+    torch.testing.assert_close(out.loss, expected.loss, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(out.logits, expected.logits, atol=2e-2, rtol=2e-2)
+    out.loss.backward()
+    ours = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    expected.loss.backward()
+    for name, parameter in model.named_parameters():
+        assert (ours[name] - parameter.grad).norm() <= (
+            1e-4 if dtype == torch.float32 else 0.03
+        ) * parameter.grad.norm()
+    torch.testing.assert_close(compiled(ids).logits, expected.logits, atol=2e-2, rtol=2e-2)
