@@ -30,7 +30,7 @@ test: $(VENV)/.test ## all tests: lint, types, units, notebooks
 	@echo "== ruff and mypy"
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy surokit kernels tests
 	@echo "== tests"
-	@OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --timeout 300 -m "not gpu and not soak"
+	@OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 --dist loadfile --timeout 300 -m "not gpu and not soak"
 	@echo "== notebooks"
 	@$(PYTEST) --nbval-lax notebooks -p no:xdist
 

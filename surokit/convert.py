@@ -293,4 +293,13 @@ def _abbreviate(names: list[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-__all__ = ["Report", "apply", "emulation", "load_scaling_state", "precision", "recipe_of", "roll_scales", "scaling_state"]
+__all__ = [
+    "Report",
+    "apply",
+    "emulation",
+    "load_scaling_state",
+    "precision",
+    "recipe_of",
+    "roll_scales",
+    "scaling_state",
+]

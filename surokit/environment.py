@@ -20,12 +20,11 @@ from typing import Any
 from surokit.tables import html_table, text_table
 
 #: First CUDA compute capability whose tensor cores multiply a format; below it the format is emulated.
-NATIVE_FROM = {"bf16": (8, 0), "fp8": (8, 9), "mx, fp4": (10, 0)}
+NATIVE_FROM = {"bf16": (8, 0), "fp8": (8, 9)}
 _OPTIONAL = (
     # package, what it gives, the command that brings it
     ("pandas", "tables", "pip install pandas"),
     ("matplotlib", "plots", "pip install matplotlib"),
-    ("ipywidgets", "the live panel", "pip install ipywidgets"),
     ("tokenizers", "text data", "pip install tokenizers"),
     ("datasets", "data from the hub", "pip install datasets"),
     ("jinja2", "chat templates", "pip install jinja2"),

@@ -93,11 +93,14 @@ def _run(nb: Any, folder: Path) -> int:
         # cleanup_kc: nbclient leaves a kernel running whose manager it did not make
         with client.setup_kernel(env=_kernel_environment(scratch), cleanup_kc=True):
             for n, i in enumerate(code, 1):
-                print(f"[{n:>2}/{len(code)}] {_first_line(nb.cells[i].source)}", end="", flush=True)
                 start = time.perf_counter()
-                status, outcome = _execute_cell(client, i, n)
-                print(f"  {time.perf_counter() - start:.1f} s", flush=True)
-                client.set_widgets_metadata()
+                try:
+                    print(f"[{n:>2}/{len(code)}] {_first_line(nb.cells[i].source)}", end="", flush=True)
+                    status, outcome = _execute_cell(client, i, n)
+                    print(f"  {time.perf_counter() - start:.1f} s", flush=True)
+                    client.set_widgets_metadata()
+                except KeyboardInterrupt:
+                    status, outcome = 130, "was interrupted."
                 if status:
                     print(f"\nCell {n} {outcome}", file=sys.stderr)
                     return status
@@ -115,8 +118,6 @@ def _execute_cell(client: Any, index: int, count: int) -> tuple[int, str]:
         return 1, f"failed:\n{_plain(cell, error)}"
     except DeadKernelError:
         return 1, "ended the kernel, most likely for want of memory."
-    except KeyboardInterrupt:
-        return 130, "was interrupted."
     return 0, ""
 
 

@@ -89,9 +89,10 @@ class Rule:
     def __str__(self) -> str:
         if self.pattern:
             return self.pattern
-        if self.first:
-            return f"first {self.first} blocks"
-        return f"last {self.last} blocks" if self.last else f"last {self.last_share:.0%} of blocks"
+        if self.last_share:
+            return f"last {self.last_share:.0%} of blocks"
+        end, n = ("first", self.first) if self.first else ("last", self.last)
+        return f"{end} block" if n == 1 else f"{end} {n} blocks"
 
 
 def block_of(name: str) -> int | None:

@@ -27,6 +27,7 @@ class Tiny(nn.Module):
     def forward(self, input_ids, labels=None):
         x = self.embed(input_ids)
         for layer in self.layers:
+            assert isinstance(layer, nn.ModuleDict)
             x = x + layer["down_proj"](torch.nn.functional.silu(layer["up_proj"](x)))
         logits = self.lm_head(x).float()
         loss = None

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 BLOCK_ROWS = 256
-GROUP_ELEMENTS = 8 * 1024 * 1024  # scores held at once, 16 MiB
+GROUP_ELEMENTS = 2 * 1024 * 1024  # scores held at once, 4 MiB
 LARGE_SCORE = 8.0
 HIDDEN = -30000.0  # far below any score, and finite so that r stays finite too
 

@@ -22,7 +22,9 @@ def main(argv: list[str] | None = None) -> int:
     gpu.add_argument("--steps", type=int, default=8)
     gpu.add_argument("--layers", type=int, help="fewer layers than the model's 28, for a quick look")
 
-    tables = commands.add_parser("tables", help="fill the marked places of Markdown files with the tables of their raw results")
+    tables = commands.add_parser(
+        "tables", help="fill the marked places of Markdown files with the tables of their raw results"
+    )
     tables.add_argument("pages", type=Path, nargs="+")
 
     for command in (cpu, gpu):

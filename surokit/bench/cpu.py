@@ -20,7 +20,7 @@ from typing import Any
 
 from surokit.bench.result import result
 
-SHAPE = {"layers": 8, "width": 512, "heads": 8, "kv_heads": 8, "vocab": 8192, "ffn": 1376}
+SHAPE: dict[str, Any] = {"layers": 8, "width": 512, "heads": 8, "kv_heads": 8, "vocab": 8192, "ffn": 1376}
 BATCH, LENGTH = 4, 512
 LEARNING_RATE, BETAS, DECAY = 3e-4, (0.9, 0.95), 0.1
 BASELINE = "transformers"
@@ -41,7 +41,9 @@ def run(names: list[str] | None, rounds: int, steps: int) -> dict[str, Any]:
     unknown = [n for n in names if n not in SYSTEMS]
     if unknown:
         raise ValueError(f"There is no system {unknown[0]!r}: known are {', '.join(SYSTEMS)}.")
-    found = {name: {"name": name, "note": SYSTEMS[name], "tokens_per_s": [], "losses": []} for name in names}
+    found: dict[str, dict[str, Any]] = {
+        name: {"name": name, "note": SYSTEMS[name], "tokens_per_s": [], "losses": []} for name in names
+    }
     with tempfile.TemporaryDirectory() as folder:
         _write_weights(Path(folder))
         floor_mib = _bare_torch_mib()

@@ -14,7 +14,7 @@ from typing import Any
 from surokit.bench.result import result
 
 # Qwen3-0.6B: https://huggingface.co/Qwen/Qwen3-0.6B, config.json
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "layers": 28,
     "width": 1024,
     "heads": 16,

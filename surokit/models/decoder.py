@@ -7,6 +7,7 @@ B batch, T tokens, K width, H query heads, G key heads, D head width, V vocabula
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -265,13 +266,17 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def _initialize(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                if module is not self.lm_head or not self.config.tied:
-                    module.weight.normal_(std=_INIT_STD)
-                bias = getattr(module, "bias", None)
-                if bias is not None:
-                    bias.zero_()
+        """Normal weights: 1 / sqrt(width) for embeddings, so that a tied head starts with logits of size one; less in the two
+        layers of a block that write to the residual stream, as in GPT-2."""
+        residual_std = _INIT_STD / math.sqrt(2 * self.config.layers)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Embedding):
+                module.weight.normal_(std=self.config.width**-0.5)
+            elif isinstance(module, nn.Linear) and not (module is self.lm_head and self.config.tied):
+                module.weight.normal_(std=residual_std if name.endswith(("o_proj", "down_proj")) else _INIT_STD)
+            bias = getattr(module, "bias", None)
+            if bias is not None:
+                bias.zero_()
 
 
 def visible(T: int, start: int, window: int | None, position_ids: Tensor | None, device: torch.device) -> Tensor | None:

@@ -207,7 +207,7 @@ def plan(
     setup = Setup(
         dtype=_dtype(dtype if dtype is not None else _own_dtype(what)),
         optimizer=_optimizer(optimizer),
-        state_dtype=_dtype(state_dtype or getattr(optimizer, "state_dtype", None) or dtype or _own_dtype(what)),
+        state_dtype=_dtype(state_dtype or _option(optimizer, "state_dtype") or dtype or _own_dtype(what)),
         master=bool(master),
         gpus=gpus,
         zero=zero,
@@ -317,8 +317,15 @@ def _own_dtype(what: Any) -> str | None:
     return next((name for name in names if name in DTYPE_BYTES), None)
 
 
+def _option(optimizer: Any, name: str) -> Any:
+    """An option of an optimizer, or of a spec that holds its options."""
+    return getattr(optimizer, name, None) or getattr(optimizer, "options", {}).get(name)
+
+
 def _optimizer(value: Any) -> str:
-    name = (value if isinstance(value, str) else type(value).__name__).lower()
+    value = getattr(value, "optimizer", value)  # a spec names its class
+    kind = value if isinstance(value, type) else type(value)
+    name = (value if isinstance(value, str) else kind.__name__).lower()
     if name not in _OPTIMIZERS:
         raise ValueError(f"optimizer={name!r} has no known state size: use 'adamw', 'adamw8bit' or 'sgd'.")
     return _OPTIMIZERS[name]

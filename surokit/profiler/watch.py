@@ -18,12 +18,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 
+from surokit.kernels import reference
 from surokit.profiler.analysis import SyncPoint
 
 SAMPLE_SECONDS = 5e-3
@@ -217,7 +219,8 @@ def ignoring_warning(message: str) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------------------- lines
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120
-_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep  # noqa: PTH120
+# the kernels are mapped from a folder of their own, which an editable install leaves outside the package's
+_OWN = tuple(str(Path(f).resolve().parent.parent) + os.sep for f in (__file__, str(reference.__file__)))
 _LIBRARIES = tuple(
     {
         path + os.sep
@@ -253,7 +256,7 @@ def user_line(frame: FrameType | None) -> tuple[str, int, str]:
 
 
 def _inside_library(file: str) -> str | None:
-    if file.startswith((_OWN, _TORCH + "_ops.py", "<frozen")):
+    if file.startswith((*_OWN, _TORCH + "_ops.py", "<frozen")):
         return ""
     if file.startswith(_TORCH):
         return "torch/" + file[len(_TORCH) :].replace(os.sep, "/")

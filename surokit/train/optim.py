@@ -121,7 +121,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
             if low and group["betas"][1] >= 0.998:
                 warnings.warn(
                     f"AdamW: beta2={group['betas'][1]} with bfloat16 moments: a decay below half a unit in the last "
-                    "place rounds away, so the second moment can grow but not shrink. Use state_dtype=torch.float32 "
+                    "place rounds away, so the second moment stalls. Use state_dtype=torch.float32 "
                     "or beta2 <= 0.99.",
                     stacklevel=4,
                 )

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from surokit import convert
+from surokit.data import check_vocabulary
 from surokit.recipe import Recipe, find_recipe
 from surokit.train import checkpoint as checkpoints
 from surokit.train.diagnose import Finding, find_first_bad
@@ -123,6 +124,7 @@ class Session:
         self.eval, self.eval_every, self.save_every, self.keep = eval, eval_every, save_every, keep
         self.compile, self.max_skipped = compile, max_skipped
         self.data = Stream(data, accumulate, guard=self._own_random_state, loop=self._loop)
+        check_vocabulary(data, _vocabulary(model))
         self.run_dir, found = _claim(run_dir, exist)
         self.report = None
         if recipe is not None and convert.recipe_of(model) != find_recipe(recipe):
@@ -824,6 +826,11 @@ def _check_settings(
         raise ValueError("Session(eval_every=...) needs held-out data: eval=...")
     if save_every and run_dir is None:
         raise ValueError("Session(save_every=...) needs a folder: run_dir=...")
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """Rows of the model's token embedding, its largest one; a model without embeddings takes any token."""
+    return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=sys.maxsize)
 
 
 def _build(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:

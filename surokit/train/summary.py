@@ -64,14 +64,16 @@ class Summary:
     def _rows(self) -> list[tuple[str, str]]:
         skipped = f", {self.skipped} skipped" if self.skipped else ""
         spread = "  ".join(_number(v) for v in (self.tokens_per_s_p5, self.tokens_per_s_p50, self.tokens_per_s_p95))
+        warm_up = "the first step" if self.warmup_steps == 1 else f"the first {self.warmup_steps} steps"
+        drift = _percent(self.drift, "+")
         rows = [
             ("recipe", f"{self.recipe}{f' ({self.numerics})' if self.numerics else ''}"),
             ("device", self.device),
             ("steps", f"{self.steps}{skipped}; {_number(self.tokens)} tokens"),
             ("wall", f"{self.run_s:.1f} s, of it {self.step_s:.1f} s in steps"),
-            ("tokens/s, sustained", f"{_number(self.tokens_per_s)}, without the first {self.warmup_steps} steps"),
+            ("tokens/s, sustained", f"{_number(self.tokens_per_s)}, without {warm_up}"),
             ("p5  p50  p95", f"{spread}, over {self.windows}"),
-            ("drift", f"{_percent(self.drift, '+')} from the first to the last tenth"),
+            ("drift", drift if math.isnan(self.drift) else f"{drift} from the first to the last tenth"),
             ("idle, at least", _percent(self.idle_frac)),
             ("MFU", f"{self.mfu:.1%} of {self.peak}" if self.mfu is not None else f"none: {self.peak}"),
             ("peak memory", f"{_number(self.peak_gib)} GiB"),

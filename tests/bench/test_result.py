@@ -15,7 +15,13 @@ ROOT = Path(__file__).parents[2]
 def data():
     systems = [
         {"name": "a", "tokens_per_s": [100.0, 110.0, 90.0], "peak_mib": 200.0, "losses": [2.0, 1.0]},
-        {"name": "b", "tokens_per_s": [200.0, 110.0, 270.0], "peak_mib": 100.0, "losses": [2.0, 1.01], "first_step_s": 1.5},
+        {
+            "name": "b",
+            "tokens_per_s": [200.0, 110.0, 270.0],
+            "peak_mib": 100.0,
+            "losses": [2.0, 1.01],
+            "first_step_s": 1.5,
+        },
     ]
     return result.result("made up", {"batch": 4}, systems, baseline="a")
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from surokit.data.conversations import DEFAULT_TEMPLATE, encode, normalise, render
 from surokit.data import Tokenizer, chat, train_tokenizer
+from surokit.data.conversations import DEFAULT_TEMPLATE, encode, normalise, render
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>")
 

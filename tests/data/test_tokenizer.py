@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surokit import hub
-from surokit.texts import MOBY_DICK
 from surokit.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, train_tokenizer
+from surokit.texts import MOBY_DICK
 
 TEXTS = ["Call me Ishmael. Some years ago—never mind how long precisely—", "There she blows! " * 5]
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -24,6 +24,16 @@ def test_gradient(T, H, G, D, size):
         assert error <= max(0.005 * best.norm(), 1.4 * flash_error)
 
 
+def test_groups_of_heads_make_no_difference(monkeypatch):
+    torch.manual_seed(0)
+    q, do = torch.randn(2, 6, 20, 8, dtype=torch.bfloat16), torch.randn(2, 6, 20, 8, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 3, 20, 8, dtype=torch.bfloat16), torch.randn(2, 3, 20, 8, dtype=torch.bfloat16)
+    whole = attention.causal_backward(do, q, k, v, 1.0)
+    monkeypatch.setattr(attention, "GROUP_ELEMENTS", 4 * 2 * 20 * 20)
+    for a, b in zip(attention.causal_backward(do, q, k, v, 1.0), whole):
+        assert torch.equal(a, b)
+
+
 def gradients(do, *inputs):
     q, k, v = (t.detach().requires_grad_() for t in inputs)
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -40,7 +40,14 @@ def test_output(model, ids):
 
 def test_initial_parameters_and_keys(model):
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert abs(float(model.model.embed_tokens.weight.detach().std()) - 0.02) < 2e-3
+    layer = model.model.layers[0]
+    for weight, std in (
+        (model.model.embed_tokens.weight, CONFIG.width**-0.5),
+        (layer.mlp.up_proj.weight, 0.02),
+        (layer.mlp.down_proj.weight, 0.02 / (2 * CONFIG.layers) ** 0.5),
+        (layer.self_attn.o_proj.weight, 0.02 / (2 * CONFIG.layers) ** 0.5),
+    ):
+        assert float(weight.detach().std()) == pytest.approx(std, rel=0.1)
     assert "model.layers.1.self_attn.o_proj.weight" in model.state_dict()
     untied = Decoder(DecoderConfig(**{**vars(CONFIG), "tied": False}), dtype=torch.bfloat16)
     assert untied.lm_head.weight is not untied.model.embed_tokens.weight

@@ -301,3 +301,17 @@ def test_forms_without_training():
     with pytest.raises(ValueError, match="plan with a config"):
         plan(8e9).gemms()
     assert "nothing trains" in repr(plan(8e9, recipe=dataclasses.replace(QFP8, adapter=None)))
+
+
+def test_an_optimizer_waiting_for_its_parameters_is_understood():
+    import torch
+
+    import surokit as sk
+
+    def moments(optimizer):
+        return next(
+            t for t in sk.plan(1e9, tokens=1e9, optimizer=optimizer).memory.terms if t.name == "optimizer"
+        ).bytes
+
+    assert moments(sk.AdamW(lr=1e-3)) == moments("adamw")
+    assert moments(sk.AdamW(lr=1e-3, state_dtype=torch.float32)) == 2 * moments("adamw")

@@ -24,7 +24,7 @@ def hooks():
         len(torch_module._global_forward_hooks_always_called),
         len(torch_optimizer._global_optimizer_post_hooks),
         [t.name for t in threading.enumerate() if t.name == "surokit-sampler"],
-        list(warnings.filters),
+        [f for f in warnings.filters if "sympy" not in str(f[2])],  # sympy adds one when torch first imports it
         warnings.showwarning,
     )
 

@@ -770,3 +770,12 @@ class TestGpu:
         gpu.run(3)
         twin.run(3)
         assert_same_state(gpu, twin)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tiny: torch.nn.Module) -> None:
+    from surokit import texts
+    from surokit.data import text, train_tokenizer
+
+    data = text(texts.MOBY_DICK, train_tokenizer([texts.MOBY_DICK], vocab_size=300), length=16, batch=2)
+    with pytest.raises(ValueError, match="has 300 ids but the model embeds 32"):
+        Session(tiny, data)

@@ -74,7 +74,7 @@ def test_it_shows_itself() -> None:
     for words in (
         "fp8-rowwise",
         "tokens/s, sustained",
-        "without the first 1 steps",
+        "without the first step",
         "held-out loss",
         "USD",
         "not measured",
