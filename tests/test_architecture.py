@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "data": "errors texts hub",
     "planner": "formats errors tables recipe",
     "profiler": "environment errors tables kernels",
-    "train": "recipe kernels convert data models environment errors widgets tables planner",
+    "train": "recipe nn kernels convert data models environment errors widgets tables planner",
     "live": "train widgets environment",
     "widgets": "train",
     "integrations": "live train widgets",

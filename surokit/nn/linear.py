@@ -165,6 +165,14 @@ class Linear(nn.Linear):
         return ", ".join(parts)
 
 
+def compile_around() -> None:
+    """Make torch.compile leave quantized layers as they are and compile what lies between them.
+
+    Tracing them would bake amax histories and scales into the graph as constants of each layer and recompile without end.
+    """
+    Linear._quantized = torch.compiler.disable(Linear._quantized)  # type: ignore[method-assign]
+
+
 class _Product(torch.autograd.Function):
     """The three products of a layer. `w` holds codes where `storage` is given (its scales beside it), else the weight."""
 
