@@ -34,8 +34,12 @@ test: $(VENV)/.test ## all tests: lint, types, units, notebooks
 	@echo "== notebooks"
 	@$(PYTEST) --nbval-lax notebooks -p no:xdist
 
-test-gpu: ## tests that need a CUDA device, in the environment at hand (torch, triton, numpy, safetensors, pytest)
-	@$${PYTHON_GPU:-$$(test -x $(PY) && echo $(PY) || echo python3)} -m pytest tests/gpu -m gpu -q -rs
+# the environment at hand will do if it has torch, triton, numpy, safetensors and pytest; the package is added without anything else
+GPU_PY ?= $(if $(wildcard $(PY)),$(PY),python3)
+test-gpu: ## tests that need a CUDA device (make test-gpu GPU_PY=python3 takes another environment than .venv)
+	@$(GPU_PY) -c 'import surokit.kernels.reference' 2>/dev/null || \
+		$(GPU_PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(GPU_PY) -m pytest tests/gpu tests/profiler/test_gpu.py -m gpu -q -rs
 
 soak: $(VENV)/.test ## long runs: full counts, large fuzz, many kills; raw output goes to docs/measurements
 	@$(PYTEST) -m soak -q

@@ -7,7 +7,7 @@ state-dict keys, so optimizers and wrappers that hold it go on working. Adapters
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from surokit import kernels
 from surokit.nn.delayed import DelayedScales
-from surokit.nn.linear import Linear, Precision
+from surokit.nn.linear import Linear, Precision, scaled
 from surokit.recipe import Recipe, block_of, find_recipe
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _ATTRIBUTE = "_surokit_recipe"
+_FROZEN = "_surokit_frozen"  # names of the parameters that a recipe froze
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,9 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
         raise ValueError(
             f"{type(model).__name__} has no torch.nn.Linear layers, so there is nothing to apply a recipe to."
         )
-    blocks = 1 + max((b for b in (block_of(name) for name, _ in layers) if b is not None), default=-1)
+    blocks = _blocks(name for name, _ in layers)
     adapted = _to_adapt(model, recipe, layers)
-    if recipe.frozen_base:
-        for name, parameter in model.named_parameters():
-            if not _is_adapter(name):
-                parameter.requires_grad_(False)
+    _freeze(model, recipe.frozen_base)
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.itemsize > 1), torch.bfloat16)
     rows = [
@@ -129,13 +127,13 @@ def precision(model: nn.Module, recipe: Recipe | str) -> Iterator[nn.Module]:
     `with surokit.precision(model, "bf16")` evaluates a model without its quantization. Stored weights stay as they are.
     """
     recipe = find_recipe(recipe)
-    before = {layer: layer.precision for _, layer in _linear_layers(model) if isinstance(layer, Linear)}
-    other = (
-        Precision(recipe) if any(g.quantized for g in (recipe.forward, recipe.grad_input, recipe.grad_weight)) else None
-    )
+    layers = {name: _adopt(layer) for name, layer in _linear_layers(model)}
+    blocks = _blocks(layers)
+    before = {layer: layer.precision for layer in layers.values()}
     try:
-        for layer, own in before.items():
-            layer.precision = other if own is not None else None
+        for name, layer in layers.items():
+            converts = recipe.quantized_products and not why_kept(name, layer, recipe, blocks)
+            layer.precision = Precision(recipe) if converts else None
         yield model
     finally:
         for layer, own in before.items():
@@ -200,26 +198,25 @@ def _convert(
 ) -> Row:
     """Adopt, quantize and adapt one layer; products that need histories get them afterwards."""
     layer = _adopt(layer)
-    rule = recipe.kept_by(name, blocks)
-    small = min(layer.in_features, layer.out_features) < recipe.min_features
-    why = ""
-    if not recipe.quantized:
-        why = "the recipe is bf16"
-    elif rule:
-        why = f"rule {rule}"
-    elif small:
-        why = f"fewer than {recipe.min_features} features"
+    why = why_kept(name, layer, recipe, blocks)
     layer.precision = None
     if recipe.storage and not why and embedded:
         why = "shares its weight with an embedding"
-    if not recipe.storage or why:
-        _dequantize(layer, dtype)
-    else:
-        layer.store(recipe.storage)
-    if not why and any(g.quantized for g in (recipe.forward, recipe.grad_input, recipe.grad_weight)):
+    wanted = None if why else recipe.storage
+    if layer.storage != wanted:
+        _dequantize(layer, dtype, trainable=not recipe.frozen_base)
+        if wanted:
+            layer.store(wanted)
+    if not why and recipe.quantized_products:
         layer.precision = Precision(recipe)
-    if recipe.adapter and adapt and not layer.has_adapter:
-        layer.add_adapter(recipe.adapter, dtype)
+    if recipe.adapter and adapt:
+        if not layer.has_adapter:
+            layer.add_adapter(recipe.adapter, dtype)
+        elif layer.lora_rank != recipe.adapter.rank:
+            raise ValueError(
+                f"{name} has an adapter of rank {layer.lora_rank} and the recipe wants rank {recipe.adapter.rank}: "
+                "merge_adapter() or remove_adapter() first."
+            )
     return Row(
         layer=name,
         shape=(layer.out_features, layer.in_features),
@@ -231,6 +228,33 @@ def _convert(
     )
 
 
+def why_kept(name: str, layer: nn.Linear, recipe: Recipe, blocks: int) -> str:
+    """Why `recipe` leaves this layer in bfloat16, or "" where it does not. `blocks` is how many the model has."""
+    if not recipe.quantized:
+        return "the recipe is bf16"
+    if rule := recipe.kept_by(name, blocks):
+        return f"rule {rule}"
+    small = min(layer.in_features, layer.out_features) < recipe.min_features
+    return f"fewer than {recipe.min_features} features" if small else ""
+
+
+def _blocks(names: Iterable[str]) -> int:
+    """How many blocks a model with layers of these names has."""
+    return 1 + max((b for b in map(block_of, names) if b is not None), default=-1)
+
+
+def _freeze(model: nn.Module, frozen: bool) -> None:
+    """Freeze everything but adapters, remembering what was trainable; or give back what an earlier recipe froze."""
+    before: set[str] = getattr(model, _FROZEN, set())
+    for name, parameter in model.named_parameters():
+        if frozen and parameter.requires_grad and not _is_adapter(name):
+            parameter.requires_grad_(False)
+            before.add(name)
+        elif not frozen and name in before and parameter.is_floating_point() and parameter.itemsize > 1:
+            parameter.requires_grad_(True)
+    setattr(model, _FROZEN, before if frozen else set())
+
+
 def _adopt(layer: nn.Linear) -> Linear:
     """The same object with our forward: whoever holds the layer or its parameters keeps holding them."""
     if not isinstance(layer, Linear):
@@ -239,20 +263,18 @@ def _adopt(layer: nn.Linear) -> Linear:
     return layer
 
 
-def _dequantize(layer: Linear, dtype: torch.dtype) -> None:
+def _dequantize(layer: Linear, dtype: torch.dtype, trainable: bool) -> None:
     if layer.storage is None:
         return
     weight = layer.dense_weight(dtype)
     layer.storage = None
     del layer.weight_scale_inv
-    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.weight = nn.Parameter(weight, requires_grad=trainable)
 
 
 def _share_scales(model: nn.Module, layers: list[nn.Linear], recipe: Recipe) -> None:
     """One bank of histories for all layers with delayed quantizers."""
-    quantizers = [
-        q for g in (recipe.forward, recipe.grad_input, recipe.grad_weight) for q in (g.a, g.b) if q and q.delayed
-    ]
+    quantizers = [q for g in recipe.gemms for q in (g.a, g.b) if q and q.delayed]
     users = [layer for layer in layers if isinstance(layer, Linear) and layer.precision]
     if not quantizers or not users:
         return
@@ -282,11 +304,14 @@ def _to_adapt(model: nn.Module, recipe: Recipe, layers: list[tuple[str, nn.Linea
 
 def emulation(recipe: Recipe, device: torch.device) -> str:
     """What of a recipe `device` does not compute natively, in a few words; "" where it computes all of it."""
-    if not recipe.quantized:
-        return ""
-    if recipe.storage and not recipe.forward.quantized:
-        return "stored in fp8, products in bf16"
-    return "" if kernels.native_fp8(device) else f"emulated on {device.type}"
+    names = ("forward", "grad_input", "grad_weight")
+    quantized = {name: gemm for name, gemm in zip(names, recipe.gemms) if gemm.quantized}
+    if not quantized:
+        return "stored in fp8, products in bf16" if recipe.storage else ""
+    if not kernels.native_fp8(device):
+        return f"emulated on {device.type}"
+    wide = [name for name, gemm in quantized.items() if not scaled(gemm.a, gemm.b)]
+    return f"{', '.join(wide)} multiplied in bf16" if wide else ""
 
 
 def _abbreviate(names: list[str], most: int = 4) -> str:

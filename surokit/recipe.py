@@ -120,6 +120,12 @@ class Recipe:
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("A recipe needs a name: it is what tables and checkpoints show.")
+        quantizers = [q for gemm in self.gemms for q in (gemm.a, gemm.b) if q and isinstance(q.scaling, PerTensor)]
+        lengths = {q.scaling.history for q in quantizers if isinstance(q.scaling, PerTensor) and q.scaling.history}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"{self.name}: delayed scales have histories of {sorted(lengths)} steps: give all the same."
+            )
 
     # -- derived recipes
 
@@ -160,9 +166,19 @@ class Recipe:
     # -- what it says of a layer
 
     @property
+    def gemms(self) -> tuple[Gemm, Gemm, Gemm]:
+        """forward, grad_input, grad_weight"""
+        return self.forward, self.grad_input, self.grad_weight
+
+    @property
+    def quantized_products(self) -> bool:
+        """Whether any of the three products leaves bfloat16."""
+        return any(gemm.quantized for gemm in self.gemms)
+
+    @property
     def quantized(self) -> bool:
         """Whether any product or the storage leaves bfloat16."""
-        return bool(self.storage) or any(g.quantized for g in (self.forward, self.grad_input, self.grad_weight))
+        return self.storage is not None or self.quantized_products
 
     @property
     def frozen_base(self) -> bool:

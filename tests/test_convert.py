@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import surokit as sk
+from surokit import convert
 from surokit.convert import recipe_of
 from surokit.nn.linear import Linear
 
@@ -58,6 +59,51 @@ def test_precision_is_temporary(tiny, batch):
     with pytest.raises(RuntimeError, match="inside"), sk.precision(tiny, "bf16"):
         raise RuntimeError("inside")
     assert torch.equal(loss(tiny, batch), quantized)
+
+
+def test_precision_tries_a_recipe_on_a_model_that_has_none(tiny, batch):
+    plain = loss(tiny, batch)
+    with sk.precision(tiny, "fp8-current"):
+        tried = loss(tiny, batch)
+    with sk.precision(tiny, sk.FP8_CURRENT.keep("layers.*")):
+        assert torch.equal(loss(tiny, batch), plain)
+    assert torch.equal(loss(tiny, batch), plain)
+    sk.apply(tiny, sk.FP8_CURRENT)
+    assert torch.equal(loss(tiny, batch), tried)
+    assert not torch.equal(tried, plain)
+
+
+def test_leaving_a_frozen_recipe_gives_the_weights_back(tiny, batch):
+    tiny.embed.weight.requires_grad_(False)  # frozen by the user, and so it stays
+    sk.apply(tiny, sk.QFP8.lora(rank=4))
+    sk.apply(tiny, sk.FP8)
+    loss(tiny, batch).backward()
+    assert tiny.layers[0]["up_proj"].weight.grad is not None
+    assert tiny.lm_head.weight.grad is not None
+    assert tiny.embed.weight.grad is None
+
+
+def test_another_storage_or_rank_is_not_passed_over(tiny):
+    small_blocks = sk.Recipe("small", storage=sk.Quantizer(sk.E4M3, sk.Block(16, 16, pow2=False))).lora(rank=2)
+    sk.apply(tiny, small_blocks)
+    with pytest.raises(ValueError, match="has an adapter of rank 2 and the recipe wants rank 8"):
+        sk.apply(tiny, small_blocks.lora(rank=8))
+    sk.apply(tiny, sk.QFP8.lora(rank=2))
+    assert tiny.layers[0]["up_proj"].storage == sk.QFP8.storage
+    assert tiny.layers[0]["up_proj"].weight_scale_inv.shape == (1, 1)
+
+
+def test_what_is_native_is_said_product_by_product(monkeypatch):
+    from surokit import kernels
+
+    monkeypatch.setattr(kernels, "native_fp8", lambda device: True)
+    row, block = sk.Quantizer(sk.E4M3, sk.PerRow()), sk.Quantizer(sk.E4M3, sk.Block(1, 128))
+    half = sk.Recipe(
+        "half", forward=sk.Gemm(row, None), grad_input=sk.Gemm(row, row), grad_weight=sk.Gemm(block, block)
+    )
+    device = torch.device("cuda")
+    assert convert.emulation(sk.FP8, device) == ""
+    assert convert.emulation(half, device) == "forward, grad_weight multiplied in bf16"
 
 
 def test_a_storage_freezes_the_base_and_trains_adapters_only(tiny, batch):

@@ -80,5 +80,8 @@ def test_bad_arguments_are_named():
         sk.FP8.keep_last()
     with pytest.raises(ValueError, match="between 0 and 1"):
         sk.FP8.keep_last(share=2.0)
+    short, long = (sk.Quantizer(sk.E4M3, sk.PerTensor(history=h)) for h in (2, 64))
+    with pytest.raises(ValueError, match=r"histories of \[2, 64\] steps"):
+        Recipe("mixed", forward=sk.Gemm(short, long))
     with pytest.raises(ValueError, match="needs a name"):
         Recipe("")

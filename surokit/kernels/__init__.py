@@ -31,7 +31,7 @@ class Choice:
 @cache
 def native_fp8(device: torch.device) -> bool:
     """Whether the device multiplies float8 matrices itself (CUDA compute capability 8.9 and up)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def choices(device: torch.device | str | None = None) -> list[Choice]:
@@ -99,7 +99,14 @@ def scaled_mm(
     M, N = a_codes_MK.shape[0], b_codes_NK.shape[0]
     a_codes_MK = _pad16(a_codes_MK, rows=False).contiguous()
     b_codes_NK = _pad16(b_codes_NK, rows=True).contiguous()
-    if a_scales.numel() == b_scales.numel() == 1:
+    per_tensor = a_scales.numel() == b_scales.numel() == 1
+    if not per_tensor and out_dtype != torch.bfloat16:  # most devices scale rows for a bfloat16 result only
+        one = a_scales.new_ones(())
+        y_MN = torch._scaled_mm(
+            a_codes_MK, b_codes_NK.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast_accumulation
+        )
+        return (y_MN[:, :N] * a_scales * b_scales.t()).to(out_dtype)
+    if per_tensor:
         a_scale, b_scale = a_scales.reshape(()), b_scales.reshape(())
     else:  # one scale a row on both sides; rows that were padded multiply zeros
         a_scale = a_scales.expand(M, 1).contiguous()

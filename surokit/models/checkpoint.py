@@ -169,8 +169,7 @@ def _storing(recipe: Recipe | None, config: DecoderConfig) -> OnLinearLoaded | N
     storage = recipe.storage
 
     def store(name: str, layer: Linear) -> None:
-        small = min(layer.in_features, layer.out_features) < recipe.min_features
-        if not small and recipe.kept_by(name, config.layers) is None:
+        if not convert.why_kept(name, layer, recipe, config.layers):
             layer.store(storage)
 
     return store

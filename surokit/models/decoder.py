@@ -173,7 +173,7 @@ class Decoder(nn.Module):
     Attention is causal over the whole row: documents packed into one row see each other, as in most pretraining. With
     position_ids [B, T] that start anew at each document, attention stays within documents, as in transformers.
 
-    Parameters are drawn from N(0, 0.02^2), norms are 1, biases 0.
+    Weights start as small normal numbers (see `_initialize`), norms as 1, biases as 0.
     """
 
     def __init__(

@@ -31,6 +31,11 @@ def attention(
     if causal and mask is None and q_BHTD.dtype == torch.bfloat16 and q_BHTD.device.type == "cpu":
         return _causal_cpu(q_BHTD, k_BGTD, v_BGTD, scale)
     grouped = q_BHTD.shape[1] != k_BGTD.shape[1]
+    if grouped and q_BHTD.is_cuda and (mask is not None or q_BHTD.dtype == torch.float32):
+        # no fused kernel takes both; without one, all scores would be held at once
+        repeats = q_BHTD.shape[1] // k_BGTD.shape[1]
+        k_BGTD, v_BGTD = k_BGTD.repeat_interleave(repeats, 1), v_BGTD.repeat_interleave(repeats, 1)
+        grouped = False
     return F.scaled_dot_product_attention(
         q_BHTD, k_BGTD, v_BGTD, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=grouped
     )

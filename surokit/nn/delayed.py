@@ -29,7 +29,7 @@ _hook: Any = None
 class DelayedScales:
     """The histories of one model's operands; layers claim a slot each and read and record through it.
 
-    `owner` is the model whose optimizer steps roll the histories. A copy made by `copy.deepcopy` has no owner yet and rolls
+    `owner` is the model whose optimizer steps roll the histories. A copy (copy.deepcopy, pickle) has no owner yet and rolls
     with any optimizer's step that follows a recorded forward.
     """
 
@@ -44,12 +44,9 @@ class DelayedScales:
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         _watch(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DelayedScales:
-        steps, slots = self.history_HS.shape
-        twin = DelayedScales(steps, slots, owner=None, device=self.in_force_S.device)
-        memo[id(self)] = twin
-        twin.load_state_dict(self.state_dict())
-        return twin
+    def __reduce__(self) -> Any:
+        """Copies and pickles carry the amaxes; the owner is not part of the state."""
+        return _restored, (*self.history_HS.shape, self.in_force_S.device, self.state_dict())
 
     def amax(self, slot: int, x: Tensor, record: bool) -> Tensor:
         """The amax [1, 1] that quantizes `x` now; with `record`, x's own amax is merged into the open slot."""
@@ -59,7 +56,7 @@ class DelayedScales:
         if not record and self.seeded[slot]:
             return in_force.view(1, 1)
         own = kernels.amax(x).view(1)
-        used = torch.where(in_force > 0, in_force, own)
+        used = torch.where((in_force > 0) & (in_force < torch.inf), in_force, own)
         if record:
             self.seeded[slot] = True
             in_force.copy_(used)
@@ -120,6 +117,12 @@ class DelayedScales:
         self.history_HS, self.in_force_S, self.open_S = (
             t.to(device) for t in (self.history_HS, self.in_force_S, self.open_S)
         )
+
+
+def _restored(history: int, slots: int, device: torch.device, state: dict[str, Tensor]) -> DelayedScales:
+    bank = DelayedScales(history, slots, owner=None, device=device)
+    bank.load_state_dict(state)
+    return bank
 
 
 def _watch(bank: DelayedScales) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from surokit import kernels
+from surokit.formats import E5M2
 from surokit.nn.delayed import DelayedScales
 from surokit.quantizer import Block, Quantized, Quantizer, quantize
 from surokit.recipe import Gemm, Lora, Recipe
@@ -131,7 +132,10 @@ class Linear(nn.Linear):
         device = self.weight.device
         self.lora_A = nn.Linear(self.in_features, lora.rank, bias=False, device=device, dtype=dtype)
         self.lora_B = nn.Linear(lora.rank, self.out_features, bias=False, device=device, dtype=dtype)
-        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
+        # drawn on the CPU, so that a seed gives the same adapter on every device
+        a = nn.init.kaiming_uniform_(torch.empty(lora.rank, self.in_features), a=math.sqrt(5))
+        with torch.no_grad():
+            self.lora_A.weight.copy_(a)
         nn.init.zeros_(self.lora_B.weight)
         self.lora_alpha = lora.alpha
         self.lora_A.requires_grad_(True)
@@ -170,7 +174,8 @@ def compile_around() -> None:
 
     Tracing them would bake amax histories and scales into the graph as constants of each layer and recompile without end.
     """
-    Linear._quantized = torch.compiler.disable(Linear._quantized)  # type: ignore[method-assign]
+    if not hasattr(Linear._quantized, "_torchdynamo_disable"):
+        Linear._quantized = torch.compiler.disable(Linear._quantized)  # type: ignore[method-assign]
 
 
 class _Product(torch.autograd.Function):
@@ -211,7 +216,7 @@ class _Product(torch.autograd.Function):
             gemm = recipe.grad_input
             dy_q = operand("dy", gemm.a, dy_TN)
             w = _dense(w_NK, w_scales, ctx.storage, dy_TN.dtype)
-            w_q = operand.transposed("w", gemm.b, w, recorded=True)
+            w_q = operand.transposed("w", gemm.b, w, recorded=_delayed(recipe.forward.b))
             dx_TK = product(dy_q, w_q, dy_TN.dtype, gemm)
         if ctx.needs_input_grad[1]:
             gemm = recipe.grad_weight
@@ -222,6 +227,10 @@ class _Product(torch.autograd.Function):
             x_t = Quantized(kept, kept_scales, ctx.kept_quantizer) if ctx.kept_quantizer else kept
             dw_NK = product(dy_t, x_t, w_NK.dtype, gemm)
         return dx_TK, dw_NK, None, None, None, None
+
+
+def _delayed(q: Quantizer | None) -> bool:
+    return q is not None and q.delayed
 
 
 _SLOTS = {"x": 0, "w": 1, "dy": 2}
@@ -263,7 +272,7 @@ class _Operands:
         if isinstance(x_q, Quantized) and x_q.quantizer == q and q.transposable:
             turned: Tensor | Quantized = x_q.t()
         else:
-            turned = self.transposed(role, q, x_MK, recorded=True)
+            turned = self.transposed(role, q, x_MK, recorded=_delayed(self.recipe.forward.a))
         assert isinstance(turned, Quantized)
         return (turned.codes, turned.scales), q
 
@@ -276,17 +285,22 @@ def _dense(w_NK: Tensor, scales: Tensor | None, storage: Quantizer | None, dtype
 
 def product(a_MK: Tensor | Quantized, b_NK: Tensor | Quantized, dtype: torch.dtype, gemm: Gemm | None = None) -> Tensor:
     """[M, N] = a b' in `dtype`. Two float8 operands go to the scaled product; anything else is dequantized to `dtype` first."""
-    if isinstance(a_MK, Quantized) and isinstance(b_NK, Quantized):
-        scalings = a_MK.quantizer.scaling, b_NK.quantizer.scaling
-        if not any(isinstance(s, Block) for s in scalings):  # constant along the sum
-            return kernels.scaled_mm(
-                a_MK.codes,
-                a_MK.scales,
-                b_NK.codes,
-                b_NK.scales,
-                out_dtype=dtype,
-                pow2=all(s.pow2 for s in scalings),
-                fast_accumulation=gemm is not None and gemm.fast_accumulation,
-            )
-    a, b = (m.dequantize(dtype) if isinstance(m, Quantized) else m for m in (a_MK, b_NK))
+    if isinstance(a_MK, Quantized) and isinstance(b_NK, Quantized) and scaled(a_MK.quantizer, b_NK.quantizer):
+        return kernels.scaled_mm(
+            a_MK.codes,
+            a_MK.scales,
+            b_NK.codes,
+            b_NK.scales,
+            out_dtype=dtype,
+            pow2=a_MK.quantizer.scaling.pow2 and b_NK.quantizer.scaling.pow2,
+            fast_accumulation=gemm is not None and gemm.fast_accumulation,
+        )
+    a, b = (m.dequantize(dtype) if isinstance(m, Quantized) else m.to(dtype) for m in (a_MK, b_NK))
     return a @ b.t()
+
+
+def scaled(a: Quantizer | None, b: Quantizer | None) -> bool:
+    """Whether a product of these operands is a scaled float8 product: scales constant along the sum, not both in E5M2."""
+    if a is None or b is None or isinstance(a.scaling, Block) or isinstance(b.scaling, Block):
+        return False
+    return not (a.format == b.format == E5M2)  # tensor cores take no such pair

@@ -35,7 +35,11 @@ class Spec:
 
     def build(self, params: Parameters) -> torch.optim.Optimizer:
         """The optimizer over those of `params` that require a gradient; ValueError if there is none."""
-        return self.optimizer(params, **self.options)
+        # a learning rate in a tensor is filled in place, and every optimizer has its own
+        options: dict[str, Any] = {
+            key: value.clone() if isinstance(value, Tensor) else value for key, value in self.options.items()
+        }
+        return self.optimizer(params, **options)
 
     def __repr__(self) -> str:
         return f"{self.optimizer.__name__}({', '.join(f'{k}={v!r}' for k, v in self.options.items())})"

@@ -81,6 +81,14 @@ class RandomState:
 
 
 @contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Inside, the states that `seed` gives are in force; those before come back."""
+    with kept(device):
+        RandomState.seeded(seed, device).restore()
+        yield
+
+
+@contextmanager
 def kept(device: torch.device) -> Iterator[None]:
     """Whatever happens inside, the states in force come back."""
     before = RandomState.capture(device)

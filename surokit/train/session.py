@@ -32,7 +32,7 @@ from surokit.train import checkpoint as checkpoints
 from surokit.train.diagnose import Finding, find_first_bad
 from surokit.train.errors import NonFiniteError, ResumeError
 from surokit.train.optim import AdamW, Spec, gradient_norm, spec_from_dict, spec_to_dict
-from surokit.train.random_state import RandomState, kept
+from surokit.train.random_state import RandomState, kept, seeded
 from surokit.train.records import Late, Record, Records, read
 from surokit.train.schedule import Cosine, Schedule, schedule_from_dict, schedule_to_dict
 from surokit.train.stream import Batch, Stream, check_batch, check_source
@@ -129,7 +129,8 @@ class Session:
         self.run_dir, found = _claim(run_dir, exist)
         self.report = None
         if recipe is not None and convert.recipe_of(model) != find_recipe(recipe):
-            self.report = convert.apply(model, recipe)
+            with seeded(seed, self.device):
+                self.report = convert.apply(model, recipe)
         self._spec = optimizer if isinstance(optimizer, Spec) else None
         self.optimizer = _build(optimizer, model)
         self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -146,6 +147,7 @@ class Session:
         self._forward: Callable[..., Any] | None = None
         self._random = RandomState.seeded(seed, self.device)
         self._working = False
+        self._updating = False
         self._mark: float | None = None
         self._end: torch.cuda.Event | None = None
         self._recent: dict[int, tuple[list[Batch], RandomState]] = {}
@@ -231,20 +233,23 @@ class Session:
         random, start_s = RandomState.capture(self.device, torch_only=True), time.perf_counter()
         start = self._event()
         try:
-            batches = [self._on_device(batch) for batch in batches]
+            parts = [self._on_device(batch) for batch in _with_targets(batches)]
             lr = self._set_lr()
-            loss, targets = self._gradients(batches)
+            loss, targets = self._gradients(parts)
+            self._updating = True
             values = self._update(loss, targets)
             self.steps += 1
         except BaseException:
             self.model.zero_grad(set_to_none=True)
             random.restore()
             raise
+        finally:
+            self._updating = False
         end = self._event()
         host = self._read_meters(values)
         self.model.zero_grad(set_to_none=True)
         record = self._record(batches, lr, values, host, (start_s, time.perf_counter()), (start, end))
-        self._recent[record.step] = (list(batches), random)
+        self._recent[record.step] = (parts, random)
         self._harvest()
         return record
 
@@ -256,7 +261,7 @@ class Session:
             loss = _loss_of(self._forward(**batches[0]))
             loss.backward()
             return loss.detach().float(), counts[0]
-        total = torch.stack(counts).sum()
+        total = torch.stack(counts).sum().clamp_min(1)
         mean = torch.zeros((), device=self.device)
         for batch, count in zip(batches, counts):
             share = _loss_of(self._forward(**batch)) * (count / total)
@@ -645,7 +650,8 @@ class Session:
         self._harvest(wait=True)
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
         if recipe is not None and find_recipe(recipe) != self.recipe:
-            convert.apply(model, recipe)
+            with seeded(self.seed, self.device):
+                convert.apply(model, recipe)
         trained = {p for p in model.parameters() if p.requires_grad}
         if trained != {p for group in optimizer.param_groups for p in group["params"]}:
             if self._spec is None:
@@ -713,7 +719,7 @@ class Session:
 
         def handler(_signal: int, _frame: Any) -> None:
             nonlocal interrupted
-            if interrupted:
+            if interrupted and not self._updating:  # half an update cannot be undone; it ends within milliseconds
                 raise KeyboardInterrupt
             interrupted = self._stop_asked = True
 
@@ -741,8 +747,7 @@ class Session:
     def _aside(self) -> Iterator[None]:
         """For work that is no training: evaluation mode and other random numbers, both undone afterwards."""
         training = [module for module in self.model.modules() if module.training]
-        with kept(self.device):
-            RandomState.seeded(self.seed, self.device).restore()
+        with seeded(self.seed, self.device):
             self.model.eval()
             try:
                 yield
@@ -931,6 +936,14 @@ def _parts(batch: Batch | Sequence[Batch], accumulate: int) -> Sequence[Batch]:
 def _targets(batch: Batch) -> Tensor:
     """Number of labels that count, on the device: the first of a sequence is nobody's target."""
     return (batch["labels"][:, 1:] != -100).sum()
+
+
+def _with_targets(batches: Sequence[Batch]) -> Sequence[Batch]:
+    """Leaves out parts of a step without a label that counts: their mean loss is 0/0 in most models. Looks at the host only."""
+    if len(batches) == 1:
+        return batches
+    useful = [b for b in batches if b["labels"].device.type != "cpu" or (b["labels"][..., 1:].numpy() != -100).any()]
+    return useful or batches[:1]
 
 
 def _loss_of(output: Any) -> Tensor:

@@ -161,6 +161,17 @@ def test_a_head_that_is_more_than_a_weight(model, ids):
     assert model.lm_head.lora_B.weight.grad.abs().max() > 0
 
 
+def test_autocast(ids):
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig(**{**vars(CONFIG), "qk_norm": True}))
+    exact = torch.autograd.grad(model(ids, labels=ids).loss, list(model.parameters()))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+    for ours, best in zip(torch.autograd.grad(loss, list(model.parameters())), exact):
+        assert ours.dtype == torch.float32
+        assert (ours - best).norm() < 0.05 * best.norm()
+
+
 # torch's own tracing of an autograd.Function makes an instance of it
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

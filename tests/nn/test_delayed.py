@@ -154,3 +154,31 @@ def test_a_masked_step_leaves_no_amax_behind(tiny, batch):
     after = convert.scaling_state(tiny)
     assert torch.equal(after["in_force"], before["in_force"])
     assert after["history"].isfinite().all()
+
+
+def test_an_inf_in_the_first_step_does_not_stay_in_force():
+    bank = DelayedScales(4, 1, None, torch.device("cpu"))
+    bank.amax(0, torch.tensor([[float("inf")]]), record=True)
+    bank.roll(skipped=torch.ones(()))
+    assert bank.amax(0, torch.tensor([[3.0]]), record=True).item() == 3.0
+
+
+def test_products_that_are_delayed_in_backward_only_record_too(tiny, batch):
+    fp8 = sk.FP8
+    recipe = sk.Recipe("backward", grad_input=fp8.grad_input, grad_weight=fp8.grad_weight)
+    sk.apply(tiny, recipe)
+    train_step(tiny, batch, torch.optim.SGD(tiny.parameters(), lr=0.01))
+    assert (convert.scaling_state(tiny)["in_force"] > 0).all()
+
+
+def test_a_model_with_histories_can_be_pickled(tiny, batch):
+    import pickle
+
+    sk.apply(tiny, sk.FP8)
+    train_step(tiny, batch, torch.optim.SGD(tiny.parameters(), lr=0.01))
+    state = pickle.loads(pickle.dumps({n: m.precision for n, m in tiny.named_modules() if hasattr(m, "precision")}))
+    banks = {id(p.scales) for p in state.values() if p is not None}
+    assert len(banks) == 1
+    restored = next(p.scales for p in state.values() if p is not None)
+    for key, value in convert.scaling_state(tiny).items():
+        assert torch.equal(restored.state_dict()[key], value)

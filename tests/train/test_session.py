@@ -772,6 +772,42 @@ class TestGpu:
         assert_same_state(gpu, twin)
 
 
+def test_a_part_without_labels_does_not_spoil_its_step() -> None:
+    class MeanOfNothing(torch.nn.Module):
+        """As transformers' models: the mean over no label is NaN."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed = torch.nn.Embedding(8, 8)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+            logits = self.embed(input_ids) @ self.embed.weight.t()
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+            )
+            return SimpleNamespace(loss=loss)
+
+    ids = torch.arange(8).view(1, 8)
+    useful, empty = {"input_ids": ids, "labels": ids}, {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+    session = Session(MeanOfNothing(), [useful, empty], accumulate=2, schedule=None)
+    session.run(2)
+    assert session.records.column("skipped").sum() == 0
+    assert session.records.column("loss")[0] == pytest.approx(float(MeanOfNothing()(**useful).loss.detach()), rel=1e-5)
+
+
+def test_an_adapter_depends_on_the_sessions_seed_alone(tiny: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
+    adapters = []
+    for caller_seed in (1, 2):
+        model = copy.deepcopy(tiny)
+        torch.manual_seed(caller_seed)
+        state = torch.get_rng_state()
+        Session(model, [batch], recipe=sk.QFP8.lora(rank=2), seed=0)
+        assert torch.equal(torch.get_rng_state(), state)
+        adapters.append(torch.cat([p.detach().flatten() for n, p in model.named_parameters() if "lora_A" in n]))
+    assert torch.equal(*adapters)
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused(tiny: torch.nn.Module) -> None:
     from surokit import texts
     from surokit.data import text, train_tokenizer
