@@ -23,7 +23,6 @@ from surokit.nn.swiglu import swiglu
 
 __all__ = ["Decoder", "DecoderConfig", "KeyValueCache", "Output"]
 
-_INIT_STD = 0.02  # transformers' initializer_range
 
 
 class Output:
@@ -266,14 +265,15 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def _initialize(self) -> None:
-        """Normal weights: 1 / sqrt(width) for embeddings, so that a tied head starts with logits of size one; less in the two
-        layers of a block that write to the residual stream, as in GPT-2."""
-        residual_std = _INIT_STD / math.sqrt(2 * self.config.layers)
+        """Normal weights. Embeddings have 1 / sqrt(width), so that a tied head starts with logits of size one; layers half of
+        1 / sqrt(in_features), and the two of a block that write to the residual stream 1 / sqrt(2 layers) of that, as GPT-2."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Embedding):
                 module.weight.normal_(std=self.config.width**-0.5)
             elif isinstance(module, nn.Linear) and not (module is self.lm_head and self.config.tied):
-                module.weight.normal_(std=residual_std if name.endswith(("o_proj", "down_proj")) else _INIT_STD)
+                std = 0.5 * module.in_features**-0.5
+                writes = name.endswith(("o_proj", "down_proj"))
+                module.weight.normal_(std=std / math.sqrt(2 * self.config.layers) if writes else std)
             bias = getattr(module, "bias", None)
             if bias is not None:
                 bias.zero_()

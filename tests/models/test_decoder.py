@@ -43,9 +43,9 @@ def test_initial_parameters_and_keys(model):
     layer = model.model.layers[0]
     for weight, std in (
         (model.model.embed_tokens.weight, CONFIG.width**-0.5),
-        (layer.mlp.up_proj.weight, 0.02),
-        (layer.mlp.down_proj.weight, 0.02 / (2 * CONFIG.layers) ** 0.5),
-        (layer.self_attn.o_proj.weight, 0.02 / (2 * CONFIG.layers) ** 0.5),
+        (layer.mlp.up_proj.weight, 0.5 * CONFIG.width**-0.5),
+        (layer.mlp.down_proj.weight, 0.5 * CONFIG.ffn**-0.5 / (2 * CONFIG.layers) ** 0.5),
+        (layer.self_attn.o_proj.weight, 0.5 * CONFIG.width**-0.5 / (2 * CONFIG.layers) ** 0.5),
     ):
         assert float(weight.detach().std()) == pytest.approx(std, rel=0.1)
     assert "model.layers.1.self_attn.o_proj.weight" in model.state_dict()
