@@ -24,7 +24,6 @@ from surokit.nn.swiglu import swiglu
 __all__ = ["Decoder", "DecoderConfig", "KeyValueCache", "Output"]
 
 
-
 class Output:
     """What a decoder returns: `loss` (0-d float32, None without labels) and `logits` [B, T, V].
 
