@@ -66,8 +66,8 @@ $(VENV)/.lab $(VENV)/.test: pyproject.toml constraints.txt
 		$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make a virtual environment: install its venv module (Debian: python3-venv)." >&2; exit 1; }; fi
 	@echo "== installing surokit[$(EXTRA)] (pinned in constraints.txt; log: $(VENV)/install.log)"
 	@$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e ".[$(EXTRA)]" >$(VENV)/install.log 2>&1 || { \
-		grep -E '^ERROR' $(VENV)/install.log | tail -n 3 >&2; \
-		if grep -qE 'Temporary failure in name resolution|Connection|timed out|No matching distribution' $(VENV)/install.log; \
+		{ grep -iE '^ *error' $(VENV)/install.log || true; } | tail -n 3 >&2; \
+		if grep -qiE 'name resolution|connection|proxy|timed out|no matching distribution' $(VENV)/install.log; \
 		then echo "The packages could not be fetched: check the network (or pip's index settings) and run make again." >&2; \
 		elif grep -q 'No space left' $(VENV)/install.log; then echo "The disk is full: make room and run make again." >&2; \
 		else echo "Installing failed: see $(VENV)/install.log." >&2; fi; exit 1; }
