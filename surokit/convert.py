@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from surokit import kernels
 from surokit.nn.delayed import DelayedScales
 from surokit.nn.linear import Linear, Precision, scaled
-from surokit.recipe import Recipe, block_of, find_recipe
+from surokit.recipe import BF16, Recipe, Rule, block_of, find_recipe
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,6 +51,7 @@ class Report:
     recipe: Recipe
     rows: tuple[Row, ...]
     emulated: str  # "" where the device multiplies the formats itself, else why not
+    notes: tuple[str, ...] = ()  # what else changed, and what to look out for
 
     @property
     def converted(self) -> int:
@@ -79,10 +80,12 @@ class Report:
         return [f"{len(names)} in bf16 ({why}): {_abbreviate(names)}" for why, names in reasons.items()]
 
     def __repr__(self) -> str:
-        return "\n".join([self.line, f"  {self.recipe.algebra()}", *(f"  {line}" for line in self._kept())])
+        return "\n".join(
+            [self.line, f"  {self.recipe.algebra()}", *(f"  {line}" for line in (*self._kept(), *self.notes))]
+        )
 
     def _repr_html_(self) -> str:
-        lines = [self.recipe.algebra(), *self._kept()]
+        lines = [self.recipe.algebra(), *self._kept(), *self.notes]
         items = "".join(f"<br><code>{html.escape(line)}</code>" for line in lines)
         return f"<div><b>{html.escape(self.line)}</b>{items}</div>"
 
@@ -103,7 +106,8 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
         )
     blocks = _blocks(name for name, _ in layers)
     adapted = _to_adapt(model, recipe, layers)
-    _freeze(model, recipe.frozen_base)
+    stored_before = sum(isinstance(layer, Linear) and layer.storage is not None for _, layer in layers)
+    freed = _freeze(model, recipe.frozen_base)
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.itemsize > 1), torch.bfloat16)
     rows = [
@@ -112,7 +116,18 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
     ]
     _share_scales(model, [layer for _, layer in layers], recipe)
     setattr(model, _ATTRIBUTE, recipe)
-    return Report(recipe, tuple(rows), emulation(recipe, next(model.parameters()).device))
+    notes = [f"the rule {r} matches no layer" for r in _idle_rules(recipe, layers, blocks)]
+    if stored_before and not recipe.storage:
+        notes.append(f"{stored_before} stored weights dequantized; what quantizing lost stays lost")
+    if freed:
+        notes.append(f"{freed} parameters that an earlier recipe froze are trainable again")
+    if not recipe.adapter and (adapters := sum(bool(row.adapter) for row in rows)):
+        notes.append(f"{adapters} adapters stay; merge_adapter() or remove_adapter() on a layer ends one")
+    if recipe.storage and hasattr(model, "save_pretrained"):
+        notes.append(
+            "keep this model with surokit.save_adapter: save_pretrained() would lose the scales of its weights"
+        )
+    return Report(recipe, tuple(rows), emulation(recipe, next(model.parameters()).device), tuple(notes))
 
 
 def recipe_of(model: nn.Module) -> Recipe | None:
@@ -243,8 +258,18 @@ def _blocks(names: Iterable[str]) -> int:
     return 1 + max((b for b in map(block_of, names) if b is not None), default=-1)
 
 
-def _freeze(model: nn.Module, frozen: bool) -> None:
-    """Freeze everything but adapters, remembering what was trainable; or give back what an earlier recipe froze."""
+def _idle_rules(recipe: Recipe, layers: list[tuple[str, nn.Linear]], blocks: int) -> list[Rule]:
+    """Rules by name that speak of no layer: most likely a slip of the pen. Every recipe keeps lm_head, there or not."""
+    names = [name for name, _ in layers]
+    by_name = [rule for rule in recipe.rules if rule.pattern and rule not in BF16.rules]
+    return [rule for rule in by_name if not any(rule.applies(name, blocks) for name in names)]
+
+
+def _freeze(model: nn.Module, frozen: bool) -> int:
+    """Freeze everything but adapters, remembering what was trainable; or give back what an earlier recipe froze.
+
+    Returns how many parameters were given back.
+    """
     before: set[str] = getattr(model, _FROZEN, set())
     for name, parameter in model.named_parameters():
         if frozen and parameter.requires_grad and not _is_adapter(name):
@@ -253,6 +278,7 @@ def _freeze(model: nn.Module, frozen: bool) -> None:
         elif not frozen and name in before and parameter.is_floating_point() and parameter.itemsize > 1:
             parameter.requires_grad_(True)
     setattr(model, _FROZEN, before if frozen else set())
+    return 0 if frozen else len(before)
 
 
 def _adopt(layer: nn.Linear) -> Linear:

@@ -172,6 +172,16 @@ def test_a_weight_shared_with_an_embedding_is_not_stored():
     assert model["lm_head"].weight is model["embed"].weight
 
 
+def test_the_report_says_what_else_changed(tiny):
+    assert sk.apply(tiny, sk.FP8.keep("layres.0.*")).notes == ("the rule layres.0.* matches no layer",)
+    assert sk.apply(tiny, sk.FP8.keep("layers.0.*")).notes == ()
+    sk.apply(tiny, sk.QFP8.lora(rank=2))
+    notes = " ".join(sk.apply(tiny, sk.BF16).notes)
+    assert "4 stored weights dequantized" in notes
+    assert "parameters that an earlier recipe froze are trainable again" in notes
+    assert "4 adapters stay" in notes
+
+
 def test_small_layers_stay(tiny):
     report = sk.apply(tiny, sk.FP8.keep_small(64))
     assert report.converted == 0
@@ -225,6 +235,7 @@ def test_a_peft_model_keeps_its_adapters_in_bf16(batch):
     report = sk.apply(model, sk.QFP8)
     assert not any("lora_" in row.layer for row in report.rows)
     assert not any(row.adapter for row in report.rows if row.layer.endswith("base_layer"))
+    assert "keep this model with surokit.save_adapter" in repr(report)
     loss = model(**batch).loss
     loss.backward()
     gradients = {n for n, p in model.named_parameters() if p.grad is not None}

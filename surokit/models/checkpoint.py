@@ -98,7 +98,8 @@ def save(model: nn.Module, folder: str | Path, shard_gib: float = 5.0) -> Path:
     """
     if not isinstance(model, Decoder):
         raise TypeError(
-            f"save() takes a surokit.Decoder, not a {type(model).__name__}: use the model's own save_pretrained()."
+            f"save() takes a surokit.Decoder, not a {type(model).__name__}: a model of transformers has its own "
+            "save_pretrained(), for weights that are not stored quantized; save_adapter() keeps the adapter of either."
         )
     linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     if any(m.has_adapter for m in linears.values()):

@@ -65,7 +65,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{path.parent} has no {path.name}: it is not a folder of this kind.") from error
+        near = sorted([*path.parent.glob(f"*/{path.name}"), *path.parent.glob(f"*/*/{path.name}")])
+        hint = f"; did you mean {near[-1].parent}?" if near else "."
+        raise FileNotFoundError(
+            f"{path.parent} has no {path.name}, so it is no folder that save() or save_pretrained() wrote{hint}"
+        ) from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}): copy or download it again.") from error
     if not isinstance(data, dict):

@@ -722,6 +722,7 @@ class Session:
             if interrupted and not self._updating:  # half an update cannot be undone; it ends within milliseconds
                 raise KeyboardInterrupt
             interrupted = self._stop_asked = True
+            print("\nsurokit: stopping after this step; run() goes on from there", file=sys.stderr)
 
         signal.signal(signal.SIGINT, handler)
         try:
@@ -833,7 +834,9 @@ def _check_settings(
     if eval is not None:
         check_source(eval)
     elif eval_every:
-        raise ValueError("Session(eval_every=...) needs held-out data: eval=...")
+        raise ValueError(
+            "Session(eval_every=...) needs held-out data: eval=... (resuming a run that evaluated needs it again)."
+        )
     if save_every and run_dir is None:
         raise ValueError("Session(save_every=...) needs a folder: run_dir=...")
 

@@ -290,3 +290,10 @@ def test_save_refuses_what_it_cannot_write(tmp_path):
     odd = sk.DecoderConfig(layers=1, width=8, heads=2, kv_heads=1, vocab=8, ffn=8, qk_norm=True, mlp_bias=True)
     with pytest.raises(CheckpointError, match="No supported family"):
         save(sk.Decoder(odd), tmp_path / "odd")
+
+
+def test_a_folder_above_the_right_one_is_recognised(tmp_path):
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    write(tmp_path / "runs" / "a", "llama2")
+    with pytest.raises(FileNotFoundError, match=r"has no config.json, .* did you mean .*runs/a\?"):
+        load(tmp_path / "runs")
