@@ -27,12 +27,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     tables.add_argument("pages", type=Path, nargs="+")
 
-    for command in (cpu, gpu):
+    watching = commands.add_parser("watching", help="the share of a run that the live panel and the records take")
+    watching.add_argument("--steps", type=int, default=300)
+
+    for command in (cpu, gpu, watching):
         command.add_argument("--out", type=Path, help="write the raw result to this JSON file")
     arguments = parser.parse_args(argv)
 
     from surokit.bench import result
 
+    table = result.table
     if arguments.command == "tables":
         for page in arguments.pages:
             page.write_text(result.filled(page.read_text(encoding="utf-8"), page.parent), encoding="utf-8")
@@ -42,6 +46,11 @@ def main(argv: list[str] | None = None) -> int:
             from surokit.bench.cpu import run as run_cpu
 
             data = run_cpu(arguments.systems, arguments.rounds, arguments.steps)
+        elif arguments.command == "watching":
+            from surokit.bench.watching import run as run_watching
+            from surokit.bench.watching import table
+
+            data = run_watching(arguments.steps)
         else:
             from surokit.bench.gpu import run as run_gpu
 
@@ -49,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, RuntimeError, ImportError) as error:
         print(f"surokit.bench: {error}", file=sys.stderr)
         return 2
-    print(result.table(data))
+    print(table(data))
     if arguments.out:
         result.write(data, arguments.out)
         print(f"raw result: {arguments.out}")

@@ -67,6 +67,15 @@ def test_raw_files_carry_their_environment():
         assert {"device", "torch", "date", "surokit"} <= environment.keys()
 
 
+def test_the_cost_of_watching_is_measured(tmp_path, capsys):
+    out = tmp_path / "watching.json"
+    assert main(["watching", "--steps", "3", "--out", str(out)]) == 0
+    data = json.loads(out.read_text())
+    assert set(data["shares"]) == {"panel", "records"}
+    assert all(0 < share < 1 for share in data["shares"].values())
+    assert "of the run" in capsys.readouterr().out
+
+
 def test_bad_input_is_one_sentence(capsys):
     assert main(["cpu", "--systems", "nonsense"]) == 2
     assert "There is no system 'nonsense': known are transformers," in capsys.readouterr().err
