@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from surokit.convert import _linear_layers, precision
 from surokit.nn.linear import Linear, product
 from surokit.quantizer import Quantized, Quantizer, quantize, sqnr_db
-from surokit.recipe import Recipe, block_of, find_recipe
+from surokit.recipe import Recipe, count_blocks, find_recipe
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,7 +34,7 @@ def compare(model: nn.Module, batch: Mapping[str, Tensor], *recipes: Recipe | st
     if not chosen:
         raise ValueError("compare() needs at least one recipe, for example compare(model, batch, surokit.FP8).")
     operands = _operands(model, batch)
-    blocks = 1 + max((b for b in map(block_of, operands) if b is not None), default=-1)
+    blocks = count_blocks(operands)
     rows = []
     for name, (x_TK, w_NK, dy_TN) in operands.items():
         for recipe in chosen:

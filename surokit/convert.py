@@ -7,7 +7,7 @@ state-dict keys, so optimizers and wrappers that hold it go on working. Adapters
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from surokit import kernels
 from surokit.nn.delayed import DelayedScales
 from surokit.nn.linear import Linear, Precision, scaled
-from surokit.recipe import BF16, Recipe, Rule, block_of, find_recipe
+from surokit.recipe import BF16, Recipe, Rule, count_blocks, find_recipe
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,7 +104,7 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
         raise ValueError(
             f"{type(model).__name__} has no torch.nn.Linear layers, so there is nothing to apply a recipe to."
         )
-    blocks = _blocks(name for name, _ in layers)
+    blocks = count_blocks(name for name, _ in layers)
     adapted = _to_adapt(model, recipe, layers)
     stored_before = sum(isinstance(layer, Linear) and layer.storage is not None for _, layer in layers)
     freed = _freeze(model, recipe.frozen_base)
@@ -143,7 +143,7 @@ def precision(model: nn.Module, recipe: Recipe | str) -> Iterator[nn.Module]:
     """
     recipe = find_recipe(recipe)
     layers = {name: _adopt(layer) for name, layer in _linear_layers(model)}
-    blocks = _blocks(layers)
+    blocks = count_blocks(layers)
     before = {layer: layer.precision for layer in layers.values()}
     try:
         for name, layer in layers.items():
@@ -224,14 +224,8 @@ def _convert(
             layer.store(wanted)
     if not why and recipe.quantized_products:
         layer.precision = Precision(recipe)
-    if recipe.adapter and adapt:
-        if not layer.has_adapter:
-            layer.add_adapter(recipe.adapter, dtype)
-        elif layer.lora_rank != recipe.adapter.rank:
-            raise ValueError(
-                f"{name} has an adapter of rank {layer.lora_rank} and the recipe wants rank {recipe.adapter.rank}: "
-                "merge_adapter() or remove_adapter() first."
-            )
+    if recipe.adapter and adapt and not layer.has_adapter:
+        layer.add_adapter(recipe.adapter, dtype)
     return Row(
         layer=name,
         shape=(layer.out_features, layer.in_features),
@@ -251,11 +245,6 @@ def why_kept(name: str, layer: nn.Linear, recipe: Recipe, blocks: int) -> str:
         return f"rule {rule}"
     small = min(layer.in_features, layer.out_features) < recipe.min_features
     return f"fewer than {recipe.min_features} features" if small else ""
-
-
-def _blocks(names: Iterable[str]) -> int:
-    """How many blocks a model with layers of these names has."""
-    return 1 + max((b for b in map(block_of, names) if b is not None), default=-1)
 
 
 def _idle_rules(recipe: Recipe, layers: list[tuple[str, nn.Linear]], blocks: int) -> list[Rule]:
@@ -325,6 +314,13 @@ def _to_adapt(model: nn.Module, recipe: Recipe, layers: list[tuple[str, nn.Linea
             f"No linear layer is called {', '.join(recipe.adapter.targets)}: the model has {known}. "
             "Name the layers to adapt with recipe.lora(targets=(...))."
         )
+    for name, layer in layers:
+        held = layer.lora_rank if isinstance(layer, Linear) else 0
+        if name in targets and held not in (0, recipe.adapter.rank):
+            raise ValueError(
+                f"{name} has an adapter of rank {held} and the recipe wants rank {recipe.adapter.rank}: "
+                "merge_adapter() or remove_adapter() first."
+            )
     return targets
 
 

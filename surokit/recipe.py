@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Any, Literal
@@ -99,6 +99,11 @@ def block_of(name: str) -> int | None:
     """Index of the block that a layer belongs to: the first number in its path, 3 for "model.layers.3.mlp.up_proj"."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return int(found[1]) if found else None
+
+
+def count_blocks(names: Iterable[str]) -> int:
+    """How many blocks a model with layers of these names has."""
+    return 1 + max((b for b in map(block_of, names) if b is not None), default=-1)
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,8 @@ def test_another_storage_or_rank_is_not_passed_over(tiny):
     small_blocks = sk.Recipe("small", storage=sk.Quantizer(sk.E4M3, sk.Block(16, 16, pow2=False))).lora(rank=2)
     sk.apply(tiny, small_blocks)
     with pytest.raises(ValueError, match="has an adapter of rank 2 and the recipe wants rank 8"):
-        sk.apply(tiny, small_blocks.lora(rank=8))
+        sk.apply(tiny, sk.QFP8.lora(rank=8))
+    assert tiny.layers[0]["up_proj"].storage == small_blocks.storage  # refused before anything changed
     sk.apply(tiny, sk.QFP8.lora(rank=2))
     assert tiny.layers[0]["up_proj"].storage == sk.QFP8.storage
     assert tiny.layers[0]["up_proj"].weight_scale_inv.shape == (1, 1)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import surokit as sk
-from surokit.kernels import reference
 from surokit.kernels.reference import quantize as ref
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -163,4 +162,3 @@ def test_bad_input_is_named():
 def test_quantizers_survive_as_plain_data():
     for q in QUANTIZERS.values():
         assert sk.Quantizer.from_dict(q.to_dict()) == q
-    assert reference is not None
