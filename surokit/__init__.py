@@ -14,15 +14,16 @@ __version__ = "0.1.0"
 _NAMES: dict[str, str] = {
     name: f"surokit.{module}"
     for module, names in {
-        "formats": "E4M3 E5M2 E2M1 E8M0",
-        "quantizer": "PerTensor PerRow Block Quantizer Quantized quantize",
-        "recipe": "Gemm Recipe Lora recipes BF16 FP8 FP8_CURRENT FP8_ROWWISE QFP8",
+        "formats": "E4M3 E5M2 E2M1 E8M0 NF4",
+        "quantizer": "PerTensor PerRow Block MX NV NFBlock Quantizer",
+        "quantized": "Quantized quantize",
+        "recipe": "Gemm Recipe Lora recipes BF16 FP8 FP8_CURRENT FP8_ROWWISE FP8_BLOCK MXFP8 FP4 NVFP4 MXFP4 QFP8 QFP4 QNF4",
         "convert": "apply precision",
         "accuracy": "compare",
         "environment": "doctor",
         "models": "Decoder DecoderConfig load save load_adapter save_adapter generate",
         "data": "text chat train_tokenizer load_tokenizer",
-        "train": "Session AdamW Cosine Record",
+        "train": "Session AdamW AdamW8bit Cosine Record",
         "live": "Live",
         "widgets": "plot_runs",
         "profiler": "profile Profile",

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from surokit.convert import _linear_layers, precision
-from surokit.nn.linear import Linear, product
-from surokit.quantizer import Quantized, Quantizer, quantize, sqnr_db
+from surokit.nn.linear import Linear
+from surokit.product import product
+from surokit.quantized import Quantized, quantize, sqnr_db
+from surokit.quantizer import Quantizer
 from surokit.recipe import Recipe, count_blocks, find_recipe
 
 if TYPE_CHECKING:

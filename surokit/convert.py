@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from surokit import kernels
 from surokit.nn.delayed import DelayedScales
-from surokit.nn.linear import Linear, Precision, scaled
+from surokit.nn.linear import Linear, Precision
+from surokit.product import computes
 from surokit.recipe import BF16, Recipe, Rule, count_blocks, find_recipe
 
 if TYPE_CHECKING:
@@ -282,8 +282,7 @@ def _dequantize(layer: Linear, dtype: torch.dtype, trainable: bool) -> None:
     if layer.storage is None:
         return
     weight = layer.dense_weight(dtype)
-    layer.storage = None
-    del layer.weight_scale_inv
+    layer.drop_stored()
     layer.weight = nn.Parameter(weight, requires_grad=trainable)
 
 
@@ -329,11 +328,16 @@ def emulation(recipe: Recipe, device: torch.device) -> str:
     names = ("forward", "grad_input", "grad_weight")
     quantized = {name: gemm for name, gemm in zip(names, recipe.gemms) if gemm.quantized}
     if not quantized:
-        return "stored in fp8, products in bf16" if recipe.storage else ""
-    if not kernels.native_fp8(device):
+        return f"stored in {recipe.storage.format}, products in bf16" if recipe.storage else ""
+    slow = {name: gemm for name, gemm in quantized.items() if not computes(gemm.a, gemm.b, device)}
+    emulated = [name for name, gemm in slow.items() if gemm.a and gemm.b]
+    wide = [name for name in slow if name not in emulated]  # one operand is not quantized: there is nothing to emulate
+    if len(emulated) == len(quantized):
         return f"emulated on {device.type}"
-    wide = [name for name, gemm in quantized.items() if not scaled(gemm.a, gemm.b)]
-    return f"{', '.join(wide)} multiplied in bf16" if wide else ""
+    said = [
+        f"{', '.join(names)} {how}" for names, how in ((emulated, "emulated"), (wide, "multiplied in bf16")) if names
+    ]
+    return "; ".join(said)
 
 
 def _abbreviate(names: list[str], most: int = 4) -> str:

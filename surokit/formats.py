@@ -60,6 +60,26 @@ class Format:
         return self.name
 
 
+@dataclass(frozen=True)
+class Codebook:
+    """A format whose codes are indices into a table of numbers, in ascending order."""
+
+    name: str
+    values: tuple[float, ...]
+
+    @property
+    def bits(self) -> int:
+        return (len(self.values) - 1).bit_length()
+
+    @property
+    def max(self) -> float:
+        """Largest number of the table."""
+        return self.values[-1]
+
+    def __str__(self) -> str:
+        return self.name
+
+
 E4M3 = Format("e4m3", 4, 3, specials="nan")
 E5M2 = Format("e5m2", 5, 2)
 E2M1 = Format("e2m1", 2, 1, specials="none")
@@ -67,4 +87,27 @@ E8M0 = Format("e8m0", 8, 0, specials="nan", signed=False)
 BF16_FORMAT = Format("bf16", 8, 7)
 FP32_FORMAT = Format("fp32", 8, 23)
 
-FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, E2M1, E8M0, BF16_FORMAT, FP32_FORMAT)}
+# QLoRA's NormalFloat (Dettmers et al., 2023), the values of bitsandbytes: quantiles of a normal distribution, scaled to [-1, 1]
+NF4 = Codebook(
+    "nf4",
+    (
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ),
+)
+
+FORMATS: dict[str, Format | Codebook] = {f.name: f for f in (E4M3, E5M2, E2M1, E8M0, NF4, BF16_FORMAT, FP32_FORMAT)}

@@ -1,25 +1,55 @@
-"""Scalings, quantizers and quantized matrices: the values that a recipe is made of.
+"""Scalings and quantizers: the values that a recipe is made of. No torch here; `quantized.py` carries them out.
 
-A `Scaling` says which elements share a scale, a `Quantizer` adds the number format and the rounding, a `Quantized` is what
-comes out: codes and decode scales. The arithmetic lives in `kernels/reference/quantize.py`; this file only dispatches.
+A `Scaling` says which elements share a scale and what the scale is, a `Quantizer` adds the number format, the rounding and a
+rotation of one operand.
 
 Matrices are [M, K] with K the dimension that the product contracts, so a per-row scale is constant along every sum.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
-from surokit.formats import E4M3, E5M2, FORMATS, Format
+from surokit.formats import E2M1, E4M3, E5M2, FORMATS, NF4, Codebook, Format
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+Rule = Literal["floor", "rceil", "even"]
+Error = Literal["mse", "mae"]
 
 
 @dataclass(frozen=True)
-class PerTensor:
+class Scaling:
+    """Which elements share a scale."""
+
+    formats: ClassVar[tuple[Format | Codebook, ...]] = (E4M3, E5M2)
+    # what a stored weight's scales are called beside `weight`, in the words of its checkpoint format
+    stored_as: ClassVar[tuple[str, ...]] = ("weight_scale_inv",)
+
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns that share a scale; 0 stands for the whole extent."""
+        raise NotImplementedError
+
+    @property
+    def pow2(self) -> bool:
+        """Whether every scale is a power of two, so that scaling rounds nothing."""
+        return False
+
+    @property
+    def varies_along_sum(self) -> bool:
+        """Whether a scale changes along K and must multiply the factors and not the sum."""
+        return self.tile()[1] != 0
+
+    def check(self, q: Quantizer) -> None:
+        """ValueError where this scaling cannot serve the quantizer `q`."""
+        if q.format not in self.formats:
+            usable = " or ".join(f.name.upper() for f in self.formats)
+            raise ValueError(f"There is no quantizer for {q.format} with {self}: {type(self).__name__} takes {usable}.")
+        if q.four_over_six and not isinstance(self, NV):
+            raise ValueError(f"four_over_six chooses between block scales of NV(16); {self} has none of these.")
+
+
+@dataclass(frozen=True)
+class PerTensor(Scaling):
     """One scale for the whole tensor. With `history`, the scale comes from the amaxes of earlier steps (delayed scaling)."""
 
     history: int = 0
@@ -33,7 +63,7 @@ class PerTensor:
 
 
 @dataclass(frozen=True)
-class PerRow:
+class PerRow(Scaling):
     """One scale a row, constant along the contracted dimension; a power of two unless pow2=False."""
 
     pow2: bool = True
@@ -46,7 +76,7 @@ class PerRow:
 
 
 @dataclass(frozen=True)
-class Block:
+class Block(Scaling):
     """One scale for each block of rows x columns; a power of two unless pow2=False."""
 
     rows: int
@@ -64,145 +94,198 @@ class Block:
         return f"{self.rows}x{self.columns} blocks"
 
 
-Scaling = PerTensor | PerRow | Block
-_SCALINGS: dict[str, type[PerTensor] | type[PerRow] | type[Block]] = {
-    "PerTensor": PerTensor,
-    "PerRow": PerRow,
-    "Block": Block,
-}
+@dataclass(frozen=True)
+class MX(Scaling):
+    """OCP Microscaling: 32 elements of a row share a power of two, kept in a byte (E8M0).
+
+    `rule` picks the power: "floor" (OCP), "rceil" (no element is clipped) or "even" (the amax rounded to the format's
+    mantissa first). By default RCEIL for FP8 and EVEN for FP4.
+    """
+
+    block: int = 32
+    rule: Rule | None = None
+    formats: ClassVar[tuple[Format | Codebook, ...]] = (E4M3, E5M2, E2M1)
+    stored_as: ClassVar[tuple[str, ...]] = ("weight_scale",)
+
+    def __post_init__(self) -> None:
+        if self.block != 32:
+            raise ValueError(f"MX({self.block}): the block of the Microscaling formats has 32 elements.")
+        if self.rule not in (None, "floor", "rceil", "even"):
+            raise ValueError(f"MX(rule={self.rule!r}): the rules are 'floor', 'rceil' and 'even'.")
+
+    @property
+    def pow2(self) -> bool:
+        return True
+
+    def tile(self) -> tuple[int, int]:
+        return 1, self.block
+
+    def rule_for(self, format: Format | Codebook) -> Rule:
+        return self.rule or ("even" if format == E2M1 else "rceil")
+
+    def __str__(self) -> str:
+        return f"MX blocks of {self.block}" + (f" ({self.rule})" if self.rule else "")
+
+
+@dataclass(frozen=True)
+class NV(Scaling):
+    """NVFP4: an E4M3 scale for 16 elements of a row (or a 16 x 16 tile, NV(16, 16)), and a float32 scale for the tensor."""
+
+    columns: int = 16
+    rows: int = 1
+    formats: ClassVar[tuple[Format | Codebook, ...]] = (E2M1,)
+    stored_as: ClassVar[tuple[str, ...]] = ("weight_scale", "weight_scale_2")
+
+    def __post_init__(self) -> None:
+        if self.columns != 16 or self.rows not in (1, 16):
+            raise ValueError(f"NV({self.columns}, {self.rows}): NVFP4's blocks are NV(16), a row's, and NV(16, 16).")
+
+    def check(self, q: Quantizer) -> None:
+        super().check(q)
+        if q.four_over_six and q.hadamard:
+            raise ValueError(
+                "four_over_six and hadamard exclude each other: the choice between the two scales is made "
+                "for the unrotated tensor."
+            )
+
+    def tile(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    def __str__(self) -> str:
+        return f"NV {self.rows}x{self.columns} blocks"
+
+
+@dataclass(frozen=True)
+class NFBlock(Scaling):
+    """Blocks of 64 elements over the flattened tensor share their largest magnitude (QLoRA).
+
+    `double=256` quantizes these magnitudes too: 8-bit codes with a float32 scale for 256 of them and one offset.
+    """
+
+    block: int = 64
+    double: int = 0
+    formats: ClassVar[tuple[Format | Codebook, ...]] = (NF4,)
+    stored_as: ClassVar[tuple[str, ...]] = ("weight_absmax", "weight_nested_absmax", "weight_nested_offset")
+
+    def __post_init__(self) -> None:
+        if self.block != 64 or self.double not in (0, 256):
+            raise ValueError(
+                f"NFBlock({self.block}, double={self.double}): blocks have 64 elements, double is 0 or 256."
+            )
+
+    def check(self, q: Quantizer) -> None:
+        super().check(q)
+        if q.rounding != "nearest" or q.hadamard:
+            raise ValueError("NF4 stores weights: it rounds to nearest and is not rotated.")
+
+    def tile(self) -> tuple[int, int]:
+        return 1, self.block
+
+    def __str__(self) -> str:
+        return f"blocks of {self.block}" + (", double" if self.double else "")
+
+
+_SCALINGS: dict[str, type[Scaling]] = {s.__name__: s for s in (PerTensor, PerRow, Block, MX, NV, NFBlock)}
 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Format, scaling and rounding of one operand.
+    """Format, scaling, rounding and rotation of one operand.
+
+    rounding: "nearest" (even on ties) or "stochastic" (up or down in proportion to the distance: unbiased).
+    hadamard: 16 or 32 rotates every so many elements along K by a randomized Hadamard transform first, which spreads
+        outliers; a product of two operands that are both rotated is unchanged. 0: no rotation.
+    four_over_six: "mse" or "mae" lets each NVFP4 block choose whether its largest element becomes 6 or 4, by that error.
 
     >>> Quantizer(E4M3, PerRow())
     Quantizer(e4m3 per row)
     """
 
-    format: Format
+    format: Format | Codebook
     scaling: Scaling
     rounding: Literal["nearest", "stochastic"] = "nearest"
+    hadamard: int = 0
+    four_over_six: Error | None = None
 
     def __post_init__(self) -> None:
-        if self.format not in (E4M3, E5M2):
-            raise ValueError(f"There is no quantizer for the format {self.format}: use E4M3 or E5M2.")
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding={self.rounding!r} is unknown: use 'nearest' or 'stochastic'.")
+        if self.hadamard not in (0, 16, 32):
+            raise ValueError(f"hadamard={self.hadamard}: rotations have 16 or 32 elements, 0 is none.")
+        if self.four_over_six not in (None, "mse", "mae"):
+            raise ValueError(f"four_over_six={self.four_over_six!r}: the error is 'mse' or 'mae', None turns it off.")
+        if self.hadamard and self.delayed:
+            raise ValueError("A delayed scale knows the amax of the unrotated tensor: use PerTensor() with hadamard=.")
+        self.scaling.check(self)
 
     @property
     def transposable(self) -> bool:
         """Whether the transposed codes are the quantized transpose, so that one pass serves both orientations."""
         rows, columns = self.scaling.tile()
-        return rows == columns and self.rounding == "nearest"
+        return rows == columns and self.rounding == "nearest" and not self.hadamard
+
+    @property
+    def both_in_one_pass(self) -> bool:
+        """Whether a matrix and its transpose are quantized in one pass: tiles lie along K and nothing is drawn or rotated."""
+        along = isinstance(self.scaling, PerRow | MX) or (isinstance(self.scaling, Block) and self.scaling.rows == 1)
+        return along and self.rounding == "nearest" and not self.hadamard
+
+    def same_codes(self, other: Quantizer) -> bool:
+        """Whether a matrix that this quantizer stored can stand where `other` would quantize it: only the scales may differ."""
+        return (
+            self.format == other.format
+            and type(self.scaling) is type(other.scaling)
+            and self.scaling.tile() == other.scaling.tile()
+            and self.hadamard == other.hadamard == 0
+        )
 
     @property
     def delayed(self) -> bool:
         return isinstance(self.scaling, PerTensor) and self.scaling.history > 0
 
+    @property
+    def packed(self) -> bool:
+        """Whether a byte holds two codes."""
+        return self.format.bits == 4
+
+    @property
+    def bits(self) -> float:
+        """Bits an element, scales included, of a large tensor."""
+        rows, columns = self.scaling.tile()
+        share = 1 / (rows * columns) if rows and columns else 0.0
+        match self.scaling:
+            case NFBlock(double=double) if double:
+                return self.format.bits + 8 * share + 32 * share / double
+            case MX() | NV():
+                return self.format.bits + 8 * share
+            case _:
+                return self.format.bits + 32 * share
+
     def __repr__(self) -> str:
         return f"Quantizer({self})"
 
     def __str__(self) -> str:
-        return f"{self.format} {self.scaling}" + (" stochastic" if self.rounding == "stochastic" else "")
+        parts = [str(self.format), str(self.scaling)]
+        parts += ["stochastic"] if self.rounding == "stochastic" else []
+        parts += [f"H{self.hadamard}"] if self.hadamard else []
+        parts += [f"4/6 {self.four_over_six}"] if self.four_over_six else []
+        return " ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for checkpoints."""
         scaling = {"kind": type(self.scaling).__name__, **self.scaling.__dict__}
-        return {"format": self.format.name, "scaling": scaling, "rounding": self.rounding}
+        return {
+            "format": self.format.name,
+            "scaling": scaling,
+            "rounding": self.rounding,
+            "hadamard": self.hadamard,
+            "four_over_six": self.four_over_six,
+        }
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Quantizer:
         arguments = dict(data["scaling"])
-        return Quantizer(FORMATS[data["format"]], _SCALINGS[arguments.pop("kind")](**arguments), data["rounding"])
-
-
-@dataclass(frozen=True, eq=False)
-class Quantized:
-    """Codes [M, K] and decode scales [R, C] (float32, one for each tile): x is about codes * scales."""
-
-    codes: Tensor
-    scales: Tensor
-    quantizer: Quantizer
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.codes.shape
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        return self.codes.nbytes + self.scales.nbytes
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """[M, K] in `dtype` (float32 if not given): codes * scales, rounded once."""
-        import torch
-
-        from surokit import kernels
-
-        return kernels.dequantize(self.codes, self.scales, self.quantizer.scaling.tile(), dtype or torch.float32)
-
-    def t(self) -> Quantized:
-        """The quantized transpose [K, M]; only for scalings that look the same from both sides."""
-        if not self.quantizer.transposable:
-            raise ValueError(
-                f"{self.quantizer} has other scales for the transpose: quantize the transposed tensor instead."
-            )
-        return replace(self, codes=self.codes.t(), scales=self.scales.t())
-
-    def sqnr(self, x: Tensor) -> float:
-        """Signal-to-quantization-noise ratio against the original `x` [M, K], in dB."""
-        return sqnr_db(x, self.dequantize())
-
-    def clipped(self, x: Tensor) -> float:
-        """Share of the elements of `x` [M, K] that lie beyond the largest number their scale can express."""
-        from surokit import kernels
-
-        largest = kernels.spread(self.scales, x, self.quantizer.scaling.tile()) * self.quantizer.format.max
-        # a scale rounds, so an amax may stand a last bit above the range it defines
-        return float((x.abs().float() > largest * (1 + 2**-20)).float().mean())
-
-    def underflow(self, x: Tensor) -> float:
-        """Share of the elements of `x` [M, K] that are not zero and became zero."""
-        return float(((self.dequantize() == 0) & (x != 0)).float().mean())
-
-    def __repr__(self) -> str:
-        shape = " x ".join(map(str, self.codes.shape))
-        return f"Quantized({shape}, {self.quantizer}, {self.nbytes:,} bytes)"
-
-
-def quantize(
-    x: Tensor, q: Quantizer, *, amax: Tensor | None = None, generator: torch.Generator | None = None
-) -> Quantized:
-    """Quantize a matrix [M, K] (or [..., K], flattened to rows) with current scaling.
-
-    `amax` [R, C] float32 replaces the tensor's own largest magnitudes: delayed scaling passes what its history says.
-    `generator` feeds stochastic rounding. A quantizer with a history quantizes a lone tensor by its own amax, since the
-    history belongs to a layer in training.
-    """
-    from surokit import kernels
-
-    if x.dim() < 2:
-        raise ValueError(f"quantize() takes a matrix [M, K], not a tensor of shape {tuple(x.shape)}: reshape it first.")
-    if not x.is_floating_point():
-        raise TypeError(f"quantize() takes floating-point numbers, not {x.dtype}: convert the tensor first.")
-    codes, scales = kernels.quantize(
-        x.reshape(-1, x.shape[-1]),
-        q.format,
-        q.scaling.tile(),
-        pow2=q.scaling.pow2,
-        amax=amax,
-        stochastic=q.rounding == "stochastic",
-        generator=generator,
-    )
-    return Quantized(codes, scales, q)
-
-
-def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
-    """10 log10(|reference|^2 / |reference - approximation|^2), summed in float64; inf where they are equal."""
-    import math
-
-    x = reference.double()
-    noise = (x - approximation.double().reshape(x.shape)).square().sum().item()
-    signal = x.square().sum().item()
-    return math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal else -math.inf
+        scaling = _SCALINGS[arguments.pop("kind")](**arguments)
+        # checkpoints of the first version know neither rotation nor four over six
+        rest = {key: data[key] for key in ("rounding", "hadamard", "four_over_six") if key in data}
+        return Quantizer(FORMATS[data["format"]], scaling, **rest)

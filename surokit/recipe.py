@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Any, Literal
 
-from surokit.formats import E4M3, E5M2
-from surokit.quantizer import Block, PerRow, PerTensor, Quantizer
+from surokit.formats import E2M1, E4M3, E5M2, NF4
+from surokit.quantizer import MX, NV, Block, NFBlock, PerRow, PerTensor, Quantizer
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -165,6 +165,19 @@ class Recipe:
         targets = (targets,) if isinstance(targets, str) else targets
         return replace(self, adapter=Lora(rank, float(alpha), tuple(targets)))
 
+    def store(self, storage: Quantizer | Recipe) -> Recipe:
+        """The same products over frozen weights stored as `storage` says: a quantizer, or a recipe whose storage is taken.
+
+        Where a product would quantize the weight just as it is stored, the stored codes are multiplied as they are.
+        """
+        if isinstance(storage, Recipe):
+            if storage.storage is None:
+                raise ValueError(f"{storage.name} stores no weights: give a quantizer, or surokit.QFP8, QFP4 or QNF4.")
+            name, storage = storage.name, storage.storage
+        else:
+            name = str(storage.format)
+        return replace(self, name=f"{self.name}+{name}", storage=storage)
+
     def _with_rules(self, *rules: Rule) -> Recipe:
         return replace(self, rules=(*self.rules, *rules))
 
@@ -272,17 +285,23 @@ def _operand(name: str, q: Quantizer | None) -> str:
 
 def _formats(recipe: Recipe) -> str:
     """ "x,w: e4m3  dy: e5m2  delayed per tensor" """
-    operands = {
-        "x": recipe.forward.a or recipe.grad_weight.b,
-        "w": recipe.forward.b or recipe.grad_input.b,
-        "dy": recipe.grad_input.a or recipe.grad_weight.a,
-    }
+    f, i, w = recipe.gemms
+    roles = {"x": (f.a, w.b), "w": (f.b, i.b), "dy": (i.a, w.a)}
     by_format: dict[str, list[str]] = {}
-    for name, q in operands.items():
-        if q:
-            by_format.setdefault(str(q.format), []).append(name)
-    scalings = dict.fromkeys(str(q.scaling) for q in operands.values() if q)
-    return "  ".join([*(f"{','.join(names)}: {f}" for f, names in by_format.items()), *scalings])
+    scalings: dict[str, None] = {}
+    drawn = []
+    for name, quantizers in roles.items():
+        used = [q for q in quantizers if q]
+        if used:
+            by_format.setdefault(str(used[0].format), []).append(name)
+        if any(q.rounding == "stochastic" for q in used):
+            drawn.append(name)
+        scalings |= dict.fromkeys(str(q.scaling) for q in used)
+    words = [*(f"{','.join(names)}: {f}" for f, names in by_format.items()), *scalings]
+    words += [f"{','.join(drawn)} stochastic"] if drawn else []
+    rotated = [name for name, gemm in zip(("y", "dx", "dw"), recipe.gemms) if gemm.a and gemm.a.hadamard]
+    words += [f"{','.join(rotated)} rotated"] if rotated else []
+    return "  ".join(words)
 
 
 # -- the named recipes
@@ -297,6 +316,12 @@ def _fp8(name: str, forward: Quantizer, gradient: Quantizer) -> Recipe:
     )
 
 
+def _one_quantizer(name: str, x: Quantizer, w: Quantizer | None = None) -> Recipe:
+    """Activations and gradients by `x`, weights by `w` where it differs."""
+    w = w or x
+    return Recipe(name, forward=Gemm(x, w), grad_input=Gemm(x, w), grad_weight=Gemm(x, x))
+
+
 _HISTORY = PerTensor(history=1024)
 
 BF16 = Recipe("bf16")
@@ -306,10 +331,45 @@ FP8 = _fp8("fp8", Quantizer(E4M3, _HISTORY), Quantizer(E5M2, _HISTORY))
 FP8_CURRENT = _fp8("fp8-current", Quantizer(E4M3, PerTensor()), Quantizer(E5M2, PerTensor()))
 # torchao's ROWWISE
 FP8_ROWWISE = _fp8("fp8-rowwise", Quantizer(E4M3, PerRow()), Quantizer(E4M3, PerRow()))
+# DeepSeek-V3 and TransformerEngine's Float8BlockScaling
+FP8_BLOCK = _one_quantizer("fp8-block", Quantizer(E4M3, Block(1, 128)), Quantizer(E4M3, Block(128, 128)))
+# OCP Microscaling as TransformerEngine trains with it: every operand quantized from high precision in both orientations
+MXFP8 = _one_quantizer("mxfp8", Quantizer(E4M3, MX(32)))
+
+
+def _fp4() -> Recipe:
+    """TransformerEngine's NVFP4: 16 x 16 tiles for weights, gradients rounded stochastically, grad_weight's operands rotated."""
+    x, w = Quantizer(E2M1, NV(16)), Quantizer(E2M1, NV(16, 16))
+    dy = replace(x, rounding="stochastic")
+    return Recipe(
+        "fp4",
+        forward=Gemm(x, w),
+        grad_input=Gemm(dy, w),
+        grad_weight=Gemm(replace(dy, hadamard=16), replace(x, hadamard=16)),
+    ).keep_last(share=0.15)
+
+
+def _mxfp4() -> Recipe:
+    """Quartet (Castro et al., 2025): nearest forward, both gradients rotated and their dy rounded stochastically."""
+    x = Quantizer(E2M1, MX(32))
+    rotated = replace(x, hadamard=32)
+    dy = replace(rotated, rounding="stochastic")
+    return Recipe("mxfp4", forward=Gemm(x, x), grad_input=Gemm(dy, rotated), grad_weight=Gemm(dy, rotated))
+
+
+FP4 = NVFP4 = _fp4()
+MXFP4 = _mxfp4()
 # frozen weights in 128 x 128 blocks of E4M3 with plain float32 scales; products in bfloat16
 QFP8 = Recipe("qfp8", storage=Quantizer(E4M3, Block(128, 128, pow2=False)), adapter=Lora())
+# frozen weights in NVFP4, each block's scale chosen for the smaller error (Cook et al., 2025, "four over six")
+QFP4 = Recipe("qfp4", storage=Quantizer(E2M1, NV(16), four_over_six="mse"), adapter=Lora())
+# QLoRA (Dettmers et al., 2023): NF4 with double quantization
+QNF4 = Recipe("qnf4", storage=Quantizer(NF4, NFBlock(64, double=256)), adapter=Lora())
 
-recipes: dict[str, Recipe] = {r.name: r for r in (BF16, FP8, FP8_CURRENT, FP8_ROWWISE, QFP8)}
+recipes: dict[str, Recipe] = {
+    r.name: r for r in (BF16, FP8, FP8_CURRENT, FP8_ROWWISE, FP8_BLOCK, MXFP8, FP4, MXFP4, QFP8, QFP4, QNF4)
+}
+_ALIASES = {"nvfp4": "fp4"}
 
 
 def find_recipe(recipe: Recipe | str) -> Recipe:
@@ -321,6 +381,7 @@ def find_recipe(recipe: Recipe | str) -> Recipe:
             f"A recipe is a surokit.Recipe or its name, not {type(recipe).__name__}: try surokit.FP8 or 'fp8'."
         )
     name = recipe.lower().replace("_", "-")
+    name = _ALIASES.get(name, name)
     if name in recipes:
         return recipes[name]
     near = difflib.get_close_matches(name, recipes, n=1, cutoff=0.4)

@@ -7,6 +7,7 @@ from torch import nn
 import surokit as sk
 from surokit import convert
 from surokit.convert import recipe_of
+from surokit.kernels import native
 from surokit.nn.linear import Linear
 
 
@@ -95,16 +96,15 @@ def test_another_storage_or_rank_is_not_passed_over(tiny):
 
 
 def test_what_is_native_is_said_product_by_product(monkeypatch):
-    from surokit import kernels
-
-    monkeypatch.setattr(kernels, "native_fp8", lambda device: True)
+    monkeypatch.setattr(native, "available", lambda kind, device: kind in ("tensor", "row"))
     row, block = sk.Quantizer(sk.E4M3, sk.PerRow()), sk.Quantizer(sk.E4M3, sk.Block(1, 128))
     half = sk.Recipe(
         "half", forward=sk.Gemm(row, None), grad_input=sk.Gemm(row, row), grad_weight=sk.Gemm(block, block)
     )
     device = torch.device("cuda")
     assert convert.emulation(sk.FP8, device) == ""
-    assert convert.emulation(half, device) == "forward, grad_weight multiplied in bf16"
+    assert convert.emulation(half, device) == "grad_weight emulated; forward multiplied in bf16"
+    assert convert.emulation(sk.FP4, device) == "emulated on cuda"
 
 
 def test_a_storage_freezes_the_base_and_trains_adapters_only(tiny, batch):
@@ -129,7 +129,7 @@ def test_a_storage_freezes_the_base_and_trains_adapters_only(tiny, batch):
     for name, parameter in tiny.named_parameters():
         if name in snapshot:
             assert torch.equal(parameter.view(torch.uint8), snapshot[name].view(torch.uint8))
-    assert "stored in fp8, products in bf16" in repr(report)
+    assert "stored in e4m3, products in bf16" in repr(report)
     dense = 2 * 2 * (32 * 64) * 2
     stored = sum(r.nbytes for r in report.rows if r.storage) - sum(
         p.nbytes for n, p in tiny.named_parameters() if "lora_" in n or n.endswith("bias")

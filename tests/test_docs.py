@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import surokit as sk
-from tests.nn.test_linear import GATES
+from tests.nn.test_linear import GATES, STORED_GATES
 from tests.test_architecture import LAZY_ONLY, MAY_IMPORT
 
 ROOT = Path(__file__).parents[1]
@@ -214,6 +214,7 @@ def test_the_drawing_of_imports_is_the_tests_own():
 def test_the_accuracy_table_is_the_tests_own():
     table = {cells[0].strip("`"): tuple(map(float, cells[1:4])) for cells in rows(DOCS / "recipes.md", "dB of")}
     assert table == GATES
+    assert {cells[0].strip("`"): float(cells[1]) for cells in rows(DOCS / "recipes.md", "stored")} == STORED_GATES
 
 
 def write_outputs() -> None:

@@ -1,5 +1,6 @@
 """Quantizers against independent references, bit for bit, and against their own definition on hard inputs."""
 
+import json
 from pathlib import Path
 
 import ml_dtypes
@@ -94,11 +95,71 @@ def test_nan_stays_nan_and_only_in_its_own_tile():
     assert torch.equal(values[[0, 2, 3]], x[[0, 2, 3]])
 
 
-def test_infinity_saturates():
-    values = sk.quantize(
-        torch.tensor([[float("inf"), 1.0, -float("inf")]]), sk.Quantizer(sk.E4M3, sk.PerTensor())
-    ).dequantize()
-    assert values.tolist() == [[448.0, 1.0, -448.0]]
+EVERY_QUANTIZER = sorted({q for r in sk.recipes.values() for g in r.gemms for q in (g.a, g.b, r.storage) if q}, key=str)
+
+
+@pytest.mark.parametrize("q", EVERY_QUANTIZER, ids=str)
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+def test_what_is_not_a_number_never_becomes_one(q, bad):
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    x[3, 5] = bad
+    assert not sk.quantize(x, q, seed=0).dequantize()[3, 5].isfinite()
+
+
+@pytest.mark.parametrize("q", EVERY_QUANTIZER, ids=str)
+@pytest.mark.parametrize("shape", [(0, 64), (1, 1), (3, 5), (17, 130), (33, 96)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_every_quantizer_takes_every_shape_and_width(q, shape, dtype):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    quantized = sk.quantize(x, q, seed=0)
+    assert quantized.shape == shape
+    y = quantized.dequantize(dtype)
+    assert y.shape == shape
+    assert y.dtype == dtype
+    step = 2.0 ** -getattr(q.format, "mantissa_bits", 1)
+    assert ((y - x).abs() <= (x.abs().max() if x.numel() else 0.0) * step).all()
+    strided = torch.empty(shape[1], shape[0], dtype=dtype).t().copy_(x)
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(
+            (p.contiguous() for p in quantized.parts), (p.contiguous() for p in sk.quantize(strided, q, seed=0).parts)
+        )
+    )
+
+
+@pytest.mark.parametrize("q", [q for q in EVERY_QUANTIZER if q.transposable], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5), (17, 130), (33, 96)])
+def test_square_tiles_turn_without_rounding(q, shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(sk.quantize(x, q).t().dequantize(), sk.quantize(x.t(), q).dequantize())
+
+
+@pytest.mark.parametrize("q", EVERY_QUANTIZER, ids=str)
+def test_zeros_stay_zeros(q):
+    assert (sk.quantize(torch.zeros(40, 72), q, seed=0).dequantize() == 0).all()
+
+
+def test_a_seed_repeats_what_is_drawn():
+    q = sk.Quantizer(sk.E2M1, sk.NV(16), rounding="stochastic")
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    first, again, other = (sk.quantize(x, q, seed=s).codes for s in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    torch.manual_seed(0)
+    drawn, next_draw = sk.quantize(x, q).codes, sk.quantize(x, q).codes
+    assert not torch.equal(drawn, next_draw)
+    with pytest.raises(ValueError, match="not both"):
+        sk.quantize(x, q, seed=1, generator=torch.Generator())
+
+
+@pytest.mark.parametrize("q", EVERY_QUANTIZER, ids=str)
+def test_quantizers_survive_as_plain_data(q):
+    assert sk.Quantizer.from_dict(json.loads(json.dumps(q.to_dict()))) == q
+
+
+def test_a_checkpoint_of_the_first_version_still_reads():
+    data = {"format": "e4m3", "scaling": {"kind": "PerRow", "pow2": True}, "rounding": "nearest"}
+    assert sk.Quantizer.from_dict(data) == sk.Quantizer(sk.E4M3, sk.PerRow())
 
 
 @settings(max_examples=60, deadline=None)
@@ -149,16 +210,30 @@ def test_bad_input_is_named():
         sk.quantize(torch.ones(3), q)
     with pytest.raises(TypeError, match="not torch.int64"):
         sk.quantize(torch.ones(3, 3, dtype=torch.int64), q)
-    with pytest.raises(ValueError, match="no quantizer for the format bf16"):
+    with pytest.raises(ValueError, match="no quantizer for bf16 with per row: PerRow takes E4M3 or E5M2"):
         sk.Quantizer(sk.formats.BF16_FORMAT, sk.PerRow())
     with pytest.raises(ValueError, match="'nearest' or 'stochastic'"):
         sk.Quantizer(sk.E4M3, sk.PerRow(), rounding="up")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="MX takes E4M3 or E5M2 or E2M1"):
+        sk.Quantizer(sk.NF4, sk.MX(32))
+    with pytest.raises(ValueError, match="exclude each other"):
+        sk.Quantizer(sk.E2M1, sk.NV(16), hadamard=16, four_over_six="mse")
+    with pytest.raises(ValueError, match="NV.16.; per row has none"):
+        sk.Quantizer(sk.E4M3, sk.PerRow(), four_over_six="mse")
+    with pytest.raises(ValueError, match="16 or 32 elements"):
+        sk.Quantizer(sk.E2M1, sk.NV(16), hadamard=8)
+    with pytest.raises(ValueError, match="rounds to nearest and is not rotated"):
+        sk.Quantizer(sk.NF4, sk.NFBlock(64), rounding="stochastic")
+    with pytest.raises(ValueError, match="use PerTensor"):
+        sk.Quantizer(sk.E4M3, sk.PerTensor(history=4), hadamard=16)
+    for scaling in (lambda: sk.MX(16), lambda: sk.NV(32), lambda: sk.NV(16, 2), lambda: sk.NFBlock(32)):
+        with pytest.raises(ValueError, match=r"block|NVFP4"):
+            scaling()
+    with pytest.raises(ValueError, match="rules are"):
+        sk.MX(32, rule="ceil")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'mse' or 'mae'"):
+        sk.Quantizer(sk.E2M1, sk.NV(16), four_over_six="max")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="other scales for the transpose"):
         sk.quantize(torch.ones(2, 3), q).t()
     with pytest.raises(ValueError, match="at least one row"):
         sk.Block(0, 128)
-
-
-def test_quantizers_survive_as_plain_data():
-    for q in QUANTIZERS.values():
-        assert sk.Quantizer.from_dict(q.to_dict()) == q

@@ -1,7 +1,8 @@
 """Products of quantized matrices: y_MN = a_MK @ b_NK', the emulation that defines what a tensor core computes.
 
-Products of two float8 numbers have at most 8 significant bits, so bfloat16 factors with float32 accumulation give what a
-float8 tensor core gives, up to the order of the sums. Scales that do not vary along K multiply the sum, not the factors.
+Products of two float8 numbers have at most 8 significant bits, and an E2M1 code times its E4M3 block scale at most 6: bfloat16
+factors with float32 accumulation give what a tensor core for the format gives, up to the order of the sums. Scales that vary
+along K multiply the factors, which is exact where they are E4M3 or powers of two; the others multiply the sum.
 
 Shapes: M x K and N x K matrices, both with the contracted dimension last; scales [M or 1, 1] and [N or 1, 1].
 """
@@ -11,26 +12,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .quantize import values
-
 
 def scaled_mm(
-    a_codes_MK: Tensor,
-    a_scale_inv: Tensor,
-    b_codes_NK: Tensor,
-    b_scale_inv: Tensor,
+    a_MK: Tensor,
+    a_scale: Tensor,
+    b_NK: Tensor,
+    b_scale: Tensor,
     out_dtype: torch.dtype = torch.bfloat16,
     pow2: bool = False,
 ) -> Tensor:
-    """[M, N] = (a * a_scale_inv) @ (b * b_scale_inv)', scaled in float32 and rounded once to `out_dtype`.
+    """[M, N] = (a * a_scale) @ (b * b_scale)', scaled in float32 and rounded once to `out_dtype`.
 
-    `pow2` promises that every scale is a power of two. They may then multiply the bfloat16 factors, which is exact within
-    bfloat16's range and lets a CPU use its bfloat16 product.
+    a_MK, b_NK: bfloat16, the values of codes or codes times scales that vary along K. `pow2` promises that a_scale and
+    b_scale are powers of two. They may then multiply the bfloat16 factors, which is exact within bfloat16's range and lets a
+    CPU use its bfloat16 product.
     """
-    a_MK, b_NK = values(a_codes_MK), values(b_codes_NK)
-    if pow2 and out_dtype == torch.bfloat16:
-        return (a_MK.mul_(a_scale_inv.to(a_MK.dtype))) @ (b_NK.mul_(b_scale_inv.to(b_NK.dtype))).t()
-    scale = a_scale_inv * b_scale_inv.t()
+    if pow2 and out_dtype == torch.bfloat16 and a_scale.numel() * b_scale.numel() > 1:
+        return (a_MK * a_scale.to(a_MK.dtype)) @ (b_NK * b_scale.to(b_NK.dtype)).t()
+    scale = a_scale * b_scale.t()
     if a_MK.device.type == "cuda":
         return torch.mm(a_MK, b_NK.t(), out_dtype=torch.float32).mul_(scale).to(out_dtype)
     if scale.numel() == 1 and out_dtype == torch.bfloat16:

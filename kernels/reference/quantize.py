@@ -19,8 +19,40 @@ from torch import Tensor
 
 from surokit.formats import E4M3, E5M2, Format
 
+from .random import uniform
+
 DTYPES: dict[Format, torch.dtype] = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 FLT_MAX = torch.finfo(torch.float32).max
+
+
+def quantize(
+    x_MK: Tensor,
+    format: Format,
+    rows: int = 0,
+    columns: int = 0,
+    pow2: bool = False,
+    amax: Tensor | None = None,
+    floor: float = 0.0,
+    key: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Codes [M, K] in the format's dtype and decode scales [R, C] float32.
+
+    rows, columns: of a tile, 0 for the whole extent. pow2: scales are powers of two. amax [R, C]: used instead of the
+    tiles' own. floor: the least amax that counts. key: int32 [2], rounds stochastically with its draws; None: to nearest even.
+    """
+    if amax is None:
+        amax = _amax(x_MK, rows, columns)
+    scale = encode_scale(amax, format, pow2, floor)
+    return encode(x_MK, scale, format, rows, columns, key), decode_scale(scale, amax)
+
+
+def quantize_both(
+    x_MK: Tensor, format: Format, rows: int = 0, columns: int = 0, pow2: bool = False, floor: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """quantize(x) and quantize(x'), each as codes and decode scales: [M, K], [R, C], [K, M], [R', C']."""
+    codes_MK, scales = quantize(x_MK, format, rows, columns, pow2, floor=floor)
+    codes_KM, scales_t = quantize(x_MK.t(), format, rows, columns, pow2, floor=floor)
+    return codes_MK, scales, codes_KM.contiguous(), scales_t
 
 
 def tile_shape(x_MK: Tensor, rows: int, columns: int) -> tuple[int, int]:
@@ -39,8 +71,11 @@ def _tiles(x_MK: Tensor, rows: int, columns: int) -> Tensor:
 
 def amax(x_MK: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
     """Largest magnitude of each tile, float32 [R, C]; NaN where a tile holds one."""
+    if x_MK.numel() == 0:
+        rows, columns = tile_shape(x_MK, rows, columns)
+        return x_MK.new_zeros((-(-x_MK.shape[0] // rows), -(-x_MK.shape[1] // columns)), dtype=torch.float32)
     if rows == 0 and columns == 0:
-        low, high = torch.aminmax(x_MK)  # one pass and no temporary; an empty tensor is an error here as in torch
+        low, high = torch.aminmax(x_MK)  # one pass and no temporary
         return torch.maximum(-low, high).float().view(1, 1)
     return _tiles(x_MK.abs(), rows, columns).amax(dim=(1, 3)).float()
 
@@ -65,9 +100,9 @@ def round_down_to_power_of_two(x: Tensor) -> Tensor:
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
-def scale_inv(scale_RC: Tensor) -> Tensor:
-    """Decode scale: the reciprocal, rounded once."""
-    return torch.reciprocal(scale_RC)
+def decode_scale(scale_RC: Tensor, amax_RC: Tensor) -> Tensor:
+    """The reciprocal, rounded once; NaN where the amax is infinite, so that an inf never becomes a plausible number."""
+    return torch.reciprocal(scale_RC) + (amax_RC - amax_RC)
 
 
 def spread(scale_RC: Tensor, like_MK: Tensor, rows: int, columns: int) -> Tensor:
@@ -81,14 +116,11 @@ def spread(scale_RC: Tensor, like_MK: Tensor, rows: int, columns: int) -> Tensor
     return scale_RC
 
 
+_amax = amax  # a parameter of `quantize` has the same name
+
+
 def encode(
-    x_MK: Tensor,
-    scale_RC: Tensor,
-    format: Format,
-    rows: int = 0,
-    columns: int = 0,
-    stochastic: bool = False,
-    generator: torch.Generator | None = None,
+    x_MK: Tensor, scale_RC: Tensor, format: Format, rows: int = 0, columns: int = 0, key: Tensor | None = None
 ) -> Tensor:
     """Codes [M, K] in the format's dtype: x * scale, clamped to the format's range, rounded to nearest even (or stochastically).
 
@@ -96,18 +128,17 @@ def encode(
     """
     y_MK = x_MK.float() * spread(scale_RC, x_MK, rows, columns)
     y_MK = y_MK.clamp_(-format.max, format.max)
-    if stochastic:
-        y_MK = round_stochastic(y_MK, format, generator)
+    if key is not None:
+        y_MK = round_stochastic(y_MK, format, key)
     return y_MK.to(DTYPES[format])
 
 
-def round_stochastic(y: Tensor, format: Format, generator: torch.Generator | None = None) -> Tensor:
-    """Round in-range float32 numbers up or down with P(up) = (|y| - low) / (high - low): unbiased."""
+def round_stochastic(y: Tensor, format: Format, key: Tensor) -> Tensor:
+    """Round in-range float32 numbers up or down with P(up) = (|y| - low) / (high - low): unbiased. NaN stays NaN."""
     _, exponent = torch.frexp(y.abs())  # |y| = m * 2^exponent with m in [.5, 1)
     step_exponent = (exponent - 1).clamp(min=1 - format.bias) - format.mantissa_bits
     steps = torch.ldexp(y.abs(), -step_exponent)
-    draw = torch.rand(y.shape, generator=generator, device=y.device)
-    rounded = torch.ldexp(torch.floor(steps + draw), step_exponent).clamp(max=format.max)
+    rounded = torch.ldexp(torch.floor(steps + uniform(y.shape, key)), step_exponent).clamp(max=format.max)
     return torch.where(y.isnan(), y, torch.copysign(rounded, y))
 
 

@@ -31,6 +31,7 @@ from surokit.models.folder import (
     written_whole,
 )
 from surokit.nn.linear import Linear
+from surokit.quantized import Quantized
 from surokit.quantizer import Block, Quantizer
 from surokit.recipe import Recipe, find_recipe
 
@@ -136,7 +137,8 @@ def _fill(name: str, module: nn.Module, tensors: Tensors, found: dict[str, Any],
             codes, scales = tensors[full], tensors[f"{full}_scale_inv"]
             if codes.dtype != torch.float8_e4m3fn:
                 raise CheckpointError(f"{full} is {codes.dtype}, with scales it should be float8_e4m3fn.")
-            module.set_stored(_copied(codes, codes.dtype, device), _copied(scales, torch.float32, device), _FP8_STORAGE)
+            codes, scales = _copied(codes, codes.dtype, device), _copied(scales, torch.float32, device)
+            module.set_stored(Quantized(codes, scales, _FP8_STORAGE, module.in_features))
         else:
             setattr(module, key, nn.Parameter(_copied(tensors[full], parameter.dtype, device)))
 

@@ -37,7 +37,6 @@ class DelayedScales:
         self.history_HS = torch.zeros(history, slots, device=device)
         self.in_force_S = torch.zeros(slots, device=device)  # 0: nothing seen yet
         self.open_S = torch.zeros(slots, device=device)
-        self.seeded = [False] * slots  # whether in_force holds something, known without asking the device
         self.cursor = 0
         self.recorded = False
         self._owner = weakref.ref(owner) if owner is not None else None
@@ -49,21 +48,22 @@ class DelayedScales:
         return _restored, (*self.history_HS.shape, self.in_force_S.device, self.state_dict())
 
     def amax(self, slot: int, x: Tensor, record: bool) -> Tensor:
-        """The amax [1, 1] that quantizes `x` now; with `record`, x's own amax is merged into the open slot."""
+        """The amax [1, 1] that quantizes `x` now; with `record`, x's own amax is merged into the open slot.
+
+        NaN where x holds an inf or a NaN that would otherwise be cut to an ordinary number.
+        """
         if self.in_force_S.device != x.device:
             self._move(x.device)
         in_force = self.in_force_S[slot : slot + 1]
-        if not record and self.seeded[slot]:
-            return in_force.view(1, 1)
         own = kernels.amax(x).view(1)
-        used = torch.where((in_force > 0) & (in_force < torch.inf), in_force, own)
+        used = torch.where(in_force > 0, in_force, own)
         if record:
-            self.seeded[slot] = True
-            in_force.copy_(used)
+            usable = (own > 0) & (own < torch.inf)
+            in_force.copy_(torch.where(in_force > 0, in_force, torch.where(usable, own, 0.0)))
             opened = self.open_S[slot : slot + 1]
             torch.maximum(opened, own, out=opened)
             self.recorded = True
-        return used.view(1, 1)
+        return (used + (own - own)).view(1, 1)
 
     def roll(self, skipped: Tensor | None = None) -> None:
         """Close the step: push the open slots into the history and take the new maxima. Does nothing if nothing was recorded.
@@ -110,7 +110,6 @@ class DelayedScales:
         self.history_HS.copy_(state["history"])
         self.in_force_S.copy_(state["in_force"])
         self.open_S.copy_(state["open"])
-        self.seeded = (self.in_force_S > 0).tolist()
         self.cursor, self.recorded = int(state["cursor"][0]), bool(state["cursor"][1])
 
     def _move(self, device: torch.device) -> None:

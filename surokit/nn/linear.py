@@ -10,7 +10,8 @@ element in FP8), or nothing where the weight is frozen. The weight is quantized 
 keeping its codes would cost a byte a parameter.
 
 The layer is a torch.nn.Linear with the same state-dict keys. A stored (frozen, quantized) weight keeps the name `weight` for
-its codes and adds `weight_scale_inv`; an adapter adds `lora_A.weight` and `lora_B.weight`.
+its codes and adds the scales of its checkpoint format (`weight_scale_inv`, or `weight_scale` and so on: `Scaling.stored_as`);
+an adapter adds `lora_A.weight` and `lora_B.weight`.
 
 T tokens (all leading dimensions), K in_features, N out_features, r rank of the adapter.
 """
@@ -25,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from surokit import kernels
-from surokit.formats import E5M2
 from surokit.nn.delayed import DelayedScales
-from surokit.quantizer import Block, Quantized, Quantizer, quantize
-from surokit.recipe import Gemm, Lora, Recipe
+from surokit.product import product
+from surokit.quantized import Quantized, quantize, quantize_both
+from surokit.quantizer import Quantizer
+from surokit.recipe import Lora, Recipe
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,31 +87,52 @@ class Linear(nn.Linear):
             bias = bias.to(dtype) if bias is not None else None
         x_TK = x.reshape(-1, x.shape[-1])
         record = self.training and torch.is_grad_enabled()
-        scales = self.weight_scale_inv if self.storage else None
-        y_TN = _Product.apply(x_TK, w, scales, self.storage, self.precision, record)
+        shape_NK = self.out_features, self.in_features
+        y_TN = _Product.apply(x_TK, w, shape_NK, self.storage, self.precision, record, *self.stored_scales)
         y = y_TN.view(*x.shape[:-1], -1)
         return y if bias is None else y + bias
 
     # -- a stored weight
 
     def store(self, quantizer: Quantizer) -> None:
-        """Replace the weight by its codes [N, K] and scales, frozen; the high-precision weight is let go."""
-        if self.storage is not None:
-            return
-        Q = quantize(self.weight.detach(), quantizer)
-        self.set_stored(Q.codes, Q.scales, quantizer)
+        """Replace the weight by its codes and scales, frozen; the high-precision weight is let go."""
+        if self.storage is None:
+            self.set_stored(quantize(self.weight.detach(), quantizer))
 
-    def set_stored(self, codes_NK: Tensor, scales_RC: Tensor, quantizer: Quantizer) -> None:
-        """Take codes and scales as they are, for example from a checkpoint."""
-        self.weight = nn.Parameter(codes_NK, requires_grad=False)
-        self.weight_scale_inv = nn.Parameter(scales_RC, requires_grad=False)
-        self.storage = quantizer
+    def set_stored(self, Q: Quantized) -> None:
+        """Take a quantized weight [N, K] as it is, for example from a checkpoint."""
+        self.drop_stored()
+        for name, part in zip(("weight", *Q.quantizer.scaling.stored_as), Q.parts):
+            setattr(self, name, nn.Parameter(part, requires_grad=False))
+        self.storage = Q.quantizer
+
+    def drop_stored(self) -> None:
+        """Forget a stored weight's scales; `weight` is then for the caller to set."""
+        if self.storage is not None:
+            for name in self.storage.scaling.stored_as:
+                self._parameters.pop(name, None)
+            self.storage = None
+
+    @property
+    def stored_scales(self) -> tuple[Tensor, ...]:
+        """Scales of a stored weight, and scales of the scales; empty without one."""
+        if self.storage is None:
+            return ()
+        return tuple(getattr(self, name) for name in self.storage.scaling.stored_as if name in self._parameters)
+
+    @property
+    def stored(self) -> Quantized | None:
+        """The stored weight [N, K], or None."""
+        if self.storage is None:
+            return None
+        return Quantized.of(self.storage, (self.weight, *self.stored_scales), (self.out_features, self.in_features))
 
     def dense_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight [N, K] as the products see it: itself, or dequantized (bfloat16 unless `dtype` is given)."""
-        if self.storage is None:
+        stored = self.stored
+        if stored is None:
             return self.weight.to(dtype or self.weight.dtype)
-        return Quantized(self.weight, self.weight_scale_inv, self.storage).dequantize(dtype or torch.bfloat16)
+        return stored.dequantize(dtype or torch.bfloat16)
 
     # -- an adapter
 
@@ -185,48 +207,53 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_TK: Tensor,
-        w_NK: Tensor,
-        w_scales: Tensor | None,
+        w: Tensor,
+        shape_NK: tuple[int, int],
         storage: Quantizer | None,
         precision: Precision | None,
         record: bool,
+        *w_scales: Tensor,
     ) -> Tensor:
-        ctx.storage, ctx.precision, ctx.record = storage, precision, record
-        operand = _Operands(precision, record)
-        gemm = operand.recipe.forward
-        x_q = operand("x", gemm.a, x_TK)
-        w_q = operand("w", gemm.b, _dense(w_NK, w_scales, storage, x_TK.dtype))
-        y_TN = product(x_q, w_q, x_TK.dtype, gemm)
-        kept: tuple[Tensor | None, Tensor | None] = (None, None)
-        if w_NK.requires_grad:
-            # the second operand of dw: x transposed, as [K, T]
-            kept, ctx.kept_quantizer = operand.keep("x", x_q, x_TK, operand.recipe.grad_weight.b)
-        ctx.save_for_backward(w_NK, w_scales, *kept)
+        ctx.shape_NK, ctx.storage, ctx.precision, ctx.record = shape_NK, storage, precision, record
+        operand = _Operands(precision, record, x_TK.dtype)
+        recipe = operand.recipe
+        w_NK = _weight(w, w_scales, storage, shape_NK)
+        wants_dw = w.requires_grad
+        x_q, x_kept = operand.both_ways("x", recipe.forward.a, recipe.grad_weight.b, x_TK, wants_dw)
+        y_TN = product(x_q, operand("w", recipe.forward.b, w_NK), x_TK.dtype, recipe.forward.fast_accumulation)
+        # what grad_weight needs of x' [K, T]: codes and scales, or x itself
+        ctx.kept = x_kept.quantizer if isinstance(x_kept, Quantized) else None
+        kept = x_kept.parts if isinstance(x_kept, Quantized) else (x_TK,) if wants_dw else ()
+        ctx.save_for_backward(w, *w_scales, *kept)
+        ctx.scales = len(w_scales)
         return y_TN
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> Any:
-        w_NK, w_scales, kept, kept_scales = ctx.saved_tensors
+        w, *rest = ctx.saved_tensors
+        w_scales, kept = tuple(rest[: ctx.scales]), tuple(rest[ctx.scales :])
         dy_TN = dy_TN.contiguous()
-        operand = _Operands(ctx.precision, ctx.record)
+        operand = _Operands(ctx.precision, ctx.record, dy_TN.dtype)
         recipe = operand.recipe
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dx_TK = dw_NK = None
-        dy_q: Tensor | Quantized | None = None
-        if ctx.needs_input_grad[0]:
+        dy_q, dy_t = operand.both_ways("dy", recipe.grad_input.a, recipe.grad_weight.a, dy_TN, wants_dw, wants_dx)
+        if wants_dx:
             gemm = recipe.grad_input
-            dy_q = operand("dy", gemm.a, dy_TN)
-            w = _dense(w_NK, w_scales, ctx.storage, dy_TN.dtype)
-            w_q = operand.transposed("w", gemm.b, w, recorded=_delayed(recipe.forward.b))
-            dx_TK = product(dy_q, w_q, dy_TN.dtype, gemm)
-        if ctx.needs_input_grad[1]:
+            w_NK = _weight(w, w_scales, ctx.storage, ctx.shape_NK)
+            w_KN = operand.transposed("w", gemm.b, w_NK, recorded=_delayed(recipe.forward.b))
+            dx_TK = product(dy_q, w_KN, dy_TN.dtype, gemm.fast_accumulation)
+        if wants_dw:
             gemm = recipe.grad_weight
-            if isinstance(dy_q, Quantized) and gemm.a == dy_q.quantizer and dy_q.quantizer.transposable:
-                dy_t: Tensor | Quantized = dy_q.t()
-            else:
-                dy_t = operand.transposed("dy", gemm.a, dy_TN)
-            x_t = Quantized(kept, kept_scales, ctx.kept_quantizer) if ctx.kept_quantizer else kept
-            dw_NK = product(dy_t, x_t, w_NK.dtype, gemm)
-        return dx_TK, dw_NK, None, None, None, None
+            x_KT = Quantized.of(ctx.kept, kept, (ctx.shape_NK[1], dy_TN.shape[0])) if ctx.kept else kept[0].t()
+            dw_NK = product(dy_t, x_KT, w.dtype, gemm.fast_accumulation)
+        return dx_TK, dw_NK, None, None, None, None, *(None for _ in w_scales)
+
+
+def _weight(
+    w: Tensor, scales: tuple[Tensor, ...], storage: Quantizer | None, shape_NK: tuple[int, int]
+) -> Tensor | Quantized:
+    return w if storage is None else Quantized.of(storage, (w, *scales), shape_NK)
 
 
 def _delayed(q: Quantizer | None) -> bool:
@@ -236,19 +263,26 @@ def _delayed(q: Quantizer | None) -> bool:
 _SLOTS = {"x": 0, "w": 1, "dy": 2}
 _UNQUANTIZED = Recipe("bf16")
 
+Operand = Tensor | Quantized
+
 
 class _Operands:
     """Quantizes the operands of one layer, the delayed ones by the amax in force."""
 
-    def __init__(self, precision: Precision | None, record: bool) -> None:
+    def __init__(self, precision: Precision | None, record: bool, dtype: torch.dtype) -> None:
         self.recipe = precision.recipe if precision else _UNQUANTIZED
         self.precision = precision
         self.record = record
+        self.dtype = dtype
 
-    def __call__(self, role: str, q: Quantizer | None, x_MK: Tensor, recorded: bool = False) -> Tensor | Quantized:
-        """`recorded` says that the amax of this very tensor was recorded before."""
+    def __call__(self, role: str, q: Quantizer | None, x_MK: Operand, recorded: bool = False) -> Operand:
+        """The operand as `q` wants it. `recorded` says that the amax of this very tensor was recorded before."""
         if q is None:
             return x_MK
+        if isinstance(x_MK, Quantized):  # a stored weight: its codes serve where they are what q would make
+            if x_MK.quantizer.same_codes(q):
+                return x_MK
+            x_MK = x_MK.dequantize(self.dtype)
         amax = None
         if q.delayed and self.precision is not None and self.precision.scales is not None:
             amax = self.precision.scales.amax(
@@ -256,51 +290,29 @@ class _Operands:
             )
         return quantize(x_MK, q, amax=amax)
 
-    def transposed(self, role: str, q: Quantizer | None, x_MK: Tensor, recorded: bool = False) -> Tensor | Quantized:
+    def transposed(self, role: str, q: Quantizer | None, x_MK: Operand, recorded: bool = False) -> Operand:
         """The operand x' [K, M]. Quantizing and transposing commute where the tiles are square."""
         if q is not None and q.transposable:
-            turned = self(role, q, x_MK, recorded)
-            return turned.t() if isinstance(turned, Quantized) else turned
+            return self(role, q, x_MK, recorded).t()
+        if isinstance(x_MK, Quantized):
+            x_MK = x_MK.dequantize(self.dtype)
         return self(role, q, x_MK.t(), recorded)
 
-    def keep(
-        self, role: str, x_q: Tensor | Quantized, x_MK: Tensor, q: Quantizer | None
-    ) -> tuple[tuple[Tensor, Tensor | None], Quantizer | None]:
-        """What backward needs of x' [K, M]: codes and scales (reusing forward's where they serve), or x' itself."""
-        if q is None:
-            return (x_MK.t(), None), None
-        if isinstance(x_q, Quantized) and x_q.quantizer == q and q.transposable:
-            turned: Tensor | Quantized = x_q.t()
-        else:
-            turned = self.transposed(role, q, x_MK, recorded=_delayed(self.recipe.forward.a))
-        assert isinstance(turned, Quantized)
-        return (turned.codes, turned.scales), q
-
-
-def _dense(w_NK: Tensor, scales: Tensor | None, storage: Quantizer | None, dtype: torch.dtype) -> Tensor:
-    if storage is None or scales is None:
-        return w_NK
-    return Quantized(w_NK, scales, storage).dequantize(dtype)
-
-
-def product(a_MK: Tensor | Quantized, b_NK: Tensor | Quantized, dtype: torch.dtype, gemm: Gemm | None = None) -> Tensor:
-    """[M, N] = a b' in `dtype`. Two float8 operands go to the scaled product; anything else is dequantized to `dtype` first."""
-    if isinstance(a_MK, Quantized) and isinstance(b_NK, Quantized) and scaled(a_MK.quantizer, b_NK.quantizer):
-        return kernels.scaled_mm(
-            a_MK.codes,
-            a_MK.scales,
-            b_NK.codes,
-            b_NK.scales,
-            out_dtype=dtype,
-            pow2=a_MK.quantizer.scaling.pow2 and b_NK.quantizer.scaling.pow2,
-            fast_accumulation=gemm is not None and gemm.fast_accumulation,
-        )
-    a, b = (m.dequantize(dtype) if isinstance(m, Quantized) else m.to(dtype) for m in (a_MK, b_NK))
-    return a @ b.t()
-
-
-def scaled(a: Quantizer | None, b: Quantizer | None) -> bool:
-    """Whether a product of these operands is a scaled float8 product: scales constant along the sum, not both in E5M2."""
-    if a is None or b is None or isinstance(a.scaling, Block) or isinstance(b.scaling, Block):
-        return False
-    return not (a.format == b.format == E5M2)  # tensor cores take no such pair
+    def both_ways(
+        self,
+        role: str,
+        q: Quantizer | None,
+        q_t: Quantizer | None,
+        x_MK: Tensor,
+        wants_transposed: bool,
+        wants_plain: bool = True,
+    ) -> tuple[Operand, Operand]:
+        """x [M, K] as one product wants it and x' [K, M] as another does, in one pass over x where that is possible."""
+        if wants_plain and wants_transposed and q is not None and q == q_t and q.both_in_one_pass:
+            return quantize_both(x_MK, q)
+        plain: Operand = self(role, q, x_MK) if wants_plain else x_MK
+        if not wants_transposed:
+            return plain, x_MK
+        if isinstance(plain, Quantized) and plain.quantizer == q_t and q_t.transposable:
+            return plain, plain.t()
+        return plain, self.transposed(role, q_t, x_MK, recorded=wants_plain and _delayed(q))

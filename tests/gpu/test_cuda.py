@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import surokit as sk
 from surokit import kernels
 from surokit.kernels.reference import gemm as reference
-from surokit.quantizer import sqnr_db
+from surokit.quantized import sqnr_db
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 

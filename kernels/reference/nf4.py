@@ -1,0 +1,114 @@
+"""NF4 storage: 4-bit codes for 16 quantiles of a normal distribution, a scale for each 64 elements. The definition.
+
+    absmax = largest magnitude of a block          q = nearest of the 16 numbers to x / absmax          x' = number[q] absmax
+
+Blocks run over the flattened matrix, the last may be partial. A midpoint goes to the lower code; the even element lies in the
+HIGH nibble (E2M1 has it the other way round). Full blocks multiply by 1 / absmax, the partial one divides: bitsandbytes' way,
+kept because a checkpoint should come out the same.
+
+Double quantization holds the scales in a byte: their mean is subtracted, blocks of 256 of what is left are divided by their own
+absmax and take the nearest of 256 numbers, the dynamic map. A NaN or inf makes its block's absmax NaN, and the block decodes to
+NaN; with double quantization the mean becomes NaN, and with it the whole matrix.
+
+Shapes: M rows, K columns, B blocks of 64. Sources: QLoRA (Dettmers et al., 2023); bitsandbytes for the order of operations and
+the codes of dynamic quantization (Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, 2015).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from surokit.formats import NF4
+
+from .fp4 import table
+
+BLOCK = 64
+DOUBLE = 256  # scales in a block of double quantization
+LEAST = 1e-38  # of an absmax that is divided by: below, 1 / absmax would overflow
+
+_MIDPOINTS = tuple(0.5 * (low + high) for low, high in pairwise(NF4.values))
+
+
+def quantize(x_MK: Tensor, double: int = 0) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Packed codes, scales, and what decodes the scales.
+
+    Codes uint8 [M, K/2] ([1, ceil(MK/2)] where K is odd). Scales [M, K/64] ([1, B] where K is no multiple of 64): float32
+    absmax with double = 0; uint8 codes with double = 256, and then the third is their absmax float32 [ceil(B/256)] and their
+    mean float32 [1].
+    """
+    if double not in (0, DOUBLE):
+        raise ValueError(
+            f"NF4 quantizes its scales in blocks of {DOUBLE}, or not at all: double = {double} is neither {DOUBLE} nor 0"
+        )
+    M, K = x_MK.shape
+    y, absmax = _normalized(x_MK.reshape(-1).float(), BLOCK)
+    q = torch.full(y.shape, len(NF4.values) - 1, dtype=torch.uint8, device=y.device)
+    for midpoint in _MIDPOINTS:
+        q -= (y <= midpoint).view(torch.uint8)
+    if q.numel() % 2:
+        q = torch.nn.functional.pad(q, (0, 1), value=NF4.values.index(0.0))
+    codes = (q[::2] << 4 | q[1::2]).view((1, -1) if K % 2 else (M, K // 2))
+    shape = (1, -1) if K % BLOCK else (M, K // BLOCK)
+    if not double:
+        return codes, absmax.view(shape), ()
+    offset = absmax.mean().view(1)
+    y, second = _normalized(absmax - offset, DOUBLE)
+    numbers = table(dynamic_map(), torch.float32, y.device)
+    q = torch.bucketize(y, 0.5 * (numbers[:-1] + numbers[1:]), out_int32=True).to(torch.uint8)
+    return codes, q.view(shape), (second, offset)
+
+
+def dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    second: tuple[Tensor, ...],
+    shape: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """number[q] absmax [M, K] in float32, rounded to `dtype`."""
+    elements = shape[0] * shape[1]
+    absmax = scales.reshape(-1)
+    if second:
+        absmax = _times(table(dynamic_map(), torch.float32, codes.device)[absmax.int()], second[0], DOUBLE) + second[1]
+    codes = codes.reshape(-1)
+    q = torch.stack((codes >> 4, codes & 15), dim=-1).view(-1)[:elements]
+    return _times(table(NF4.values, torch.float32, codes.device)[q.int()], absmax, BLOCK).to(dtype).view(shape)
+
+
+def _normalized(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """x [n] over the absmax of its block, and the absmaxes [ceil(n/block)], NaN where one is not finite."""
+    n = x.numel()
+    full, rest = x[: n - n % block].view(-1, block), x[n - n % block :]
+    absmax = full.abs().amax(dim=1)
+    y = (full * absmax.clamp(min=LEAST).reciprocal()[:, None]).view(-1)
+    if len(rest):
+        last = rest.abs().amax().view(1)
+        absmax, y = torch.cat((absmax, last)), torch.cat((y, torch.div(rest, last.clamp(min=LEAST))))
+    return y, absmax + (absmax - absmax)
+
+
+def _times(x: Tensor, scales: Tensor, block: int) -> Tensor:
+    """x [n], each block times its scale."""
+    n = x.numel()
+    full = n // block
+    y = (x[: full * block].view(-1, block) * scales[:full, None]).view(-1)
+    return torch.cat((y, x[full * block :] * scales[full])) if n % block else y
+
+
+@cache
+def dynamic_map() -> tuple[float, ...]:
+    """The 256 numbers of signed dynamic quantization, ascending.
+
+    For each power of ten from 1 down to 10^-6 the interval [.1, 1] times it is cut into equal parts, 64 for the first and half
+    as many each time; the numbers are the middles, with both signs. 0 and 1 complete them.
+    """
+    numbers = [0.0, 1.0]
+    for digits in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (6 - digits) + 1)
+        middles = ((edges[:-1] + edges[1:]) / 2 * 10.0**-digits).tolist()
+        numbers += middles + [-m for m in middles]
+    return tuple(sorted(numbers))

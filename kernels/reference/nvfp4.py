@@ -1,0 +1,138 @@
+"""NVFP4: E2M1 codes, an E4M3 scale for each block of 16, one float32 scale for the tensor. The definition in plain PyTorch.
+
+    S_enc = 2688 / amax                       2688 = 6 * 448; 1 for a zero tensor
+    S_blk = e4m3(block_amax * (S_enc / 6))    one rounding; may become 0, and the block with it
+    q     = e2m1(x / (S_blk / S_enc))
+    x'    = q S_blk scale                     scale = amax / 2688
+
+A block is 1 x 16 or a tile of 16 x 16 (weights: W and W' get the same numbers). q S_blk has at most six significant bits, so it
+is exact in bfloat16: a bfloat16 product of `factors`, times both scales, is what FP4 hardware computes.
+
+Four over six: the codes are spaced evenly up to 4 and coarsely from there to 6, so some blocks lose less if their largest
+element becomes 4. Both block scales, S_blk and the one 1.5 times as large, are tried with rounding to nearest, and the larger
+one is taken where its error is strictly smaller. 256 replaces 448 everywhere to make room (2688 becomes 1536).
+
+What is not finite: with a NaN or inf the tensor's own amax is not finite, `scale` is NaN and everything decodes to NaN. With a
+given amax the block that holds it has a NaN scale and decodes to NaN. Magnitudes above a given amax saturate.
+Below an amax of 7.9e-36 S_enc stops at the largest float32; `scale` then stops at 2^-128, its reciprocal. So does 1 / (S_blk / S_enc),
+which makes numbers below 1.8e-38 smaller still.
+
+Shapes: M rows, K columns, R x C the grid of blocks, r x c = rows x 16 a block.
+Sources: NVIDIA TransformerEngine's NVFP4 recipe, whose order of operations this keeps, as FLT_MAX's place in it; four over six:
+Cook et al., 2025, in TransformerEngine's order.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from surokit.formats import E2M1, E4M3
+
+from . import fp4
+from .quantize import FLT_MAX, values
+from .quantize import amax as tile_amax
+
+COLUMNS = 16
+ErrorOf = Literal["mse", "mae"]
+
+
+def quantize(
+    x_MK: Tensor,
+    rows: int,
+    four_over_six: ErrorOf | None = None,
+    amax: Tensor | None = None,
+    key: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed codes uint8 [M, ceil(K/2)], block scales e4m3 [R, C], scale float32 [1, 1] (a decode multiplier).
+
+    rows: 1 or 16, of a block. four_over_six: the error that decides, None for plain NVFP4. amax: of the tensor, one element,
+    used instead of its own. key: int32 [2], rounds stochastically with its draws; None: to nearest even.
+    """
+    M, K = x_MK.shape
+    x_RrCc = _blocks(x_MK, rows).float()
+    block_amax_RC = tile_amax(x_MK, rows, COLUMNS)
+    if amax is None:
+        amax = block_amax_RC.amax() if x_MK.numel() else block_amax_RC.new_zeros(())
+    amax = amax.float().view(1, 1)
+    bound = E2M1.max * (E4M3.max if four_over_six is None else 256.0)
+    encode = torch.div(torch.full_like(amax, bound), amax).clamp(max=FLT_MAX)
+    encode = torch.where((amax == 0) | (encode == 0), 1.0, encode)
+    if four_over_six is None:
+        scales_RC = _block_scale(block_amax_RC * (encode * (1 / E2M1.max)), block_amax_RC)
+    else:
+        six_RC = torch.div(block_amax_RC, torch.full_like(amax, E2M1.max)) * encode
+        scales_RC = _block_scale(six_RC, block_amax_RC)
+        larger_RC = _block_scale(six_RC * 1.5, block_amax_RC)
+        better_RC = _error(x_RrCc, larger_RC, encode, amax, four_over_six) < _error(
+            x_RrCc, scales_RC, encode, amax, four_over_six
+        )
+        scales_RC = torch.where(better_RC, larger_RC.view(torch.uint8), scales_RC.view(torch.uint8)).view(
+            larger_RC.dtype
+        )
+    y_MK = _joined(_divided(x_RrCc, scales_RC, encode), M, K)
+    # amax - amax: an infinite amax gives NaN too
+    scale = torch.div(amax, torch.full_like(amax, bound)).clamp(min=2.0**-128) + (amax - amax)
+    return fp4.pack(fp4.encode(y_MK, key)), scales_RC, scale
+
+
+def dequantize(
+    packed: Tensor, scales_RC: Tensor, scale: Tensor, rows: int, columns: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """q S_blk scale [M, columns]: one product in float32 (the first is exact), rounded to `dtype`."""
+    return factors(packed, scales_RC, rows, columns).float().mul_(scale).to(dtype)
+
+
+def factors(packed: Tensor, scales_RC: Tensor, rows: int, columns: int) -> Tensor:
+    """q S_blk in bfloat16 [M, columns], exactly: operands of a product to which the two tensors' scales are applied afterwards."""
+    q_RrCc = _blocks(fp4.decode(fp4.unpack(packed, columns)), rows)
+    y_RrCc = q_RrCc * _over_blocks(values(scales_RC))
+    return _joined(y_RrCc, packed.shape[0], columns)
+
+
+def _blocks(x_MK: Tensor, rows: int) -> Tensor:
+    """[R, rows, C, 16]; edges padded with zeros, which change neither an amax nor an error."""
+    M, K = x_MK.shape
+    R, C = -(-M // rows), -(-K // COLUMNS)
+    if M % rows or K % COLUMNS:
+        x_MK = torch.nn.functional.pad(x_MK, (0, C * COLUMNS - K, 0, R * rows - M))
+    return x_MK.reshape(R, rows, C, COLUMNS)
+
+
+def _joined(x_RrCc: Tensor, M: int, K: int) -> Tensor:
+    """Undoes `_blocks`."""
+    return x_RrCc.flatten(2).flatten(0, 1)[:M, :K].contiguous()
+
+
+def _over_blocks(scales_RC: Tensor) -> Tensor:
+    return scales_RC[:, None, :, None]
+
+
+def _block_scale(wanted_RC: Tensor, block_amax_RC: Tensor) -> Tensor:
+    """The scale rounded to E4M3; NaN where the block's amax is not finite."""
+    return (wanted_RC.clamp(max=E4M3.max) + (block_amax_RC - block_amax_RC)).to(torch.float8_e4m3fn)
+
+
+def _divided(x_RrCc: Tensor, scales_RC: Tensor, encode: Tensor) -> Tensor:
+    """x over the decode scale S_blk / S_enc, clamped to the range of E2M1."""
+    inverse_RC = (values(scales_RC).float() * encode.reciprocal()).reciprocal_().clamp_(max=FLT_MAX)
+    return (x_RrCc * _over_blocks(inverse_RC)).clamp_(-E2M1.max, E2M1.max)
+
+
+def _error(x_RrCc: Tensor, scales_RC: Tensor, encode: Tensor, amax: Tensor, kind: ErrorOf) -> Tensor:
+    """Sum of the errors of each block, [R, C], in float32 and in this order: along a row from left to right; of the rows of a
+    tile 0-7 and 8-15 are added, and so on by halves. Squares may overflow or vanish; then neither is strictly smaller."""
+    q_RrCc = fp4.decode(fp4.encode(_divided(x_RrCc, scales_RC, encode))).float()
+    # amax before 1/1536, as TransformerEngine decodes here
+    q_RrCc *= _over_blocks(values(scales_RC).float() * amax * (1 / (E2M1.max * 256)))
+    error = q_RrCc.sub_(x_RrCc)
+    error = error.square_() if kind == "mse" else error.abs_()
+    sums = error[..., 0].clone()
+    for column in range(1, COLUMNS):
+        sums += error[..., column]
+    while sums.shape[1] > 1:
+        low, high = sums.chunk(2, dim=1)
+        sums = low + high
+    return sums[:, 0]

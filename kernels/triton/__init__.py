@@ -1,0 +1,1 @@
+"""The operations of kernels/reference as Triton kernels: same files, same functions, same results; for CUDA devices."""

@@ -1,0 +1,248 @@
+"""The operations as torch knows them: `torch.ops.surokit.*`, so that compiled graphs hold each one whole.
+
+An operation has a schema, a rule for the shapes of its results (the decorated function), and two implementations: the reference
+on every device but CUDA, and on CUDA the Triton kernel of the same file and name, where there is one and it loads.
+Formats travel by name.
+
+M rows, K columns (the contracted dimension), R x C the grid of tiles.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surokit.formats import FORMATS
+from surokit.kernels.reference import fp4, hadamard, mx, nf4, nvfp4
+from surokit.kernels.reference import quantize as tiles
+
+_LIBRARY = torch.library.Library("surokit", "DEF")
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation and its definition. `adapt` turns a function of kernels/ into one that takes the schema's arguments."""
+
+    name: str
+    reference: Function
+    adapt: Callable[[Function], Function]
+
+    @property
+    def file(self) -> str:
+        """The stem of the operation's file in kernels/reference and kernels/triton."""
+        return self.reference.__module__.rpartition(".")[2]
+
+    def triton(self) -> tuple[Function | None, str]:
+        """The Triton form, or None and why there is none."""
+        return _triton(self.file, self.reference.__name__)
+
+    def on_cuda(self) -> Function:
+        return self.adapt(self.triton()[0] or self.reference)
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+@cache
+def _triton(file: str, function: str) -> tuple[Function | None, str]:
+    try:
+        module = importlib.import_module(f"surokit.kernels.triton.{file}")
+    except ImportError as error:
+        return None, f"Triton cannot be loaded here ({error})"
+    form = getattr(module, function, None)
+    return form, "" if form else "there is no Triton form"
+
+
+def _as_it_is(f: Function) -> Function:
+    return f
+
+
+def _format_second(f: Function) -> Function:
+    return lambda x, format, *rest, **options: f(x, FORMATS[format], *rest, **options)
+
+
+def operation(
+    schema: str, reference: Function, adapt: Callable[[Function], Function] = _as_it_is
+) -> Callable[[Function], Function]:
+    """Registers `schema` with its implementations; the decorated function makes empty results of the right shapes."""
+
+    def register(shapes: Function) -> Function:
+        name = schema.partition("(")[0]
+        op = OPERATIONS[name] = Operation(name, reference, adapt)
+        cached_on_cuda = cache(op.on_cuda)
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, adapt(reference), "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, lambda *args, **options: cached_on_cuda()(*args, **options), "CUDA")
+        torch.library.register_fake(f"surokit::{name}", shapes, lib=_LIBRARY)
+        return shapes
+
+    return register
+
+
+# -- shapes
+
+
+def _ceil(n: Any, d: int) -> Any:
+    return (n + d - 1) // d
+
+
+def _grid(x: Tensor, rows: int, columns: int) -> tuple[Any, Any]:
+    M, K = x.shape
+    return _ceil(M, rows) if rows else 1, _ceil(K, columns) if columns else 1
+
+
+def _codes(x: Tensor, format: str) -> Tensor:
+    M, K = x.shape
+    if format == "e2m1":
+        return x.new_empty((M, _ceil(K, 2)), dtype=torch.uint8)
+    dtype = tiles.DTYPES[FORMATS[format]]
+    return x.new_empty((M, K), dtype=dtype)
+
+
+# -- a float32 scale a tile
+
+
+@operation("amax(Tensor x, int rows, int columns) -> Tensor", tiles.amax)
+def _amax(x: Tensor, rows: int, columns: int) -> Tensor:
+    return x.new_empty(_grid(x, rows, columns), dtype=torch.float32)
+
+
+@operation(
+    "quantize(Tensor x, str format, int rows, int columns, bool pow2, Tensor? amax=None, float floor=0.0, "
+    "Tensor? key=None) -> (Tensor, Tensor)",
+    tiles.quantize,
+    _format_second,
+)
+def _quantize(x: Tensor, format: str, rows: int, columns: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return _codes(x, format), x.new_empty(_grid(x, rows, columns), dtype=torch.float32)
+
+
+@operation(
+    "quantize_both(Tensor x, str format, int rows, int columns, bool pow2, float floor=0.0) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    tiles.quantize_both,
+    _format_second,
+)
+def _quantize_both(x: Tensor, format: str, rows: int, columns: int, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    return *_quantize(x, format, rows, columns), *_quantize(x.t(), format, rows, columns)
+
+
+@operation("dequantize(Tensor codes, Tensor scales, int rows, int columns, ScalarType dtype) -> Tensor", tiles.decode)
+def _dequantize(codes: Tensor, scales: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(codes.shape, dtype=dtype)
+
+
+# -- Microscaling
+
+
+@operation(
+    "quantize_mx(Tensor x, str format, str rule, Tensor? key=None) -> (Tensor, Tensor)", mx.quantize, _format_second
+)
+def _quantize_mx(x: Tensor, format: str, rule: str, key: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return _codes(x, format), x.new_empty(_grid(x, 1, 32), dtype=torch.float8_e8m0fnu)
+
+
+@operation(
+    "quantize_mx_both(Tensor x, str format, str rule) -> (Tensor, Tensor, Tensor, Tensor)",
+    mx.quantize_both,
+    _format_second,
+)
+def _quantize_mx_both(x: Tensor, format: str, rule: str) -> tuple[Tensor, ...]:
+    return *_quantize_mx(x, format, rule), *_quantize_mx(x.t(), format, rule)
+
+
+def _format_fourth(f: Function) -> Function:
+    return lambda codes, scales, columns, format, dtype: f(codes, scales, columns, FORMATS[format], dtype)
+
+
+@operation(
+    "dequantize_mx(Tensor codes, Tensor scales, int columns, str format, ScalarType dtype) -> Tensor",
+    mx.dequantize,
+    _format_fourth,
+)
+def _dequantize_mx(codes: Tensor, scales: Tensor, columns: int, format: str, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty((codes.shape[0], columns), dtype=dtype)
+
+
+# -- NVFP4
+
+
+@operation(
+    "quantize_nv(Tensor x, int rows, str? four_over_six=None, Tensor? amax=None, Tensor? key=None) "
+    "-> (Tensor, Tensor, Tensor)",
+    nvfp4.quantize,
+)
+def _quantize_nv(x: Tensor, rows: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    scales = x.new_empty(_grid(x, rows, 16), dtype=torch.float8_e4m3fn)
+    return _codes(x, "e2m1"), scales, x.new_empty((1, 1), dtype=torch.float32)
+
+
+@operation(
+    "dequantize_nv(Tensor codes, Tensor scales, Tensor scale, int rows, int columns, ScalarType dtype) -> Tensor",
+    nvfp4.dequantize,
+)
+def _dequantize_nv(codes: Tensor, scales: Tensor, scale: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty((codes.shape[0], columns), dtype=dtype)
+
+
+@operation("factors_nv(Tensor codes, Tensor scales, int rows, int columns) -> Tensor", nvfp4.factors)
+def _factors_nv(codes: Tensor, scales: Tensor, rows: int, columns: int) -> Tensor:
+    return codes.new_empty((codes.shape[0], columns), dtype=torch.bfloat16)
+
+
+# -- NF4
+
+
+def _listed(f: Function) -> Function:
+    def flat(x: Tensor, double: int = 0) -> list[Tensor]:
+        codes, scales, second = f(x, double)
+        return [codes, scales, *second]
+
+    return flat
+
+
+@operation("quantize_nf4(Tensor x, int double=0) -> Tensor[]", nf4.quantize, _listed)
+def _quantize_nf4(x: Tensor, double: int = 0) -> list[Tensor]:
+    M, K = x.shape
+    blocks = _ceil(M * K, 64)
+    codes = x.new_empty((M, K // 2) if K % 2 == 0 else (1, _ceil(M * K, 2)), dtype=torch.uint8)
+    grid = (M, K // 64) if K % 64 == 0 else (1, blocks)
+    if not double:
+        return [codes, x.new_empty(grid, dtype=torch.float32)]
+    absmax_scale = x.new_empty((_ceil(blocks, double),), dtype=torch.float32)
+    return [codes, x.new_empty(grid, dtype=torch.uint8), absmax_scale, x.new_empty((1,), dtype=torch.float32)]
+
+
+def _with_shape(f: Function) -> Function:
+    return lambda codes, scales, second, rows, columns, dtype: f(codes, scales, tuple(second), (rows, columns), dtype)
+
+
+@operation(
+    "dequantize_nf4(Tensor codes, Tensor scales, Tensor[] second, int rows, int columns, ScalarType dtype) -> Tensor",
+    nf4.dequantize,
+    _with_shape,
+)
+def _dequantize_nf4(
+    codes: Tensor, scales: Tensor, second: list[Tensor], rows: int, columns: int, dtype: torch.dtype
+) -> Tensor:
+    return codes.new_empty((rows, columns), dtype=dtype)
+
+
+# -- rotation and transposition
+
+
+@operation("rotate(Tensor x, int block, bool back=False) -> Tensor", hadamard.rotate)
+def _rotate(x: Tensor, block: int, back: bool = False) -> Tensor:
+    return x.new_empty((x.shape[0], _ceil(x.shape[1], block) * block))
+
+
+@operation("transpose_packed(Tensor codes, int columns) -> Tensor", fp4.transpose)
+def _transpose_packed(codes: Tensor, columns: int) -> Tensor:
+    return codes.new_empty((columns, _ceil(codes.shape[0], 2)))

@@ -1,0 +1,72 @@
+"""The product of two quantized matrices: by tensor cores where the device has them for the format, else emulated exactly.
+
+    y_MN = a_MK @ b_NK'        both with the contracted dimension last
+
+The emulation multiplies what the codes stand for in bfloat16 and sums in float32. Every product of two 8-bit or 4-bit numbers
+with their block scales is exact there, so the result is the tensor core's up to the order of the sums (kernels/reference/gemm.py).
+It says nothing about the format's speed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from surokit import kernels
+from surokit.formats import E2M1, E5M2
+from surokit.kernels import native
+from surokit.quantized import Quantized
+from surokit.quantizer import MX, NV, Block, PerRow, PerTensor, Quantizer
+
+
+def product(
+    a_MK: Tensor | Quantized, b_NK: Tensor | Quantized, dtype: torch.dtype, fast_accumulation: bool = False
+) -> Tensor:
+    """[M, N] = a b' in `dtype`. An operand that is not quantized takes part in `dtype`, the other one is decoded to it."""
+    if not isinstance(a_MK, Quantized) or not isinstance(b_NK, Quantized):
+        a, b = (m.dequantize(dtype) if isinstance(m, Quantized) else m.to(dtype) for m in (a_MK, b_NK))
+        return a @ b.t()
+    kind = kind_of(a_MK.quantizer, b_NK.quantizer)
+    if kind and native.available(kind, a_MK.codes.device) and a_MK.codes.numel() and b_NK.codes.numel():
+        return _native(kind, a_MK, b_NK, dtype, fast_accumulation)
+    if a_MK.quantizer.hadamard != b_NK.quantizer.hadamard:  # other bases: turn both back
+        return a_MK.dequantize(dtype) @ b_NK.dequantize(dtype).t()
+    (a, a_scale), (b, b_scale) = a_MK.factors(), b_NK.factors()
+    return kernels.emulated_mm(a, a_scale, b, b_scale, dtype, pow2=_pow2(a_MK) and _pow2(b_NK))
+
+
+def kind_of(a: Quantizer | None, b: Quantizer | None) -> native.Kind | None:
+    """How tensor cores call a product of these operands, or None where none computes it."""
+    if a is None or b is None or a.hadamard != b.hadamard:
+        return None
+    if a.format == b.format == E5M2:  # tensor cores take no such pair
+        return None
+    match a.scaling, b.scaling:
+        case PerTensor(), PerTensor():
+            return "tensor"
+        case (PerTensor() | PerRow(), PerTensor() | PerRow()):
+            return "row"
+        case Block(rows=1, columns=128), Block(columns=128, rows=1 | 128):
+            return "block"
+        case MX(), MX() if E2M1 not in (a.format, b.format):
+            return "mx"
+        case NV(), NV():
+            return "nv"
+    return None
+
+
+def computes(a: Quantizer | None, b: Quantizer | None, device: torch.device) -> bool:
+    """Whether `device` multiplies such operands itself."""
+    kind = kind_of(a, b)
+    return kind is not None and native.available(kind, device)
+
+
+def _pow2(Q: Quantized) -> bool:
+    """Whether what multiplies the sum is a power of two: then the sum may be rounded before."""
+    return Q.quantizer.scaling.pow2 or (Q.quantizer.scaling.varies_along_sum and not Q.second)
+
+
+def _native(kind: native.Kind, a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> Tensor:
+    if kind in ("tensor", "row"):
+        return native.scaled_mm(a.codes, a.scales, b.codes, b.scales, out_dtype=dtype, fast_accumulation=fast)
+    raise NotImplementedError(kind)

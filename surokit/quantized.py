@@ -1,0 +1,264 @@
+"""Quantized matrices: codes and scales in, numbers out, and back.
+
+`quantize` carries out what a `Quantizer` says and gives a `Quantized`. The arithmetic lives behind `surokit.kernels`; for each
+scaling one codec below knows which of its operations to call.
+
+Matrices are [M, K] with K the dimension that a product contracts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from surokit import kernels
+from surokit.formats import E2M1, E4M3, E5M2, NF4, Format
+from surokit.quantizer import MX, NV, Block, NFBlock, PerRow, PerTensor, Quantizer, Scaling
+
+Parts: TypeAlias = tuple[Tensor, Tensor, tuple[Tensor, ...]]  # codes, scales, scales of the scales
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A quantized matrix [M, K]: x is about codes * scales (* second).
+
+    codes: [M, K], one byte an element, or [M, ceil(K / 2)] uint8 with two codes a byte. scales: decode scales, one a tile;
+    float32, E8M0 bytes (MX), E4M3 bytes (NV) or 8-bit codes (NF4, double). second: scales of the scales, where there are any.
+    rows, columns: M and K. A rotated matrix holds the codes of the rotated rows, K rounded up to the rotation's width.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    quantizer: Quantizer
+    columns: int
+    second: tuple[Tensor, ...] = ()
+    rows: int = -1  # where the codes' own rows are not the matrix' (an odd K under NF4)
+
+    def __post_init__(self) -> None:
+        if self.rows < 0:
+            object.__setattr__(self, "rows", self.codes.shape[0])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Codes, scales, scales of the scales: all that is held."""
+        return self.codes, self.scales, *self.second
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(t.nbytes for t in self.parts)
+
+    @staticmethod
+    def of(quantizer: Quantizer, parts: tuple[Tensor, ...], shape: tuple[int, int]) -> Quantized:
+        """Put `parts` of a matrix of this shape together again."""
+        codes, scales, *second = parts
+        return Quantized(codes, scales, quantizer, shape[1], tuple(second), rows=shape[0])
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """[M, K] in `dtype` (float32 if not given): codes * scales, rounded once; a rotation is turned back."""
+        dtype = dtype or torch.float32
+        if not self.quantizer.hadamard:
+            return self._codec.decode(self, self._width, dtype)
+        rotated = self._codec.decode(self, self._width, torch.float32)
+        return kernels.rotate(rotated, self.quantizer.hadamard, back=True)[:, : self.columns].to(dtype)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """What a product multiplies: bfloat16 factors [M, K] (of the rotated matrix), and float32 [M or 1, 1] for the sum.
+
+        Exact for every format but NF4: the numbers that tensor cores for the format would multiply.
+        """
+        return self._codec.factors(self, self._width)
+
+    @property
+    def _codec(self) -> type[_Tiles]:
+        return _CODECS[type(self.quantizer.scaling)]
+
+    @property
+    def _width(self) -> int:
+        """Columns that the codes cover: K, or K rounded up to the rotation's width."""
+        return self.columns + -self.columns % (self.quantizer.hadamard or 1)
+
+    def t(self) -> Quantized:
+        """The quantized transpose [K, M]; only for scalings that look the same from both sides."""
+        if not self.quantizer.transposable:
+            raise ValueError(
+                f"{self.quantizer} has other scales for the transpose: quantize the transposed tensor instead."
+            )
+        codes = kernels.transpose_packed(self.codes, self.columns) if self.quantizer.packed else self.codes.t()
+        return replace(self, codes=codes, scales=self.scales.t(), columns=self.rows, rows=self.columns)
+
+    def sqnr(self, x: Tensor) -> float:
+        """Signal-to-quantization-noise ratio against the original `x` [M, K], in dB."""
+        return sqnr_db(x, self.dequantize())
+
+    def clipped(self, x: Tensor) -> float:
+        """Share of the elements of `x` [M, K] that were cut: further beyond the format's largest number than rounding reaches."""
+        rotated = self._rotated(x)
+        format = self.quantizer.format
+        if isinstance(format, Format):
+            beyond = format.max + 2.0 ** (format.max_exponent - format.mantissa_bits - 1)
+        else:
+            beyond = format.max + (format.max - format.values[-2]) / 2
+        largest = self._filled_with_largest().abs()
+        # a scale rounds, so an amax may stand a last bit above the range it defines
+        return float((rotated.abs().float() > largest * (beyond / format.max * (1 + 2**-20))).float().mean())
+
+    def underflow(self, x: Tensor) -> float:
+        """Share of the elements of `x` [M, K] that are not zero and became zero."""
+        decoded = self._codec.decode(self, self._width, torch.float32)
+        return float(((decoded == 0) & (self._rotated(x) != 0)).float().mean())
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        x = x.reshape(self.shape)
+        return kernels.rotate(x, self.quantizer.hadamard) if self.quantizer.hadamard else x
+
+    def _filled_with_largest(self) -> Tensor:
+        """The largest number that each place could express [M, K], float32."""
+        byte = {E4M3: 0x7E, E5M2: 0x7B, E2M1: 0x77, NF4: 0xFF}[self.quantizer.format]
+        codes = torch.full_like(self.codes.view(torch.uint8), byte).view(self.codes.dtype)
+        return self._codec.decode(replace(self, codes=codes), self._width, torch.float32)
+
+    def __repr__(self) -> str:
+        return f"Quantized({self.rows} x {self.columns}, {self.quantizer}, {self.nbytes:,} bytes)"
+
+
+def quantize(
+    x: Tensor,
+    q: Quantizer,
+    *,
+    amax: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    seed: int | None = None,
+) -> Quantized:
+    """Quantize a matrix [M, K] (or [..., K], flattened to rows) with current scaling.
+
+    `amax` float32, [R, C] for tiles and [1, 1] for NVFP4's tensor scale, replaces the tensor's own largest magnitudes: delayed
+    scaling passes what its history says. `generator` or `seed` makes stochastic rounding repeatable; without one it draws
+    from torch's random state. A quantizer with a history quantizes a lone tensor by its own amax, since the history belongs
+    to a layer in training. Numbers wider than float32 are rounded to it first.
+
+    NaN and inf: a scale that would have to hold one is NaN, so everything it covers decodes to NaN and nothing goes unseen.
+
+    Raises ValueError for fewer than two dimensions or K = 0, TypeError for numbers that are not floating-point.
+    """
+    if x.dim() < 2 or x.shape[-1] == 0:
+        raise ValueError(f"quantize() takes a matrix [M, K], not a tensor of shape {tuple(x.shape)}: reshape it first.")
+    if not x.is_floating_point():
+        raise TypeError(f"quantize() takes floating-point numbers, not {x.dtype}: convert the tensor first.")
+    x_MK = x.reshape(-1, x.shape[-1])
+    M, K = x_MK.shape
+    if x_MK.itemsize > 4:
+        x_MK = x_MK.float()
+    if q.hadamard:
+        x_MK = kernels.rotate(x_MK, q.hadamard)
+    key = kernels.new_key(x.device, generator, seed) if q.rounding == "stochastic" else None
+    codes, scales, second = _CODECS[type(q.scaling)].encode(x_MK, q, amax, key)
+    return Quantized(codes, scales, q, K, second, rows=M)
+
+
+def quantize_both(x_MK: Tensor, q: Quantizer) -> tuple[Quantized, Quantized]:
+    """quantize(x, q) and quantize(x', q) in one pass over x; for quantizers that say `both_in_one_pass`."""
+    M, K = x_MK.shape
+    if isinstance(q.scaling, MX):
+        codes, scales, codes_t, scales_t = kernels.quantize_mx_both(x_MK, q.format.name, q.scaling.rule_for(q.format))
+    else:
+        rows, columns = q.scaling.tile()
+        codes, scales, codes_t, scales_t = kernels.quantize_both(
+            x_MK, q.format.name, rows, columns, q.scaling.pow2, _least_amax(q)
+        )
+    return Quantized(codes, scales, q, K), Quantized(codes_t, scales_t, q, M)
+
+
+def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
+    """10 log10(|reference|^2 / |reference - approximation|^2), summed in float64; inf where they are equal."""
+    x = reference.double()
+    noise = (x - approximation.double().reshape(x.shape)).square().sum().item()
+    signal = x.square().sum().item()
+    return math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+# -- how each scaling is carried out
+
+
+class _Tiles:
+    """A float32 scale for each tile of an 8-bit format: the whole tensor, a row or a block."""
+
+    @staticmethod
+    def encode(x_MK: Tensor, q: Quantizer, amax: Tensor | None, key: Tensor | None) -> Parts:
+        rows, columns = q.scaling.tile()
+        return *kernels.quantize(x_MK, q.format.name, rows, columns, q.scaling.pow2, amax, _least_amax(q), key), ()
+
+    @staticmethod
+    def decode(Q: Quantized, columns: int, dtype: torch.dtype) -> Tensor:
+        return kernels.dequantize(Q.codes, Q.scales, *Q.quantizer.scaling.tile(), dtype)
+
+    @classmethod
+    def factors(cls, Q: Quantized, columns: int) -> tuple[Tensor, Tensor]:
+        if Q.quantizer.scaling.varies_along_sum:
+            return cls.decode(Q, columns, torch.bfloat16), _one(Q.codes)
+        return kernels.values(Q.codes), Q.scales
+
+
+class _MX(_Tiles):
+    @staticmethod
+    def encode(x_MK: Tensor, q: Quantizer, amax: Tensor | None, key: Tensor | None) -> Parts:
+        assert isinstance(q.scaling, MX)
+        return *kernels.quantize_mx(x_MK, q.format.name, q.scaling.rule_for(q.format), key), ()
+
+    @staticmethod
+    def decode(Q: Quantized, columns: int, dtype: torch.dtype) -> Tensor:
+        return kernels.dequantize_mx(Q.codes, Q.scales, columns, Q.quantizer.format.name, dtype)
+
+
+class _NV(_Tiles):
+    @staticmethod
+    def encode(x_MK: Tensor, q: Quantizer, amax: Tensor | None, key: Tensor | None) -> Parts:
+        codes, scales, scale = kernels.quantize_nv(x_MK, q.scaling.tile()[0], q.four_over_six, amax, key)
+        return codes, scales, (scale,)
+
+    @staticmethod
+    def decode(Q: Quantized, columns: int, dtype: torch.dtype) -> Tensor:
+        return kernels.dequantize_nv(Q.codes, Q.scales, Q.second[0], Q.quantizer.scaling.tile()[0], columns, dtype)
+
+    @classmethod
+    def factors(cls, Q: Quantized, columns: int) -> tuple[Tensor, Tensor]:
+        return kernels.factors_nv(Q.codes, Q.scales, Q.quantizer.scaling.tile()[0], columns), Q.second[0]
+
+
+class _NF(_Tiles):
+    @staticmethod
+    def encode(x_MK: Tensor, q: Quantizer, amax: Tensor | None, key: Tensor | None) -> Parts:
+        assert isinstance(q.scaling, NFBlock)
+        codes, scales, *second = kernels.quantize_nf4(x_MK, q.scaling.double)
+        return codes, scales, tuple(second)
+
+    @staticmethod
+    def decode(Q: Quantized, columns: int, dtype: torch.dtype) -> Tensor:
+        return kernels.dequantize_nf4(Q.codes, Q.scales, list(Q.second), Q.rows, columns, dtype)
+
+
+_CODECS: dict[type[Scaling], type[_Tiles]] = {
+    PerTensor: _Tiles,
+    PerRow: _Tiles,
+    Block: _Tiles,
+    MX: _MX,
+    NV: _NV,
+    NFBlock: _NF,
+}
+
+
+def _least_amax(q: Quantizer) -> float:
+    """torchao keeps a row's amax above 1e-12; TransformerEngine takes tensors and blocks as they are."""
+    return 1e-12 if isinstance(q.scaling, PerRow) else 0.0
+
+
+def _one(like: Tensor) -> Tensor:
+    return torch.ones((1, 1), dtype=torch.float32, device=like.device)
