@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from surokit.nn.delayed import DelayedScales
-from surokit.nn.linear import Linear, Precision
+from surokit.nn.linear import Linear
+from surokit.nn.products import Precision
 from surokit.product import computes
 from surokit.recipe import BF16, Recipe, Rule, count_blocks, find_recipe
 

@@ -92,7 +92,7 @@ class Quantized:
             raise ValueError(
                 f"{self.quantizer} has other scales for the transpose: quantize the transposed tensor instead."
             )
-        codes = kernels.transpose_packed(self.codes, self.columns) if self.quantizer.packed else self.codes.t()
+        codes = kernels.transpose_fp4(self.codes, self.columns) if self.quantizer.packed else self.codes.t()
         return replace(self, codes=codes, scales=self.scales.t(), columns=self.rows, rows=self.columns)
 
     def sqnr(self, x: Tensor) -> float:
@@ -101,7 +101,14 @@ class Quantized:
 
     def clipped(self, x: Tensor) -> float:
         """Share of the elements of `x` [M, K] that were cut: further beyond the format's largest number than rounding reaches."""
-        rotated = self._rotated(x)
+        return float(self.was_clipped(x).float().mean())
+
+    def underflow(self, x: Tensor) -> float:
+        """Share of the elements of `x` [M, K] that are not zero and became zero."""
+        return float(self.vanished(x).float().mean())
+
+    def was_clipped(self, x: Tensor) -> Tensor:
+        """Which elements of `x` (as rotated, where it is) were cut; on the device, without waiting for it."""
         format = self.quantizer.format
         if isinstance(format, Format):
             beyond = format.max + 2.0 ** (format.max_exponent - format.mantissa_bits - 1)
@@ -109,12 +116,12 @@ class Quantized:
             beyond = format.max + (format.max - format.values[-2]) / 2
         largest = self._filled_with_largest().abs()
         # a scale rounds, so an amax may stand a last bit above the range it defines
-        return float((rotated.abs().float() > largest * (beyond / format.max * (1 + 2**-20))).float().mean())
+        return self._rotated(x).abs().float() > largest * (beyond / format.max * (1 + 2**-20))
 
-    def underflow(self, x: Tensor) -> float:
-        """Share of the elements of `x` [M, K] that are not zero and became zero."""
+    def vanished(self, x: Tensor) -> Tensor:
+        """Which elements of `x` (as rotated, where it is) became zero and were not; without waiting for the device."""
         decoded = self._codec.decode(self, self._width, torch.float32)
-        return float(((decoded == 0) & (self._rotated(x) != 0)).float().mean())
+        return (decoded == 0) & (self._rotated(x) != 0)
 
     def _rotated(self, x: Tensor) -> Tensor:
         x = x.reshape(self.shape)

@@ -12,6 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import nf4, nvfp4
+from .quantize import decode
+
 
 def scaled_mm(
     a_MK: Tensor,
@@ -37,3 +40,33 @@ def scaled_mm(
         zero = torch.zeros((), dtype=out_dtype)
         return torch.addmm(zero, a_MK, b_NK.t(), beta=0, alpha=scale.item())
     return (a_MK.float() @ b_NK.float().t()).mul_(scale).to(out_dtype)
+
+
+def dequantize_mm_nvfp4(
+    x_TC: Tensor, packed: Tensor, scales: Tensor, scale: Tensor, rows: int, transposed: bool = False, columns: int = 0
+) -> Tensor:
+    """x_TK @ W_NK' for a frozen weight, or `transposed` x_TN @ W_NK, where `columns` says K if that is odd."""
+    K = (columns or 2 * packed.shape[1]) if transposed else x_TC.shape[1]
+    w_NK = nvfp4.factors(packed, scales, rows, K)
+    return scaled_mm(x_TC, torch.ones_like(scale), w_NK.t() if transposed else w_NK, scale, x_TC.dtype)
+
+
+def dequantize_mm_nf4(
+    x_TC: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    second: tuple[Tensor, ...],
+    shape: tuple[int, int],
+    transposed: bool = False,
+) -> Tensor:
+    """x_TK @ W_NK' for a frozen weight of `shape` (N, K), or `transposed` x_TN @ W_NK."""
+    w_NK = nf4.dequantize(codes, scales, second, shape, x_TC.dtype)
+    return x_TC @ (w_NK if transposed else w_NK.t())
+
+
+def dequantize_mm_fp8(
+    x_TC: Tensor, codes_NK: Tensor, scale_inv: Tensor, rows: int = 0, columns: int = 0, transposed: bool = False
+) -> Tensor:
+    """x_TK @ W_NK' for a frozen weight in float8, or `transposed` x_TN @ W_NK."""
+    w_NK = decode(codes_NK, scale_inv, rows, columns, x_TC.dtype)
+    return x_TC @ (w_NK if transposed else w_NK.t())

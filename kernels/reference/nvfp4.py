@@ -14,8 +14,8 @@ one is taken where its error is strictly smaller. 256 replaces 448 everywhere to
 
 What is not finite: with a NaN or inf the tensor's own amax is not finite, `scale` is NaN and everything decodes to NaN. With a
 given amax the block that holds it has a NaN scale and decodes to NaN. Magnitudes above a given amax saturate.
-Below an amax of 7.9e-36 S_enc stops at the largest float32; `scale` then stops at 2^-128, its reciprocal. So does 1 / (S_blk / S_enc),
-which makes numbers below 1.8e-38 smaller still.
+Below an amax of 7.9e-36 S_enc stops at the largest float32 and `scale` at 2^-128, its reciprocal. The factor of x stops there
+too, which makes numbers below 1.8e-38 smaller still.
 
 Shapes: M rows, K columns, R x C the grid of blocks, r x c = rows x 16 a block.
 Sources: NVIDIA TransformerEngine's NVFP4 recipe, whose order of operations this keeps, as FLT_MAX's place in it; four over six:
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from surokit.formats import E2M1, E4M3
 
-from . import fp4
+from . import fp4, hadamard
 from .quantize import FLT_MAX, values
 from .quantize import amax as tile_amax
 
@@ -76,6 +76,11 @@ def quantize(
     # amax - amax: an infinite amax gives NaN too
     scale = torch.div(amax, torch.full_like(amax, bound)).clamp(min=2.0**-128) + (amax - amax)
     return fp4.pack(fp4.encode(y_MK, key)), scales_RC, scale
+
+
+def quantize_rotated(x_MK: Tensor, block: int = 16, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """`quantize` of the rotated x, whose own amax counts, in blocks of 1 x 16: an operand of grad_weight. K is filled up."""
+    return quantize(hadamard.rotate(x_MK, block), 1, key=key)
 
 
 def dequantize(

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from surokit.kernels import native
 from surokit.kernels.ops import OPERATIONS
-from surokit.kernels.reference import gemm
 from surokit.kernels.reference import quantize as tiles
 from surokit.kernels.reference import random as draws
 
@@ -37,13 +36,11 @@ def choices(device: torch.device | str | None = None) -> list[Choice]:
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rows = [Choice(f"product {kind}", *native.choice(kind, device)) for kind in native.KINDS]
     for op in OPERATIONS.values():
-        form, why_not = op.triton()
-        if device.type != "cuda":
-            rows.append(Choice(op.name, "reference", f"{device.type} runs the definition in PyTorch"))
-        elif form:
-            rows.append(Choice(op.name, "triton", f"kernels/triton/{op.file}.py"))
+        if device.type == "cuda":
+            backend, _, why = op.on_cuda(device)
         else:
-            rows.append(Choice(op.name, "reference", why_not))
+            backend, why = "reference", f"{device.type} runs the definition in PyTorch"
+        rows.append(Choice(op.name, backend, why))
     return rows
 
 
@@ -61,7 +58,8 @@ factors_nv = _ops.factors_nv
 quantize_nf4 = _ops.quantize_nf4
 dequantize_nf4 = _ops.dequantize_nf4
 rotate = _ops.rotate
-transpose_packed = _ops.transpose_packed
+transpose_fp8 = _ops.transpose_fp8
+transpose_fp4 = _ops.transpose_fp4
 
 
 def amax(x_MK: Tensor) -> Tensor:
@@ -85,9 +83,4 @@ def new_key(device: torch.device, generator: torch.Generator | None = None, seed
 
 # -- products
 
-
-def emulated_mm(
-    a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale: Tensor, out_dtype: torch.dtype, pow2: bool = False
-) -> Tensor:
-    """y_MN = (a * a_scale) @ (b * b_scale)' from bfloat16 factors; see kernels/reference/gemm.py."""
-    return gemm.scaled_mm(a_MK, a_scale, b_NK, b_scale, out_dtype, pow2)
+emulated_mm = _ops.emulated_mm  # from bfloat16 factors; see kernels/reference/gemm.py

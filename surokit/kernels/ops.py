@@ -1,8 +1,8 @@
 """The operations as torch knows them: `torch.ops.surokit.*`, so that compiled graphs hold each one whole.
 
-An operation has a schema, a rule for the shapes of its results (the decorated function), and two implementations: the reference
-on every device but CUDA, and on CUDA the Triton kernel of the same file and name, where there is one and it loads.
-Formats travel by name.
+An operation has a schema, a rule for the shapes of its results (the decorated function), and its implementations: the
+reference on every device but CUDA, and on CUDA the first that is there of the CUDA C++ kernel (built on first use), the Triton
+kernel and the reference. All three have the operation's file and function names. Formats travel by name.
 
 M rows, K columns (the contracted dimension), R x C the grid of tiles.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from surokit.formats import FORMATS
-from surokit.kernels.reference import fp4, hadamard, mx, nf4, nvfp4
+from surokit.kernels.reference import gemm, hadamard, mx, nf4, nvfp4, transpose
 from surokit.kernels.reference import quantize as tiles
 
 _LIBRARY = torch.library.Library("surokit", "DEF")
@@ -39,25 +39,33 @@ class Operation:
         """The stem of the operation's file in kernels/reference and kernels/triton."""
         return self.reference.__module__.rpartition(".")[2]
 
-    def triton(self) -> tuple[Function | None, str]:
-        """The Triton form, or None and why there is none."""
-        return _triton(self.file, self.reference.__name__)
-
-    def on_cuda(self) -> Function:
-        return self.adapt(self.triton()[0] or self.reference)
+    def on_cuda(self, device: torch.device) -> tuple[str, Function, str]:
+        """What serves the operation on a CUDA device: the folder in kernels/, the function, and why."""
+        reasons = []
+        for folder in ("cuda", "triton"):
+            function, why_not = _found(folder, self.file, self.reference.__name__, device)
+            if function:
+                return folder, self.adapt(function), f"kernels/{folder}/{self.file}"
+            reasons += [why_not] if why_not else []
+        return "reference", self.adapt(self.reference), "; ".join(reasons) or "the definition in PyTorch"
 
 
 OPERATIONS: dict[str, Operation] = {}
 
 
 @cache
-def _triton(file: str, function: str) -> tuple[Function | None, str]:
+def _found(folder: str, file: str, function: str, device: torch.device) -> tuple[Function | None, str]:
+    """A function of kernels/<folder>/<file>.py, or None and why it cannot serve ("" where it was never written)."""
     try:
-        module = importlib.import_module(f"surokit.kernels.triton.{file}")
-    except ImportError as error:
-        return None, f"Triton cannot be loaded here ({error})"
-    form = getattr(module, function, None)
-    return form, "" if form else "there is no Triton form"
+        module = importlib.import_module(f"surokit.kernels.{folder}.{file}")
+    except ModuleNotFoundError as error:
+        missing = error.name != f"surokit.kernels.{folder}.{file}"
+        return None, f"{folder} cannot be loaded here ({error})" if missing else ""
+    if hasattr(module, "why"):  # CUDA C++ has to be built for the device
+        served, reason = module.why(device)
+        if not served:
+            return None, reason
+    return getattr(module, function, None), ""
 
 
 def _as_it_is(f: Function) -> Function:
@@ -76,10 +84,10 @@ def operation(
     def register(shapes: Function) -> Function:
         name = schema.partition("(")[0]
         op = OPERATIONS[name] = Operation(name, reference, adapt)
-        cached_on_cuda = cache(op.on_cuda)
+        chosen = cache(lambda device: op.on_cuda(device)[1])
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, adapt(reference), "CompositeExplicitAutograd")
-        _LIBRARY.impl(name, lambda *args, **options: cached_on_cuda()(*args, **options), "CUDA")
+        _LIBRARY.impl(name, lambda x, *rest, **options: chosen(x.device)(x, *rest, **options), "CUDA")
         torch.library.register_fake(f"surokit::{name}", shapes, lib=_LIBRARY)
         return shapes
 
@@ -243,6 +251,24 @@ def _rotate(x: Tensor, block: int, back: bool = False) -> Tensor:
     return x.new_empty((x.shape[0], _ceil(x.shape[1], block) * block))
 
 
-@operation("transpose_packed(Tensor codes, int columns) -> Tensor", fp4.transpose)
-def _transpose_packed(codes: Tensor, columns: int) -> Tensor:
+@operation("transpose_fp8(Tensor codes) -> Tensor", transpose.transpose_fp8)
+def _transpose_fp8(codes: Tensor) -> Tensor:
+    return codes.new_empty((codes.shape[1], codes.shape[0]))
+
+
+@operation("transpose_fp4(Tensor codes, int columns) -> Tensor", transpose.transpose_fp4)
+def _transpose_fp4(codes: Tensor, columns: int) -> Tensor:
     return codes.new_empty((columns, _ceil(codes.shape[0], 2)))
+
+
+# -- products
+
+
+@operation(
+    "emulated_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, ScalarType dtype, bool pow2=False) -> Tensor",
+    gemm.scaled_mm,
+)
+def _emulated_mm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, pow2: bool = False
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)

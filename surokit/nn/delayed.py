@@ -13,6 +13,7 @@ S operands, H steps of history.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -22,7 +23,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from surokit import kernels
 
-_banks: weakref.WeakSet[DelayedScales] = weakref.WeakSet()
+NOTHING = -1.0  # in an open slot: no amax yet
+
+_banks: weakref.WeakValueDictionary[int, DelayedScales] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 _hook: Any = None
 
 
@@ -36,11 +40,11 @@ class DelayedScales:
     def __init__(self, history: int, slots: int, owner: nn.Module | None, device: torch.device) -> None:
         self.history_HS = torch.zeros(history, slots, device=device)
         self.in_force_S = torch.zeros(slots, device=device)  # 0: nothing seen yet
-        self.open_S = torch.zeros(slots, device=device)
-        self.cursor = 0
-        self.recorded = False
+        self.open_S = torch.full((slots,), NOTHING, device=device)
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=device)  # steps closed so far
         self._owner = weakref.ref(owner) if owner is not None else None
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        self.number = next(_numbers)
         _watch(self)
 
     def __reduce__(self) -> Any:
@@ -50,36 +54,38 @@ class DelayedScales:
     def amax(self, slot: int, x: Tensor, record: bool) -> Tensor:
         """The amax [1, 1] that quantizes `x` now; with `record`, x's own amax is merged into the open slot.
 
-        NaN where x holds an inf or a NaN that would otherwise be cut to an ordinary number.
+        NaN where x holds an inf or a NaN, which would otherwise be cut to an ordinary number.
         """
         if self.in_force_S.device != x.device:
             self._move(x.device)
-        in_force = self.in_force_S[slot : slot + 1]
+        in_force, opened = (t[slot : slot + 1] for t in (self.in_force_S, self.open_S))
         own = kernels.amax(x).view(1)
         used = torch.where(in_force > 0, in_force, own)
         if record:
             usable = (own > 0) & (own < torch.inf)
-            in_force.copy_(torch.where(in_force > 0, in_force, torch.where(usable, own, 0.0)))
-            opened = self.open_S[slot : slot + 1]
+            in_force.copy_(torch.where((in_force > 0) | ~usable, in_force, own))
             torch.maximum(opened, own, out=opened)
-            self.recorded = True
         return (used + (own - own)).view(1, 1)
 
     def roll(self, skipped: Tensor | None = None) -> None:
-        """Close the step: push the open slots into the history and take the new maxima. Does nothing if nothing was recorded.
+        """Close the step: push the open slots into the history and take the new maxima. Nothing recorded, nothing changed.
 
         `skipped` is above zero (on the device) where the optimizer masked its step out: such a step says nothing about the
-        tensors to come, and an inf would freeze the amax in force until it leaves the history.
+        tensors to come, and an inf would freeze the amax in force until it leaves the history. All of it stays on the device
+        and in place, so that a captured graph can hold it.
         """
-        if not self.recorded:
-            return
-        self.history_HS[self.cursor] = self.open_S if skipped is None else torch.where(skipped > 0, 0.0, self.open_S)
-        self.cursor = (self.cursor + 1) % len(self.history_HS)
-        largest = self.history_HS.amax(0)
-        usable = (largest > 0) & (largest < torch.inf)
-        self.in_force_S = torch.where(usable, largest, self.in_force_S)
-        self.open_S.zero_()
-        self.recorded = False
+        recorded = ~(self.open_S < 0).all()  # a NaN counts
+        closing_S = self.open_S.clamp(min=0.0)
+        if skipped is not None:
+            closing_S = torch.where(skipped > 0, 0.0, closing_S)
+        row = self.cursor.remainder(len(self.history_HS))
+        there_S = self.history_HS.index_select(0, row).view(-1)
+        self.history_HS.index_copy_(0, row, torch.where(recorded, closing_S, there_S).view(1, -1))
+        self.cursor += recorded
+        largest_S = self.history_HS.amax(0)
+        usable = recorded & (largest_S > 0) & (largest_S < torch.inf)
+        self.in_force_S.copy_(torch.where(usable, largest_S, self.in_force_S))
+        self.open_S.fill_(NOTHING)
 
     def follows(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `optimizer` trains the owner; looked up once for each optimizer."""
@@ -97,7 +103,7 @@ class DelayedScales:
             "history": self.history_HS.clone(),
             "in_force": self.in_force_S.clone(),
             "open": self.open_S.clone(),
-            "cursor": torch.tensor([self.cursor, int(self.recorded)]),
+            "cursor": self.cursor.clone(),
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -110,12 +116,19 @@ class DelayedScales:
         self.history_HS.copy_(state["history"])
         self.in_force_S.copy_(state["in_force"])
         self.open_S.copy_(state["open"])
-        self.cursor, self.recorded = int(state["cursor"][0]), bool(state["cursor"][1])
+        if len(state["cursor"]) == 2 and not state["cursor"][1]:  # the first version kept a flag beside zeros
+            self.open_S.fill_(NOTHING)
+        self.cursor.copy_(state["cursor"][:1])
 
     def _move(self, device: torch.device) -> None:
-        self.history_HS, self.in_force_S, self.open_S = (
-            t.to(device) for t in (self.history_HS, self.in_force_S, self.open_S)
+        self.history_HS, self.in_force_S, self.open_S, self.cursor = (
+            t.to(device) for t in (self.history_HS, self.in_force_S, self.open_S, self.cursor)
         )
+
+
+def bank(number: int) -> DelayedScales | None:
+    """The histories with this number: compiled graphs carry numbers, not objects. None below zero."""
+    return _banks[number] if number >= 0 else None
 
 
 def _restored(history: int, slots: int, device: torch.device, state: dict[str, Tensor]) -> DelayedScales:
@@ -124,15 +137,15 @@ def _restored(history: int, slots: int, device: torch.device, state: dict[str, T
     return bank
 
 
-def _watch(bank: DelayedScales) -> None:
-    """Roll `bank` after optimizer steps, whoever writes the loop. The hook is registered with the first bank."""
+def _watch(scales: DelayedScales) -> None:
+    """Roll `scales` after optimizer steps, whoever writes the loop. The hook is registered with the first bank."""
     global _hook
-    _banks.add(bank)
+    _banks[scales.number] = scales
     if _hook is None:
         _hook = register_optimizer_step_post_hook(_after_step)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for bank in _banks:
-        if bank.recorded and bank.follows(optimizer):
+    for bank in list(_banks.values()):
+        if bank.follows(optimizer):
             bank.roll(getattr(optimizer, "found_inf", None))

@@ -1,7 +1,7 @@
 """Training: a Session owns a run.
 
 session.py       Session: the step, run, evaluate, save, resume, fork
-optim.py         AdamW, and the specification of an optimizer without its parameters
+optim.py         AdamW, AdamW8bit, and the specification of an optimizer without its parameters
 schedule.py      Cosine
 stream.py        data as an endless stream with a position
 records.py       Record, Records: what each step measured
@@ -13,7 +13,7 @@ errors.py        NonFiniteError, ResumeError
 """
 
 from surokit.train.errors import CheckpointError, NonFiniteError, ResumeError
-from surokit.train.optim import AdamW, Spec
+from surokit.train.optim import AdamW, AdamW8bit, Spec
 from surokit.train.records import Record, Records
 from surokit.train.schedule import Cosine
 from surokit.train.session import Evaluation, Session
@@ -21,6 +21,7 @@ from surokit.train.summary import Summary
 
 __all__ = [
     "AdamW",
+    "AdamW8bit",
     "CheckpointError",
     "Cosine",
     "Evaluation",

@@ -1,10 +1,14 @@
-"""AdamW on torch's fused kernel, with clipping and the mask for non-finite steps folded into it.
+"""AdamW on torch's fused kernel, with clipping and the mask for non-finite steps folded into it; and with 8-bit moments.
 
     AdamW(lr=3e-4)                       a specification: Session calls .build(model.parameters())
     AdamW(model.parameters(), lr=3e-4)   a torch Optimizer; its state_dict is torch.optim.AdamW's
+    AdamW8bit(lr=3e-4)                   the same with moments of one byte, as bitsandbytes defines them
 
 Like torch's fused optimizers it reads two attributes before a step, both 0-d float32 tensors or None: `grad_scale`, by
 which gradients are divided, and `found_inf`, which masks the whole step where it is 1. So the host decides nothing.
+
+With rounding="stochastic" every bfloat16 parameter has a key of its own, drawn from the seed and kept in its state; the key
+and its number of steps give the random bits of an update. So a resumed run draws what the whole one would have drawn.
 """
 
 from __future__ import annotations
@@ -13,17 +17,21 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from surokit.kernels.reference.adamw import adamw_
+from surokit.kernels.reference.adamw import adamw_, stochastic_bf16
+from surokit.kernels.reference.adamw8bit import BLOCK, adamw8bit_
+from surokit.kernels.reference.random import bits
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
+Rounding = Literal["nearest", "stochastic"]
 
 _FUSED_DEVICES = ("cpu", "cuda")
-_CHUNK = 1 << 25  # elements that are widened to float32 at a time: 2 x 128 MiB of scratch
+_CHUNK = 1 << 25  # elements that are widened to float32 at a time: 2 x 128 MiB of scratch, 4 x with the moments
+_MIN_8BIT = 4096  # elements from which moments take 8 bits: bitsandbytes' min_8bit_size
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,9 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         no weight decay; or torch's parameter groups, taken as they are. Absent: a `Spec`.
     lr: a float, or a 0-d tensor on the parameters' device, which a compiled or captured step can read anew.
     state_dtype: None keeps the two moments in each parameter's dtype; torch.float32 keeps them in float32.
+    rounding: "stochastic" rounds bfloat16 parameters up or down at random after each update, right on average. To nearest,
+        updates below 1/512 of a parameter vanish.
+    seed: of stochastic rounding.
 
     Bytes of a parameter with its moments: bf16 6; with float32 moments 10, and scratch for 32 Mi elements; fp32 12.
     """
@@ -83,40 +94,57 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         weight_decay: float = 0.1,
         eps: float = 1e-8,
         state_dtype: torch.dtype | None = None,
+        rounding: Rounding = "nearest",
+        seed: int = 0,
     ) -> None:
         assert params is not None, "SpecMeta gives a Spec then"
-        self.check(lr, betas, weight_decay, eps, state_dtype)
-        self.state_dtype = state_dtype
+        self.check(lr, betas, weight_decay, eps, state_dtype, rounding, seed)
+        self.state_dtype, self.rounding, self.seed = state_dtype, rounding, seed
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "eps": eps, "fused": True}
         super().__init__(decay_groups(params, weight_decay), defaults)
         self.grad_scale = self.found_inf = None
         self._step_supports_amp_scaling = True  # torch's word for: reads grad_scale and found_inf
         self._warn_stalling_moments()
+        if rounding == "stochastic" and any(p.dtype == torch.float16 for p in self._all_params()):
+            raise ValueError(
+                f'{type(self).__name__}: rounding="stochastic" is for bfloat16 parameters, and some are float16: '
+                "make the model bfloat16."
+            )
 
     if TYPE_CHECKING:  # a type checker does not see that AdamW(lr=...) is a Spec
 
         def build(self, params: Parameters) -> AdamW: ...
 
-    @staticmethod
+    @classmethod
     def check(
+        cls,
         lr: float | Tensor = 0.0,
         betas: tuple[float, float] = (0.0, 0.0),
         weight_decay: float = 0.0,
         eps: float = 1e-8,
         state_dtype: torch.dtype | None = None,
+        rounding: str = "nearest",
+        seed: int = 0,
     ) -> None:
         """ValueError that names the option which is out of range."""
+        name = cls.__name__
         if isinstance(lr, Tensor):
             if lr.numel() != 1:
-                raise ValueError(f"AdamW: lr is one number, not a tensor of shape {list(lr.shape)}.")
+                raise ValueError(f"{name}: lr is one number, not a tensor of shape {list(lr.shape)}.")
         elif not 0 <= lr < float("inf"):
-            raise ValueError(f"AdamW: lr={lr} must be a finite number >= 0.")
+            raise ValueError(f"{name}: lr={lr} must be a finite number >= 0.")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"AdamW: betas={betas} must be two numbers in [0, 1).")
+            raise ValueError(f"{name}: betas={betas} must be two numbers in [0, 1).")
         if weight_decay < 0 or eps < 0:
-            raise ValueError(f"AdamW: weight_decay={weight_decay} and eps={eps} must not be negative.")
+            raise ValueError(f"{name}: weight_decay={weight_decay} and eps={eps} must not be negative.")
         if state_dtype not in (None, torch.float32):
-            raise ValueError(f"AdamW: state_dtype={state_dtype} must be None (the parameters' dtype) or torch.float32.")
+            raise ValueError(
+                f"{name}: state_dtype={state_dtype} must be None (the parameters' dtype) or torch.float32."
+            )
+        if rounding not in ("nearest", "stochastic"):
+            raise ValueError(f'{name}: rounding={rounding!r} must be "nearest" or "stochastic".')
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"{name}: seed={seed} must be an integer from 0 to 2^64 - 1.")
 
     def _warn_stalling_moments(self) -> None:
         half = (torch.bfloat16, torch.float16)
@@ -163,7 +191,14 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
                 yield params
 
     def _mixed(self, dtype: torch.dtype, grad_dtype: torch.dtype) -> bool:
-        return dtype != grad_dtype or self.state_dtype not in (None, dtype)
+        return dtype != grad_dtype or self.state_dtype not in (None, dtype) or self._rounds(dtype)
+
+    def _rounds(self, dtype: torch.dtype) -> bool:
+        """Whether parameters of `dtype` are rounded stochastically; float32 has nothing to round."""
+        return self.rounding == "stochastic" and dtype == torch.bfloat16
+
+    def _all_params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _update(self, params: list[Tensor], options: dict[str, Any]) -> None:
         states = [self._state_of(p) for p in params]
@@ -173,20 +208,23 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         device = params[0].device
         # torch's fused kernel wants one dtype: with float32 moments it works on float32 copies, a chunk at a time
         mixed = self._mixed(params[0].dtype, grads[0].dtype)
+        keys = _step_keys([s["key"] for s in states], steps) if self._rounds(params[0].dtype) else None
         scale, mask = _on(device, self.grad_scale), _on(device, self.found_inf)
         if device.type not in _FUSED_DEVICES:
-            adamw_(params, grads, moments, squares, steps, grad_scale=scale, found_inf=mask, **options)
+            adamw_(params, grads, moments, squares, steps, grad_scale=scale, found_inf=mask, keys=keys, **options)
             return
-        targets = params
+        targets, wide_moments, wide_squares = params, moments, squares
         if mixed:
-            wide_dtype = moments[0].dtype
+            wide_dtype = moments[0].dtype if keys is None else torch.float32
             targets, grads = _widened(params, wide_dtype), _widened(grads, wide_dtype)
+            if moments[0].dtype != wide_dtype:
+                wide_moments, wide_squares = _widened(moments, wide_dtype), _widened(squares, wide_dtype)
         torch._foreach_add_(steps, 1)
         torch._fused_adamw_(
             targets,
             grads,
-            moments,
-            squares,
+            wide_moments,
+            wide_squares,
             [],
             steps,
             amsgrad=False,
@@ -197,21 +235,34 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         )
         if mask is not None:
             torch._foreach_sub_(steps, [mask] * len(steps))
+        if wide_moments is not moments:
+            torch._foreach_copy_(moments + squares, wide_moments + wide_squares)
+        if keys is not None:
+            targets = [stochastic_bf16(target, key) for target, key in zip(targets, keys)]
         if mixed:
             torch._foreach_copy_(params, targets)
 
     def _state_of(self, p: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[p]
         if not state:
-            dtype = self.state_dtype or p.dtype
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state["exp_avg"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+            state.update(self._new_moments(p))
+        if self._rounds(p.dtype) and "key" not in state:
+            index = next(i for i, other in enumerate(self._all_params()) if other is p)
+            state["key"] = _key(self.seed, index).to(p.device)
         return state
+
+    def _new_moments(self, p: Tensor) -> dict[str, Tensor]:
+        dtype = self.state_dtype or p.dtype
+        return {
+            name: torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+            for name in ("exp_avg", "exp_avg_sq")
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         # the base class keeps three entries only
-        return {**super().__getstate__(), "state_dtype": self.state_dtype}
+        own = {"state_dtype": self.state_dtype, "rounding": self.rounding, "seed": self.seed}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.grad_scale = self.found_inf = None
@@ -219,24 +270,90 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         super().__setstate__(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, except that moments come back in `state_dtype` instead of the parameter's dtype.
+        """As torch's, except that moments come back in this optimizer's dtype instead of the parameter's.
 
         torch.optim.AdamW's state is accepted too, unless it has amsgrad or maximize.
         """
         groups = state_dict["param_groups"]
         if any(group.get("amsgrad") or group.get("maximize") for group in groups):
             raise ValueError("This optimizer state was made with amsgrad or maximize, which AdamW does not have here.")
-        super().load_state_dict(state_dict)
-        own = [p for group in self.param_groups for p in group["params"]]
         saved = [index for group in groups for index in group["params"]]
-        for p, index in zip(own, saved):
-            if index not in state_dict["state"]:
+        sources = {p: state_dict["state"].get(index) for p, index in zip(self._all_params(), saved)}
+        if any(source and ("absmax" in source) != self._in_8bit(p) for p, source in sources.items()):
+            raise ValueError("Moments of 8 bits and others do not mix: load the state into the optimizer that made it.")
+        super().load_state_dict(state_dict)
+        for p, source in sources.items():
+            if not source:
                 continue
-            source, state = state_dict["state"][index], self.state[p]
-            dtype = self.state_dtype or p.dtype
-            for key in ("exp_avg", "exp_avg_sq"):
+            state = self.state[p]
+            for key in ("exp_avg", "exp_avg_sq", "absmax", "absmax_sq", "key"):
+                if key not in source:
+                    continue
+                # codes, scales and keys come back as they are
+                dtype = source[key].dtype if self._in_8bit(p) or key == "key" else self.state_dtype or p.dtype
                 state[key] = source[key].detach().to(device=p.device, dtype=dtype, copy=True)
             state["step"] = torch.as_tensor(source["step"]).to(device=p.device, dtype=torch.float32, copy=True)
+
+    def _in_8bit(self, p: Tensor) -> bool:
+        return False
+
+
+class AdamW8bit(AdamW):
+    """AdamW with moments of one byte, as bitsandbytes defines them; the formula is in kernels/reference/adamw8bit.py.
+
+    The arguments are those of AdamW. Tensors below 4,096 elements keep their moments in float32, as in bitsandbytes.
+
+    Bytes of a parameter with its moments: bf16 4 + 8/256, fp32 6 + 8/256.
+    """
+
+    def __init__(
+        self,
+        params: Parameters | None = None,
+        lr: float | Tensor = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.1,
+        eps: float = 1e-8,
+        rounding: Rounding = "nearest",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(params, lr, betas, weight_decay, eps, torch.float32, rounding, seed)
+
+    def _in_8bit(self, p: Tensor) -> bool:
+        return p.numel() >= _MIN_8BIT
+
+    def _new_moments(self, p: Tensor) -> dict[str, Tensor]:
+        if not self._in_8bit(p):
+            return super()._new_moments(p)
+        blocks = -(-p.numel() // BLOCK)
+        return {
+            "exp_avg": torch.zeros(p.shape, dtype=torch.uint8, device=p.device),
+            "exp_avg_sq": torch.zeros(p.shape, dtype=torch.uint8, device=p.device),
+            "absmax": torch.zeros(blocks, dtype=torch.float32, device=p.device),
+            "absmax_sq": torch.zeros(blocks, dtype=torch.float32, device=p.device),
+        }
+
+    def _update(self, params: list[Tensor], options: dict[str, Any]) -> None:
+        small = [p for p in params if not self._in_8bit(p)]
+        if small:
+            super()._update(small, options)
+        large = [p for p in params if self._in_8bit(p)]
+        if not large:
+            return
+        states = [self._state_of(p) for p in large]
+        steps = [s["step"] for s in states]
+        adamw8bit_(
+            large,
+            [p.grad for p in large if p.grad is not None],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [s["absmax"] for s in states],
+            [s["absmax_sq"] for s in states],
+            steps,
+            grad_scale=_on(large[0].device, self.grad_scale),
+            found_inf=_on(large[0].device, self.found_inf),
+            keys=_step_keys([s["key"] for s in states], steps) if self._rounds(large[0].dtype) else None,
+            **options,
+        )
 
 
 def decay_groups(params: Parameters, weight_decay: float) -> list[dict[str, Any]]:
@@ -284,6 +401,22 @@ def _widened(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return copies
 
 
+def _key(seed: int, index: int) -> Tensor:
+    """int32 [2]: words 2 index and 2 index + 1 of the seed's random bits."""
+    halves = torch.tensor([seed & 0xFFFFFFFF, seed >> 32]).to(torch.int32)  # wraps
+    return bits(2 * index + 2, halves)[-2:]
+
+
+def _step_keys(own: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
+    """One key for each parameter and step t: words 2 t and 2 t + 1 of the bits that the parameter's own key gives."""
+    first, second = torch.stack(own, 1)
+    start = 2 * torch.stack(steps).int()
+    even = torch.arange(0, 2 * len(own), 2, dtype=torch.int32, device=start.device)
+    # bits() of all at once, with a key for each position; the position 2 i + {0, 1} becomes 2 t + {0, 1}
+    keys = torch.stack((first ^ start ^ even, second)).repeat_interleave(2, dim=1)
+    return list(bits(2 * len(own), keys).view(-1, 2).unbind(0))
+
+
 def gradient_norm(grads: list[Tensor]) -> Tensor:
     """L2 norm over all tensors together, 0-d float32 on the first one's device.
 
@@ -301,10 +434,10 @@ def gradient_norm(grads: list[Tensor]) -> Tensor:
 
 def spec_to_dict(spec: Spec | None, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Plain data for a checkpoint; an optimizer that was not built from a specification of ours is named, not stored."""
-    if spec is None or spec.optimizer is not AdamW:
+    if spec is None or spec.optimizer not in (AdamW, AdamW8bit):
         return {"name": type(optimizer).__qualname__, "custom": True}
     options = {name: _to_plain(value) for name, value in spec.options.items()}
-    return {"name": "AdamW", "options": options}
+    return {"name": spec.optimizer.__name__, "options": options}
 
 
 def spec_from_dict(data: dict[str, Any]) -> Spec:
@@ -316,7 +449,7 @@ def spec_from_dict(data: dict[str, Any]) -> Spec:
         options["state_dtype"] = getattr(torch, options["state_dtype"])
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
-    return Spec(AdamW, options)
+    return Spec(AdamW8bit if data["name"] == "AdamW8bit" else AdamW, options)
 
 
 def _to_plain(value: Any) -> Any:

@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional as F
 
 import surokit as sk
-from surokit.nn.linear import Linear, Precision
+from surokit.nn.linear import Linear
+from surokit.nn.products import Precision
 from surokit.quantized import sqnr_db
 from surokit.recipe import Lora
 

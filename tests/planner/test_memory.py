@@ -1,6 +1,7 @@
 """Memory: exact terms against a model's own tensors, approximate ones against what its layers really keep."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from surokit.nn.linear import Linear
 from surokit.planner import memory as module
 from surokit.planner import plan
 from surokit.recipe import BF16, FP8, FP8_ROWWISE, QFP8
+from surokit.train import AdamW, AdamW8bit
 
 BATCH, LENGTH = 2, 256
 CONFIG = DecoderConfig(layers=4, width=256, heads=8, kv_heads=4, vocab=1024, ffn=704, tied=False, max_length=LENGTH)
@@ -108,6 +110,34 @@ def test_optimizers():
         state_dtype = torch.float32
 
     assert plan(8e9, optimizer=AdamW()).memory["optimizer"].bytes == 8e9 * 8
+
+
+def test_a_full_fine_tune_of_eight_billion_parameters_on_one_gpu():
+    """Qwen3-8B in 141 GB with 8-bit moments and bf16 weights that are rounded stochastically, and not with other moments."""
+    config = {
+        **{"model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32},
+        **{"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936},
+        "tie_word_embeddings": False,
+    }
+    run: dict[str, Any] = {"batch": 4, "length": 4096, "gpu": "H200", "recipe": FP8}
+    planned = plan(config, optimizer=AdamW8bit(lr=1e-4, rounding="stochastic"), **run)
+    assert planned.fits()
+    assert planned.memory.gib * 2**30 / 1e9 == pytest.approx(139.3, abs=0.1)
+    held = sum(planned.memory[name].bytes for name in ("weights", "gradients", "optimizer"))
+    assert held / 8.19e9 == pytest.approx(6 + 8 / 256, rel=0.001)
+    assert not plan(config, optimizer=AdamW(lr=1e-4), **run).fits()
+    assert not plan(config, state_dtype="fp32", master=True, **{**run, "batch": 1}).fits()
+
+
+def test_eight_bit_moments_are_what_the_optimizer_holds():
+    model = Decoder(CONFIG)
+    optimizer = AdamW8bit(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    held = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    # small tensors keep float32 moments, and each has its step
+    assert plan(model, optimizer=optimizer).memory["optimizer"].bytes == pytest.approx(held, rel=0.01)
 
 
 def test_fits():

@@ -1,0 +1,273 @@
+"""The three products of a linear layer, each operand through its own quantizer.
+
+    y_TN  = x_TK w_NK'       forward
+    dx_TK = dy_TN w_NK       grad_input
+    dw_NK = dy_TN' x_TK      grad_weight
+
+Each is computed as a_MK b_NK' with the contracted dimension last, whatever its letters are. What forward keeps for backward is
+x as grad_weight will want it: its codes (one byte an element in FP8, half a byte in FP4), or nothing where the weight is
+frozen. The weight is quantized again in backward: it is there anyway, and keeping its codes would cost a byte a parameter.
+
+To torch, forward and backward are one operation each (`torch.ops.surokit.products_forward`, `products_backward`): a compiled
+graph holds them whole and knows their shapes by running the same code on tensors without data. What a layer's recipe is travels
+as the key of a `Spec`, and where delayed scaling keeps the layer's amaxes as two numbers.
+
+T tokens (all leading dimensions), K in_features, N out_features.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surokit.nn.delayed import DelayedScales, bank
+from surokit.product import product
+from surokit.quantized import Quantized, quantize, quantize_both
+from surokit.quantizer import Quantizer
+from surokit.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the operations need to know of a layer beside its tensors."""
+
+    recipe: Recipe
+    storage: Quantizer | None = None
+
+
+_UNQUANTIZED = Recipe("bf16")
+_SPECS: dict[str, Spec] = {}
+
+
+@cache
+def key_of(spec: Spec) -> str:
+    """A short key of what the spec says, the same in every process, since compiled graphs are kept on disk."""
+    storage = spec.storage.to_dict() if spec.storage else None
+    said = [gemm.to_dict() for gemm in spec.recipe.gemms], storage
+    key = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+    _SPECS.setdefault(key, spec)
+    return key
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _key(recipe: Recipe | None, storage: Quantizer | None) -> str:
+    return key_of(Spec(recipe or _UNQUANTIZED, storage))
+
+
+@dataclass(frozen=True, eq=False)
+class Precision:
+    """How a layer computes its three products: quantizers, and where the delayed ones keep their amaxes (x, w, dy)."""
+
+    recipe: Recipe
+    scales: DelayedScales | None = None
+    first_slot: int = 0
+
+
+def three_products(
+    x_TK: Tensor,
+    w: Tensor,
+    out_features: int,
+    storage: Quantizer | None,
+    w_scales: tuple[Tensor, ...],
+    precision: Precision | None,
+    record: bool,
+) -> Tensor:
+    """y [T, N] in the dtype of x, with the gradients that the recipe says.
+
+    w: the weight [N, K], or its codes with `storage` and `w_scales`. record: delayed scaling notes the amaxes it sees.
+    """
+    spec = _key(precision.recipe if precision else None, storage)
+    scales, first = (precision.scales, precision.first_slot) if precision else (None, 0)
+    amaxes = (scales.number if scales else -1), first
+    y_TN: Tensor = _Product.apply(x_TK, w, out_features, spec, *amaxes, record, *w_scales)
+    return y_TN
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        w: Tensor,
+        out_features: int,
+        spec: str,
+        scales: int,
+        first_slot: int,
+        record: bool,
+        *w_scales: Tensor,
+    ) -> Tensor:
+        wants_dw = w.requires_grad
+        y_TN, *kept = torch.ops.surokit.products_forward(
+            x_TK, w, list(w_scales), out_features, spec, scales, first_slot, wants_dw, record
+        )
+        if wants_dw and len(kept) == 0:  # grad_weight takes x as it is
+            kept = [x_TK]
+        ctx.save_for_backward(w, *w_scales, *kept)
+        ctx.w_scales = len(w_scales)
+        ctx.constants = out_features, x_TK.shape[1], spec, scales, first_slot
+        ctx.record = record
+        return y_TN
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: Tensor) -> Any:
+        w, *rest = ctx.saved_tensors
+        w_scales, kept = rest[: ctx.w_scales], rest[ctx.w_scales :]
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        grads = torch.ops.surokit.products_backward(
+            dy_TN.contiguous(), w, w_scales, kept, *ctx.constants, wants_dx, wants_dw, ctx.record
+        )
+        dx_TK = grads[0] if wants_dx else None
+        dw_NK = grads[-1] if wants_dw else None
+        return dx_TK, dw_NK, None, None, None, None, None, *(None for _ in range(ctx.w_scales))
+
+
+# -- the two operations
+
+_LIBRARY = torch.library.Library("surokit", "FRAGMENT")
+
+
+def _forward(
+    x_TK: Tensor,
+    w: Tensor,
+    w_scales: list[Tensor],
+    out_features: int,
+    spec: str,
+    scales: int,
+    first_slot: int,
+    wants_dw: bool,
+    record: bool,
+) -> list[Tensor]:
+    """y [T, N], then the codes and scales of x' [K, T] where grad_weight quantizes it."""
+    recipe, storage = _SPECS[spec].recipe, _SPECS[spec].storage
+    operand = _Operands(bank(scales), first_slot, record, x_TK.dtype)
+    w_NK = _weight(w, w_scales, storage, (out_features, x_TK.shape[1]))
+    x_q, x_kept = operand.both_ways("x", recipe.forward.a, recipe.grad_weight.b, x_TK, wants_dw)
+    y_TN = product(x_q, operand("w", recipe.forward.b, w_NK), x_TK.dtype, recipe.forward.fast_accumulation)
+    return [y_TN, *(x_kept.parts if wants_dw and isinstance(x_kept, Quantized) else ())]
+
+
+def _backward(
+    dy_TN: Tensor,
+    w: Tensor,
+    w_scales: list[Tensor],
+    kept: list[Tensor],
+    out_features: int,
+    in_features: int,
+    spec: str,
+    scales: int,
+    first_slot: int,
+    wants_dx: bool,
+    wants_dw: bool,
+    record: bool,
+) -> list[Tensor]:
+    """dx [T, K] and dw [N, K], those that are wanted."""
+    recipe, storage = _SPECS[spec].recipe, _SPECS[spec].storage
+    operand = _Operands(bank(scales), first_slot, record, dy_TN.dtype)
+    dy_q, dy_t = operand.both_ways("dy", recipe.grad_input.a, recipe.grad_weight.a, dy_TN, wants_dw, wants_dx)
+    grads = []
+    if wants_dx:
+        gemm = recipe.grad_input
+        w_NK = _weight(w, w_scales, storage, (out_features, in_features))
+        w_KN = operand.transposed("w", gemm.b, w_NK, recorded=_delayed(recipe.forward.b))
+        grads.append(product(dy_q, w_KN, dy_TN.dtype, gemm.fast_accumulation))
+    if wants_dw:
+        gemm = recipe.grad_weight
+        shape_KT = in_features, dy_TN.shape[0]
+        x_KT = Quantized.of(gemm.b, tuple(kept), shape_KT) if gemm.b else kept[0].t()
+        grads.append(product(dy_t, x_KT, w.dtype, gemm.fast_accumulation))
+    return grads
+
+
+def _without_amaxes(function: Callable[..., list[Tensor]], position: int) -> Callable[..., list[Tensor]]:
+    """The same on tensors without data, where there are no amaxes to read."""
+    return lambda *args: function(*args[:position], -1, *args[position + 1 :])
+
+
+_LAYER = "str spec, int scales, int first_slot"
+for _schema, _function, _position in (
+    (
+        f"products_forward(Tensor x, Tensor w, Tensor[] w_scales, int out_features, {_LAYER}, bool wants_dw, "
+        "bool record) -> Tensor[]",
+        _forward,
+        5,
+    ),
+    (
+        f"products_backward(Tensor dy, Tensor w, Tensor[] w_scales, Tensor[] kept, int out_features, int in_features, "
+        f"{_LAYER}, bool wants_dx, bool wants_dw, bool record) -> Tensor[]",
+        _backward,
+        7,
+    ),
+):
+    _name = _schema.partition("(")[0]
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"surokit::{_name}", _without_amaxes(_function, _position), lib=_LIBRARY)
+
+
+def _weight(
+    w: Tensor, scales: list[Tensor], storage: Quantizer | None, shape_NK: tuple[int, int]
+) -> Tensor | Quantized:
+    return w if storage is None else Quantized.of(storage, (w, *scales), shape_NK)
+
+
+def _delayed(q: Quantizer | None) -> bool:
+    return q is not None and q.delayed
+
+
+_SLOTS = {"x": 0, "w": 1, "dy": 2}
+
+Operand = Tensor | Quantized
+
+
+class _Operands:
+    """Quantizes the operands of one layer, the delayed ones by the amax in force."""
+
+    def __init__(self, scales: DelayedScales | None, first_slot: int, record: bool, dtype: torch.dtype) -> None:
+        self.scales, self.first_slot, self.record, self.dtype = scales, first_slot, record, dtype
+
+    def __call__(self, role: str, q: Quantizer | None, x_MK: Operand, recorded: bool = False) -> Operand:
+        """The operand as `q` wants it. `recorded` says that the amax of this very tensor was recorded before."""
+        if q is None:
+            return x_MK
+        if isinstance(x_MK, Quantized):  # a stored weight: its codes serve where they are what q would make
+            if x_MK.quantizer.same_codes(q):
+                return x_MK
+            x_MK = x_MK.dequantize(self.dtype)
+        amax = None
+        if q.delayed and self.scales is not None:
+            amax = self.scales.amax(self.first_slot + _SLOTS[role], x_MK, self.record and not recorded)
+        return quantize(x_MK, q, amax=amax)
+
+    def transposed(self, role: str, q: Quantizer | None, x_MK: Operand, recorded: bool = False) -> Operand:
+        """The operand x' [K, M]. Quantizing and transposing commute where the tiles are square."""
+        if q is not None and q.transposable:
+            return self(role, q, x_MK, recorded).t()
+        if isinstance(x_MK, Quantized):
+            x_MK = x_MK.dequantize(self.dtype)
+        return self(role, q, x_MK.t(), recorded)
+
+    def both_ways(
+        self,
+        role: str,
+        q: Quantizer | None,
+        q_t: Quantizer | None,
+        x_MK: Tensor,
+        wants_transposed: bool,
+        wants_plain: bool = True,
+    ) -> tuple[Operand, Operand]:
+        """x [M, K] as one product wants it and x' [K, M] as another does, in one pass over x where that is possible."""
+        if wants_plain and wants_transposed and q is not None and q == q_t and q.both_in_one_pass:
+            return quantize_both(x_MK, q)
+        plain: Operand = self(role, q, x_MK) if wants_plain else x_MK
+        if not wants_transposed:
+            return plain, x_MK
+        if isinstance(plain, Quantized) and plain.quantizer == q_t and q_t.transposable:
+            return plain, plain.t()
+        return plain, self.transposed(role, q_t, x_MK, recorded=wants_plain and _delayed(q))
