@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from surokit import convert
 from surokit.data import check_vocabulary
-from surokit.nn.linear import compile_around
 from surokit.recipe import Recipe, find_recipe
 from surokit.train import checkpoint as checkpoints
 from surokit.train.diagnose import Finding, find_first_bad
@@ -788,11 +787,7 @@ class Session:
             return
         planned = max(steps or 0, getattr(self.schedule, "steps", 0) - self.steps)
         pays = planned >= COMPILE_FROM_STEPS.get(self.device.type, sys.maxsize)
-        quantized = self.recipe is not None and self.recipe.quantized
-        # around quantized layers a graph falls into small pieces, which has not been seen to pay
-        wanted = pays and not quantized if self.compile == "auto" else self.compile
-        if wanted and quantized:
-            compile_around()
+        wanted = pays if self.compile == "auto" else self.compile
         self._forward = torch.compile(self.model, dynamic=False) if wanted else self.model
 
 
