@@ -58,8 +58,13 @@ class Quantized:
 
     @staticmethod
     def of(quantizer: Quantizer, parts: tuple[Tensor, ...], shape: tuple[int, int]) -> Quantized:
-        """Put `parts` of a matrix of this shape together again."""
+        """Put `parts` of a matrix of this shape together again. TypeError where a cast has spoilt codes or scales."""
         codes, scales, *second = parts
+        if codes.itemsize > 1 or any(t.dtype in (torch.bfloat16, torch.float16) for t in (scales, *second)):
+            raise TypeError(
+                f"The codes and scales of a weight stored in {quantizer} were cast (to {', '.join(str(t.dtype) for t in parts)}) "
+                "and are spoilt: cast a model before surokit.apply, and shard it without MixedPrecisionPolicy(param_dtype=...)."
+            )
         return Quantized(codes, scales, quantizer, shape[1], tuple(second), rows=shape[0])
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -164,10 +169,9 @@ def quantize(
     M, K = x_MK.shape
     if x_MK.itemsize > 4:
         x_MK = x_MK.float()
-    if q.hadamard:
-        x_MK = kernels.rotate(x_MK, q.hadamard)
     key = kernels.new_key(x.device, generator, seed) if q.rounding == "stochastic" else None
-    codes, scales, second = _CODECS[type(q.scaling)].encode(x_MK, q, amax, key)
+    codec = _CODECS[type(q.scaling)]
+    codes, scales, second = (codec.encode_rotated if q.hadamard else codec.encode)(x_MK, q, amax, key)
     return Quantized(codes, scales, q, K, second, rows=M)
 
 
@@ -203,6 +207,10 @@ class _Tiles:
         rows, columns = q.scaling.tile()
         return *kernels.quantize(x_MK, q.format.name, rows, columns, q.scaling.pow2, amax, _least_amax(q), key), ()
 
+    @classmethod
+    def encode_rotated(cls, x_MK: Tensor, q: Quantizer, amax: Tensor | None, key: Tensor | None) -> Parts:
+        return cls.encode(kernels.rotate(x_MK, q.hadamard), q, amax, key)
+
     @staticmethod
     def decode(Q: Quantized, columns: int, dtype: torch.dtype) -> Tensor:
         return kernels.dequantize(Q.codes, Q.scales, *Q.quantizer.scaling.tile(), dtype)
@@ -229,6 +237,13 @@ class _NV(_Tiles):
     @staticmethod
     def encode(x_MK: Tensor, q: Quantizer, amax: Tensor | None, key: Tensor | None) -> Parts:
         codes, scales, scale = kernels.quantize_nv(x_MK, q.scaling.tile()[0], q.four_over_six, amax, key)
+        return codes, scales, (scale,)
+
+    @classmethod
+    def encode_rotated(cls, x_MK: Tensor, q: Quantizer, amax: Tensor | None, key: Tensor | None) -> Parts:
+        if amax is not None or q.scaling.tile()[0] > 1:
+            return super().encode_rotated(x_MK, q, amax, key)
+        codes, scales, scale = kernels.quantize_nv_rotated(x_MK, q.hadamard, key)
         return codes, scales, (scale,)
 
     @staticmethod

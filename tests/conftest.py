@@ -1,10 +1,16 @@
 """Shared pieces of the tests: a small model that needs none of ours, and a generator."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+
+# Without a CUDA device Triton kernels run in Triton's interpreter. Triton asks for this when it is first imported (which torch
+# does in torch.compile), so it is said here, before any test; tests/kernels/interpreter.py corrects the interpreter's casts.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 class Tiny(nn.Module):

@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "recipe": "formats quantizer",
     "nn": "quantizer quantized product recipe kernels",
     "convert": "quantizer product recipe nn",
-    "accuracy": "quantizer quantized product recipe nn convert",
+    "accuracy": "quantizer quantized product recipe nn convert kernels",
+    "tuning": "accuracy convert planner recipe tables widgets",
     "models": "formats quantizer quantized recipe kernels nn convert errors hub",
     "texts": "",
     "tables": "",
@@ -35,7 +36,7 @@ MAY_IMPORT = {
     "data": "errors texts hub",
     "planner": "formats errors tables recipe",
     "profiler": "environment errors tables kernels",
-    "train": "recipe nn kernels convert data models environment errors widgets tables planner",
+    "train": "recipe nn kernels convert accuracy data models environment errors widgets tables planner",
     "live": "train widgets environment",
     "widgets": "train",
     "integrations": "live train widgets",
@@ -43,7 +44,7 @@ MAY_IMPORT = {
     "cli": "*",
 }
 # found at run time only, inside the one function that needs it
-LAZY_ONLY = {("train", "widgets"), ("train", "planner"), ("planner", "recipe")}
+LAZY_ONLY = {("train", "widgets"), ("tuning", "widgets"), ("train", "planner"), ("planner", "recipe")}
 
 
 def part_of(path: Path) -> str:

@@ -39,7 +39,7 @@ def forward(
     dx_TK = torch.empty_like(x_TK) if need_dx else None
     part_VK = torch.empty_like(w_VK) if need_dw else None
     # the sum over chunks; a single chunk needs none
-    dw_VK = torch.zeros_like(w_VK, dtype=torch.float32) if need_dw and rows < T else part_VK
+    dw_VK = torch.zeros_like(w_VK, dtype=torch.float32) if need_dw and rows != T else part_VK
     logits_buffer = x_TK.new_empty((rows, V))
     # in float32 one buffer serves as both
     p_buffer = logits_buffer if x_TK.dtype == torch.float32 else x_TK.new_empty((rows, V), dtype=torch.float32)
@@ -61,5 +61,6 @@ def forward(
             if dw_VK is not part_VK:
                 dw_VK += part_VK
     if dw_VK is not None:
-        dw_VK = dw_VK.div_(n).to(w_VK.dtype)
+        # a number of one element, not of none: that would take the dtype of dw, and bfloat16 has no 257
+        dw_VK = dw_VK.div_(n.view(1, 1)).to(w_VK.dtype)
     return loss / n, dx_TK, dw_VK

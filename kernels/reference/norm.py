@@ -13,6 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from surokit.formats import E4M3, Format
+
+from . import quantize
+
 BLOCK_ELEMENTS = 64 * 1024  # a thread: 256 KiB of float32, which stays in a core's cache
 
 
@@ -31,6 +35,27 @@ def forward(x_TK: Tensor, w_K: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         r = torch.rsqrt(mean_square.add_(eps), out=r_T1[first:last])
         y_TK[first:last] = h.mul_(r).mul_(w)
     return y_TK, r_T1
+
+
+def forward_quantized(
+    x_TK: Tensor,
+    w_K: Tensor,
+    eps: float,
+    format: Format = E4M3,
+    amax: Tensor | None = None,
+    floor: float = 0.0,
+    record: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [T, K] of y, their decode scales, and r [T, 1] for backward.
+
+    amax None: a scale a row, a power of two, [T, 1]. amax [1, 1]: the one scale comes from it, [1, 1] (delayed scaling).
+    floor: the least amax that counts. record: float32 [1, 1], not negative; takes the maximum of itself and y's amax.
+    """
+    y_TK, r_T1 = forward(x_TK, w_K, eps)
+    if record is not None and y_TK.numel():
+        torch.maximum(record, quantize.amax(y_TK), out=record)
+    codes_TK, scale_inv = quantize.quantize(y_TK, format, int(amax is None), 0, amax is None, amax, floor)
+    return codes_TK, scale_inv, r_T1
 
 
 def backward(dy_TK: Tensor, x_TK: Tensor, w_K: Tensor, r_T1: Tensor) -> tuple[Tensor, Tensor]:

@@ -76,7 +76,7 @@ def amax(x_MK: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
         return x_MK.new_zeros((-(-x_MK.shape[0] // rows), -(-x_MK.shape[1] // columns)), dtype=torch.float32)
     if rows == 0 and columns == 0:
         low, high = torch.aminmax(x_MK)  # one pass and no temporary
-        return torch.maximum(-low, high).float().view(1, 1)
+        return torch.maximum(-low, high).abs().float().view(1, 1)  # zeros have no sign in an amax
     return _tiles(x_MK.abs(), rows, columns).amax(dim=(1, 3)).float()
 
 

@@ -15,11 +15,27 @@ import torch
 from torch import Tensor
 
 from surokit.kernels import native
-from surokit.kernels.ops import OPERATIONS
+from surokit.kernels.ops import OPERATIONS, best, only_reference, serving
+from surokit.kernels.reference import adamw, adamw8bit, loss, norm, rope, swiglu
 from surokit.kernels.reference import quantize as tiles
 from surokit.kernels.reference import random as draws
 
 _ops = torch.ops.surokit
+
+
+# float operations of a model and an optimizer; they have no schema, since torch.compile fuses their formulas by itself
+FUSED = {
+    "rms_norm": norm.forward,
+    "rms_norm backward": norm.backward,
+    "rms_norm, quantized": norm.forward_quantized,
+    "swiglu": swiglu.forward,
+    "swiglu backward": swiglu.backward,
+    "swiglu, quantized": swiglu.forward_quantized,
+    "rope": rope.rotate,
+    "linear_cross_entropy": loss.forward,
+    "adamw": adamw.adamw_,
+    "adamw8bit": adamw8bit.adamw8bit_,
+}
 
 
 @dataclass(frozen=True)
@@ -35,12 +51,10 @@ def choices(device: torch.device | str | None = None) -> list[Choice]:
     """One row an operation for `device` (default: CUDA if there is one)."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rows = [Choice(f"product {kind}", *native.choice(kind, device)) for kind in native.KINDS]
-    for op in OPERATIONS.values():
-        if device.type == "cuda":
-            backend, _, why = op.on_cuda(device)
-        else:
-            backend, why = "reference", f"{device.type} runs the definition in PyTorch"
-        rows.append(Choice(op.name, backend, why))
+    functions = {op.name: op.reference for op in OPERATIONS.values()} | FUSED
+    for name, function in functions.items():
+        folder, _, why = serving(function, device)
+        rows.append(Choice(name, folder, why))
     return rows
 
 
@@ -53,6 +67,7 @@ quantize_mx = _ops.quantize_mx
 quantize_mx_both = _ops.quantize_mx_both
 dequantize_mx = _ops.dequantize_mx
 quantize_nv = _ops.quantize_nv
+quantize_nv_rotated = _ops.quantize_nv_rotated
 dequantize_nv = _ops.dequantize_nv
 factors_nv = _ops.factors_nv
 quantize_nf4 = _ops.quantize_nf4
@@ -84,3 +99,17 @@ def new_key(device: torch.device, generator: torch.Generator | None = None, seed
 # -- products
 
 emulated_mm = _ops.emulated_mm  # from bfloat16 factors; see kernels/reference/gemm.py
+fp8_mm, nv_mm, nf4_mm = _ops.fp8_mm, _ops.nv_mm, _ops.nf4_mm  # of activations and a frozen weight, decoded on the way
+
+__all__ = [
+    "FUSED",
+    "OPERATIONS",
+    "Choice",
+    "amax",
+    "best",
+    "choices",
+    "new_key",
+    "only_reference",
+    "serving",
+    "values",
+]

@@ -10,9 +10,10 @@ M rows, K columns (the contracted dimension), R x C the grid of tiles.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -34,33 +35,65 @@ class Operation:
     reference: Function
     adapt: Callable[[Function], Function]
 
-    @property
-    def file(self) -> str:
-        """The stem of the operation's file in kernels/reference and kernels/triton."""
-        return self.reference.__module__.rpartition(".")[2]
+    @cached_property
+    def on_cpu(self) -> Function:
+        return self.adapt(self.reference)
 
-    def on_cuda(self, device: torch.device) -> tuple[str, Function, str]:
-        """What serves the operation on a CUDA device: the folder in kernels/, the function, and why."""
-        reasons = []
-        for folder in ("cuda", "triton"):
-            function, why_not = _found(folder, self.file, self.reference.__name__, device)
-            if function:
-                return folder, self.adapt(function), f"kernels/{folder}/{self.file}"
-            reasons += [why_not] if why_not else []
-        return "reference", self.adapt(self.reference), "; ".join(reasons) or "the definition in PyTorch"
-
-
-OPERATIONS: dict[str, Operation] = {}
+    def on_cuda(self, device: torch.device) -> Function:
+        return _adapted(self, serving(self.reference, device)[1])
 
 
 @cache
+def _adapted(operation: Operation, function: Function) -> Function:
+    return operation.adapt(function)
+
+
+OPERATIONS: dict[str, Operation] = {}
+_folders: tuple[str, ...] = ("cuda", "triton")
+
+
+@contextmanager
+def only_reference() -> Iterator[None]:
+    """Inside the `with`, CUDA devices run the definitions in PyTorch: to compare against, and to find a fault."""
+    global _folders
+    before, _folders = _folders, ()
+    try:
+        yield
+    finally:
+        _folders = before
+
+
+def best(function: Function, device: torch.device) -> Function:
+    """What serves a function of kernels/reference on `device`: itself, or on CUDA the form of the same name."""
+    return serving(function, device)[1] if device.type == "cuda" else function
+
+
+def serving(function: Function, device: torch.device) -> tuple[str, Function, str]:
+    """What serves a reference function on a device: the folder of kernels/ that holds it, the function, and why."""
+    if device.type != "cuda":
+        return "reference", function, f"{device.type} runs the definition in PyTorch"
+    return _serving(function, device, _folders)
+
+
+@cache
+def _serving(function: Function, device: torch.device, folders: tuple[str, ...]) -> tuple[str, Function, str]:
+    file = function.__module__.rpartition(".")[2]
+    reasons = []
+    for folder in folders:
+        form, why_not = _found(folder, file, function.__name__, device)
+        if form:
+            return folder, form, f"kernels/{folder}/{file}"
+        reasons += [why_not] if why_not else []
+    return "reference", function, "; ".join(reasons) or "the definition in PyTorch"
+
+
 def _found(folder: str, file: str, function: str, device: torch.device) -> tuple[Function | None, str]:
     """A function of kernels/<folder>/<file>.py, or None and why it cannot serve ("" where it was never written)."""
+    name = f"surokit.kernels.{folder}.{file}"
     try:
-        module = importlib.import_module(f"surokit.kernels.{folder}.{file}")
+        module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        missing = error.name != f"surokit.kernels.{folder}.{file}"
-        return None, f"{folder} cannot be loaded here ({error})" if missing else ""
+        return None, "" if error.name == name else f"{folder} cannot be loaded here ({error})"
     if hasattr(module, "why"):  # CUDA C++ has to be built for the device
         served, reason = module.why(device)
         if not served:
@@ -84,10 +117,9 @@ def operation(
     def register(shapes: Function) -> Function:
         name = schema.partition("(")[0]
         op = OPERATIONS[name] = Operation(name, reference, adapt)
-        chosen = cache(lambda device: op.on_cuda(device)[1])
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, adapt(reference), "CompositeExplicitAutograd")
-        _LIBRARY.impl(name, lambda x, *rest, **options: chosen(x.device)(x, *rest, **options), "CUDA")
+        _LIBRARY.impl(name, op.on_cpu, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, lambda x, *rest, **options: op.on_cuda(x.device)(x, *rest, **options), "CUDA")
         torch.library.register_fake(f"surokit::{name}", shapes, lib=_LIBRARY)
         return shapes
 
@@ -193,6 +225,13 @@ def _quantize_nv(x: Tensor, rows: int, *_: Any, **__: Any) -> tuple[Tensor, Tens
 
 
 @operation(
+    "quantize_nv_rotated(Tensor x, int block, Tensor? key=None) -> (Tensor, Tensor, Tensor)", nvfp4.quantize_rotated
+)
+def _quantize_nv_rotated(x: Tensor, block: int, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    return _quantize_nv(_rotate(x, block), 1)
+
+
+@operation(
     "dequantize_nv(Tensor codes, Tensor scales, Tensor scale, int rows, int columns, ScalarType dtype) -> Tensor",
     nvfp4.dequantize,
 )
@@ -272,3 +311,45 @@ def _emulated_mm(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, pow2: bool = False
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+@operation(
+    "fp8_mm(Tensor x, Tensor codes, Tensor scales, int rows, int columns, bool transposed) -> Tensor",
+    gemm.dequantize_mm_fp8,
+)
+def _fp8_mm(x: Tensor, codes: Tensor, scales: Tensor, rows: int, columns: int, transposed: bool) -> Tensor:
+    return x.new_empty((x.shape[0], codes.shape[1 if transposed else 0]))
+
+
+def _columns_last(f: Function) -> Function:
+    return lambda x, codes, scales, scale, rows, columns, transposed: f(
+        x, codes, scales, scale, rows, transposed, columns
+    )
+
+
+@operation(
+    "nv_mm(Tensor x, Tensor codes, Tensor scales, Tensor scale, int rows, int columns, bool transposed) -> Tensor",
+    gemm.dequantize_mm_nvfp4,
+    _columns_last,
+)
+def _nv_mm(
+    x: Tensor, codes: Tensor, scales: Tensor, scale: Tensor, rows: int, columns: int, transposed: bool
+) -> Tensor:
+    return x.new_empty((x.shape[0], columns if transposed else codes.shape[0]))
+
+
+def _shape_of_weight(f: Function) -> Function:
+    return lambda x, codes, scales, second, rows, columns, transposed: f(
+        x, codes, scales, tuple(second), (rows, columns), transposed
+    )
+
+
+@operation(
+    "nf4_mm(Tensor x, Tensor codes, Tensor scales, Tensor[] second, int rows, int columns, bool transposed) -> Tensor",
+    gemm.dequantize_mm_nf4,
+    _shape_of_weight,
+)
+def _nf4_mm(
+    x: Tensor, codes: Tensor, scales: Tensor, second: list[Tensor], rows: int, columns: int, transposed: bool
+) -> Tensor:
+    return x.new_empty((x.shape[0], columns if transposed else rows))

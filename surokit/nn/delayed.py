@@ -5,6 +5,9 @@ Within a step the amaxes are merged into an open slot and the amax in force is o
 is pushed into the history, once, however often forward ran (gradient accumulation, recompute). A slot without history takes
 its first tensor's own amax: with scale 1 three quarters of a first gradient would be flushed to zero in E5M2.
 
+Where the model is sharded over processes, each sees its own part of a batch: as a step closes, the open slots are reduced to
+the largest over the processes, so that the next step has the same scales everywhere.
+
 Rule: TransformerEngine's DelayedScaling with amax_compute_algo="max": the largest of the last H amaxes; where that is zero or
 not finite, the amax in force stays.
 
@@ -18,6 +21,7 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -74,6 +78,7 @@ class DelayedScales:
         tensors to come, and an inf would freeze the amax in force until it leaves the history. All of it stays on the device
         and in place, so that a captured graph can hold it.
         """
+        self._reduce()
         recorded = ~(self.open_S < 0).all()  # a NaN counts
         closing_S = self.open_S.clamp(min=0.0)
         if skipped is not None:
@@ -86,6 +91,19 @@ class DelayedScales:
         usable = recorded & (largest_S > 0) & (largest_S < torch.inf)
         self.in_force_S.copy_(torch.where(usable, largest_S, self.in_force_S))
         self.open_S.fill_(NOTHING)
+
+    def _reduce(self) -> None:
+        """Merge the open slots of all processes that hold a shard of the model; nothing where it is not sharded."""
+        owner = self._owner() if self._owner is not None else None
+        if owner is None or not (dist.is_available() and dist.is_initialized()):
+            return
+        mesh = next((p.device_mesh for p in owner.parameters() if hasattr(p, "device_mesh")), None)
+        if mesh is None or mesh.size() == 1:
+            return
+        # not every backend lets a NaN win; an inf says the same to the history
+        self.open_S.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        for group in mesh.get_all_groups():
+            dist.all_reduce(self.open_S, dist.ReduceOp.MAX, group)
 
     def follows(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `optimizer` trains the owner; looked up once for each optimizer."""

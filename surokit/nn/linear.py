@@ -10,6 +10,7 @@ T tokens (all leading dimensions), K in_features, N out_features, r rank of the 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,16 @@ from surokit.quantizer import Quantizer
 from surokit.recipe import Lora
 
 
+@dataclass(frozen=True, eq=False)
+class _BeforeMerging:
+    """What merging an adapter replaced; held beside the layer's modules and parameters, so in no state dict."""
+
+    weight: Tensor | Quantized
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+    lora_alpha: float
+
+
 class Linear(nn.Linear):
     """y = x w' + bias, with operands quantized as `precision` says, a weight that may be stored quantized, and an adapter.
 
@@ -30,7 +41,9 @@ class Linear(nn.Linear):
     # class-level defaults, so that an nn.Linear adopted by `convert` needs no construction
     precision: Precision | None = None
     storage: Quantizer | None = None
+    keeps_decoded: bool = False  # forward keeps a stored weight that it decodes for backward
     lora_alpha: float = 0.0
+    _before: _BeforeMerging | None = None
     # submodules that are there only with an adapter; a class-level default would hide them
     lora_A: nn.Linear
     lora_B: nn.Linear
@@ -64,9 +77,12 @@ class Linear(nn.Linear):
             if self.storage is None:  # codes stay codes
                 w = w.to(dtype)
             bias = bias.to(dtype) if bias is not None else None
+        storage, scales = self.storage, self.stored_scales
+        if self.keeps_now:  # the products get an ordinary frozen weight, and keep it as they would any
+            w, storage, scales = self.dense_weight(x.dtype), None, ()
         x_TK = x.reshape(-1, x.shape[-1])
         record = self.training and torch.is_grad_enabled()
-        y_TN = three_products(x_TK, w, self.out_features, self.storage, self.stored_scales, self.precision, record)
+        y_TN = three_products(x_TK, w, self.out_features, storage, scales, self.precision, record)
         y = y_TN.view(*x.shape[:-1], -1)
         return y if bias is None else y + bias
 
@@ -112,6 +128,13 @@ class Linear(nn.Linear):
             return self.weight.to(dtype or self.weight.dtype)
         return stored.dequantize(dtype or torch.bfloat16)
 
+    @property
+    def keeps_now(self) -> bool:
+        """Whether forward keeps its decoded weight for backward: if it should, and no product takes the codes as they are."""
+        if not self.keeps_decoded or self.storage is None:
+            return False
+        return self.precision is None or not self.precision.recipe.takes_codes(self.storage)
+
     # -- an adapter
 
     @property
@@ -146,17 +169,64 @@ class Linear(nn.Linear):
         del self.lora_A, self.lora_B
 
     @torch.no_grad()
-    def merge_adapter(self) -> None:
-        """Add the adapter to the weight and drop it; needs a weight that is not stored quantized."""
+    def merge_adapter(self, requantize: bool = False, keep: bool = True) -> None:
+        """Add alpha / rank * B A to the weight, rounded once, and set the adapter aside; without an adapter, nothing.
+
+        A stored weight is decoded for it and stays so, in the adapter's dtype; requantize=True stores the sum as the weight was
+        stored, which rounds the adapter as coarsely as the weight. keep: hold what was replaced (a copy of the weight, or the
+        codes), so that `unmerge_adapter` can bring it back.
+        """
         if not self.has_adapter:
             return
-        if self.storage is not None:
-            raise ValueError(
-                "The weight is stored quantized, so the adapter cannot be merged: apply surokit.BF16 first."
-            )
-        delta = self.lora_B.weight.float() @ self.lora_A.weight.float()
-        self.weight += (delta * (self.lora_alpha / self.lora_rank)).to(self.weight.dtype)
+        before = self.stored
+        base = self.dense_weight(torch.float32) if before else self.weight
+        wide = torch.promote_types(base.dtype, torch.float32)
+        delta = self.lora_B.weight.to(wide) @ self.lora_A.weight.to(wide)
+        merged = base.to(wide) + delta * (self.lora_alpha / self.lora_rank)
+        if keep:
+            weight = before or self.weight.detach().clone()
+            self._before = _BeforeMerging(weight, self.lora_A, self.lora_B, self.lora_alpha)
+        else:
+            self._before = None
+        if before is None:
+            self.weight.copy_(merged)  # in place: whoever holds the parameter goes on holding it
+        elif requantize:
+            self.set_stored(quantize(merged, before.quantizer))
+        else:
+            self._set_dense(merged.to(self.lora_A.weight.dtype))
         self.remove_adapter()
+
+    @torch.no_grad()
+    def unmerge_adapter(self) -> None:
+        """Bring back the weight as it was before `merge_adapter`, bit for bit, and the adapter."""
+        before = self._before
+        if before is None:
+            raise ValueError(
+                "There is no merged adapter to take out again: merge_adapter(keep=True) keeps what it replaces."
+            )
+        if self.has_adapter:
+            raise ValueError(
+                "The layer has got another adapter since it was merged: remove_adapter() first, then unmerge_adapter()."
+            )
+        if isinstance(before.weight, Quantized):
+            Q = before.weight
+            parts = tuple(part.to(self.weight.device) for part in Q.parts)
+            self.set_stored(Quantized.of(Q.quantizer, parts, Q.shape))
+        elif self.storage is None:
+            self.weight.copy_(before.weight)
+        else:
+            self._set_dense(before.weight.to(self.weight.device))
+        self.lora_A, self.lora_B = before.lora_A.to(self.weight.device), before.lora_B.to(self.weight.device)
+        self.lora_alpha, self._before = before.lora_alpha, None
+
+    @property
+    def can_unmerge(self) -> bool:
+        """Whether `unmerge_adapter` has something to bring back."""
+        return self._before is not None
+
+    def _set_dense(self, weight: Tensor) -> None:
+        self.drop_stored()
+        self.weight = nn.Parameter(weight, requires_grad=False)
 
     def extra_repr(self) -> str:
         parts = [super().extra_repr()]

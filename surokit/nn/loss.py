@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from surokit.kernels import best
 from surokit.kernels.reference import loss as reference
 
 IGNORED = reference.IGNORED
@@ -51,7 +52,8 @@ def _shape(x: Tensor) -> list[int]:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, w_VK: Tensor, labels_T: Tensor) -> Tensor:
-        loss, dx_TK, dw_VK = reference.forward(x_TK, w_VK, labels_T, *ctx.needs_input_grad[:2])
+        forward = reference.forward if torch.compiler.is_compiling() else best(reference.forward, x_TK.device)
+        loss, dx_TK, dw_VK = forward(x_TK, w_VK, labels_T, *ctx.needs_input_grad[:2])
         ctx.save_for_backward(dx_TK, dw_VK)
         return loss
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from surokit.kernels import best
 from surokit.kernels.reference import rope as reference
 
 _FIRST_LENGTH = 4096  # tables start no longer than this and double when a longer sequence comes
@@ -107,9 +108,9 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return reference.rotate(x, cos, sin)
+        return best(reference.rotate, x.device)(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        return reference.rotate(dy, cos, sin, back=True), None, None
+        return best(reference.rotate, dy.device)(dy, cos, sin, back=True), None, None

@@ -1,0 +1,66 @@
+"""E2M1 in kernels: encode, decode, pack and unpack on tiles; packed codes transposed. See kernels/reference/fp4.py.
+
+Nibbles are int32 tiles with values 0 .. 15 (sign, then magnitude); two neighbours of the last dimension share a byte, the even
+one in the low nibble.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def encode_nibbles(y):
+    """Nibbles of float32 numbers: nearest even, saturating, sign of zero kept; a NaN gets magnitude 7."""
+    magnitude = tl.abs(y)
+    # Each midpoint of two neighbours that is not passed takes one from the largest code. Ties go to the even code.
+    code = 7 - (magnitude <= 0.25).to(tl.int32) - (magnitude < 0.75).to(tl.int32)
+    code = code - (magnitude <= 1.25).to(tl.int32) - (magnitude < 1.75).to(tl.int32)
+    code = code - (magnitude <= 2.5).to(tl.int32) - (magnitude < 3.5).to(tl.int32)
+    code = code - (magnitude <= 5.0).to(tl.int32)
+    return code | (y.to(tl.int32, bitcast=True) >> 28) & 8
+
+
+@triton.jit
+def decode_nibbles(nibbles):
+    """float32 values: exponent and mantissa placed in float32's, its exponent corrected by the factor 2^(127 - 1)."""
+    bits = (nibbles & 7) << 22 | (nibbles & 8) << 28
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def pack_pairs(nibbles):
+    """[A, 2B] nibbles to [A, B] bytes (uint8)."""
+    even, odd = tl.split(tl.reshape(nibbles, (nibbles.shape[0], nibbles.shape[1] // 2, 2)))
+    return (even | odd << 4).to(tl.uint8)
+
+
+@triton.jit
+def unpack_pairs(packed):
+    """[A, B] bytes to [A, 2B] nibbles (int32)."""
+    packed = packed.to(tl.int32)
+    return tl.reshape(tl.join(packed & 15, packed >> 4), (packed.shape[0], packed.shape[1] * 2))
+
+
+@triton.jit
+def transpose_kernel(packed, out, M, K, bytes_m, bytes_k, BLOCK: tl.constexpr):
+    blocks = tl.cdiv(K, BLOCK)
+    m, k = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    row, byte = m * BLOCK + tl.arange(0, BLOCK), k * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+    inside = (row < M)[:, None] & (byte < bytes_k)[None, :]
+    tile = tl.load(packed + row[:, None].to(tl.int64) * bytes_k + byte[None, :], mask=inside, other=0)
+    tile = pack_pairs(tl.trans(unpack_pairs(tile)))
+    row, byte = k * BLOCK + tl.arange(0, BLOCK), m * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+    inside = (row < K)[:, None] & (byte < bytes_m)[None, :]
+    tl.store(out + row[:, None].to(tl.int64) * bytes_m + byte[None, :], tile, mask=inside)
+
+
+def transpose(packed: Tensor, columns: int) -> Tensor:
+    """The codes [M, K = columns] packed along M instead of K: uint8 [K, ceil(M/2)]."""
+    M, bytes_k = packed.shape
+    bytes_m = (M + 1) // 2
+    out = packed.new_empty((columns, bytes_m))
+    if out.numel():
+        grid = (triton.cdiv(M, 128) * triton.cdiv(columns, 128),)
+        transpose_kernel[grid](packed.contiguous(), out, M, columns, bytes_m, bytes_k, BLOCK=128, num_warps=8)
+    return out

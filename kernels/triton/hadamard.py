@@ -1,0 +1,100 @@
+"""The randomised Hadamard transform of blocks along K: y_blk = x_blk diag(s) H / sqrt(block). See kernels/reference/hadamard.py.
+
+A tile is loaded with the operand's own strides, so rotating x' makes no transposed copy, and its blocks meet the matrix in a
+product of K = block: entries +-2^-n are exact in bfloat16 and float16, so that tensor cores serve these; float32 stays in float32
+multiply-adds. The matrix is made in registers from its indices: entry (i, j) is (-1)^popcount(i & j), times the sign of row i.
+
+Programs of two warps: Triton then takes the warp-wide mma.sync on every architecture. With four it takes instructions that go
+through shared or tensor memory, and triton 3.7.1 cannot compile that for sm_100: its pass over tensor memory's layouts fails on
+the reshape and reduction that follow.
+
+Every product is exact, and so are the sums of bfloat16 unless a block spans more than some 12 powers of two. Beyond, the last
+bit depends on the order of the sums, in the reference too, whose order is its BLAS's; a GPU's tensor cores have their own.
+
+Shapes: M rows, K columns; BM x BK a tile.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from surokit.kernels.reference.hadamard import SIGNS
+
+_NEGATIVE: tl.constexpr = tl.constexpr(sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0))
+
+
+@triton.jit
+def rotated_tile(x, BLOCK: tl.constexpr, BACK: tl.constexpr, POWER: tl.constexpr, LAST: tl.constexpr):
+    """x [BM, BK], zeros beyond the edge, with each BLOCK of a row rotated: the same type, rounded once.
+
+    POWER, LAST: 1 / sqrt(BLOCK) as a power of two, which the matrix takes, times what is left, which comes after the sums.
+    """
+    i, j = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    odd = i & j
+    odd = odd ^ (odd >> 8)
+    odd = odd ^ (odd >> 4)
+    odd = odd ^ (odd >> 2)
+    odd = odd ^ (odd >> 1) ^ (_NEGATIVE >> ((j if BACK else i) & 15))
+    H = tl.where((odd & 1) != 0, -POWER, POWER).to(x.dtype)
+    rows: tl.constexpr = x.shape[0] * x.shape[1] // BLOCK
+    y = tl.dot(tl.reshape(x, (rows, BLOCK)), H, input_precision="ieee")
+    return tl.reshape((y * LAST).to(x.dtype), x.shape)  # a sum of zeros is +0, as it starts there
+
+
+@triton.jit
+def rotate_kernel(
+    x,
+    y,
+    M,
+    K,
+    stride_m,
+    stride_k,
+    BLOCK: tl.constexpr,
+    BACK: tl.constexpr,
+    POWER: tl.constexpr,
+    LAST: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    columns = tl.cdiv(K, BLOCK) * BLOCK
+    tiles = tl.cdiv(columns, BK)
+    m = (tl.program_id(0) // tiles) * BM + tl.arange(0, BM)[:, None]
+    k = (tl.program_id(0) % tiles) * BK + tl.arange(0, BK)[None, :]
+    tile = tl.load(x + m.to(tl.int64) * stride_m + k.to(tl.int64) * stride_k, mask=(m < M) & (k < K), other=0.0)
+    tile = rotated_tile(tile, BLOCK, BACK, POWER, LAST)
+    tl.store(y + m.to(tl.int64) * columns + k, tile, mask=(m < M) & (k < columns))
+
+
+def refuse_unknown(dtype: torch.dtype, block: int) -> None:
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32) or block not in (16, 32, 64):
+        raise ValueError(
+            f"the kernel rotates bfloat16, float16 and float32 in blocks of 16, 32 or 64, not {dtype} in {block}: "
+            "take the reference"
+        )
+
+
+def factors(block: int) -> tuple[float, float]:
+    """1 / sqrt(block) as a power of two and the rest."""
+    power = 2.0 ** -(block.bit_length() // 2)
+    return power, 1 / power / math.sqrt(block)
+
+
+def rotate(x_MK: Tensor, block: int, back: bool = False) -> Tensor:
+    """[M, ceil(K/block) * block] in x's dtype. `back` undoes the rotation, up to its rounding. block: 16, 32 or 64."""
+    refuse_unknown(x_MK.dtype, block)
+    M, K = x_MK.shape
+    columns = -(-K // block) * block
+    y = x_MK.new_empty((M, columns))
+    if y.numel():
+        power, last = factors(block)
+        grid = (triton.cdiv(M, 32) * triton.cdiv(columns, 64),)
+        rotate_kernel[grid](
+            x_MK, y, M, K, x_MK.stride(0), x_MK.stride(1), BLOCK=block, BACK=back, POWER=power, LAST=last,
+            BM=32, BK=64, num_warps=2, enable_fp_fusion=False,
+        )  # fmt: skip
+    return y

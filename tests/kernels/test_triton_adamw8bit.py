@@ -1,0 +1,152 @@
+"""AdamW with 8-bit moments in Triton: codes, scales and parameters against the definition."""
+# mypy: allow-untyped-decorators
+
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from surokit.kernels.reference import adamw8bit as reference
+from surokit.kernels.triton.adamw8bit import adamw8bit_, encode
+from tests.kernels.compiling import ANY, Launches, matrix
+from tests.kernels.interpreter import DEVICE
+
+OPTIONS = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
+KEY = torch.tensor([12345, -678], dtype=torch.int32)
+NAMES = ("exp_avgs", "exp_avg_sqs", "absmaxes", "absmax_sqs", "steps")
+
+
+def state_of(p):
+    blocks = -(-p.numel() // reference.BLOCK)
+    codes = (torch.zeros(p.shape, dtype=torch.uint8, device=p.device) for _ in range(2))
+    absmaxes = (torch.zeros(blocks, device=p.device) for _ in range(2))
+    return dict(zip(NAMES, ([x] for x in (*codes, *absmaxes, torch.zeros((), device=p.device)))))
+
+
+def launch(dtype, keys=None):
+    p = matrix(dtype=dtype)
+    adamw8bit_([p], [p], **state_of(p), **OPTIONS, keys=keys)
+
+
+LAUNCHES: Launches = {
+    "bf16": (ANY, lambda: launch(torch.bfloat16)),
+    "bf16, stochastic": (ANY, lambda: launch(torch.bfloat16, [KEY])),
+    "float32": (ANY, lambda: launch(torch.float32)),
+}
+
+
+def normal(*shape, seed=0, scale=1.0, dtype=torch.float32):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE, dtype)
+
+
+@triton.jit
+def encode_kernel(x, borders, codes, absmax, N: tl.constexpr, SIGNED: tl.constexpr):
+    at = tl.arange(0, N)[:, None] * 256 + tl.arange(0, 256)[None, :]
+    code, top = encode(tl.load(x + at), borders, SIGNED)
+    tl.store(codes + at, code)
+    tl.store(absmax + tl.arange(0, N), top)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_bit_for_bit(signed):
+    """All borders and their neighbours, wide ranges, zeros, subnormals, huge numbers, and blocks with inf and NaN."""
+    borders = reference.midpoints(signed, DEVICE)
+    one = torch.ones(1, device=DEVICE)
+    x = torch.stack(
+        [
+            torch.cat((borders, one)),
+            torch.cat((borders.nextafter(one * 2), one)),
+            torch.cat((borders.nextafter(-one), one)),
+            normal(256),
+            torch.exp(normal(256, scale=20.0)) * normal(256).sign(),
+            normal(256, scale=5e37),
+            normal(256, scale=1e-41),
+            torch.zeros(256, device=DEVICE),
+            normal(256, scale=1e-30),
+            *(torch.cat((normal(255), one * bad)) for bad in (math.inf, -math.inf, math.nan)),
+            *(normal(256, seed=seed) ** 3 for seed in range(4)),
+            # sixteen numbers in every gap between borders
+            *(torch.cat((torch.lerp(borders[:-1], borders[1:], i / 16), one, one)) for i in range(16)),
+        ]
+    )
+    x = x if signed else x.abs()
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=DEVICE)
+    absmax = torch.empty(len(x), device=DEVICE)
+    encode_kernel[(1,)](x, borders, codes, absmax, N=len(x), SIGNED=signed)
+    expected = reference.quantize(x, signed)
+    torch.testing.assert_close(absmax, expected[1], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(codes, expected[0])
+
+
+@pytest.mark.parametrize("shape", [(), (256,), (0, 3), (37, 129)], ids=str)
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, None), (torch.bfloat16, 7.5)], ids=str)
+@pytest.mark.parametrize("size", [0.0, 1.0, 1e-15, 1e15])
+def test_equals_the_definition(shape, dtype, scale, size):
+    """Each step from the definition's state. A number on a border may fall to either side: sums may be fused on a GPU."""
+    ours, theirs = normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)
+    grad_scale = None if scale is None else torch.tensor(scale, device=DEVICE)
+    mine, other = state_of(ours), state_of(theirs)
+    for step in range(3):
+        grad = normal(*shape, seed=step + 1, scale=size, dtype=dtype)
+        for name in NAMES:
+            mine[name][0].copy_(other[name][0])
+        ours.copy_(theirs)
+        adamw8bit_([ours], [grad], **mine, **OPTIONS, grad_scale=grad_scale)
+        reference.adamw8bit_([theirs], [grad], **other, **OPTIONS, grad_scale=grad_scale)
+        torch.testing.assert_close(ours, theirs, rtol=8e-3 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+        assert (ours.double() - theirs.double()).norm() <= (
+            1e-3 if dtype == torch.bfloat16 else 1e-6
+        ) * theirs.double().norm()
+        for name in ("absmaxes", "absmax_sqs"):
+            torch.testing.assert_close(mine[name][0], other[name][0], rtol=2.5e-7, atol=0)
+        for name in ("exp_avgs", "exp_avg_sqs"):
+            away = (mine[name][0].int() - other[name][0].int()).abs()
+            assert (away <= 1).all()
+            assert away.sum() <= 1e-3 * away.numel()
+    assert mine["steps"][0] == 3
+
+
+def test_strided_stochastic_and_masked():
+    p = normal(33, 40, dtype=torch.bfloat16)
+    grad, keys = normal(33, 40, seed=1, dtype=torch.bfloat16), [KEY.to(DEVICE)]
+    turned = p.t().contiguous().t()
+    results = []
+    for x, g, function in (
+        (p.clone(), grad, adamw8bit_),
+        (turned, grad.t().contiguous().t(), adamw8bit_),
+        (p.clone(), grad, reference.adamw8bit_),
+    ):
+        state = state_of(x)
+        function([x], [g], **state, **OPTIONS, keys=keys)
+        results.append((x, *(state[name][0] for name in NAMES)))
+    for a, b in zip(results[0], results[1]):
+        assert torch.equal(a, b)
+    assert (results[0][0] != results[2][0]).float().mean() < 0.01
+    before = [x.clone() for x in results[0]]
+    x, *state = results[0]
+    bad, found = torch.full_like(grad, math.nan), torch.ones((), device=DEVICE)
+    adamw8bit_([x], [bad], *([s] for s in state), **OPTIONS, keys=keys, found_inf=found)
+    for a, b in zip(results[0], before):
+        assert torch.equal(a, b)
+    adamw8bit_([x], [bad], *([s] for s in state), **OPTIONS, keys=keys)
+    assert x.isnan().all()
+    assert state[2].isnan().all()
+
+
+def test_errors_and_nothing_to_do():
+    p = normal(3, 100)
+    state = state_of(p)
+    adamw8bit_([], [], [], [], [], [], [], **OPTIONS)
+    with pytest.raises(ValueError, match="shorter|longer"):
+        adamw8bit_([p], [], **state, **OPTIONS)
+    with pytest.raises(ValueError, match="equal shapes"):
+        adamw8bit_([p], [p[:2]], **state, **OPTIONS)
+    with pytest.raises(TypeError, match="float64"):
+        adamw8bit_([p.double()], [p], **state, **OPTIONS)
+    with pytest.raises(ValueError, match="contiguous uint8 codes"):
+        adamw8bit_([p], [p], **{**state, "exp_avgs": [p]}, **OPTIONS)
+    with pytest.raises(ValueError, match="have 2 contiguous float32 scales"):
+        adamw8bit_([p], [p], **{**state, "absmaxes": [p[0]]}, **OPTIONS)
+    assert state["steps"][0] == 0
