@@ -39,6 +39,7 @@ class Row:
     adapter: str  # "r=16", or ""
     why: str  # why it stayed bf16, or ""
     nbytes: int  # weight as held, scales and adapter included
+    decoded: int = 0  # bytes of the decoded weight that forward keeps for backward
 
     @property
     def converted(self) -> bool:
@@ -110,7 +111,7 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
     stored_before = sum(isinstance(layer, Linear) and layer.storage is not None for _, layer in layers)
     freed = _freeze(model, recipe.frozen_base)
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.itemsize > 1), torch.bfloat16)
+    dtype = dtype_of(model)
     rows = [
         _convert(name, layer, recipe, blocks, id(layer.weight) in embedded, name in adapted, dtype)
         for name, layer in layers
@@ -124,6 +125,11 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
         notes.append(f"{freed} parameters that an earlier recipe froze are trainable again")
     if not recipe.adapter and (adapters := sum(bool(row.adapter) for row in rows)):
         notes.append(f"{adapters} adapters stay; merge_adapter() or remove_adapter() on a layer ends one")
+    if recipe.keeps_decoded:
+        kept = [row.decoded for row in rows if row.decoded]
+        notes.append(
+            f"{len(kept)} weights decoded once: up to {sum(kept) / 2**20:.1f} MiB more from forward to backward"
+        )
     if recipe.storage and hasattr(model, "save_pretrained"):
         notes.append(
             "keep this model with surokit.save_adapter: save_pretrained() would lose the scales of its weights"
@@ -223,8 +229,10 @@ def _convert(
         _dequantize(layer, dtype, trainable=not recipe.frozen_base)
         if wanted:
             layer.store(wanted)
-    if not why and recipe.quantized_products:
-        layer.precision = Precision(recipe)
+    products = on_device(recipe, layer.weight.device)
+    if not why and products.quantized_products:
+        layer.precision = Precision(products)
+    layer.keeps_decoded = recipe.keeps_decoded
     if recipe.adapter and adapt and not layer.has_adapter:
         layer.add_adapter(recipe.adapter, dtype)
     return Row(
@@ -235,7 +243,15 @@ def _convert(
         adapter=f"r={layer.lora_rank}" if layer.has_adapter else "",
         why=why if recipe.quantized else "",
         nbytes=sum(p.nbytes for p in layer.parameters()),
+        decoded=layer.out_features * layer.in_features * dtype.itemsize if layer.keeps_now else 0,
     )
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype that a model computes in: of its first parameter, scales of stored weights excepted."""
+    scales = {id(p) for m in model.modules() if isinstance(m, Linear) for p in m.stored_scales}
+    usable = (p for p in model.parameters() if p.is_floating_point() and p.itemsize > 1 and id(p) not in scales)
+    return next((p.dtype for p in usable), torch.bfloat16)
 
 
 def why_kept(name: str, layer: nn.Linear, recipe: Recipe, blocks: int) -> str:
@@ -324,9 +340,17 @@ def _to_adapt(model: nn.Module, recipe: Recipe, layers: list[tuple[str, nn.Linea
     return targets
 
 
+def on_device(recipe: Recipe, device: torch.device) -> Recipe:
+    """The recipe as `device` carries it out: with its native products where it has some and the device computes them."""
+    native = recipe.natively()
+    computed = all(computes(gemm.a, gemm.b, device) for gemm in (native.forward, native.grad_input))
+    return native if recipe.where_native and computed else recipe
+
+
 def emulation(recipe: Recipe, device: torch.device) -> str:
     """What of a recipe `device` does not compute natively, in a few words; "" where it computes all of it."""
     names = ("forward", "grad_input", "grad_weight")
+    recipe = on_device(recipe, device)
     quantized = {name: gemm for name, gemm in zip(names, recipe.gemms) if gemm.quantized}
     if not quantized:
         return f"stored in {recipe.storage.format}, products in bf16" if recipe.storage else ""

@@ -261,6 +261,23 @@ class Quantizer:
             case _:
                 return self.format.bits + 32 * share
 
+    def nbytes(self, M: int, K: int) -> int:
+        """Bytes of a quantized matrix [M, K], scales included."""
+        K += -K % (self.hadamard or 1)
+        rows, columns = self.scaling.tile()
+        tiles = -(-M // (rows or M)) * -(-K // (columns or K))
+        codes = M * -(-K // 2) if self.packed else M * K
+        match self.scaling:
+            case NFBlock(block=block, double=double):  # over the flattened matrix
+                blocks = -(-M * K // block)
+                return -(-M * K // 2) + (blocks + 4 * -(-blocks // double) + 4 if double else 4 * blocks)
+            case MX():
+                return codes + tiles
+            case NV():
+                return codes + tiles + 4
+            case _:
+                return codes + 4 * tiles
+
     def __repr__(self) -> str:
         return f"Quantizer({self})"
 

@@ -111,6 +111,8 @@ class Recipe:
     """A complete training recipe; see the module's text. Hashable, derived and never mutated.
 
     `storage` is how frozen weights are held; a recipe with a storage freezes the base model and wants an adapter.
+    `keeps_decoded` spends memory on time: see `decode_once`. `where_native` names a recipe whose forward and grad_input are
+    taken on devices that compute them, in place of bfloat16 products over decoded weights: stored codes then meet as they are.
     """
 
     name: str
@@ -121,6 +123,8 @@ class Recipe:
     adapter: Lora | None = None
     rules: tuple[Rule, ...] = (Rule("keep", "lm_head"),)
     min_features: int = 0
+    keeps_decoded: bool = False
+    where_native: str = ""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -176,7 +180,14 @@ class Recipe:
             name, storage = storage.name, storage.storage
         else:
             name = str(storage.format)
-        return replace(self, name=f"{self.name}+{name}", storage=storage)
+        return replace(self, name=f"{self.name}+{name}", storage=storage, where_native="")
+
+    def decode_once(self, keep: bool = True) -> Recipe:
+        """Stored weights are decoded once a step: forward keeps them for backward, two bytes a parameter, same numbers.
+
+        Otherwise each is decoded in forward and again in backward, and at most one layer's is there at a time.
+        """
+        return replace(self, keeps_decoded=keep)
 
     def _with_rules(self, *rules: Rule) -> Recipe:
         return replace(self, rules=(*self.rules, *rules))
@@ -198,9 +209,20 @@ class Recipe:
         """Whether any product or the storage leaves bfloat16."""
         return self.storage is not None or self.quantized_products
 
+    def natively(self) -> Recipe:
+        """The recipe as devices with native products for `where_native` carry it out; itself without one."""
+        if not self.where_native:
+            return self
+        products = recipes[self.where_native]
+        return replace(self, forward=products.forward, grad_input=products.grad_input, where_native="")
+
     @property
     def frozen_base(self) -> bool:
         return self.storage is not None or self.adapter is not None
+
+    def takes_codes(self, storage: Quantizer) -> bool:
+        """Whether a product multiplies the codes of a weight stored so, where it would quantize it in the same way."""
+        return any(q is not None and storage.same_codes(q) for q in (self.forward.b, self.grad_input.b))
 
     def kept_by(self, name: str, blocks: int = 0) -> Rule | None:
         """The rule that keeps layer `name` in bfloat16, or None."""
@@ -218,6 +240,7 @@ class Recipe:
             body = "y = x w'   dx = dy w   dw = dy' x   bf16"
         elif self.storage and not self.forward.quantized:
             body = f"y = x W'   dx = dy W   W: frozen in {self.storage}"
+            body += f"   where native: {self.where_native}" if self.where_native else ""
         else:
             f, i, w = self.forward, self.grad_input, self.grad_weight
             body = "   ".join(
@@ -230,6 +253,8 @@ class Recipe:
             )
             if self.storage:
                 body += f"   W: frozen in {self.storage}"
+        if self.storage and self.keeps_decoded:
+            body += ", decoded once"
         if self.adapter:
             body += f"   LoRA r={self.adapter.rank}"
         return body
@@ -256,6 +281,8 @@ class Recipe:
             "adapter": {**self.adapter.__dict__, "targets": list(self.adapter.targets)} if self.adapter else None,
             "rules": [dict(rule.__dict__) for rule in self.rules],
             "min_features": self.min_features,
+            "keeps_decoded": self.keeps_decoded,
+            "where_native": self.where_native,
         }
 
     @staticmethod
@@ -270,6 +297,8 @@ class Recipe:
             adapter=Lora(**{**adapter, "targets": tuple(adapter["targets"])}) if adapter else None,
             rules=tuple(Rule(**rule) for rule in data["rules"]),
             min_features=data["min_features"],
+            where_native=data.get("where_native", ""),  # the first version had none
+            keeps_decoded=data.get("keeps_decoded", False),  # older checkpoints do not say
         )
 
 
@@ -359,8 +388,8 @@ def _mxfp4() -> Recipe:
 
 FP4 = NVFP4 = _fp4()
 MXFP4 = _mxfp4()
-# frozen weights in 128 x 128 blocks of E4M3 with plain float32 scales; products in bfloat16
-QFP8 = Recipe("qfp8", storage=Quantizer(E4M3, Block(128, 128, pow2=False)), adapter=Lora())
+# frozen weights in 128 x 128 blocks of E4M3 with plain float32 scales; products in bfloat16, or FP8_BLOCK's where native
+QFP8 = Recipe("qfp8", storage=Quantizer(E4M3, Block(128, 128, pow2=False)), adapter=Lora(), where_native="fp8-block")
 # frozen weights in NVFP4, each block's scale chosen for the smaller error (Cook et al., 2025, "four over six")
 QFP4 = Recipe("qfp4", storage=Quantizer(E2M1, NV(16), four_over_six="mse"), adapter=Lora())
 # QLoRA (Dettmers et al., 2023): NF4 with double quantization

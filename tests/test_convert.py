@@ -107,6 +107,23 @@ def test_what_is_native_is_said_product_by_product(monkeypatch):
     assert convert.emulation(sk.FP4, device) == "emulated on cuda"
 
 
+def test_stored_codes_are_multiplied_natively_where_that_is_possible(tiny, batch, monkeypatch):
+    weight_only = sk.apply(tiny, sk.QFP8.lora(rank=4))
+    assert weight_only.emulated == "stored in e4m3, products in bf16"
+    expected = loss(tiny, batch)
+    monkeypatch.setattr(convert, "computes", lambda a, b, device: True)  # the device's word; the numbers are emulated
+    report = sk.apply(tiny, sk.QFP8.lora(rank=4))
+    assert report.emulated == ""
+    layer = tiny.layers[0]["up_proj"]
+    assert layer.precision.recipe.forward == sk.FP8_BLOCK.forward
+    assert not layer.precision.recipe.grad_weight.quantized
+    native = loss(tiny, batch)
+    assert 0 < abs(native - expected) < 0.02
+    native.backward()
+    assert layer.lora_B.weight.grad.abs().sum() > 0
+    assert convert.recipe_of(tiny) == sk.QFP8.lora(rank=4)
+
+
 def test_a_storage_freezes_the_base_and_trains_adapters_only(tiny, batch):
     before = loss(tiny, batch)
     report = sk.apply(tiny, sk.QFP8.lora(rank=4))

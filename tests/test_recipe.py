@@ -27,7 +27,10 @@ def test_the_algebra_is_printed():
     assert sk.FP8.algebra() == (
         "y = Q(x)Q(w)'   dx = Q(dy)Q(w)   dw = Q(dy)'Q(x)   x,w: e4m3  dy: e5m2  delayed per tensor"
     )
-    assert sk.QFP8.lora(rank=8).algebra() == "y = x W'   dx = dy W   W: frozen in e4m3 128x128 blocks   LoRA r=8"
+    assert (
+        sk.QFP8.lora(rank=8).algebra()
+        == "y = x W'   dx = dy W   W: frozen in e4m3 128x128 blocks   where native: fp8-block   LoRA r=8"
+    )
     half = Recipe("half", forward=sk.Gemm(sk.Quantizer(sk.E4M3, sk.PerRow()), sk.Quantizer(sk.E4M3, sk.PerRow())))
     assert half.algebra().startswith("y = Q(x)Q(w)'   dx = (dy)(w)   dw = (dy)'(x)   x,w: e4m3  per row")
 
@@ -85,3 +88,29 @@ def test_bad_arguments_are_named():
         Recipe("mixed", forward=sk.Gemm(short, long))
     with pytest.raises(ValueError, match="needs a name"):
         Recipe("")
+
+
+def test_storage_goes_under_any_products():
+    both = sk.FP8_BLOCK.store(sk.QFP8)
+    assert both.name == "fp8-block+qfp8"
+    assert both.storage == sk.QFP8.storage
+    assert both.forward == sk.FP8_BLOCK.forward
+    assert both.takes_codes(both.storage)  # multiplied as they are
+    assert not sk.FP4.store(sk.QNF4).takes_codes(sk.QNF4.storage)
+    assert sk.FP8.store(sk.Quantizer(sk.E2M1, sk.MX(32))).name == "fp8+e2m1"
+    with pytest.raises(ValueError, match="fp8 stores no weights"):
+        sk.FP4.store(sk.FP8)
+
+
+def test_native_products_of_a_storage():
+    native = sk.QFP8.natively()
+    assert (native.forward, native.grad_input) == (sk.FP8_BLOCK.forward, sk.FP8_BLOCK.grad_input)
+    assert not native.grad_weight.quantized
+    assert sk.FP8.natively() is sk.FP8
+
+
+def test_nvfp4_is_another_name_for_fp4():
+    assert sk.NVFP4 is sk.FP4
+    assert find_recipe("NVFP4") is sk.FP4
+    assert sk.FP4.keep_last(0).rules == sk.BF16.rules
+    assert [sk.FP4.kept_by(f"layers.{i}.mlp.up_proj", 20) is not None for i in (16, 17)] == [False, True]

@@ -3,12 +3,13 @@
 config.py       DecoderConfig, from and to a Hugging Face config.json
 decoder.py      Decoder
 checkpoint.py   load, save
+layouts.py      quantized weights as FP8, ModelOpt, MXFP4 and bitsandbytes folders have them
 folder.py       safetensors folders, read through memory mapping and written whole
-adapter.py      save_adapter, load_adapter
+adapter.py      save_adapter, load_adapter, merge, unmerge
 generation.py   generate
 """
 
-from surokit.models.adapter import load_adapter, save_adapter
+from surokit.models.adapter import load_adapter, merge, save_adapter, unmerge
 from surokit.models.checkpoint import load, save
 from surokit.models.config import DecoderConfig
 from surokit.models.decoder import Decoder, KeyValueCache, Output
@@ -22,6 +23,8 @@ __all__ = [
     "generate",
     "load",
     "load_adapter",
+    "merge",
     "save",
     "save_adapter",
+    "unmerge",
 ]

@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's layout: adapter_model.safetensors and adapter_config.json."""
+"""LoRA adapters: to and from PEFT's layout (adapter_model.safetensors, adapter_config.json), into the weights and out again."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from surokit import convert
 from surokit.errors import CheckpointError
-from surokit.models.folder import Tensors, check_shapes, read_json, write_json, written_whole
+from surokit.models.folder import Tensors, Wanted, check_tensors, read_json, write_json, written_whole
 from surokit.nn.linear import Linear
 from surokit.recipe import Lora
 
@@ -73,7 +74,7 @@ def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) 
 def load_adapter(model: nn.Module, folder: str | Path) -> None:
     """Read a LoRA adapter that we or PEFT wrote into the model's layers and freeze everything else.
 
-    Adapters that are there already are replaced. Parameters take the dtype of the layer, bfloat16 over a stored weight.
+    Adapters that are there already are replaced. Parameters take the dtype of the layer, the model's over a stored weight.
 
     Raises FileNotFoundError for a missing folder or file, CheckpointError for tensors that do not fit the model (all are named)
     or settings other than plain LoRA (rank-stabilized scaling is fine).
@@ -87,27 +88,65 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
         raise FileNotFoundError(f"{folder} has no {WEIGHTS}: there is no adapter to load.")
     layers = _linears(model)
     with Tensors([folder / WEIGHTS]) as tensors:
-        found = {name.removeprefix(_PREFIX): shape for name, shape in tensors.shapes.items()}
+        found = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.found.items()}
         names = {name.removesuffix(s) for name in found for s in _SUFFIXES if name.endswith(s)} & layers.keys()
-        wanted: dict[str, tuple[int, ...]] = {}
+        wanted: dict[str, Wanted] = {}
         for name in names:
             layer = layers[name]
             wanted |= {
-                f"{name}.lora_A.weight": (lora.rank, layer.in_features),
-                f"{name}.lora_B.weight": (layer.out_features, lora.rank),
+                f"{name}.lora_A.weight": Wanted((lora.rank, layer.in_features)),
+                f"{name}.lora_B.weight": Wanted((layer.out_features, lora.rank)),
             }
-        check_shapes(found, wanted, folder)
+        check_tensors(found, wanted, folder)
         if not names:
             raise CheckpointError(f"{folder / WEIGHTS} holds no adapter weights.")
         model.requires_grad_(False)
+        dtype = convert.dtype_of(model)
         for name in sorted(names):
             layer = layers[name]
             if layer.has_adapter:
                 layer.remove_adapter()
-            layer.add_adapter(lora)
+            layer.add_adapter(lora, dtype if layer.storage else None)
             with torch.no_grad():
                 for suffix, part in zip(_SUFFIXES, (layer.lora_A, layer.lora_B)):
                     part.weight.copy_(tensors[f"{_PREFIX}{name}{suffix}"])
+
+
+def merge(model: nn.Module, requantize: bool = False, keep: bool = True) -> int:
+    """Fold every adapter into its weight; returns how many. The model computes as before, without the two extra products.
+
+    Stored weights that have an adapter are decoded and stay so, or with requantize=True are stored again as they were. keep
+    holds what merging replaces, for `unmerge`: a second copy of the weights, or their codes. See `Linear.merge_adapter`.
+
+    Raises ValueError where there is no adapter, or where an adapted layer shares its weight with an embedding.
+    """
+    adapted = {name: m for name, m in _linears(model).items() if m.has_adapter}
+    if not adapted:
+        raise ValueError("The model has no adapter to merge: give it one with surokit.apply(model, recipe.lora()).")
+    embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    shared = [name for name, layer in adapted.items() if id(layer.weight) in embedded]
+    if shared:
+        raise ValueError(
+            f"{', '.join(shared)} shares its weight with an embedding, which merging would change too: save the adapter apart."
+        )
+    for layer in adapted.values():
+        layer.merge_adapter(requantize, keep)
+    return len(adapted)
+
+
+def unmerge(model: nn.Module) -> int:
+    """Undo `merge`: weights come back bit for bit, and their adapters; returns how many.
+
+    Raises ValueError where nothing was merged, or merged with keep=False.
+    """
+    merged = [layer for layer in _linears(model).values() if layer.can_unmerge]
+    if not merged:
+        raise ValueError(
+            "The model has no merged adapters to take out again: merge(model, keep=True) keeps what it replaces."
+        )
+    for layer in merged:
+        layer.unmerge_adapter()
+    return len(merged)
 
 
 def _linears(model: nn.Module) -> dict[str, Linear]:

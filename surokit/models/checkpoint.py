@@ -2,43 +2,44 @@
 
 A model is made without memory, on the meta device, and filled layer by layer from mapped files; a recipe that stores weights
 quantized sees each linear layer as soon as it is there, so that high-precision and quantized weights never exist together.
+Weights that a folder holds quantized stay as they are; models/layouts.py knows the formats.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from surokit import convert, hub
 from surokit.errors import CheckpointError
-from surokit.formats import E4M3
 from surokit.models.config import DecoderConfig
 from surokit.models.decoder import Decoder
 from surokit.models.folder import (
     INDEX,
+    SIDECAR,
     SINGLE,
     Tensors,
-    check_shapes,
+    Wanted,
+    check_tensors,
     read_json,
     weight_files,
     write_json,
     write_tensors,
     written_whole,
 )
+from surokit.models.layouts import Layout, copied, layout_for, layout_of, stored_as
 from surokit.nn.linear import Linear
-from surokit.quantized import Quantized
-from surokit.quantizer import Block, Quantizer
+from surokit.quantized import quantize
 from surokit.recipe import Recipe, find_recipe
 
 OnLinearLoaded = Callable[[str, Linear], None]
 
-_FP8_BLOCK = 128
-_FP8_STORAGE = Quantizer(E4M3, Block(_FP8_BLOCK, _FP8_BLOCK, pow2=False))
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -51,10 +52,13 @@ def load(
 ) -> Decoder:
     """A Decoder with the weights of a Hugging Face folder, or of a Hub id, which is fetched first.
 
-    Reads Llama 2 and 3, SmolLM2, Mistral, Qwen2.5 and Qwen3 with weights in safetensors, one file or shards, and fine-grained FP8
-    (128 x 128 blocks), which stays stored as it is. dtype: of the parameters. device: a CUDA GPU if there is one, unless given.
-    recipe: as for `surokit.apply`; a recipe with a storage quantizes each layer while it loads. on_linear_loaded(name,
-    layer) is called for each linear layer once its weight is there, a tied head excepted.
+    Reads Llama 2 and 3, SmolLM2, Mistral, Qwen2.5 and Qwen3 with weights in safetensors, one file or shards, also quantized:
+    fine-grained FP8, ModelOpt's NVFP4 and MXFP8, MXFP4, bitsandbytes' NF4. dtype: of the parameters. device: a CUDA GPU if
+    there is one, unless given. recipe: as for `surokit.apply`; a recipe with a storage quantizes each layer while it loads.
+    on_linear_loaded(name, layer) is called for each linear layer once its weight is there, a tied head excepted.
+
+    Quantized weights stay stored as they are without a recipe, and with one that stores them the same way. A recipe with
+    another storage quantizes them again, with a warning; a recipe without storage dequantizes them.
 
     Raises CheckpointError for an unsupported architecture, damaged files or tensors that do not fit the config (all are
     named), FileNotFoundError where there is no such folder, file or Hub repository.
@@ -67,15 +71,16 @@ def load(
     path = _locate(folder)
     raw = read_json(path / "config.json")
     config = DecoderConfig.from_hf(raw)
-    _check_quantization(raw.get("quantization_config"), path)
+    layout = _layout_in(path, raw)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = Decoder(config, device="meta", dtype=dtype)
-    callbacks = [c for c in (_storing(recipe, config), on_linear_loaded) if c]
+    again: list[str] = []
+    callbacks = [c for c in (_storing(recipe, config, again), on_linear_loaded) if c]
     with Tensors(weight_files(path)) as tensors:
-        found = {name: shape for name, shape in tensors.shapes.items() if not _ignored(name, config)}
-        check_shapes(found, _wanted(model, found), path)
+        found = {name: tensor for name, tensor in tensors.found.items() if not _ignored(name, config, layout)}
+        check_tensors(found, _wanted(model, layout, found), path)
         for name, module in model.named_modules():
-            _fill(name, module, tensors, found, target)
+            _fill(name, module, layout, tensors, found, target)
             if isinstance(module, Linear) and not (config.tied and module is model.lm_head):
                 for callback in callbacks:
                     callback(name, module)
@@ -85,17 +90,25 @@ def load(
     model.name_or_path = str(folder)
     if recipe is not None:
         convert.apply(model, recipe)
+    if again and recipe is not None:
+        warnings.warn(
+            f"{len(again)} weights of {path} are quantized in another way than {recipe.name} stores them and were quantized "
+            f"again as {recipe.storage}: both roundings count. Load the unquantized model, or a recipe with their own storage.",
+            stacklevel=2,
+        )
     return model
 
 
 def save(model: nn.Module, folder: str | Path, shard_gib: float = 5.0) -> Path:
     """Write config.json and safetensors that transformers' from_pretrained loads; returns the folder.
 
-    Shards of at most shard_gib GiB. Stored FP8 weights are written as fine-grained FP8. Everything appears at once or not at
-    all; other files in the folder stay. Weights keep their dtypes.
+    Shards of at most shard_gib GiB. Stored weights keep their codes and scales: E4M3 in blocks is written as fine-grained FP8,
+    NVFP4 and MXFP8 as ModelOpt's, MXFP4 as gpt-oss', NF4 as bitsandbytes'. Everything appears at once or not at all; other
+    files in the folder stay. Weights keep their dtypes.
 
     Raises TypeError for a model that is not a surokit.Decoder, CheckpointError for a model with an adapter (save_adapter
-    writes it, Linear.merge_adapter folds it in), a configuration that no family can express, or where writing fails.
+    writes it, surokit.merge folds it in), a storage that no checkpoint format has, a configuration that no
+    family can express, or where writing fails.
     """
     if not isinstance(model, Decoder):
         raise TypeError(
@@ -105,20 +118,30 @@ def save(model: nn.Module, folder: str | Path, shard_gib: float = 5.0) -> Path:
     linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     if any(m.has_adapter for m in linears.values()):
         raise CheckpointError(
-            "The model has an adapter: surokit.save_adapter() writes it apart, and merge_adapter() of each layer folds it "
-            "into weights that save() can write."
+            "The model has an adapter: surokit.save_adapter() writes it apart, and surokit.merge() folds it into the "
+            "weights, which save() can write."
         )
     hf = model.config.to_hf()
-    hf["dtype"] = str(model.model.norm.weight.dtype).removeprefix("torch.")
-    stored = {name for name, m in linears.items() if m.storage is not None}
-    if stored:
-        hf["quantization_config"] = _quantization_config(linears, stored)
-    tensors = {name: t.detach().contiguous() for name, t in model.state_dict().items()}
+    dtype = model.model.norm.weight.dtype
+    hf["dtype"] = str(dtype).removeprefix("torch.")
+    tensors = model.state_dict()
     if model.config.tied:
         del tensors["lm_head.weight"]
+    layout = _layout_for(linears)
+    kept = [name for name, m in linears.items() if m.storage is None]
+    if layout is not None:
+        hf["quantization_config"] = layout.config(kept, dtype)
+        for name, layer in linears.items():
+            if (Q := layer.stored) is not None:
+                for held in ("weight", *Q.quantizer.scaling.stored_as):
+                    tensors.pop(f"{name}.{held}", None)
+                tensors |= layout.tensors(f"{name}.weight", Q, dtype)
+    tensors = {name: t.detach().contiguous() for name, t in tensors.items()}
     folder = Path(folder)
     with written_whole(folder) as draft:
         write_json(draft / "config.json", hf)
+        if layout is not None and (sidecar := layout.sidecar(kept)):
+            write_json(draft / SIDECAR, sidecar)
         write_tensors(draft, tensors, int(shard_gib * 2**30))
     return folder
 
@@ -126,86 +149,96 @@ def save(model: nn.Module, folder: str | Path, shard_gib: float = 5.0) -> Path:
 # -- reading
 
 
-def _fill(name: str, module: nn.Module, tensors: Tensors, found: dict[str, Any], device: torch.device) -> None:
+def _fill(
+    name: str,
+    module: nn.Module,
+    layout: Layout | None,
+    tensors: Tensors,
+    found: Mapping[str, Wanted],
+    device: torch.device,
+) -> None:
     """Give the module's own parameters memory on `device` and their values."""
     for key, parameter in list(module.named_parameters(recurse=False)):
         full = f"{name}.{key}"
-        if full not in found:  # a tied head
-            continue
-        if f"{full}_scale_inv" in found:
-            assert isinstance(module, Linear)
-            codes, scales = tensors[full], tensors[f"{full}_scale_inv"]
-            if codes.dtype != torch.float8_e4m3fn:
-                raise CheckpointError(f"{full} is {codes.dtype}, with scales it should be float8_e4m3fn.")
-            codes, scales = _copied(codes, codes.dtype, device), _copied(scales, torch.float32, device)
-            module.set_stored(Quantized(codes, scales, _FP8_STORAGE, module.in_features))
-        else:
-            setattr(module, key, nn.Parameter(_copied(tensors[full], parameter.dtype, device)))
+        if key == "weight" and isinstance(module, Linear) and layout and layout.holds(full, found):
+            shape_NK = module.out_features, module.in_features
+            module.set_stored(layout.read(full, shape_NK, tensors, device))
+        elif full in found:  # all but a tied head
+            setattr(module, key, nn.Parameter(copied(tensors[full], parameter.dtype, device)))
 
 
-def _copied(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of its own: what comes from a mapped file would change with the file."""
-    return torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)
-
-
-def _wanted(model: Decoder, found: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors a file must have; FP8 scales where the file has them."""
-    wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+def _wanted(model: Decoder, layout: Layout | None, found: Mapping[str, Wanted]) -> dict[str, Wanted]:
+    """What the files must have: the model's parameters, some of them in the layout of the quantized ones."""
+    wanted = {name: Wanted(tuple(t.shape)) for name, t in model.state_dict().items()}
     if model.config.tied:
         del wanted["lm_head.weight"]
     for name, module in model.named_modules():
-        scales = f"{name}.weight_scale_inv"
-        if isinstance(module, Linear) and scales in found:
-            wanted[scales] = tuple(-(-n // _FP8_BLOCK) for n in (module.out_features, module.in_features))
+        weight = f"{name}.weight"
+        if isinstance(module, Linear) and layout and layout.holds(weight, found):
+            del wanted[weight]
+            wanted |= layout.wanted(weight, (module.out_features, module.in_features), found)
     return wanted
 
 
-def _ignored(name: str, config: DecoderConfig) -> bool:
-    """Tensors that some checkpoints carry and no model needs: old rotary tables, the copy of a tied head."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
+# scales of activations and of the KV cache, which ModelOpt calibrates
+_CALIBRATED = (".input_scale", ".k_scale", ".v_scale")
 
 
-def _storing(recipe: Recipe | None, config: DecoderConfig) -> OnLinearLoaded | None:
-    """Quantizes a weight for storage where the recipe will, so that `apply` finds it done."""
+def _ignored(name: str, config: DecoderConfig, layout: Layout | None) -> bool:
+    """Tensors that some checkpoints carry and no model needs: old rotary tables, the copy of a tied head, calibration."""
+    if layout is not None and name.endswith(_CALIBRATED):
+        return True
+    return name.endswith("rotary_emb.inv_freq") or (config.tied and name.startswith("lm_head.weight"))
+
+
+def _storing(recipe: Recipe | None, config: DecoderConfig, again: list[str]) -> OnLinearLoaded | None:
+    """Quantizes a weight for storage where the recipe will, so that `apply` finds it done; `again` gets the names of those
+    that were quantized before in another way."""
     if recipe is None or recipe.storage is None:
         return None
     storage = recipe.storage
 
     def store(name: str, layer: Linear) -> None:
-        if not convert.why_kept(name, layer, recipe, config.layers):
+        if convert.why_kept(name, layer, recipe, config.layers):
+            return
+        if (Q := layer.stored) is None:
             layer.store(storage)
+            return
+        same = stored_as(Q, storage)
+        if same is None:
+            again.append(name)
+        layer.set_stored(same or quantize(layer.dense_weight(torch.float32), storage))
 
     return store
 
 
-def _check_quantization(quantization: dict[str, Any] | None, path: Path) -> None:
-    if quantization is None:
-        return
-    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-    if method != "fp8" or list(block or ()) != [_FP8_BLOCK, _FP8_BLOCK]:
-        raise CheckpointError(
-            f"The weights in {path} are quantized ({method}, blocks {block}): only fp8 in blocks of 128 x 128 is supported. "
-            "Load the unquantized model and give a recipe."
-        )
+def _layout_in(path: Path, config: Mapping[str, Any]) -> Layout | None:
+    """The layout of a folder's quantized weights, from config.json or else ModelOpt's own file; None without any."""
+    quantization = config.get("quantization_config")
+    if quantization is None and (path / SIDECAR).is_file():
+        quantization = {"quant_method": "modelopt", **read_json(path / SIDECAR).get("quantization", {})}
+    return layout_of(quantization, path) if quantization else None
 
 
-# -- writing
-
-
-def _quantization_config(linears: dict[str, Linear], stored: set[str]) -> dict[str, Any]:
-    for name in stored:
-        if linears[name].storage != _FP8_STORAGE:
+def _layout_for(linears: Mapping[str, Linear]) -> Layout | None:
+    """The one layout in which all stored weights are written; None where there are none."""
+    layouts: dict[Layout, str] = {}
+    for name, layer in linears.items():
+        if layer.storage is None:
+            continue
+        layout = layout_for(layer.storage)
+        if layout is None:
             raise CheckpointError(
-                f"{name} is stored as {linears[name].storage}, for which there is no checkpoint format here: apply "
+                f"{name} is stored as {layer.storage}, for which there is no checkpoint format here: apply "
                 "surokit.BF16 first."
             )
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [_FP8_BLOCK, _FP8_BLOCK],
-        "modules_to_not_convert": [name for name in linears if name not in stored],
-    }
+        layouts.setdefault(layout, name)
+    if len(layouts) > 1:
+        raise CheckpointError(
+            f"{' and '.join(layouts.values())} are stored in different ways, and a checkpoint has one: apply one recipe to "
+            "the whole model first."
+        )
+    return next(iter(layouts), None)
 
 
 # -- finding

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -23,6 +23,15 @@ from torch import Tensor
 from surokit.errors import CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SIDECAR = "hf_quant_config.json"  # ModelOpt's own copy of what config.json says of the quantization
+FLOATS = ("BF16", "F16", "F32", "F64")  # dtypes as safetensors calls them
+
+
+class Wanted(NamedTuple):
+    """What a file has to have under a name."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = FLOATS
 
 
 class Tensors:
@@ -43,8 +52,13 @@ class Tensors:
             self._owner.update(dict.fromkeys(file.keys(), file))
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._owner.items()}
+    def found(self) -> dict[str, Wanted]:
+        """Shape and dtype of each tensor, from the files' headers."""
+        slices = {name: file.get_slice(name) for name, file in self._owner.items()}
+        return {name: Wanted(tuple(s.get_shape()), (s.get_dtype(),)) for name, s in slices.items()}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._owner
 
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._owner[name].get_tensor(name)
@@ -94,20 +108,24 @@ def weight_files(folder: Path) -> list[Path]:
     raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}: there are no weights to load.")
 
 
-def check_shapes(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], where: object) -> None:
-    """CheckpointError that names every missing, extra and wrongly shaped tensor, or nothing."""
-    missing = sorted(wanted.keys() - found.keys())
-    extra = sorted(found.keys() - wanted.keys())
-    wrong = [
-        f"{name} {list(found[name])} instead of {list(wanted[name])}"
-        for name in sorted(wanted.keys() & found.keys())
-        if found[name] != wanted[name]
-    ]
-    problems = [
-        f"{kind}: {', '.join(names)}"
-        for kind, names in (("missing", missing), ("extra", extra), ("wrong shape", wrong))
-        if names
-    ]
+def check_tensors(found: Mapping[str, Wanted], wanted: Mapping[str, Wanted], where: object) -> None:
+    """CheckpointError that names every missing and extra tensor and those of a wrong shape or dtype, or nothing."""
+    both = sorted(wanted.keys() & found.keys())
+    listed = {
+        "missing": sorted(wanted.keys() - found.keys()),
+        "extra": sorted(found.keys() - wanted.keys()),
+        "wrong shape": [
+            f"{name} {list(found[name].shape)} instead of {list(wanted[name].shape)}"
+            for name in both
+            if found[name].shape != wanted[name].shape
+        ],
+        "wrong dtype": [
+            f"{name} {found[name].dtypes[0]} instead of {' or '.join(wanted[name].dtypes)}"
+            for name in both
+            if found[name].dtypes[0] not in wanted[name].dtypes
+        ],
+    }
+    problems = [f"{kind}: {', '.join(names)}" for kind, names in listed.items() if names]
     if problems:
         raise CheckpointError(
             f"The tensors in {where} do not fit its config. {'; '.join(problems)}. Config and weights must be of one model."
@@ -148,8 +166,8 @@ def _move(draft: Path, folder: Path) -> None:
     new = {path.name for path in draft.iterdir()}
     for path in draft.iterdir():
         path.replace(folder / path.name)
-    if SINGLE in new or INDEX in new:  # an older index or shards would be taken for this model's
-        for stale in (*folder.glob("model-*-of-*.safetensors"), folder / SINGLE, folder / INDEX):
+    if SINGLE in new or INDEX in new:  # an older index, shards or quantization would be taken for this model's
+        for stale in (*folder.glob("model-*-of-*.safetensors"), folder / SINGLE, folder / INDEX, folder / SIDECAR):
             if stale.name not in new:
                 stale.unlink(missing_ok=True)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from surokit.nn.delayed import DelayedScales, bank
 from surokit.product import product
 from surokit.quantized import Quantized, quantize, quantize_both
-from surokit.quantizer import Quantizer
+from surokit.quantizer import Quantizer, Scaling
 from surokit.recipe import Recipe
 
 
@@ -61,6 +61,9 @@ def _key(recipe: Recipe | None, storage: Quantizer | None) -> str:
     return key_of(Spec(recipe or _UNQUANTIZED, storage))
 
 
+_MOST_SCALES = max(len(scaling.stored_as) for scaling in Scaling.__subclasses__())
+
+
 @dataclass(frozen=True, eq=False)
 class Precision:
     """How a layer computes its three products: quantizers, and where the delayed ones keep their amaxes (x, w, dy)."""
@@ -86,7 +89,9 @@ def three_products(
     spec = _key(precision.recipe if precision else None, storage)
     scales, first = (precision.scales, precision.first_slot) if precision else (None, 0)
     amaxes = (scales.number if scales else -1), first
-    y_TN: Tensor = _Product.apply(x_TK, w, out_features, spec, *amaxes, record, *w_scales)
+    # always as many arguments: torch's compiler counts them
+    padded = (*w_scales, *(None for _ in range(_MOST_SCALES - len(w_scales))))
+    y_TN: Tensor = _Product.apply(x_TK, w, *padded, out_features, spec, *amaxes, record)
     return y_TN
 
 
@@ -96,21 +101,24 @@ class _Product(torch.autograd.Function):
         ctx: Any,
         x_TK: Tensor,
         w: Tensor,
+        w_scales: Tensor | None,
+        w_scales_2: Tensor | None,
+        w_scales_3: Tensor | None,
         out_features: int,
         spec: str,
         scales: int,
         first_slot: int,
         record: bool,
-        *w_scales: Tensor,
     ) -> Tensor:
         wants_dw = w.requires_grad
+        given = [s for s in (w_scales, w_scales_2, w_scales_3) if s is not None]
         y_TN, *kept = torch.ops.surokit.products_forward(
-            x_TK, w, list(w_scales), out_features, spec, scales, first_slot, wants_dw, record
+            x_TK, w, given, out_features, spec, scales, first_slot, wants_dw, record
         )
         if wants_dw and len(kept) == 0:  # grad_weight takes x as it is
             kept = [x_TK]
-        ctx.save_for_backward(w, *w_scales, *kept)
-        ctx.w_scales = len(w_scales)
+        ctx.save_for_backward(w, *given, *kept)
+        ctx.w_scales = len(given)
         ctx.constants = out_features, x_TK.shape[1], spec, scales, first_slot
         ctx.record = record
         return y_TN
@@ -125,7 +133,7 @@ class _Product(torch.autograd.Function):
         )
         dx_TK = grads[0] if wants_dx else None
         dw_NK = grads[-1] if wants_dw else None
-        return dx_TK, dw_NK, None, None, None, None, None, *(None for _ in range(ctx.w_scales))
+        return dx_TK, dw_NK, None, None, None, None, None, None, None, None
 
 
 # -- the two operations

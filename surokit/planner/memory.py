@@ -133,10 +133,8 @@ def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Set
 
 
 def stored_bytes(quantizer: Any, n: int, k: int) -> float:
-    """Bytes of a quantized weight [n, k]: codes, and a 4-byte scale for each tile."""
-    rows, columns = quantizer.scaling.tile()
-    tiles = -(-n // (rows or n)) * -(-k // (columns or k))
-    return n * k * int(quantizer.format.bits) / 8 + 4 * tiles
+    """Bytes of a quantized weight [n, k]: codes and scales."""
+    return float(quantizer.nbytes(n, k))
 
 
 def _weights(
@@ -186,8 +184,13 @@ def _weights(
         )
     largest = max((p.weight.n * p.weight.k for p in places if p.quantized), default=0)
     if largest and storage is not None:
-        how = "the largest stored weight, made for its product and let go"
-        terms.append(Term("dequantized weight", largest * width, False, how))
+        held, how = largest, "the largest stored weight, made for its product and let go"
+        if setup.training and getattr(recipe, "keeps_decoded", False) and not recipe.takes_codes(storage):
+            if setup.recompute == "full":
+                held, how = -(-count // shape.layers), "one layer's stored weights; recompute lets the others go"
+            else:
+                held, how = count, "every stored weight, kept from forward to backward"
+        terms.append(Term("dequantized weight", held * width, False, how))
     elif largest:
         how = "codes of the largest weight and their transpose, made for its product and let go"
         terms.append(Term("quantized copies", 2 * largest * operand_bits(recipe.forward) / 8, False, how))

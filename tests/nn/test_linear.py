@@ -175,12 +175,6 @@ def test_an_adapter_starts_as_nothing_and_merges_exactly():
     torch.testing.assert_close(layer(x), adapted, rtol=1e-4, atol=1e-4)
 
 
-def test_merging_into_a_stored_weight_is_refused():
-    layer = with_recipe(sk.QFP8.lora(rank=4, targets=("up_proj",)), 24, 40)
-    with pytest.raises(ValueError, match="stored quantized"):
-        layer.merge_adapter()
-
-
 def test_bias_and_leading_dimensions():
     layer = Linear(32, 16, bias=True)
     sk.apply(torch.nn.ModuleDict({"up_proj": layer}), sk.FP8_ROWWISE)

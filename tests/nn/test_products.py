@@ -25,6 +25,18 @@ def stack(recipe):
     return model
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "storage", [sk.QFP8, sk.QFP4, sk.QNF4, sk.BF16.store(sk.Quantizer(sk.E4M3, sk.MX(32)))], ids=str
+)
+def test_a_graph_is_whole_where_the_input_wants_no_gradient(storage):
+    model = stack(storage)
+    x = torch.randn(48, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), model(x))
+
+
 def results(model, forward, x):
     """y, dx and the gradients of two steps, so that delayed scales meet their own history."""
     found = []

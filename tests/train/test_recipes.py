@@ -1,0 +1,66 @@
+"""Every recipe trains: a short form of the study in tests/soak, wide gates for few steps."""
+
+import math
+
+import pytest
+import torch
+
+import surokit as sk
+from surokit import texts
+
+# a few steps of a small model differ by more than long runs of real ones; a recipe whose gradients are wrong is far outside
+GAPS = {"fp8": 0.005, "fp8-current": 0.005, "fp8-rowwise": 0.005, "fp8-block": 0.005, "mxfp8": 0.005, "fp4": 0.02, "mxfp4": 0.03}
+    "fp8": 0.01,
+    "fp8-current": 0.01,
+    "fp8-rowwise": 0.01,
+    "fp8-block": 0.01,
+    "mxfp8": 0.01,
+    "fp4": 0.05,
+    "mxfp4": 0.08,
+}
+CONFIG = sk.DecoderConfig(layers=2, width=64, heads=2, kv_heads=1, vocab=128, ffn=160, max_length=64)
+
+
+def batches(first):
+    """Characters of the book, 8 x 64 of them a batch."""
+    text = torch.frombuffer(bytearray(texts.MOBY_DICK.read_bytes()[:200_000]), dtype=torch.uint8).long() % 128
+    parts = text[: 390 * 512].view(390, 8, 64)[first : first + 25]
+    return [{"input_ids": ids, "labels": ids} for ids in parts]
+
+
+def session(recipe, model=None):
+    torch.manual_seed(0)
+    model = model or sk.Decoder(CONFIG).to(torch.bfloat16)
+    return sk.Session(
+        model, batches(0), optimizer=sk.AdamW(lr=3e-3), schedule=None, eval=batches(300)[:6], recipe=recipe, compile=False
+    )
+
+
+def held_out_loss(recipe, model=None, steps=25):
+    run = session(recipe, model)
+    run.run(steps)
+    return run.evaluate()
+
+
+@pytest.fixture(scope="module")
+def bf16_loss():
+    return held_out_loss(sk.BF16)
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_a_recipe_of_products_trains_as_bf16_does(name, bf16_loss):
+    assert bf16_loss < 0.7 * math.log(128)
+    assert held_out_loss(sk.recipes[name].keep_last(0)) == pytest.approx(bf16_loss, rel=GAPS[name])
+
+
+@pytest.mark.parametrize("name", ["qfp8", "qfp4", "qnf4"])
+def test_an_adapter_learns_over_every_storage(name):
+    def base():
+        torch.manual_seed(0)
+        return sk.Decoder(CONFIG).to(torch.bfloat16)
+
+    first = session(sk.recipes[name].lora(rank=8), base()).evaluate()
+    dense = held_out_loss(sk.BF16.lora(rank=8), base(), steps=40)
+    stored = held_out_loss(sk.recipes[name].lora(rank=8), base(), steps=40)
+    assert stored < 0.9 * first
+    assert stored == pytest.approx(dense, rel=0.05)
