@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from surokit import kernels
-from surokit.formats import E2M1, E5M2
+from surokit.formats import E4M3, E5M2
 from surokit.kernels import native
 from surokit.quantized import Quantized
 from surokit.quantizer import MX, NV, Block, PerRow, PerTensor, Quantizer
@@ -23,6 +23,8 @@ def product(
     a_MK: Tensor | Quantized, b_NK: Tensor | Quantized, dtype: torch.dtype, fast_accumulation: bool = False
 ) -> Tensor:
     """[M, N] = a b' in `dtype`. An operand that is not quantized takes part in `dtype`, the other one is decoded to it."""
+    if isinstance(b_NK, Quantized) and isinstance(a_MK, Tensor) and decodes_on_the_way(a_MK, b_NK):
+        return b_NK.times(a_MK.to(dtype))
     if not isinstance(a_MK, Quantized) or not isinstance(b_NK, Quantized):
         a, b = (m.dequantize(dtype) if isinstance(m, Quantized) else m.to(dtype) for m in (a_MK, b_NK))
         return a @ b.t()
@@ -33,6 +35,15 @@ def product(
         return a_MK.dequantize(dtype) @ b_NK.dequantize(dtype).t()
     (a, a_scale), (b, b_scale) = a_MK.factors(), b_NK.factors()
     return kernels.emulated_mm(a, a_scale, b, b_scale, dtype, pow2=_pow2(a_MK) and _pow2(b_NK))
+
+
+FEW_TOKENS = 64
+
+
+def decodes_on_the_way(x_MK: Tensor, W_NK: Quantized) -> bool:
+    """Whether a stored weight is decoded inside its product: for few tokens, as in generation, reading it is the whole cost."""
+    small = x_MK.is_cuda and x_MK.dtype in (torch.bfloat16, torch.float16) and 0 < x_MK.shape[0] <= FEW_TOKENS
+    return small and W_NK.can_multiply
 
 
 def kind_of(a: Quantizer | None, b: Quantizer | None) -> native.Kind | None:
@@ -46,9 +57,10 @@ def kind_of(a: Quantizer | None, b: Quantizer | None) -> native.Kind | None:
             return "tensor"
         case (PerTensor() | PerRow(), PerTensor() | PerRow()):
             return "row"
-        case Block(rows=1, columns=128), Block(columns=128, rows=1 | 128):
+        # torch passes E4M3 on both sides to these and no other format
+        case Block(rows=1, columns=128), Block(columns=128, rows=1 | 128) if a.format == b.format == E4M3:
             return "block"
-        case MX(), MX() if E2M1 not in (a.format, b.format):
+        case MX(), MX() if a.format == b.format == E4M3:
             return "mx"
         case NV(), NV():
             return "nv"
@@ -67,6 +79,16 @@ def _pow2(Q: Quantized) -> bool:
 
 
 def _native(kind: native.Kind, a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> Tensor:
-    if kind in ("tensor", "row"):
-        return native.scaled_mm(a.codes, a.scales, b.codes, b.scales, out_dtype=dtype, fast_accumulation=fast)
-    raise NotImplementedError(kind)
+    match kind:
+        case "block":
+            rows = b.quantizer.scaling.tile()[0]
+            return native.block_mm(
+                a.codes, a.scales, b.codes, b.scales, rows=rows, out_dtype=dtype, fast_accumulation=fast
+            )
+        case "mx":
+            return native.mx_mm(a.codes, a.scales, b.codes, b.scales, out_dtype=dtype)
+        case "nv":
+            rows_of = a.quantizer.scaling.tile()[0], b.quantizer.scaling.tile()[0]
+            return native.nv_mm(*a.parts, *b.parts, rows=rows_of, out_dtype=dtype)
+        case _:
+            return native.scaled_mm(a.codes, a.scales, b.codes, b.scales, out_dtype=dtype, fast_accumulation=fast)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -81,6 +81,15 @@ class Quantized:
         Exact for every format but NF4: the numbers that tensor cores for the format would multiply.
         """
         return self._codec.factors(self, self._width)
+
+    @property
+    def can_multiply(self) -> bool:
+        """Whether there is a product that decodes this matrix on the way: every scaling but MX, without rotation."""
+        return self._codec.multiplies and not self.quantizer.hadamard
+
+    def times(self, x_MK: Tensor) -> Tensor:
+        """x W' [M, N] for x [M, K] and this matrix W [N, K], decoded inside the product; see `can_multiply`."""
+        return self._codec.times(x_MK, self)
 
     @property
     def _codec(self) -> type[_Tiles]:
@@ -202,6 +211,12 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
 class _Tiles:
     """A float32 scale for each tile of an 8-bit format: the whole tensor, a row or a block."""
 
+    multiplies: ClassVar[bool] = True  # whether `times` is there
+
+    @staticmethod
+    def times(x_MK: Tensor, W: Quantized) -> Tensor:
+        return kernels.fp8_mm(x_MK, W.codes, W.scales, *W.quantizer.scaling.tile(), False)
+
     @staticmethod
     def encode(x_MK: Tensor, q: Quantizer, amax: Tensor | None, key: Tensor | None) -> Parts:
         rows, columns = q.scaling.tile()
@@ -223,6 +238,8 @@ class _Tiles:
 
 
 class _MX(_Tiles):
+    multiplies = False
+
     @staticmethod
     def encode(x_MK: Tensor, q: Quantizer, amax: Tensor | None, key: Tensor | None) -> Parts:
         assert isinstance(q.scaling, MX)
@@ -234,6 +251,10 @@ class _MX(_Tiles):
 
 
 class _NV(_Tiles):
+    @staticmethod
+    def times(x_MK: Tensor, W: Quantized) -> Tensor:
+        return kernels.nv_mm(x_MK, *W.parts, W.quantizer.scaling.tile()[0], W.columns, False)
+
     @staticmethod
     def encode(x_MK: Tensor, q: Quantizer, amax: Tensor | None, key: Tensor | None) -> Parts:
         codes, scales, scale = kernels.quantize_nv(x_MK, q.scaling.tile()[0], q.four_over_six, amax, key)
@@ -256,6 +277,10 @@ class _NV(_Tiles):
 
 
 class _NF(_Tiles):
+    @staticmethod
+    def times(x_MK: Tensor, W: Quantized) -> Tensor:
+        return kernels.nf4_mm(x_MK, W.codes, W.scales, list(W.second), W.rows, W.columns, False)
+
     @staticmethod
     def encode(x_MK: Tensor, q: Quantizer, amax: Tensor | None, key: Tensor | None) -> Parts:
         assert isinstance(q.scaling, NFBlock)

@@ -5,8 +5,9 @@
 A kind names the scaling of both operands: "tensor" and "row" (float8), "block" (float8 in 1 x 128 and 128 x 128 blocks),
 "mx" (float8 with E8M0 scales) and "nv" (NVFP4). MXFP4 has no kind: torch has no product for it on NVIDIA devices.
 
-The layouts of block scales are those of cuBLAS: for 1 x 128 blocks the scale's first dimension is contiguous, for MX and NV the
-scales are swizzled in tiles of 128 rows x 4 columns. Sizes are padded to the hardware's multiples and cut afterwards.
+The layouts of block scales are those of cuBLAS, as torch.nn.functional.scaled_mm checks them: for 1 x 128 blocks the scale's
+first dimension is contiguous, for 128 x 128 blocks the scales lie along K and are padded to four, for MX and NV they are
+swizzled in tiles of 128 rows x 4 columns. Sizes are padded with zeros to the hardware's multiples and cut afterwards.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def scaled_mm(
 ) -> Tensor:
     """y_MN = a_MK @ b_NK' for float8 codes whose scales do not vary along K ([1, 1], or [M, 1] with [N, 1])."""
     M, N = a_codes_MK.shape[0], b_codes_NK.shape[0]
-    a_codes_MK = _pad(a_codes_MK).contiguous()
-    b_codes_NK = _pad(b_codes_NK, rows=16).contiguous()
+    a_codes_MK = _rows(_pad(a_codes_MK))
+    b_codes_NK = _rows(_pad(b_codes_NK, rows=16))
     per_tensor = a_scales.numel() == b_scales.numel() == 1
     if not per_tensor and out_dtype != torch.bfloat16:  # most devices scale rows for a bfloat16 result only
         one = a_scales.new_ones(())
@@ -79,17 +80,135 @@ def scaled_mm(
     else:  # one scale a row on both sides; rows that were padded multiply zeros
         a_scale = a_scales.expand(M, 1).contiguous()
         b_scale = F.pad(b_scales.expand(N, 1), (0, 0, 0, b_codes_NK.shape[0] - N), value=1.0).t().contiguous()
+    result = _result_type(out_dtype)
     y_MN = torch._scaled_mm(
-        a_codes_MK, b_codes_NK.t(), a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation
+        a_codes_MK, b_codes_NK.t(), a_scale, b_scale, out_dtype=result, use_fast_accum=fast_accumulation
     )
-    return y_MN[:, :N]
+    return y_MN[:, :N].to(out_dtype)
 
 
-def _pad(codes: Tensor, columns: int = 16, rows: int = 1) -> Tensor:
-    """Zeros up to multiples along K, and along the rows where they become columns: the hardware's condition."""
-    M, K = codes.shape
+def block_mm(
+    a_codes_MK: Tensor,
+    a_scales_MC: Tensor,
+    b_codes_NK: Tensor,
+    b_scales_RC: Tensor,
+    *,
+    rows: int,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool = False,
+) -> Tensor:
+    """y_MN for E4M3 codes, a with a float32 scale for every 1 x 128 block and b for every `rows` x 128, rows 1 or 128."""
+    M, N = a_codes_MK.shape[0], b_codes_NK.shape[0]
+    # cuBLAS takes columns of scales that begin at 16 bytes, so M is padded too
+    a_codes_MK, b_codes_NK = _rows(_pad(a_codes_MK, 128, 16)), _rows(_pad(b_codes_NK, 128, max(rows, 16)))
+    a_scales = _first_dimension_contiguous(_pad(a_scales_MC, 1, 16))
+    if rows == 1:
+        b_scales, b_scaling = _first_dimension_contiguous(_pad(b_scales_RC, 1, 16)), F.ScalingType.BlockWise1x128
+    else:  # [C rounded up to four, R], and again the first dimension is contiguous
+        b_scales, b_scaling = _pad(b_scales_RC, 4).contiguous().t(), F.ScalingType.BlockWise128x128
+    y_MN = F.scaled_mm(
+        a_codes_MK,
+        b_codes_NK.t(),
+        a_scales,
+        F.ScalingType.BlockWise1x128,
+        b_scales,
+        b_scaling,
+        output_dtype=_result_type(out_dtype),
+        use_fast_accum=fast_accumulation,
+    )
+    return y_MN[:M, :N].to(out_dtype)
+
+
+def mx_mm(
+    a_codes_MK: Tensor, a_scales_MC: Tensor, b_codes_NK: Tensor, b_scales_NC: Tensor, *, out_dtype: torch.dtype
+) -> Tensor:
+    """y_MN for E4M3 codes with an E8M0 scale for every 32 elements of a row."""
+    N = b_codes_NK.shape[0]
+    y_MN = F.scaled_mm(
+        _rows(_pad(a_codes_MK, 32)),
+        _rows(_pad(b_codes_NK, 32, 16)).t(),
+        swizzled(a_scales_MC),
+        F.ScalingType.BlockWise1x32,
+        swizzled(_pad(b_scales_NC, 1, 16)),
+        F.ScalingType.BlockWise1x32,
+        F.SwizzleType.SWIZZLE_32_4_4,
+        F.SwizzleType.SWIZZLE_32_4_4,
+        output_dtype=_result_type(out_dtype),
+    )
+    return y_MN[:, :N].to(out_dtype)
+
+
+def nv_mm(
+    a_packed_MK: Tensor,
+    a_scales: Tensor,
+    a_scale: Tensor,
+    b_packed_NK: Tensor,
+    b_scales: Tensor,
+    b_scale: Tensor,
+    *,
+    rows: tuple[int, int],
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """y_MN for packed E2M1 codes, an E4M3 scale for 16 columns of `rows` (of a and b) rows, and a float32 scale each."""
+    M, N = a_packed_MK.shape[0], b_packed_NK.shape[0]
+    scaling = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
+    swizzles = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
+    y_MN = F.scaled_mm(
+        _pad(a_packed_MK, 16).contiguous().view(torch.float4_e2m1fn_x2),
+        _pad(b_packed_NK, 16, 16).contiguous().view(torch.float4_e2m1fn_x2).t(),
+        [swizzled(_each_row(a_scales, rows[0], M)), a_scale.reshape(())],
+        scaling,
+        [swizzled(_each_row(b_scales, rows[1], N)), b_scale.reshape(())],
+        scaling,
+        swizzles,
+        swizzles,
+        output_dtype=_result_type(out_dtype),
+    )
+    return y_MN[:, :N].to(out_dtype)
+
+
+def swizzled(scales_MC: Tensor) -> Tensor:
+    """One-byte scales in the order in which tensor cores read them, padded with zeros to tiles of 128 rows x 4 columns.
+
+    Tiles follow one another row by row. Within a tile, the scale of row r and column c stands at 16 (r % 32) + 4 (r / 32) + c.
+    Source: cuBLAS documentation, "1D Block Scaling Factors Layout".
+    """
+    padded = _pad(scales_MC, 4, 128).view(torch.uint8)
+    tiles = padded.unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32))  # [tile, r / 32, r % 32, tile, c]
+    return tiles.permute(0, 3, 2, 1, 4).flatten().view(scales_MC.dtype)
+
+
+def _each_row(scales_RC: Tensor, rows: int, M: int) -> Tensor:
+    """[M, C] where `rows` rows share a scale; as bytes, since float8 cannot be repeated on every device."""
+    if rows == 1:
+        return scales_RC
+    return scales_RC.view(torch.uint8).repeat_interleave(rows, 0)[:M].view(scales_RC.dtype)
+
+
+def _first_dimension_contiguous(scales: Tensor) -> Tensor:
+    return scales.t().contiguous().t()
+
+
+def _result_type(dtype: torch.dtype) -> torch.dtype:
+    """What the product is written in: float32 where the hardware cannot write `dtype`."""
+    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+
+
+def _rows(codes: Tensor) -> Tensor:
+    """The same codes with contiguous rows; a transposed view is turned by the operation for it."""
+    if codes.is_contiguous():
+        return codes
+    turned = codes.t()
+    return torch.ops.surokit.transpose_fp8(turned) if turned.is_contiguous() else codes.contiguous()
+
+
+def _pad(x_MK: Tensor, columns: int = 16, rows: int = 1) -> Tensor:
+    """Zeros up to multiples along both dimensions: the hardware's condition."""
+    M, K = x_MK.shape
     right, bottom = -K % columns, -M % rows
     if not right and not bottom:
-        return codes
+        return x_MK
+    if x_MK.element_size() > 1:
+        return F.pad(x_MK, (0, right, 0, bottom))
     # padding is not implemented for float8: move the bytes
-    return F.pad(codes.view(torch.uint8), (0, right, 0, bottom)).view(codes.dtype)
+    return F.pad(x_MK.view(torch.uint8), (0, right, 0, bottom)).view(x_MK.dtype)

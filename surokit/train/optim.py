@@ -9,6 +9,9 @@ which gradients are divided, and `found_inf`, which masks the whole step where i
 
 With rounding="stochastic" every bfloat16 parameter has a key of its own, drawn from the seed and kept in its state; the key
 and its number of steps give the random bits of an update. So a resumed run draws what the whole one would have drawn.
+
+A parameter that is sharded (FSDP2's DTensor) is updated where its shard is, without communication: moments are sharded as it
+is, blocks of 8-bit moments begin with each shard, and every shard draws bits of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from surokit.kernels import best
 from surokit.kernels.reference.adamw import adamw_, stochastic_bf16
 from surokit.kernels.reference.adamw8bit import BLOCK, adamw8bit_
 from surokit.kernels.reference.random import bits
@@ -202,8 +206,8 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     def _update(self, params: list[Tensor], options: dict[str, Any]) -> None:
         states = [self._state_of(p) for p in params]
-        grads = [p.grad for p in params if p.grad is not None]
-        moments, squares = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
+        params, grads = _local(params), _local([p.grad for p in params if p.grad is not None])
+        moments, squares = _local([s["exp_avg"] for s in states]), _local([s["exp_avg_sq"] for s in states])
         steps = [s["step"] for s in states]
         device = params[0].device
         # torch's fused kernel wants one dtype: with float32 moments it works on float32 copies, a chunk at a time
@@ -248,8 +252,9 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
             state.update(self._new_moments(p))
         if self._rounds(p.dtype) and "key" not in state:
-            index = next(i for i, other in enumerate(self._all_params()) if other is p)
-            state["key"] = _key(self.seed, index).to(p.device)
+            params = self._all_params()
+            index = next(i for i, other in enumerate(params) if other is p)
+            state["key"] = _key(self.seed, index + _shard_number(p) * len(params)).to(p.device)
         return state
 
     def _new_moments(self, p: Tensor) -> dict[str, Tensor]:
@@ -324,10 +329,10 @@ class AdamW8bit(AdamW):
     def _new_moments(self, p: Tensor) -> dict[str, Tensor]:
         if not self._in_8bit(p):
             return super()._new_moments(p)
-        blocks = -(-p.numel() // BLOCK)
+        blocks = -(-_local([p])[0].numel() // BLOCK)
         return {
-            "exp_avg": torch.zeros(p.shape, dtype=torch.uint8, device=p.device),
-            "exp_avg_sq": torch.zeros(p.shape, dtype=torch.uint8, device=p.device),
+            "exp_avg": torch.zeros_like(p, dtype=torch.uint8, memory_format=torch.contiguous_format),
+            "exp_avg_sq": torch.zeros_like(p, dtype=torch.uint8, memory_format=torch.contiguous_format),
             "absmax": torch.zeros(blocks, dtype=torch.float32, device=p.device),
             "absmax_sq": torch.zeros(blocks, dtype=torch.float32, device=p.device),
         }
@@ -341,11 +346,11 @@ class AdamW8bit(AdamW):
             return
         states = [self._state_of(p) for p in large]
         steps = [s["step"] for s in states]
-        adamw8bit_(
-            large,
-            [p.grad for p in large if p.grad is not None],
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
+        best(adamw8bit_, large[0].device)(
+            _local(large),
+            _local([p.grad for p in large if p.grad is not None]),
+            _local([s["exp_avg"] for s in states]),
+            _local([s["exp_avg_sq"] for s in states]),
             [s["absmax"] for s in states],
             [s["absmax_sq"] for s in states],
             steps,
@@ -379,6 +384,26 @@ def decay_groups(params: Parameters, weight_decay: float) -> list[dict[str, Any]
     vectors = [p for p in trainable if p.ndim < 2]
     groups = ({"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0})
     return [group for group in groups if group["params"]]
+
+
+def _local(tensors: list[Tensor]) -> list[Tensor]:
+    """What this process holds of each tensor: a DTensor's shard, which shares its memory; any other tensor itself."""
+    return [t.to_local() if _sharded(t) else t for t in tensors]  # type: ignore[attr-defined]
+
+
+def _sharded(t: Tensor) -> bool:
+    """Whether this is a DTensor, told by what it can do: its module need not be loaded."""
+    return hasattr(t, "to_local")
+
+
+def _shard_number(p: Tensor) -> int:
+    """Which of a parameter's shards is here; 0 where it is whole. Replicas of a shard have its number."""
+    number = 0
+    for axis, placement in enumerate(getattr(p, "placements", ())):
+        if not placement.is_replicate():
+            mesh = p.device_mesh  # type: ignore[attr-defined]
+            number = number * mesh.size(axis) + mesh.get_local_rank(axis)
+    return number
 
 
 def _on(device: torch.device, value: Tensor | None) -> Tensor | None:
@@ -420,15 +445,17 @@ def _step_keys(own: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
 def gradient_norm(grads: list[Tensor]) -> Tensor:
     """L2 norm over all tensors together, 0-d float32 on the first one's device.
 
-    On a CPU the norm of each low-precision tensor is rounded to its dtype, which is six times as fast there.
+    On a CPU the norm of each low-precision tensor is rounded to its dtype, which is six times as fast there. Of a sharded
+    gradient the whole counts, so that every process has the same norm.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
     for grad in grads:
-        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+        groups.setdefault((grad.device, grad.dtype, _sharded(grad)), []).append(grad)
     norms = []
-    for (device, _), tensors in groups.items():
+    for (device, _, sharded), tensors in groups.items():
         dtype = None if device.type == "cpu" else torch.float32
-        norms.append(torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).float().to(grads[0].device))
+        norm: Any = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).float()
+        norms.append((norm.full_tensor() if sharded else norm).to(grads[0].device))
     return torch.linalg.vector_norm(torch.cat(norms))
 
 
