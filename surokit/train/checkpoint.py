@@ -69,8 +69,13 @@ def save(
     """Writes folder/step-N and then removes the oldest beyond `keep` (None keeps all).
 
     state: tensors, numbers, strings and containers of them. meta: JSON data with "step".
-    Raises CheckpointError when the disk does not take it; nothing that was there before is lost.
+    Raises CheckpointError for a sharded model and when the disk does not take it; nothing that was there before is lost.
     """
+    if any(hasattr(p, "to_local") for p in model.parameters()):  # DTensors, whose module need not be loaded
+        raise CheckpointError(
+            "The model is sharded over processes and a checkpoint here holds a whole one: save it with "
+            "torch.distributed.checkpoint, or gather it on one process first."
+        )
     target = folder / f"step-{meta['step']:06d}"
     unfinished = folder / f"{_UNFINISHED}{target.name}"
     try:
