@@ -32,8 +32,10 @@ from surokit.models import DecoderConfig as DecoderConfig
 from surokit.models import generate as generate
 from surokit.models import load as load
 from surokit.models import load_adapter as load_adapter
+from surokit.models import merge as merge
 from surokit.models import save as save
 from surokit.models import save_adapter as save_adapter
+from surokit.models import unmerge as unmerge
 from surokit.planner import Plan as Plan
 from surokit.planner import plan as plan
 from surokit.profiler import Profile as Profile
@@ -68,11 +70,13 @@ from surokit.train import AdamW8bit as AdamW8bit
 from surokit.train import Cosine as Cosine
 from surokit.train import Record as Record
 from surokit.train import Session as Session
+from surokit.train import numerics as numerics
+from surokit.tuning import tune as tune
+from surokit.widgets import plot_errors as plot_errors
 from surokit.widgets import plot_runs as plot_runs
 
 __version__: str
 _NAMES: dict[str, str]
 _MODULES: set[str]
 __all__: list[str]
-
 def load_ipython_extension(ipython: Any) -> None: ...

@@ -1,54 +1,190 @@
 """How much each recipe's quantization disturbs each product of a model, on the user's own batch, without training.
 
 One forward and backward in bfloat16 gives every layer's x, w and dy. Each recipe's three products are then computed from
-these and compared with the float32 product: SQNR in dB, and for the operands the share of elements that were clipped or
-fell to zero. Every recipe sees the same operands, so the differences are its own.
+these and compared with the float32 product: SQNR in dB, and for the operands what was clipped, what fell to zero, the largest
+magnitudes and how far the scales lie apart. Every recipe sees the same operands, so the differences are its own.
+
+`judge` does this for one layer and waits for no device; `compare` does it for a model, `train/meters.py` during training.
+
+T tokens, K in_features, N out_features; every product is a_MK b_NK' with the contracted dimension last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from surokit.convert import _linear_layers, precision
+from surokit.convert import _linear_layers, on_device, precision, why_kept
+from surokit.kernels.reference import quantize as tiles
 from surokit.nn.linear import Linear
 from surokit.product import product
-from surokit.quantized import Quantized, quantize, sqnr_db
-from surokit.quantizer import Quantizer
+from surokit.quantized import Quantized, quantize
+from surokit.quantizer import NV, PerTensor, Quantizer
 from surokit.recipe import Recipe, count_blocks, find_recipe
 
 if TYPE_CHECKING:
     import pandas as pd
 
+# what `judge` says of a product: amax_a and amax_b are of its two operands in the order of the algebra, scale_spread is the
+# wider of theirs: binades from the smallest scale of an operand to its largest, tiles of zeros left out
+FIGURES = ("sqnr_db", "clipped", "underflow", "amax_a", "amax_b", "scale_spread")
+ROLES = {"forward": ("x", "w"), "grad_input": ("dy", "w"), "grad_weight": ("dy", "x")}  # the operands of each product
+SEED = 0  # of stochastic rounding, so that the same operands are judged alike
+
 
 def compare(model: nn.Module, batch: Mapping[str, Tensor], *recipes: Recipe | str) -> pd.DataFrame:
-    """DataFrame with the columns layer, gemm, recipe, sqnr_db, clipped, underflow; one row a layer, product and recipe.
+    """DataFrame with the columns layer, gemm, recipe, sqnr_db, clipped, underflow, amax_a, amax_b, scale_spread; one row a
+    layer, product and recipe.
 
-    `batch` is {"input_ids": [B, T], "labels": [B, T]}. Parameters, gradients and delayed-scaling histories are not touched; a
-    delayed recipe is judged with the batch's own amaxes. Layers that a recipe keeps in bfloat16 are left out for it.
+    `batch` is {"input_ids": [B, T], "labels": [B, T]}. Parameters, gradients, random states and delayed-scaling histories are
+    not touched; a delayed recipe is judged with the batch's own amaxes, stochastic rounding with a fixed seed. Layers that a
+    recipe keeps in bfloat16 are left out for it, as is grad_weight where it freezes the weights.
     """
     import pandas as pd
 
     chosen = [find_recipe(r) for r in recipes]
     if not chosen:
         raise ValueError("compare() needs at least one recipe, for example compare(model, batch, surokit.FP8).")
-    operands = _operands(model, batch)
-    blocks = count_blocks(operands)
-    rows = []
-    for name, (x_TK, w_NK, dy_TN) in operands.items():
+    layers = dict(_linear_layers(model))
+    blocks = count_blocks(layers)
+    rows, figures = [], []
+    found = operands_of(model, batch)
+    for name in list(found):
+        operands = found.pop(name)  # with its float32 products, which are large
         for recipe in chosen:
-            if recipe.kept_by(name, blocks):
+            if why_kept(name, layers[name], recipe, blocks):
                 continue
-            for gemm, row in _judge(recipe, x_TK, w_NK, dy_TN):
-                rows.append({"layer": name, "gemm": gemm, "recipe": recipe.name, **row})
-    return pd.DataFrame(rows, columns=["layer", "gemm", "recipe", "sqnr_db", "clipped", "underflow"])
+            stored = quantize(operands.w_NK, recipe.storage) if recipe.storage else None
+            for gemm, values in judge(on_device(recipe, operands.w_NK.device), operands, stored=stored):
+                rows.append((name, gemm, recipe.name))
+                figures.append(values)
+    columns = ["layer", "gemm", "recipe", *FIGURES]
+    measured = torch.stack(figures).tolist() if figures else []
+    return pd.DataFrame([(*row, *values) for row, values in zip(rows, measured)], columns=columns)
 
 
-def _operands(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]:
-    """x [T, K], w [N, K] and dy [T, N] of every linear layer, from one forward and backward in bfloat16."""
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """What the three products of a layer take: x [T, K], w [N, K], and dy [T, N] where a gradient arrived."""
+
+    x_TK: Tensor
+    w_NK: Tensor
+    dy_TN: Tensor | None = None
+
+    @cached_property
+    def exact(self) -> dict[str, Tensor]:
+        """The products in float32."""
+        x, w = self.x_TK.float(), self.w_NK.float()
+        if self.dy_TN is None:
+            return {"forward": x @ w.t()}
+        dy = self.dy_TN.float()
+        return {"forward": x @ w.t(), "grad_input": dy @ w, "grad_weight": dy.t() @ x}
+
+
+@torch.no_grad()
+def judge(
+    recipe: Recipe,
+    operands: Operands,
+    *,
+    stored: Quantized | None = None,
+    amaxes: Mapping[str, Tensor] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """(product, its FIGURES as a float32 tensor) for each product of a layer, as `nn/linear.py` computes it.
+
+    stored: the weight as it is held, which then takes w's place. amaxes: by "x", "w" and "dy", what scales that cover a whole
+    tensor come from; without them, from the operands' own. Nothing here waits for the device or draws from its random state.
+    """
+    amaxes = amaxes or {}
+    x, w, dy = operands.x_TK, operands.w_NK, operands.dy_TN
+    f, i, g = recipe.forward, recipe.grad_input, recipe.grad_weight
+
+    def plain(role: str, x_MK: Tensor, q: Quantizer | None) -> _Factor:
+        if q is None:
+            return _Factor(x_MK, x_MK, [])
+        Q = quantize(x_MK, q, amax=_amax(q, amaxes.get(role)), seed=_seed(q))
+        return _Factor(Q, x_MK, [(Q, x_MK)])
+
+    def weight(q: Quantizer | None, transposed: bool) -> _Factor:
+        exact = w.t() if transposed else w
+        if stored is None:
+            return plain("w", exact, q)
+        if q and stored.quantizer.same_codes(q) and (not transposed or q.transposable):
+            return _Factor(stored.t() if transposed else stored, exact, [(stored, w)])
+        dense = stored.dequantize(w.dtype)
+        again = plain("w", dense.t() if transposed else dense, q)
+        return _Factor(again.value, exact, [(stored, w), *again.quantized])
+
+    products = {"forward": (plain("x", x, f.a), weight(f.b, False))}
+    if dy is not None:
+        products["grad_input"] = (plain("dy", dy, i.a), weight(i.b, True))
+        if not recipe.frozen_base:
+            products["grad_weight"] = (plain("dy", dy.t(), g.a), plain("x", x.t(), g.b))
+    for gemm, (a, b) in products.items():
+        yield gemm, _figures(operands.exact[gemm], a, b)
+
+
+@dataclass(frozen=True, eq=False)
+class _Factor:
+    """One operand: as the product takes it, in high precision, and what was quantized on the way with what it was before."""
+
+    value: Tensor | Quantized
+    exact: Tensor
+    quantized: list[tuple[Quantized, Tensor]]
+
+
+def _figures(exact_MN: Tensor, a: _Factor, b: _Factor) -> Tensor:
+    """FIGURES of one product; clipped and underflow are shares of all elements that were quantized."""
+    quantized = a.quantized + b.quantized
+    elements = sum(x.numel() for _, x in quantized) or 1
+    zero = exact_MN.new_zeros(())
+    clipped = sum((Q.was_clipped(x).sum() for Q, x in quantized), zero) / elements
+    underflow = sum((Q.vanished(x).sum() for Q, x in quantized), zero) / elements
+    spread = zero
+    for Q, x in quantized:
+        spread = torch.maximum(spread, _spread(Q, x))
+    largest = [m.exact.abs().amax() for m in (a, b)]
+    noise = sqnr(exact_MN, product(a.value, b.value, torch.float32))
+    return torch.stack([t.float() for t in (noise, clipped, underflow, *largest, spread)])
+
+
+def sqnr(reference: Tensor, approximation: Tensor) -> Tensor:
+    """10 log10(|reference|^2 / |reference - approximation|^2) on the device, summed in float64; inf where they are equal."""
+    x = reference.double()
+    noise = (x - approximation.double()).square().sum()
+    return torch.where(noise == 0, torch.inf, 10 * torch.log10(x.square().sum() / noise))
+
+
+def _spread(Q: Quantized, x_MK: Tensor) -> Tensor:
+    """Binades between an operand's smallest and largest scale. A scale follows its tile's amax, so the amaxes are compared:
+    that leaves tiles of zeros out, whose scale says nothing, and rounding of the scales."""
+    rows, columns = Q.quantizer.scaling.tile()
+    if not rows and not columns:
+        return torch.zeros((), device=x_MK.device)
+    amax_RC = tiles.amax(Q._rotated(x_MK), rows, columns)
+    smallest = torch.where(amax_RC == 0, torch.inf, amax_RC).amin()
+    return torch.where(amax_RC.amax() == 0, 0.0, torch.log2(amax_RC.amax() / smallest))
+
+
+def _amax(q: Quantizer, amax: Tensor | None) -> Tensor | None:
+    """`amax` where it decides the scales: not for rows and blocks, and not after a rotation, which changes it."""
+    whole = isinstance(q.scaling, PerTensor | NV) and not q.hadamard
+    return amax.float().reshape(1, 1) if whole and amax is not None else None
+
+
+def _seed(q: Quantizer) -> int | None:
+    return SEED if q.rounding == "stochastic" else None
+
+
+def operands_of(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Operands]:
+    """The operands of every linear layer that the batch reaches, from one forward and backward in bfloat16.
+
+    In evaluation mode: dropout would draw from the random state, and make every call another one.
+    """
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
     layers = dict(_linear_layers(model))
@@ -63,8 +199,10 @@ def _operands(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, tuple[
 
     handles = [layer.register_forward_hook(remember(name)) for name, layer in layers.items()]
     device = next(model.parameters()).device
+    training = [module for module in model.modules() if module.training]
+    model.eval()
     try:
-        with precision(model, "bf16"):
+        with torch.enable_grad(), precision(model, "bf16"):
             loss = model(**{key: value.to(device) for key, value in batch.items()}).loss
             reached = [y for y in outputs.values() if y.requires_grad]
             if reached:  # gradients go to the layers' outputs only, never into a parameter's .grad
@@ -72,52 +210,12 @@ def _operands(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, tuple[
     finally:
         for handle in handles:
             handle.remove()
+        for module in training:
+            module.training = True
     found = {}
-    for name, layer in layers.items():
-        if name not in outputs:
-            continue  # a layer that this batch did not reach, such as an idle expert
+    for name, y in outputs.items():
+        layer = layers[name]
         weight = layer.dense_weight() if isinstance(layer, Linear) else layer.weight
-        dy = outputs[name].grad
-        x_TK, dy_TN = inputs[name].flatten(0, -2), dy.flatten(0, -2) if dy is not None else None
-        found[name] = (x_TK, weight.detach(), dy_TN)
+        dy_TN = y.grad.flatten(0, -2) if y.grad is not None else None
+        found[name] = Operands(inputs[name].flatten(0, -2), weight.detach(), dy_TN)
     return found
-
-
-def _judge(recipe: Recipe, x_TK: Tensor, w_NK: Tensor, dy_TN: Tensor | None) -> Iterator[tuple[str, dict[str, float]]]:
-    """The three products of one layer. A stored weight replaces w in forward and grad_input; it has no grad_weight."""
-    f, i, g = recipe.forward, recipe.grad_input, recipe.grad_weight
-    exact_w = w_NK
-    stored: list[tuple[Quantized, Tensor]] = []
-    if recipe.storage:
-        Q = quantize(w_NK, recipe.storage)
-        stored = [(Q, w_NK)]
-        w_NK = Q.dequantize(w_NK.dtype)
-    yield "forward", _row(_exact(x_TK, exact_w), (x_TK, f.a), (w_NK, f.b), stored)
-    if dy_TN is None:
-        return
-    yield "grad_input", _row(_exact(dy_TN, exact_w.t()), (dy_TN, i.a), (w_NK.t(), i.b), stored)
-    if not recipe.storage:
-        dy_NT, x_KT = dy_TN.t(), x_TK.t()
-        yield "grad_weight", _row(_exact(dy_NT, x_KT), (dy_NT, g.a), (x_KT, g.b), [])
-
-
-def _exact(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    return a_MK.float() @ b_NK.float().t()
-
-
-def _row(
-    exact_MN: Tensor,
-    a: tuple[Tensor, Quantizer | None],
-    b: tuple[Tensor, Quantizer | None],
-    stored: list[tuple[Quantized, Tensor]],
-) -> dict[str, float]:
-    """SQNR of the product, and over all quantized operands the clipped and vanished elements."""
-    quantized = list(stored)
-    factors = [quantize(x, q) if q else x for x, q in (a, b)]
-    quantized += [(Q, x) for Q, (x, _) in zip(factors, (a, b)) if isinstance(Q, Quantized)]
-    elements = sum(x.numel() for _, x in quantized) or 1
-    return {
-        "sqnr_db": sqnr_db(exact_MN, product(factors[0], factors[1], torch.float32)),
-        "clipped": sum(Q.clipped(x) * x.numel() for Q, x in quantized) / elements,
-        "underflow": sum(Q.underflow(x) * x.numel() for Q, x in quantized) / elements,
-    }

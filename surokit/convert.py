@@ -40,6 +40,7 @@ class Row:
     why: str  # why it stayed bf16, or ""
     nbytes: int  # weight as held, scales and adapter included
     decoded: int = 0  # bytes of the decoded weight that forward keeps for backward
+    planned_speed: float | None = None  # of the recipe's products, bf16 is 1; where the recipe says `keep_slower`
 
     @property
     def converted(self) -> bool:
@@ -67,12 +68,17 @@ class Report:
         return f"{self.recipe.name}: {self.converted} of {len(self.rows)} linear layers converted{how}; {held / 2**20:.1f} MiB"
 
     def frame(self) -> pd.DataFrame:
-        """A DataFrame with the columns layer, shape, products, storage, adapter, why, bytes."""
+        """A DataFrame with the columns layer, shape, products, storage, adapter, why, bytes; and planned_speed (bf16 is 1)
+        where the recipe says `keep_slower`.
+        """
         import pandas as pd
 
         columns = ["layer", "shape", "products", "storage", "adapter", "why", "bytes"]
         rows = [(r.layer, r.shape, r.products, r.storage, r.adapter, r.why, r.nbytes) for r in self.rows]
-        return pd.DataFrame(rows, columns=columns)
+        frame = pd.DataFrame(rows, columns=columns)
+        if self.recipe.pays:
+            frame["planned_speed"] = [r.planned_speed for r in self.rows]
+        return frame
 
     def _kept(self) -> list[str]:
         reasons: dict[str, list[str]] = {}
@@ -243,6 +249,7 @@ def _convert(
         adapter=f"r={layer.lora_rank}" if layer.has_adapter else "",
         why=why if recipe.quantized else "",
         nbytes=sum(p.nbytes for p in layer.parameters()),
+        planned_speed=planned_speed(layer, recipe),
         decoded=layer.out_features * layer.in_features * dtype.itemsize if layer.keeps_now else 0,
     )
 
@@ -260,8 +267,25 @@ def why_kept(name: str, layer: nn.Linear, recipe: Recipe, blocks: int) -> str:
         return "the recipe is bf16"
     if rule := recipe.kept_by(name, blocks):
         return f"rule {rule}"
-    small = min(layer.in_features, layer.out_features) < recipe.min_features
-    return f"fewer than {recipe.min_features} features" if small else ""
+    if min(layer.in_features, layer.out_features) < recipe.min_features:
+        return f"fewer than {recipe.min_features} features"
+    speed = planned_speed(layer, recipe) if recipe.pays else None
+    if speed is not None and recipe.pays and speed <= 1:
+        return f"{speed:.2f} x bf16, planned for {recipe.pays.tokens:,} tokens on {recipe.pays.gpu}"
+    return ""
+
+
+def planned_speed(layer: nn.Linear, recipe: Recipe) -> float | None:
+    """How much faster than bfloat16 the layer's products are planned to be where the recipe says `keep_slower`; else None."""
+    if recipe.pays is None or recipe.storage or not recipe.quantized_products:
+        return None  # a stored weight saves memory, whatever its products do
+    from surokit.planner.hardware import find_gpu
+    from surokit.planner.layers import linear_seconds
+
+    gpu, trains = find_gpu(recipe.pays.gpu), not recipe.frozen_base
+    n, k, tokens = layer.out_features, layer.in_features, recipe.pays.tokens
+    bf16, own = (linear_seconds(r, n, k, tokens, trains=trains, gpu=gpu) for r in (BF16, recipe))
+    return bf16 / own
 
 
 def _idle_rules(recipe: Recipe, layers: list[tuple[str, nn.Linear]], blocks: int) -> list[Rule]:

@@ -107,6 +107,14 @@ def count_blocks(names: Iterable[str]) -> int:
 
 
 @dataclass(frozen=True)
+class Pays:
+    """A format has to pay for a layer: it is planned to be faster than bfloat16 at this many tokens a step on this GPU."""
+
+    tokens: int
+    gpu: str
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A complete training recipe; see the module's text. Hashable, derived and never mutated.
 
@@ -123,6 +131,7 @@ class Recipe:
     adapter: Lora | None = None
     rules: tuple[Rule, ...] = (Rule("keep", "lm_head"),)
     min_features: int = 0
+    pays: Pays | None = None
     keeps_decoded: bool = False
     where_native: str = ""
 
@@ -163,6 +172,15 @@ class Recipe:
     def keep_small(self, features: int) -> Recipe:
         """Layers with fewer input or output features than this stay bfloat16."""
         return replace(self, min_features=_count(features))
+
+    def keep_slower(self, tokens: int, gpu: str) -> Recipe:
+        """Layers that the format is planned to slow down at `tokens` a step on `gpu` ("H200") stay bfloat16.
+
+        Planned from the GPU's peaks (surokit/planner/layers.py), quantization included; the report says by how much.
+        """
+        if tokens < 1:
+            raise ValueError(f"keep_slower(tokens={tokens}): a step has at least one token.")
+        return replace(self, pays=Pays(tokens, gpu))
 
     def lora(self, rank: int = 16, alpha: float = 32.0, targets: Sequence[str] = PROJECTIONS) -> Recipe:
         """The same recipe with a frozen base and a low-rank adapter on `targets`."""
@@ -281,6 +299,7 @@ class Recipe:
             "adapter": {**self.adapter.__dict__, "targets": list(self.adapter.targets)} if self.adapter else None,
             "rules": [dict(rule.__dict__) for rule in self.rules],
             "min_features": self.min_features,
+            "pays": dict(self.pays.__dict__) if self.pays else None,
             "keeps_decoded": self.keeps_decoded,
             "where_native": self.where_native,
         }
@@ -297,8 +316,10 @@ class Recipe:
             adapter=Lora(**{**adapter, "targets": tuple(adapter["targets"])}) if adapter else None,
             rules=tuple(Rule(**rule) for rule in data["rules"]),
             min_features=data["min_features"],
-            where_native=data.get("where_native", ""),  # the first version had none
-            keeps_decoded=data.get("keeps_decoded", False),  # older checkpoints do not say
+            # checkpoints of the first version do not say
+            pays=Pays(**data["pays"]) if data.get("pays") else None,
+            where_native=data.get("where_native", ""),
+            keeps_decoded=data.get("keeps_decoded", False),
         )
 
 

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "product": "formats quantizer quantized kernels",
     "recipe": "formats quantizer",
     "nn": "quantizer quantized product recipe kernels",
-    "convert": "quantizer product recipe nn",
+    "convert": "quantizer product recipe nn planner",
     "accuracy": "quantizer quantized product recipe nn convert kernels",
     "tuning": "accuracy convert planner recipe tables widgets",
     "models": "formats quantizer quantized recipe kernels nn convert errors hub",
@@ -44,7 +44,13 @@ MAY_IMPORT = {
     "cli": "*",
 }
 # found at run time only, inside the one function that needs it
-LAZY_ONLY = {("train", "widgets"), ("tuning", "widgets"), ("train", "planner"), ("planner", "recipe")}
+LAZY_ONLY = {
+    ("train", "widgets"),
+    ("tuning", "widgets"),
+    ("train", "planner"),
+    ("planner", "recipe"),
+    ("convert", "planner"),
+}
 
 
 def part_of(path: Path) -> str:

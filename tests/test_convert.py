@@ -259,3 +259,27 @@ def test_a_peft_model_keeps_its_adapters_in_bf16(batch):
     gradients = {n for n, p in model.named_parameters() if p.grad is not None}
     assert gradients
     assert all("lora_" in n for n in gradients)
+
+
+def test_layers_that_a_format_would_slow_down_stay_bf16_and_say_so():
+    """Much work for few numbers pays for quantizing them, little does not: by shape, on a GPU with float8 and one without."""
+    model = torch.nn.ModuleDict(
+        {"wide": torch.nn.Linear(4096, 14336, bias=False), "thin": torch.nn.Linear(64, 64, bias=False)}
+    )
+    report = sk.apply(model, sk.FP8.keep_slower(tokens=8192, gpu="H100"))
+    wide, thin = report.rows
+    assert wide.products == "fp8"
+    assert wide.planned_speed
+    assert thin.planned_speed
+    assert 1.2 < wide.planned_speed < 2
+    assert thin.products == "bf16"
+    assert thin.planned_speed < 1
+    assert thin.why == f"{thin.planned_speed:.2f} x bf16, planned for 8,192 tokens on H100"
+    assert list(report.frame().columns)[-1] == "planned_speed"
+    assert thin.why in repr(report)
+    assert not sk.apply(model, sk.FP8.keep_slower(tokens=8192, gpu="A100")).converted  # emulated: never faster
+    assert sk.apply(model, sk.QFP8.keep_slower(tokens=8192, gpu="A100").lora(targets=("wide",))).converted == 2
+    with pytest.raises(ValueError, match="H9000"):
+        sk.apply(model, sk.FP8.keep_slower(tokens=8192, gpu="H9000"))
+    with pytest.raises(ValueError, match="at least one token"):
+        sk.FP8.keep_slower(tokens=0, gpu="H100")

@@ -9,7 +9,7 @@ from surokit.recipe import Recipe, block_of, find_recipe
 def test_every_named_recipe_survives_as_plain_data():
     for name, recipe in sk.recipes.items():
         assert recipe.name == name
-        derived = recipe.keep("layers.0.*").keep_last(share=0.15).lora(rank=4).keep_small(64)
+        derived = recipe.keep("layers.0.*").keep_last(share=0.15).lora(rank=4).keep_small(64).keep_slower(8192, "H100")
         for r in (recipe, derived):
             assert Recipe.from_dict(r.to_dict()) == r
             assert hash(Recipe.from_dict(r.to_dict())) == hash(r)

@@ -23,14 +23,21 @@ def main(argv: list[str] | None = None) -> int:
     gpu.add_argument("--layers", type=int, help="fewer layers than the model's 28, for a quick look")
 
     tables = commands.add_parser(
-        "tables", help="fill the marked places of Markdown files with the tables of their raw results"
+        "tables", help="fill the marked places of Markdown files with the tables and pictures of their raw results"
     )
     tables.add_argument("pages", type=Path, nargs="+")
 
     watching = commands.add_parser("watching", help="the share of a run that the live panel and the records take")
     watching.add_argument("--steps", type=int, default=300)
 
-    for command in (cpu, gpu, watching):
+    kernels = commands.add_parser("kernels", help="each kernel: bytes over time against a copy, products against bf16")
+    kernels.add_argument("--rounds", type=int, default=20, help="how often the kernels take turns (default 20)")
+    kernels.add_argument("--shape", type=int, nargs=2, metavar=("M", "K"), help="of the operands that are quantized")
+    kernels.add_argument(
+        "--only", default="", help="only kernels with this in their names, and what they are held against"
+    )
+
+    for command in (cpu, gpu, watching, kernels):
         command.add_argument("--out", type=Path, help="write the raw result to this JSON file")
     arguments = parser.parse_args(argv)
 
@@ -39,7 +46,12 @@ def main(argv: list[str] | None = None) -> int:
     table = result.table
     if arguments.command == "tables":
         for page in arguments.pages:
-            page.write_text(result.filled(page.read_text(encoding="utf-8"), page.parent), encoding="utf-8")
+            text = page.read_text(encoding="utf-8")
+            page.write_text(result.filled(text, page.parent), encoding="utf-8")
+            for picture, data in result.pictures(text, page.parent).items():
+                from surokit.bench.study import draw
+
+                draw(data, picture)
         return 0
     try:
         if arguments.command == "cpu":
@@ -51,6 +63,11 @@ def main(argv: list[str] | None = None) -> int:
             from surokit.bench.watching import table
 
             data = run_watching(arguments.steps)
+        elif arguments.command == "kernels":
+            from surokit.bench.kernels import run as run_kernels
+            from surokit.bench.kernels import table
+
+            data = run_kernels(arguments.rounds, arguments.shape and tuple(arguments.shape), arguments.only)
         else:
             from surokit.bench.gpu import run as run_gpu
 

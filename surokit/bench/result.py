@@ -82,6 +82,11 @@ def table(data: Mapping[str, Any]) -> str:
                 note,
             ]
         )
+    return markdown(data, head, rows)
+
+
+def markdown(data: Mapping[str, Any], head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with the line under it: what was measured, how, where and when."""
     environment = data["environment"]
     settings = ", ".join(f"{key} {value}" for key, value in data["settings"].items())
     lines = ["| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows]]
@@ -109,6 +114,28 @@ def filled(text: str, folder: Path) -> str:
 
     def table_of(place: re.Match[str]) -> str:
         data = json.loads((folder / place["raw"]).read_text(encoding="utf-8"))
+        if "kernels" in data:
+            from surokit.bench.kernels import table as table_of_kernels
+
+            return f"{place[1]}\n{table_of_kernels(data)}\n\n{place[3]}"
+        if "study" in data:
+            from surokit.bench.study import table as table_of_study
+
+            return f"{place[1]}\n{table_of_study(data)}\n\n{place[3]}"
         return f"{place[1]}\n{table(data)}\n\n{place[3]}"
 
     return _PLACE.sub(table_of, text)
+
+
+_PICTURE = re.compile(r"<!-- figure: (?P<raw>\S+) (?P<picture>\S+) -->")
+
+
+def pictures(text: str, folder: Path) -> dict[Path, dict[str, Any]]:
+    """The pictures that a page wants drawn and the raw data of each; paths are relative to `folder`.
+
+    A place is `<!-- figure: measurements/recipes.json loss-gaps.png -->`, right before the image itself.
+    """
+    return {
+        folder / place["picture"]: json.loads((folder / place["raw"]).read_text(encoding="utf-8"))
+        for place in _PICTURE.finditer(text)
+    }

@@ -4,6 +4,7 @@ session.py       Session: the step, run, evaluate, save, resume, fork
 optim.py         AdamW, AdamW8bit, and the specification of an optimizer without its parameters
 schedule.py      Cosine
 stream.py        data as an endless stream with a position
+meters.py        numerics: each layer's quantization, measured during training
 records.py       Record, Records: what each step measured
 diagnose.py      which layer was not finite
 checkpoint.py    checkpoints on disk, whole or not at all
@@ -13,6 +14,7 @@ errors.py        NonFiniteError, ResumeError
 """
 
 from surokit.train.errors import CheckpointError, NonFiniteError, ResumeError
+from surokit.train.meters import numerics
 from surokit.train.optim import AdamW, AdamW8bit, Spec
 from surokit.train.records import Record, Records
 from surokit.train.schedule import Cosine
@@ -32,4 +34,5 @@ __all__ = [
     "Session",
     "Spec",
     "Summary",
+    "numerics",
 ]

@@ -48,6 +48,14 @@ _HOST = ("step", "lr", "tokens", "tokens_per_s", "wall_ms", "stall_ms", "peak_gi
 _LATE = ("loss", "grad_norm", "skipped", "targets")
 
 
+def pinned(values: Tensor) -> Tensor:
+    """Values on their way to the host, without waiting; on a CPU the tensor itself."""
+    if values.device.type != "cuda":
+        return values
+    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return there.copy_(values, non_blocking=True)
+
+
 class Late:
     """Values of one step on their way from the device: 0-d tensors in, floats out.
 
@@ -68,13 +76,10 @@ class Late:
         self._events = (before, start, end)
         row = torch.stack([v.detach().float().reshape(()) for v in values.values()]) if values else torch.empty(0)
         self._arrived: torch.cuda.Event | None = None
+        self._row = pinned(row)
         if row.device.type == "cuda":
-            pinned = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
-            pinned.copy_(row, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(row.device))
-            row = pinned
-        self._row = row
         self._values: dict[str, float] | None = None
 
     def ready(self) -> bool:

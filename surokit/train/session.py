@@ -16,10 +16,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,16 @@ from surokit.recipe import Recipe, find_recipe
 from surokit.train import checkpoint as checkpoints
 from surokit.train.diagnose import Finding, find_first_bad
 from surokit.train.errors import NonFiniteError, ResumeError
+from surokit.train.meters import Numerics, Watcher
 from surokit.train.optim import AdamW, Spec, gradient_norm, spec_from_dict, spec_to_dict
 from surokit.train.random_state import RandomState, kept, seeded
 from surokit.train.records import Late, Record, Records, read
 from surokit.train.schedule import Cosine, Schedule, schedule_from_dict, schedule_to_dict
 from surokit.train.stream import Batch, Stream, check_batch, check_source
 from surokit.train.summary import Summary, summarize
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Meter = Callable[["Session"], Mapping[str, Tensor | float]]
 Exist = Literal["new", "resume", "error"]
@@ -50,8 +54,8 @@ _COSINE = Cosine(warmup=20, steps=500)
 class Subscriber(Protocol):
     """Told of every step once its values have arrived, and of the end of a run: "done", "interrupted", "failed: ...".
 
-    A subscriber may also have on_start(total), the step a run is planned to end at, and on_eval(step, loss). One that raises
-    is dropped with a warning.
+    A subscriber may also have on_start(total), the step a run is planned to end at, on_eval(step, loss), and on_sample(sample)
+    for what `numerics` measured. One that raises is dropped with a warning.
     """
 
     def on_step(self, record: Record) -> None: ...
@@ -90,7 +94,8 @@ class Session:
         "new" takes the next free name, "resume" goes on from its latest checkpoint, "error" raises FileExistsError.
     compile: True, False, or "auto": from 2000 planned steps on a CPU and 500 on a GPU, where it pays for its start.
     meters: functions of the session, called after each update while gradients are still there; each returns 0-d
-        tensors or floats by name, which become columns of the records.
+        tensors or floats by name, which become columns of the records. surokit.numerics(every=20) measures each layer's
+        quantization.
     max_skipped: non-finite steps in a row before NonFiniteError. Such steps change nothing; the first is explained.
     """
 
@@ -112,7 +117,7 @@ class Session:
         run_dir: str | Path | None = None,
         exist: Exist = "new",
         compile: bool | Literal["auto"] = "auto",
-        meters: Sequence[Meter] = (),
+        meters: Sequence[Meter | Numerics] = (),
         max_skipped: int = 5,
     ) -> None:
         _check_settings(
@@ -141,7 +146,7 @@ class Session:
         self.elapsed_s = 0.0
         self.run_s = 0.0
         self.length: int | None = None
-        self._meters = list(meters)
+        self._meters: list[Meter] = [m.attach() if isinstance(m, Numerics) else m for m in meters]
         self._subscribers: list[Subscriber] = []
         self._forward: Callable[..., Any] | None = None
         self._random = RandomState.seeded(seed, self.device)
@@ -234,7 +239,8 @@ class Session:
         try:
             parts = [self._on_device(batch) for batch in _with_targets(batches)]
             lr = self._set_lr()
-            loss, targets = self._gradients(parts)
+            with self._watched(parts):
+                loss, targets = self._gradients(parts)
             self._updating = True
             values = self._update(loss, targets)
             self.steps += 1
@@ -342,6 +348,31 @@ class Session:
             self._mark, self._end = end_s, end
         return record
 
+    @contextmanager
+    def _watched(self, parts: Sequence[Batch]) -> Iterator[None]:
+        """Lets the watchers that are due see this step's operands.
+
+        A compiled graph calls no hooks: there the step's first part is computed a second time, uncompiled and aside.
+        """
+        due = [watcher for watcher in self._watchers if watcher.due(self.steps + 1)]
+        with ExitStack() as stack:
+            for watcher in due:
+                stack.enter_context(watcher.watch(self.model))
+            if not due or self._forward is self.model:
+                yield
+                return
+            scaling = convert.scaling_state(self.model)
+            with kept(self.device):
+                _loss_of(self.model(**parts[0])).backward()
+            self.model.zero_grad(set_to_none=True)
+            if scaling:
+                convert.load_scaling_state(self.model, scaling)
+        yield
+
+    @property
+    def _watchers(self) -> list[Watcher]:
+        return [meter for meter in self._meters if isinstance(meter, Watcher)]
+
     def _read_meters(self, values: dict[str, Tensor]) -> dict[str, float]:
         """Adds tensors to `values`, returns floats. A meter that raises is dropped with a warning."""
         host: dict[str, float] = {}
@@ -382,6 +413,9 @@ class Session:
         for record in self.records.harvest(wait):
             batches, random = self._recent.pop(record.step, ([], self._random))
             self._tell("on_step", record)
+            for sample in [watcher.arrived(record.step) for watcher in self._watchers]:
+                if sample is not None:
+                    self._tell("on_sample", sample)
             if not record.skipped:
                 self._bad_in_a_row = 0
                 continue
@@ -496,6 +530,20 @@ class Session:
         """Sustained tokens/s with spread and drift, idle share, utilisation, memory, cost; see Summary."""
         self._harvest(wait=True)
         return summarize(self, usd_per_gpu_hour)
+
+    def layers(self) -> pd.DataFrame:
+        """What surokit.numerics() measured, one row a sampled step, layer and product: step, layer, gemm, sqnr_db, clipped,
+        underflow, amax_a, amax_b, scale_spread, in_force_a, in_force_b, bad. Waits for what is on its way.
+        """
+        if not self._watchers:
+            raise ValueError("No layer is measured: give Session(meters=[surokit.numerics(every=20)]).")
+        self._harvest(wait=True)
+        return self._watchers[0].frame()
+
+    @property
+    def first_bad(self) -> str:
+        """The layer that went bad first, with the step and the reason; "" where none did or nothing is measured."""
+        return next((watcher.first_bad for watcher in self._watchers if watcher.first_bad), "")
 
     @property
     def recipe(self) -> Recipe | None:
@@ -675,7 +723,7 @@ class Session:
             schedule=self.schedule,
             run_dir=run_dir,
             compile=self.compile,
-            meters=self._meters,
+            meters=[meter.value if isinstance(meter, Watcher) else meter for meter in self._meters],
             **settings,
         )
         twin._spec = self._spec

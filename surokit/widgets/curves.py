@@ -1,8 +1,11 @@
-"""Runs compared: loss curves over each other, and the gap of each to a baseline, as one matplotlib figure."""
+"""Figures of finished work, with matplotlib: runs over each other (`plot_runs`), and the error of each recipe against layer
+(`plot_errors`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _INK, _SOFT, _GRID = "#1c1f23", "#5f6670", "#e4e7eb"
+_GEMMS = {"forward": "y = x w'", "grad_input": "dx = dy w", "grad_weight": "dw = dy' x"}
+_MARKERS = "osD^vPX*"  # beside the colour, for eyes and printers that know none
+_COLORS = (*PALETTE_LIGHT, _INK, "#8A8F98")
+_NAMED_LAYERS = 20  # up to so many, each has its name below the axis
 
 
 def plot_runs(runs: Mapping[str, Any], baseline: str | None = "bf16", smooth: int | None = None) -> Figure:
@@ -90,6 +97,154 @@ def plot_runs(runs: Mapping[str, Any], baseline: str | None = "bf16", smooth: in
         right.yaxis.set_major_formatter(lambda value, _: f"{value:+.2g}" if abs(value) > 1e-9 else "0")
         right.legend(frameon=False, labelcolor=_INK, loc="upper left")
     return figure
+
+
+def plot_errors(frame: Any, title: str = "") -> Figure:
+    """Error against layer: SQNR in dB of each recipe's products, one panel a product, the worst layer of each by name.
+
+    frame: what `surokit.compare` returns, or anything with the columns layer, gemm, recipe and sqnr_db; layers stand in the
+    frame's order. A product that is exact has no error to draw. Of every recipe the worst layer is ringed. Returns the figure,
+    not yet shown.
+
+    Raises ValueError for a frame without these columns or without a finite SQNR.
+    """
+    columns = [name for name in ("layer", "gemm", "recipe", "sqnr_db") if name not in getattr(frame, "columns", ())]
+    if columns:
+        raise ValueError(f"plot_errors() misses {', '.join(columns)}: pass what surokit.compare() returns.")
+    frame = frame[np.isfinite(frame["sqnr_db"].astype(float))]
+    if not len(frame):
+        raise ValueError("plot_errors() has no finite SQNR to draw: compare at least one quantized recipe.")
+    layers, recipes = list(dict.fromkeys(frame["layer"])), list(dict.fromkeys(frame["recipe"]))
+    gemms = [gemm for gemm in _GEMMS if gemm in set(frame["gemm"])]
+    place = {layer: i for i, layer in enumerate(layers)}
+
+    from matplotlib import pyplot as plt
+
+    width = min(13.0, 7.0 + 0.03 * len(layers))
+    figure, axes = plt.subplots(
+        len(gemms), 1, figsize=(width, 0.9 + 2.4 * len(gemms)), layout="constrained", squeeze=False, sharex=True
+    )
+    figure.set_facecolor("white")
+    plt.close(figure)
+    for ax, gemm in zip(axes[:, 0], gemms):
+        part = frame[frame["gemm"] == gemm]
+        for number, recipe in enumerate(recipes):
+            rows = part[part["recipe"] == recipe]
+            if not len(rows):
+                continue
+            x = np.array([place[layer] for layer in rows["layer"]])
+            y = rows["sqnr_db"].to_numpy(dtype=float)
+            x, y = x[np.argsort(x)], y[np.argsort(x)]
+            color, marker = _COLORS[number % len(_COLORS)], _MARKERS[number % len(_MARKERS)]
+            size = 5.0 if len(layers) <= 60 else 3.0
+            # a layer that the recipe keeps in bf16 breaks the line
+            at = np.full(len(layers), np.nan)
+            at[x] = y
+            ax.plot(at, color=color, marker=marker, markersize=size, linewidth=0.9, markeredgewidth=0, label=recipe)
+            low = int(np.argmin(y))
+            ax.plot(x[low], y[low], "o", markersize=size + 6, markerfacecolor="none", markeredgecolor=color)
+        worst = part.loc[part["sqnr_db"].astype(float).idxmin()]
+        worst = worst if getattr(worst, "ndim", 1) == 1 else worst.iloc[0]
+        _dress(ax, f"{gemm}   {_GEMMS[gemm]}   SQNR, dB")
+        ax.set_xlabel("")
+        bottom, top = ax.get_ylim()
+        ax.set_ylim(bottom - 0.22 * (top - bottom), top + 0.04 * (top - bottom))  # room for the words
+        at_x = place[worst["layer"]]
+        side = "left" if at_x < 0.5 * len(layers) else "right"
+        ax.annotate(
+            f"worst: {worst['layer']}  {float(worst['sqnr_db']):.1f} dB ({worst['recipe']})",
+            (at_x, float(worst["sqnr_db"])),
+            xytext=(9 if side == "left" else -9, -8),
+            textcoords="offset points",
+            ha=side,
+            va="top",
+            fontsize=9,
+            color=_INK,
+        )
+    _name_layers(axes[-1, 0], layers)
+    handles: dict[str, Any] = {}
+    for ax in axes[:, 0]:
+        for handle, label in zip(*ax.get_legend_handles_labels()):
+            handles.setdefault(label, handle)
+    order = [recipe for recipe in recipes if recipe in handles]
+    figure.legend(
+        [handles[recipe] for recipe in order],
+        order,
+        loc="outside upper left",
+        ncols=min(len(order), 8 if width > 10 else 5),
+        frameon=False,
+        labelcolor=_INK,
+        title=title or None,
+        alignment="left",
+    )
+    return figure
+
+
+def plot_front(front: Sequence[Any], best: Any, max_gap: float, unit: str) -> Figure:
+    """Loss gap against planned time, for `surokit.tune`: predicted as a line, measured as dots, the chosen one by name."""
+    from matplotlib import pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    figure.set_facecolor("white")
+    plt.close(figure)
+    ax.axhspan(-100 * max_gap, 100 * max_gap, color=_GRID, alpha=0.6, linewidth=0, label=f"within {100 * max_gap:g} %")
+    ax.plot([c.time for c in front], [100 * c.gap for c in front], color=_SOFT, linewidth=1.0, label="predicted")
+    names = list(dict.fromkeys(c.recipe.name for c in front))
+    for number, name in enumerate(names):
+        mine = [c for c in front if c.recipe.name == name]
+        ax.plot(
+            [c.time for c in mine],
+            [100 * c.measured for c in mine],
+            linestyle="none",
+            marker=_MARKERS[number % len(_MARKERS)],
+            color=_COLORS[number % len(_COLORS)],
+            markeredgecolor="white",
+            markersize=8,
+            label=f"{name}, measured",
+        )
+    chosen = next(c for c in front if c.recipe == best)
+    _dress(ax, "Loss gap of the batch to bf16, %")
+    bottom, top = ax.get_ylim()
+    ax.set_ylim(bottom - 0.2 * (top - bottom), top)
+    ax.annotate(
+        f"best: {best.name}, {chosen.quantized} layers",
+        (chosen.time, 100 * chosen.measured),
+        xytext=(0.02, 0.05),  # fast mixtures lie above: this corner is free
+        textcoords="axes fraction",
+        color=_INK,
+        arrowprops={"arrowstyle": "-", "color": _SOFT, "linewidth": 0.8, "shrinkB": 5},
+    )
+    ax.set_xlabel(f"time of the linear layers: {unit}", color=_SOFT)
+    ax.set_xlim(left=min(0.0, front[-1].time))
+    figure.legend(loc="outside upper left", frameon=False, labelcolor=_INK, ncols=3)
+    return figure
+
+
+def _name_layers(axes: Any, layers: Sequence[str]) -> None:
+    """Names below the axis while they fit; then the number of each block where it begins, every so many blocks."""
+    axes.set_xlim(-0.5, len(layers) - 0.5)
+    if len(layers) <= _NAMED_LAYERS:
+        common = _common(layers)
+        axes.set_xticks(
+            range(len(layers)), [name[len(common) :] for name in layers], rotation=40, ha="right", fontsize=8
+        )
+        axes.set_xlabel(f"layer, in {common.rstrip('.')}" if common else "layer", color=_SOFT)
+        return
+    starts: dict[str, int] = {}
+    for i, name in enumerate(layers):
+        found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+        starts.setdefault(found[1] if found else name, i)
+    every = -(-len(starts) // 32)
+    shown = list(starts.items())[::every]
+    axes.set_xticks([i for _, i in shown], [block for block, _ in shown], fontsize=8)
+    axes.set_xlabel("block, from its first layer", color=_SOFT)
+
+
+def _common(names: Sequence[str]) -> str:
+    """The path that all names begin with, up to a dot."""
+    first, last = min(names), max(names)
+    same = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
+    return first[: first.rfind(".", 0, same) + 1]
 
 
 def _curve(name: str, run: Any) -> tuple[NDArray[np.float64], ...]:

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
+from textwrap import wrap
 from typing import Any, Literal, Protocol, TextIO
 
 from surokit.widgets.figure import Line, Pane, Theme, figure, short
@@ -28,6 +29,7 @@ Bundle = dict[str, str]
 UPDATES_A_SECOND = 4
 MESSAGE_BYTES = 20_000
 DRAWING_SHARE = 0.005  # of the run's wall time, at most
+WORST_LAYERS = 3
 WAITING = 2048  # records whose loss is on its way; beyond it the oldest is taken in without
 
 
@@ -90,6 +92,10 @@ class Panel:
         self._waiting.append({"step": step, "eval_loss": loss})
         if self.state.reason is None:
             self.tick()
+
+    def on_sample(self, sample: Any) -> None:
+        """Note what `surokit.numerics` measured in a step: its worst layers, and the first that went bad."""
+        self.state.add_layers(sample.step, sample.worst(WORST_LAYERS), sample.first_bad)
 
     def on_end(self, reason: str) -> None:
         """Take in what is there and leave the final picture. reason: "done", "interrupted" or "failed: ..."."""
@@ -278,7 +284,10 @@ def picture(state: PanelState, theme: Theme = "auto") -> str:
                 legend=False,
             )
         )
-    foot: list[tuple[Literal["note", "warning"], str]] = [("warning", cut(line, 76)) for line in state.warning_lines()]
+    foot: list[tuple[Literal["note", "warning"], str]] = [("note", line) for line in layer_lines(state)]
+    for line in state.warning_lines():
+        head, *rest = wrap(cut(line, 150), 78)
+        foot += [("warning", head), *(("note", part) for part in rest)]
     if state.reason is not None:
         foot.append(("note", cut(ending(state), 80)))
     progress = None if state.total is None else state.step / max(state.total, 1)
@@ -389,8 +398,22 @@ def summary_text(state: PanelState) -> str:
     _, y = state.loss_mean.points()
     if len(y) > 1:
         lines.append(f"loss {short(y[0])} {sparkline(y)} {short(y[-1])}")
+    lines += layer_lines(state)
     lines += [f"! {line}" for line in state.warning_lines()]
     return "\n".join(lines)
+
+
+def layer_lines(state: PanelState) -> list[str]:
+    """The layers with the least accurate products in the last sample, one line each under a heading; [] without a meter."""
+    if not state.layers:
+        return []
+    lines = [f"Least accurate products, step {state.layers_step:,}"]
+    for name, figures in state.layers:
+        kept = 74 - len(figures)
+        # the end of a long path says more than its beginning
+        name = name if len(name) <= kept else "…" + name[len(name) - kept + 1 :]
+        lines.append(f"  {name} · {figures}")
+    return lines
 
 
 def sparkline(values: list[float], width: int = 48) -> str:

@@ -157,6 +157,9 @@ class PanelState:
         self.rate, self.rate_sustained = Series(limit), Series(limit)  # tokens/s, or steps/s where tokens are unknown
         self.idle, self.idle_mean = Series(limit), Series(limit)
         self.warnings: dict[str, _Count] = {}
+        self.layers: list[tuple[str, str]] = []  # layer and product, and its figures: the worst of the last sample
+        self.layers_step = 0
+        self.first_bad = ""
         self._losses = 0
         self._sum = self._weight = self._deviation = 0.0
         self._seconds_sum = self._work_sum = self._idle_sum = self._idle_seconds = self._steps_sum = 0.0
@@ -225,6 +228,20 @@ class PanelState:
         if elapsed is not None:
             self.elapsed_s = elapsed
 
+    def add_layers(self, step: int, rows: Iterable[Any], first_bad: str) -> None:
+        """The worst layers of a sample taken at `step`, worst first, with layer, gemm, sqnr_db, clipped and underflow; and
+        which is bad, as a sentence, or "". The first that ever was stays.
+        """
+        self.layers_step = step
+        self.layers = [
+            (
+                f"{row.layer} {row.gemm}",
+                f"{row.sqnr_db:.1f} dB · {100 * row.clipped:.2g} % clipped · {100 * row.underflow:.2g} % underflow",
+            )
+            for row in rows
+        ]
+        self.first_bad = self.first_bad or first_bad
+
     def _add_loss(self, step: int, loss: float, skipped: bool) -> None:
         self.loss.append(step, loss)
         if skipped or loss - loss != 0.0:
@@ -283,7 +300,7 @@ class PanelState:
             "nonfinite": "loss not finite (NaN or infinite)",
             "spike": "loss spike",
         }
-        out = []
+        out = [f"first to go bad: {self.first_bad}"] if self.first_bad else []
         for kind, text in words.items():
             count = self.warnings.get(kind)
             if count is not None:

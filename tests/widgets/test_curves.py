@@ -1,15 +1,16 @@
-"""`sk.plot_runs`: the right curves, the right gap, no second picture, clear refusals."""
+"""`sk.plot_runs` and `sk.plot_errors`: the right curves, the right gap, no second picture, clear refusals."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
 
-from surokit.widgets.curves import plot_runs
+from surokit.widgets.curves import plot_errors, plot_runs
 
 
 def run(factor=1.0, steps=200, noise=0.0, **columns):
@@ -86,3 +87,64 @@ def test_refusals():
     apart["step"] += 1_000
     with pytest.raises(ValueError, match="no step in common"):
         plot_runs({"bf16": run(), "b": apart})
+
+
+# -- error against layer
+
+
+def errors(blocks=28, recipes=("fp8", "fp4"), gemms=("forward", "grad_input", "grad_weight")):
+    names = [f"model.layers.{i}.mlp.{kind}" for i in range(blocks) for kind in ("up_proj", "down_proj")]
+    rows = [
+        (name, gemm, recipe, 28.0 - 12 * (recipe == "fp4") - 9 * (name == "model.layers.1.mlp.down_proj"))
+        for name in names
+        for gemm in gemms
+        for recipe in recipes
+    ]
+    return pd.DataFrame(rows, columns=["layer", "gemm", "recipe", "sqnr_db"])
+
+
+def drawn(ax):
+    """Recipe -> dB by layer."""
+    return {str(x.get_label()): np.asarray(x.get_ydata()) for x in ax.lines if not str(x.get_label()).startswith("_")}
+
+
+@pytest.mark.parametrize("blocks", [2, 28, 80])
+def test_errors_have_a_panel_a_product_and_the_worst_layer_by_name(blocks):
+    figure = plot_errors(errors(blocks))
+    assert [ax.get_title(loc="left").split()[0] for ax in figure.axes] == ["forward", "grad_input", "grad_weight"]
+    for ax in figure.axes:
+        assert [text.get_text() for text in ax.texts] == ["worst: model.layers.1.mlp.down_proj  7.0 dB (fp4)"]
+        lines = drawn(ax)
+        assert {name: len(y) for name, y in lines.items()} == {"fp8": 2 * blocks, "fp4": 2 * blocks}
+        assert lines["fp8"].min() == 19.0
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["fp8", "fp4"]
+    labels = [tick.get_text() for tick in figure.axes[-1].get_xticklabels()]
+    assert len(labels) <= 32
+    assert labels[0] == ("0.mlp.up_proj" if blocks == 2 else "0")
+    figure.canvas.draw()
+    boxes = [tick.get_window_extent() for tick in figure.axes[-1].get_xticklabels()]
+    assert blocks == 2 or not any(a.overlaps(b) for a, b in pairwise(boxes))
+    for ax in figure.axes:
+        assert figure.bbox.contains(*ax.texts[0].get_window_extent().max)
+
+
+def test_a_layer_that_a_recipe_keeps_breaks_its_line_and_exact_products_are_left_out():
+    frame = errors(4)
+    frame = frame[~((frame.recipe == "fp4") & frame.layer.str.contains("layers.3"))]
+    frame.loc[frame.gemm == "grad_weight", "sqnr_db"] = math.inf
+    figure = plot_errors(frame, title="mine")
+    assert len(figure.axes) == 2
+    assert np.isnan(drawn(figure.axes[0])["fp4"]).tolist() == [False] * 6 + [True] * 2
+
+
+def test_recipes_stay_apart_without_colour():
+    figure = plot_errors(errors(2, [f"r{i}" for i in range(8)]))
+    lines = [line for line in figure.axes[0].lines if not str(line.get_label()).startswith("_")]
+    assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 8
+
+
+def test_errors_refuse():
+    with pytest.raises(ValueError, match=r"plot_errors\(\) misses recipe, sqnr_db: pass what surokit.compare"):
+        plot_errors(pd.DataFrame({"layer": ["a"], "gemm": ["forward"]}))
+    with pytest.raises(ValueError, match="no finite SQNR"):
+        plot_errors(errors().assign(sqnr_db=math.inf))

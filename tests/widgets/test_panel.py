@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from surokit.train import records
+from surokit.train.meters import Row, Sample
 from surokit.train.records import Record
 from surokit.widgets.panel import (
     MESSAGE_BYTES,
@@ -24,6 +25,8 @@ from surokit.widgets.panel import (
     clock_time,
     cut,
     front_end,
+    layer_lines,
+    picture,
     summary_text,
 )
 from surokit.widgets.state import PanelState
@@ -387,3 +390,29 @@ def test_drawing_warns_about_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bundle(wild(50))
+
+
+def test_the_least_accurate_layers_are_listed_and_the_first_bad_one_stays():
+    state = PanelState("run")
+    sound = Row(
+        "model.layers.30.self_attn.with_a_long_name_indeed.q_proj", "grad_weight", 24.6, 0.0, 0.1234, 1, 1, 0, 1, 1
+    )
+    bad = sound._replace(layer="b", gemm="forward", sqnr_db=-math.inf, clipped=0.021, bad="2.1 % clipped")
+    panel = Panel(state, view=TextView(stream=io.StringIO()))
+    assert layer_lines(state) == []
+    panel.on_sample(Sample(1_240, (sound, bad)))
+    panel.on_sample(Sample(1_260, (sound, bad._replace(layer="c"), sound, sound)))
+    lines = layer_lines(state)
+    assert lines[:2] == [
+        "Least accurate products, step 1,260",
+        "  c forward · -inf dB · 2.1 % clipped · 12 % underflow",
+    ]
+    assert len(lines) == 4
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[2].endswith("q_proj grad_weight · 24.6 dB · 0 % clipped · 12 % underflow")
+    assert state.warning_lines() == ["first to go bad: b forward, step 1,240: 2.1 % clipped"]
+    svg = picture(state)
+    ElementTree.fromstring(svg)
+    assert "Least accurate products" in svg
+    assert "first to go bad: b forward" in svg
+    assert len(svg) < MESSAGE_BYTES

@@ -1,0 +1,304 @@
+"""Meters of numerics: what quantization does to each layer while it trains, and which layer goes bad first.
+
+A meter is a function of the session, called after each update. `numerics` gives one that also looks into the step: every n-th
+step it takes the operands of each quantized layer from the step's own forward and backward, quantizes a part of them once more
+and holds the products against float32 (`accuracy.judge`). In between it costs nothing. It reads tensors and changes none,
+draws from no random state and waits for no device: figures arrive with the step's record. So losses are bit for bit the same
+with and without it.
+
+What it costs: a sampled step computes the three products of `tokens` of its T tokens twice more, once in float32 and once
+quantized, and passes over each weight about ten times. It holds `tokens` rows of every layer's x until its dy is there.
+
+T tokens, K in_features, N out_features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from surokit.accuracy import ROLES, Operands, judge
+from surokit.convert import _linear_layers
+from surokit.nn.linear import Linear
+from surokit.train.records import pinned
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from surokit.train.session import Session
+
+_SLOTS = {"x": 0, "w": 1, "dy": 2}  # of a layer's amaxes under delayed scaling
+
+
+class Row(NamedTuple):
+    """One product of one layer in one step. `in_force_*` are the amaxes that delayed scaling quantized by, NaN without it;
+    `bad` says what is wrong, "" where nothing is."""
+
+    layer: str
+    gemm: str
+    sqnr_db: float
+    clipped: float
+    underflow: float
+    amax_a: float
+    amax_b: float
+    scale_spread: float
+    in_force_a: float
+    in_force_b: float
+    bad: str = ""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """All products of one step in the order in which the data reaches them: forward, then the gradients from the last layer."""
+
+    step: int
+    rows: tuple[Row, ...]
+
+    def worst(self, n: int = 3) -> list[Row]:
+        """The rows that are bad as the data reaches them, then those furthest below the median SQNR of their product."""
+        usual = _medians(self.rows)
+        return sorted(self.rows, key=lambda row: -math.inf if row.bad else _key(row.sqnr_db) - usual[row.gemm][0])[:n]
+
+    @property
+    def first_bad(self) -> str:
+        """The first row that is bad, as a sentence; "" where none is."""
+        return next((f"{r.layer} {r.gemm}, step {self.step:,}: {r.bad}" for r in self.rows if r.bad), "")
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """What to measure and what counts as bad; see `numerics`. Session gives each run a watcher of its own."""
+
+    every: int = 20
+    layers: str = "*"
+    tokens: int = 256
+    below_db: float = 6.0
+    clipped: float = 0.01
+    underflow: float = 0.1
+    keep: int = 100
+
+    def __post_init__(self) -> None:
+        for name in ("every", "tokens", "keep"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"numerics({name}={value!r}): a whole number of at least 1.")
+
+    def attach(self) -> Watcher:
+        return Watcher(self)
+
+    def judged(self, step: int, rows: list[Row]) -> Sample:
+        """The rows with what is wrong with them."""
+        usual = _medians(rows)
+        return Sample(step, tuple(row._replace(bad=self._why(row, *usual[row.gemm])) for row in rows))
+
+    def _why(self, row: Row, sqnr_db: float, underflow: float) -> str:
+        if any(map(math.isnan, (row.sqnr_db, row.amax_a, row.amax_b))) or math.inf in (row.amax_a, row.amax_b):
+            return "not finite"
+        if row.clipped > self.clipped:
+            return f"{100 * row.clipped:.1f} % clipped"
+        if row.sqnr_db < sqnr_db - self.below_db:
+            return f"SQNR {row.sqnr_db:.1f} dB, median {sqnr_db:.1f} dB"
+        if row.underflow > underflow + self.underflow:
+            return f"{100 * row.underflow:.0f} % underflow, median {100 * underflow:.0f} %"
+        return ""
+
+
+def numerics(
+    every: int = 20,
+    *,
+    layers: str = "*",
+    tokens: int = 256,
+    below_db: float = 6.0,
+    clipped: float = 0.01,
+    underflow: float = 0.1,
+    keep: int = 100,
+) -> Numerics:
+    """A meter for Session(meters=...): SQNR, clipped and underflow share, amax and scale spread of each quantized layer's
+    products, every n-th step.
+
+    layers: a pattern of their names. tokens: how many of the step's first tokens are judged; what a scale over the whole tensor
+    comes from is taken over all of them. A layer is bad where more than `clipped` of its operands are cut, its SQNR is `below_db`
+    under the median of its product over the layers, `underflow` more of its operands fall to zero than in the median layer, or
+    something is not finite. keep: samples in memory.
+
+    The figures are in `session.layers()`, the worst also in the records (worst_sqnr_db, worst_clipped, worst_underflow) and in
+    the panel; `session.first_bad` names the layer that went bad first.
+    """
+    return Numerics(every, layers, tokens, below_db, clipped, underflow, keep)
+
+
+class Watcher:
+    """The meter of one session: `watch` around a step's forward and backward, a call after it, `arrived` once it is there."""
+
+    def __init__(self, value: Numerics) -> None:
+        self.value = value
+        self.samples: deque[Sample] = deque(maxlen=value.keep)
+        self.first_bad = ""
+        self.__name__ = "numerics"
+        self._due = False
+        self._error: Exception | None = None
+        self._order: list[str] = []  # layers as forward reached them
+        self._taken: dict[str, _Taken] = {}  # those whose dy is on its way
+        self._figures: dict[str, dict[str, Tensor]] = {}
+        self._pending: deque[tuple[int, list[tuple[str, str]], Tensor]] = deque()
+
+    def due(self, step: int) -> bool:
+        return step % self.value.every == 0
+
+    @contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """While it lasts, the operands of the quantized layers are taken. Call it only around a step that is due."""
+        self._due, self._order, self._taken, self._figures = True, [], {}, {}
+        handles = [
+            layer.register_forward_hook(self._hook(name, layer))
+            for name, layer in _linear_layers(model)
+            if isinstance(layer, Linear) and layer.precision is not None and fnmatch(name, self.value.layers)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        for name, taken in self._taken.items():  # no gradient came
+            self._try(self._judge, name, taken, None)
+        self._taken = {}
+
+    def __call__(self, session: Session) -> Mapping[str, Tensor | float]:
+        if not self._due:
+            return {}
+        self._due = False
+        if self._error is not None:
+            raise self._error
+        forward = [(name, "forward") for name in self._order]
+        backward = [(name, gemm) for name in reversed(self._order) for gemm in ("grad_input", "grad_weight")]
+        rows = [(name, gemm) for name, gemm in forward + backward if gemm in self._figures.get(name, {})]
+        if not rows:
+            return {}
+        table = torch.stack([self._figures[name][gemm] for name, gemm in rows])
+        self._pending.append((session.steps, rows, pinned(table)))
+        self._figures = {}
+        sqnr_db, clipped, underflow = table[:, 0], table[:, 1], table[:, 2]
+        return {
+            "worst_sqnr_db": sqnr_db.amin(),
+            "worst_clipped": clipped.amax(),
+            "worst_underflow": underflow.amax(),
+        }
+
+    def arrived(self, step: int) -> Sample | None:
+        """The sample of `step`, whose record has arrived; None where it was not sampled."""
+        while self._pending and self._pending[0][0] <= step:
+            at, names, table = self._pending.popleft()
+            if at < step:
+                continue
+            sample = self.value.judged(at, [Row(*name, *row) for name, row in zip(names, table.tolist())])
+            self.samples.append(sample)
+            self.first_bad = self.first_bad or sample.first_bad
+            return sample
+        return None
+
+    def frame(self) -> pd.DataFrame:
+        import pandas as pd
+
+        rows = [(sample.step, *row) for sample in self.samples for row in sample.rows]
+        return pd.DataFrame(rows, columns=["step", *Row._fields])
+
+    # -- inside the step
+
+    def _hook(self, name: str, layer: Linear) -> Any:
+        def forward(module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+            if name in self._order or not torch.is_grad_enabled():  # one part of a step; recompute comes again
+                return
+            self._order.append(name)
+            self._try(self._take, name, layer, args, y)
+
+        return forward
+
+    def _take(self, name: str, layer: Linear, args: tuple[Tensor, ...], y: Tensor) -> None:
+        x = args[0]
+        x_TK = x.detach().flatten(0, -2)
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        # a copy: the layer itself may let go of x, and who owns it may change it
+        self._taken[name] = _Taken(layer, x_TK[: self.value.tokens].to(dtype, copy=True), _largest(x_TK))
+        if y.requires_grad:
+            y.register_hook(lambda dy: self._try(self._meet, name, dy))
+
+    def _meet(self, name: str, dy: Tensor) -> None:
+        taken = self._taken.pop(name, None)
+        if taken is not None:
+            self._judge(name, taken, dy.detach().flatten(0, -2))
+
+    def _try(self, work: Callable[..., None], *args: Any) -> None:
+        """A meter that fails must not take the step with it: the session drops it afterwards."""
+        if self._error is None:
+            try:
+                work(*args)
+            except Exception as error:
+                self._error = error
+
+    @torch.no_grad()
+    def _judge(self, name: str, taken: _Taken, dy_TN: Tensor | None) -> None:
+        layer, precision, x_TK = taken.layer, taken.layer.precision, taken.x_TK
+        assert precision is not None
+        kind = x_TK.device.type
+        # what a step computes under autocast is not to be cast here once more
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+            w_NK = layer.dense_weight(x_TK.dtype).detach()
+            part = None if dy_TN is None else dy_TN[: self.value.tokens].to(x_TK.dtype)
+            own = {"x": taken.amax, "w": _largest(w_NK)} | ({} if dy_TN is None else {"dy": _largest(dy_TN)})
+            missing = torch.full((), math.nan, device=x_TK.device)
+            in_force = dict.fromkeys(own, missing)
+            amaxes = dict(own)
+            if precision.scales is not None:
+                for role in own:
+                    in_force[role] = precision.scales.in_force_S[precision.first_slot + _SLOTS[role]].clone()
+                    amaxes[role] = torch.where(in_force[role] > 0, in_force[role], own[role])
+            figures = {}
+            operands = Operands(x_TK, w_NK, part)
+            for gemm, values in judge(precision.recipe, operands, stored=layer.stored, amaxes=amaxes):
+                if not getattr(precision.recipe, gemm).quantized or (
+                    gemm == "grad_weight" and not layer.weight.requires_grad
+                ):
+                    continue
+                a, b = ROLES[gemm]
+                tail = (own[a], own[b], values[5], in_force[a], in_force[b])
+                figures[gemm] = torch.cat([values[:3], torch.stack([t.float() for t in tail])])
+            self._figures[name] = figures
+
+
+@dataclass(frozen=True, eq=False)
+class _Taken:
+    """A layer's input: the first tokens of it, and the largest magnitude of all of it."""
+
+    layer: Linear
+    x_TK: Tensor
+    amax: Tensor
+
+
+def _largest(x: Tensor) -> Tensor:
+    return torch.stack(torch.aminmax(x)).abs().amax().float()
+
+
+def _medians(rows: list[Row] | tuple[Row, ...]) -> dict[str, tuple[float, float]]:
+    """Median SQNR and underflow of each product over the layers."""
+    return {
+        gemm: (
+            median(_key(row.sqnr_db) for row in rows if row.gemm == gemm),
+            median(row.underflow for row in rows if row.gemm == gemm),
+        )
+        for gemm in dict.fromkeys(row.gemm for row in rows)
+    }
+
+
+def _key(sqnr_db: float) -> float:
+    """A number that sorts and has a median: exact is best of all, what is not a number worst."""
+    return -1e3 if math.isnan(sqnr_db) else max(-1e3, min(sqnr_db, 1e3))
