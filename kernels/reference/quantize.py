@@ -135,11 +135,11 @@ def encode(
 
 def round_stochastic(y: Tensor, format: Format, key: Tensor) -> Tensor:
     """Round in-range float32 numbers up or down with P(up) = (|y| - low) / (high - low): unbiased. NaN stays NaN."""
-    _, exponent = torch.frexp(y.abs())  # |y| = m * 2^exponent with m in [.5, 1)
-    step_exponent = (exponent - 1).clamp(min=1 - format.bias) - format.mantissa_bits
-    steps = torch.ldexp(y.abs(), -step_exponent)
-    rounded = torch.ldexp(torch.floor(steps + uniform(y.shape, key)), step_exponent).clamp(max=format.max)
-    return torch.where(y.isnan(), y, torch.copysign(rounded, y))
+    magnitude = y.abs()
+    binade = round_down_to_power_of_two(magnitude).clamp_(min=format.min_normal)
+    steps = magnitude.div_(binade).mul_(2.0**format.mantissa_bits)  # powers of two: exact
+    rounded = steps.add_(uniform(y.shape, key)).floor_().mul_(2.0**-format.mantissa_bits).mul_(binade)
+    return torch.where(y.isnan(), y, torch.copysign(rounded.clamp_(max=format.max), y))
 
 
 def decode(

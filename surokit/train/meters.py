@@ -81,7 +81,7 @@ class Numerics:
     every: int = 20
     layers: str = "*"
     tokens: int = 256
-    below_db: float = 6.0
+    below_db: float = 12.0
     clipped: float = 0.01
     underflow: float = 0.1
     keep: int = 100
@@ -117,7 +117,7 @@ def numerics(
     *,
     layers: str = "*",
     tokens: int = 256,
-    below_db: float = 6.0,
+    below_db: float = 12.0,
     clipped: float = 0.01,
     underflow: float = 0.1,
     keep: int = 100,
