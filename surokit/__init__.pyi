@@ -79,4 +79,5 @@ __version__: str
 _NAMES: dict[str, str]
 _MODULES: set[str]
 __all__: list[str]
+
 def load_ipython_extension(ipython: Any) -> None: ...
