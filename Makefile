@@ -36,10 +36,11 @@ test: $(VENV)/.test ## all tests: lint, types, units, notebooks
 
 # the environment at hand will do if it has torch, triton, numpy, safetensors and pytest; the package is added without anything else
 GPU_PY ?= $(if $(wildcard $(PY)),$(PY),python3)
-test-gpu: ## tests that need a CUDA device (make test-gpu GPU_PY=python3 takes another environment than .venv)
+test-gpu: ## tests on a CUDA device, every Triton kernel among them (GPU_PY=python3 takes another environment than .venv)
 	@$(GPU_PY) -c 'import surokit.kernels.reference' 2>/dev/null || \
 		$(GPU_PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@$(GPU_PY) -m pytest tests/gpu tests/profiler/test_gpu.py -m gpu -q -rs
+	@$(GPU_PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "There is no CUDA device: make test runs without one.")'
+	@$(GPU_PY) -m pytest tests/gpu tests/profiler/test_gpu.py tests/kernels/test_triton_*.py -m "not soak" -q -rs
 
 soak: $(VENV)/.test ## long runs: full counts, large fuzz, many kills; raw output goes to docs/measurements
 	@$(PYTEST) -m soak -q

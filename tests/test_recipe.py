@@ -95,7 +95,9 @@ def test_storage_goes_under_any_products():
     assert both.name == "fp8-block+qfp8"
     assert both.storage == sk.QFP8.storage
     assert both.forward == sk.FP8_BLOCK.forward
+    assert both.storage
     assert both.takes_codes(both.storage)  # multiplied as they are
+    assert sk.QNF4.storage
     assert not sk.FP4.store(sk.QNF4).takes_codes(sk.QNF4.storage)
     assert sk.FP8.store(sk.Quantizer(sk.E2M1, sk.MX(32))).name == "fp8+e2m1"
     with pytest.raises(ValueError, match="fp8 stores no weights"):

@@ -23,6 +23,8 @@ from .fp4 import decode_nibbles, encode_nibbles, pack_pairs, unpack_pairs
 from .quantize import cast_scaled, format_constants, magnitude_bits, round_stochastic
 from .random import random_uniform
 
+NEEDS = (8, 9)  # compute capability: before it Triton has no E4M3
+
 
 @triton.jit
 def scale_bytes(top, MAX: tl.constexpr, MANTISSA: tl.constexpr, EMAX: tl.constexpr, RULE: tl.constexpr):

@@ -94,6 +94,9 @@ def _found(folder: str, file: str, function: str, device: torch.device) -> tuple
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         return None, "" if error.name == name else f"{folder} cannot be loaded here ({error})"
+    needs = getattr(module, "NEEDS", (0, 0))
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < needs:
+        return None, f"kernels/{folder}/{file} needs compute capability {needs[0]}.{needs[1]}"
     if hasattr(module, "why"):  # CUDA C++ has to be built for the device
         served, reason = module.why(device)
         if not served:

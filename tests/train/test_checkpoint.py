@@ -535,15 +535,16 @@ class TestDecoder:
 
 
 def test_a_sharded_model_is_refused_before_anything_is_written(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
     from surokit.train import checkpoint
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = torch.nn.Linear(4, 4)
-        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         assert isinstance(model.weight, DTensor)
         with pytest.raises(CheckpointError, match=r"sharded over processes.*torch\.distributed\.checkpoint"):
             checkpoint.save(tmp_path / "run", model, {}, {"step": 1}, None, None)

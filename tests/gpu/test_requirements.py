@@ -1,0 +1,60 @@
+"""What the GPU suite may import: torch, triton, numpy, safetensors, pytest, and what these bring. No GPU is needed to know it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# collects the suite in a process where the other packages of this environment cannot be imported
+COLLECT = """
+import importlib.metadata as metadata, re, sys
+from importlib.machinery import PathFinder
+
+def closure(names):
+    found, open_ = set(), list(names)
+    while open_:
+        name = re.sub(r"[-_.]+", "-", open_.pop()).lower()
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            needs = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        open_ += [re.match(r"[A-Za-z0-9._-]+", need)[0] for need in needs if "extra ==" not in need]
+    return found
+
+allowed = closure(["torch", "triton", "numpy", "safetensors", "pytest", "pip", "setuptools"]) | {"surokit"}
+packages = metadata.packages_distributions()
+hidden = {
+    module for module, owners in packages.items() if not {re.sub(r"[-_.]+", "-", o).lower() for o in owners} & allowed
+}
+hidden -= {"ml_dtypes"}  # for Triton's interpreter, which stands in where there is no GPU
+
+class Visible(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden else super().find_spec(name, path, target)
+
+assert "hypothesis" in hidden and "torchao" in hidden and "torch" not in hidden
+sys.meta_path[sys.meta_path.index(PathFinder)] = Visible
+import pytest
+sys.exit(pytest.main([*sys.argv[1:], "--collect-only", "-q", "-p", "no:cacheprovider"]))
+"""
+
+
+def test_the_suite_needs_no_other_package():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    command = re.search(r"\$\(GPU_PY\) -m pytest (?P<files>.*) -m ", makefile)
+    assert command
+    files = [str(path) for pattern in command["files"].split() for path in sorted(ROOT.glob(pattern))]
+    assert len(files) > 10
+    environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PATH": "/usr/bin:/bin", "HOME": "/tmp"}
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT, *files], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "test_triton.py" in done.stdout
+    assert "test_triton_quantize.py" in done.stdout
