@@ -43,8 +43,10 @@ def built(stem: str, device: torch.device) -> Built:
 
 @cache
 def _build(stem: str, major: int, minor: int) -> Built:
-    from torch.utils import cpp_extension  # slow to import, and logs where there is no CUDA
-
+    try:
+        from torch.utils import cpp_extension  # slow to import, and logs where there is no CUDA
+    except ImportError as error:  # it wants setuptools
+        return Built(None, f"torch's loader of extensions cannot be imported ({error})")
     if cpp_extension.CUDA_HOME is None:
         return Built(
             None, "there is no CUDA compiler: install the CUDA toolkit (nvcc) or set CUDA_HOME, and start again"

@@ -24,24 +24,18 @@ import torch
 from torch import Tensor
 
 from .adamw import stochastic_bf16
+from .dynamic8bit import numbers
 
 BLOCK = 256
 _MIN_ABSMAX = 2.0**-126  # the smallest normal number: below it the inverse would overflow
-_CHUNK_CPU, _CHUNK = (
-    1 << 16,
-    1 << 24,
-)  # elements at a time, powers of two: what a CPU's cache holds, and what a GPU needs
+# elements at a time, powers of two: what a CPU's cache holds, and what a GPU needs
+_CHUNK_CPU, _CHUNK = 1 << 16, 1 << 24
 
 
 @cache
 def dynamic_map(signed: bool, device: torch.device) -> Tensor:
     """The 256 values of the codes, ascending, float32."""
-    values = [0.0, 1.0]
-    for e in range(7):
-        edges = torch.linspace(0.1, 1.0, 2 ** (6 - e if signed else 7 - e) + 1, dtype=torch.float32, device="cpu")
-        middles = 10.0**-e * ((edges[:-1] + edges[1:]) / 2)
-        values += middles.tolist() + ((-middles).tolist() if signed else [])
-    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
+    return torch.tensor(numbers(signed), dtype=torch.float32, device=device)
 
 
 @cache

@@ -7,17 +7,15 @@ HIGH nibble (E2M1 has it the other way round). Full blocks multiply by 1 / absma
 kept because a checkpoint should come out the same.
 
 Double quantization holds the scales in a byte: their mean is subtracted, blocks of 256 of what is left are divided by their own
-absmax and take the nearest of 256 numbers, the dynamic map. A NaN or inf makes its block's absmax NaN, and the block decodes to
-NaN; with double quantization the mean becomes NaN, and with it the whole matrix. (On a CPU bitsandbytes takes the number nearest
-to a grid point near the quotient; so about one in 500 of its codes of scales is the second nearest.)
+absmax and take the nearest of the 256 numbers of dynamic8bit.py. A NaN or inf makes its block's absmax NaN, and the block
+decodes to NaN; with double quantization the mean becomes NaN, and with it the whole matrix. (On a CPU bitsandbytes takes the
+number nearest to a grid point near the quotient; so about one in 500 of its codes of scales is the second nearest.)
 
-Shapes: M rows, K columns, B blocks of 64. Sources: QLoRA (Dettmers et al., 2023); bitsandbytes for the order of operations and
-the codes of dynamic quantization (Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, 2015).
+Shapes: M rows, K columns, B blocks of 64. Sources: QLoRA (Dettmers et al., 2023); bitsandbytes for the order of operations.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import pairwise
 
 import torch
@@ -25,13 +23,14 @@ from torch import Tensor
 
 from surokit.formats import NF4
 
+from .dynamic8bit import numbers
 from .fp4 import table
 
 BLOCK = 64
 DOUBLE = 256  # scales in a block of double quantization
 LEAST = 1e-38  # of an absmax that is divided by: below, 1 / absmax would overflow
 
-_MIDPOINTS = tuple(0.5 * (low + high) for low, high in pairwise(NF4.values))
+MIDPOINTS = tuple(0.5 * (low + high) for low, high in pairwise(NF4.values))
 
 
 def quantize(x_MK: Tensor, double: int = 0) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
@@ -48,7 +47,7 @@ def quantize(x_MK: Tensor, double: int = 0) -> tuple[Tensor, Tensor, tuple[Tenso
     M, K = x_MK.shape
     y, absmax = _normalized(x_MK.reshape(-1).float(), BLOCK)
     q = torch.full(y.shape, len(NF4.values) - 1, dtype=torch.uint8, device=y.device)
-    for midpoint in _MIDPOINTS:
+    for midpoint in MIDPOINTS:
         q -= (y <= midpoint).view(torch.uint8)
     if q.numel() % 2:
         q = torch.nn.functional.pad(q, (0, 1), value=NF4.values.index(0.0))
@@ -56,11 +55,17 @@ def quantize(x_MK: Tensor, double: int = 0) -> tuple[Tensor, Tensor, tuple[Tenso
     shape = (1, -1) if K % BLOCK else (M, K // BLOCK)
     if not double:
         return codes, absmax.view(shape), ()
+    q, second = quantize_scales(absmax)
+    return codes, q.view(shape), second
+
+
+def quantize_scales(absmax: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Double quantization: 8-bit codes of the absmaxes [B] less their mean; their own absmax [ceil(B/256)] and the mean [1]."""
     offset = absmax.mean().view(1)
     y, second = _normalized(absmax - offset, DOUBLE)
-    numbers = table(dynamic_map(), torch.float32, y.device)
-    q = torch.bucketize(y, 0.5 * (numbers[:-1] + numbers[1:]), out_int32=True).to(torch.uint8)
-    return codes, q.view(shape), (second, offset)
+    values = table(numbers(signed=True), torch.float32, y.device)
+    q = torch.bucketize(y, 0.5 * (values[:-1] + values[1:]), out_int32=True).to(torch.uint8)
+    return q, (second, offset)
 
 
 def dequantize(
@@ -74,7 +79,10 @@ def dequantize(
     elements = shape[0] * shape[1]
     absmax = scales.reshape(-1)
     if second:
-        absmax = _times(table(dynamic_map(), torch.float32, codes.device)[absmax.int()], second[0], DOUBLE) + second[1]
+        absmax = (
+            _times(table(numbers(signed=True), torch.float32, codes.device)[absmax.int()], second[0], DOUBLE)
+            + second[1]
+        )
     codes = codes.reshape(-1)
     q = torch.stack((codes >> 4, codes & 15), dim=-1).view(-1)[:elements]
     return _times(table(NF4.values, torch.float32, codes.device)[q.int()], absmax, BLOCK).to(dtype).view(shape)
@@ -98,18 +106,3 @@ def _times(x: Tensor, scales: Tensor, block: int) -> Tensor:
     full = n // block
     y = (x[: full * block].view(-1, block) * scales[:full, None]).view(-1)
     return torch.cat((y, x[full * block :] * scales[full])) if n % block else y
-
-
-@cache
-def dynamic_map() -> tuple[float, ...]:
-    """The 256 numbers of signed dynamic quantization, ascending.
-
-    For each power of ten from 1 down to 10^-6 the interval [.1, 1] times it is cut into equal parts, 64 for the first and half
-    as many each time; the numbers are the middles, with both signs. 0 and 1 complete them.
-    """
-    numbers = [0.0, 1.0]
-    for digits in range(7):
-        edges = torch.linspace(0.1, 1, 2 ** (6 - digits) + 1)
-        middles = ((edges[:-1] + edges[1:]) / 2 * 10.0**-digits).tolist()
-        numbers += middles + [-m for m in middles]
-    return tuple(sorted(numbers))

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from surokit.formats import NF4
 from surokit.kernels.reference import nf4 as reference
+from surokit.kernels.reference.dynamic8bit import numbers
 from surokit.kernels.reference.fp4 import table
 
-_MIDPOINTS: tl.constexpr = tl.constexpr(reference._MIDPOINTS)
+_MIDPOINTS: tl.constexpr = tl.constexpr(reference.MIDPOINTS)
 _LEAST: tl.constexpr = tl.constexpr(reference.LEAST)
 _ZERO: tl.constexpr = tl.constexpr(NF4.values.index(0.0))
 _DOUBLE: tl.constexpr = tl.constexpr(reference.DOUBLE)
@@ -68,7 +69,7 @@ def dequantize_kernel(
 
 def tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """The 16 numbers of NF4 and the 256 of the dynamic map, float32."""
-    return table(NF4.values, torch.float32, device), table(reference.dynamic_map(), torch.float32, device)
+    return table(NF4.values, torch.float32, device), table(numbers(signed=True), torch.float32, device)
 
 
 def quantize(x_MK: Tensor, double: int = 0) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
@@ -82,11 +83,8 @@ def quantize(x_MK: Tensor, double: int = 0) -> tuple[Tensor, Tensor, tuple[Tenso
         quantize_kernel[grid](x_MK.contiguous(), codes, scales, n, codes.numel(), BLOCKS=64, enable_fp_fusion=False)
     if not double:
         return codes, scales, ()
-    offset = scales.mean().view(1)
-    y, second = reference._normalized(scales.view(-1) - offset, reference.DOUBLE)
-    numbers = tables(x_MK.device)[1]
-    q = torch.bucketize(y, 0.5 * (numbers[:-1] + numbers[1:]), out_int32=True).to(torch.uint8)
-    return codes, q.view(scales.shape), (second, offset)
+    q, second = reference.quantize_scales(scales.view(-1))
+    return codes, q.view(scales.shape), second
 
 
 def dequantize(

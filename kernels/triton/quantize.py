@@ -376,7 +376,7 @@ def quantize_both(
     if square:
         tops = _amax(x_MK, rows, columns)
         _encode(x_MK, tops, codes, scales, rows, columns, floor, options, codes_t=codes_t)
-        return codes, scales, codes_t, scales.t()
+        return codes, scales, codes_t, scales_t.copy_(scales.t())  # an operation's results share no memory
     top_rows, top_columns = x_MK.new_zeros(M + K, dtype=torch.float32).split((M, K))
     _amax_both(x_MK, top_rows, top_columns)
     _encode(x_MK, top_rows.view(M, 1), codes, scales, 1, 0, floor, options, top_columns, codes_t, scales_t)

@@ -197,7 +197,8 @@ def _result_type(dtype: torch.dtype) -> torch.dtype:
 def _rows(codes: Tensor) -> Tensor:
     """The same codes with contiguous rows; a transposed view is turned by the operation for it."""
     if codes.is_contiguous():
-        return codes
+        # a single row may be the view of a column, whose strides (1, 1) torch takes for a column's: give it a row's
+        return codes.view(-1).view(codes.shape)
     turned = codes.t()
     return torch.ops.surokit.transpose_fp8(turned) if turned.is_contiguous() else codes.contiguous()
 

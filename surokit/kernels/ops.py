@@ -13,7 +13,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from typing import Any
 
 import torch
@@ -82,9 +82,22 @@ def _serving(function: Function, device: torch.device, folders: tuple[str, ...])
     for folder in folders:
         form, why_not = _found(folder, file, function.__name__, device)
         if form:
-            return folder, form, f"kernels/{folder}/{file}"
+            return folder, _on(device, form) if folder == "triton" else form, f"kernels/{folder}/{file}"
         reasons += [why_not] if why_not else []
     return "reference", function, "; ".join(reasons) or "the definition in PyTorch"
+
+
+def _on(device: torch.device, form: Function) -> Function:
+    """Triton launches on the current device, wherever the tensors are: among several, theirs has to be made the current one."""
+    if torch.cuda.device_count() < 2:
+        return form
+
+    @wraps(form)
+    def there(*args: Any, **options: Any) -> Any:
+        with torch.cuda.device(device):
+            return form(*args, **options)
+
+    return there
 
 
 def _found(folder: str, file: str, function: str, device: torch.device) -> tuple[Function | None, str]:

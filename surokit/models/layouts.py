@@ -27,7 +27,7 @@ from torch.nn import functional as F
 import surokit
 from surokit.errors import CheckpointError
 from surokit.formats import E2M1, E4M3, NF4
-from surokit.kernels.reference.nf4 import dynamic_map
+from surokit.kernels.reference.dynamic8bit import numbers
 from surokit.models.folder import FLOATS, Wanted
 from surokit.quantized import Quantized
 from surokit.quantizer import MX, NV, Block, NFBlock, Quantizer
@@ -272,7 +272,10 @@ class BitsAndBytesNF4(Layout):
         }
         if Q.second:
             absmax, offset = Q.second
-            tensors |= {f"{weight}.nested_absmax": absmax, f"{weight}.nested_quant_map": torch.tensor(dynamic_map())}
+            tensors |= {
+                f"{weight}.nested_absmax": absmax,
+                f"{weight}.nested_quant_map": torch.tensor(numbers(signed=True)),
+            }
             state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(offset)}
         tensors[weight + _STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
         return tensors
@@ -318,7 +321,7 @@ class BitsAndBytesNF4(Layout):
             raise CheckpointError(
                 f"{weight}{_STATE} is damaged ({error!r}): copy or download the file again."
             ) from error
-        maps = {"quant_map": NF4.values} | ({"nested_quant_map": dynamic_map()} if self.double else {})
+        maps = {"quant_map": NF4.values} | ({"nested_quant_map": numbers(signed=True)} if self.double else {})
         other = [
             key for key, values in maps.items() if not torch.equal(tensors[f"{weight}.{key}"], torch.tensor(values))
         ]

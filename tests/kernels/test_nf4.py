@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from surokit.formats import NF4
 from surokit.kernels.reference import nf4
+from surokit.kernels.reference.dynamic8bit import numbers
 
 GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "nf4.safetensors")
 NAMES = sorted(n.removesuffix(".dequant") for n in GOLDEN if n.endswith(".dequant"))
@@ -51,8 +52,8 @@ def test_golden_vectors(name):
 
 def test_tables_are_those_of_the_vectors():
     assert torch.equal(NUMBERS, GOLDEN["codebook"])
-    assert torch.equal(torch.tensor(nf4.dynamic_map()), GOLDEN["dynamic_map"])
-    assert list(nf4.dynamic_map()) == sorted(set(nf4.dynamic_map()))
+    assert torch.equal(torch.tensor(numbers(signed=True)), GOLDEN["dynamic_map"])
+    assert list(numbers(signed=True)) == sorted(set(numbers(signed=True)))
 
 
 def against_bitsandbytes(x, double):
@@ -80,11 +81,11 @@ def against_bitsandbytes(x, double):
 
 def nearly_equal(x, absmax, ours, theirs):
     """Codes of scales are the nearest; on a CPU bitsandbytes looks up the nearest of a grid of 65,536 points instead."""
-    numbers = torch.tensor(nf4.dynamic_map(), dtype=torch.float64)
+    values = torch.tensor(numbers(signed=True), dtype=torch.float64)
     absmax = absmax.double().repeat_interleave(256)[: len(x)]
     y = (x.double() / absmax)[absmax > 0]  # codes with scale 0 mean nothing
-    ours, theirs = ((y - numbers[codes.long()[absmax > 0]]).abs() for codes in (ours, theirs))
-    nearest = (y[:, None] - numbers).abs().amin(1) if len(y) else ours
+    ours, theirs = ((y - values[codes.long()[absmax > 0]]).abs() for codes in (ours, theirs))
+    nearest = (y[:, None] - values).abs().amin(1) if len(y) else ours
     assert (ours <= nearest + 1e-7).all()
     assert (theirs <= nearest + 2 / 65535).all()
     assert (ours != theirs).sum() <= 2 + 0.02 * len(y)
