@@ -1,6 +1,6 @@
 """How much each recipe's quantization disturbs each product of a model, on the user's own batch, without training.
 
-One forward and backward in bfloat16 gives every layer's x, w and dy. Each recipe's three products are then computed from
+One forward and backward in the model's own dtype, nothing quantized, gives every layer's x, w and dy. Each recipe's three products are then computed from
 these and compared with the float32 product: SQNR in dB, and for the operands what was clipped, what fell to zero, the largest
 magnitudes and how far the scales lie apart. Every recipe sees the same operands, so the differences are its own.
 
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from surokit.convert import _linear_layers, on_device, precision, why_kept
-from surokit.kernels.reference import quantize as tiles
+from surokit import kernels
+from surokit.convert import linear_layers, on_device, precision, why_kept
 from surokit.nn.linear import Linear
 from surokit.product import product
 from surokit.quantized import Quantized, quantize
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 # what `judge` says of a product: amax_a and amax_b are of its two operands in the order of the algebra, scale_spread is the
 # wider of theirs: binades from the smallest scale of an operand to its largest, tiles of zeros left out
 FIGURES = ("sqnr_db", "clipped", "underflow", "amax_a", "amax_b", "scale_spread")
-ROLES = {"forward": ("x", "w"), "grad_input": ("dy", "w"), "grad_weight": ("dy", "x")}  # the operands of each product
 SEED = 0  # of stochastic rounding, so that the same operands are judged alike
 
 
@@ -44,13 +43,16 @@ def compare(model: nn.Module, batch: Mapping[str, Tensor], *recipes: Recipe | st
     `batch` is {"input_ids": [B, T], "labels": [B, T]}. Parameters, gradients, random states and delayed-scaling histories are
     not touched; a delayed recipe is judged with the batch's own amaxes, stochastic rounding with a fixed seed. Layers that a
     recipe keeps in bfloat16 are left out for it, as is grad_weight where it freezes the weights.
+
+    The reference is each weight as the model holds it: what storing it has already lost does not show, and a recipe with the
+    same storage reports its forward and grad_input as exact (inf) where nothing else is quantized.
     """
     import pandas as pd
 
     chosen = [find_recipe(r) for r in recipes]
     if not chosen:
         raise ValueError("compare() needs at least one recipe, for example compare(model, batch, surokit.FP8).")
-    layers = dict(_linear_layers(model))
+    layers = dict(linear_layers(model))
     blocks = count_blocks(layers)
     rows, figures = [], []
     found = operands_of(model, batch)
@@ -94,7 +96,7 @@ def judge(
     stored: Quantized | None = None,
     amaxes: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(product, its FIGURES as a float32 tensor) for each product of a layer, as `nn/linear.py` computes it.
+    """(product, its FIGURES as a float32 tensor) for each product of a layer, as `nn/products.py` computes it.
 
     stored: the weight as it is held, which then takes w's place. amaxes: by "x", "w" and "dy", what scales that cover a whole
     tensor come from; without them, from the operands' own. Nothing here waits for the device or draws from its random state.
@@ -165,7 +167,7 @@ def _spread(Q: Quantized, x_MK: Tensor) -> Tensor:
     rows, columns = Q.quantizer.scaling.tile()
     if not rows and not columns:
         return torch.zeros((), device=x_MK.device)
-    amax_RC = tiles.amax(Q._rotated(x_MK), rows, columns)
+    amax_RC = kernels.amax(Q.rotated(x_MK), rows, columns)
     smallest = torch.where(amax_RC == 0, torch.inf, amax_RC).amin()
     return torch.where(amax_RC.amax() == 0, 0.0, torch.log2(amax_RC.amax() / smallest))
 
@@ -181,13 +183,14 @@ def _seed(q: Quantizer) -> int | None:
 
 
 def operands_of(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Operands]:
-    """The operands of every linear layer that the batch reaches, from one forward and backward in bfloat16.
+    """The operands of every linear layer that the batch reaches, from one unquantized forward and backward.
 
-    In evaluation mode: dropout would draw from the random state, and make every call another one.
+    They are in the model's dtype: a float32 model runs in float32. In evaluation mode: dropout would
+    draw from the random state, and make every call another one.
     """
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
-    layers = dict(_linear_layers(model))
+    layers = dict(linear_layers(model))
 
     def remember(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from surokit.nn.delayed import DelayedScales
+from surokit.nn.delayed import DelayedScales, banks_of
 from surokit.nn.linear import Linear
 from surokit.nn.products import Precision
 from surokit.product import computes
-from surokit.recipe import BF16, Recipe, Rule, count_blocks, find_recipe
+from surokit.quantized import quantize
+from surokit.recipe import BF16, Recipe, count_blocks, find_recipe
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,31 +105,42 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
     A recipe with a storage or an adapter freezes the base model. `surokit.BF16` undoes the products of an earlier recipe; a
     stored weight is then dequantized, which does not bring back what quantizing lost. An adapter that is already there stays.
 
-    Raises ValueError for an unknown recipe name, a model without linear layers, or an adapter whose targets match none.
+    Raises ValueError for an unknown recipe name or GPU, a model without linear layers, or an adapter whose targets match none;
+    TypeError for stored weights that a cast has spoilt. The model is then as it was.
     """
     recipe = find_recipe(recipe)
-    layers = list(_linear_layers(model))
+    layers = list(linear_layers(model))
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no torch.nn.Linear layers, so there is nothing to apply a recipe to."
         )
     blocks = count_blocks(name for name, _ in layers)
+    # whatever can go wrong does so here, before anything changes
     adapted = _to_adapt(model, recipe, layers)
+    dtype = dtype_of(model)
+    for name, layer in layers:
+        _check(name, layer, recipe, blocks, dtype)
+    histories_before = any(int(bank.cursor) for bank in banks_of(model))
     stored_before = sum(isinstance(layer, Linear) and layer.storage is not None for _, layer in layers)
     freed = _freeze(model, recipe.frozen_base)
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    dtype = dtype_of(model)
     rows = [
-        _convert(name, layer, recipe, blocks, id(layer.weight) in embedded, name in adapted, dtype)
+        _convert(
+            name, layer, recipe, blocks, id(layer.weight) in embedded, name in adapted, f"{name}.weight" in freed, dtype
+        )
         for name, layer in layers
     ]
     _share_scales(model, [layer for _, layer in layers], recipe)
     setattr(model, _ATTRIBUTE, recipe)
-    notes = [f"the rule {r} matches no layer" for r in _idle_rules(recipe, layers, blocks)]
+    notes = _idle_rules(recipe, layers, blocks)
+    if histories_before:
+        notes.append(
+            "the delayed-scaling histories so far are dropped: scaling_state() before, load_scaling_state() after"
+        )
     if stored_before and not recipe.storage:
         notes.append(f"{stored_before} stored weights dequantized; what quantizing lost stays lost")
     if freed:
-        notes.append(f"{freed} parameters that an earlier recipe froze are trainable again")
+        notes.append(f"{len(freed)} parameters that an earlier recipe froze are trainable again")
     if not recipe.adapter and (adapters := sum(bool(row.adapter) for row in rows)):
         notes.append(f"{adapters} adapters stay; merge_adapter() or remove_adapter() on a layer ends one")
     if recipe.keeps_decoded:
@@ -155,7 +167,7 @@ def precision(model: nn.Module, recipe: Recipe | str) -> Iterator[nn.Module]:
     `with surokit.precision(model, "bf16")` evaluates a model without its quantization. Stored weights stay as they are.
     """
     recipe = find_recipe(recipe)
-    layers = {name: _adopt(layer) for name, layer in _linear_layers(model)}
+    layers = {name: _adopt(layer) for name, layer in linear_layers(model)}
     blocks = count_blocks(layers)
     before = {layer: layer.precision for layer in layers.values()}
     try:
@@ -173,43 +185,45 @@ def precision(model: nn.Module, recipe: Recipe | str) -> Iterator[nn.Module]:
 
 def scaling_state(model: nn.Module) -> dict[str, Tensor]:
     """The delayed-scaling histories of a model as tensors; empty where no recipe needs them."""
-    bank = _bank(model)
-    return bank.state_dict() if bank else {}
+    banks = banks_of(model)
+    if len(banks) == 1:
+        return banks[0].state_dict()
+    # a recipe was applied to parts of the model one by one
+    return {f"{i}.{key}": value for i, bank in enumerate(banks) for key, value in bank.state_dict().items()}
 
 
 def load_scaling_state(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Restore what `scaling_state` gave; a ValueError where the model's recipe does not fit it."""
-    bank = _bank(model)
-    if bank is None and state:
+    banks = banks_of(model)
+    if not banks and state:
         raise ValueError(
             "There is a delayed-scaling state to load but the model's recipe has none: apply the same recipe first."
         )
-    if bank is not None:
-        if not state:
-            raise ValueError(
-                "The model's recipe needs a delayed-scaling state and there is none: it was saved by another recipe."
-            )
-        bank.load_state_dict(state)
+    if banks and not state:
+        raise ValueError(
+            "The model's recipe needs a delayed-scaling state and there is none: it was saved by another recipe."
+        )
+    saved = len({key.partition(".")[0] for key in state}) if "history" not in state else 1
+    if saved != len(banks):
+        raise ValueError(
+            f"The delayed-scaling state holds {saved} histories and the model has {len(banks)}: apply the recipe to the "
+            "same parts of the model as before."
+        )
+    for i, bank in enumerate(banks):
+        prefix = f"{i}." if saved > 1 else ""
+        bank.load_state_dict({key.removeprefix(prefix): t for key, t in state.items() if key.startswith(prefix)})
 
 
 def roll_scales(model: nn.Module) -> None:
     """Close a step of delayed scaling by hand, for loops without a torch optimizer; optimizers do it by themselves."""
-    bank = _bank(model)
-    if bank is not None:
+    for bank in banks_of(model):
         bank.roll()
-
-
-def _bank(model: nn.Module) -> DelayedScales | None:
-    for module in model.modules():
-        if isinstance(module, Linear) and module.precision is not None and module.precision.scales is not None:
-            return module.precision.scales
-    return None
 
 
 # -- one layer
 
 
-def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Every linear layer but adapters. Subclasses that others made keep their own forward and are left alone."""
     for name, module in model.named_modules():
         if type(module) in (nn.Linear, Linear) and not _is_adapter(name):
@@ -221,18 +235,37 @@ def _is_adapter(name: str) -> bool:
     return any(part.startswith("lora_") for part in name.split("."))
 
 
+def _check(name: str, layer: nn.Linear, recipe: Recipe, blocks: int, dtype: torch.dtype) -> None:
+    """Raise what `_convert` would; its storage meets a matrix of the weight's kind without data."""
+    why = why_kept(name, layer, recipe, blocks)
+    stored = layer.stored if isinstance(layer, Linear) else None  # TypeError where spoilt
+    if recipe.storage and not why and (stored is None or stored.quantizer != recipe.storage):
+        kind = layer.weight.dtype if stored is None else dtype
+        quantize(torch.empty(1, layer.in_features, dtype=kind, device="meta"), recipe.storage)
+
+
 def _convert(
-    name: str, layer: nn.Linear, recipe: Recipe, blocks: int, embedded: bool, adapt: bool, dtype: torch.dtype
+    name: str,
+    layer: nn.Linear,
+    recipe: Recipe,
+    blocks: int,
+    embedded: bool,
+    adapt: bool,
+    trainable: bool,
+    dtype: torch.dtype,
 ) -> Row:
-    """Adopt, quantize and adapt one layer; products that need histories get them afterwards."""
+    """Adopt, quantize and adapt one layer; products that need histories get them afterwards. trainable: a weight that is no
+    longer stored."""
     layer = _adopt(layer)
     why = why_kept(name, layer, recipe, blocks)
+    if layer.precision is not None and layer.precision.scales is not None:
+        layer.precision.scales.layers.discard(layer)
     layer.precision = None
     if recipe.storage and not why and embedded:
         why = "shares its weight with an embedding"
     wanted = None if why else recipe.storage
     if layer.storage != wanted:
-        _dequantize(layer, dtype, trainable=not recipe.frozen_base)
+        _dequantize(layer, dtype, trainable)
         if wanted:
             layer.store(wanted)
     products = on_device(recipe, layer.weight.device)
@@ -288,17 +321,18 @@ def planned_speed(layer: nn.Linear, recipe: Recipe) -> float | None:
     return bf16 / own
 
 
-def _idle_rules(recipe: Recipe, layers: list[tuple[str, nn.Linear]], blocks: int) -> list[Rule]:
-    """Rules by name that speak of no layer: most likely a slip of the pen. Every recipe keeps lm_head, there or not."""
-    names = [name for name, _ in layers]
-    by_name = [rule for rule in recipe.rules if rule.pattern and rule not in BF16.rules]
-    return [rule for rule in by_name if not any(rule.applies(name, blocks) for name in names)]
+def _idle_rules(recipe: Recipe, layers: list[tuple[str, nn.Linear]], blocks: int) -> list[str]:
+    """Notes on rules that speak of no layer: a slip of the pen, or a share of too few blocks. Every recipe keeps lm_head,
+    there or not."""
+    spoken = [rule for rule in recipe.rules if rule not in BF16.rules and (rule.pattern or rule.last_share)]
+    idle = [rule for rule in spoken if not any(rule.applies(name, blocks) for name, _ in layers)]
+    return [f"the rule {r} " + ("matches no layer" if r.pattern else f"covers no block of {blocks}") for r in idle]
 
 
-def _freeze(model: nn.Module, frozen: bool) -> int:
+def _freeze(model: nn.Module, frozen: bool) -> set[str]:
     """Freeze everything but adapters, remembering what was trainable; or give back what an earlier recipe froze.
 
-    Returns how many parameters were given back.
+    Returns the names of those that were given back; a stored weight's codes stay as they are, whatever replaces them may train.
     """
     before: set[str] = getattr(model, _FROZEN, set())
     for name, parameter in model.named_parameters():
@@ -308,7 +342,7 @@ def _freeze(model: nn.Module, frozen: bool) -> int:
         elif not frozen and name in before and parameter.is_floating_point() and parameter.itemsize > 1:
             parameter.requires_grad_(True)
     setattr(model, _FROZEN, before if frozen else set())
-    return 0 if frozen else len(before)
+    return set() if frozen else before
 
 
 def _adopt(layer: nn.Linear) -> Linear:
@@ -337,6 +371,7 @@ def _share_scales(model: nn.Module, layers: list[nn.Linear], recipe: Recipe) -> 
     bank = DelayedScales(history, 3 * len(users), model, users[0].weight.device)
     for i, layer in enumerate(users):
         layer.precision = Precision(recipe, bank, 3 * i)
+        bank.layers.add(layer)
 
 
 def _to_adapt(model: nn.Module, recipe: Recipe, layers: list[tuple[str, nn.Linear]]) -> set[str]:

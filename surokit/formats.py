@@ -1,4 +1,4 @@
-"""Number formats: how many bits, which range, which step.
+"""Number formats: how many bits, which range, which step, and which tensor cores multiply them.
 
 A `Format` is a value: range and step follow from the bits, nothing is typed in twice. There is no torch here, so that the
 planner can use the same values. Sources: OCP 8-bit Floating Point Specification (E4M3 and E5M2), OCP Microscaling
@@ -111,3 +111,43 @@ NF4 = Codebook(
 )
 
 FORMATS: dict[str, Format | Codebook] = {f.name: f for f in (E4M3, E5M2, E2M1, E8M0, NF4, BF16_FORMAT, FP32_FORMAT)}
+
+
+#: A product that tensor cores compute, by the scaling of its two operands: float8 with a scale a tensor or a row, float8 in
+#: 1 x 128 and 128 x 128 blocks, float8 in MX blocks, NVFP4. MXFP4 has no kind: torch has no product for it on NVIDIA devices.
+Kind = Literal["tensor", "row", "block", "mx", "nv"]
+
+
+@dataclass(frozen=True)
+class TensorCores:
+    """What computes a kind of product: NVIDIA GPUs of compute capability `first` to `last`, and a CUDA version at least."""
+
+    name: str
+    bits: int  # of the operands: which peak such a product has
+    first: tuple[int, int]
+    last: tuple[int, int] | None = None
+    cuda: tuple[int, int] | None = None
+
+    def on(self, capability: tuple[int, int]) -> bool:
+        """Whether GPUs of this compute capability have them."""
+        return self.first <= capability and (self.last is None or capability <= self.last)
+
+    @property
+    def where(self) -> str:
+        """In words: "compute capability 8.9 and up"."""
+        words = f"compute capability {self.first[0]}.{self.first[1]}" + ("" if self.last else " and up")
+        return words + (f", CUDA {self.cuda[0]}.{self.cuda[1]}" if self.cuda else "")
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.where})"
+
+
+_FLOAT8 = TensorCores("float8 tensor cores", 8, (8, 9))
+#: Source: cuBLAS documentation, and the checks of torch.nn.functional.scaled_mm.
+TENSOR_CORES: dict[Kind, TensorCores] = {
+    "tensor": _FLOAT8,
+    "row": _FLOAT8,
+    "block": TensorCores("float8 block scales", 8, (9, 0), last=(9, 0), cuda=(12, 9)),
+    "mx": TensorCores("Microscaling tensor cores", 8, (10, 0)),
+    "nv": TensorCores("NVFP4 tensor cores", 4, (10, 0)),
+}

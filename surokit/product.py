@@ -4,7 +4,8 @@
 
 The emulation multiplies what the codes stand for in bfloat16 and sums in float32. Every product of two 8-bit or 4-bit numbers
 with their block scales is exact there, so the result is the tensor core's up to the order of the sums (kernels/reference/gemm.py).
-It says nothing about the format's speed.
+Blocks whose scales are no powers of two (QFP8's) are the exception: code times scale is rounded to bfloat16.
+The emulation says nothing about the format's speed.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 
 from surokit import kernels
-from surokit.formats import E4M3, E5M2
+from surokit.formats import Kind
 from surokit.kernels import native
 from surokit.quantized import Quantized
-from surokit.quantizer import MX, NV, Block, PerRow, PerTensor, Quantizer
+from surokit.quantizer import Quantizer, kind_of
 
 
 def product(
@@ -46,27 +47,6 @@ def decodes_on_the_way(x_MK: Tensor, W_NK: Quantized) -> bool:
     return small and W_NK.can_multiply
 
 
-def kind_of(a: Quantizer | None, b: Quantizer | None) -> native.Kind | None:
-    """How tensor cores call a product of these operands, or None where none computes it."""
-    if a is None or b is None or a.hadamard != b.hadamard:
-        return None
-    if a.format == b.format == E5M2:  # tensor cores take no such pair
-        return None
-    match a.scaling, b.scaling:
-        case PerTensor(), PerTensor():
-            return "tensor"
-        case (PerTensor() | PerRow(), PerTensor() | PerRow()):
-            return "row"
-        # torch passes E4M3 on both sides to these and no other format
-        case Block(rows=1, columns=128), Block(columns=128, rows=1 | 128) if a.format == b.format == E4M3:
-            return "block"
-        case MX(), MX() if a.format == b.format == E4M3:
-            return "mx"
-        case NV(), NV():
-            return "nv"
-    return None
-
-
 def computes(a: Quantizer | None, b: Quantizer | None, device: torch.device) -> bool:
     """Whether `device` multiplies such operands itself."""
     kind = kind_of(a, b)
@@ -78,7 +58,7 @@ def _pow2(Q: Quantized) -> bool:
     return Q.quantizer.scaling.pow2 or (Q.quantizer.scaling.varies_along_sum and not Q.second)
 
 
-def _native(kind: native.Kind, a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> Tensor:
+def _native(kind: Kind, a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> Tensor:
     match kind:
         case "block":
             rows = b.quantizer.scaling.tile()[0]

@@ -60,7 +60,7 @@ class Quantized:
     def of(quantizer: Quantizer, parts: tuple[Tensor, ...], shape: tuple[int, int]) -> Quantized:
         """Put `parts` of a matrix of this shape together again. TypeError where a cast has spoilt codes or scales."""
         codes, scales, *second = parts
-        if codes.itemsize > 1 or any(t.dtype in (torch.bfloat16, torch.float16) for t in (scales, *second)):
+        if tuple(t.dtype for t in parts) != _CODECS[type(quantizer.scaling)].held_in(quantizer):
             raise TypeError(
                 f"The codes and scales of a weight stored in {quantizer} were cast (to {', '.join(str(t.dtype) for t in parts)}) "
                 "and are spoilt: cast a model before surokit.apply, and shard it without MixedPrecisionPolicy(param_dtype=...)."
@@ -78,7 +78,8 @@ class Quantized:
     def factors(self) -> tuple[Tensor, Tensor]:
         """What a product multiplies: bfloat16 factors [M, K] (of the rotated matrix), and float32 [M or 1, 1] for the sum.
 
-        Exact for every format but NF4: the numbers that tensor cores for the format would multiply.
+        The numbers that tensor cores for the format would multiply, exactly; but NF4 and blocks whose scales are no powers of
+        two are rounded to bfloat16.
         """
         return self._codec.factors(self, self._width)
 
@@ -130,14 +131,15 @@ class Quantized:
             beyond = format.max + (format.max - format.values[-2]) / 2
         largest = self._filled_with_largest().abs()
         # a scale rounds, so an amax may stand a last bit above the range it defines
-        return self._rotated(x).abs().float() > largest * (beyond / format.max * (1 + 2**-20))
+        return self.rotated(x).abs().float() > largest * (beyond / format.max * (1 + 2**-20))
 
     def vanished(self, x: Tensor) -> Tensor:
         """Which elements of `x` (as rotated, where it is) became zero and were not; without waiting for the device."""
         decoded = self._codec.decode(self, self._width, torch.float32)
-        return (decoded == 0) & (self._rotated(x) != 0)
+        return (decoded == 0) & (self.rotated(x) != 0)
 
-    def _rotated(self, x: Tensor) -> Tensor:
+    def rotated(self, x: Tensor) -> Tensor:
+        """`x` [M, K] as it was quantized: rotated where the quantizer rotates, itself elsewhere."""
         x = x.reshape(self.shape)
         return kernels.rotate(x, self.quantizer.hadamard) if self.quantizer.hadamard else x
 
@@ -162,18 +164,20 @@ def quantize(
     """Quantize a matrix [M, K] (or [..., K], flattened to rows) with current scaling.
 
     `amax` float32, [R, C] for tiles and [1, 1] for NVFP4's tensor scale, replaces the tensor's own largest magnitudes: delayed
-    scaling passes what its history says. `generator` or `seed` makes stochastic rounding repeatable; without one it draws
+    scaling passes what its history says; MX and NF4 scale by their own and take none. `generator` or `seed` makes stochastic rounding repeatable; without one it draws
     from torch's random state. A quantizer with a history quantizes a lone tensor by its own amax, since the history belongs
     to a layer in training. Numbers wider than float32 are rounded to it first.
 
     NaN and inf: a scale that would have to hold one is NaN, so everything it covers decodes to NaN and nothing goes unseen.
 
-    Raises ValueError for fewer than two dimensions or K = 0, TypeError for numbers that are not floating-point.
+    Raises ValueError for fewer than two dimensions, K = 0 or an amax that nothing would use, TypeError for numbers that are not floating-point.
     """
     if x.dim() < 2 or x.shape[-1] == 0:
         raise ValueError(f"quantize() takes a matrix [M, K], not a tensor of shape {tuple(x.shape)}: reshape it first.")
     if not x.is_floating_point():
         raise TypeError(f"quantize() takes floating-point numbers, not {x.dtype}: convert the tensor first.")
+    if amax is not None and isinstance(q.scaling, MX | NFBlock):
+        raise ValueError(f"{q} takes each block's scale from its own elements: quantize() without amax.")
     x_MK = x.reshape(-1, x.shape[-1])
     M, K = x_MK.shape
     if x_MK.itemsize > 4:
@@ -207,11 +211,19 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
 
 # -- how each scaling is carried out
 
+_CODES_IN = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, E2M1: torch.uint8, NF4: torch.uint8}
+
 
 class _Tiles:
     """A float32 scale for each tile of an 8-bit format: the whole tensor, a row or a block."""
 
     multiplies: ClassVar[bool] = True  # whether `times` is there
+    scales_in: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)  # and scales of the scales
+
+    @classmethod
+    def held_in(cls, q: Quantizer) -> tuple[torch.dtype, ...]:
+        """Dtypes of all parts: codes, scales, scales of the scales."""
+        return _CODES_IN[q.format], *cls.scales_in
 
     @staticmethod
     def times(x_MK: Tensor, W: Quantized) -> Tensor:
@@ -239,6 +251,7 @@ class _Tiles:
 
 class _MX(_Tiles):
     multiplies = False
+    scales_in = (torch.float8_e8m0fnu,)
 
     @staticmethod
     def encode(x_MK: Tensor, q: Quantizer, amax: Tensor | None, key: Tensor | None) -> Parts:
@@ -251,6 +264,8 @@ class _MX(_Tiles):
 
 
 class _NV(_Tiles):
+    scales_in = torch.float8_e4m3fn, torch.float32
+
     @staticmethod
     def times(x_MK: Tensor, W: Quantized) -> Tensor:
         return kernels.nv_mm(x_MK, *W.parts, W.quantizer.scaling.tile()[0], W.columns, False)
@@ -277,6 +292,11 @@ class _NV(_Tiles):
 
 
 class _NF(_Tiles):
+    @classmethod
+    def held_in(cls, q: Quantizer) -> tuple[torch.dtype, ...]:
+        double = isinstance(q.scaling, NFBlock) and q.scaling.double
+        return (torch.uint8, torch.uint8, torch.float32, torch.float32) if double else (torch.uint8, torch.float32)
+
     @staticmethod
     def times(x_MK: Tensor, W: Quantized) -> Tensor:
         return kernels.nf4_mm(x_MK, W.codes, W.scales, list(W.second), W.rows, W.columns, False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from surokit.formats import E2M1, E4M3, E5M2, FORMATS, NF4, Codebook, Format
+from surokit.formats import E2M1, E4M3, E5M2, FORMATS, NF4, Codebook, Format, Kind
 
 Rule = Literal["floor", "rceil", "even"]
 Error = Literal["mse", "mae"]
@@ -306,3 +306,24 @@ class Quantizer:
         # checkpoints of the first version know neither rotation nor four over six
         rest = {key: data[key] for key in ("rounding", "hadamard", "four_over_six") if key in data}
         return Quantizer(FORMATS[data["format"]], scaling, **rest)
+
+
+def kind_of(a: Quantizer | None, b: Quantizer | None) -> Kind | None:
+    """How tensor cores call a product of these operands, or None where none computes it."""
+    if a is None or b is None or a.hadamard != b.hadamard:
+        return None
+    if a.format == b.format == E5M2:  # tensor cores take no such pair
+        return None
+    match a.scaling, b.scaling:
+        case PerTensor(), PerTensor():
+            return "tensor"
+        case (PerTensor() | PerRow(), PerTensor() | PerRow()):
+            return "row"
+        # torch passes E4M3 on both sides to these and no other format
+        case Block(rows=1, columns=128), Block(columns=128, rows=1 | 128) if a.format == b.format == E4M3:
+            return "block"
+        case MX(), MX() if a.format == b.format == E4M3:
+            return "mx"
+        case NV(), NV():
+            return "nv"
+    return None

@@ -20,10 +20,12 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Any, Literal
 
-from surokit.formats import E2M1, E4M3, E5M2, NF4
-from surokit.quantizer import MX, NV, Block, NFBlock, PerRow, PerTensor, Quantizer
+from surokit.formats import E2M1, E4M3, E5M2, NF4, Kind
+from surokit.quantizer import MX, NV, Block, NFBlock, PerRow, PerTensor, Quantizer, kind_of
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# the operands of each product, in the order they are written above
+ROLES = {"forward": ("x", "w"), "grad_input": ("dy", "w"), "grad_weight": ("dy", "x")}
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Gemm:
     @property
     def quantized(self) -> bool:
         return self.a is not None or self.b is not None
+
+    @property
+    def kind(self) -> Kind | None:
+        """How tensor cores call this product, or None where none computes it."""
+        return kind_of(self.a, self.b)
 
     def to_dict(self) -> dict[str, Any]:
         a, b = (q.to_dict() if q else None for q in (self.a, self.b))
@@ -99,6 +106,11 @@ def block_of(name: str) -> int | None:
     """Index of the block that a layer belongs to: the first number in its path, 3 for "model.layers.3.mlp.up_proj"."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return int(found[1]) if found else None
+
+
+def within_block(name: str) -> str:
+    """A layer's path within its block, "mlp.up_proj" for "model.layers.3.mlp.up_proj"; the whole path where there is no block."""
+    return re.sub(r"^(?:.*?\.)??\d+\.", "", name, count=1)
 
 
 def count_blocks(names: Iterable[str]) -> int:
@@ -423,7 +435,10 @@ _ALIASES = {"nvfp4": "fp4"}
 
 
 def find_recipe(recipe: Recipe | str) -> Recipe:
-    """A recipe as it is, or by name ("fp8-rowwise"; case and underscores do not matter)."""
+    """A recipe as it is, or by name ("fp8-rowwise"; case and underscores do not matter).
+
+    "fp4+qnf4" is FP4.store(QNF4), by the name that it has.
+    """
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):
@@ -434,6 +449,9 @@ def find_recipe(recipe: Recipe | str) -> Recipe:
     name = _ALIASES.get(name, name)
     if name in recipes:
         return recipes[name]
+    products, plus, storage = name.rpartition("+")
+    if plus:
+        return find_recipe(products).store(find_recipe(storage))
     near = difflib.get_close_matches(name, recipes, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(f"There is no recipe {recipe!r}: {hint}known are {', '.join(recipes)}.")

@@ -21,7 +21,6 @@ import base64
 import html
 import io
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,11 +30,11 @@ import torch
 from torch import Tensor, nn
 
 from surokit.accuracy import judge, operands_of
-from surokit.convert import _linear_layers, precision, why_kept
+from surokit.convert import linear_layers, precision, why_kept
 from surokit.planner.flops import operand_bits
 from surokit.planner.hardware import Gpu, find_gpu
 from surokit.planner.layers import linear_seconds
-from surokit.recipe import BF16, Recipe, count_blocks, find_recipe
+from surokit.recipe import BF16, Recipe, count_blocks, find_recipe, within_block
 from surokit.tables import html_table, text_table
 
 if TYPE_CHECKING:
@@ -150,7 +149,7 @@ def tune(
     """
     chosen = [find_recipe(recipe) for recipe in recipes]
     _check(chosen, max_gap, points)
-    layers = dict(_linear_layers(model))
+    layers = dict(linear_layers(model))
     decibels, felt = _measure(model, batch, layers, chosen)
     where = next(model.parameters()).device
     clock, unit = _clock(gpu, where, batch["input_ids"].numel())
@@ -341,13 +340,8 @@ def _groups(names: Mapping[str, Any]) -> list[list[str]]:
     """Layers that differ in the number of their block only."""
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(_kind(name), []).append(name)
+        groups.setdefault(within_block(name), []).append(name)
     return list(groups.values())
-
-
-def _kind(name: str) -> str:
-    """The layer's path within its block, "mlp.down_proj"; the whole path where there is no block."""
-    return re.sub(r"^(?:.*?\.)??\d+\.", "", name, count=1)
 
 
 def _patterns(names: Sequence[str], among: Any) -> list[str]:
@@ -356,7 +350,7 @@ def _patterns(names: Sequence[str], among: Any) -> list[str]:
     patterns = []
     for group in _groups(dict.fromkeys(among)):
         here = [name for name in group if name in meant]
-        kind = _kind(group[0])
+        kind = within_block(group[0])
         alone = all(name in group for name in among if name == kind or name.endswith(f".{kind}"))
         patterns += [kind] if len(here) == len(group) and alone and here else sorted(here)
     return patterns

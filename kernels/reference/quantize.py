@@ -72,8 +72,9 @@ def _tiles(x_MK: Tensor, rows: int, columns: int) -> Tensor:
 def amax(x_MK: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
     """Largest magnitude of each tile, float32 [R, C]; NaN where a tile holds one."""
     if x_MK.numel() == 0:
-        rows, columns = tile_shape(x_MK, rows, columns)
-        return x_MK.new_zeros((-(-x_MK.shape[0] // rows), -(-x_MK.shape[1] // columns)), dtype=torch.float32)
+        M, K = x_MK.shape
+        grid = -(-M // rows) if rows else 1, -(-K // columns) if columns else 1
+        return x_MK.new_zeros(grid, dtype=torch.float32)
     if rows == 0 and columns == 0:
         low, high = torch.aminmax(x_MK)  # one pass and no temporary
         return torch.maximum(-low, high).abs().float().view(1, 1)  # zeros have no sign in an amax

@@ -336,7 +336,7 @@ def quantize(
     codes = torch.empty((M, K), dtype=DTYPES[format], device=x_MK.device)
     scales = torch.empty((R, C), dtype=torch.float32, device=x_MK.device)
     if not x_MK.numel():
-        return codes, scales
+        return codes, scales.fill_(1.0)
     options: dict[str, Any] = {**format_constants(format), "POW2": pow2, "KEY": key is not None}
     if amax is not None or not _local(rows, columns):
         if amax is None:
@@ -368,7 +368,7 @@ def quantize_both(
     scales = torch.empty(_grid_of_tiles(x_MK, rows, columns), dtype=torch.float32, device=x_MK.device)
     scales_t = torch.empty(_grid_of_tiles(x_MK.t(), rows, columns), dtype=torch.float32, device=x_MK.device)
     if not x_MK.numel():
-        return codes, scales, codes_t, scales_t
+        return codes, scales.fill_(1.0), codes_t, scales_t.fill_(1.0)
     options: dict[str, Any] = {**format_constants(format), "POW2": pow2, "KEY": False}
     if columns and _local(rows, columns):
         _tiles(x_MK, codes, scales, codes_t, scales_t, None, floor, rows, columns, options)
@@ -430,8 +430,7 @@ def decode(
 
 def _grid_of_tiles(x_MK: Tensor, rows: int, columns: int) -> tuple[int, int]:
     M, K = x_MK.shape
-    rows, columns = tile_shape(x_MK, rows, columns)
-    return triton.cdiv(M, rows), triton.cdiv(K, columns)
+    return triton.cdiv(M, rows) if rows else 1, triton.cdiv(K, columns) if columns else 1
 
 
 def _local(rows: int, columns: int) -> bool:

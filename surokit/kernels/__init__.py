@@ -38,6 +38,10 @@ FUSED = {
 }
 
 
+# AdamW takes torch's fused kernel, and layers quantize what a norm or SwiGLU gave them in a pass of its own
+NOT_TAKEN = {"rms_norm, quantized", "swiglu, quantized", "adamw"}
+
+
 @dataclass(frozen=True)
 class Choice:
     """What serves an operation on a device, and why."""
@@ -48,13 +52,17 @@ class Choice:
 
 
 def choices(device: torch.device | str | None = None) -> list[Choice]:
-    """One row an operation for `device` (default: CUDA if there is one)."""
+    """One row an operation for `device` (default: CUDA if there is one). ValueError for CUDA where there is none."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"torch {torch.__version__} finds no CUDA device here to choose for: choices('cpu') lists this machine's."
+        )
     rows = [Choice(f"product {kind}", *native.choice(kind, device)) for kind in native.KINDS]
     functions = {op.name: op.reference for op in OPERATIONS.values()} | FUSED
     for name, function in functions.items():
         folder, _, why = serving(function, device)
-        rows.append(Choice(name, folder, why))
+        rows.append(Choice(name, folder, f"{why}; no layer or optimizer takes it yet" if name in NOT_TAKEN else why))
     return rows
 
 
@@ -77,9 +85,9 @@ transpose_fp8 = _ops.transpose_fp8
 transpose_fp4 = _ops.transpose_fp4
 
 
-def amax(x_MK: Tensor) -> Tensor:
-    """Largest magnitude of the tensor, float32 [1, 1]."""
-    return _ops.amax(x_MK, 0, 0)
+def amax(x_MK: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
+    """Largest magnitude of each tile of rows x columns, float32 [R, C]; 0 is the whole extent."""
+    return _ops.amax(x_MK, rows, columns)
 
 
 def values(codes: Tensor) -> Tensor:

@@ -13,22 +13,14 @@ swizzled in tiles of 128 rows x 4 columns. Sizes are padded with zeros to the ha
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Kind = Literal["tensor", "row", "block", "mx", "nv"]
-KINDS: tuple[Kind, ...] = ("tensor", "row", "block", "mx", "nv")
+from surokit.formats import TENSOR_CORES, Kind
 
-_HARDWARE: dict[Kind, str] = {
-    "tensor": "float8 tensor cores (compute capability 8.9 and up)",
-    "row": "float8 tensor cores (compute capability 8.9 and up)",
-    "block": "float8 block scales (compute capability 9.0, CUDA 12.9)",
-    "mx": "Microscaling tensor cores (compute capability 10.0 and up)",
-    "nv": "NVFP4 tensor cores (compute capability 10.0 and up)",
-}
+KINDS: tuple[Kind, ...] = tuple(TENSOR_CORES)
 
 
 @cache
@@ -36,19 +28,21 @@ def available(kind: Kind, device: torch.device) -> bool:
     """Whether `device` multiplies this kind itself."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    capability = torch.cuda.get_device_capability(device)
-    if kind in ("mx", "nv"):
-        return capability >= (10, 0) and hasattr(F, "scaled_mm")
-    if kind == "block":
-        return capability == (9, 0) and _cuda_version() >= (12, 9) and hasattr(F, "scaled_mm")
-    return capability >= (8, 9)
+    return multiplies(kind, torch.cuda.get_device_capability(device))
+
+
+def multiplies(kind: Kind, capability: tuple[int, int]) -> bool:
+    """Whether tensor cores of this compute capability multiply this kind, through this torch and its CUDA."""
+    cores = TENSOR_CORES[kind]
+    through = kind in ("tensor", "row") or hasattr(F, "scaled_mm")
+    return cores.on(capability) and (cores.cuda is None or _cuda_version() >= cores.cuda) and through
 
 
 def choice(kind: Kind, device: torch.device) -> tuple[str, str]:
     """Backend and reason for products of this kind."""
     if available(kind, device):
-        return "torch", _HARDWARE[kind]
-    return "emulated", f"{device.type} here has no {_HARDWARE[kind]}: the same numbers from bfloat16 products"
+        return "torch", str(TENSOR_CORES[kind])
+    return "emulated", f"{device.type} here has no {TENSOR_CORES[kind]}: the same numbers from bfloat16 products"
 
 
 def _cuda_version() -> tuple[int, ...]:

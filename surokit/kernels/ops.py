@@ -110,11 +110,29 @@ def _found(folder: str, file: str, function: str, device: torch.device) -> tuple
     needs = getattr(module, "NEEDS", (0, 0))
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < needs:
         return None, f"kernels/{folder}/{file} needs compute capability {needs[0]}.{needs[1]}"
+    if folder == "triton" and (fault := _fault_of_triton(device)):
+        return None, fault
     if hasattr(module, "why"):  # CUDA C++ has to be built for the device
         served, reason = module.why(device)
         if not served:
             return None, reason
     return getattr(module, function, None), ""
+
+
+@cache
+def _fault_of_triton(device: torch.device) -> str:
+    """Why Triton cannot launch on a CUDA device, "" where it can: it compiles its launcher with the system's C compiler."""
+    if not torch.cuda.is_available():
+        return ""
+    from surokit.kernels.triton import fp4
+
+    try:
+        fp4.transpose(torch.zeros((1, 1), dtype=torch.uint8, device=device), 2)
+    except (
+        Exception
+    ) as error:  # a missing compiler or header, a driver that is too old: whatever it is, the reference runs
+        return f"Triton cannot launch here ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+    return ""
 
 
 def _as_it_is(f: Function) -> Function:

@@ -268,13 +268,13 @@ class BitsAndBytesNF4(Layout):
         tensors = {
             weight: Q.codes.reshape(-1, 1),
             f"{weight}.absmax": Q.scales.reshape(-1),
-            f"{weight}.quant_map": torch.tensor(NF4.values),
+            f"{weight}.quant_map": _table(NF4.values),
         }
         if Q.second:
             absmax, offset = Q.second
             tensors |= {
                 f"{weight}.nested_absmax": absmax,
-                f"{weight}.nested_quant_map": torch.tensor(numbers(signed=True)),
+                f"{weight}.nested_quant_map": _table(numbers(signed=True)),
             }
             state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(offset)}
         tensors[weight + _STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
@@ -322,9 +322,7 @@ class BitsAndBytesNF4(Layout):
                 f"{weight}{_STATE} is damaged ({error!r}): copy or download the file again."
             ) from error
         maps = {"quant_map": NF4.values} | ({"nested_quant_map": numbers(signed=True)} if self.double else {})
-        other = [
-            key for key, values in maps.items() if not torch.equal(tensors[f"{weight}.{key}"], torch.tensor(values))
-        ]
+        other = [key for key, values in maps.items() if not torch.equal(tensors[f"{weight}.{key}"], _table(values))]
         if said != meant or other:
             raise CheckpointError(
                 f"{weight} is no NF4 weight in blocks of 64 of shape {list(shape_NK)}: its state says {said}"
@@ -397,6 +395,11 @@ def stored_as(Q: Quantized, wanted: Quantizer) -> Quantized | None:
 def copied(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory of its own: what comes from a mapped file would change with the file."""
     return torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)
+
+
+def _table(values: tuple[float, ...]) -> Tensor:
+    """Float32, whatever torch's default is."""
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -35,24 +35,26 @@ _hook: Any = None
 
 
 class DelayedScales:
-    """The histories of one model's operands; layers claim a slot each and read and record through it.
+    """The histories of one model's operands; layers claim three slots each and read and record through it.
 
-    `owner` is the model whose optimizer steps roll the histories. A copy (copy.deepcopy, pickle) has no owner yet and rolls
-    with any optimizer's step that follows a recorded forward.
+    An optimizer that trains the model rolls them: a parameter of a layer that uses them, or one of `owner`, the model they were
+    made for, while that lives (its adapters may stand beside the layers). A copy (copy.deepcopy, pickle) belongs to the
+    copied layers.
     """
 
     def __init__(self, history: int, slots: int, owner: nn.Module | None, device: torch.device) -> None:
-        self.history_HS = torch.zeros(history, slots, device=device)
-        self.in_force_S = torch.zeros(slots, device=device)  # 0: nothing seen yet
-        self.open_S = torch.full((slots,), NOTHING, device=device)
+        self.history_HS = torch.zeros(history, slots, dtype=torch.float32, device=device)
+        self.in_force_S = torch.zeros(slots, dtype=torch.float32, device=device)  # 0: nothing seen yet
+        self.open_S = torch.full((slots,), NOTHING, dtype=torch.float32, device=device)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)  # steps closed so far
         self._owner = weakref.ref(owner) if owner is not None else None
-        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that read and record here
+        self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.number = next(_numbers)
         _watch(self)
 
     def __reduce__(self) -> Any:
-        """Copies and pickles carry the amaxes; the owner is not part of the state."""
+        """Copies and pickles carry the amaxes; their layers make themselves known (Linear.__setstate__)."""
         return _restored, (*self.history_HS.shape, self.in_force_S.device, self.state_dict())
 
     def amax(self, slot: int, x: Tensor, record: bool) -> Tensor:
@@ -75,12 +77,13 @@ class DelayedScales:
         """Close the step: push the open slots into the history and take the new maxima. Nothing recorded, nothing changed.
 
         `skipped` is above zero (on the device) where the optimizer masked its step out: such a step says nothing about the
-        tensors to come, and an inf would freeze the amax in force until it leaves the history. All of it stays on the device
-        and in place, so that a captured graph can hold it.
+        tensors to come. Nor does an amax that is not finite: what was quantized by it was NaN, so its step was lost, whoever
+        skipped it; in the history it would freeze the amax in force until it leaves (as it does in TransformerEngine). All of
+        it stays on the device and in place, so that a captured graph can hold it.
         """
         self._reduce()
         recorded = ~(self.open_S < 0).all()  # a NaN counts
-        closing_S = self.open_S.clamp(min=0.0)
+        closing_S = self.open_S.clamp(min=0.0).nan_to_num_(nan=0.0, posinf=0.0)
         if skipped is not None:
             closing_S = torch.where(skipped > 0, 0.0, closing_S)
         row = self.cursor.remainder(len(self.history_HS))
@@ -94,10 +97,10 @@ class DelayedScales:
 
     def _reduce(self) -> None:
         """Merge the open slots of all processes that hold a shard of the model; nothing where it is not sharded."""
-        owner = self._owner() if self._owner is not None else None
-        if owner is None or not (dist.is_available() and dist.is_initialized()):
+        if not (dist.is_available() and dist.is_initialized()):
             return
-        mesh = next((p.device_mesh for p in owner.parameters() if hasattr(p, "device_mesh")), None)
+        parameters = (p for layer in self.layers for p in layer.parameters())
+        mesh = next((p.device_mesh for p in parameters if hasattr(p, "device_mesh")), None)
         if mesh is None or mesh.size() == 1:
             return
         # not every backend lets a NaN win; an inf says the same to the history
@@ -106,14 +109,19 @@ class DelayedScales:
             dist.all_reduce(self.open_S, dist.ReduceOp.MAX, group)
 
     def follows(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether `optimizer` trains the owner; looked up once for each optimizer."""
-        if self._owner is None:
+        """Whether `optimizer` trains the layers' model. A yes is remembered; a no may change with new parameter groups."""
+        if optimizer in self._followed:
             return True
-        if optimizer not in self._seen:
-            owner = self._owner()
-            mine = {id(p) for p in owner.parameters()} if owner is not None else set()
-            self._seen[optimizer] = any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
-        return self._seen[optimizer]
+        owner = self._owner() if self._owner is not None else None
+        modules = [*self.layers] if owner is None else [owner, *self.layers]
+        mine = {id(p): p for module in modules for p in module.parameters()}
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        # a copy whose layers are all frozen is trained by adapters that it cannot see
+        frozen_copy = self._owner is None and not any(p.requires_grad for p in mine.values())
+        if frozen_copy or trained & mine.keys():
+            self._followed.add(optimizer)
+            return True
+        return False
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything that the next step depends on, as tensors."""
@@ -147,6 +155,12 @@ class DelayedScales:
 def bank(number: int) -> DelayedScales | None:
     """The histories with this number: compiled graphs carry numbers, not objects. None below zero."""
     return _banks[number] if number >= 0 else None
+
+
+def banks_of(model: nn.Module) -> list[DelayedScales]:
+    """The histories that layers of `model` use, in the order in which they were made."""
+    modules = set(model.modules())
+    return [scales for _, scales in sorted(_banks.items()) if any(layer in modules for layer in scales.layers)]
 
 
 def _restored(history: int, slots: int, device: torch.device, state: dict[str, Tensor]) -> DelayedScales:

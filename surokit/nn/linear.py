@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,11 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.precision is not None and self.precision.scales is not None:  # a copy's histories belong to its layers
+            self.precision.scales.layers.add(self)
+
     def forward(self, x: Tensor) -> Tensor:
         if self.precision is None and self.storage is None:
             y = F.linear(x, self.weight, self.bias)
@@ -80,10 +86,12 @@ class Linear(nn.Linear):
         storage, scales = self.storage, self.stored_scales
         if self.keeps_now:  # the products get an ordinary frozen weight, and keep it as they would any
             w, storage, scales = self.dense_weight(x.dtype), None, ()
+        if x.numel() == 0:  # no tokens: nothing to quantize
+            return F.linear(x, w if storage is None else self.dense_weight(x.dtype), bias)
         x_TK = x.reshape(-1, x.shape[-1])
         record = self.training and torch.is_grad_enabled()
         y_TN = three_products(x_TK, w, self.out_features, storage, scales, self.precision, record)
-        y = y_TN.view(*x.shape[:-1], -1)
+        y = y_TN.view(*x.shape[:-1], self.out_features)
         return y if bias is None else y + bias
 
     # -- a stored weight
@@ -156,7 +164,7 @@ class Linear(nn.Linear):
         self.lora_A = nn.Linear(self.in_features, lora.rank, bias=False, device=device, dtype=dtype)
         self.lora_B = nn.Linear(lora.rank, self.out_features, bias=False, device=device, dtype=dtype)
         # drawn on the CPU, so that a seed gives the same adapter on every device
-        a = nn.init.kaiming_uniform_(torch.empty(lora.rank, self.in_features), a=math.sqrt(5))
+        a = nn.init.kaiming_uniform_(torch.empty(lora.rank, self.in_features, dtype=torch.float32), a=math.sqrt(5))
         with torch.no_grad():
             self.lora_A.weight.copy_(a)
         nn.init.zeros_(self.lora_B.weight)

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from surokit.nn.delayed import DelayedScales, bank
 from surokit.product import product
@@ -91,7 +92,8 @@ def three_products(
     amaxes = (scales.number if scales else -1), first
     # always as many arguments: torch's compiler counts them
     padded = (*w_scales, *(None for _ in range(_MOST_SCALES - len(w_scales))))
-    y_TN: Tensor = _Product.apply(x_TK, w, *padded, out_features, spec, *amaxes, record)
+    wants_dw = w.requires_grad and torch.is_grad_enabled()
+    y_TN: Tensor = _Product.apply(x_TK, w, *padded, out_features, spec, *amaxes, wants_dw, record)
     return y_TN
 
 
@@ -108,9 +110,9 @@ class _Product(torch.autograd.Function):
         spec: str,
         scales: int,
         first_slot: int,
+        wants_dw: bool,
         record: bool,
     ) -> Tensor:
-        wants_dw = w.requires_grad
         given = [s for s in (w_scales, w_scales_2, w_scales_3) if s is not None]
         y_TN, *kept = torch.ops.surokit.products_forward(
             x_TK, w, given, out_features, spec, scales, first_slot, wants_dw, record
@@ -124,6 +126,7 @@ class _Product(torch.autograd.Function):
         return y_TN
 
     @staticmethod
+    @once_differentiable  # the rounding of dy has no gradient: an error is better than a wrong one
     def backward(ctx: Any, dy_TN: Tensor) -> Any:
         w, *rest = ctx.saved_tensors
         w_scales, kept = rest[: ctx.w_scales], rest[ctx.w_scales :]
@@ -133,7 +136,7 @@ class _Product(torch.autograd.Function):
         )
         dx_TK = grads[0] if wants_dx else None
         dw_NK = grads[-1] if wants_dw else None
-        return dx_TK, dw_NK, None, None, None, None, None, None, None, None
+        return dx_TK, dw_NK, *(None for _ in range(9))
 
 
 # -- the two operations
@@ -229,7 +232,7 @@ def _delayed(q: Quantizer | None) -> bool:
     return q is not None and q.delayed
 
 
-_SLOTS = {"x": 0, "w": 1, "dy": 2}
+SLOTS = {"x": 0, "w": 1, "dy": 2}
 
 Operand = Tensor | Quantized
 
@@ -250,7 +253,7 @@ class _Operands:
             x_MK = x_MK.dequantize(self.dtype)
         amax = None
         if q.delayed and self.scales is not None:
-            amax = self.scales.amax(self.first_slot + _SLOTS[role], x_MK, self.record and not recorded)
+            amax = self.scales.amax(self.first_slot + SLOTS[role], x_MK, self.record and not recorded)
         return quantize(x_MK, q, amax=amax)
 
     def transposed(self, role: str, q: Quantizer | None, x_MK: Operand, recorded: bool = False) -> Operand:

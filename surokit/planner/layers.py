@@ -14,14 +14,14 @@ from typing import Any
 from surokit.planner.flops import operand_bits
 from surokit.planner.hardware import Gpu
 
-ROLES = {"forward": ("x", "w"), "grad_input": ("dy", "w"), "grad_weight": ("dy", "x")}
-
 
 def linear_seconds(recipe: Any, n: int, k: int, tokens: int, *, trains: bool, gpu: Gpu) -> float:
     """Seconds of the products on `gpu`, with the quantization of their operands. trains: the weight has a gradient.
 
     Raises ValueError where nobody vouched for the GPU's peak.
     """
+    from surokit.recipe import ROLES
+
     size = {"x": tokens * k, "w": n * k, "dy": tokens * n}
     out = {"forward": tokens * n, "grad_input": tokens * k, "grad_weight": n * k}
     flop = 2.0 * n * k * tokens

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -26,9 +26,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from surokit.accuracy import ROLES, Operands, judge
-from surokit.convert import _linear_layers
+from surokit.accuracy import Operands, judge
+from surokit.convert import linear_layers
 from surokit.nn.linear import Linear
+from surokit.nn.products import SLOTS
+from surokit.recipe import ROLES, within_block
 from surokit.train.records import pinned
 
 if TYPE_CHECKING:
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
 
     from surokit.train.session import Session
 
-_SLOTS = {"x": 0, "w": 1, "dy": 2}  # of a layer's amaxes under delayed scaling
+NOT_FINITE = "not finite"
+FEW = 3  # fewer layers of a kind have no median to speak of
 
 
 class Row(NamedTuple):
@@ -64,14 +67,22 @@ class Sample:
     rows: tuple[Row, ...]
 
     def worst(self, n: int = 3) -> list[Row]:
-        """The rows that are bad as the data reaches them, then those furthest below the median SQNR of their product."""
-        usual = _medians(self.rows)
-        return sorted(self.rows, key=lambda row: -math.inf if row.bad else _key(row.sqnr_db) - usual[row.gemm][0])[:n]
+        """The rows that are bad as the data reaches them, then those furthest below the usual SQNR of their kind."""
+        usual = _usual(self.rows)
+        return sorted(self.rows, key=lambda row: -math.inf if row.bad else _key(row.sqnr_db) - usual[row[:2]].sqnr_db)[
+            :n
+        ]
 
     @property
     def first_bad(self) -> str:
-        """The first row that is bad, as a sentence; "" where none is."""
-        return next((f"{r.layer} {r.gemm}, step {self.step:,}: {r.bad}" for r in self.rows if r.bad), "")
+        """The first row that is not finite, else the first that is bad, as a sentence; "" where none is."""
+        bad = sorted((r for r in self.rows if r.bad), key=lambda r: r.bad != NOT_FINITE)
+        return f"{bad[0].layer} {bad[0].gemm}, step {self.step:,}: {bad[0].bad}" if bad else ""
+
+    def first_bad_after(self, before: str) -> str:
+        """What went bad first of all where `before` did so earlier: that stays, unless only now something is not finite."""
+        graver = self.first_bad.endswith(NOT_FINITE) and not before.endswith(NOT_FINITE)
+        return self.first_bad if graver or not before else before
 
 
 @dataclass(frozen=True)
@@ -97,18 +108,20 @@ class Numerics:
 
     def judged(self, step: int, rows: list[Row]) -> Sample:
         """The rows with what is wrong with them."""
-        usual = _medians(rows)
-        return Sample(step, tuple(row._replace(bad=self._why(row, *usual[row.gemm])) for row in rows))
+        usual = _usual(rows)
+        return Sample(step, tuple(row._replace(bad=self._why(row, usual[row[:2]])) for row in rows))
 
-    def _why(self, row: Row, sqnr_db: float, underflow: float) -> str:
+    def _why(self, row: Row, usual: _Usual) -> str:
         if any(map(math.isnan, (row.sqnr_db, row.amax_a, row.amax_b))) or math.inf in (row.amax_a, row.amax_b):
-            return "not finite"
+            return NOT_FINITE
         if row.clipped > self.clipped:
             return f"{100 * row.clipped:.1f} % clipped"
-        if row.sqnr_db < sqnr_db - self.below_db:
-            return f"SQNR {row.sqnr_db:.1f} dB, median {sqnr_db:.1f} dB"
-        if row.underflow > underflow + self.underflow:
-            return f"{100 * row.underflow:.0f} % underflow, median {100 * underflow:.0f} %"
+        # what grows past the amax in force is cut for one step and costs some dB: `clipped` says how much of it
+        outgrown = 0 < row.in_force_a < row.amax_a or 0 < row.in_force_b < row.amax_b
+        if row.sqnr_db < usual.sqnr_db - self.below_db * usual.margin and not outgrown:
+            return f"SQNR {row.sqnr_db:.1f} dB, median {usual.sqnr_db:.1f} dB"
+        if row.underflow > usual.underflow + self.underflow * usual.margin:
+            return f"{100 * row.underflow:.0f} % underflow, median {100 * usual.underflow:.0f} %"
         return ""
 
 
@@ -127,11 +140,12 @@ def numerics(
 
     layers: a pattern of their names. tokens: how many of the step's first tokens are judged; what a scale over the whole tensor
     comes from is taken over all of them. A layer is bad where more than `clipped` of its operands are cut, its SQNR is `below_db`
-    under the median of its product over the layers, `underflow` more of its operands fall to zero than in the median layer, or
-    something is not finite. keep: samples in memory.
+    under the median of its product, `underflow` more of its operands fall to zero than in the median, or something is not finite.
+    The median is over the layers of its kind, all `mlp.down_proj` say; where these are fewer than three, over all layers, with
+    twice the limit. keep: samples in memory.
 
     The figures are in `session.layers()`, the worst also in the records (worst_sqnr_db, worst_clipped, worst_underflow) and in
-    the panel; `session.first_bad` names the layer that went bad first.
+    the panel; `session.first_bad` names the layer that went bad first, or the first that was not finite if one was.
     """
     return Numerics(every, layers, tokens, below_db, clipped, underflow, keep)
 
@@ -160,7 +174,7 @@ class Watcher:
         self._due, self._order, self._taken, self._figures = True, [], {}, {}
         handles = [
             layer.register_forward_hook(self._hook(name, layer))
-            for name, layer in _linear_layers(model)
+            for name, layer in linear_layers(model)
             if isinstance(layer, Linear) and layer.precision is not None and fnmatch(name, self.value.layers)
         ]
         try:
@@ -201,7 +215,7 @@ class Watcher:
                 continue
             sample = self.value.judged(at, [Row(*name, *row) for name, row in zip(names, table.tolist())])
             self.samples.append(sample)
-            self.first_bad = self.first_bad or sample.first_bad
+            self.first_bad = sample.first_bad_after(self.first_bad)
             return sample
         return None
 
@@ -260,7 +274,7 @@ class Watcher:
             amaxes = dict(own)
             if precision.scales is not None:
                 for role in own:
-                    in_force[role] = precision.scales.in_force_S[precision.first_slot + _SLOTS[role]].clone()
+                    in_force[role] = precision.scales.in_force_S[precision.first_slot + SLOTS[role]].clone()
                     amaxes[role] = torch.where(in_force[role] > 0, in_force[role], own[role])
             figures = {}
             operands = Operands(x_TK, w_NK, part)
@@ -288,15 +302,30 @@ def _largest(x: Tensor) -> Tensor:
     return torch.stack(torch.aminmax(x)).abs().amax().float()
 
 
-def _medians(rows: list[Row] | tuple[Row, ...]) -> dict[str, tuple[float, float]]:
-    """Median SQNR and underflow of each product over the layers."""
-    return {
-        gemm: (
-            median(_key(row.sqnr_db) for row in rows if row.gemm == gemm),
-            median(row.underflow for row in rows if row.gemm == gemm),
-        )
-        for gemm in dict.fromkeys(row.gemm for row in rows)
-    }
+class _Usual(NamedTuple):
+    """What a row is held against: medians over its peers, and how many times the limits it may lie off them."""
+
+    sqnr_db: float
+    underflow: float
+    margin: int
+
+
+def _usual(rows: Sequence[Row]) -> dict[tuple[str, str], _Usual]:
+    """By layer and product. Peers are the same product of the layers of the same kind: SwiGLU's outputs, say, hold more near zero than
+    what a norm gives, in every block. Where a kind has few layers, all layers are peers, and may differ twice as much."""
+    kinds: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault((row.gemm, within_block(row.layer)), []).append(row)
+    gemms = {gemm: _medians([row for row in rows if row.gemm == gemm]) for gemm in {row.gemm for row in rows}}
+    usual: dict[tuple[str, str], _Usual] = {}
+    for (gemm, _), peers in kinds.items():
+        held_against = _Usual(*_medians(peers), 1) if len(peers) >= FEW else _Usual(*gemms[gemm], 2)
+        usual |= {row[:2]: held_against for row in peers}
+    return usual
+
+
+def _medians(rows: Sequence[Row]) -> tuple[float, float]:
+    return median(_key(row.sqnr_db) for row in rows), median(row.underflow for row in rows)
 
 
 def _key(sqnr_db: float) -> float:

@@ -95,7 +95,8 @@ class Panel:
 
     def on_sample(self, sample: Any) -> None:
         """Note what `surokit.numerics` measured in a step: its worst layers, and the first that went bad."""
-        self.state.add_layers(sample.step, sample.worst(WORST_LAYERS), sample.first_bad)
+        first_bad = sample.first_bad_after(self.state.first_bad)
+        self.state.add_layers(sample.step, sample.worst(WORST_LAYERS), first_bad)
 
     def on_end(self, reason: str) -> None:
         """Take in what is there and leave the final picture. reason: "done", "interrupted" or "failed: ..."."""

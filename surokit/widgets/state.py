@@ -230,7 +230,7 @@ class PanelState:
 
     def add_layers(self, step: int, rows: Iterable[Any], first_bad: str) -> None:
         """The worst layers of a sample taken at `step`, worst first, with layer, gemm, sqnr_db, clipped and underflow; and
-        which is bad, as a sentence, or "". The first that ever was stays.
+        which ever went bad first, as a sentence, or "".
         """
         self.layers_step = step
         self.layers = [
@@ -240,7 +240,7 @@ class PanelState:
             )
             for row in rows
         ]
-        self.first_bad = self.first_bad or first_bad
+        self.first_bad = first_bad
 
     def _add_loss(self, step: int, loss: float, skipped: bool) -> None:
         self.loss.append(step, loss)

@@ -1,5 +1,6 @@
 """What the GPU suite may import: torch, triton, numpy, safetensors, pytest, and what these bring. No GPU is needed to know it."""
 
+import os
 import re
 import subprocess
 import sys
@@ -38,7 +39,9 @@ class Visible(PathFinder):
     def find_spec(cls, name, path=None, target=None):
         return None if name.partition(".")[0] in hidden else super().find_spec(name, path, target)
 
-assert "hypothesis" in hidden and "torchao" in hidden and "torch" not in hidden
+assert not {"torch", "triton", "numpy", "safetensors", "pytest"} & hidden
+if "hypothesis" in packages:
+    assert "hypothesis" in hidden
 sys.meta_path[sys.meta_path.index(PathFinder)] = Visible
 import pytest
 sys.exit(pytest.main([*sys.argv[1:], "--collect-only", "-q", "-p", "no:cacheprovider"]))
@@ -51,7 +54,7 @@ def test_the_suite_needs_no_other_package():
     assert command
     files = [str(path) for pattern in command["files"].split() for path in sorted(ROOT.glob(pattern))]
     assert len(files) > 10
-    environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PATH": "/usr/bin:/bin", "HOME": "/tmp"}
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
         [sys.executable, "-c", COLLECT, *files], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )

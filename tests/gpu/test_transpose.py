@@ -83,6 +83,7 @@ def test_follows_the_current_stream_and_fits_a_graph():
     assert same(y, expected)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_step_waits_for_the_device():
     x = codes(512, 768)
     torch.cuda.set_sync_debug_mode("error")

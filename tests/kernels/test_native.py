@@ -214,3 +214,27 @@ def test_a_device_is_asked_for_what_it_has(capability, cuda, expected, monkeypat
     assert {kind for kind in native.KINDS if native.available.__wrapped__(kind, device)} == expected
     assert not native.available.__wrapped__("tensor", torch.device("cpu"))
     assert "has no" in native.choice("nv", torch.device("cpu"))[1]
+
+
+def test_where_triton_cannot_launch_the_reference_serves_and_says_why(monkeypatch):
+    """An image without a C compiler imports Triton and fails at the first launch."""
+    from surokit.kernels import ops
+    from surokit.kernels.reference import quantize
+    from surokit.kernels.triton import fp4 as triton_fp4
+
+    def fails(*_):
+        raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(triton_fp4, "transpose", fails)
+    ops._fault_of_triton.cache_clear()
+    ops._serving.cache_clear()
+    try:
+        folder, function, why = ops._serving(quantize.quantize, torch.device("cuda", 0), ("triton",))
+        assert (folder, function) == ("reference", quantize.quantize)
+        assert why == "Triton cannot launch here (RuntimeError: Failed to find C compiler.)"
+    finally:
+        ops._fault_of_triton.cache_clear()
+        ops._serving.cache_clear()

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import surokit as sk
+from surokit.nn import products
 from surokit.nn.linear import Linear
 from surokit.nn.products import Precision
 from surokit.quantized import sqnr_db
@@ -220,3 +221,42 @@ def test_layers_can_be_copied_and_pickled(tmp_path):
     twin = copy.deepcopy(layer)
     assert isinstance(twin.precision, Precision)
     assert twin.precision.scales is not layer.precision.scales
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *(sk.recipes[n] for n in STORED_GATES)], ids=lambda r: r.name)
+@pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32)])
+def test_no_tokens_give_no_output_and_no_gradient(recipe, shape):
+    layer = with_recipe(recipe.lora(rank=2, targets=("up_proj",)) if recipe.storage else recipe, 16, 32)
+    x = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+    y = layer(x)
+    assert y.shape == (*shape[:-1], 16)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == shape
+    if not recipe.storage:
+        assert (layer.weight.grad == 0).all()
+
+
+def test_nothing_is_quantized_for_a_gradient_that_nobody_wants(monkeypatch):
+    layer = with_recipe(sk.FP4.keep_last(0), 32, 64)
+    seen = []
+
+    def watched(x, q, amax=None):
+        seen.append(q)
+        return sk.quantize(x, q, amax=amax)
+
+    monkeypatch.setattr(products, "quantize", watched)
+    x = gaussian(16, 64, seed=0)
+    with torch.no_grad():
+        layer(x)
+    assert len(seen) == 2  # x and w
+    layer(x)
+    assert len(seen) == 5  # and x rotated, for grad_weight
+
+
+def test_a_second_derivative_is_refused():
+    layer = with_recipe(sk.FP8_CURRENT, 16, 32)
+    x = gaussian(4, 32, seed=0).requires_grad_()
+    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.square().sum().backward()
