@@ -35,6 +35,19 @@ from surokit.train.optim import AdamW, Spec, gradient_norm, spec_from_dict, spec
 from surokit.train.random_state import RandomState, kept, seeded
 from surokit.train.records import Late, Record, Records, read
 from surokit.train.schedule import Cosine, Schedule, schedule_from_dict, schedule_to_dict
+from surokit.train.setup import (
+    another_recipe,
+    build_optimizer,
+    check_settings,
+    claim_folder,
+    loss_of,
+    parts_of,
+    peak_gib,
+    rebuild_model,
+    targets_in,
+    vocabulary_of,
+    with_targets,
+)
 from surokit.train.stream import Batch, Stream, check_batch, check_source
 from surokit.train.summary import Summary, summarize
 
@@ -120,7 +133,7 @@ class Session:
         meters: Sequence[Meter | Numerics] = (),
         max_skipped: int = 5,
     ) -> None:
-        _check_settings(
+        check_settings(
             model, accumulate, clip, schedule, eval, eval_every, save_every, keep, run_dir, compile, max_skipped
         )
         self.model = model
@@ -129,14 +142,14 @@ class Session:
         self.eval, self.eval_every, self.save_every, self.keep = eval, eval_every, save_every, keep
         self.compile, self.max_skipped = compile, max_skipped
         self.data = Stream(data, accumulate, guard=self._own_random_state, loop=self._loop)
-        check_vocabulary(data, _vocabulary(model))
-        self.run_dir, found = _claim(run_dir, exist)
+        check_vocabulary(data, vocabulary_of(model))
+        self.run_dir, found = claim_folder(run_dir, exist)
         self.report = None
         if recipe is not None and convert.recipe_of(model) != find_recipe(recipe):
             with seeded(seed, self.device):
                 self.report = convert.apply(model, recipe)
         self._spec = optimizer if isinstance(optimizer, Spec) else None
-        self.optimizer = _build(optimizer, model)
+        self.optimizer = build_optimizer(optimizer, model)
         self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.records = Records(self.run_dir / "records.jsonl" if self.run_dir else None)
         self.evaluations: list[Evaluation] = []
@@ -209,7 +222,7 @@ class Session:
 
         Nothing waits here; reading `.loss` of the record does.
         """
-        parts = _parts(batch, self.accumulate)
+        parts = parts_of(batch, self.accumulate)
         with self._own_random_state():
             return self._step(parts)
 
@@ -237,7 +250,7 @@ class Session:
         random, start_s = RandomState.capture(self.device, torch_only=True), time.perf_counter()
         start = self._event()
         try:
-            parts = [self._on_device(batch) for batch in _with_targets(batches)]
+            parts = [self._on_device(batch) for batch in with_targets(batches)]
             lr = self._set_lr()
             with self._watched(parts):
                 loss, targets = self._gradients(parts)
@@ -261,15 +274,15 @@ class Session:
     def _gradients(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Forward and backward of all parts: (mean loss over the labels that count, their number), both on the device."""
         assert self._forward is not None
-        counts = [_targets(batch) for batch in batches]
+        counts = [targets_in(batch) for batch in batches]
         if len(batches) == 1:
-            loss = _loss_of(self._forward(**batches[0]))
+            loss = loss_of(self._forward(**batches[0]))
             loss.backward()
             return loss.detach().float(), counts[0]
         total = torch.stack(counts).sum().clamp_min(1)
         mean = torch.zeros((), device=self.device)
         for batch, count in zip(batches, counts):
-            share = _loss_of(self._forward(**batch)) * (count / total)
+            share = loss_of(self._forward(**batch)) * (count / total)
             share.backward()
             mean += share.detach()
         return mean, total
@@ -338,7 +351,7 @@ class Session:
             tokens=tokens,
             wall_ms=wall_s * 1e3,
             stall_ms=self.data.waited_ms if in_loop else 0.0,
-            peak_gib=_peak_gib(self.device),
+            peak_gib=peak_gib(self.device),
             elapsed_s=self.elapsed_s,
             late=Late(values, host, start, end, self._end),
         )
@@ -363,7 +376,7 @@ class Session:
                 return
             scaling = convert.scaling_state(self.model)
             with kept(self.device):
-                _loss_of(self.model(**parts[0])).backward()
+                loss_of(self.model(**parts[0])).backward()
             self.model.zero_grad(set_to_none=True)
             if scaling:
                 convert.load_scaling_state(self.model, scaling)
@@ -495,8 +508,8 @@ class Session:
             for batch in source:
                 check_batch(batch)
                 batch = self._on_device(batch)
-                targets = _targets(batch)
-                loss = _loss_of(self.model(**batch))
+                targets = targets_in(batch)
+                loss = loss_of(self.model(**batch))
                 # a batch without labels has a mean of nothing
                 total += torch.where(targets > 0, loss.to(total.dtype) * targets, 0)
                 count += targets
@@ -630,9 +643,9 @@ class Session:
         meta = found.meta
         saved = Recipe.from_dict(meta["recipe"]) if meta["recipe"] else None
         if recipe is not None and find_recipe(recipe) != saved:
-            raise _other_recipe(saved, find_recipe(recipe))
+            raise another_recipe(saved, find_recipe(recipe))
         if model is None:
-            model = _rebuild(found)
+            model = rebuild_model(found)
         if convert.recipe_of(model) is None and saved is not None:
             convert.apply(model, saved)
         settings = {**meta["settings"], "compile": meta["compile"], **changes}
@@ -655,7 +668,7 @@ class Session:
         meta = found.meta
         saved = Recipe.from_dict(meta["recipe"]) if meta["recipe"] else None
         if saved != self.recipe:
-            raise _other_recipe(saved, self.recipe)
+            raise another_recipe(saved, self.recipe)
         own = self.data.fingerprint
         if meta["data"] != own:
             raise ResumeError(
@@ -840,175 +853,3 @@ class Session:
 
 
 _SETTINGS = ("accumulate", "clip", "seed", "eval_every", "save_every", "keep", "max_skipped")
-
-
-def _check_settings(
-    model: Any,
-    accumulate: int,
-    clip: float | None,
-    schedule: Any,
-    eval: Any,
-    eval_every: int | None,
-    save_every: int | None,
-    keep: int | None,
-    run_dir: Any,
-    compile: Any,
-    max_skipped: int,
-) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"Session trains a torch.nn.Module, not a {type(model).__name__}: load one with surokit.load()."
-        )
-    if next(model.parameters(), None) is None:
-        raise ValueError(f"{type(model).__name__} has no parameters to train.")
-    counts = {"accumulate": accumulate, "max_skipped": max_skipped}
-    counts |= {"eval_every": eval_every or 1, "save_every": save_every or 1, "keep": 1 if keep is None else keep}
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"Session({name}={value!r}): a whole number of at least 1.")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"Session(clip={clip}): a norm above 0, or None for no clipping.")
-    if schedule is not None and not callable(schedule):
-        raise TypeError(
-            f"Session(schedule=...): a function from step to factor such as surokit.Cosine(), not {schedule!r}."
-        )
-    if compile not in (True, False, "auto"):
-        raise ValueError(f"Session(compile={compile!r}): True, False or 'auto'.")
-    if eval is not None:
-        check_source(eval)
-    elif eval_every:
-        raise ValueError(
-            "Session(eval_every=...) needs held-out data: eval=... (resuming a run that evaluated needs it again)."
-        )
-    if save_every and run_dir is None:
-        raise ValueError("Session(save_every=...) needs a folder: run_dir=...")
-
-
-def _vocabulary(model: nn.Module) -> int:
-    """Rows of the model's token embedding, its largest one; a model without embeddings takes any token."""
-    return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=sys.maxsize)
-
-
-def _build(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
-    if isinstance(optimizer, torch.optim.Optimizer):
-        own = {id(p) for p in model.parameters()}
-        strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
-        if strangers:
-            raise ValueError(
-                f"{strangers} of the optimizer's parameters are not the model's: build it from this model, after "
-                "applying the recipe."
-            )
-        return optimizer
-    if isinstance(optimizer, Spec):
-        return optimizer.build(model.parameters())
-    built = optimizer(model.parameters()) if callable(optimizer) else None
-    if not isinstance(built, torch.optim.Optimizer):
-        raise TypeError(
-            f"Session(optimizer={optimizer!r}): a specification such as surokit.AdamW(lr=3e-4), a torch Optimizer, "
-            "or a function from parameters to one."
-        )
-    return built
-
-
-def _claim(run_dir: str | Path | None, exist: str) -> tuple[Path | None, checkpoints.Checkpoint | None]:
-    """The folder to write in, and the checkpoint to go on from."""
-    if exist not in ("new", "resume", "error"):
-        raise ValueError(f"Session(exist={exist!r}): 'new', 'resume' or 'error'.")
-    if run_dir is None:
-        return None, None
-    wanted = path = Path(run_dir)
-    if path.exists() and not path.is_dir():
-        raise FileExistsError(f"The run directory {path} is a file: choose another name.")
-    used = path.is_dir() and any(path.iterdir())
-    if used and exist == "error":
-        raise FileExistsError(f"The run directory {path} has content: choose another, or exist='new' or 'resume'.")
-    number = 2
-    while used and exist == "new":
-        path, number = wanted.with_name(f"{wanted.name}-{number}"), number + 1
-        used = path.exists()
-    path.mkdir(parents=True, exist_ok=True)
-    return path, checkpoints.latest(path / "checkpoints") if exist == "resume" else None
-
-
-def _rebuild(found: checkpoints.Checkpoint) -> nn.Module:
-    """A Decoder with the checkpoint's configuration, dtype and frozen parameters, on the GPU if there is one."""
-    from surokit.models.decoder import Decoder, DecoderConfig
-
-    config = found.config()
-    if config is None or found.meta["model"] != f"{Decoder.__module__}.{Decoder.__qualname__}":
-        raise ResumeError(
-            f"The checkpoint's model is a {found.meta['model']}, which only you can make: pass model= to resume()."
-        )
-    model: nn.Module = Decoder(DecoderConfig.from_hf(config))
-    dtypes = found.meta["dtypes"].values()
-    dtype = next(d for d in (torch.bfloat16, torch.float16, torch.float32) if str(d) in dtypes)
-    model.to(dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
-    if found.meta["recipe"]:
-        convert.apply(model, Recipe.from_dict(found.meta["recipe"]))
-    trainable = set(found.meta["trainable"])
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trainable)
-    return model
-
-
-def _other_recipe(saved: Recipe | None, given: Recipe | None) -> ResumeError:
-    return ResumeError(
-        f"The checkpoint was trained with {saved or 'no recipe'} and this session has {given or 'no recipe'}: "
-        "resume with the checkpoint's, or fork() to another after resuming."
-    )
-
-
-def _parts(batch: Batch | Sequence[Batch], accumulate: int) -> Sequence[Batch]:
-    if not isinstance(batch, Mapping):
-        if not isinstance(batch, Sequence) or not batch:
-            raise TypeError(f"step() takes a batch, a dict, or a list of them, not {type(batch).__name__} {batch!r}.")
-        return batch
-    if accumulate == 1:
-        return [batch]
-    check_batch(batch)
-    rows = len(batch["input_ids"])
-    if rows % accumulate:
-        raise ValueError(
-            f"A batch of {rows} sequences cannot be split in accumulate={accumulate} equal parts: take a multiple, "
-            "or pass a list of batches."
-        )
-    size = rows // accumulate
-    return [
-        {name: v[i : i + size] if isinstance(v, Tensor) else v for name, v in batch.items()}
-        for i in range(0, rows, size)
-    ]
-
-
-def _targets(batch: Batch) -> Tensor:
-    """Number of labels that count, on the device: the first of a sequence is nobody's target."""
-    return (batch["labels"][:, 1:] != -100).sum()
-
-
-def _with_targets(batches: Sequence[Batch]) -> Sequence[Batch]:
-    """Leaves out parts of a step without a label that counts: their mean loss is 0/0 in most models. Looks at the host only."""
-    if len(batches) == 1:
-        return batches
-    useful = [b for b in batches if b["labels"].device.type != "cpu" or (b["labels"][..., 1:].numpy() != -100).any()]
-    return useful or batches[:1]
-
-
-def _loss_of(output: Any) -> Tensor:
-    loss = getattr(output, "loss", None)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise TypeError(
-            "The model's forward(input_ids=..., labels=...) must return an object with a scalar .loss, "
-            f"and it returned a {type(output).__name__}."
-        )
-    return loss.reshape(())
-
-
-def _peak_gib(device: torch.device) -> float:
-    """Highest memory so far: of the device's allocator on CUDA, of the process elsewhere (NaN where that is unknown)."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    try:
-        import resource
-    except ImportError:  # Windows
-        return math.nan
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes there, KiB elsewhere

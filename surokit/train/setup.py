@@ -1,0 +1,194 @@
+"""What a session is made from and fed with: settings, optimizer, run folder, a rebuilt model, batches in parts.
+
+Every refusal of a setting is here, so that the session itself only trains.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surokit import convert
+from surokit.recipe import Recipe
+from surokit.train import checkpoint as checkpoints
+from surokit.train.errors import ResumeError
+from surokit.train.optim import Spec
+from surokit.train.stream import Batch, check_batch, check_source
+
+
+def check_settings(
+    model: Any,
+    accumulate: int,
+    clip: float | None,
+    schedule: Any,
+    eval: Any,
+    eval_every: int | None,
+    save_every: int | None,
+    keep: int | None,
+    run_dir: Any,
+    compile: Any,
+    max_skipped: int,
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"Session trains a torch.nn.Module, not a {type(model).__name__}: load one with surokit.load()."
+        )
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"{type(model).__name__} has no parameters to train.")
+    counts = {"accumulate": accumulate, "max_skipped": max_skipped}
+    counts |= {"eval_every": eval_every or 1, "save_every": save_every or 1, "keep": 1 if keep is None else keep}
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"Session({name}={value!r}): a whole number of at least 1.")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"Session(clip={clip}): a norm above 0, or None for no clipping.")
+    if schedule is not None and not callable(schedule):
+        raise TypeError(
+            f"Session(schedule=...): a function from step to factor such as surokit.Cosine(), not {schedule!r}."
+        )
+    if compile not in (True, False, "auto"):
+        raise ValueError(f"Session(compile={compile!r}): True, False or 'auto'.")
+    if eval is not None:
+        check_source(eval)
+    elif eval_every:
+        raise ValueError(
+            "Session(eval_every=...) needs held-out data: eval=... (resuming a run that evaluated needs it again)."
+        )
+    if save_every and run_dir is None:
+        raise ValueError("Session(save_every=...) needs a folder: run_dir=...")
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """Rows of the model's token embedding, its largest one; a model without embeddings takes any token."""
+    return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=sys.maxsize)
+
+
+def build_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own = {id(p) for p in model.parameters()}
+        strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+        if strangers:
+            raise ValueError(
+                f"{strangers} of the optimizer's parameters are not the model's: build it from this model, after "
+                "applying the recipe."
+            )
+        return optimizer
+    if isinstance(optimizer, Spec):
+        return optimizer.build(model.parameters())
+    built = optimizer(model.parameters()) if callable(optimizer) else None
+    if not isinstance(built, torch.optim.Optimizer):
+        raise TypeError(
+            f"Session(optimizer={optimizer!r}): a specification such as surokit.AdamW(lr=3e-4), a torch Optimizer, "
+            "or a function from parameters to one."
+        )
+    return built
+
+
+def claim_folder(run_dir: str | Path | None, exist: str) -> tuple[Path | None, checkpoints.Checkpoint | None]:
+    """The folder to write in, and the checkpoint to go on from."""
+    if exist not in ("new", "resume", "error"):
+        raise ValueError(f"Session(exist={exist!r}): 'new', 'resume' or 'error'.")
+    if run_dir is None:
+        return None, None
+    wanted = path = Path(run_dir)
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"The run directory {path} is a file: choose another name.")
+    used = path.is_dir() and any(path.iterdir())
+    if used and exist == "error":
+        raise FileExistsError(f"The run directory {path} has content: choose another, or exist='new' or 'resume'.")
+    number = 2
+    while used and exist == "new":
+        path, number = wanted.with_name(f"{wanted.name}-{number}"), number + 1
+        used = path.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    return path, checkpoints.latest(path / "checkpoints") if exist == "resume" else None
+
+
+def rebuild_model(found: checkpoints.Checkpoint) -> nn.Module:
+    """A Decoder with the checkpoint's configuration, dtype and frozen parameters, on the GPU if there is one."""
+    from surokit.models.decoder import Decoder, DecoderConfig
+
+    config = found.config()
+    if config is None or found.meta["model"] != f"{Decoder.__module__}.{Decoder.__qualname__}":
+        raise ResumeError(
+            f"The checkpoint's model is a {found.meta['model']}, which only you can make: pass model= to resume()."
+        )
+    model: nn.Module = Decoder(DecoderConfig.from_hf(config))
+    dtypes = found.meta["dtypes"].values()
+    dtype = next(d for d in (torch.bfloat16, torch.float16, torch.float32) if str(d) in dtypes)
+    model.to(dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+    if found.meta["recipe"]:
+        convert.apply(model, Recipe.from_dict(found.meta["recipe"]))
+    trainable = set(found.meta["trainable"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trainable)
+    return model
+
+
+def another_recipe(saved: Recipe | None, given: Recipe | None) -> ResumeError:
+    return ResumeError(
+        f"The checkpoint was trained with {saved or 'no recipe'} and this session has {given or 'no recipe'}: "
+        "resume with the checkpoint's, or fork() to another after resuming."
+    )
+
+
+def parts_of(batch: Batch | Sequence[Batch], accumulate: int) -> Sequence[Batch]:
+    if not isinstance(batch, Mapping):
+        if not isinstance(batch, Sequence) or not batch:
+            raise TypeError(f"step() takes a batch, a dict, or a list of them, not {type(batch).__name__} {batch!r}.")
+        return batch
+    if accumulate == 1:
+        return [batch]
+    check_batch(batch)
+    rows = len(batch["input_ids"])
+    if rows % accumulate:
+        raise ValueError(
+            f"A batch of {rows} sequences cannot be split in accumulate={accumulate} equal parts: take a multiple, "
+            "or pass a list of batches."
+        )
+    size = rows // accumulate
+    return [
+        {name: v[i : i + size] if isinstance(v, Tensor) else v for name, v in batch.items()}
+        for i in range(0, rows, size)
+    ]
+
+
+def targets_in(batch: Batch) -> Tensor:
+    """Number of labels that count, on the device: the first of a sequence is nobody's target."""
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+def with_targets(batches: Sequence[Batch]) -> Sequence[Batch]:
+    """Leaves out parts of a step without a label that counts: their mean loss is 0/0 in most models. Looks at the host only."""
+    if len(batches) == 1:
+        return batches
+    useful = [b for b in batches if b["labels"].device.type != "cpu" or (b["labels"][..., 1:].numpy() != -100).any()]
+    return useful or batches[:1]
+
+
+def loss_of(output: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(
+            "The model's forward(input_ids=..., labels=...) must return an object with a scalar .loss, "
+            f"and it returned a {type(output).__name__}."
+        )
+    return loss.reshape(())
+
+
+def peak_gib(device: torch.device) -> float:
+    """Highest memory so far: of the device's allocator on CUDA, of the process elsewhere (NaN where that is unknown)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        import resource
+    except ImportError:  # Windows
+        return math.nan
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes there, KiB elsewhere
