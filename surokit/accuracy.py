@@ -1,8 +1,9 @@
 """How much each recipe's quantization disturbs each product of a model, on the user's own batch, without training.
 
-One forward and backward in the model's own dtype, nothing quantized, gives every layer's x, w and dy. Each recipe's three products are then computed from
-these and compared with the float32 product: SQNR in dB, and for the operands what was clipped, what fell to zero, the largest
-magnitudes and how far the scales lie apart. Every recipe sees the same operands, so the differences are its own.
+One forward and backward in the model's own dtype, nothing quantized, gives every layer's x, w and dy. Each recipe's three
+products are then computed from these and compared with the float32 product: SQNR in dB, and for the operands what was clipped,
+what fell to zero, the largest magnitudes and how far the scales lie apart. Every recipe sees the same operands, so the
+differences are its own.
 
 `judge` does this for one layer and waits for no device; `compare` does it for a model, `train/meters.py` during training.
 
@@ -49,9 +50,16 @@ def compare(model: nn.Module, batch: Mapping[str, Tensor], *recipes: Recipe | st
     """
     import pandas as pd
 
-    chosen = [find_recipe(r) for r in recipes]
+    if not isinstance(batch, Mapping):
+        raise TypeError(f'compare() takes a batch {{"input_ids": ..., "labels": ...}}, not a {type(batch).__name__}.')
+    chosen = list(dict.fromkeys(find_recipe(r) for r in recipes))
     if not chosen:
         raise ValueError("compare() needs at least one recipe, for example compare(model, batch, surokit.FP8).")
+    if shared := {r.name for r in chosen if sum(r.name == other.name for other in chosen) > 1}:
+        raise ValueError(
+            f"compare() got different recipes of one name, {', '.join(sorted(shared))}: "
+            'give each its own, for example dataclasses.replace(recipe, name="mine").'
+        )
     layers = dict(linear_layers(model))
     blocks = count_blocks(layers)
     rows, figures = [], []
@@ -206,7 +214,9 @@ def operands_of(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Oper
     model.eval()
     try:
         with torch.enable_grad(), precision(model, "bf16"):
-            loss = model(**{key: value.to(device) for key, value in batch.items()}).loss
+            loss = getattr(model(**{key: value.to(device) for key, value in batch.items()}), "loss", None)
+            if loss is None:
+                raise ValueError(f"The model gave no loss for a batch of {', '.join(batch)}: it needs labels as well.")
             reached = [y for y in outputs.values() if y.requires_grad]
             if reached:  # gradients go to the layers' outputs only, never into a parameter's .grad
                 loss.backward(inputs=reached)

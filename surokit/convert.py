@@ -19,7 +19,6 @@ from surokit.nn.delayed import DelayedScales, banks_of
 from surokit.nn.linear import Linear
 from surokit.nn.products import Precision
 from surokit.product import computes
-from surokit.quantized import quantize
 from surokit.recipe import BF16, Recipe, count_blocks, find_recipe
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
     dtype = dtype_of(model)
     for name, layer in layers:
         _check(name, layer, recipe, blocks, dtype)
-    histories_before = any(int(bank.cursor) for bank in banks_of(model))
+    histories_before = any(bank.cursor.device.type != "meta" and int(bank.cursor) for bank in banks_of(model))
     stored_before = sum(isinstance(layer, Linear) and layer.storage is not None for _, layer in layers)
     freed = _freeze(model, recipe.frozen_base)
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -134,9 +133,7 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
     setattr(model, _ATTRIBUTE, recipe)
     notes = _idle_rules(recipe, layers, blocks)
     if histories_before:
-        notes.append(
-            "the delayed-scaling histories so far are dropped: scaling_state() before, load_scaling_state() after"
-        )
+        notes.append("the delayed-scaling histories are dropped (scaling_state() keeps them for load_scaling_state())")
     if stored_before and not recipe.storage:
         notes.append(f"{stored_before} stored weights dequantized; what quantizing lost stays lost")
     if freed:
@@ -149,9 +146,9 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
             f"{len(kept)} weights decoded once: up to {sum(kept) / 2**20:.1f} MiB more from forward to backward"
         )
     if recipe.storage and hasattr(model, "save_pretrained"):
-        notes.append(
-            "keep this model with surokit.save_adapter: save_pretrained() would lose the scales of its weights"
-        )
+        has_adapter = any(_is_adapter(name) for name, _ in model.named_parameters())
+        keeper = "surokit.save_adapter" if has_adapter else "surokit.save, which takes a surokit.Decoder"
+        notes.append(f"keep this model with {keeper}: save_pretrained() would lose the scales of its weights")
     return Report(recipe, tuple(rows), emulation(recipe, next(model.parameters()).device), tuple(notes))
 
 
@@ -241,7 +238,9 @@ def _check(name: str, layer: nn.Linear, recipe: Recipe, blocks: int, dtype: torc
     stored = layer.stored if isinstance(layer, Linear) else None  # TypeError where spoilt
     if recipe.storage and not why and (stored is None or stored.quantizer != recipe.storage):
         kind = layer.weight.dtype if stored is None else dtype
-        quantize(torch.empty(1, layer.in_features, dtype=kind, device="meta"), recipe.storage)
+        trial = Linear(1, 1, device="meta")
+        trial.weight = nn.Parameter(torch.empty(1, layer.in_features, dtype=kind, device="meta"), requires_grad=False)
+        trial.store(recipe.storage)
 
 
 def _convert(
@@ -304,7 +303,7 @@ def why_kept(name: str, layer: nn.Linear, recipe: Recipe, blocks: int) -> str:
         return f"fewer than {recipe.min_features} features"
     speed = planned_speed(layer, recipe) if recipe.pays else None
     if speed is not None and recipe.pays and speed <= 1:
-        return f"{speed:.2f} x bf16, planned for {recipe.pays.tokens:,} tokens on {recipe.pays.gpu}"
+        return f"{speed:.2f} x the speed of bf16, planned for {recipe.pays.tokens:,} tokens on {recipe.pays.gpu}"
     return ""
 
 
@@ -343,6 +342,12 @@ def _freeze(model: nn.Module, frozen: bool) -> set[str]:
             parameter.requires_grad_(True)
     setattr(model, _FROZEN, before if frozen else set())
     return set() if frozen else before
+
+
+def came_stored(model: nn.Module) -> None:
+    """Count stored weights that were loaded, not made by a recipe, among those a recipe froze: another may train them again."""
+    names = {f"{name}.weight" for name, layer in linear_layers(model) if isinstance(layer, Linear) and layer.storage}
+    setattr(model, _FROZEN, getattr(model, _FROZEN, set()) | names)
 
 
 def _adopt(layer: nn.Linear) -> Linear:

@@ -15,18 +15,28 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from surokit.tables import html_table, text_table
 
-#: First CUDA compute capability whose tensor cores multiply a format; below it the format is emulated.
-NATIVE_FROM = {"bf16": (8, 0), "fp8": (8, 9)}
+if TYPE_CHECKING:
+    from surokit.kernels.native import Kind
+
+_BF16_FROM = (8, 0)
+#: The quantized products by recipe, as tensor cores call them (surokit/formats.py); None is native nowhere.
+PRODUCTS: dict[str, Kind | None] = {"fp8": "tensor", "fp8-block": "block", "mxfp8": "mx", "fp4": "nv", "mxfp4": None}
+#: Recipes that store frozen weights, and the products that multiply the codes where they are native.
+STORAGES: dict[str, Kind | None] = {"qfp8": "block", "qfp4": None, "qnf4": None}
 _OPTIONAL = (
     # package, what it gives, the command that brings it
     ("pandas", "tables", "pip install pandas"),
     ("matplotlib", "plots", "pip install matplotlib"),
     ("tokenizers", "text data", "pip install tokenizers"),
     ("datasets", "data from the hub", "pip install datasets"),
+    # named where they are there: nothing of ours needs them
+    ("transformers", "its models and trainer", ""),
+    ("peft", "its adapters", ""),
+    ("bitsandbytes", "its optimizers and checkpoints", ""),
     ("jinja2", "chat templates", "pip install jinja2"),
     ("jupyterlab", "notebooks in a browser", 'pip install "surokit[lab]"'),
     ("nbclient", "surokit quickstart", 'pip install "surokit[lab]"'),
@@ -114,9 +124,8 @@ class Doctor:
         emulated = [f.name for f in self.findings if f.state == "emulated"]
         if not self.ok:
             return "Something that training needs is missing; the remedy stands beside it."
-        if emulated:
-            return f"Ready. Emulated here, right in its numbers and no faster: {', '.join(emulated)}."
-        return "Ready. Every format is native."
+        # never empty: no GPU multiplies all of them
+        return f"Ready. Emulated here, right in its numbers and no faster: {', '.join(emulated)}."
 
     def __repr__(self) -> str:
         rows = [(f.group, f.name, f.state, f.detail + (f"  ({f.remedy})" if f.remedy else "")) for f in self.findings]
@@ -186,17 +195,24 @@ def _gpu() -> tuple[str, tuple[int, int] | None]:
 def _formats() -> list[Finding]:
     words, capability = _gpu()
     found = [Finding("device", "gpu", "ok" if capability else "none", words)]
-    for name, first in NATIVE_FROM.items():
-        if capability is not None and capability >= first:
-            found.append(
-                Finding("formats", name, "native", f"tensor cores from compute capability {first[0]}.{first[1]}")
-            )
-        elif capability is not None:
-            found.append(Finding("formats", name, "emulated", f"native from compute capability {first[0]}.{first[1]}"))
-        elif name == "bf16":
-            found.append(Finding("formats", name, "native", "torch's own products"))
-        else:
-            found.append(Finding("formats", name, "emulated", "the same numerics, computed in bf16 or fp32"))
+    if find_spec("torch") is None:
+        return found  # nothing multiplies anything
+    from surokit.kernels import native
+
+    first = f"tensor cores from compute capability {_BF16_FROM[0]}.{_BF16_FROM[1]}"
+    if capability is None:
+        found.append(Finding("formats", "bf16", "native", "torch's own products"))
+    else:
+        found.append(Finding("formats", "bf16", "native" if capability >= _BF16_FROM else "emulated", first))
+    for name, kind in PRODUCTS.items():
+        detail = str(native.TENSOR_CORES[kind]) if kind else "torch has no product for it"
+        here = native.multiplies(kind, capability)
+        detail = detail if here or not kind else f"native on {native.TENSOR_CORES[kind].where}"
+        found.append(Finding("formats", name, "native" if here else "emulated", detail))
+    for name, kind in STORAGES.items():
+        here = native.multiplies(kind, capability)
+        detail = "stored codes are multiplied" if here else "stored, and decoded for bf16 products"
+        found.append(Finding("storage", name, "native" if here else "ok", detail))
     return found
 
 
@@ -235,7 +251,7 @@ def _packages() -> list[Finding]:
     for package, gives, command in _OPTIONAL:
         if find_spec(package) is not None:
             findings.append(Finding("optional", package, "ok", f"{_version(package) or 'present'}, for {gives}"))
-        else:
+        elif command:
             findings.append(Finding("optional", package, "missing", f"for {gives}", command))
     return findings
 

@@ -112,7 +112,7 @@ class Quantized:
 
     def sqnr(self, x: Tensor) -> float:
         """Signal-to-quantization-noise ratio against the original `x` [M, K], in dB."""
-        return sqnr_db(x, self.dequantize())
+        return sqnr_db(self._of_shape(x), self.dequantize())
 
     def clipped(self, x: Tensor) -> float:
         """Share of the elements of `x` [M, K] that were cut: further beyond the format's largest number than rounding reaches."""
@@ -129,9 +129,9 @@ class Quantized:
             beyond = format.max + 2.0 ** (format.max_exponent - format.mantissa_bits - 1)
         else:
             beyond = format.max + (format.max - format.values[-2]) / 2
-        largest = self._filled_with_largest().abs()
+        largest = self._filled_with_largest().abs()  # 0 under a scale that became 0, where everything vanished instead
         # a scale rounds, so an amax may stand a last bit above the range it defines
-        return self.rotated(x).abs().float() > largest * (beyond / format.max * (1 + 2**-20))
+        return (self.rotated(x).abs().float() > largest * (beyond / format.max * (1 + 2**-20))) & (largest != 0)
 
     def vanished(self, x: Tensor) -> Tensor:
         """Which elements of `x` (as rotated, where it is) became zero and were not; without waiting for the device."""
@@ -140,8 +140,17 @@ class Quantized:
 
     def rotated(self, x: Tensor) -> Tensor:
         """`x` [M, K] as it was quantized: rotated where the quantizer rotates, itself elsewhere."""
-        x = x.reshape(self.shape)
+        x = self._of_shape(x)
         return kernels.rotate(x, self.quantizer.hadamard) if self.quantizer.hadamard else x
+
+    def _of_shape(self, x: Tensor) -> Tensor:
+        """`x` [M, K], or the [..., K] that became it, as [M, K]."""
+        if x.dim() < 2 or x.shape[-1] != self.columns or x.numel() != self.rows * self.columns:
+            raise ValueError(
+                f"A matrix {self.rows} x {self.columns} was quantized and is compared with one of shape {tuple(x.shape)}: "
+                "pass the original."
+            )
+        return x.reshape(self.shape)
 
     def _filled_with_largest(self) -> Tensor:
         """The largest number that each place could express [M, K], float32."""
@@ -164,21 +173,33 @@ def quantize(
     """Quantize a matrix [M, K] (or [..., K], flattened to rows) with current scaling.
 
     `amax` float32, [R, C] for tiles and [1, 1] for NVFP4's tensor scale, replaces the tensor's own largest magnitudes: delayed
-    scaling passes what its history says; MX and NF4 scale by their own and take none. `generator` or `seed` makes stochastic rounding repeatable; without one it draws
-    from torch's random state. A quantizer with a history quantizes a lone tensor by its own amax, since the history belongs
-    to a layer in training. Numbers wider than float32 are rounded to it first.
+    scaling passes what its history says; MX and NF4 take none. `generator` or `seed` makes stochastic rounding repeatable;
+    without one it draws from torch's random state. A quantizer with a history quantizes a lone tensor by its own amax, since
+    the history belongs to a layer in training. Numbers wider than float32 are rounded to it first.
+
+    The result is numbers without a gradient, also where x requires one: rounding has none. Layers give theirs in training.
 
     NaN and inf: a scale that would have to hold one is NaN, so everything it covers decodes to NaN and nothing goes unseen.
 
-    Raises ValueError for fewer than two dimensions, K = 0 or an amax that nothing would use, TypeError for numbers that are not floating-point.
+    Raises ValueError for fewer than two dimensions, K = 0, or an amax that nothing would use; TypeError for numbers that are
+    not floating-point.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"quantize() takes a torch.Tensor, not {type(x).__name__}: convert it with torch.as_tensor().")
+    if not isinstance(q, Quantizer):
+        raise TypeError(
+            "quantize() takes a surokit.Quantizer such as Quantizer(E4M3, PerRow()) or FP8_ROWWISE.forward.a, "
+            f"not {q!r}."
+        )
     if x.dim() < 2 or x.shape[-1] == 0:
         raise ValueError(f"quantize() takes a matrix [M, K], not a tensor of shape {tuple(x.shape)}: reshape it first.")
-    if not x.is_floating_point():
-        raise TypeError(f"quantize() takes floating-point numbers, not {x.dtype}: convert the tensor first.")
+    if not x.is_floating_point() or x.itemsize < 2:
+        raise TypeError(
+            f"quantize() takes floating-point numbers of 16 bits or more, not {x.dtype}: convert the tensor first."
+        )
     if amax is not None and isinstance(q.scaling, MX | NFBlock):
         raise ValueError(f"{q} takes each block's scale from its own elements: quantize() without amax.")
-    x_MK = x.reshape(-1, x.shape[-1])
+    x_MK = x.detach().reshape(-1, x.shape[-1])
     M, K = x_MK.shape
     if x_MK.itemsize > 4:
         x_MK = x_MK.float()

@@ -208,6 +208,10 @@ class Quantizer:
     four_over_six: Error | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.format, Format | Codebook):
+            raise TypeError(f"Quantizer(format) takes a format such as surokit.E4M3, not {self.format!r}.")
+        if not isinstance(self.scaling, Scaling):
+            raise TypeError(f"Quantizer(scaling) takes a scaling such as surokit.PerRow(), not {self.scaling!r}.")
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding={self.rounding!r} is unknown: use 'nearest' or 'stochastic'.")
         if self.hadamard not in (0, 16, 32):

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from surokit.formats import E2M1, E4M3, E5M2, NF4, Kind
 from surokit.quantizer import MX, NV, Block, NFBlock, PerRow, PerTensor, Quantizer, kind_of
@@ -38,6 +38,11 @@ class Gemm:
     a: Quantizer | None = None
     b: Quantizer | None = None
     fast_accumulation: bool = False
+
+    def __post_init__(self) -> None:
+        for name, q in (("a", self.a), ("b", self.b)):
+            if not isinstance(q, Quantizer | None):
+                raise TypeError(f"Gemm({name}=...) takes a surokit.Quantizer or None, not {q!r}.")
 
     @property
     def quantized(self) -> bool:
@@ -125,6 +130,9 @@ class Pays:
     tokens: int
     gpu: str
 
+    def __str__(self) -> str:
+        return f"no faster for {self.tokens:,} tokens on {self.gpu}"
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -150,6 +158,11 @@ class Recipe:
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("A recipe needs a name: it is what tables and checkpoints show.")
+        for product, gemm in zip(ROLES, self.gemms):
+            if not isinstance(gemm, Gemm):
+                raise TypeError(f"{self.name}: {product} is a surokit.Gemm of two quantizers, not {gemm!r}.")
+        if not isinstance(self.storage, Quantizer | None):
+            raise TypeError(f"{self.name}: storage is a surokit.Quantizer or None, not {self.storage!r}.")
         quantizers = [q for gemm in self.gemms for q in (gemm.a, gemm.b) if q and isinstance(q.scaling, PerTensor)]
         lengths = {q.scaling.history for q in quantizers if isinstance(q.scaling, PerTensor) and q.scaling.history}
         if len(lengths) > 1:
@@ -190,6 +203,11 @@ class Recipe:
 
         Planned from the GPU's peaks (surokit/planner/layers.py), quantization included; the report says by how much.
         """
+        if not _whole(tokens) or not isinstance(gpu, str):
+            raise TypeError(
+                "keep_slower(tokens, gpu) takes a whole number and a GPU's name, for example "
+                f'keep_slower(8192, "H200"), not ({tokens!r}, {gpu!r}).'
+            )
         if tokens < 1:
             raise ValueError(f"keep_slower(tokens={tokens}): a step has at least one token.")
         return replace(self, pays=Pays(tokens, gpu))
@@ -204,6 +222,8 @@ class Recipe:
 
         Where a product would quantize the weight just as it is stored, the stored codes are multiplied as they are.
         """
+        if not isinstance(storage, Recipe | Quantizer):
+            raise TypeError(f"store() takes a surokit.Quantizer, or a recipe such as surokit.QNF4, not {storage!r}.")
         if isinstance(storage, Recipe):
             if storage.storage is None:
                 raise ValueError(f"{storage.name} stores no weights: give a quantizer, or surokit.QFP8, QFP4 or QNF4.")
@@ -268,7 +288,7 @@ class Recipe:
         """One line: the three products, the operands' quantizers, storage and adapter."""
         if not self.quantized:
             body = "y = x w'   dx = dy w   dw = dy' x   bf16"
-        elif self.storage and not self.forward.quantized:
+        elif self.storage and not self.quantized_products:
             body = f"y = x W'   dx = dy W   W: frozen in {self.storage}"
             body += f"   where native: {self.where_native}" if self.where_native else ""
         else:
@@ -290,7 +310,10 @@ class Recipe:
         return body
 
     def __str__(self) -> str:
-        kept = ", ".join(str(r) for r in self.rules if r.action == "keep")
+        keeps = [str(r) for r in self.rules if r.action == "keep"]
+        keeps += [f"fewer than {self.min_features} features"] if self.min_features else []
+        keeps += [str(self.pays)] if self.pays else []
+        kept = ", ".join(keeps)
         also = ", ".join(str(r) for r in self.rules if r.action == "also")
         line = f"{self.name}   {self.algebra()}"
         if self.quantized and kept:
@@ -335,7 +358,13 @@ class Recipe:
         )
 
 
+def _whole(n: object) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool)
+
+
 def _count(n: int) -> int:
+    if not _whole(n):
+        raise TypeError(f"A number of blocks or features is a whole number, not {n!r}.")
     if n < 0:
         raise ValueError(f"A number of blocks or features cannot be negative, got {n}.")
     return n
@@ -345,25 +374,48 @@ def _operand(name: str, q: Quantizer | None) -> str:
     return f"Q({name})" if q else f"({name})"
 
 
+_Operands: TypeAlias = list[tuple[str, Quantizer]]  # what a product quantizes, by role: x, w, dy
+
+
 def _formats(recipe: Recipe) -> str:
-    """ "x,w: e4m3  dy: e5m2  delayed per tensor" """
-    f, i, w = recipe.gemms
-    roles = {"x": (f.a, w.b), "w": (f.b, i.b), "dy": (i.a, w.a)}
-    by_format: dict[str, list[str]] = {}
-    scalings: dict[str, None] = {}
+    """ "x,w: e4m3  dy: e5m2  delayed per tensor"; product by product where these quantize an operand differently."""
+    products: dict[str, _Operands] = {
+        product: [(role, q) for role, q in zip(roles, (gemm.a, gemm.b)) if q]
+        for product, roles, gemm in zip(("y", "dx", "dw"), ROLES.values(), recipe.gemms)
+    }
+    everywhere = [operand for operands in products.values() for operand in operands]
+    roles = dict.fromkeys(role for role, _ in everywhere)
+    if len({(role, q.format, _scaling(q)) for role, q in everywhere}) == len(roles):
+        words = [_by_format(everywhere)]
+    else:
+        words = [f"{product} ({_by_format(operands)})" for product, operands in products.items() if operands]
     drawn = []
-    for name, quantizers in roles.items():
-        used = [q for q in quantizers if q]
-        if used:
-            by_format.setdefault(str(used[0].format), []).append(name)
-        if any(q.rounding == "stochastic" for q in used):
-            drawn.append(name)
-        scalings |= dict.fromkeys(str(q.scaling) for q in used)
-    words = [*(f"{','.join(names)}: {f}" for f, names in by_format.items()), *scalings]
+    for role in roles:
+        used = {product: q for product, operands in products.items() for r, q in operands if r == role}
+        where = [product for product, q in used.items() if q.rounding == "stochastic"]
+        drawn += [role] if len(where) == len(used) else [f"{role} in {product}" for product in where]
+    rotated = []
+    for product, operands in products.items():
+        turned = [role for role, q in operands if q.hadamard]
+        rotated += [product] if len(turned) == 2 else [f"{role} in {product}" for role in turned]
     words += [f"{','.join(drawn)} stochastic"] if drawn else []
-    rotated = [name for name, gemm in zip(("y", "dx", "dw"), recipe.gemms) if gemm.a and gemm.a.hadamard]
     words += [f"{','.join(rotated)} rotated"] if rotated else []
     return "  ".join(words)
+
+
+def _by_format(operands: _Operands) -> str:
+    """ "x,w: e4m3  dy: e5m2  per tensor", or "x: e4m3 1x128 blocks  w: e4m3 128x128 blocks" where scalings differ."""
+    scalings = dict.fromkeys(_scaling(q) for _, q in operands)
+    shared = len(scalings) == 1
+    by: dict[str, dict[str, None]] = {}
+    for role, q in operands:
+        by.setdefault(str(q.format) if shared else f"{q.format} {_scaling(q)}", {})[role] = None
+    words = [f"{','.join(roles)}: {kind}" for kind, roles in by.items()]
+    return "  ".join([*words, *scalings] if shared else words)
+
+
+def _scaling(q: Quantizer) -> str:
+    return str(q.scaling) + (f" 4/6 {q.four_over_six}" if q.four_over_six else "")
 
 
 # -- the named recipes

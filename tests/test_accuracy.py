@@ -1,15 +1,17 @@
 """compare: dB a layer and product, on the user's own batch, leaving the model as it was."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import surokit as sk
-from surokit.accuracy import Operands, judge, sqnr
+from surokit.accuracy import Operands, judge, operands_of, sqnr
 from surokit.nn.linear import Linear
 from surokit.product import product
 from surokit.quantized import sqnr_db
+from tests.conftest import Tiny
 
 COLUMNS = ["layer", "gemm", "recipe", "sqnr_db", "clipped", "underflow", "amax_a", "amax_b", "scale_spread"]
 
@@ -44,6 +46,19 @@ def test_underflow_is_counted():
 def test_compare_needs_a_recipe(tiny, batch):
     with pytest.raises(ValueError, match="at least one recipe"):
         sk.compare(tiny, batch)
+    with pytest.raises(ValueError, match=r"different recipes of one name, fp4: .*dataclasses.replace"):
+        sk.compare(tiny, batch, sk.FP4, "fp8", sk.FP4.keep_last(0))
+    named = replace(sk.FP4.keep_last(0), name="fp4-all")
+    assert set(sk.compare(tiny, batch, sk.FP4.keep_last(1), named).recipe) == {"fp4", "fp4-all"}
+    assert len(sk.compare(tiny, batch, sk.FP8, "fp8")) == 4 * 3  # twice the same is one
+
+
+def test_compare_names_what_is_wrong_with_a_batch(tiny, batch):
+    with pytest.raises(TypeError, match=r"takes a batch \{\"input_ids\": .*not a Tensor"):
+        sk.compare(tiny, batch["input_ids"], sk.FP8)
+    with pytest.raises(ValueError, match="no loss for a batch of input_ids: it needs labels"):
+        sk.compare(tiny, {"input_ids": batch["input_ids"]}, sk.FP8)
+    assert tiny.training
 
 
 @pytest.mark.parametrize("recipe", [*sk.recipes, "fp4+qfp4"])
@@ -143,3 +158,18 @@ def test_figures_of_odd_operands_are_defined(value):
                 assert figures[0].isnan()
     assert math.isnan(sqnr(torch.tensor([1.0]), torch.tensor([math.nan])))
     assert sqnr(torch.ones(3), torch.ones(3)) == math.inf
+
+
+def test_the_reference_is_the_weight_as_held(tiny, batch):
+    sk.apply(tiny, sk.QFP8.lora(rank=2))
+    same, other = (sk.compare(tiny, batch, recipe) for recipe in (sk.QFP8, sk.QFP4))
+    assert (same.sqnr_db == math.inf).all()
+    assert other.sqnr_db.between(12, 30).all()
+
+
+def test_operands_have_the_models_own_dtype(batch):
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        for operands in operands_of(Tiny(dtype=dtype), batch).values():
+            assert operands.dy_TN is not None
+            assert operands.x_TK.dtype == operands.w_NK.dtype == operands.dy_TN.dtype == dtype

@@ -6,7 +6,7 @@ from torch import nn
 
 import surokit as sk
 from surokit import convert
-from surokit.convert import recipe_of
+from surokit.convert import recipe_of, roll_scales
 from surokit.kernels import native
 from surokit.nn.linear import Linear
 
@@ -261,6 +261,18 @@ def test_a_peft_model_keeps_its_adapters_in_bf16(batch):
     assert all("lora_" in n for n in gradients)
 
 
+def test_what_keeps_a_stored_model_depends_on_its_adapter():
+    """save_pretrained is there in models of transformers, and would lose the scales."""
+    for adapter, keeper in (
+        (None, "surokit.save, which"),
+        (sk.Lora(rank=2, targets=("up_proj",)), "surokit.save_adapter"),
+    ):
+        model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32, bias=False)})
+        model.save_pretrained = lambda folder: None  # type: ignore[assignment]
+        report = sk.apply(model, sk.Recipe("stored", storage=sk.QFP8.storage, adapter=adapter))
+        assert f"keep this model with {keeper}" in repr(report)
+
+
 def test_layers_that_a_format_would_slow_down_stay_bf16_and_say_so():
     """Much work for few numbers pays for quantizing them, little does not: by shape, on a GPU with float8 and one without."""
     model = torch.nn.ModuleDict(
@@ -274,7 +286,7 @@ def test_layers_that_a_format_would_slow_down_stay_bf16_and_say_so():
     assert 1.2 < wide.planned_speed < 2
     assert thin.products == "bf16"
     assert thin.planned_speed < 1
-    assert thin.why == f"{thin.planned_speed:.2f} x bf16, planned for 8,192 tokens on H100"
+    assert thin.why == f"{thin.planned_speed:.2f} x the speed of bf16, planned for 8,192 tokens on H100"
     assert list(report.frame().columns)[-1] == "planned_speed"
     assert thin.why in repr(report)
     assert not sk.apply(model, sk.FP8.keep_slower(tokens=8192, gpu="A100")).converted  # emulated: never faster
@@ -283,3 +295,77 @@ def test_layers_that_a_format_would_slow_down_stay_bf16_and_say_so():
         sk.apply(model, sk.FP8.keep_slower(tokens=8192, gpu="H9000"))
     with pytest.raises(ValueError, match="at least one token"):
         sk.FP8.keep_slower(tokens=0, gpu="H100")
+
+
+@pytest.mark.parametrize("storage", [sk.QFP8, sk.QFP4, sk.QNF4], ids=str)
+def test_a_weight_frozen_by_hand_stays_frozen(tiny, storage):
+    by_hand = tiny.layers[0]["up_proj"]
+    by_hand.weight.requires_grad_(False)
+    sk.apply(tiny, storage.lora(rank=2))
+    sk.apply(tiny, sk.BF16.lora(rank=2))  # dense again, and still frozen
+    assert not tiny.layers[1]["up_proj"].weight.requires_grad
+    sk.apply(tiny, storage.lora(rank=2))
+    sk.apply(tiny, sk.BF16)
+    frozen = [name for name, p in tiny.named_parameters() if not p.requires_grad]
+    assert frozen == ["layers.0.up_proj.weight"]
+
+
+def as_it_is(model):
+    parameters = {name: (id(p), p.dtype, p.requires_grad) for name, p in model.named_parameters()}
+    layers = {name: (type(m), getattr(m, "precision", None)) for name, m in model.named_modules()}
+    return parameters, layers, recipe_of(model)
+
+
+def spoilt(model):
+    sk.apply(model, sk.QFP4.lora(rank=2))
+    model.float()
+
+
+def of_integers(model):
+    model.layers[1]["up_proj"].weight = nn.Parameter(torch.ones(64, 32, dtype=torch.int8), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("before", "recipe", "error"),
+    [
+        (None, sk.FP8.keep_slower(100, "H2000").lora(rank=2), ValueError),
+        (sk.FP8, sk.FP4.keep_slower(100, "H2000").store(sk.QNF4).lora(targets=("query",)), ValueError),
+        (spoilt, sk.QNF4.lora(rank=2), TypeError),
+        (spoilt, sk.BF16, TypeError),
+        (of_integers, sk.QFP8.lora(rank=2), TypeError),
+    ],
+)
+def test_a_recipe_that_is_refused_changes_nothing(tiny, before, recipe, error):
+    if callable(before):
+        before(tiny)
+    elif before is not None:
+        sk.apply(tiny, before)
+    expected = as_it_is(tiny)
+    with pytest.raises(error):
+        sk.apply(tiny, recipe)
+    assert as_it_is(tiny) == expected
+
+
+@pytest.mark.parametrize(
+    ("recipe", "notes"),
+    [
+        (sk.FP4, ("the rule last 15% of blocks covers no block of 2",)),
+        (sk.FP4.keep_last(share=0.5), ()),
+        (sk.FP4.keep_last(1), ()),
+        (sk.FP4.keep_first(0), ("the rule last 15% of blocks covers no block of 2",)),
+    ],
+)
+def test_a_share_of_too_few_blocks_is_said(tiny, recipe, notes):
+    assert sk.apply(tiny, recipe).notes == notes
+
+
+@pytest.mark.parametrize("recipe", [sk.FP8, sk.MXFP8, sk.BF16], ids=str)
+def test_dropped_histories_are_said(tiny, batch, recipe):
+    sk.apply(tiny, sk.FP8)
+    assert not sk.apply(tiny, sk.FP8).notes  # there were none yet
+    loss(tiny, batch).backward()
+    roll_scales(tiny)
+    assert sk.apply(tiny, recipe).notes == (
+        "the delayed-scaling histories are dropped (scaling_state() keeps them for load_scaling_state())",
+    )
+    assert not sk.apply(tiny, recipe).notes

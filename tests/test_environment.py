@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from surokit.environment import cores, cpu_model, doctor, front_end
+from surokit.recipe import recipes
 from surokit.tables import html_table, text_table
 
 # the package's function of the same name would hide the module
@@ -36,12 +37,13 @@ def test_importing_it_loads_nothing():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def pretend_gpu(monkeypatch, major, minor, hip=None):
+def pretend_gpu(monkeypatch, major, minor, hip=None, cuda="13.0"):
     properties = types.SimpleNamespace(name="Pretend", total_memory=80 * 2**30, major=major, minor=minor)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties)
     monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
 
 
 @pytest.mark.parametrize(
@@ -50,18 +52,42 @@ def pretend_gpu(monkeypatch, major, minor, hip=None):
         ((7, 5), set()),
         ((8, 6), {"bf16"}),
         ((8, 9), {"bf16", "fp8"}),
-        ((9, 0), {"bf16", "fp8"}),
-        ((10, 0), {"bf16", "fp8"}),
-        ((12, 0), {"bf16", "fp8"}),
+        ((9, 0), {"bf16", "fp8", "fp8-block", "qfp8"}),
+        ((10, 0), {"bf16", "fp8", "mxfp8", "fp4"}),
+        ((12, 0), {"bf16", "fp8", "mxfp8", "fp4"}),
     ],
 )
 def test_formats_by_compute_capability(monkeypatch, capability, native):
     pretend_gpu(monkeypatch, *capability)
     found = doctor()
-    states = {name: found[name].state for name in module.NATIVE_FROM}
-    assert states == {name: "native" if name in native else "emulated" for name in states}
+    assert {f.name for f in found.findings if f.state == "native"} == native
+    assert [f.name for f in found.findings if f.group == "formats"] == [
+        "bf16",
+        "fp8",
+        "fp8-block",
+        "mxfp8",
+        "fp4",
+        "mxfp4",
+    ]
+    assert [f.name for f in found.findings if f.group == "storage"] == ["qfp8", "qfp4", "qnf4"]
+    assert {found[name].state for name in ("qfp4", "qnf4")} == {"ok"}  # decoded: nothing to emulate
     assert found["gpu"].detail == f"Pretend, 80 GiB, 1 of 2, compute capability {capability[0]}.{capability[1]}"
-    assert ("Every format is native" in repr(found)) is (len(native) == 2)
+    emulated = repr(found).rpartition("no faster: ")[2].rstrip(".").split(", ")
+    assert emulated == [name for name in ("bf16", *module.PRODUCTS) if name not in native]
+
+
+def test_blocks_need_their_cuda(monkeypatch):
+    pretend_gpu(monkeypatch, 9, 0, cuda="12.8")
+    assert doctor()["fp8-block"].state == "emulated"
+    assert doctor()["fp8-block"].detail == "native on compute capability 9.0, CUDA 12.9"
+
+
+def test_the_doctors_formats_are_the_recipes():
+    for name, kind in module.PRODUCTS.items():
+        assert recipes[name].forward.kind == kind
+    for name, kind in module.STORAGES.items():
+        assert recipes[name].storage is not None
+        assert recipes[name].natively().forward.kind == kind
 
 
 def test_a_gpu_that_is_not_cudas(monkeypatch):
@@ -76,7 +102,7 @@ def test_without_a_gpu_low_precision_is_emulated(monkeypatch):
     found = doctor()
     assert found["fp8"].state == "emulated"
     assert "none" in found["gpu"].detail
-    assert "Emulated here, right in its numbers and no faster: fp8." in repr(found)
+    assert "Emulated here, right in its numbers and no faster: fp8, fp8-block, mxfp8, fp4, mxfp4." in repr(found)
 
 
 def test_a_missing_package_comes_with_its_command(monkeypatch):
@@ -89,6 +115,22 @@ def test_a_missing_package_comes_with_its_command(monkeypatch):
     assert found.ok
     with pytest.raises(KeyError, match="no line 'abacus'"):
         found["abacus"]
+
+
+def test_packages_beside_ours_are_named_where_they_are(monkeypatch):
+    beside = ("transformers", "peft", "bitsandbytes")
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    monkeypatch.setattr(module, "_version", lambda name: "1.2.3")
+    found = doctor()
+    assert all(found[name].detail.startswith("1.2.3, for its") for name in beside)
+    monkeypatch.setattr(module, "find_spec", lambda name: object() if name == "torch" else None)
+    assert not {f.name for f in doctor().findings} & set(beside)
+
+
+def test_without_torch_there_are_no_formats(monkeypatch):
+    real = module.find_spec
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name == "torch" else real(name))
+    assert not [f for f in doctor().findings if f.group in ("formats", "storage")]
 
 
 def test_what_training_needs_is_not_optional(monkeypatch):

@@ -6,6 +6,7 @@ import torch
 import surokit as sk
 from surokit import product
 from surokit.quantized import sqnr_db
+from surokit.quantizer import kind_of
 
 E4M3_ROW, E5M2_ROW = (sk.Quantizer(f, sk.PerRow()) for f in (sk.E4M3, sk.E5M2))
 
@@ -27,7 +28,7 @@ E4M3_ROW, E5M2_ROW = (sk.Quantizer(f, sk.PerRow()) for f in (sk.E4M3, sk.E5M2))
     ids=str,
 )
 def test_tensor_cores_have_a_name_for_the_pair(a, b, kind):
-    assert product.kind_of(a, b) == kind
+    assert kind_of(a, b) == kind
     assert not product.computes(a, b, torch.device("cpu"))
 
 

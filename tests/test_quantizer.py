@@ -15,6 +15,8 @@ import surokit as sk
 from surokit.kernels.reference import quantize as ref
 
 GOLDEN = Path(__file__).parent / "golden"
+STORED_MX8, STORED_MX4 = sk.Quantizer(sk.E4M3, sk.MX(32)), sk.Quantizer(sk.E2M1, sk.MX(32))
+STORED_NF4 = sk.QNF4.storage
 
 
 def golden_cases():
@@ -237,3 +239,75 @@ def test_bad_input_is_named():
         sk.quantize(torch.ones(2, 3), q).t()
     with pytest.raises(ValueError, match="at least one row"):
         sk.Block(0, 128)
+
+
+@pytest.mark.parametrize("q", [q for q in EVERY_QUANTIZER if isinstance(q.scaling, sk.MX | sk.NFBlock)], ids=str)
+def test_an_amax_that_nothing_would_use_is_refused(q):
+    with pytest.raises(ValueError, match="takes each block's scale from its own elements: quantize\\(\\) without amax"):
+        sk.quantize(torch.ones(32, 64), q, amax=torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("q", [r.storage for r in sk.recipes.values() if r.storage] + [STORED_MX8, STORED_MX4], ids=str)
+@pytest.mark.parametrize("cast", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_cast_of_stored_codes_or_scales_is_found_out(q, cast):
+    model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(64, 32, bias=False)})
+    sk.apply(model, sk.Recipe("stored", storage=q))
+    x = torch.ones(1, 64)
+    model["up_proj"](x)
+    model.to(cast)
+    if q == STORED_NF4 and cast == torch.float32:  # codes are bytes and scales float32: nothing to spoil
+        assert model["up_proj"](x).isfinite().all()
+        return
+    with pytest.raises(TypeError, match="were cast .* and are spoilt"):
+        model["up_proj"](x.to(cast))
+
+
+@pytest.mark.parametrize(
+    ("x", "q", "says"),
+    [
+        (torch.ones(2, 4), "fp4", "takes a surokit.Quantizer such as .* not 'fp4'"),
+        (torch.ones(2, 4), sk.FP8, "not <Recipe fp8"),
+        (torch.ones(2, 4), sk.E4M3, "takes a surokit.Quantizer"),
+        (np.ones((2, 4), dtype=np.float32), sk.FP8_ROWWISE.forward.a, "takes a torch.Tensor, not ndarray"),
+        (
+            torch.ones(2, 4).to(torch.float8_e4m3fn),
+            sk.FP8_ROWWISE.forward.a,
+            "16 bits or more, not torch.float8_e4m3fn",
+        ),
+    ],
+)
+def test_what_cannot_be_quantized_is_named(x, q, says):
+    with pytest.raises(TypeError, match=says):
+        sk.quantize(x, q)
+
+
+@pytest.mark.parametrize("q", EVERY_QUANTIZER, ids=str)
+def test_a_lone_quantized_tensor_never_wants_a_gradient(q):
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    Q = sk.quantize(x, q, seed=0)
+    assert not Q.dequantize().requires_grad
+    assert not any(part.requires_grad for part in Q.parts)
+
+
+@pytest.mark.parametrize("hadamard", [0, 16])
+@pytest.mark.parametrize("figure", ["sqnr", "clipped", "underflow"])
+def test_figures_are_of_the_original_and_no_other_shape(figure, hadamard):
+    x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
+    Q = sk.quantize(x, sk.Quantizer(sk.E2M1, sk.NV(16), hadamard=hadamard))
+    assert getattr(Q, figure)(x) == getattr(Q, figure)(x.reshape(12, 32))
+    for shape in ((32, 12), (24, 16), (384,), (11, 32)):
+        with pytest.raises(ValueError, match=rf"12 x 32 was quantized .* shape \({shape[0]},"):
+            getattr(Q, figure)(torch.ones(shape))
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_block_whose_scale_became_zero_vanished_and_was_not_clipped(rows):
+    x = torch.full((32, 32), 1e-6)
+    x[0, 0] = 1.0
+    Q = sk.quantize(x, sk.Quantizer(sk.E2M1, sk.NV(16, rows)))
+    zero = (Q.scales.float() == 0).sum()
+    assert zero > 0
+    assert Q.clipped(x) == 0
+    assert Q.underflow(x) == (x.numel() - 1) / x.numel()
+    given = sk.quantize(x, sk.Quantizer(sk.E2M1, sk.NV(16, rows)), amax=torch.full((1, 1), 0.01))
+    assert given.clipped(x) == 1 / x.numel()  # what stands above a given amax still is

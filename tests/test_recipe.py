@@ -35,6 +35,70 @@ def test_the_algebra_is_printed():
     assert half.algebra().startswith("y = Q(x)Q(w)'   dx = (dy)(w)   dw = (dy)'(x)   x,w: e4m3  per row")
 
 
+NV, ROTATED = sk.Quantizer(sk.E2M1, sk.NV(16)), sk.Quantizer(sk.E2M1, sk.NV(16), hadamard=16)
+DRAWN = sk.Quantizer(sk.E2M1, sk.NV(16), rounding="stochastic")
+CHOSEN = sk.Quantizer(sk.E2M1, sk.NV(16), four_over_six="mse")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "formats"),
+    [
+        (sk.FP8_ROWWISE, "x,w,dy: e4m3  per row"),
+        (sk.FP8_BLOCK, "x,dy: e4m3 1x128 blocks  w: e4m3 128x128 blocks"),
+        (sk.FP4, "x,dy: e2m1 NV 1x16 blocks  w: e2m1 NV 16x16 blocks  dy stochastic  dw rotated"),
+        (sk.MXFP4, "x,w,dy: e2m1  MX blocks of 32  dy stochastic  dx,dw rotated"),
+        (
+            Recipe("mine", sk.FP4.forward, sk.MXFP8.grad_input, sk.FP8_BLOCK.grad_weight),
+            "y (x: e2m1 NV 1x16 blocks  w: e2m1 NV 16x16 blocks)  dx (dy,w: e4m3  MX blocks of 32)  dw (dy,x: e4m3  1x128 blocks)",
+        ),
+        (
+            Recipe("hybrid", sk.Gemm(NV, NV), sk.Gemm(DRAWN, CHOSEN)),
+            "y (x,w: e2m1  NV 1x16 blocks)  dx (dy: e2m1 NV 1x16 blocks  w: e2m1 NV 1x16 blocks 4/6 mse)  dy stochastic",
+        ),
+        (
+            Recipe("one side", sk.Gemm(NV, NV), sk.Gemm(NV, NV), sk.Gemm(DRAWN, ROTATED)),
+            "x,w,dy: e2m1  NV 1x16 blocks  dy in dw stochastic  x in dw rotated",
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_algebra_says_whose_format_and_scaling_it_is(recipe, formats):
+    assert recipe.algebra().split("   ", 3)[3] == formats
+
+
+def test_a_storage_does_not_hide_a_quantized_gradient():
+    recipe = Recipe("stored", grad_input=sk.MXFP8.grad_input, storage=sk.QFP4.storage)
+    assert "y = (x)(w)'   dx = Q(dy)Q(w)" in recipe.algebra()
+    assert "W: frozen in e2m1" in recipe.algebra()
+
+
+def test_rules_by_size_and_by_speed_are_printed():
+    assert str(sk.FP8.keep_small(64)).endswith("bf16: lm_head, fewer than 64 features")
+    assert str(sk.FP8.keep_slower(8192, "H200")).endswith("bf16: lm_head, no faster for 8,192 tokens on H200")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: sk.FP8.keep_slower("H200", 8192), r"keep_slower\(8192, \"H200\"\), not \('H200', 8192\)"),  # type: ignore[arg-type]
+        (lambda: sk.FP8.keep_slower(True, "H200"), "takes a whole number and a GPU's name"),
+        (lambda: sk.FP8.keep_slower(8192.0, "H200"), "takes a whole number and a GPU's name"),  # type: ignore[arg-type]
+        (lambda: sk.FP8.keep_small("64"), "is a whole number, not '64'"),  # type: ignore[arg-type]
+        (lambda: sk.Gemm(a="e4m3"), r"Gemm\(a=...\) takes a surokit.Quantizer or None, not 'e4m3'"),  # type: ignore[arg-type]
+        (lambda: sk.Gemm(b=sk.E4M3), r"Gemm\(b=...\) takes a surokit.Quantizer"),  # type: ignore[arg-type]
+        (lambda: Recipe("mine", forward="fp8"), "mine: forward is a surokit.Gemm of two quantizers, not 'fp8'"),  # type: ignore[arg-type]
+        (lambda: Recipe("mine", grad_weight=sk.FP8), "mine: grad_weight is a surokit.Gemm"),  # type: ignore[arg-type]
+        (lambda: Recipe("mine", storage="nf4"), "mine: storage is a surokit.Quantizer or None, not 'nf4'"),  # type: ignore[arg-type]
+        (lambda: sk.FP8.store("qnf4"), "or a recipe such as surokit.QNF4, not 'qnf4'"),  # type: ignore[arg-type]
+        (lambda: sk.Quantizer("e4m3", sk.PerRow()), "takes a format such as surokit.E4M3, not 'e4m3'"),  # type: ignore[arg-type]
+        (lambda: sk.Quantizer(sk.E4M3, sk.PerRow), r"takes a scaling such as surokit.PerRow\(\), not <class"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_of_the_wrong_type_is_named(make, says):
+    with pytest.raises(TypeError, match=says):
+        make()
+
+
 @pytest.mark.parametrize(
     ("recipe", "name", "kept"),
     [
@@ -70,6 +134,21 @@ def test_recipes_are_found_by_name_and_the_nearest_is_suggested():
         find_recipe("zzz")
     with pytest.raises(TypeError, match="not int"):
         find_recipe(8)  # type: ignore[arg-type]
+
+
+def test_recipes_are_found_by_the_name_that_storing_gives():
+    for name in ("fp4+qnf4", "FP4+QNF4", "nvfp4+qnf4"):
+        assert find_recipe(name) == sk.FP4.store(sk.QNF4)
+    both = sk.FP8_BLOCK.store(sk.QFP8)
+    assert find_recipe(both.name) == both
+    with pytest.raises(ValueError, match=r"no recipe 'qnf5': did you mean 'qnf4'\?"):
+        find_recipe("fp4+qnf5")
+    with pytest.raises(ValueError, match=r"no recipe 'fp9': did you mean"):
+        find_recipe("fp9+qnf4")
+    with pytest.raises(ValueError, match="fp8 stores no weights"):
+        find_recipe("fp4+fp8")
+    with pytest.raises(ValueError, match="no recipe ''"):
+        find_recipe("fp4+")
 
 
 def test_bad_arguments_are_named():

@@ -116,7 +116,7 @@ def test_a_format_that_loses_time_stays_out(model, batch):
     assert "planned from the peaks of Slow" in repr(found)
 
 
-@pytest.mark.parametrize(("recipe", "share"), [(sk.BF16, 1.0), (sk.FP8, 0.5), (sk.MXFP4, 0.25), (sk.Recipe("a"), 1.0)])
+@pytest.mark.parametrize(("recipe", "share"), [(sk.BF16, 1.0), (sk.FP8, 0.5), (sk.FP4, 0.25), (sk.Recipe("a"), 1.0)])
 def test_planned_time_follows_the_peaks(recipe, share):
     n, k, t = 512, 256, 1024
     assert _weighted_flop(recipe, n, k, t, True) == 6 * n * k * t * share

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from surokit.formats import TENSOR_CORES, Kind
+from surokit.formats import TENSOR_CORES as TENSOR_CORES
+from surokit.formats import Kind as Kind  # both are also this file's
 
 KINDS: tuple[Kind, ...] = tuple(TENSOR_CORES)
 
@@ -31,8 +32,10 @@ def available(kind: Kind, device: torch.device) -> bool:
     return multiplies(kind, torch.cuda.get_device_capability(device))
 
 
-def multiplies(kind: Kind, capability: tuple[int, int]) -> bool:
+def multiplies(kind: Kind | None, capability: tuple[int, int] | None) -> bool:
     """Whether tensor cores of this compute capability multiply this kind, through this torch and its CUDA."""
+    if kind is None or capability is None:
+        return False
     cores = TENSOR_CORES[kind]
     through = kind in ("tensor", "row") or hasattr(F, "scaled_mm")
     return cores.on(capability) and (cores.cuda is None or _cuda_version() >= cores.cuda) and through

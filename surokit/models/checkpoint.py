@@ -88,6 +88,7 @@ def load(
     if config.tied:
         model.tie_weights()
     model.name_or_path = str(folder)
+    convert.came_stored(model)
     if recipe is not None:
         convert.apply(model, recipe)
     if again and recipe is not None:

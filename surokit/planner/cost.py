@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from surokit.planner.flops import Compute
+from surokit.planner.flops import Compute, Kinds
 from surokit.planner.hardware import Gpu
 
 
@@ -66,13 +66,13 @@ def count_time(
     goodput: float,
     usd_per_gpu_hour: float | None,
     compute: Compute | None = None,
-    bits: int = 16,
+    kinds: Kinds = (None, None, None),
 ) -> Time:
     """Time, GPU hours and cost of `work`.
 
-    Without `compute`, the bound takes every FLOP at the peak for operands of `bits`.
+    Without `compute`, the bound takes every FLOP at the highest peak of `kinds`.
     """
-    peak_tflops, peak = gpu.peak(16) if gpu else (None, "")
+    peak_tflops, peak = gpu.peak() if gpu else (None, "")
     rate: Fraction | None = None
     how = ""
     if tflops_per_gpu is not None:
@@ -91,7 +91,7 @@ def count_time(
             usd = None if usd_per_gpu_hour is None else hours * exact(usd_per_gpu_hour)
         if work.step is not None:
             step_s = work.step / (rate * 10**12 * gpus)
-    floor_share, floor_how = _floor(compute, gpu, bits)
+    floor_share, floor_how = _floor(compute, gpu, kinds)
     floor_hours = floor_step = None
     if floor_share is not None:
         # hours of one GPU for one model FLOP when every product runs at its own peak
@@ -119,21 +119,21 @@ def count_time(
     )
 
 
-def _floor(compute: Compute | None, gpu: Gpu | None, bits: int) -> tuple[float | None, str]:
+def _floor(compute: Compute | None, gpu: Gpu | None, kinds: Kinds) -> tuple[float | None, str]:
     """(GPU seconds a model FLOP, in words) with every product at its own dense peak: nothing is faster than that."""
     if gpu is None or gpu.bf16_tflops is None:
         return None, ""
     if compute is None:
-        tflops, name = gpu.peak(bits)
+        tflops, name = max((gpu.peak(kind) for kind in kinds), key=lambda peak: peak[0] or 0.0)
         assert tflops is not None
         return 1 / (tflops * 1e12), f"100 % of {name}, {tflops:g} TFLOPS"
     seconds = 0.0
     names: dict[str, None] = {}
     for product in compute.products:
-        for flop, width in zip(
-            (product.forward + product.recompute, product.grad_input, product.grad_weight), product.bits
+        for flop, kind in zip(
+            (product.forward + product.recompute, product.grad_input, product.grad_weight), product.kinds
         ):
-            tflops, name = gpu.peak(width)
+            tflops, name = gpu.peak(kind)
             assert tflops is not None
             seconds += flop / (tflops * 1e12)
             if flop:

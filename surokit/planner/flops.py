@@ -21,10 +21,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from surokit.formats import Kind
+from surokit.planner.hardware import Gpu
 from surokit.planner.shape import Shape, Weight
 
 Attention = Literal["causal", "full"]
 Recompute = Literal["none", "selective", "full"]
+#: How tensor cores call forward, grad_input and grad_weight; None where they stay bf16 or no tensor cores compute them.
+Kinds = tuple[Kind | None, Kind | None, Kind | None]
 _READS_LAYER_INPUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -32,8 +36,8 @@ _READS_LAYER_INPUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
 class Product:
     """One kind of matrix product. `n` x `k` is the weight (keys x head_dim for attention), present `count` times.
 
-    `forward`, `grad_input`, `grad_weight` and `recompute` are FLOPs a token over all `count`; `bits` are the operands'
-    widths in the three products, 16 where they stay bf16.
+    `forward`, `grad_input`, `grad_weight` and `recompute` are FLOPs a token over all `count`; `kinds` say which peak the three
+    products have.
     """
 
     module: str
@@ -44,7 +48,7 @@ class Product:
     grad_input: int
     grad_weight: int
     recompute: int = 0
-    bits: tuple[int, int, int] = (16, 16, 16)
+    kinds: Kinds = (None, None, None)
 
     @property
     def backward(self) -> int:
@@ -127,17 +131,28 @@ def frozen(recipe: Any) -> bool:
     return getattr(recipe, "storage", None) is not None or getattr(recipe, "adapter", None) is not None
 
 
+def on_gpu(recipe: Any, gpu: Gpu | None) -> Any:
+    """The recipe as the GPU carries it out: a stored weight's native products where it has them (`Recipe.where_native`)."""
+    if gpu is None or not getattr(recipe, "where_native", ""):
+        return recipe
+    native = recipe.natively()
+    return native if gpu.multiplies(native.forward.kind) and gpu.multiplies(native.grad_input.kind) else recipe
+
+
 def operand_bits(gemm: Any) -> int:
     """Width of a product's operands: the wider of the two where both are quantized, else 16."""
     a, b = getattr(gemm, "a", None), getattr(gemm, "b", None)
     return 16 if a is None or b is None else max(int(a.format.bits), int(b.format.bits))
 
 
-def product_bits(recipe: Any) -> tuple[int, int, int]:
-    """Operand widths of a recipe's three products: forward, grad_input, grad_weight."""
-    forward, grad_input, grad_weight = (
-        operand_bits(getattr(recipe, part, None)) for part in ("forward", "grad_input", "grad_weight")
-    )
+def gemms_of(recipe: Any) -> tuple[Any, Any, Any]:
+    """A recipe's three products: forward, grad_input, grad_weight."""
+    return getattr(recipe, "forward", None), getattr(recipe, "grad_input", None), getattr(recipe, "grad_weight", None)
+
+
+def product_kinds(recipe: Any) -> Kinds:
+    """The kinds of a recipe's three products."""
+    forward, grad_input, grad_weight = (getattr(gemm, "kind", None) for gemm in gemms_of(recipe))
     return forward, grad_input, grad_weight
 
 
@@ -183,7 +198,7 @@ def _weights(shape: Shape, recipe: Any, training: bool, again: bool) -> Iterator
                 grad_input=one * (count - first) if gradients else 0,
                 grad_weight=one * count if base_trains else 0,
                 recompute=one * count if repeated else 0,
-                bits=product_bits(recipe) if quantized else (16, 16, 16),
+                kinds=product_kinds(recipe) if quantized else (None, None, None),
             )
         if place.rank:
             for name, n, k in (("lora_A", place.rank, w.k), ("lora_B", w.n, place.rank)):

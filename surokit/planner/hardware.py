@@ -17,12 +17,16 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
+from surokit.formats import TENSOR_CORES, Kind
 from surokit.planner import checks
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU. Rates are dense TFLOPS, None where unknown or not native; bandwidth in TB/s (1e12 bytes)."""
+    """One kind of GPU. Rates are dense TFLOPS, None where unknown or not native; bandwidth in TB/s (1e12 bytes).
+
+    `capability`, CUDA's compute capability, says which products are native; without it those are whose peak is given.
+    """
 
     name: str
     memory_gib: float | None = None
@@ -47,13 +51,24 @@ class Gpu:
         """The highest dense peak that is known, of any format."""
         return max((t for t in (self.bf16_tflops, self.fp8_tflops, self.fp4_tflops) if t is not None), default=None)
 
-    def peak(self, bits: int) -> tuple[float | None, str]:
-        """(dense TFLOPS, name of the peak) for operands of so many bits; bf16's where the format is not native."""
-        if bits <= 4 and self.fp4_tflops is not None:
-            return self.fp4_tflops, f"{self.name} dense FP4"
-        if 4 < bits <= 8 and self.fp8_tflops is not None:
-            return self.fp8_tflops, f"{self.name} dense FP8"
+    def multiplies(self, kind: Kind | None) -> bool:
+        """Whether its tensor cores compute products of this kind; None is a quantized product that has no kind."""
+        if kind is None:
+            return False
+        if self.capability is None:
+            return self._quantized(kind)[0] is not None
+        return TENSOR_CORES[kind].on(self.capability)
+
+    def peak(self, kind: Kind | None = None) -> tuple[float | None, str]:
+        """(dense TFLOPS, name of the peak) of products of a kind; bf16's where they are not native or nobody vouched."""
+        if kind is not None and self.multiplies(kind):
+            tflops, name = self._quantized(kind)
+            if tflops is not None:
+                return tflops, f"{self.name} dense {name}"
         return self.bf16_tflops, f"{self.name} dense BF16"
+
+    def _quantized(self, kind: Kind) -> tuple[float | None, str]:
+        return (self.fp4_tflops, "FP4") if TENSOR_CORES[kind].bits == 4 else (self.fp8_tflops, "FP8")
 
 
 def _key(name: str) -> str:

@@ -1,8 +1,8 @@
 """How long a linear layer's three products are planned to take: the yardstick for whether a format pays for a layer.
 
-Each product takes the larger of FLOPs over the GPU's dense peak for its operands' width and bytes over its bandwidth, and each
-quantized operand is read in 16 bits and written in its own once more. Launches and the fusion of quantization into other
-kernels are left out. Planned, never measured.
+Each product takes the larger of FLOPs over the GPU's dense peak for its kind and bytes over its bandwidth, and each quantized
+operand is read in 16 bits and written in its own once more. A product that the GPU does not compute itself is taken as
+bfloat16's. Launches and the fusion of quantization into other kernels are left out. Planned, never measured.
 
 T tokens, K in_features, N out_features.
 """
@@ -31,8 +31,8 @@ def linear_seconds(recipe: Any, n: int, k: int, tokens: int, *, trains: bool, gp
         if name == "grad_weight" and not trains:
             continue
         gemm = getattr(recipe, name)
-        bits = operand_bits(gemm)
-        tflops, _ = gpu.peak(bits)
+        bits = operand_bits(gemm) if gpu.multiplies(gemm.kind) else 16
+        tflops, _ = gpu.peak(gemm.kind)
         if tflops is None:
             raise ValueError(f"Nobody vouched for a peak of {gpu.name}: give Gpu({gpu.name!r}, bf16_tflops=...).")
         moved = sum(size[role] for role in roles) * bits / 8 + 2 * out[name]

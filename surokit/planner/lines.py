@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from surokit.formats import TENSOR_CORES
 from surokit.planner import figures
-from surokit.planner.flops import frozen, product_bits
+from surokit.planner.flops import frozen, gemms_of, on_gpu, operand_bits, product_kinds
+from surokit.planner.hardware import Gpu
 from surokit.planner.memory import Memory
 from surokit.planner.published import PLAUSIBLE_MFU, USUAL_MFU
 from surokit.tables import html_table, text_table
@@ -143,13 +145,32 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         yield "time and cost of the run need tokens="
     if time.mfu is not None and time.mfu > PLAUSIBLE_MFU[1]:
         yield f"MFU {time.mfu:.0%} of {time.peak} is above what published runs sustain, mostly {_USUAL}"
-    narrow = [bits for bits in product_bits(plan.recipe) if bits < 16]
-    if gpu is not None and gpu.bf16_tflops is not None and narrow:
-        names = sorted({gpu.peak(bits)[1] for bits in narrow})
-        if names == [gpu.peak(16)[1]]:
-            yield f"{gpu.name} has no known peak for {min(narrow)}-bit operands: they count at its BF16 peak (emulated)"
+    if gpu is not None and gpu.bf16_tflops is not None:
+        yield from _peaks(on_gpu(plan.recipe, gpu), gpu)
+
+
+def _peaks(recipe: Any, gpu: Gpu) -> Iterator[str]:
+    """At which peaks the quantized products of a recipe count."""
+    emulated: dict[str, dict[str, None]] = {}
+    unknown, known = set(), set()
+    for gemm in gemms_of(recipe):
+        if (bits := operand_bits(gemm)) == 16:
+            continue
+        _, peak = gpu.peak(gemm.kind)
+        if not gpu.multiplies(gemm.kind):
+            where = f"native on {TENSOR_CORES[gemm.kind].where}" if gemm.kind else "native on no GPU"
+            emulated.setdefault(where, {}).update({f"{q.format} {q.scaling}": None for q in (gemm.a, gemm.b)})
+        elif peak == gpu.peak()[1]:
+            unknown.add(f"{bits}-bit")
         else:
-            yield f"a share of the BF16 peak says little with products at {' and '.join(names)}; a bound takes each at its own"
+            known.add(peak)
+    for where, operands in emulated.items():
+        what = " and ".join(operands)
+        yield f"products of {what} count at {gpu.name}'s BF16 peak (emulated: no product for them there, {where})"
+    if unknown:
+        yield f"{gpu.name} has no known peak for {' and '.join(sorted(unknown))} operands: they count at its BF16 peak"
+    if known:
+        yield f"a share of the BF16 peak says little with products at {' and '.join(sorted(known))}; a bound takes each at its own"
 
 
 _USUAL = f"{USUAL_MFU[0]:.0%} to {USUAL_MFU[1]:.0%}"
@@ -158,7 +179,7 @@ _USUAL = f"{USUAL_MFU[0]:.0%} to {USUAL_MFU[1]:.0%}"
 def _usual(plan: Plan) -> str:
     """What published rates would make of it; only where every product runs at the BF16 peak, which they are shares of."""
     gpu, floor = plan.gpu, plan.time.floor_days
-    if gpu is None or floor is None or any(gpu.peak(bits) != gpu.peak(16) for bits in product_bits(plan.recipe)):
+    if gpu is None or floor is None or any(gpu.peak(k) != gpu.peak() for k in product_kinds(on_gpu(plan.recipe, gpu))):
         return ""
     low, high = (figures.days(floor / share) for share in reversed(USUAL_MFU))
     return f"; at the {_USUAL} of the BF16 peak that most published runs reach it would be {low} to {high}"

@@ -145,8 +145,8 @@ def _weights(
     shard, sharded = (setup.gpus, f" / {setup.gpus} (ZeRO 3)") if setup.zero >= 3 else (1, "")
     storage = getattr(recipe, "storage", None)
     if shape is None:
-        each = int(storage.format.bits) / 8 if storage else width
-        how = f"{each:g} bytes a parameter" + (", scales left out" if storage else "")
+        each = storage.bits / 8 if storage else width
+        how = f"{each:.4g} bytes a parameter" + (", scales included" if storage else "")
         return [Term("weights", parameters * each / shard, storage is None, how + sharded)], 0 if frozen(
             recipe
         ) else parameters

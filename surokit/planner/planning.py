@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from surokit.planner import checks, figures
 from surokit.planner.cost import Time, Work, count_time, exact
-from surokit.planner.flops import Attention, Compute, Recompute, count_flops, frozen, product_bits
+from surokit.planner.flops import Attention, Compute, Recompute, count_flops, frozen, on_gpu, product_kinds
 from surokit.planner.hardware import Gpu, find_gpu
 from surokit.planner.lines import Line, as_html, as_text, plan_lines, plan_notes
 from surokit.planner.memory import DTYPE_BYTES, Memory, Setup, count_memory
@@ -220,11 +220,12 @@ def plan(
     )
     factor = 2 if not training else 4 if frozen(recipe) else 6
     compute = None
+    carried = on_gpu(recipe, device)
     per_token: Fraction = factor * exact(parameters)
     recompute_share = 0.0
     if shape is not None:
         compute = count_flops(
-            shape, length=length, recipe=recipe, attention=attention, recompute=recompute, training=training
+            shape, length=length, recipe=carried, attention=attention, recompute=recompute, training=training
         )
         per_token = Fraction(compute.model)
         recompute_share = compute.recompute / compute.model
@@ -246,7 +247,7 @@ def plan(
         goodput=goodput,
         usd_per_gpu_hour=usd,
         compute=compute,
-        bits=min(product_bits(recipe)),
+        kinds=product_kinds(carried),
     )
     parts = [title]
     if recipe is not None:

@@ -311,8 +311,8 @@ class _Usual(NamedTuple):
 
 
 def _usual(rows: Sequence[Row]) -> dict[tuple[str, str], _Usual]:
-    """By layer and product. Peers are the same product of the layers of the same kind: SwiGLU's outputs, say, hold more near zero than
-    what a norm gives, in every block. Where a kind has few layers, all layers are peers, and may differ twice as much."""
+    """By layer and product. Peers are the layers of a kind in the same product: SwiGLU's outputs, say, hold more near zero
+    than what a norm gives, in every block. Where a kind has few layers, all layers are peers, and may differ twice as much."""
     kinds: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         kinds.setdefault((row.gemm, within_block(row.layer)), []).append(row)

@@ -185,7 +185,7 @@ def _utilisation(session: Session, tokens_per_s: float) -> tuple[float | None, s
     from surokit.planner import count_flops, find_gpu, read_shape
 
     try:
-        tflops, name = find_gpu(device_name(session.device)).peak(16)
+        tflops, name = find_gpu(device_name(session.device)).peak()
         shape, _ = read_shape(session.model)
     except (ValueError, TypeError, FileNotFoundError) as error:
         return None, str(error)

@@ -23,6 +23,7 @@ from surokit.kernels.ops import OPERATIONS
 from surokit.kernels.reference import random as draws
 from surokit.nn.linear import Linear
 from surokit.quantized import quantize, sqnr_db
+from surokit.quantizer import kind_of
 
 pytestmark = pytest.mark.gpu
 
@@ -364,7 +365,7 @@ def scattered(M, K, seed=0):
 
 def needs_tensor_cores(pair, device):
     """Without them there would be two emulations to compare; a rehearsal does just that."""
-    kind = products.kind_of(*pair)
+    kind = kind_of(*pair)
     assert kind is not None
     if device.type == "cuda" and not native.available(kind, device):
         pytest.skip(native.choice(kind, device)[1])

@@ -11,11 +11,12 @@ import torch
 from torch.nn import functional as F
 
 import surokit as sk
+from surokit import kernels
 from surokit import product as products
 from surokit.kernels import native
 from surokit.kernels.reference import fp4
 from surokit.quantized import Quantized, quantize, sqnr_db
-from surokit.quantizer import MX, NV, Block, PerRow, PerTensor
+from surokit.quantizer import MX, NV, Block, PerRow, PerTensor, kind_of
 
 E4M3 = torch.float8_e4m3fn
 SHAPES = [(1, 1, 1), (1, 17, 5), (16, 32, 16), (33, 70, 129), (130, 300, 257), (128, 640, 256)]  # M, K, N
@@ -41,7 +42,7 @@ def gaussian(M, K, seed=0):
 
 
 def native_product(a, b, dtype=torch.float32):
-    kind = products.kind_of(a.quantizer, b.quantizer)
+    kind = kind_of(a.quantizer, b.quantizer)
     assert kind is not None
     return products._native(kind, a, b, dtype, False)
 
@@ -193,7 +194,7 @@ def test_a_scale_of_nan_reaches_the_result_and_nothing_else():
     ids=str,
 )
 def test_pairs_that_torch_does_not_multiply_have_no_kind(pair):
-    assert products.kind_of(*pair) is None
+    assert kind_of(*pair) is None
 
 
 @pytest.mark.parametrize(
@@ -238,3 +239,10 @@ def test_where_triton_cannot_launch_the_reference_serves_and_says_why(monkeypatc
     finally:
         ops._fault_of_triton.cache_clear()
         ops._serving.cache_clear()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a CUDA device")
+def test_choices_for_a_device_that_is_not_there_are_refused():
+    with pytest.raises(ValueError, match=r"finds no CUDA device here.*choices\('cpu'\)"):
+        kernels.choices("cuda")
+    assert {choice.backend for choice in kernels.choices()} == {"emulated", "reference"}

@@ -1,6 +1,7 @@
 """Quantized weights go to disk and come back bit for bit, and others read in our folders the numbers that we compute with."""
 
 import json
+import shutil
 from typing import Any
 
 import bitsandbytes as bnb
@@ -47,7 +48,8 @@ def recipe_of(storage):
 
 def stored(tmp_path, storage, family="llama2", **sizes):
     """A model with stored weights, and the folder that it was saved to."""
-    write(tmp_path / "base", family, **sizes)
+    if not (tmp_path / "base").exists():
+        write(tmp_path / "base", family, **sizes)
     model = load(tmp_path / "base", device="cpu", recipe=recipe_of(storage))
     return model, save(model, tmp_path / "saved")
 
@@ -423,3 +425,32 @@ def test_two_storages_in_one_model_are_refused(tmp_path):
     layer.set_stored(sk.quantize(layer.dense_weight(), MX4))
     with pytest.raises(CheckpointError, match="in different ways"):
         save(model, tmp_path / "mixed")
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_torchs_default_dtype_changes_nothing(name, tmp_path, ids):
+    def run(where):
+        _, folder = stored(where, STORAGES[name])
+        again = load(folder, device="cpu", recipe=recipe_of(STORAGES[name]))
+        return load_file(folder / "model.safetensors"), again(ids).logits
+
+    expected, logits = run(tmp_path / "float32")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        shutil.copytree(tmp_path / "float32" / "base", tmp_path / "bfloat16" / "base")
+        found, same = run(tmp_path / "bfloat16")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(same, logits)
+    assert found.keys() == expected.keys()
+    assert all(
+        found[key].dtype == expected[key].dtype and torch.equal(raw(found[key]), raw(expected[key])) for key in found
+    )
+
+
+@pytest.mark.parametrize("recipe", [None, sk.QFP8.lora(rank=2), sk.BF16], ids=str)
+def test_weights_that_came_stored_can_train_again(recipe, tmp_path):
+    _, folder = stored(tmp_path, sk.QFP8.storage)
+    model = load(folder, device="cpu", recipe=recipe)
+    sk.apply(model, sk.BF16)
+    assert all(p.requires_grad for p in model.parameters())

@@ -60,11 +60,11 @@ def test_exact_formula():
 
 def test_a_recipe_shows_in_the_products_it_reaches():
     products = count_flops(qwen3("8B"), length=128, recipe=FP8.keep_last(6)).products
-    up = {p.bits: p.count for p in products if p.module == "mlp.up_proj"}
-    assert up == {(8, 8, 8): 30, (16, 16, 16): 6}
-    assert {p.bits for p in products if p.module in ("lm_head", "attention.scores")} == {(16, 16, 16)}
+    up = {p.kinds: p.count for p in products if p.module == "mlp.up_proj"}
+    assert up == {("tensor",) * 3: 30, (None,) * 3: 6}
+    assert {p.kinds for p in products if p.module in ("lm_head", "attention.scores")} == {(None,) * 3}
     stored = count_flops(qwen3("8B"), length=128, recipe=QFP8)
-    assert {p.bits for p in stored.products} == {(16, 16, 16)}  # QFP8's own products are in bfloat16
+    assert {p.kinds for p in stored.products} == {(None,) * 3}  # QFP8's own products are in bfloat16
     assert all(p.grad_weight == 0 for p in stored.products if "lora" not in p.module)
 
 

@@ -74,6 +74,14 @@ def test_states_are_exact(recipe, tied):
     assert fp32["master weights"].bytes == 4 * sum(p.numel() for p in trained)
 
 
+@pytest.mark.parametrize(("recipe", "each"), [("qfp8", 1.0002), ("qfp4", 0.5625), ("qnf4", 0.5159)])
+def test_scales_count_where_only_a_number_of_parameters_is_known(recipe, each):
+    weights = plan(8e9, recipe=recipe).memory["weights"]
+    assert weights.bytes == pytest.approx(8e9 * each, rel=1e-4)
+    assert weights.how.endswith("bytes a parameter, scales included")
+    assert plan(8e9).memory["weights"].how == "2 bytes a parameter"
+
+
 def test_a_stored_weight_of_odd_sizes():
     layer = Linear(130, 257)
     assert QFP8.storage is not None

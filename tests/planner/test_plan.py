@@ -9,8 +9,9 @@ import pytest
 
 from surokit import planner
 from surokit.planner import Gpu, find_gpu, judge_hours, read_shape, register
+from surokit.planner.layers import linear_seconds
 from surokit.planner.published import published
-from surokit.recipe import BF16, FP8, QFP8
+from surokit.recipe import BF16, FP4, FP8, FP8_BLOCK, FP8_ROWWISE, MXFP4, MXFP8, QFP8
 
 LLAMA_1B = {
     "model_type": "llama",
@@ -90,12 +91,68 @@ def test_the_bound_takes_each_product_at_its_own_peak():
     bf16 = plan(LLAMA_1B, batch=2, length=2048, gpu="H100", recipe=BF16)
     fp8 = plan(LLAMA_1B, batch=2, length=2048, gpu="H100", recipe=FP8)
     assert bf16.time.floor_step_ms == pytest.approx(bf16.flops_per_step / 989e12 * 1e3)
-    quantized = sum(p.forward + p.backward for p in fp8.compute.products if p.bits == (8, 8, 8)) / fp8.compute.model
+    quantized = (
+        sum(p.forward + p.backward for p in fp8.compute.products if p.kinds == ("tensor",) * 3) / fp8.compute.model
+    )
     assert 0.5 < quantized < 0.9
     assert fp8.time.floor_step_ms == pytest.approx(bf16.time.floor_step_ms * (1 - quantized + quantized * 989 / 1979))
     emulated = plan(LLAMA_1B, batch=2, length=2048, gpu="A100", recipe=FP8)
     assert emulated.time.floor_step_ms == pytest.approx(emulated.flops_per_step / 312e12 * 1e3)
     assert "emulated" in repr(emulated)
+
+
+NATIVE = {  # what docs/recipes.md says: the GPUs of the table that multiply a recipe's operands themselves
+    "fp8": {"L40S", "H100", "H200", "B200"},
+    "fp8-current": {"L40S", "H100", "H200", "B200"},
+    "fp8-rowwise": {"L40S", "H100", "H200", "B200"},
+    "fp8-block": {"H100", "H200"},
+    "qfp8": {"H100", "H200"},
+    "mxfp8": {"B200"},
+    "fp4": {"B200"},
+    "mxfp4": set(),
+    "bf16": set(),
+}
+
+
+@pytest.mark.parametrize("gpu", ["A100", "L40S", "H100", "H200", "B200"])
+@pytest.mark.parametrize("recipe", NATIVE)
+def test_a_recipe_has_a_faster_peak_only_where_it_is_native(recipe, gpu):
+    native = gpu in NATIVE[recipe]
+    for what in (8e9, LLAMA_1B):
+        planned, bf16 = (
+            plan(what, tokens=1e12, gpu=gpu, recipe=r, length=128)
+            for r in (recipe, BF16.lora() if recipe == "qfp8" else BF16)
+        )
+        assert (planned.time.floor_days < bf16.time.floor_days * 0.999) is native
+        assert ("(emulated: no product for" in repr(planned)) is (not native and recipe not in ("bf16", "qfp8"))
+        assert ("says little with products at" in repr(planned)) is native
+
+
+def test_the_note_says_where_a_product_would_be_native():
+    def note(recipe, gpu):
+        return next(n for n in plan(8e9, gpu=gpu, recipe=recipe).notes if "peak" in n and "without a rate" not in n)
+
+    where = "count at H100's BF16 peak (emulated: no product for them there, native on"
+    assert note("mxfp8", "H100") == f"products of e4m3 MX blocks of 32 {where} compute capability 10.0 and up)"
+    assert note("mxfp4", "H100") == f"products of e2m1 MX blocks of 32 {where} no GPU)"
+    assert "e4m3 1x128 blocks and e4m3 128x128 blocks" in note("fp8-block", "B200")
+    assert "compute capability 9.0, CUDA 12.9)" in note("fp8-block", "B200")
+    assert note("fp8", "H100-PCIe") == "H100-PCIe has no known peak for 8-bit operands: they count at its BF16 peak"
+
+
+@pytest.mark.parametrize("gpu", ["L40S", "H100", "B200"])
+@pytest.mark.parametrize("recipe", [FP8, FP8_ROWWISE, FP8_BLOCK, MXFP8, FP4, MXFP4], ids=lambda r: r.name)
+def test_a_layer_is_faster_only_where_its_products_are_native(recipe, gpu):
+    own, bf16 = (linear_seconds(r, 8192, 8192, 16384, trains=True, gpu=find_gpu(gpu)) for r in (recipe, BF16))
+    assert (own < bf16) is (gpu in NATIVE[recipe.name])
+
+
+def test_a_gpu_without_a_capability_has_the_products_whose_peak_is_given():
+    mine = Gpu("Mine", bf16_tflops=100, fp8_tflops=200)
+    assert [mine.multiplies(kind) for kind in ("tensor", "row", "block", "mx", "nv", None)] == [True] * 4 + [False] * 2
+    assert mine.peak("mx") == (200, "Mine dense FP8")
+    assert mine.peak("nv") == mine.peak() == (100, "Mine dense BF16")
+    assert not dataclasses.replace(mine, capability=(9, 0)).multiplies("mx")
 
 
 def test_a_step():
@@ -259,6 +316,22 @@ def test_the_table_gives_the_source_of_every_figure():
     for gpu in planner.GPUS.values():
         assert gpu.source
         assert gpu.fp8_tflops is None or gpu.bf16_tflops is None or gpu.fp8_tflops >= gpu.bf16_tflops
+
+
+def test_compute_capabilities_are_nvidias():
+    published = {
+        (7, 0): {"V100"},
+        (8, 0): {"A100", "A100-40GB"},
+        (8, 6): {"A6000"},
+        (8, 9): {"L40S"},
+        (9, 0): {"H100", "H100-PCIe", "H100-NVL", "H800", "H200"},
+        (10, 0): {"B200", "GB200"},
+        (10, 3): {"B300", "GB300"},
+        None: {"MI300X"},
+    }
+    assert {gpu.name: gpu.capability for gpu in planner.GPUS.values()} == {
+        n: c for c, names in published.items() for n in names
+    }
 
 
 def test_a_gpu_of_ones_own(monkeypatch):

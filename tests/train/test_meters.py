@@ -178,14 +178,102 @@ def test_what_is_not_finite_is_bad(value):
 
 
 def test_thresholds_decide():
-    usual = Row("a", "forward", 28.0, 0.0, 0.01, 1.0, 1.0, 0.0, math.nan, math.nan)
-    rows = [usual, usual._replace(layer="b"), usual._replace(layer="c", sqnr_db=23.0, clipped=0.005, underflow=0.05)]
+    usual = Row("layers.0.a", "forward", 28.0, 0.0, 0.01, 1.0, 1.0, 0.0, math.nan, math.nan)
+    second, third = usual._replace(layer="layers.1.a"), usual._replace(layer="layers.2.a")
+    rows = [usual, second, third._replace(sqnr_db=23.0, clipped=0.005, underflow=0.05)]
     assert Numerics().judged(1, rows).first_bad == ""
-    assert Numerics(below_db=4).judged(1, rows).first_bad == "c forward, step 1: SQNR 23.0 dB, median 28.0 dB"
-    assert Numerics(clipped=0.001).judged(1, rows).first_bad == "c forward, step 1: 0.5 % clipped"
-    assert Numerics(underflow=0.02).judged(1, rows).first_bad == "c forward, step 1: 5 % underflow, median 1 %"
-    exact = [usual._replace(sqnr_db=math.inf), usual._replace(layer="b", sqnr_db=math.inf)]
-    assert [row.layer for row in Numerics().judged(1, exact).worst()] == ["a", "b"]
+    assert Numerics(below_db=4).judged(1, rows).first_bad == "layers.2.a forward, step 1: SQNR 23.0 dB, median 28.0 dB"
+    assert Numerics(clipped=0.001).judged(1, rows).first_bad == "layers.2.a forward, step 1: 0.5 % clipped"
+    assert Numerics(underflow=0.02).judged(1, rows).first_bad == "layers.2.a forward, step 1: 5 % underflow, median 1 %"
+    exact = [usual._replace(sqnr_db=math.inf), second._replace(sqnr_db=math.inf)]
+    assert [row.layer for row in Numerics().judged(1, exact).worst()] == ["layers.0.a", "layers.1.a"]
+
+
+def rows_of(kind, count, **figures):
+    usual = Row("", "forward", 28.0, 0.0, 0.01, 1.0, 1.0, 0.0, math.nan, math.nan)._replace(**figures)
+    return [usual._replace(layer=f"layers.{i}.{kind}") for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "limit"), [(4, 0.1), (3, 0.1), (2, 0.2), (1, 0.2)], ids=["many", "enough", "two", "one"]
+)
+def test_a_layer_is_held_against_its_kind(blocks, limit):
+    """A kind may differ from the others as much as it likes; where it has fewer than three layers, by twice the limits."""
+    plain = rows_of("q", blocks) + rows_of("k", blocks) + rows_of("v", blocks)
+    for beyond in (-0.02, 0.02):
+        own = 0.5 if blocks >= 3 else 0.01  # of the whole kind
+        down = rows_of("down", blocks, underflow=own)
+        down[-1] = down[-1]._replace(underflow=own + limit + beyond)
+        found = Numerics().judged(1, plain + down).first_bad
+        assert found.startswith(f"layers.{blocks - 1}.down forward") == (beyond > 0)
+        down = rows_of("down", blocks)
+        down[-1] = down[-1]._replace(sqnr_db=28 - 120 * limit - 10 * beyond)
+        found = Numerics().judged(1, plain + down).first_bad
+        assert found.startswith(f"layers.{blocks - 1}.down forward") == (beyond > 0)
+
+
+def test_what_is_not_finite_outweighs_what_is_unusual():
+    rows = rows_of("up", 4)
+    rows[0] = rows[0]._replace(underflow=0.3)
+    unusual = Numerics().judged(1, rows)
+    assert unusual.first_bad.startswith("layers.0.up forward, step 1: 30 % underflow")
+    rows[2] = rows[2]._replace(amax_a=math.nan)
+    lost = Numerics().judged(2, rows)
+    assert lost.first_bad == "layers.2.up forward, step 2: not finite"
+    later = Numerics().judged(3, [row._replace(amax_a=math.nan) for row in rows])
+    said = ""
+    for sample, expected in ((unusual, unusual), (lost, lost), (later, lost), (unusual, lost)):
+        said = sample.first_bad_after(said)
+        assert said == expected.first_bad
+
+
+def test_outgrowing_the_amax_in_force_is_no_alarm_but_clipping_is():
+    rows = rows_of("up", 4, in_force_a=2.0, in_force_b=2.0)
+    for figures, bad in (
+        ({"amax_a": 3.0}, False),
+        ({"amax_b": 3.0}, False),
+        ({"amax_a": 3.0, "clipped": 0.02}, True),
+        ({"amax_a": 2.0}, True),  # covered: then it is the layer's own fault
+        ({"amax_a": 3.0, "in_force_a": 0.0}, True),  # nothing seen yet: quantized by its own
+    ):
+        odd = rows[1]._replace(sqnr_db=10.0, **figures)
+        assert bool(Numerics().judged(1, [rows[0], odd, *rows[2:]]).first_bad) == bad
+
+
+def decoder_session(recipe, seed, blocks):
+    torch.manual_seed(seed)
+    config = sk.DecoderConfig(layers=blocks, width=32, heads=2, kv_heads=1, vocab=64, ffn=48)
+    model = sk.Decoder(config, dtype=torch.bfloat16)
+    ids = torch.randint(64, (12, 2, 16), generator=torch.Generator().manual_seed(seed))
+    batches = [{"input_ids": i, "labels": i} for i in ids]
+    return sk.Session(
+        model, batches, recipe=recipe, meters=[numerics(every=1)], schedule=None, optimizer=sk.AdamW(lr=1e-3)
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("recipe", ["fp4", "mxfp4", "fp8", "mxfp8"])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_a_healthy_run_gives_no_alarm(recipe, seed, blocks):
+    s = decoder_session(recipe, seed, blocks)
+    s.run(12)
+    assert s.first_bad == ""
+
+
+@pytest.mark.parametrize("recipe", ["fp4", "fp8"])
+def test_a_nan_is_named_whatever_was_unusual_before(recipe):
+    s = decoder_session(recipe, 0, 4)
+    s._watchers[0].first_bad = "model.layers.0.mlp.down_proj forward, step 1: 19 % underflow, median 8 %"
+    panel = Panel(PanelState("run"), view=Nothing())
+    panel.state.first_bad = s.first_bad
+    s.subscribe(panel)
+    s.run(2)
+    assert "step 1: 19 %" in s.first_bad
+    with torch.no_grad():
+        s.model.get_submodule("model.layers.1.mlp.up_proj").weight[0, 0] = math.nan
+    with pytest.warns(UserWarning, match="not finite"):
+        s.run(1)
+    assert s.first_bad == panel.state.first_bad == "model.layers.1.mlp.up_proj forward, step 3: not finite"
 
 
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"recipe": sk.FP8.lora(rank=2)}, {"dtype": torch.float32}])
