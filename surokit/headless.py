@@ -15,6 +15,7 @@ import re
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +86,15 @@ def _run(nb: Any, folder: Path) -> int:
     from nbclient import NotebookClient
 
     code = [i for i, cell in enumerate(nb.cells) if cell.cell_type == "code" and cell.source.strip()]
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         resources = {"metadata": {"path": str(folder)}}
         client = NotebookClient(nb, km=_kernel_manager(scratch), kernel_name=_KERNEL, timeout=None, resources=resources)
         client.reset_execution_trackers()
         # cleanup_kc: nbclient leaves a kernel running whose manager it did not make
-        with client.setup_kernel(env=_kernel_environment(scratch), cleanup_kc=True):
+        # what the kernel's process itself says, as it does when it is shut down in the middle of a cell, is no business of ours
+        log = stack.enter_context((scratch / "kernel.log").open("w", encoding="utf-8"))
+        with client.setup_kernel(env=_kernel_environment(scratch), cleanup_kc=True, stderr=log):
             for n, i in enumerate(code, 1):
                 start = time.perf_counter()
                 try:
