@@ -28,7 +28,7 @@ def plot_runs(runs: Mapping[str, Any], baseline: str | None = "bf16", smooth: in
 
     runs: name -> Session, Live, pandas frame (columns step and loss) or anything with `.records.frame()` or `.frame()`.
     baseline: name of the run that the others are held against; None leaves the right picture out. smooth: steps in the
-    average, by default a fortieth of the run, at least ten (bias-corrected exponential average of that length).
+    average (bias-corrected, exponential), by default a fortieth of the run, at least ten, and a fifth of the steps so far.
     The gap is taken step by step, over the steps that both runs have, and then smoothed: with the same data order the
     noise of the batches cancels. Held-out points (eval_loss) are drawn as dots. Returns the figure, not yet shown.
 
@@ -266,12 +266,16 @@ def _curve(name: str, run: Any) -> tuple[NDArray[np.float64], ...]:
 
 
 def _smooth(values: NDArray[np.float64], steps: int | None) -> NDArray[np.float64]:
-    """Bias-corrected exponential average over about `steps`; NaN where the value itself is not finite."""
+    """Bias-corrected exponential average over about `steps`; NaN where the value itself is not finite.
+
+    By default over no more than a fifth of the steps so far, since an average over more lags behind a loss that falls fast.
+    """
     count = len(values)
-    new = 1.0 / (max(10.0, count / 40) if steps is None else max(1.0, steps))
+    length = max(10.0, count / 40) if steps is None else max(1.0, steps)
     out = np.full(count, np.nan)
     total = weight = 0.0
     for i, value in enumerate(values.tolist()):
+        new = 1.0 / (length if steps is not None else min(length, max(1.0, (i + 1) / 5)))
         if np.isfinite(value):
             total += new * (value - total)
             weight += new * (1.0 - weight)

@@ -46,6 +46,17 @@ def test_curves_and_gap():
     assert plt.get_fignums() == []  # nothing is left for pyplot to show a second time
 
 
+def test_the_smoothed_curve_keeps_up_with_a_loss_that_falls_fast():
+    steps = np.arange(1, 61)
+    loss = 5.0 + 2.5 * np.exp(-steps / 4)
+    frame = pd.DataFrame({"step": steps, "loss": loss})
+    left = plot_runs({"a": frame}, baseline=None).axes[0]
+    smoothed = next(
+        line for line in left.lines if len(line.get_xdata()) == 60 and not np.array_equal(line.get_ydata(), loss)
+    )
+    assert np.abs(np.asarray(smoothed.get_ydata())[9] - loss[9]) < 0.3
+
+
 def test_the_smoothed_curve_is_bias_corrected():
     frame = pd.DataFrame({"loss": [4.0, 2.0, math.nan, 1.0]})
     left = plot_runs({"a": frame}, baseline=None, smooth=2).axes[0]
