@@ -700,12 +700,18 @@ class Session:
             before = rows["step"] <= self.steps
             self.records.restore({name: column[before] for name, column in rows.items()})
 
-    def fork(self, recipe: Recipe | str | None = None, run_dir: str | Path | None = None) -> Session:
+    def fork(
+        self,
+        recipe: Recipe | str | None = None,
+        run_dir: str | Path | None = None,
+        meters: Sequence[Meter | Numerics] | None = None,
+    ) -> Session:
         """A twin that goes on from here with copies of its own: same weights, optimizer state, step, schedule, seed and
         random states, same next batch; only the recipe differs. With the same recipe it does bit for bit the same.
 
-        Optimizer state stays with every parameter that `recipe` still trains; new ones (adapters) start without.
-        Delayed scales are kept for the same recipe and begin anew for another. Records begin empty, at this step.
+        Optimizer state stays with every parameter that `recipe` still trains; new ones (adapters) start without. Delayed
+        scales are kept for the same recipe and begin anew for another. Records begin empty, at this step. meters: None takes
+        this session's.
         """
         self._harvest(wait=True)
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
@@ -736,7 +742,7 @@ class Session:
             schedule=self.schedule,
             run_dir=run_dir,
             compile=self.compile,
-            meters=[meter.value if isinstance(meter, Watcher) else meter for meter in self._meters],
+            meters=[m.value if isinstance(m, Watcher) else m for m in self._meters] if meters is None else meters,
             **settings,
         )
         twin._spec = self._spec

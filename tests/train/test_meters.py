@@ -326,6 +326,15 @@ def test_one_value_serves_several_sessions_and_forks():
     assert a.layers().layer.str.endswith("up_proj").all()
 
 
+def test_a_fork_takes_meters_of_its_own():
+    start = session(recipe="bf16")
+    twin = start.fork(recipe="fp8", meters=[sk.numerics(every=1)])
+    twin.run(1)
+    assert len(twin.layers()) > 0
+    with pytest.raises(ValueError, match="No layer is measured"):
+        twin.fork(meters=()).layers()
+
+
 def test_memory_is_bounded():
     s = session(meters=[numerics(every=1, keep=2)])
     s.run(4)
