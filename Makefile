@@ -20,7 +20,7 @@ PYTEST := $(PY) -m pytest
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-quickstart: $(VENV)/.lab ## install what is needed and run the main job: four recipes trained and compared
+quickstart: $(VENV)/.lab ## install what is needed and run the main job: three recipes trained and compared, then fine-tuning, a profile and plans
 	@$(VENV)/bin/surokit quickstart
 
 lab: $(VENV)/.lab ## the notebooks in JupyterLab
