@@ -212,13 +212,7 @@ def quantize(
 def quantize_both(x_MK: Tensor, q: Quantizer) -> tuple[Quantized, Quantized]:
     """quantize(x, q) and quantize(x', q) in one pass over x; for quantizers that say `both_in_one_pass`."""
     M, K = x_MK.shape
-    if isinstance(q.scaling, MX):
-        codes, scales, codes_t, scales_t = kernels.quantize_mx_both(x_MK, q.format.name, q.scaling.rule_for(q.format))
-    else:
-        rows, columns = q.scaling.tile()
-        codes, scales, codes_t, scales_t = kernels.quantize_both(
-            x_MK, q.format.name, rows, columns, q.scaling.pow2, _least_amax(q)
-        )
+    codes, scales, codes_t, scales_t = _CODECS[type(q.scaling)].encode_both(x_MK, q)
     return Quantized(codes, scales, q, K), Quantized(codes_t, scales_t, q, M)
 
 
@@ -255,6 +249,12 @@ class _Tiles:
         rows, columns = q.scaling.tile()
         return *kernels.quantize(x_MK, q.format.name, rows, columns, q.scaling.pow2, amax, _least_amax(q), key), ()
 
+    @staticmethod
+    def encode_both(x_MK: Tensor, q: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Codes and scales of x, and of x'."""
+        rows, columns = q.scaling.tile()
+        return kernels.quantize_both(x_MK, q.format.name, rows, columns, q.scaling.pow2, _least_amax(q))
+
     @classmethod
     def encode_rotated(cls, x_MK: Tensor, q: Quantizer, amax: Tensor | None, key: Tensor | None) -> Parts:
         return cls.encode(kernels.rotate(x_MK, q.hadamard), q, amax, key)
@@ -278,6 +278,11 @@ class _MX(_Tiles):
     def encode(x_MK: Tensor, q: Quantizer, amax: Tensor | None, key: Tensor | None) -> Parts:
         assert isinstance(q.scaling, MX)
         return *kernels.quantize_mx(x_MK, q.format.name, q.scaling.rule_for(q.format), key), ()
+
+    @staticmethod
+    def encode_both(x_MK: Tensor, q: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        assert isinstance(q.scaling, MX)
+        return kernels.quantize_mx_both(x_MK, q.format.name, q.scaling.rule_for(q.format))
 
     @staticmethod
     def decode(Q: Quantized, columns: int, dtype: torch.dtype) -> Tensor:

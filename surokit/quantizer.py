@@ -8,6 +8,7 @@ Matrices are [M, K] with K the dimension that the product contracts, so a per-ro
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -18,16 +19,16 @@ Error = Literal["mse", "mae"]
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Scaling(ABC):
     """Which elements share a scale."""
 
     formats: ClassVar[tuple[Format | Codebook, ...]] = (E4M3, E5M2)
     # what a stored weight's scales are called beside `weight`, in the words of its checkpoint format
     stored_as: ClassVar[tuple[str, ...]] = ("weight_scale_inv",)
 
+    @abstractmethod
     def tile(self) -> tuple[int, int]:
         """Rows and columns that share a scale; 0 stands for the whole extent."""
-        raise NotImplementedError
 
     @property
     def pow2(self) -> bool:

@@ -128,9 +128,8 @@ def _fault_of_triton(device: torch.device) -> str:
 
     try:
         fp4.transpose(torch.zeros((1, 1), dtype=torch.uint8, device=device), 2)
-    except (
-        Exception
-    ) as error:  # a missing compiler or header, a driver that is too old: whatever it is, the reference runs
+    except Exception as error:
+        # a missing compiler or header, a driver that is too old: whatever it is, the reference runs
         return f"Triton cannot launch here ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
     return ""
 

@@ -16,6 +16,7 @@ N out_features, K in_features, B blocks. Sources: the formats' own folders and r
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
@@ -43,39 +44,39 @@ class Source(Protocol):
     def __contains__(self, name: object, /) -> bool: ...
 
 
-class Layout:
+class Layout(ABC):
     """One checkpoint format. `weight` is the parameter's name, "model.layers.0.mlp.up_proj.weight"."""
 
     # how names of the tensors that only a stored weight has end
     marks: ClassVar[tuple[str, ...]]
 
+    @abstractmethod
     def writes(self, q: Quantizer) -> bool:
         """Whether a weight stored as `q` can be written."""
-        raise NotImplementedError
 
+    @abstractmethod
     def config(self, kept: list[str], dtype: torch.dtype) -> dict[str, Any]:
         """`quantization_config`; kept: the linear layers that are not quantized, dtype: of the model."""
-        raise NotImplementedError
 
     def sidecar(self, kept: list[str]) -> dict[str, Any] | None:
         """hf_quant_config.json, where the format has one."""
         return None
 
+    @abstractmethod
     def tensors(self, weight: str, Q: Quantized, dtype: torch.dtype) -> dict[str, Tensor]:
         """What is written for a stored weight."""
-        raise NotImplementedError
 
     def holds(self, weight: str, found: Found) -> bool:
         """Whether a file has this weight in the layout."""
         return any(weight + mark in found for mark in self.marks)
 
+    @abstractmethod
     def wanted(self, weight: str, shape_NK: Shape, found: Found) -> dict[str, Wanted]:
         """What a file has to have for this weight."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, weight: str, shape_NK: Shape, tensors: Source, device: torch.device) -> Quantized:
         """The stored weight, in memory of its own on `device`."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
