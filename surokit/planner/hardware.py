@@ -18,14 +18,37 @@ from types import MappingProxyType
 from typing import Any
 
 from surokit.formats import TENSOR_CORES, Kind
-from surokit.planner import checks
+from surokit.planner import arguments
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Rates that one machine reached, as a calibration measured them; None where it was not measured.
+
+    Products in TFLOPS of a large square product; `bandwidth_tb_s` of a copy, reads and writes counted; `launch_us` host time of one
+    kernel launch (of one operator call on a CPU); `host_gb_s` of a pinned copy between host and device, one direction;
+    `peer_gb_s` of a copy to another GPU; `host_adam_params_s` parameters a second that the host's AdamW updates.
+    """
+
+    measured: str
+    bf16_tflops: float | None = None
+    fp32_tflops: float | None = None
+    fp8_tflops: float | None = None
+    fp4_tflops: float | None = None
+    bandwidth_tb_s: float | None = None
+    launch_us: float | None = None
+    host_gb_s: float | None = None
+    peer_gb_s: float | None = None
+    host_adam_params_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Gpu:
     """One kind of GPU. Rates are dense TFLOPS, None where unknown or not native; bandwidth in TB/s (1e12 bytes).
 
-    `capability`, CUDA's compute capability, says which products are native; without it those are whose peak is given.
+    `capability`, CUDA's compute capability, says which products are native; without it those are whose peak is given. `peer_gb_s`
+    and `host_gb_s` are links to other GPUs of the node and to the host, GB/s in one direction; `watts` the power limit it is sold
+    with. `ceilings` are what a calibration of one machine reached, None for a row of the table.
     """
 
     name: str
@@ -37,6 +60,10 @@ class Gpu:
     source: str = "given by the user"
     aliases: tuple[str, ...] = ()
     capability: tuple[int, int] | None = None
+    peer_gb_s: float | None = None
+    host_gb_s: float | None = None
+    watts: float | None = None
+    ceilings: Ceilings | None = None
 
     def __post_init__(self) -> None:
         if not self.name.strip():
@@ -44,7 +71,7 @@ class Gpu:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name.endswith(("_gib", "_tb_s", "_tflops")) and value is not None:
-                checks.number(f"{field.name} of {self.name}", value)
+                arguments.number(f"{field.name} of {self.name}", value)
 
     @property
     def fastest_tflops(self) -> float | None:

@@ -30,7 +30,7 @@ GIB = 2**30
 #: Bytes an element of the dtypes that weights, gradients and optimizer states come in.
 DTYPE_BYTES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "fp32": 4, "float32": 4}
 # Fragmentation and workspace: the upper end of the usual 5 to 10 %, so that "fits" errs on the safe side.
-_SLACK = 0.10
+SLACK = 0.10
 # Elements of the logits that the fused linear + cross-entropy holds at a time (kernels/reference/loss.py, which needs torch).
 LOSS_ELEMENTS = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 LOSS_MIN_ROWS = 64
@@ -41,6 +41,10 @@ _SHARES_INPUT = {
     "mlp.gate_proj": "mlp",
     "mlp.up_proj": "mlp",
 }
+
+
+#: Whose layers compute: what they keep for the backward differs.
+Layers = Literal["surokit", "transformers"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,9 @@ class Setup:
     logits: Literal["fused", "whole"] = "fused"
     training: bool = True
     device: Literal["cpu", "cuda"] = "cuda"
+    layers: Layers = "surokit"
+    accumulate: int = 1
+    slack: float = SLACK
 
 
 def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Setup) -> Memory:
@@ -127,7 +134,12 @@ def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Set
         terms += _passing(shape, recipe, setup, places)
     held = sum(t.bytes for t in terms if t.counted)
     terms.append(
-        Term("slack", _SLACK * held, False, f"allocator and workspace, {_SLACK:.0%} of the rest (usual: 5 to 10 %)")
+        Term(
+            "slack",
+            setup.slack * held,
+            False,
+            f"allocator and workspace, {setup.slack:.0%} of the rest (usual: 5 to 10 %)",
+        )
     )
     return Memory(tuple(terms), tuple(left_out))
 

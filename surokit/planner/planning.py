@@ -8,23 +8,36 @@ A Plan keeps apart what is exact, what is approximate and what is a prediction, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
-from surokit.planner import checks, figures
+from surokit.planner import arguments, figures
 from surokit.planner.cost import Time, Work, count_time, exact
 from surokit.planner.flops import Attention, Compute, Recompute, count_flops, frozen, on_gpu, product_kinds
 from surokit.planner.hardware import Gpu, find_gpu
 from surokit.planner.lines import Line, as_html, as_text, plan_lines, plan_notes
-from surokit.planner.memory import DTYPE_BYTES, Memory, Setup, count_memory
+from surokit.planner.memory import DTYPE_BYTES, SLACK, Layers, Memory, Setup, count_memory
 from surokit.planner.shape import FAMILIES, Shape, read_shape
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _OPTIMIZERS = {"adamw": "adamw", "adamw8bit": "adamw8bit", "sgd": "none", "none": "none"}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned: a shape, or a number of parameters alone; `dtype` and `layers` are a live model's own."""
+
+    parameters: float
+    name: str
+    shape: Shape | None = None
+    notes: tuple[str, ...] = ()
+    dtype: str | None = None
+    layers: Layers = "surokit"
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,6 +65,12 @@ class Plan:
     memory: Memory
     factor: int
     notes: tuple[str, ...]
+    subject: Subject = field(compare=False)
+    given: Mapping[str, Any] = field(compare=False)
+
+    def but(self, **changes: Any) -> Plan:
+        """The same plan with other arguments: `plan.but(batch=4)`; an argument that is None is taken back."""
+        return plan(self.subject, **{**self.given, **changes})
 
     @property
     def days(self) -> float | None:
@@ -79,7 +98,7 @@ class Plan:
                     "fits() does not know the GPU's memory: give fits(gib=80), or plan(..., gpu=...) with a GPU that has it."
                 )
             gib = self.gpu.memory_gib
-        fits = self.memory.gib <= checks.number("gib", gib)
+        fits = self.memory.gib <= arguments.number("gib", gib)
         if fits and self.memory.left_out:
             raise ValueError(f"fits() cannot tell yet, it lacks {self.memory.left_out[0]}.")
         return fits
@@ -150,7 +169,10 @@ def plan(
     dtype: Any = None,
     master: bool = False,
     zero: int = 0,
-    logits: Literal["fused", "whole"] = "fused",
+    logits: Literal["fused", "whole"] | None = None,
+    accumulate: int = 1,
+    layers: Layers | None = None,
+    slack: float = SLACK,
     training: bool = True,
 ) -> Plan:
     """Plan a run: FLOPs, time, cost, and the memory of one GPU.
@@ -170,28 +192,35 @@ def plan(
                 the weights' own without it
     dtype       of weights and gradients (bf16; a live model's own); `master` adds float32 masters
     zero        ZeRO stage over `gpus`: 1 shards optimizer states, 2 gradients too, 3 weights too
-    logits      "fused" with the loss, as our layers do, or "whole"
+    layers      "surokit" or "transformers": whose layers compute, which decides what is kept for the backward; a live model's own
+                without it
+    logits      "fused" with the loss, as our layers do, or "whole", as transformers' do
+    accumulate  micro-batches of `batch` sequences whose gradients one optimizer step sums
+    slack       share on top of the bytes that tensors take: fragmentation and workspace
     training    False counts a forward pass, and the KV cache in place of training's states
 
     Raises ValueError or TypeError, in one sentence with the remedy, for figures that cannot be meant.
     """
-    gpus = checks.integer("gpus", gpus, most=1e7)
+    given = {name: value for name, value in locals().items() if name != "what"}
+    gpus = arguments.integer("gpus", gpus, most=1e7)
     device = None if gpu is None else find_gpu(gpu)
-    batch = None if batch is None else checks.integer("batch", batch)
-    length = None if length is None else checks.integer("length", length)
-    run_tokens = None if tokens is None else checks.tokens(tokens)
-    goodput = checks.share("goodput", goodput)
-    usd = None if usd_per_gpu_hour is None else checks.price(usd_per_gpu_hour)
+    batch = None if batch is None else arguments.integer("batch", batch)
+    length = None if length is None else arguments.integer("length", length)
+    run_tokens = None if tokens is None else arguments.tokens(tokens)
+    goodput = arguments.share("goodput", goodput)
+    usd = None if usd_per_gpu_hour is None else arguments.price(usd_per_gpu_hour)
     _choice("attention", attention, ("causal", "full"))
     _choice("recompute", recompute, ("none", "selective", "full"))
-    _choice("logits", logits, ("fused", "whole"))
+    _choice("logits", logits, (None, "fused", "whole"))
+    _choice("layers", layers, (None, "surokit", "transformers"))
+    accumulate = arguments.integer("accumulate", accumulate)
     _choice("zero", zero, (0, 1, 2, 3))
     if tflops_per_gpu is not None and mfu is not None:
         raise ValueError("tflops_per_gpu and mfu both say how fast a GPU is: give one of them.")
     if tflops_per_gpu is not None:
-        tflops_per_gpu = checks.rate(tflops_per_gpu, *((device.name, device.fastest_tflops) if device else ()))
+        tflops_per_gpu = arguments.rate(tflops_per_gpu, *((device.name, device.fastest_tflops) if device else ()))
     if mfu is not None:
-        mfu = checks.share("mfu", mfu)
+        mfu = arguments.share("mfu", mfu)
         if device is None or device.bf16_tflops is None:
             name = "no GPU" if device is None else f"no BF16 peak of {device.name}"
             raise ValueError(
@@ -203,20 +232,25 @@ def plan(
 
         recipe = find_recipe(recipe)
 
-    shape, parameters, title, notes = _read(what)
+    subject = what if isinstance(what, Subject) else _read(what)
+    shape, parameters = subject.shape, subject.parameters
+    layers = layers or subject.layers
     setup = Setup(
-        dtype=_dtype(dtype if dtype is not None else _own_dtype(what)),
+        dtype=_dtype(dtype if dtype is not None else subject.dtype),
         optimizer=_optimizer(optimizer),
-        state_dtype=_dtype(state_dtype or _option(optimizer, "state_dtype") or dtype or _own_dtype(what)),
+        state_dtype=_dtype(state_dtype or _option(optimizer, "state_dtype") or dtype or subject.dtype),
         master=bool(master),
         gpus=gpus,
         zero=zero,
         batch=batch,
         length=length,
         recompute=recompute,
-        logits=logits,
+        logits=logits or ("whole" if layers == "transformers" else "fused"),
         training=training,
         device="cpu" if device is None else "cuda",
+        layers=layers,
+        accumulate=accumulate,
+        slack=slack,
     )
     factor = 2 if not training else 4 if frozen(recipe) else 6
     compute = None
@@ -231,7 +265,7 @@ def plan(
         recompute_share = compute.recompute / compute.model
     elif recompute == "full" and training:
         recompute_share = 2 / factor
-    step_tokens = None if batch is None or length is None else batch * length * gpus
+    step_tokens = None if batch is None or length is None else batch * length * accumulate * gpus
     work = Work(
         run=None if run_tokens is None else per_token * exact(run_tokens),
         step=None if step_tokens is None else per_token * step_tokens,
@@ -249,13 +283,14 @@ def plan(
         compute=compute,
         kinds=product_kinds(carried),
     )
-    parts = [title]
+    parts = [subject.name]
     if recipe is not None:
         parts.append(f"recipe {getattr(recipe, 'name', recipe)}")
     if run_tokens is not None:
         parts.append(f"{figures.count(run_tokens)} tokens")
     if step_tokens is not None:
-        parts.append(f"{batch} x {length} tokens a step" + (" and GPU" if gpus > 1 else ""))
+        times = f" x {accumulate}" if accumulate > 1 else ""
+        parts.append(f"{batch} x {length}{times} tokens a step" + (" and GPU" if gpus > 1 else ""))
     if device is not None or gpus > 1:
         parts.append(f"{gpus:,} x {device.name if device else 'GPU'}")
     draft = Plan(
@@ -274,27 +309,32 @@ def plan(
         time=time,
         memory=count_memory(shape, parameters, recipe, setup),
         factor=factor,
-        notes=tuple(notes),
+        notes=subject.notes,
+        subject=subject,
+        given=given,
     )
-    return replace(draft, notes=(*notes, *plan_notes(draft)))
+    return replace(draft, notes=(*subject.notes, *plan_notes(draft)))
 
 
-def _read(what: Any) -> tuple[Shape | None, float, str, list[str]]:
+def _read(what: Any) -> Subject:
     if isinstance(what, (bool, Real)):
-        parameters = checks.parameters(what)
-        return None, parameters, f"{figures.count(parameters)} parameters", []
+        parameters = arguments.parameters(what)
+        return Subject(parameters, f"{figures.count(parameters)} parameters")
     shape, source = read_shape(what)
-    notes = []
+    notes: tuple[str, ...] = ()
     if shape.family not in FAMILIES:
-        notes.append(
-            f"model_type {shape.family!r} is counted as if it were a Llama-family decoder (three-matrix SwiGLU, RMSNorm)"
+        notes = (
+            f"model_type {shape.family!r} is counted as if it were a Llama-family decoder (three-matrix SwiGLU, RMSNorm)",
         )
-    return (
-        shape,
-        float(shape.parameters),
-        f"{shape.family} of {figures.count(shape.parameters)} parameters {source}",
-        notes,
-    )
+    name = f"{shape.family} of {figures.count(shape.parameters)} parameters {source}"
+    return Subject(float(shape.parameters), name, shape, notes, _own_dtype(what), _own_layers(what))
+
+
+def _own_layers(what: Any) -> Layers:
+    """Whose layers a live model has: transformers' where its class, or the one that an adapter wraps, is theirs."""
+    model = what.get_base_model() if hasattr(what, "get_base_model") else what
+    theirs = type(model).__module__.startswith("transformers.models") and hasattr(model, "parameters")
+    return "transformers" if theirs else "surokit"
 
 
 def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from surokit.planner import checks
+from surokit.planner import arguments
 from surokit.planner.hardware import find_gpu
 
 #: Share of the dense BF16 peak that most published training runs reach, counted as 6ND over all of their GPU hours.
@@ -83,8 +83,8 @@ def judge_hours(parameters: float, tokens: float, gpu: Any, gpu_hours: float) ->
     device = find_gpu(gpu)
     if device.bf16_tflops is None:
         raise ValueError(f"{device.name} has no dense BF16 peak in the table: pass a Gpu with bf16_tflops.")
-    flop = 6 * checks.parameters(parameters) * checks.tokens(tokens)
-    mfu = flop / (checks.number("gpu_hours", gpu_hours) * 3600 * device.bf16_tflops * 1e12)
+    flop = 6 * arguments.parameters(parameters) * arguments.tokens(tokens)
+    mfu = flop / (arguments.number("gpu_hours", gpu_hours) * 3600 * device.bf16_tflops * 1e12)
     peak = f"{device.name}'s dense BF16 peak of {device.bf16_tflops:g} TFLOPS"
     low, high = PLAUSIBLE_MFU
     if mfu < low:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surokit.planner import checks
+from surokit.planner import arguments
 
 # Families whose layers are exactly the ones counted here; another model_type is counted as if it were one, and the plan says so.
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm", "decoder"})
@@ -28,12 +28,17 @@ _EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class Weight:
-    """One kind of weight matrix [n, k], present `count` times."""
+    """One kind of weight matrix [n, k], present `count` times, of which a token passes `active` (all without a router)."""
 
     name: str
     n: int
     k: int
     count: int
+    active: int = -1
+
+    def __post_init__(self) -> None:
+        if self.active < 0:
+            object.__setattr__(self, "active", self.count)
 
     @property
     def parameters(self) -> int:
@@ -201,7 +206,7 @@ def _from_hf(config: Mapping[str, Any], where: str) -> Shape:
         o_bias=bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
         qk_norm=family == "qwen3",
-        sliding_window=None if window is None else checks.integer("sliding_window", window),
+        sliding_window=None if window is None else arguments.integer("sliding_window", window),
         family=family,
     )
 
@@ -230,8 +235,8 @@ def _checked(
     where: str, *, kv_heads: Any, head_dim: Any, layers: Any, width: Any, heads: Any, ffn: Any, vocab: Any, **rest: Any
 ) -> Shape:
     sizes = {"layers": layers, "width": width, "heads": heads, "ffn": ffn, "vocab": vocab}
-    sizes = {name: checks.integer(f"{name} of {where}", value) for name, value in sizes.items()}
-    groups = sizes["heads"] if kv_heads is None else checks.integer(f"kv_heads of {where}", kv_heads)
+    sizes = {name: arguments.integer(f"{name} of {where}", value) for name, value in sizes.items()}
+    groups = sizes["heads"] if kv_heads is None else arguments.integer(f"kv_heads of {where}", kv_heads)
     if sizes["heads"] % groups:
         raise ValueError(
             f"{where} has {sizes['heads']} heads and {groups} key-value heads: the first must be a multiple of the second."
@@ -242,4 +247,4 @@ def _checked(
                 f"{where} has width {sizes['width']} and {sizes['heads']} heads, which does not divide: give head_dim."
             )
         head_dim = sizes["width"] // sizes["heads"]
-    return Shape(kv_heads=groups, head_dim=checks.integer(f"head_dim of {where}", head_dim), **sizes, **rest)
+    return Shape(kv_heads=groups, head_dim=arguments.integer(f"head_dim of {where}", head_dim), **sizes, **rest)
