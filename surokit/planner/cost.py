@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
+from surokit.planner import arguments
 from surokit.planner.flops import Compute, Kinds
 from surokit.planner.hardware import Gpu
 
@@ -21,11 +23,91 @@ def exact(value: float) -> Fraction:
 
 
 @dataclass(frozen=True)
+class Price:
+    """US dollars of one GPU hour, as a range with the month it was seen in and where. The planner has no price of its own."""
+
+    low: float
+    high: float
+    date: str = ""
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        arguments.price(self.low)
+        arguments.price(self.high)
+        if self.low > self.high:
+            raise ValueError(
+                f"A price from {self.low:g} to {self.high:g} USD goes backwards: give the lower figure first."
+            )
+
+    @property
+    def middle(self) -> float:
+        return float((exact(self.low) + exact(self.high)) / 2)
+
+    def __str__(self) -> str:
+        figure = f"{self.low:g}" if self.low == self.high else f"{self.low:g} to {self.high:g}"
+        return ", ".join(part for part in (f"{figure} USD", self.date, self.source) if part)
+
+
+def read_price(value: Any) -> Price:
+    """A price as it may be given: a number, a pair (low, high), or a Price."""
+    if isinstance(value, Price):
+        return value
+    if isinstance(value, tuple | list):
+        if len(value) != 2:
+            raise ValueError(f"usd_per_gpu_hour={value!r}: a range of prices is a pair, (1.8, 3.2).")
+        low, high = (arguments.price(each) for each in value)
+        return Price(low, high)
+    return Price(arguments.price(value), arguments.price(value))
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The share of the hours that makes progress, and what it rests on: time between failures, and between checkpoints."""
+
+    share: float
+    mtbf_hours: float
+    save_every_minutes: float
+
+
+def expected_goodput(
+    gpus: int,
+    *,
+    gpu_mtbf_hours: float,
+    save_minutes: float,
+    restart_minutes: float,
+    save_every_minutes: float | None = None,
+) -> Goodput:
+    """Predicted goodput of a synchronous run that any failing GPU stops: `plan(..., goodput=expected_goodput(...).share)`.
+
+    gpu_mtbf_hours   mean time between failures of one GPU with its share of host and network; the run's is 1 / gpus of it
+    save_minutes     that a checkpoint holds the training up
+    restart_minutes  from a failure to the first new step
+    save_every_minutes   between checkpoints; without it sqrt(2 save MTBF), which loses least
+
+    A failure loses half an interval and the restart. Young, CACM 17 (1974); Daly, FGCS 22 (2006). Raises ValueError where nothing
+    would be left.
+    """
+    mtbf = arguments.number("gpu_mtbf_hours", gpu_mtbf_hours) * 60 / arguments.integer("gpus", gpus, most=1e7)
+    save = arguments.number("save_minutes", save_minutes)
+    restart = arguments.number("restart_minutes", restart_minutes)
+    every = (2 * save * mtbf) ** 0.5 if save_every_minutes is None else save_every_minutes
+    every = arguments.number("save_every_minutes", every)
+    share = (1 - save / (every + save)) * (1 - (every / 2 + restart) / mtbf)
+    if share <= 0:
+        raise ValueError(
+            f"With a failure every {mtbf:.3g} minutes nothing gets done between checkpoints of {every:.3g} minutes and "
+            f"restarts of {restart:.3g}: make saving or restarting faster, or use fewer GPUs."
+        )
+    return Goodput(share, mtbf / 60, every)
+
+
+@dataclass(frozen=True)
 class Time:
     """Predicted time; a figure that cannot be known from what was given is None.
 
     `rate_tflops` are model TFLOPS of one GPU, `rate_how` says where it comes from, `mfu` is its share of `peak_tflops`
-    (`peak` names it) and `hfu` the share with recompute. `floor_*` are lower bounds: no run is faster than `floor_how`.
+    (`peak` names it) and `hfu` the share with recompute. `usd` is at the middle of a price's range. `floor_*` are lower
+    bounds: no run is faster than `floor_how`.
     """
 
     rate_tflops: float | None = None
@@ -38,6 +120,7 @@ class Time:
     days: float | None = None
     gpu_hours: float | None = None
     usd: float | None = None
+    usd_range: tuple[float, float] | None = None
     step_ms: float | None = None
     tokens_per_s: float | None = None
     floor_days: float | None = None
@@ -64,7 +147,7 @@ def count_time(
     tflops_per_gpu: float | None,
     mfu: float | None,
     goodput: float,
-    usd_per_gpu_hour: float | None,
+    price: Price | None,
     compute: Compute | None = None,
     kinds: Kinds = (None, None, None),
 ) -> Time:
@@ -82,13 +165,15 @@ def count_time(
         rate = exact(mfu) * exact(peak_tflops)
         how = f"MFU {mfu:.1%} of {peak}, {peak_tflops:g} TFLOPS"
     share = None if rate is None or peak_tflops is None else float(rate) / peak_tflops
-    hours = days = step_s = usd = None
+    hours = days = step_s = usd = usd_range = None
     if rate is not None:
         flop_per_gpu_hour = rate * 10**12 * 3600 * exact(goodput)
         if work.run is not None:
             hours = work.run / flop_per_gpu_hour
             days = hours / gpus / 24
-            usd = None if usd_per_gpu_hour is None else hours * exact(usd_per_gpu_hour)
+            if price is not None:
+                usd = hours * exact(price.middle)
+                usd_range = float(hours * exact(price.low)), float(hours * exact(price.high))
         if work.step is not None:
             step_s = work.step / (rate * 10**12 * gpus)
     floor_share, floor_how = _floor(compute, gpu, kinds)
@@ -110,6 +195,7 @@ def count_time(
         days=None if days is None else float(days),
         gpu_hours=None if hours is None else float(hours),
         usd=None if usd is None else float(usd),
+        usd_range=usd_range,
         step_ms=None if step_s is None else float(step_s * 1000),
         tokens_per_s=None if step_s is None or work.step_tokens is None else float(work.step_tokens / step_s),
         floor_days=None if floor_hours is None else floor_hours / gpus / 24,

@@ -97,7 +97,10 @@ def _time(plan: Plan) -> Iterator[Line]:
         yield line("time", t.days, "days", "prediction", f"FLOPs / ({_gpus(plan)} x rate x goodput)")
         yield line("GPU hours", t.gpu_hours, "GPU hours", "prediction", "time x GPUs")
     if t.usd is not None:
-        how = f"GPU hours x {plan.usd_per_gpu_hour:g} USD, the given price"
+        how = f"GPU hours x {plan.price}, as given"
+        low, high = plan.usd_range or (t.usd, t.usd)
+        if low < high:
+            how = f"{figures.value(low, 'USD')} to {figures.value(high, 'USD')}; {how}"
         yield line("cost", t.usd, "USD", "prediction", how)
     if t.step_ms is not None and t.tokens_per_s is not None:
         yield line("step", t.step_ms, "ms", "prediction", f"FLOPs a step / ({_gpus(plan)} x rate)")
@@ -139,7 +142,7 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         yield f"nothing trains: {plan.recipe.name} freezes the base and has no adapter; add one with .lora()"
     if time.rate_tflops is None:
         wanted = "tflops_per_gpu=, or mfu=" + ("" if gpu else " with gpu=")
-        cost = " and cost" if plan.usd_per_gpu_hour is not None else ""
+        cost = " and cost" if plan.price is not None else ""
         yield f"no time{cost} is predicted without a rate: give {wanted}{_usual(plan)}"
     elif plan.tokens is None:
         yield "time and cost of the run need tokens="

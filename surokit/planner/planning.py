@@ -15,7 +15,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from surokit.planner import arguments, figures
-from surokit.planner.cost import Time, Work, count_time, exact
+from surokit.planner.cost import Price, Time, Work, count_time, exact, read_price
 from surokit.planner.flops import Attention, Compute, Recompute, count_flops, frozen, on_gpu, product_kinds
 from surokit.planner.hardware import Gpu, find_gpu
 from surokit.planner.lines import Line, as_html, as_text, plan_lines, plan_notes
@@ -56,7 +56,7 @@ class Plan:
     setup: Setup
     tokens: float | None
     gpu: Gpu | None
-    usd_per_gpu_hour: float | None
+    price: Price | None
     flops_per_token: float
     flops: float | None
     flops_per_step: float | None
@@ -84,8 +84,13 @@ class Plan:
 
     @property
     def usd(self) -> float | None:
-        """Predicted cost in US dollars at the given price."""
+        """Predicted cost in US dollars at the given price, at its middle where it is a range."""
         return self.time.usd
+
+    @property
+    def usd_range(self) -> tuple[float, float] | None:
+        """Predicted cost in US dollars from the low to the high end of the given price."""
+        return self.time.usd_range
 
     def fits(self, gib: float | None = None) -> bool:
         """Whether the memory of one GPU suffices: all terms, exact and approximate, against `gib` (the GPU's own without it).
@@ -158,7 +163,7 @@ def plan(
     tflops_per_gpu: float | None = None,
     mfu: float | None = None,
     goodput: float = 1.0,
-    usd_per_gpu_hour: float | None = None,
+    usd_per_gpu_hour: float | tuple[float, float] | Price | None = None,
     recipe: Any = None,
     batch: int | None = None,
     length: int | None = None,
@@ -184,7 +189,7 @@ def plan(
     tflops_per_gpu, mfu     the achieved rate of one GPU in model TFLOPS, or as a share of its dense BF16 peak: one of
                 them, or neither
     goodput     share of the hours that makes progress (restarts and evaluation do not)
-    usd_per_gpu_hour    a price; none is assumed
+    usd_per_gpu_hour    a price, a range (1.8, 3.2) or a dated `Price`; none is assumed
     recipe      a Recipe or its name; its adapter and storage decide what trains and how weights are held
     attention   "causal" counts the keys that a token sees, "full" all of them
     recompute   "none", "selective" (attention's products) or "full" (each layer's forward)
@@ -208,7 +213,7 @@ def plan(
     length = None if length is None else arguments.integer("length", length)
     run_tokens = None if tokens is None else arguments.tokens(tokens)
     goodput = arguments.share("goodput", goodput)
-    usd = None if usd_per_gpu_hour is None else arguments.price(usd_per_gpu_hour)
+    price = None if usd_per_gpu_hour is None else read_price(usd_per_gpu_hour)
     _choice("attention", attention, ("causal", "full"))
     _choice("recompute", recompute, ("none", "selective", "full"))
     _choice("logits", logits, (None, "fused", "whole"))
@@ -279,7 +284,7 @@ def plan(
         tflops_per_gpu=tflops_per_gpu,
         mfu=mfu,
         goodput=goodput,
-        usd_per_gpu_hour=usd,
+        price=price,
         compute=compute,
         kinds=product_kinds(carried),
     )
@@ -301,7 +306,7 @@ def plan(
         setup=setup,
         tokens=run_tokens,
         gpu=device,
-        usd_per_gpu_hour=usd,
+        price=price,
         flops_per_token=float(per_token),
         flops=None if work.run is None else float(work.run),
         flops_per_step=None if work.step is None else float(work.step),
