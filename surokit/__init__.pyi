@@ -14,6 +14,7 @@ from surokit import texts as texts
 from surokit import train as train
 from surokit import widgets as widgets
 from surokit.accuracy import compare as compare
+from surokit.calibration import calibrate as calibrate
 from surokit.convert import apply as apply
 from surokit.convert import precision as precision
 from surokit.data import chat as chat
@@ -36,8 +37,14 @@ from surokit.models import merge as merge
 from surokit.models import save as save
 from surokit.models import save_adapter as save_adapter
 from surokit.models import unmerge as unmerge
+from surokit.planner import CHINCHILLA as CHINCHILLA
+from surokit.planner import KAPLAN as KAPLAN
+from surokit.planner import Gpu as Gpu
 from surokit.planner import Plan as Plan
+from surokit.planner import Price as Price
+from surokit.planner import fit_scaling as fit_scaling
 from surokit.planner import plan as plan
+from surokit.planner import plot_memory as plot_memory
 from surokit.profiler import Profile as Profile
 from surokit.profiler import profile as profile
 from surokit.quantized import Quantized as Quantized

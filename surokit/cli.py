@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from surokit.planner import figures
+
+if TYPE_CHECKING:
+    from surokit.planner.choices import Choice
+    from surokit.planner.planning import Plan
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,21 +60,37 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what this machine has, which formats are native, what is missing")
     doctor.set_defaults(run=_doctor)
 
-    plan = commands.add_parser("plan", help="FLOPs, time, cost and memory of a run", allow_abbrev=False)
-    plan.add_argument("what", help="number of parameters (405e9), or a folder or config.json")
-    numbers = {
+    _add_plan(commands.add_parser("plan", help="FLOPs, time, cost and memory of a run", allow_abbrev=False))
+
+    quickstart = commands.add_parser("quickstart", help="run the quickstart notebook headless and keep what it made")
+    quickstart.add_argument(
+        "--run-dir", type=Path, default=Path("runs/quickstart"), help="folder; the next free name if taken"
+    )
+    quickstart.set_defaults(run=_quickstart)
+    return parser
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    """The arguments of `sk.plan` under their own names, and the questions that a plan answers."""
+    plan.add_argument(
+        "what", help="number of parameters (405e9), a folder or config.json, or a model of the Hub (org/name)"
+    )
+    given = plan.add_argument_group("arguments of the plan")
+    for name, text in {
         "--tokens": "tokens of the whole run",
         "--gpus": "number of GPUs",
         "--tflops-per-gpu": "achieved TFLOPS of one GPU",
         "--mfu": "or its share of the dense BF16 peak",
         "--goodput": "share of the hours that makes progress",
-        "--usd-per-gpu-hour": "price",
         "--batch": "sequences a step, on one GPU",
         "--length": "tokens of a sequence",
+        "--accumulate": "micro-batches a step",
         "--zero": "ZeRO stage, 0 to 3",
-    }
-    for name, text in numbers.items():
-        plan.add_argument(name, type=_number, help=text, metavar="N")
+        "--slack": "share of memory on top, for fragmentation and workspace",
+        "--between-gb-s": "GB/s that one GPU has between nodes, one direction",
+    }.items():
+        given.add_argument(name, type=_number, help=text, metavar="N")
+    given.add_argument("--usd-per-gpu-hour", type=_price, metavar="USD", help="price, or a range such as 1.8-3.2")
     for name, text in {
         "--gpu": "name in the hardware table, such as H100",
         "--recipe": "name of a recipe, such as fp8 or qfp8",
@@ -76,17 +99,27 @@ def _parser() -> argparse.ArgumentParser:
         "--optimizer": "adamw, adamw8bit or sgd",
         "--state-dtype": "dtype of the optimizer's moments",
         "--dtype": "dtype of weights and gradients",
+        "--logits": "fused with the loss, or whole",
+        "--layers": "whose layers compute: surokit or transformers",
     }.items():
-        plan.add_argument(name, help=text)
-    plan.add_argument("--fits", type=_number, metavar="GIB", help="also say whether it fits in so many GiB")
-    plan.set_defaults(run=_plan)
-
-    quickstart = commands.add_parser("quickstart", help="run the quickstart notebook headless and keep what it made")
-    quickstart.add_argument(
-        "--run-dir", type=Path, default=Path("runs/quickstart"), help="folder; the next free name if taken"
+        given.add_argument(name, help=text)
+    given.add_argument("--lora", type=_number, metavar="RANK", help="freeze the recipe's base and train an adapter")
+    given.add_argument("--master", action="store_true", default=None, help="float32 masters of the weights")
+    given.add_argument(
+        "--inference", dest="training", action="store_false", default=None, help="a forward pass and its KV cache"
     )
-    quickstart.set_defaults(run=_quickstart)
-    return parser
+    asked = plan.add_argument_group("questions")
+    asked.add_argument(
+        "--fits", type=_number, metavar="GIB", help="does it fit in so many GiB? These questions take it for the GPU's"
+    )
+    asked.add_argument(
+        "--recipes", action="store_true", help="the same run in every recipe: time, memory, native or not"
+    )
+    asked.add_argument("--largest", choices=("batch", "length", "layers"), help="the largest that fits")
+    asked.add_argument("--days", type=_number, metavar="N", help="how many GPUs are done in so many days?")
+    asked.add_argument("--plot", type=Path, metavar="FILE", help="memory as a picture: .png, .svg or .pdf")
+    asked.add_argument("--json", action="store_true", help="the same as JSON")
+    plan.set_defaults(run=_plan)
 
 
 def _number(text: str) -> float:
@@ -97,6 +130,19 @@ def _number(text: str) -> float:
     return int(value) if value.is_integer() else value
 
 
+def _price(text: str) -> float | tuple[float, float]:
+    """2.5, or a range 1.8-3.2; an exponent's minus sign is none of a range."""
+    with contextlib.suppress(ValueError):
+        return float(text)
+    low, dash, high = text.partition("-")
+    try:
+        if dash:
+            return float(low), float(high)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no price in USD: write 2.5, or a range as 1.8-3.2")
+
+
 def _doctor(_: argparse.Namespace) -> int:
     from surokit.environment import doctor
 
@@ -105,21 +151,91 @@ def _doctor(_: argparse.Namespace) -> int:
     return 0 if found.ok else 1
 
 
+_QUESTIONS = ("fits", "recipes", "largest", "days", "plot", "json")
+
+
 def _plan(arguments: argparse.Namespace) -> int:
     from surokit.planner import plan
 
     what: Any = arguments.what
     with contextlib.suppress(ValueError):  # else it is a path
         what = float(what)
-    given = {k: v for k, v in vars(arguments).items() if v is not None and k not in ("command", "run", "what", "fits")}
+    apart = ("command", "run", "what", "lora", *_QUESTIONS)
+    given = {k: v for k, v in vars(arguments).items() if v is not None and k not in apart}
+    if arguments.lora is not None:
+        from surokit.recipe import find_recipe
+
+        given["recipe"] = find_recipe(given.get("recipe", "bf16")).lora(rank=arguments.lora)
     planned = plan(what, **given)
-    print(planned)
-    if arguments.fits is not None:
-        words = "fits" if planned.fits(arguments.fits) else "does not fit"
-        print(
-            f"\n  {words} in {arguments.fits:g} GiB: {planned.memory.gib:.1f} GiB, most of it {planned.memory.largest.name}"
-        )
+    # every answer is there before a word is printed, so that an error stands alone
+    answers = _answers(planned, arguments)
+    if arguments.json:
+        lines = [line.__dict__ for line in planned.lines()]
+        found = {name: answer for name, (answer, _) in answers.items()}
+        print(json.dumps({"title": planned.title, "lines": lines, "notes": planned.notes, **found}, indent=1))
+    else:
+        print("\n\n".join([str(planned), *(text for _, text in answers.values())]))
     return 0
+
+
+def _answers(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[Any, str]]:
+    """What was asked beside the plan: name -> (the answer as data, the answer in words)."""
+    from surokit.planner import choices, questions
+
+    gib = arguments.fits
+    answers: dict[str, tuple[Any, str]] = {}
+    if gib is not None:
+        fits = planned.fits(gib)
+        words = f"  {'fits' if fits else 'does not fit'} in {gib:g} GiB: {figures.gib(planned.memory.gib)}"
+        answers["fits"] = (fits, f"{words}, most of it {planned.memory.largest.name}")
+    if arguments.largest is not None:
+        most = questions.largest(planned, arguments.largest, gib=gib)
+        room = f"{gib:g} GiB" if gib is not None or planned.gpu is None else f"{planned.gpu.name}'s memory"
+        answers["largest"] = ({arguments.largest: most}, f"  largest {arguments.largest} that fits in {room}: {most:,}")
+    if arguments.days is not None:
+        gpus = questions.gpus_for(planned, days=arguments.days)
+        done = planned.but(gpus=gpus)
+        words = f"  done within {arguments.days:g} days on {gpus:,} GPUs: {done.days:.2f} days"
+        answers["gpus"] = (gpus, words + ("" if done.usd is None else f", {figures.value(done.usd, 'USD')}"))
+    if arguments.recipes:
+        rows = choices.compare_recipes(planned, gib=gib)
+        answers["recipes"] = ([_choice_data(row) for row in rows], _choices_text(rows))
+    if arguments.plot is not None:
+        answers["picture"] = (str(arguments.plot), f"  picture: {_plot(planned, arguments)}")
+    return answers
+
+
+def _choice_data(row: Choice) -> dict[str, Any]:
+    return {name: value for name, value in row.__dict__.items() if name != "recipe"}
+
+
+def _choices_text(rows: Sequence[Choice]) -> str:
+    from surokit.tables import text_table
+
+    def words(row: Choice) -> tuple[str, ...]:
+        time = "" if row.step_ms is None else figures.value(row.step_ms, "ms")
+        gain = "" if row.speedup is None else f"{row.speedup:.2f} x"
+        fits = {True: "fits", False: "too large", None: ""}[row.fits]
+        return (row.name, time, row.kind, gain, figures.gib(row.gib), fits, row.products, "fastest" * row.fastest)
+
+    header = ("recipe", "step", "", "speedup", "memory", "", "products", "")
+    return "  every recipe\n" + text_table([words(row) for row in rows], header=header, right=(1, 3, 4), indent="    ")
+
+
+def _plot(planned: Plan, arguments: argparse.Namespace) -> Path:
+    from surokit.planner.choices import compare_recipes
+    from surokit.planner.picture import memory_bars
+
+    path: Path = arguments.plot
+    plans = {planned.title: planned}
+    if arguments.recipes:
+        plans = {row.name: planned.but(recipe=row.recipe) for row in compare_recipes(planned)}
+    figure = memory_bars(plans, gib=arguments.fits)
+    known = sorted(figure.canvas.get_supported_filetypes())
+    if path.suffix.lstrip(".").lower() not in known:
+        raise ValueError(f"--plot {path} is no kind of picture that can be written: use .png, .svg or .pdf.")
+    figure.savefig(path, dpi=150)
+    return path
 
 
 def _quickstart(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """The command line: words, exit states, one line for a user's error; and a notebook executed headless."""
 
 import base64
+import inspect
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+import surokit as sk
 from surokit import cli, headless
 
 # a 1 x 1 PNG
@@ -47,6 +49,133 @@ def test_plan_of_a_folder_and_whether_it_fits(tmp_path, capsys):
     assert "does not fit in 0.001 GiB" in capsys.readouterr().out
 
 
+SIZES = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SIZES), encoding="utf-8")
+    return str(path)
+
+
+def planned(capsys, *arguments):
+    """What `surokit plan --json` says."""
+    assert cli.main(["plan", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_argument_of_plan_is_one_of_the_command(config, capsys):
+    names = set(inspect.signature(sk.plan).parameters) - {"what", "training"}
+    assert cli.main(["plan", config]) == 0
+    plain = capsys.readouterr().out
+    known = vars(cli._parser().parse_args(["plan", config]))
+    assert names | {"training"} <= set(known)
+    # and none is set that was not given
+    assert all(known[name] is None for name in names)
+    assert plain.splitlines()[1:] == str(sk.plan(SIZES)).splitlines()[1:]
+
+
+def test_arguments_reach_the_plan(config, capsys):
+    arguments = (
+        "--batch 2 --length 1024 --gpus 8 --gpu H100 --recipe fp8 --lora 4 --accumulate 2 --logits whole --zero 1 "
+    )
+    arguments += "--layers transformers --master --slack 0.05 --state-dtype fp32 --optimizer adamw --recompute full "
+    arguments += "--tokens 1e9 --mfu 0.4 --goodput 0.9 --usd-per-gpu-hour 1.8-3.2"
+    said = planned(capsys, config, *arguments.split())
+    expected = sk.plan(
+        SIZES,
+        batch=2,
+        length=1024,
+        gpus=8,
+        gpu="H100",
+        recipe=sk.FP8.lora(rank=4),
+        accumulate=2,
+        logits="whole",
+        zero=1,
+        layers="transformers",
+        master=True,
+        slack=0.05,
+        state_dtype="fp32",
+        recompute="full",
+        tokens=1e9,
+        mfu=0.4,
+        goodput=0.9,
+        usd_per_gpu_hour=(1.8, 3.2),
+    )
+    assert {(line["group"], line["term"]): line["value"] for line in said["lines"]} == {
+        (line.group, line.term): line.value for line in expected.lines()
+    }
+    assert said["notes"] == list(expected.notes)
+    assert expected.usd_range is not None
+    assert expected.usd_range[0] < expected.usd_range[1]
+
+
+def test_inference_holds_a_cache_and_no_gradients(config, capsys):
+    said = planned(capsys, config, "--inference", "--batch", 8, "--length", 4096)
+    terms = {line["term"] for line in said["lines"]}
+    assert "KV cache" in terms
+    assert "gradients" not in terms
+
+
+@pytest.mark.parametrize(
+    ("text", "price"),
+    [("2", 2.0), ("2.50", 2.5), ("1.8-3.2", (1.8, 3.2)), ("5e-1", 0.5), ("2-2", (2.0, 2.0))],
+)
+def test_prices(text, price):
+    assert cli._parser().parse_args(["plan", "8e9", "--usd-per-gpu-hour", text]).usd_per_gpu_hour == price
+
+
+def test_the_largest_batch_fits_and_one_more_does_not(config, capsys):
+    base = sk.plan(SIZES, length=2048, batch=1, gpu="H100", recipe="qfp8")
+    arguments = [config, "--length", 2048, "--batch", 1, "--gpu", "H100", "--recipe", "qfp8", "--largest", "batch"]
+    most = planned(capsys, *arguments)["largest"]["batch"]
+    assert base.but(batch=most).fits()
+    assert not base.but(batch=most + 1).fits()
+    assert planned(capsys, *arguments, "--fits", 24)["largest"]["batch"] < most
+    assert cli.main(["plan", *map(str, arguments)]) == 0
+    assert f"largest batch that fits in H100's memory: {most}" in capsys.readouterr().out
+
+
+def test_gpus_for_a_deadline(config, capsys):
+    arguments = [config, "--tokens", "1e11", "--gpu", "H100", "--mfu", 0.4, "--days", 10, "--usd-per-gpu-hour", 2]
+    base = sk.plan(SIZES, tokens=1e11, gpu="H100", mfu=0.4, usd_per_gpu_hour=2)
+    gpus = planned(capsys, *arguments)["gpus"]
+    days, one_less = base.but(gpus=gpus).days, base.but(gpus=gpus - 1).days
+    assert days is not None
+    assert one_less is not None
+    assert days <= 10 < one_less
+    assert cli.main(["plan", *map(str, arguments)]) == 0
+    assert f"done within 10 days on {gpus} GPUs: {days:.2f} days" in capsys.readouterr().out
+
+
+def test_recipes_and_a_picture_of_them(config, tmp_path, capsys):
+    picture = tmp_path / "memory.png"
+    arguments = [config, "--batch", 1, "--length", 2048, "--gpu", "H100", "--recipes", "--plot", picture]
+    said = planned(capsys, *arguments)
+    rows = {row["name"]: row for row in said["recipes"]}
+    assert set(sk.recipes) <= set(rows)
+    base = sk.plan(SIZES, batch=1, length=2048, gpu="H100")
+    assert {name: row["gib"] for name, row in rows.items() if name in sk.recipes} == {
+        name: base.but(recipe=name).memory.gib for name in sk.recipes
+    }
+    assert said["picture"] == str(picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert cli.main(["plan", *map(str, arguments)]) == 0
+    out = capsys.readouterr().out
+    assert "every recipe" in out
+    assert "fp8-rowwise" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -57,6 +186,15 @@ def test_plan_of_a_folder_and_whether_it_fits(tmp_path, capsys):
         ("plan nowhere/at/all", "There is no nowhere"),
         ("plan 405e9 --gpu H10", "did you mean H100"),
         ("plan 8e9 --recipe fp9", "did you mean 'fp8'"),
+        ("plan 8e9 --usd-per-gpu-hour cheap", "'cheap' is no price in USD: write 2.5, or a range as 1.8-3.2"),
+        ("plan 8e9 --usd-per-gpu-hour 1.8-", "'1.8-' is no price in USD"),
+        ("plan 8e9 --usd-per-gpu-hour 3.2-1.8", "goes backwards"),
+        ("plan 8e9 --largest colour", "invalid choice: 'colour'"),
+        ("plan 8e9 --largest batch", "give gib=80"),
+        ("plan 8e9 --days 30", "tokens"),
+        ("plan 8e9 --plot memory.txt", "--plot memory.txt is no kind of picture"),
+        ("plan 8e9 --plot nowhere/at/all.png", "No such file"),
+        ("plan 8e9 --lora 0", "rank"),
         ("plan", "required: what"),
         ("pln 8e9", "invalid choice: 'pln'"),
         ("", "required: doctor | plan | quickstart"),

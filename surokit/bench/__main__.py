@@ -37,7 +37,11 @@ def main(argv: list[str] | None = None) -> int:
         "--only", default="", help="only kernels with this in their names, and what they are held against"
     )
 
-    for command in (cpu, gpu, watching, kernels):
+    memory = commands.add_parser("memory", help="bytes of one training step, as planned and as torch allocates them")
+    memory.add_argument("--settings", nargs="+", help="which settings to run (default: all)")
+    memory.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
+
+    for command in (cpu, gpu, watching, kernels, memory):
         command.add_argument("--out", type=Path, help="write the raw result to this JSON file")
     arguments = parser.parse_args(argv)
 
@@ -63,6 +67,11 @@ def main(argv: list[str] | None = None) -> int:
             from surokit.bench.watching import table
 
             data = run_watching(arguments.steps)
+        elif arguments.command == "memory":
+            from surokit.bench.memory import run as run_memory
+            from surokit.bench.memory import table
+
+            data = run_memory(arguments.settings, arguments.device)
         elif arguments.command == "kernels":
             from surokit.bench.kernels import run as run_kernels
             from surokit.bench.kernels import table

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 
 def result(
@@ -114,17 +115,18 @@ def filled(text: str, folder: Path) -> str:
 
     def table_of(place: re.Match[str]) -> str:
         data = json.loads((folder / place["raw"]).read_text(encoding="utf-8"))
-        if "kernels" in data:
-            from surokit.bench.kernels import table as table_of_kernels
-
-            return f"{place[1]}\n{table_of_kernels(data)}\n\n{place[3]}"
-        if "study" in data:
-            from surokit.bench.study import table as table_of_study
-
-            return f"{place[1]}\n{table_of_study(data)}\n\n{place[3]}"
-        return f"{place[1]}\n{table(data)}\n\n{place[3]}"
+        return f"{place[1]}\n{_table_for(data)(data)}\n\n{place[3]}"
 
     return _PLACE.sub(table_of, text)
+
+
+def _table_for(data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
+    """The table of a raw file, by what it holds."""
+    for part in ("kernels", "study", "memory"):
+        if part in data:
+            module = import_module(f"surokit.bench.{part}")
+            return cast("Callable[[Mapping[str, Any]], str]", module.table)
+    return table
 
 
 _PICTURE = re.compile(r"<!-- figure: (?P<raw>\S+) (?P<picture>\S+) -->")

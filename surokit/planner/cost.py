@@ -15,6 +15,7 @@ from typing import Any
 from surokit.planner import arguments
 from surokit.planner.flops import Compute, Kinds
 from surokit.planner.hardware import Gpu
+from surokit.planner.roofline import Estimate
 
 
 def exact(value: float) -> Fraction:
@@ -112,6 +113,7 @@ class Time:
 
     rate_tflops: float | None = None
     rate_how: str = ""
+    rate_kind: str = "given"
     peak: str = ""
     peak_tflops: float | None = None
     mfu: float | None = None
@@ -150,10 +152,12 @@ def count_time(
     price: Price | None,
     compute: Compute | None = None,
     kinds: Kinds = (None, None, None),
+    estimate: Estimate | None = None,
 ) -> Time:
     """Time, GPU hours and cost of `work`.
 
-    Without `compute`, the bound takes every FLOP at the highest peak of `kinds`.
+    Without a given rate, that of an `estimate` at measured rates is taken; a datasheet's are no prediction. Without
+    `compute`, the bound takes every FLOP at the highest peak of `kinds`.
     """
     peak_tflops, peak = gpu.peak() if gpu else (None, "")
     rate: Fraction | None = None
@@ -164,6 +168,8 @@ def count_time(
         assert peak_tflops is not None, "plan() has checked it"
         rate = exact(mfu) * exact(peak_tflops)
         how = f"MFU {mfu:.1%} of {peak}, {peak_tflops:g} TFLOPS"
+    elif estimate is not None and estimate.kind == "prediction":
+        rate, how = exact(estimate.tflops), f"predicted, {estimate.how}"
     share = None if rate is None or peak_tflops is None else float(rate) / peak_tflops
     hours = days = step_s = usd = usd_range = None
     if rate is not None:
@@ -187,6 +193,7 @@ def count_time(
     return Time(
         rate_tflops=None if rate is None else float(rate),
         rate_how=how,
+        rate_kind="given" if tflops_per_gpu is not None or mfu is not None else "prediction",
         peak=peak,
         peak_tflops=peak_tflops,
         mfu=share,

@@ -1,8 +1,13 @@
-"""GPUs as data: memory, bandwidth and dense peak rates, each with its source, and a way to add your own.
+"""GPUs as data: memory, bandwidth, dense peak rates, links and power, each with its source, and ways to add your own.
 
 A blank figure in hardware.csv means that nobody vouched for it, not that it is zero: whatever needs it says so. Peaks
-are dense, since vendors also print figures for 2:4 sparsity, twice as high, which training never sees. `memory_gib` is
-nominal: the driver keeps about 1 %.
+are dense, since vendors also print figures for 2:4 sparsity, twice as high, which training never sees; with float32
+accumulation, which training needs and which runs at half speed on GeForce cards. `memory_gib` is nominal: the driver
+keeps about 1 %. Links are in one direction, half of what vendors print for both; between the GPUs of a node they are
+those that join all of them, so a bridge for two does not count.
+
+A calibration (surokit/calibration.py) adds what one machine really reached: `Ceilings`, far more use than a peak for
+predicting a time. This file only holds them; there is no torch here.
 """
 
 from __future__ import annotations
@@ -10,24 +15,29 @@ from __future__ import annotations
 import csv
 import difflib
 import io
+import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from surokit.formats import TENSOR_CORES, Kind
 from surokit.planner import arguments
+
+_FIGURES = ("_gib", "_tb_s", "_gb_s", "_tflops", "_us", "_params_s", "watts")
 
 
 @dataclass(frozen=True)
 class Ceilings:
     """Rates that one machine reached, as a calibration measured them; None where it was not measured.
 
-    Products in TFLOPS of a large square product; `bandwidth_tb_s` of a copy, reads and writes counted; `launch_us` host time of one
-    kernel launch (of one operator call on a CPU); `host_gb_s` of a pinned copy between host and device, one direction;
-    `peer_gb_s` of a copy to another GPU; `host_adam_params_s` parameters a second that the host's AdamW updates.
+    `measured` says when, with what, and what is missing and why. Products in TFLOPS of a large square product; `bandwidth_tb_s` of
+    a copy, reads and writes counted; `launch_us` host time of one kernel launch (of one operator call on a CPU); `host_gb_s` of a
+    pinned copy between host and device, one direction, the slower one; `peer_gb_s` of a copy to another GPU; `host_adam_params_s`
+    parameters a second that the host's AdamW updates, in float32.
     """
 
     measured: str
@@ -41,6 +51,9 @@ class Ceilings:
     peer_gb_s: float | None = None
     host_adam_params_s: float | None = None
 
+    def __post_init__(self) -> None:
+        _check_figures(self, "the ceilings")
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -48,7 +61,8 @@ class Gpu:
 
     `capability`, CUDA's compute capability, says which products are native; without it those are whose peak is given. `peer_gb_s`
     and `host_gb_s` are links to other GPUs of the node and to the host, GB/s in one direction; `watts` the power limit it is sold
-    with. `ceilings` are what a calibration of one machine reached, None for a row of the table.
+    with. `ceilings` are what a calibration of one machine reached, None for a row of the table. `device` is "cpu" where a
+    calibration measured a processor.
     """
 
     name: str
@@ -64,14 +78,17 @@ class Gpu:
     host_gb_s: float | None = None
     watts: float | None = None
     ceilings: Ceilings | None = None
+    device: Literal["cuda", "cpu"] = "cuda"
 
     def __post_init__(self) -> None:
         if not self.name.strip():
             raise ValueError("A GPU needs a name: Gpu('MyGPU', bf16_tflops=100).")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith(("_gib", "_tb_s", "_tflops")) and value is not None:
-                arguments.number(f"{field.name} of {self.name}", value)
+        _check_figures(self, self.name)
+        if self.ceilings is not None and not isinstance(self.ceilings, Ceilings):
+            raise TypeError(
+                f"ceilings of {self.name} is a {type(self.ceilings).__name__}: give Ceilings(measured='...', bf16_tflops=...), "
+                "or calibrate()."
+            )
 
     @property
     def fastest_tflops(self) -> float | None:
@@ -80,7 +97,7 @@ class Gpu:
 
     def multiplies(self, kind: Kind | None) -> bool:
         """Whether its tensor cores compute products of this kind; None is a quantized product that has no kind."""
-        if kind is None:
+        if kind is None or self.device == "cpu":
             return False
         if self.capability is None:
             return self._quantized(kind)[0] is not None
@@ -94,8 +111,59 @@ class Gpu:
                 return tflops, f"{self.name} dense {name}"
         return self.bf16_tflops, f"{self.name} dense BF16"
 
+    def rate(self, kind: Kind | None = None) -> tuple[float | None, str]:
+        """(TFLOPS, where they come from) to expect of products of a kind: what a calibration reached, else the dense peak.
+
+        A kind that is not native takes bf16's rate. One that was not measured where bf16 was takes the same share of its peak that
+        bf16 reached: a whole peak beside a measured rate would make a format look faster than it can be.
+        """
+        if (reached := self.ceilings) is None:
+            return self.peak(kind)
+        if kind is not None and self.multiplies(kind):
+            four = TENSOR_CORES[kind].bits == 4
+            tflops, name = (reached.fp4_tflops, "FP4") if four else (reached.fp8_tflops, "FP8")
+            if tflops is not None:
+                return tflops, f"{self.name} measured {name}"
+            peak, _ = self._quantized(kind)
+            if peak is not None and reached.bf16_tflops is not None and self.bf16_tflops is not None:
+                share = reached.bf16_tflops / self.bf16_tflops
+                return peak * share, f"{self.name} dense {name} x {share:.0%}, the share that BF16 reached"
+        if reached.bf16_tflops is not None:
+            return reached.bf16_tflops, f"{self.name} measured BF16"
+        return self.peak(kind)
+
+    def to_json(self) -> str:
+        """The GPU as JSON text, for `Gpu.from_json`; figures that are unknown are left out."""
+        values = {name: value for name, value in asdict(self).items() if value not in (None, ())}
+        if self.ceilings is not None:
+            values["ceilings"] = {name: value for name, value in asdict(self.ceilings).items() if value is not None}
+        return json.dumps(values, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Gpu:
+        """What `to_json` wrote. Raises ValueError for anything else, in one sentence."""
+        try:
+            values = json.loads(text)
+            if not isinstance(values, dict):
+                raise TypeError(f"it holds a {type(values).__name__}")
+            if (reached := values.get("ceilings")) is not None:
+                values["ceilings"] = Ceilings(**reached)
+            if (capability := values.get("capability")) is not None:
+                major, minor = capability
+                values["capability"] = (int(major), int(minor))
+            return cls(**{**values, "aliases": tuple(values.get("aliases", ()))})
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"This is no GPU as Gpu.to_json() writes it: {error}.") from None
+
     def _quantized(self, kind: Kind) -> tuple[float | None, str]:
         return (self.fp4_tflops, "FP4") if TENSOR_CORES[kind].bits == 4 else (self.fp8_tflops, "FP8")
+
+
+def _check_figures(owner: Gpu | Ceilings, name: str) -> None:
+    for field in fields(owner):
+        value = getattr(owner, field.name)
+        if field.name.endswith(_FIGURES) and value is not None:
+            arguments.number(f"{field.name} of {name}", value)
 
 
 def _key(name: str) -> str:
@@ -103,32 +171,68 @@ def _key(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", re.sub(r"nvidia|amd", "", name.lower()))
 
 
-def _read() -> dict[str, Gpu]:
-    def figure(text: str) -> float | None:
-        return float(text) if text else None
+#: Columns of hardware.csv and of a user's table; only the name is needed.
+COLUMNS = tuple(f.name for f in fields(Gpu) if f.name not in ("ceilings", "device"))
 
-    table = {}
-    for row in csv.DictReader(
-        io.StringIO(files("surokit.planner").joinpath("hardware.csv").read_text(encoding="utf-8"))
-    ):
-        major, _, minor = row["capability"].partition(".")
-        gpu = Gpu(
-            name=row["name"],
-            memory_gib=figure(row["memory_gib"]),
-            bandwidth_tb_s=figure(row["bandwidth_tb_s"]),
-            bf16_tflops=figure(row["bf16_tflops"]),
-            fp8_tflops=figure(row["fp8_tflops"]),
-            fp4_tflops=figure(row["fp4_tflops"]),
-            source=row["source"],
-            aliases=tuple(alias for alias in row["aliases"].split(";") if alias),
-            capability=(int(major), int(minor)) if major else None,
+
+def _parse(text: str, where: str) -> Iterator[Gpu]:
+    """The GPUs of a CSV table. Raises ValueError with the place of what cannot be read."""
+    reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
+    header = [name.strip() for name in reader.fieldnames or ()]
+    if "name" not in header:
+        raise ValueError(
+            f"{where} has no column 'name' in its first line: the columns are {', '.join(COLUMNS)}, and only the name is needed."
         )
-        table[gpu.name] = gpu
-    return table
+    for name in header:
+        if name not in COLUMNS:
+            near = difflib.get_close_matches(name, COLUMNS, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}? The" if near else "the"
+            raise ValueError(f"{where} has a column {name!r} that no GPU has: {hint} columns are {', '.join(COLUMNS)}.")
+    if len(set(header)) < len(header):
+        raise ValueError(f"{where} names a column twice: {', '.join(header)}.")
+    reader.fieldnames = header
+    for row in reader:
+        yield _read_row(row, f"line {reader.line_num} of {where}")
 
 
-_TABLE: dict[str, Gpu] = _read()
-#: Every known GPU by name; `register` adds one.
+def _read_row(row: Mapping[str | None, Any], where: str) -> Gpu:
+    if None in row:
+        raise ValueError(f"{where} has more fields than there are columns: put text that holds commas in quotes.")
+    cells = {str(name): (text or "").strip() for name, text in row.items()}
+    values: dict[str, Any] = {}
+    for name, text in cells.items():
+        if not text:
+            continue
+        if name in ("name", "source"):
+            values[name] = text
+        elif name == "aliases":
+            values[name] = tuple(alias.strip() for alias in text.split(";") if alias.strip())
+        elif name == "capability":
+            if not (found := re.fullmatch(r"(\d+)\.(\d+)", text)):
+                raise ValueError(f"{where}: capability is {text!r} where two numbers are needed, as in 9.0.")
+            values[name] = (int(found[1]), int(found[2]))
+        else:
+            try:
+                values[name] = float(text)
+            except ValueError:
+                raise ValueError(
+                    f"{where}: {name} is {text!r} where a number is needed; leave it empty if unknown."
+                ) from None
+    if "name" not in values:
+        raise ValueError(f"{where} has no name: every GPU needs one.")
+    try:
+        return Gpu(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _shipped() -> dict[str, Gpu]:
+    text = files("surokit.planner").joinpath("hardware.csv").read_text(encoding="utf-8")
+    return {gpu.name: gpu for gpu in _parse(text, "hardware.csv")}
+
+
+_TABLE: dict[str, Gpu] = _shipped()
+#: Every known GPU by name; `register` and `load_hardware` add to it.
 GPUS: Mapping[str, Gpu] = MappingProxyType(_TABLE)
 
 
@@ -140,6 +244,49 @@ def register(gpu: Gpu) -> Gpu:
     return gpu
 
 
+def load_hardware(source: str | Path, *, replace: bool = False) -> tuple[Gpu, ...]:
+    """Add the GPUs of a CSV file, or of CSV text, to the table for this process; all of them or none.
+
+    The columns are those of surokit/planner/hardware.csv; only `name` is needed, and an empty field is an unknown figure. `replace`
+    allows names that the table already has. Raises FileNotFoundError, or ValueError with the line of what cannot be read.
+    """
+    if isinstance(source, str) and "\n" in source:
+        text, where = source, "the table"
+    elif isinstance(source, str | Path):
+        path = Path(source)
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"There is no table of GPUs at {path}: give a CSV file with the columns {', '.join(COLUMNS)}."
+            )
+        text, where = path.read_text(encoding="utf-8-sig"), path.name
+    else:
+        raise TypeError(f"load_hardware() takes a path or CSV text, not a {type(source).__name__}.")
+    loaded: list[Gpu] = []
+    taken = {} if replace else {key: gpu.name for key, gpu in _by_key().items()}
+    for gpu in _parse(text, where):
+        keys = {_key(alias): alias for alias in (gpu.name, *gpu.aliases)}
+        for key, alias in keys.items():
+            if key in taken:
+                remedy = "" if taken[key] in {g.name for g in loaded} else ", or give replace=True"
+                raise ValueError(
+                    f"{where} names {alias!r}, which is {taken[key]} already: give each GPU a name of its own{remedy}."
+                )
+        taken.update(dict.fromkeys(keys, gpu.name))
+        loaded.append(gpu)
+    if not loaded:
+        raise ValueError(f"{where} holds no GPU: give a line for each under the column names.")
+    for gpu in loaded:
+        register(gpu)
+    return tuple(loaded)
+
+
+def _by_key() -> dict[str, Gpu]:
+    known: dict[str, Gpu] = {}
+    for gpu in _TABLE.values():
+        known.update({_key(alias): gpu for alias in (gpu.name, *gpu.aliases)})
+    return known
+
+
 def find_gpu(what: Any) -> Gpu:
     """The Gpu of a name, an alias or a device name as torch gives it.
 
@@ -149,11 +296,11 @@ def find_gpu(what: Any) -> Gpu:
         return what
     if not isinstance(what, str):
         raise TypeError(f"gpu={what!r} is a {type(what).__name__}: give a name such as 'H100', or a Gpu.")
-    known: dict[str, Gpu] = {}
-    for gpu in _TABLE.values():
-        known.update({_key(alias): gpu for alias in (gpu.name, *gpu.aliases)})
+    known = _by_key()
     if found := known.get(_key(what)):
         return found
+    if _key(what).startswith("cpu"):
+        raise ValueError(f"gpu={what!r} has no row in the table: surokit.calibrate('cpu') measures this machine's.")
     names = sorted({gpu.name for gpu in known.values()})
     near = difflib.get_close_matches(_key(what), known, n=1, cutoff=0.5)
     hint = f"did you mean {known[near[0]].name}? Known" if near else "known"

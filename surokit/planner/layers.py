@@ -1,41 +1,178 @@
-"""How long a linear layer's three products are planned to take: the yardstick for whether a format pays for a layer.
+"""What a linear layer's step asks of a GPU, kernel by kernel: its products, the quantization of their operands, the decoding
+of a stored weight.
 
-Each product takes the larger of FLOPs over the GPU's dense peak for its kind and bytes over its bandwidth, and each quantized
-operand is read in 16 bits and written in its own once more. A product that the GPU does not compute itself is taken as
-bfloat16's. Launches and the fusion of quantization into other kernels are left out. Planned, never measured.
+    y_TN = x_TK w_NK'     dx_TK = dy_TN w_NK     dw_NK = dy_TN' x_TK
 
-T tokens, K in_features, N out_features.
+A kernel is its FLOPs, the least bytes that it can move, and how often it is launched. What is quantized where, and in how many
+passes over an operand, is that of surokit/nn/products.py and of the kernels behind it:
+
+- a scale that is known before (delayed scaling) or that one tile decides takes one read of the operand; a scale of the whole
+  tensor two; scales of rows and columns two, where both orientations are wanted;
+- an operand whose codes are the same in both orientations is quantized once, and its codes are turned for the product that
+  contracts the other dimension;
+- x is quantized in forward, in both orientations where the weight trains; dy in backward, likewise; the weight in both passes;
+- a product that the GPU does not compute itself is emulated: both operands are decoded into 16 bits and multiplied there;
+- a stored weight is decoded before each product, unless the product takes its codes as they are.
+
+`linear_seconds` is the yardstick for whether a format pays for a layer: planned, never measured. T tokens, K in_features, N
+out_features.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from surokit.planner.flops import operand_bits
+from surokit.formats import Kind
 from surokit.planner.hardware import Gpu
+
+Pass = Literal["forward", "recompute", "backward", "optimizer"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kind of kernel: model FLOPs and bytes of one launch or group of launches, and what kind of product it is.
+
+    `part` is forward, grad_input or grad_weight for a product; quantize, turn or decode for what comes around it.
+    """
+
+    step: Pass
+    part: str
+    flop: float
+    bytes: float
+    launches: int = 1
+    kind: Kind | None = None
+
+
+def linear_kernels(
+    recipe: Any, n: int, k: int, tokens: float, *, trains: bool, gpu: Gpu, width: int = 2, stored: bool = False
+) -> Iterator[Kernel]:
+    """The kernels of one layer for `tokens` rows of x: forward, gradient of the input, and of the weight where it `trains`.
+
+    `recipe` None computes in the model's dtype of `width` bytes; `stored` takes the weight as `recipe.storage` holds it.
+    """
+    layer = _Layer(recipe, n, k, tokens, trains, gpu, width, stored)
+    yield from layer.forward()
+    yield from layer.backward()
 
 
 def linear_seconds(recipe: Any, n: int, k: int, tokens: int, *, trains: bool, gpu: Gpu) -> float:
-    """Seconds of the products on `gpu`, with the quantization of their operands. trains: the weight has a gradient.
+    """Seconds of a layer's kernels on `gpu`, each the larger of FLOPs over its dense peak and bytes over its bandwidth.
 
-    Raises ValueError where nobody vouched for the GPU's peak.
+    Launches, and the fusion of quantization into other kernels, are left out. Raises ValueError where nobody vouched for the
+    GPU's peak.
     """
-    from surokit.recipe import ROLES
-
-    size = {"x": tokens * k, "w": n * k, "dy": tokens * n}
-    out = {"forward": tokens * n, "grad_input": tokens * k, "grad_weight": n * k}
-    flop = 2.0 * n * k * tokens
+    if gpu.bf16_tflops is None:
+        raise ValueError(f"Nobody vouched for a peak of {gpu.name}: give Gpu({gpu.name!r}, bf16_tflops=...).")
     rate = (gpu.bandwidth_tb_s or float("inf")) * 1e12
     total = 0.0
-    for name, roles in ROLES.items():
-        if name == "grad_weight" and not trains:
-            continue
-        gemm = getattr(recipe, name)
-        bits = operand_bits(gemm) if gpu.multiplies(gemm.kind) else 16
-        tflops, _ = gpu.peak(gemm.kind)
-        if tflops is None:
-            raise ValueError(f"Nobody vouched for a peak of {gpu.name}: give Gpu({gpu.name!r}, bf16_tflops=...).")
-        moved = sum(size[role] for role in roles) * bits / 8 + 2 * out[name]
-        total += max(flop / (tflops * 1e12), moved / rate)
-        total += sum(size[role] * (2 + q.bits / 8) / rate for role, q in zip(roles, (gemm.a, gemm.b)) if q)
+    for kernel in linear_kernels(recipe, n, k, tokens, trains=trains, gpu=gpu):
+        tflops, _ = gpu.peak(kernel.kind)
+        assert tflops is not None, "a GPU with a BF16 peak has one for every product"
+        total += max(kernel.flop / (tflops * 1e12), kernel.bytes / rate)
     return total
+
+
+@dataclass(frozen=True)
+class _Layer:
+    recipe: Any
+    n: int
+    k: int
+    tokens: float
+    trains: bool
+    gpu: Gpu
+    width: int
+    stored: bool
+
+    def elements(self, role: str) -> float:
+        return {"x": self.tokens * self.k, "w": float(self.n * self.k), "dy": self.tokens * self.n}[role]
+
+    def forward(self) -> Iterator[Kernel]:
+        gemm = getattr(self.recipe, "forward", None)
+        a, b = getattr(gemm, "a", None), getattr(gemm, "b", None)
+        x_t = self._gemm("grad_weight").b if self.trains and self._gemm("grad_weight") else None
+        yield from self._both_ways("forward", "x", a, x_t, plain=True, transposed=self.trains)
+        yield from self._weight("forward", b, transposed=False)
+        yield from self._product("forward", "forward", gemm, ("x", "w"), self.tokens * self.n)
+
+    def backward(self) -> Iterator[Kernel]:
+        into_x, into_w = self._gemm("grad_input"), self._gemm("grad_weight")
+        a, a_t = getattr(into_x, "a", None), getattr(into_w, "a", None)
+        yield from self._both_ways("backward", "dy", a, a_t, plain=True, transposed=self.trains)
+        yield from self._weight("backward", getattr(into_x, "b", None), transposed=True)
+        yield from self._product("backward", "grad_input", into_x, ("dy", "w"), self.tokens * self.k)
+        if self.trains:
+            yield from self._product("backward", "grad_weight", into_w, ("dy", "x"), float(self.n * self.k))
+
+    def _gemm(self, name: str) -> Any:
+        return getattr(self.recipe, name, None)
+
+    def _native(self, gemm: Any) -> bool:
+        return self.gpu.multiplies(getattr(gemm, "kind", None))
+
+    def _product(self, step: Pass, part: str, gemm: Any, roles: tuple[str, str], out: float) -> Iterator[Kernel]:
+        native = self._native(gemm)
+        operands = tuple(zip(roles, (getattr(gemm, "a", None), getattr(gemm, "b", None))))
+        if not native:
+            decoded = sum(self.elements(role) * (q.bits / 8 + self.width) for role, q in operands if q)
+            if decoded:
+                yield Kernel(step, "decode", 0.0, decoded, sum(q is not None for _, q in operands))
+        read = sum(self.elements(role) * (q.bits / 8 if native and q else self.width) for role, q in operands)
+        flop = 2.0 * self.n * self.k * self.tokens
+        yield Kernel(step, part, flop, read + out * self.width, kind=gemm.kind if native else None)
+
+    def _both_ways(self, step: Pass, role: str, q: Any, q_t: Any, *, plain: bool, transposed: bool) -> Iterator[Kernel]:
+        """An operand as one product wants it, and its transpose as another does."""
+        size = self.elements(role)
+        if plain and transposed and q is not None and q == q_t and q.both_in_one_pass:
+            yield _quantize(step, q, size, self.width, ways=2)
+            return
+        if plain and q is not None:
+            yield _quantize(step, q, size, self.width)
+        if transposed and q_t is not None:
+            if plain and q == q_t and q_t.transposable:
+                yield _turn(step, q_t, size)
+            else:
+                yield _quantize(step, q_t, size, self.width)
+
+    def _weight(self, step: Pass, q: Any, *, transposed: bool) -> Iterator[Kernel]:
+        size = self.elements("w")
+        storage = self.recipe.storage if self.stored else None
+        if storage is not None:
+            as_stored = q is not None and storage.same_codes(q) and (not transposed or storage.transposable)
+            if as_stored:
+                if transposed:
+                    yield _turn(step, storage, size)
+                return
+            kept = self.recipe.keeps_decoded and not self.recipe.takes_codes(storage)
+            if step != "backward" or not kept:
+                yield Kernel(step, "decode", 0.0, size * (storage.bits / 8 + self.width))
+        if q is not None:
+            yield _quantize(step, q, size, self.width)
+            if transposed and q.transposable:
+                yield _turn(step, q, size)
+
+
+def _quantize(step: Pass, q: Any, elements: float, width: int, ways: int = 1) -> Kernel:
+    """One operand's codes and scales, in `ways` orientations."""
+    reads = _reads(q, ways)
+    return Kernel(step, "quantize", 0.0, elements * (reads * width + ways * q.bits / 8), reads)
+
+
+def _reads(q: Any, ways: int) -> int:
+    """Passes over an operand: a second one where a scale for more than a program's tile must be known first."""
+    match type(q.scaling).__name__:  # the classes are the recipe's side, which the planner does not import
+        case "PerTensor":
+            return 1 if q.delayed else 2
+        case "NV":
+            return 2
+        case "PerRow":
+            return ways
+        case _:
+            return 1
+
+
+def _turn(step: Pass, q: Any, elements: float) -> Kernel:
+    """The transposed copy of codes: read and written once, in their own width."""
+    return Kernel(step, "turn", 0.0, elements * 2 * q.format.bits / 8)

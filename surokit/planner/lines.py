@@ -44,13 +44,13 @@ def plan_lines(plan: Plan) -> Iterator[Line]:
     how, kind = "as given", "given"
     if (s := plan.shape) is not None:
         kind = "exact"
-        how = (
-            f"{s.layers} layers, width {s.width}, {s.heads} heads over {s.kv_heads}, ffn {s.ffn}, vocabulary {s.vocab}"
-        )
-        how += ", tied" if s.tied else ""
+        how = s.words
     yield Line("model", "parameters", plan.parameters, "parameters", kind, how)
+    if s is not None and s.experts is not None:
+        yield Line("model", "  active", s.active_parameters, "parameters", kind, "what a token passes: the N of 6ND")
     yield from _compute(plan)
     yield from _time(plan)
+    yield from _estimate(plan)
     yield from _memory(plan.memory)
 
 
@@ -66,7 +66,7 @@ def _compute(plan: Plan) -> Iterator[Line]:
         return
     if plan.flops is not None and plan.tokens is not None:
         yield line("FLOPs", plan.flops, "FLOP", "exact", "FLOPs a token x tokens")
-        rough = plan.factor * plan.parameters * plan.tokens
+        rough = plan.factor * plan.subject.active * plan.tokens
         yield line(f"FLOPs, {rule}", rough, "FLOP", "approximate", f"{times}, to compare")
     share = compute.attention_share
     how = f"attention {share:.1%} ({_SEEN[compute.attention]})" if share else "attention left out"
@@ -90,7 +90,7 @@ def _time(plan: Plan) -> Iterator[Line]:
             how += f"; MFU {t.mfu:.1%} of {t.peak}, {t.peak_tflops:g} TFLOPS"
         if t.hfu is not None and t.mfu is not None and t.hfu > t.mfu:
             how += f", HFU {t.hfu:.1%}"
-        yield line("rate of one GPU", t.rate_tflops, "TFLOPS", "given", how)
+        yield line("rate of one GPU", t.rate_tflops, "TFLOPS", t.rate_kind, how)
     if t.goodput < 1:
         yield line("goodput", t.goodput, "share", "given", "share of the hours that makes progress")
     if t.days is not None and t.gpu_hours is not None:
@@ -102,6 +102,15 @@ def _time(plan: Plan) -> Iterator[Line]:
         if low < high:
             how = f"{figures.value(low, 'USD')} to {figures.value(high, 'USD')}; {how}"
         yield line("cost", t.usd, "USD", "prediction", how)
+    if plan.kwh is not None:
+        watts = plan.gpu.watts if plan.gpu else None
+        yield line(
+            "energy, at most",
+            plan.kwh,
+            "kWh",
+            "bound",
+            f"GPU hours x {watts:g} W, the GPU's power limit; hosts left out",
+        )
     if t.step_ms is not None and t.tokens_per_s is not None:
         yield line("step", t.step_ms, "ms", "prediction", f"FLOPs a step / ({_gpus(plan)} x rate)")
         yield line("tokens a second", t.tokens_per_s, "tokens/s", "prediction", _gpus(plan))
@@ -109,6 +118,12 @@ def _time(plan: Plan) -> Iterator[Line]:
         yield line("time, at least", t.floor_days, "days", "bound", t.floor_how)
     if t.rate_tflops is None and t.floor_step_ms is not None:
         yield line("step, at least", t.floor_step_ms, "ms", "bound", t.floor_how)
+
+
+def _estimate(plan: Plan) -> Iterator[Line]:
+    if plan.estimate is not None:
+        for term, value, unit, kind, how in plan.estimate.lines():
+            yield Line("a step, by what it does", term, value, unit, kind, how)
 
 
 def _gpus(plan: Plan) -> str:
@@ -122,6 +137,8 @@ def _memory(memory: Memory) -> Iterator[Line]:
     how = f"exact {figures.gib(memory.exact_gib)} + approximate {figures.gib(memory.approximate_gib)}"
     if memory.left_out:
         how += f"; without {memory.left_out[0].partition(':')[0]}"
+    if memory.peak_phase is not None:
+        how += f"; fullest in the {memory.peak_phase}"
     yield line("total", memory.gib, "GiB", "approximate", how)
 
 
@@ -134,8 +151,6 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         yield "every GPU is taken to hold all states: give zero=1, 2 or 3 to shard them over the GPUs"
     if shape is not None and setup.length is None:
         yield "attention's products are left out of the FLOPs: give length="
-    if shape is not None and shape.sliding_window and setup.length and setup.length > shape.sliding_window:
-        yield f"attention is counted without the sliding window of {shape.sliding_window} tokens, so a little too high"
     if shape is None and frozen(plan.recipe) and setup.training:
         yield "an adapter's own parameters and FLOPs need a config and are left out; the frozen base makes 4ND"
     if setup.training and frozen(plan.recipe) and getattr(plan.recipe, "adapter", None) is None:

@@ -1,9 +1,13 @@
-"""Bytes of one GPU, term by term: what is exact from the shapes, and what is approximate and by which formula.
+"""Bytes of one GPU, term by term: what is exact from the shapes, what is approximate, and at which moment of a step they peak.
 
-Exact terms follow from shapes and dtypes: weights, gradients, optimizer state, the adapter, the KV cache. Approximate
-ones depend on what the layers really keep and on the allocator. Activations take the form of Korthikanti et al. (arXiv
-2205.05198), bytes a token and layer, with constants derived for this family (RMSNorm, SwiGLU, grouped-query attention,
-fused attention that keeps no scores), at 2 bytes an activation:
+Exact terms follow from shapes and dtypes: weights, gradients, optimizer state, the adapter, the KV cache. What passes with
+a step (activations, the loss, gradients of activations, temporaries) is replayed operation by operation: activations.py says
+what our layers and transformers' keep, tape.py which tensors live at each moment. So the terms are those of one moment, the
+fullest one, and sum to the total; `Term.most` is what a term takes at its own fullest. Gradients grow while activations go: a
+step whose loss is the fullest moment holds none yet.
+
+Korthikanti et al. (arXiv 2205.05198) give the form, bytes a token and layer, for other layers than these. For ours in bf16,
+with RMSNorm, SwiGLU and fused attention, it comes to
 
     2 (4h + 2q + 2kv + 3f) + 4 heads + 8
 
@@ -13,35 +17,37 @@ fused attention that keeps no scores), at 2 bytes an activation:
     f    ffn: gate, up, their product
     4 heads: attention's log-sum-exp; 8: two reciprocal RMS
 
-A quantized product keeps its own codes of its input (1 byte an element for FP8) in place of the shared tensor at 2
-bytes; under an adapter the adapter keeps that tensor, the frozen base nothing. Full recompute keeps each layer's input
-and one layer whole. Quantized weights of a trained layer are made for each product and not kept.
+and transformers' to 2 (8h + 2q + 2kv + 4f) + 4 heads + 8, as its norms keep float32. A quantized product keeps its own codes
+of its input (1 byte an element for FP8) in place of the shared tensor at 2 bytes; under an adapter the adapter keeps that tensor,
+the frozen base nothing. Full recompute keeps each layer's input. Quantized weights of a trained layer are made for each
+product and not kept.
+
+Under ZeRO 2 and 3 a layer's gradient is whole until it is reduced; under 3 two layers' weights are gathered, the one that
+computes and the next, and with them the embeddings, which FSDP2 holds in the root's group.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from surokit.planner import figures
+from surokit.planner.activations import LOSS_ELEMENTS as LOSS_ELEMENTS
+from surokit.planner.activations import LOSS_MIN_ROWS as LOSS_MIN_ROWS
+from surokit.planner.activations import Activations, replay
 from surokit.planner.flops import Placement, Recompute, frozen, operand_bits, placements
 from surokit.planner.shape import Shape
+from surokit.planner.tape import GRADIENTS, KEPT, LOGITS, PASSING, Moment
 
 GIB = 2**30
 #: Bytes an element of the dtypes that weights, gradients and optimizer states come in.
 DTYPE_BYTES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "fp32": 4, "float32": 4}
 # Fragmentation and workspace: the upper end of the usual 5 to 10 %, so that "fits" errs on the safe side.
 SLACK = 0.10
-# Elements of the logits that the fused linear + cross-entropy holds at a time (kernels/reference/loss.py, which needs torch).
-LOSS_ELEMENTS = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
-LOSS_MIN_ROWS = 64
-_SHARES_INPUT = {
-    "self_attn.q_proj": "attention",
-    "self_attn.k_proj": "attention",
-    "self_attn.v_proj": "attention",
-    "mlp.gate_proj": "mlp",
-    "mlp.up_proj": "mlp",
-}
-
+# Elements that our AdamW widens to float32 at a time (train/optim.py), and that the 8-bit one takes at a time on a CPU.
+WIDENED, CHUNK_8BIT, CHUNK_8BIT_BYTES = 1 << 25, 1 << 16, 40
+#: The phases of a step, in order.
+PHASES = ("forward", "loss", "backward", "optimizer")
 
 #: Whose layers compute: what they keep for the backward differs.
 Layers = Literal["surokit", "transformers"]
@@ -49,13 +55,37 @@ Layers = Literal["surokit", "transformers"]
 
 @dataclass(frozen=True)
 class Term:
-    """One term: bytes on one GPU, whether they are exact, how they come about, and whether training holds them."""
+    """One term: bytes on one GPU at the step's fullest moment, whether exact, how they come about, whether training holds them.
+
+    `most` is what the term takes at its own fullest moment, where that is another one.
+    """
 
     name: str
     bytes: float
     exact: bool
     how: str
     counted: bool = True
+    most: float = -1.0
+
+    def __post_init__(self) -> None:
+        if self.most < 0:
+            object.__setattr__(self, "most", self.bytes)
+
+    @property
+    def gib(self) -> float:
+        return self.bytes / GIB
+
+    @property
+    def most_gib(self) -> float:
+        return self.most / GIB
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The fullest moment of one phase of a step: forward, loss, backward or optimizer."""
+
+    name: str
+    bytes: float
 
     @property
     def gib(self) -> float:
@@ -64,10 +94,14 @@ class Term:
 
 @dataclass(frozen=True)
 class Memory:
-    """The terms of one GPU, and what is left out for want of an argument."""
+    """The terms of one GPU at the fullest moment, the phases, and what is left out for want of an argument.
+
+    Without batch and length there are no phases, and the terms are what a step holds in any case.
+    """
 
     terms: tuple[Term, ...]
     left_out: tuple[str, ...] = ()
+    phases: tuple[Phase, ...] = ()
 
     @property
     def exact_gib(self) -> float:
@@ -79,8 +113,18 @@ class Memory:
 
     @property
     def gib(self) -> float:
-        """All terms that training holds, exact and approximate."""
+        """All terms that training holds at the fullest moment, exact and approximate, slack included."""
         return self.exact_gib + self.approximate_gib
+
+    @property
+    def peak_gib(self) -> float:
+        """The same without slack: what torch.cuda.max_memory_allocated is predicted to say."""
+        return sum(t.gib for t in self.terms if t.counted and t.name != "slack")
+
+    @property
+    def peak_phase(self) -> str | None:
+        """The phase in which the peak falls; None where none is known."""
+        return max(self.phases, key=lambda p: p.bytes).name if self.phases else None
 
     @property
     def largest(self) -> Term:
@@ -126,22 +170,19 @@ def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Set
     if setup.training:
         terms += _states(trained, setup)
     left_out: list[str] = []
+    phases: tuple[Phase, ...] = ()
     if shape is None:
         left_out.append("activations, logits and KV cache: give a config in place of a number of parameters")
     elif setup.batch is None or setup.length is None:
         left_out.append("activations, logits and KV cache: give batch= and length=")
     else:
-        terms += _passing(shape, recipe, setup, places)
+        if setup.training:
+            terms, phases = _with_step(terms, shape, trained, recipe, setup, places)
+        terms.append(_cache(shape, setup))
     held = sum(t.bytes for t in terms if t.counted)
-    terms.append(
-        Term(
-            "slack",
-            setup.slack * held,
-            False,
-            f"allocator and workspace, {setup.slack:.0%} of the rest (usual: 5 to 10 %)",
-        )
-    )
-    return Memory(tuple(terms), tuple(left_out))
+    how = f"allocator and workspace, {setup.slack:.0%} of the rest (usual: 5 to 10 %)"
+    terms.append(Term("slack", setup.slack * held, False, how))
+    return Memory(tuple(terms), tuple(left_out), phases)
 
 
 def stored_bytes(quantizer: Any, n: int, k: int) -> float:
@@ -194,6 +235,11 @@ def _weights(
                 f"{adapter:,} x {width} bytes, rank {recipe.adapter.rank}{sharded}",
             )
         )
+    if setup.training and (history := _history(recipe)):
+        slots = 3 * sum(p.quantized for p in places)
+        how = f"{slots:,} operands x {history:,} steps in float32, with those in force and the open ones"
+        terms.append(Term("amax histories", slots * (history + 2) * 4.0, True, how))
+    stepping = setup.training and setup.batch is not None and setup.length is not None
     largest = max((p.weight.n * p.weight.k for p in places if p.quantized), default=0)
     if largest and storage is not None:
         held, how = largest, "the largest stored weight, made for its product and let go"
@@ -203,10 +249,34 @@ def _weights(
             else:
                 held, how = count, "every stored weight, kept from forward to backward"
         terms.append(Term("dequantized weight", held * width, False, how))
-    elif largest:
+    elif largest and not stepping:
         how = "codes of the largest weight and their transpose, made for its product and let go"
         terms.append(Term("quantized copies", 2 * largest * operand_bits(recipe.forward) / 8, False, how))
+    if setup.gpus > 1 and setup.zero >= 2 and setup.training and (found := _gathered(shape, recipe, setup, places)):
+        terms.append(found)
     return terms, adapter if frozen(recipe) else parameters
+
+
+def _history(recipe: Any) -> int:
+    """Steps of amaxes that a recipe's delayed scales remember; 0 where none do."""
+    gemms = (getattr(recipe, name, None) for name in ("forward", "grad_input", "grad_weight"))
+    quantizers = (getattr(gemm, operand, None) for gemm in gemms for operand in ("a", "b"))
+    return max((int(getattr(q.scaling, "history", 0)) for q in quantizers if q is not None), default=0)
+
+
+def _gathered(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, ...]) -> Term | None:
+    """What is whole on every GPU for a moment although it is sharded."""
+    width, storage = DTYPE_BYTES[setup.dtype], getattr(recipe, "storage", None)
+    layer = sum(p.weight.n * p.weight.k * p.weight.count for p in places if p.weight.name != "lm_head") / shape.layers
+    held, how = 0.0, []
+    if setup.zero >= 3:
+        each = storage.bits / 8 if storage is not None else width
+        held += 2 * layer * each + (1 if shape.tied else 2) * shape.embedding_parameters * width
+        how.append("two layers' weights and the embeddings, gathered")
+    if not frozen(recipe):
+        held += layer * width
+        how.append("a layer's gradients until they are reduced")
+    return Term("gathered layers", held, False, f"{', and '.join(how)} (ZeRO {setup.zero})") if held else None
 
 
 def _states(trained: float, setup: Setup) -> list[Term]:
@@ -238,71 +308,98 @@ def _states(trained: float, setup: Setup) -> list[Term]:
     return terms
 
 
-def _passing(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, ...]) -> list[Term]:
-    """What comes and goes with a step, and the KV cache of generation, which training does not hold."""
+def _with_step(
+    terms: list[Term], shape: Shape, trained: float, recipe: Any, setup: Setup, places: tuple[Placement, ...]
+) -> tuple[list[Term], tuple[Phase, ...]]:
+    """The terms at the fullest moment of a step, what passes with it included, and the phases."""
+    assert setup.batch is not None
+    assert setup.length is not None
+    width = DTYPE_BYTES[setup.dtype]
+    share = 1 / setup.gpus if setup.zero >= 2 else 1.0
+    there = setup.accumulate > 1
+    passing = replay(
+        shape,
+        recipe,
+        setup,
+        places,
+        batch=setup.batch,
+        length=setup.length,
+        width=width,
+        gradients_there=there,
+        weight_share=share,
+    )
+    gradients = next(t for t in terms if t.name == "gradients")
+    scratch = _optimizer_scratch(shape, trained, setup)
+    full = gradients.bytes
+    moments = [_with_gradients(m, full) if there else m for m in passing.moments]
+    # the optimizer meets all gradients, and no activation
+    at_end = {KEPT: 0.0, LOGITS: 0.0, GRADIENTS: full, PASSING: scratch}
+    moments.append(Moment("optimizer", full + scratch, at_end))
+    fixed = sum(t.bytes for t in terms if t.counted and t is not gradients)
+    phases = tuple(Phase(m.phase, fixed + m.bytes) for m in moments)
+    peak = max(moments, key=lambda m: m.bytes)
+    there_now = min(peak.made_of[GRADIENTS], full)
+    if there_now > 0.999 * full:
+        there_now = full
+    now = [replace(gradients, bytes=there_now, most=full) if t is gradients else t for t in terms]
+    now += _passing(shape, passing, peak, setup)
+    return [_at_the_peak(t, peak.phase) for t in now], phases
+
+
+def _at_the_peak(term: Term, phase: str) -> Term:
+    """The term, which says so where it is fuller at another moment."""
+    if not term.counted or term.bytes >= 0.99 * term.most:
+        return term
+    return replace(term, how=f"{term.how}; at the peak, in the {phase}; {figures.gib(term.most_gib)} at its fullest")
+
+
+def _with_gradients(moment: Moment, gradients: float) -> Moment:
+    """The moment of a later micro-batch: the sum of the gradients so far is there all along."""
+    made_of = {**moment.made_of, GRADIENTS: moment.made_of[GRADIENTS] + gradients}
+    return Moment(moment.phase, moment.bytes + gradients, made_of)
+
+
+def _passing(shape: Shape, passing: Activations, peak: Moment, setup: Setup) -> list[Term]:
+    """What comes and goes with a step."""
+    assert setup.batch is not None
+    assert setup.length is not None
+    tokens = setup.batch * setup.length
+    if setup.recompute == "full":
+        how = f"{tokens:,} tokens: each layer's input, and one layer whole while it is computed again"
+    else:
+        how = f"{tokens:,} tokens x {passing.kept / tokens / shape.layers:,.0f} bytes a token and layer"
+        how += "; fused attention keeps no scores to drop" if setup.recompute == "selective" else ""
+    how += f", as {setup.layers}' layers keep them (form of arXiv 2205.05198)"
+    terms = [Term("activations", peak.made_of[KEPT], False, how, most=passing.kept)]
+    if setup.logits == "whole":
+        how = f"{tokens:,} tokens x {shape.vocab:,} whole, in {setup.dtype} and in the loss's float32"
+    else:
+        rows = min(tokens, max(LOSS_MIN_ROWS, LOSS_ELEMENTS[setup.device] // shape.vocab))
+        how = f"fused with the loss: {rows:,} tokens at a time, never whole; the gradients that its forward makes"
+    terms.append(Term("logits", peak.made_of[LOGITS], False, how, most=passing.loss))
+    how = "gradients of activations and temporaries of operations"
+    if setup.device == "cuda":
+        how += "; libraries' own workspace is in the slack"
+    terms.append(Term("workspace", peak.made_of[PASSING], False, how))
+    return terms
+
+
+def _optimizer_scratch(shape: Shape, trained: float, setup: Setup) -> float:
+    """What the optimizer's step takes beside weights, gradients and states."""
+    mine = trained / (setup.gpus if setup.zero >= 1 else 1)
+    if setup.optimizer == "adamw8bit":
+        return min(mine, CHUNK_8BIT) * CHUNK_8BIT_BYTES if setup.device == "cpu" else 0.0
+    if setup.optimizer == "adamw" and setup.state_dtype != setup.dtype:
+        return 8.0 * min(mine, max(WIDENED, shape.embedding_parameters))  # float32 copies of weights and gradients
+    return 0.0
+
+
+def _cache(shape: Shape, setup: Setup) -> Term:
+    """The KV cache of generation, which training does not hold."""
     assert setup.batch is not None
     assert setup.length is not None
     tokens, width = setup.batch * setup.length, DTYPE_BYTES[setup.dtype]
-    terms = []
-    if setup.training:
-        layers = _layer_bytes(shape, recipe, setup, places)
-        one = sum(layers) / shape.layers
-        if setup.recompute == "full":
-            held, how = shape.layers * width * shape.width + one, "each layer's input, and one layer whole"
-        elif setup.recompute == "selective":
-            held, how = sum(layers), f"{one:,.0f} bytes a token and layer; fused attention keeps no scores to drop"
-        else:
-            held, how = sum(layers), f"{one:,.0f} bytes a token and layer"
-        held += 2 * width * shape.width + 4  # the last norm and the head's input
-        terms.append(Term("activations", tokens * held, False, f"{tokens:,} tokens x {how} (form of arXiv 2205.05198)"))
-        terms.append(_loss(shape, recipe, setup, tokens, width))
-    cache = 2 * shape.layers * shape.kv_width * width * tokens
-    how = f"2 x {shape.layers} layers x {shape.kv_width} x {width} bytes x {tokens:,} tokens"
+    elements = int(getattr(shape, "cache_width", 2 * shape.kv_width))
+    how = f"{shape.layers} layers x {elements:,} keys and values x {width} bytes x {tokens:,} tokens"
     how += ", for generation only" if setup.training else ""
-    return [*terms, Term("KV cache", cache, True, how, counted=not setup.training)]
-
-
-def _loss(shape: Shape, recipe: Any, setup: Setup, tokens: int, width: int) -> Term:
-    """What the loss holds: logits, and the gradients that its forward makes already."""
-    if setup.logits == "whole":
-        # the logits, and in float32 the loss's copy and its gradient
-        how = f"{tokens:,} tokens x {shape.vocab:,} x {width + 8} bytes, whole"
-        return Term("logits", tokens * shape.vocab * (width + 8), False, how)
-    rows = min(tokens, max(LOSS_MIN_ROWS, LOSS_ELEMENTS[setup.device] // shape.vocab))
-    held = rows * shape.vocab * (width if width == 4 else width + 4) + tokens * shape.width * width
-    how = f"fused with the loss: {rows:,} tokens at a time, never whole"
-    if not frozen(recipe):
-        held += shape.embedding_parameters * (width + 4)
-        how += "; the head's gradient and its float32 sum"
-    return Term("logits", held, False, how)
-
-
-def _layer_bytes(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, ...]) -> list[float]:
-    """Bytes a token that each layer keeps for its backward."""
-    h, q, kv, f = shape.width, shape.query_width, shape.kv_width, shape.ffn
-    width = DTYPE_BYTES[setup.dtype]
-    base_trains = not frozen(recipe)
-    x_quantizer = getattr(getattr(recipe, "grad_weight", None), "b", None)
-    by_name = {p.weight.name: p for p in places if p.weight.name != "lm_head"}
-    # both norms' inputs; query, key, value; gate and up; two reciprocal RMS
-    fixed = width * (2 * h + q + 2 * kv + 2 * f) + 8
-    sizes = {"attention": h, "self_attn.o_proj": q, "mlp": h, "mlp.down_proj": f}
-    if setup.device == "cuda" or width == 4:
-        # fused attention keeps its output, the tensor that o_proj reads, and the log-sum-exp; our bf16 one on a CPU does not
-        fixed += width * q + 4 * shape.heads
-        sizes["self_attn.o_proj"] = 0
-    layers = []
-    for layer in range(shape.layers):
-        total, in_full = float(fixed), set()
-        for name, place in by_name.items():
-            source = _SHARES_INPUT.get(name, name)
-            # the places of a kind that stay bf16 are taken to be the last layers
-            codes = base_trains and x_quantizer is not None and layer < place.quantized
-            if codes:
-                assert x_quantizer is not None
-                total += place.weight.k * int(x_quantizer.format.bits) / 8
-            if (base_trains and not codes) or place.rank:
-                in_full.add(source)
-            total += place.rank * width
-        layers.append(total + width * sum(sizes[source] for source in in_full))
-    return layers
+    return Term("KV cache", shape.layers * elements * width * tokens, True, how, counted=not setup.training)

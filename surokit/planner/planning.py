@@ -11,33 +11,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from numbers import Real
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from surokit.planner import arguments, figures
+from surokit.planner import arguments, choices, figures, picture, questions
+from surokit.planner import check as checking
+from surokit.planner.check import Check
 from surokit.planner.cost import Price, Time, Work, count_time, exact, read_price
-from surokit.planner.flops import Attention, Compute, Recompute, count_flops, frozen, on_gpu, product_kinds
+from surokit.planner.energy import energy_kwh
+from surokit.planner.flops import Attention, Compute, Recompute, count_flops, frozen, on_gpu, placements, product_kinds
 from surokit.planner.hardware import Gpu, find_gpu
 from surokit.planner.lines import Line, as_html, as_text, plan_lines, plan_notes
 from surokit.planner.memory import DTYPE_BYTES, SLACK, Layers, Memory, Setup, count_memory
-from surokit.planner.shape import FAMILIES, Shape, read_shape
+from surokit.planner.offload import Host, Offload, host_of, predict_offload
+from surokit.planner.roofline import Estimate, estimate_step
+from surokit.planner.shape import Shape
+from surokit.planner.subject import Subject, read_subject
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 _OPTIMIZERS = {"adamw": "adamw", "adamw8bit": "adamw8bit", "sgd": "none", "none": "none"}
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is planned: a shape, or a number of parameters alone; `dtype` and `layers` are a live model's own."""
-
-    parameters: float
-    name: str
-    shape: Shape | None = None
-    notes: tuple[str, ...] = ()
-    dtype: str | None = None
-    layers: Layers = "surokit"
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,6 +87,17 @@ class Plan:
         """Predicted cost in US dollars from the low to the high end of the given price."""
         return self.time.usd_range
 
+    @property
+    def kwh(self) -> float | None:
+        """The most energy that the GPUs can draw: their hours at the power limit they are sold with; None without either."""
+        return None if self.gpu is None or self.gpu_hours is None else energy_kwh(self.gpu_hours, self.gpu)
+
+    @cached_property
+    def estimate(self) -> Estimate | None:
+        """A step's time, row by row; None where shape, batch, length or the rates of the GPU are missing."""
+        between_gb_s = self.given.get("between_gb_s")
+        return _estimate(self.shape, self.parameters, self.compute, self.recipe, self.setup, self.gpu, between_gb_s)
+
     def fits(self, gib: float | None = None) -> bool:
         """Whether the memory of one GPU suffices: all terms, exact and approximate, against `gib` (the GPU's own without it).
 
@@ -107,6 +113,74 @@ class Plan:
         if fits and self.memory.left_out:
             raise ValueError(f"fits() cannot tell yet, it lacks {self.memory.left_out[0]}.")
         return fits
+
+    # -- asked backwards; see questions.py and choices.py for arguments and errors
+
+    def largest(self, what: str, *, gib: float | None = None, multiple: int = 1) -> int:
+        """The largest "batch", "length", number of "layers", or of "parameters" of a plan of a number, that fits one GPU."""
+        return questions.largest(self, what, gib=gib, multiple=multiple)
+
+    def gpus_for(self, **goals: Any) -> int:
+        """The fewest GPUs that are done in `days=`, hold the model in `gib=` each, keep to `usd=`."""
+        return questions.gpus_for(self, **goals)
+
+    def tokens_for(self, **budgets: float) -> int:
+        """The most tokens within `days=`, `gpu_hours=`, `usd=`."""
+        return questions.tokens_for(self, **budgets)
+
+    def rate_for(self, **budgets: float) -> float:
+        """Model TFLOPS that each GPU must achieve for `days=`, `gpu_hours=`, `usd=`."""
+        return questions.rate_for(self, **budgets)
+
+    def parameters_for(self, *, law: Any = None, **budgets: float) -> questions.Optimal:
+        """The model, and its tokens, that make most of `days=`, `gpu_hours=`, `usd=` by a scaling law."""
+        return questions.parameters_for(self, law=law, **budgets)
+
+    def recipes(self, names: Any = None, *, gib: float | None = None) -> pd.DataFrame:
+        """This plan in every recipe: step, speedup, memory, native or emulated; of those that fit, the one predicted fastest."""
+        return choices.recipes(self, names, gib=gib)
+
+    def fitting(self, *, gib: float | None = None) -> choices.Fitting:
+        """What would make the plan fit, cheapest first, and what each leaves."""
+        return choices.fitting(self, gib=gib)
+
+    def binds(self) -> choices.Binds:
+        """The term that memory depends on most, what takes the most time, and what to do about either."""
+        return choices.binds(self)
+
+    def offload(self, host: Host | None = None, **options: Any) -> Offload:
+        """A step with the optimizer's states on the host, synchronously and as ZenFlow, beside one without.
+
+        host is what a calibration of the plan's GPU measured, without one. Options are those of `predict_offload`. Raises
+        ValueError where host or a step's time is not known.
+        """
+        host = host or (None if self.gpu is None else host_of(self.gpu))
+        if host is None:
+            raise ValueError(
+                "offload() needs the host's rates: give Host(link_gb_s=, adam_params_s=), or plan(gpu=sk.calibrate())."
+            )
+        step_ms = self.time.step_ms or (self.estimate.step_ms if self.estimate else None)
+        if step_ms is None:
+            raise ValueError("offload() needs a step's time: give batch=, length= and gpu=, or a rate.")
+        if self.gpu is not None and self.gpu.memory_gib is not None and not self.memory.left_out:
+            options.setdefault("fits", self.fits())
+        return predict_offload(step_ms, trained_parameters(self.shape, self.parameters, self.recipe), host, **options)
+
+    # -- beside a measurement, and shown
+
+    def check(self, measured: Any) -> Check:
+        """This plan beside a Session, a Profile or a dict of figures, the misses first; `.recalibrated` follows the measured."""
+        return checking.check(self, measured)
+
+    def plot(self, gib: float | None = None) -> Figure:
+        """Memory as a bar, exact terms solid, approximate ones hatched; `sk.plot_memory` draws several plans."""
+        return picture.memory_bars(self, gib)
+
+    def explore(self) -> Any:
+        """This plan with sliders, in a notebook; printed elsewhere."""
+        from surokit.widgets.planning import explore
+
+        return explore(self)
 
     def lines(self) -> tuple[Line, ...]:
         """The table's lines, in order."""
@@ -147,11 +221,14 @@ class Plan:
             raise ValueError("A number of parameters has no products to list: plan with a config or a model.")
         return self.compute
 
+    def _all_notes(self) -> tuple[str, ...]:
+        return (*self.notes, *(self.estimate.notes if self.estimate else ()))
+
     def __repr__(self) -> str:
-        return as_text(f"Plan: {self.title}", self.lines(), self.notes)
+        return as_text(f"Plan: {self.title}", self.lines(), self._all_notes())
 
     def _repr_html_(self) -> str:
-        return as_html(f"Plan: {self.title}", self.lines(), self.notes)
+        return as_html(f"Plan: {self.title}", self.lines(), self._all_notes())
 
 
 def plan(
@@ -178,6 +255,7 @@ def plan(
     accumulate: int = 1,
     layers: Layers | None = None,
     slack: float = SLACK,
+    between_gb_s: float | None = None,
     training: bool = True,
 ) -> Plan:
     """Plan a run: FLOPs, time, cost, and the memory of one GPU.
@@ -202,6 +280,7 @@ def plan(
     logits      "fused" with the loss, as our layers do, or "whole", as transformers' do
     accumulate  micro-batches of `batch` sequences whose gradients one optimizer step sums
     slack       share on top of the bytes that tensors take: fragmentation and workspace
+    between_gb_s    GB/s that one GPU has between nodes, in one direction; a step beyond 8 GPUs communicates over it
     training    False counts a forward pass, and the KV cache in place of training's states
 
     Raises ValueError or TypeError, in one sentence with the remedy, for figures that cannot be meant.
@@ -219,6 +298,8 @@ def plan(
     _choice("logits", logits, (None, "fused", "whole"))
     _choice("layers", layers, (None, "surokit", "transformers"))
     accumulate = arguments.integer("accumulate", accumulate)
+    slack = 0.0 if slack == 0 else arguments.share("slack", slack)
+    between_gb_s = None if between_gb_s is None else arguments.number("between_gb_s", between_gb_s)
     _choice("zero", zero, (0, 1, 2, 3))
     if tflops_per_gpu is not None and mfu is not None:
         raise ValueError("tflops_per_gpu and mfu both say how fast a GPU is: give one of them.")
@@ -237,7 +318,7 @@ def plan(
 
         recipe = find_recipe(recipe)
 
-    subject = what if isinstance(what, Subject) else _read(what)
+    subject = read_subject(what)
     shape, parameters = subject.shape, subject.parameters
     layers = layers or subject.layers
     setup = Setup(
@@ -260,7 +341,7 @@ def plan(
     factor = 2 if not training else 4 if frozen(recipe) else 6
     compute = None
     carried = on_gpu(recipe, device)
-    per_token: Fraction = factor * exact(parameters)
+    per_token: Fraction = factor * exact(subject.active)
     recompute_share = 0.0
     if shape is not None:
         compute = count_flops(
@@ -270,6 +351,9 @@ def plan(
         recompute_share = compute.recompute / compute.model
     elif recompute == "full" and training:
         recompute_share = 2 / factor
+    estimate = None
+    if tflops_per_gpu is None and mfu is None and device is not None and device.ceilings is not None:
+        estimate = _estimate(shape, parameters, compute, recipe, setup, device, between_gb_s)
     step_tokens = None if batch is None or length is None else batch * length * accumulate * gpus
     work = Work(
         run=None if run_tokens is None else per_token * exact(run_tokens),
@@ -287,6 +371,7 @@ def plan(
         price=price,
         compute=compute,
         kinds=product_kinds(carried),
+        estimate=estimate,
     )
     parts = [subject.name]
     if recipe is not None:
@@ -321,25 +406,25 @@ def plan(
     return replace(draft, notes=(*subject.notes, *plan_notes(draft)))
 
 
-def _read(what: Any) -> Subject:
-    if isinstance(what, (bool, Real)):
-        parameters = arguments.parameters(what)
-        return Subject(parameters, f"{figures.count(parameters)} parameters")
-    shape, source = read_shape(what)
-    notes: tuple[str, ...] = ()
-    if shape.family not in FAMILIES:
-        notes = (
-            f"model_type {shape.family!r} is counted as if it were a Llama-family decoder (three-matrix SwiGLU, RMSNorm)",
-        )
-    name = f"{shape.family} of {figures.count(shape.parameters)} parameters {source}"
-    return Subject(float(shape.parameters), name, shape, notes, _own_dtype(what), _own_layers(what))
+def _estimate(
+    shape: Shape | None,
+    parameters: float,
+    compute: Compute | None,
+    recipe: Any,
+    setup: Setup,
+    gpu: Gpu | None,
+    between_gb_s: float | None,
+) -> Estimate | None:
+    trained = trained_parameters(shape, parameters, recipe) if setup.training else 0.0
+    return estimate_step(shape, compute, recipe, setup, gpu, trained_parameters=trained, between_gb_s=between_gb_s)
 
 
-def _own_layers(what: Any) -> Layers:
-    """Whose layers a live model has: transformers' where its class, or the one that an adapter wraps, is theirs."""
-    model = what.get_base_model() if hasattr(what, "get_base_model") else what
-    theirs = type(model).__module__.startswith("transformers.models") and hasattr(model, "parameters")
-    return "transformers" if theirs else "surokit"
+def trained_parameters(shape: Shape | None, parameters: float, recipe: Any) -> float:
+    """Parameters with a gradient and an optimizer's state: all, or an adapter's."""
+    if not frozen(recipe):
+        return parameters
+    places = placements(shape, recipe) if shape is not None else ()
+    return float(sum(p.rank * (p.weight.n + p.weight.k) * p.weight.count for p in places))
 
 
 def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -352,15 +437,6 @@ def _dtype(value: Any) -> str:
     if name not in DTYPE_BYTES:
         raise ValueError(f"dtype {name!r} is none that training holds: use 'bf16', 'fp16' or 'fp32'.")
     return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(name, name)
-
-
-def _own_dtype(what: Any) -> str | None:
-    """The dtype of a live model's first high-precision parameter."""
-    parameters = getattr(what, "parameters", None)
-    if not callable(parameters):
-        return None
-    names = (str(getattr(p, "dtype", "")).rpartition(".")[2] for p in parameters())
-    return next((name for name in names if name in DTYPE_BYTES), None)
 
 
 def _option(optimizer: Any, name: str) -> Any:

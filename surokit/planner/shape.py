@@ -1,40 +1,39 @@
-"""The shape of a decoder as the planner sees it: the numbers of config.json that decide FLOPs and bytes.
+"""The shape of a decoder as the planner sees it: the numbers that decide FLOPs and bytes, and the matrices they make.
 
-Covers the dense Llama family (Llama, Mistral, SmolLM2, Qwen2.5, Qwen3): RMSNorm, rotary positions, grouped-query
-attention and a three-matrix SwiGLU. Everything else is read from the caller by the names of its fields, so no model
-code is imported.
+One description covers the families that configs.py reads: attention with grouped queries or over a compressed latent (DeepSeek-V2,
+arXiv 2405.04434), feed-forward of three matrices or two, dense or routed to a few of many experts, with or without biases, norms
+of queries and keys, sliding windows, learned positions. Every matrix says what it reads and writes, so that flops.py can follow
+where gradients flow. Everything is counted as transformers builds the model; no model code is imported.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from surokit.planner import arguments
-
-# Families whose layers are exactly the ones counted here; another model_type is counted as if it were one, and the plan says so.
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm", "decoder"})
-# What transformers takes where a config.json is silent and the sizes do not say it.
-_DEFAULTS: dict[str, dict[str, int]] = {
-    "mistral": {"num_key_value_heads": 8},
-    "qwen2": {"num_key_value_heads": 32},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
-}
-_EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
+#: What holds a matrix: "linear" a layer that recipes reach; "expert" one of many, taken as linear layers of their own;
+#: "other" a parameter or module that recipes do not reach (a router, GPT-2's Conv1D); "head" the output matrix.
+Kind = Literal["linear", "expert", "other", "head"]
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One kind of weight matrix [n, k], present `count` times, of which a token passes `active` (all without a router)."""
+    """One kind of weight matrix [n, k], present `count` times, of which a token passes `active` (all without a router).
+
+    `layers` are the blocks that have it, each as many as the others. `reads` names the tensor that it multiplies, shared by the
+    weights that read the same; `writes` the tensors that its output goes into.
+    """
 
     name: str
     n: int
     k: int
     count: int
     active: int = -1
+    layers: tuple[int, ...] = ()
+    reads: str = ""
+    writes: tuple[str, ...] = ()
+    kind: Kind = "linear"
 
     def __post_init__(self) -> None:
         if self.active < 0:
@@ -44,13 +43,66 @@ class Weight:
     def parameters(self) -> int:
         return self.n * self.k * self.count
 
+    @property
+    def a_layer(self) -> int:
+        """How many of them one block holds."""
+        return self.count // (len(self.layers) or 1)
+
+    @property
+    def active_a_layer(self) -> int:
+        """How many of one block's a token passes."""
+        return self.active // (len(self.layers) or 1)
+
+    def path(self, layer: int) -> str:
+        """The full name in block `layer`, as the rules of a recipe read it; the first expert stands for all."""
+        return f"model.layers.{layer}.{self.name.replace('experts.', 'experts.0.') if self.kind == 'expert' else self.name}"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts of the blocks `layers`: `count` in each, of which a token passes `chosen`, each of inner width `ffn`.
+
+    `shared_ffn` is the inner width of what every token passes beside them (0 without), `shared_gate` whether a gate weighs it.
+    """
+
+    count: int
+    chosen: int
+    ffn: int
+    layers: tuple[int, ...]
+    shared_ffn: int = 0
+    shared_gate: bool = False
+    bias: bool = False
+    router: str = "gate"
+    shared: str = "shared_experts"
+
+    @property
+    def idle(self) -> int:
+        """Experts of a block that a token does not pass."""
+        return self.count - self.chosen
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Attention over a compressed latent (MLA): ranks of the query's (None: not compressed) and the key-values' latent.
+
+    A head's query and key are `nope` elements without position and `rope` with, its value `value` wide.
+    """
+
+    query_rank: int | None
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a dense Llama-family decoder.
+    """Sizes of a decoder.
 
-    `width` is the hidden size, `ffn` the inner size of the SwiGLU, `kv_heads` the key and value heads of grouped-query
-    attention.
+    `width` is the hidden size, `ffn` the inner size of a dense feed-forward, `kv_heads` the key and value heads of grouped-query
+    attention, `head_dim` the width of a head's query and key. `sliding_window` holds in the blocks `window_layers` (None: in
+    all). `norms` are a block's norms over `width`. `layout` says which matrices are one: "split" none, "fused" q, k, v and
+    gate, up (Phi-3), "gpt2" q, k, v. `positions` are learned ones.
     """
 
     layers: int
@@ -67,6 +119,28 @@ class Shape:
     qk_norm: bool = False
     sliding_window: int | None = None
     family: str = "llama"
+    window_layers: tuple[int, ...] | None = None
+    layout: Literal["split", "fused", "gpt2"] = "split"
+    gated: bool = True
+    norms: int = 2
+    norm_bias: bool = False
+    sinks: bool = False
+    positions: int = 0
+    experts: Experts | None = None
+    latent: Latent | None = None
+
+    @property
+    def words(self) -> str:
+        """The sizes in a line."""
+        over = f"a latent of {self.cache_width}" if self.latent else self.kv_heads
+        said = f"{self.layers} layers, width {self.width}, {self.heads} heads over {over}, ffn {self.ffn}"
+        if (e := self.experts) is not None:
+            blocks = "" if len(e.layers) == self.layers else f" in {len(e.layers)} of them"
+            shared = f" and {e.shared_ffn} shared" if e.shared_ffn else ""
+            said += f", {e.count} experts of {e.ffn}{blocks}, {e.chosen} a token{shared}"
+        return f"{said}, vocabulary {self.vocab}" + (", tied" if self.tied else "")
+
+    # -- widths
 
     @property
     def query_width(self) -> int:
@@ -78,24 +152,146 @@ class Shape:
         return self.kv_heads * self.head_dim
 
     @property
+    def value_dim(self) -> int:
+        """Width of a head's value, and of its output."""
+        return self.latent.value if self.latent else self.head_dim
+
+    @property
+    def context_width(self) -> int:
+        """heads x value_dim: attention's output, which the output projection reads."""
+        return self.heads * self.value_dim
+
+    @property
+    def cache_width(self) -> int:
+        """Elements of the KV cache a token and layer: keys and values, or the latent that both are made of."""
+        return (
+            self.latent.kv_rank + self.latent.rope if self.latent else self.kv_heads * (self.head_dim + self.value_dim)
+        )
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Blocks whose feed-forward is routed."""
+        return self.experts.layers if self.experts else ()
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Blocks whose feed-forward every token passes."""
+        routed = set(self.expert_layers)
+        return tuple(i for i in range(self.layers) if i not in routed)
+
+    def window_of(self, layer: int) -> int | None:
+        """Keys that a query of block `layer` sees at most, None where it sees everything before it."""
+        return self.sliding_window if self.window_layers is None or layer in self.window_layers else None
+
+    def ffn_of(self, layer: int) -> int:
+        """Inner width of the feed-forward that a token passes in block `layer`: of the chosen experts and the shared ones."""
+        e = self.experts
+        return self.ffn if e is None or layer not in e.layers else e.chosen * e.ffn + e.shared_ffn
+
+    # -- matrices
+
+    @property
     def projections(self) -> tuple[Weight, ...]:
-        """The seven matrices of a layer, which recipes quantize and adapters go on."""
-        d, q, kv, f = self.width, self.query_width, self.kv_width, self.ffn
-        sizes = {
-            "self_attn.q_proj": (q, d),
-            "self_attn.k_proj": (kv, d),
-            "self_attn.v_proj": (kv, d),
-            "self_attn.o_proj": (d, q),
-            "mlp.gate_proj": (f, d),
-            "mlp.up_proj": (f, d),
-            "mlp.down_proj": (d, f),
-        }
-        return tuple(Weight(name, n, k, self.layers) for name, (n, k) in sizes.items())
+        """The matrices of the blocks in the order of the data, which recipes quantize and adapters go on."""
+        return (*self._attention(), *self._feed_forward())
+
+    def _attention(self) -> Iterator[Weight]:
+        d, q, kv, every = self.width, self.query_width, self.kv_width, tuple(range(self.layers))
+        normed, out = "attention", "self_attn.o_proj"
+
+        def weight(name: str, n: int, k: int, reads: str, *writes: str, kind: Kind = "linear") -> Weight:
+            return Weight(name, n, k, self.layers, layers=every, reads=reads, writes=writes, kind=kind)
+
+        if self.latent:
+            m = self.latent
+            if m.query_rank is None:
+                yield weight("self_attn.q_proj", q, d, normed, "query")
+            else:
+                yield weight("self_attn.q_a_proj", m.query_rank, d, normed, "query latent")
+                yield weight("self_attn.q_b_proj", q, m.query_rank, "query latent", "query")
+            yield weight("self_attn.kv_a_proj_with_mqa", m.kv_rank + m.rope, d, normed, "kv latent", "key")
+            yield weight("self_attn.kv_b_proj", self.heads * (m.nope + m.value), m.kv_rank, "kv latent", "key", "value")
+        elif self.layout == "split":
+            yield weight("self_attn.q_proj", q, d, normed, "query")
+            yield weight("self_attn.k_proj", kv, d, normed, "key")
+            yield weight("self_attn.v_proj", kv, d, normed, "value")
+        elif self.layout == "fused":
+            yield weight("self_attn.qkv_proj", q + 2 * kv, d, normed, "query", "key", "value")
+        else:
+            yield weight("attn.c_attn", q + 2 * kv, d, normed, "query", "key", "value", kind="other")
+            out = "attn.c_proj"
+        yield weight(
+            out, d, self.context_width, "context", "stream", kind="other" if self.layout == "gpt2" else "linear"
+        )
+
+    def _feed_forward(self) -> Iterator[Weight]:
+        if self.layout == "gpt2":
+            names = {"up": "c_fc", "down": "c_proj"}
+            yield from self._mlp("mlp", self.ffn, self.dense_layers, names, kind="other")
+        else:
+            yield from self._mlp("mlp", self.ffn, self.dense_layers)
+        if (e := self.experts) is None:
+            return
+        routed = len(e.layers)
+        yield Weight(
+            f"mlp.{e.router}",
+            e.count,
+            self.width,
+            routed,
+            layers=e.layers,
+            reads="mlp",
+            writes=("stream",),
+            kind="other",
+        )
+        yield from self._mlp("mlp.experts", e.ffn, e.layers, kind="expert", count=e.count, active=e.chosen)
+        if e.shared_ffn:
+            yield from self._mlp(f"mlp.{e.shared}", e.shared_ffn, e.layers)
+        if e.shared_gate:
+            name = f"mlp.{e.shared}_gate"
+            yield Weight(name, 1, self.width, routed, layers=e.layers, reads="mlp", writes=("stream",))
+
+    def _mlp(
+        self,
+        root: str,
+        ffn: int,
+        layers: tuple[int, ...],
+        names: dict[str, str] | None = None,
+        kind: Kind = "linear",
+        count: int = 1,
+        active: int = 1,
+    ) -> Iterator[Weight]:
+        """The matrices of a feed-forward of inner width `ffn`, `count` in each of `layers`."""
+        if not layers:
+            return
+        names = names or {"gate": "gate_proj", "up": "up_proj", "fused": "gate_up_proj", "down": "down_proj"}
+        inner = f"{root} product"
+        first = (
+            [("up", ffn)]
+            if not self.gated
+            else [("fused", 2 * ffn)]
+            if self.layout == "fused"
+            else [("gate", ffn), ("up", ffn)]
+        )
+        sizes = [(name, n, self.width, "mlp", inner) for name, n in first]
+        for name, n, k, reads, writes in (*sizes, ("down", self.width, ffn, inner, "stream")):
+            yield Weight(
+                f"{root}.{names[name]}",
+                n,
+                k,
+                count * len(layers),
+                active * len(layers),
+                layers=layers,
+                reads=reads,
+                writes=(writes,),
+                kind=kind,
+            )
 
     @property
     def head(self) -> Weight:
         """The output matrix; the embedding itself where they are tied."""
-        return Weight("lm_head", self.vocab, self.width, 1)
+        return Weight("lm_head", self.vocab, self.width, 1, reads="stream", kind="head")
+
+    # -- parameters
 
     @property
     def projection_parameters(self) -> int:
@@ -107,144 +303,44 @@ class Shape:
 
     @property
     def lookup_parameters(self) -> int:
-        """Parameters that are only looked up, never multiplied: the embedding, unless the head is tied to it."""
-        return 0 if self.tied else self.embedding_parameters
+        """Parameters that are only looked up, never multiplied: learned positions, and the embedding unless the head is tied."""
+        return self.positions * self.width + (0 if self.tied else self.embedding_parameters)
 
     @property
     def small_parameters(self) -> int:
-        """Norm weights and biases."""
-        layer = 2 * self.width + (2 * self.head_dim if self.qk_norm else 0)
-        layer += self.query_width + 2 * self.kv_width if self.qkv_bias else 0
+        """Norm weights, biases and attention sinks."""
+        norm = self.width * (2 if self.norm_bias else 1)
+        layer = self.norms * norm + (2 * self.head_dim if self.qk_norm else 0) + (self.heads if self.sinks else 0)
+        if self.latent:
+            rank = self.latent.query_rank or 0
+            layer += rank + self.latent.kv_rank
+            layer += rank + self.latent.kv_rank + self.latent.rope if self.qkv_bias else 0
+        elif self.qkv_bias:
+            layer += self.query_width + 2 * self.kv_width
         layer += self.width if self.o_bias else 0
-        layer += 2 * self.ffn + self.width if self.mlp_bias else 0
-        return self.layers * layer + self.width
+        dense = (2 if self.gated else 1) * self.ffn + self.width if self.mlp_bias else 0
+        routed = 0
+        if self.experts:
+            routed += self.experts.count * (self._expert_bias + 1) if self.experts.bias else 0
+            routed += 2 * self.experts.shared_ffn + self.width if self.mlp_bias and self.experts.shared_ffn else 0
+        return self.layers * layer + len(self.dense_layers) * dense + len(self.expert_layers) * routed + norm
+
+    @property
+    def _expert_bias(self) -> int:
+        """Bias elements of one routed expert."""
+        return 2 * self.experts.ffn + self.width if self.experts and self.experts.bias else 0
 
     @property
     def parameters(self) -> int:
         """All parameters, a tied matrix counted once."""
         heads = 1 if self.tied else 2
-        return self.projection_parameters + heads * self.embedding_parameters + self.small_parameters
+        embeddings = heads * self.embedding_parameters + self.positions * self.width
+        return self.projection_parameters + embeddings + self.small_parameters
 
-
-def read_shape(what: Any) -> tuple[Shape, str]:
-    """(shape, where it came from) of a config dict, a path, a config object or a live model.
-
-    Raises ValueError for a config that lacks a field or describes another architecture, FileNotFoundError for a path
-    without a config.json, TypeError for anything else.
-    """
-    if isinstance(what, str | Path):
-        path, config = _read_file(what)
-        return _from_hf(config, str(path)), f"from {path}"
-    if isinstance(what, Mapping):
-        return _from_hf(what, "the config"), "from a config"
-    if hasattr(what, "hidden_size") and callable(getattr(what, "to_dict", None)):
-        return _from_hf(what.to_dict(), type(what).__name__), f"from a {type(what).__name__}"
-    if hasattr(what, "layers") and hasattr(what, "width"):
-        return _from_decoder(what), f"from a {type(what).__name__}"
-    if getattr(what, "config", None) is not None:
-        shape, _ = read_shape(what.config)
-        return shape, f"from the config of a live {type(what).__name__}"
-    raise TypeError(
-        f"plan() cannot read a {type(what).__name__}: give the number of parameters (8e9), "
-        "a config (dict, folder or config.json) or a model with a .config."
-    )
-
-
-def _read_file(what: str | Path) -> tuple[Path, Mapping[str, Any]]:
-    path = Path(what)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
-        hint = (
-            ": write a number of parameters as 8e9."
-            if _looks_like_count(str(what))
-            else ": give a folder or a config.json that is on this machine."
-        )
-        raise FileNotFoundError(f"There is no {path}{hint}")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): write it again or give the sizes as a dict.") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds a {type(config).__name__}, not the fields of a config.json.")
-    return path, config
-
-
-def _looks_like_count(text: str) -> bool:
-    return bool(text) and text[-1] in "kKmMbBtT" and text[:-1].replace(".", "", 1).isdigit()
-
-
-def _from_hf(config: Mapping[str, Any], where: str) -> Shape:
-    if "hidden_size" not in config and isinstance(config.get("text_config"), Mapping):
-        config = config["text_config"]
-    for field in _EXPERT_FIELDS:
-        experts = config.get(field)
-        if isinstance(experts, int) and experts > 1:
-            raise ValueError(
-                f"{where} is a mixture of experts ({field}={experts}), whose shapes are not counted yet: "
-                "plan with its active parameters, sk.plan(37e9, ...)."
-            )
-    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    missing = [field for field in needed if config.get(field) is None]
-    if missing:
-        raise ValueError(f"{where} lacks {', '.join(missing)}: add them, or plan with the number of parameters.")
-    family = str(config.get("model_type") or "llama")
-    config = {**_DEFAULTS.get(family, {}), **config}
-    bias = bool(config.get("attention_bias", False))
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    return _checked(
-        where,
-        layers=config["num_hidden_layers"],
-        width=config["hidden_size"],
-        heads=config["num_attention_heads"],
-        kv_heads=config.get("num_key_value_heads"),
-        head_dim=config.get("head_dim"),
-        ffn=config["intermediate_size"],
-        vocab=config["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=bias or family == "qwen2",
-        o_bias=bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
-        qk_norm=family == "qwen3",
-        sliding_window=None if window is None else arguments.integer("sliding_window", window),
-        family=family,
-    )
-
-
-def _from_decoder(config: Any) -> Shape:
-    return _checked(
-        type(config).__name__,
-        layers=config.layers,
-        width=config.width,
-        heads=config.heads,
-        kv_heads=getattr(config, "kv_heads", None),
-        head_dim=getattr(config, "head_dim", None),
-        ffn=config.ffn,
-        vocab=config.vocab,
-        tied=bool(getattr(config, "tied", True)),
-        qkv_bias=bool(getattr(config, "qkv_bias", False)),
-        o_bias=bool(getattr(config, "o_bias", False)),
-        mlp_bias=bool(getattr(config, "mlp_bias", False)),
-        qk_norm=bool(getattr(config, "qk_norm", False)),
-        sliding_window=getattr(config, "sliding_window", None),
-        family=getattr(config, "family", None) or "decoder",
-    )
-
-
-def _checked(
-    where: str, *, kv_heads: Any, head_dim: Any, layers: Any, width: Any, heads: Any, ffn: Any, vocab: Any, **rest: Any
-) -> Shape:
-    sizes = {"layers": layers, "width": width, "heads": heads, "ffn": ffn, "vocab": vocab}
-    sizes = {name: arguments.integer(f"{name} of {where}", value) for name, value in sizes.items()}
-    groups = sizes["heads"] if kv_heads is None else arguments.integer(f"kv_heads of {where}", kv_heads)
-    if sizes["heads"] % groups:
-        raise ValueError(
-            f"{where} has {sizes['heads']} heads and {groups} key-value heads: the first must be a multiple of the second."
-        )
-    if head_dim is None:
-        if sizes["width"] % sizes["heads"]:
-            raise ValueError(
-                f"{where} has width {sizes['width']} and {sizes['heads']} heads, which does not divide: give head_dim."
-            )
-        head_dim = sizes["width"] // sizes["heads"]
-    return Shape(kv_heads=groups, head_dim=arguments.integer(f"head_dim of {where}", head_dim), **sizes, **rest)
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that a token passes: all but those of the experts it is not routed to. The N of 6ND."""
+        if self.experts is None:
+            return self.parameters
+        idle = sum(w.n * w.k * (w.count - w.active) for w in self.projections)
+        return self.parameters - idle - len(self.expert_layers) * self.experts.idle * self._expert_bias

@@ -1,0 +1,419 @@
+"""The bytes that one training step really takes, beside what the planner predicts: small decoders, many settings.
+
+On a CPU torch's profiler reports each allocation and each release of torch's CPU allocator. It listens from before the model is
+built, so the running sum is what tensors hold, in and between operations; libraries' own scratch (oneDNN, BLAS) and the
+process itself are not in it. On CUDA the same marks read torch.cuda.max_memory_allocated. Measured is the second step: the first
+one makes the optimizer's states.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from surokit.bench.result import markdown
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+PHASES = ("forward", "backward", "optimizer")
+MIB = 2**20
+_REST = "rest"
+_MARK = "surokit.memory:"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One step: whose layers, their sizes, recipe and optimizer.
+
+    `family` is "decoder" for ours, or "llama" and "qwen3" for transformers'. `recipe` is a name; `rank` adds an adapter.
+    `states` is the moments' dtype; None is the weights' own. A part has `batch` sequences of `length` tokens; `accumulate` of them.
+    """
+
+    name: str
+    family: Literal["decoder", "llama", "qwen3"] = "decoder"
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    recipe: str | None = None
+    rank: int = 0
+    optimizer: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
+    states: Literal["fp32"] | None = None
+    batch: int = 2
+    length: int = 256
+    accumulate: int = 1
+    recompute: Literal["none", "full"] = "none"
+    layers: int = 4
+    width: int = 256
+    heads: int = 8
+    kv_heads: int = 4
+    ffn: int = 704
+    vocab: int = 4096
+    tied: bool = False
+
+    @property
+    def theirs(self) -> bool:
+        """Whether transformers' layers compute."""
+        return self.family != "decoder"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes held before the step, and the most that was held in each phase of it."""
+
+    rest: int
+    phases: Mapping[str, int]
+
+    @property
+    def peak(self) -> int:
+        return max(self.phases.values())
+
+
+class Meter:
+    """The most bytes that were held between two marks, by the first mark's name; the last phase of a name counts most."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peaks: list[tuple[str, int]] = []
+        self._name: str | None = None
+
+    def mark(self, name: str) -> None:
+        """From here on it is the phase `name`."""
+        import torch
+
+        if self.device.type != "cuda":
+            with torch.profiler.record_function(_MARK + name):
+                return
+        torch.cuda.synchronize(self.device)
+        if self._name is not None:
+            self.peaks.append((self._name, torch.cuda.max_memory_allocated(self.device)))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._name = name
+
+    def read(self, events: Sequence[Any]) -> None:
+        """Take the phases from the events of a CPU's profile."""
+        held = most = 0
+        name: str | None = None
+        for event in sorted(events, key=lambda e: int(e.start_ns())):
+            if event.name() == "[memory]":
+                held += event.nbytes()
+                most = max(most, held)
+            elif event.name().startswith(_MARK):
+                if name is not None:
+                    self.peaks.append((name, most))
+                name, most = event.name().removeprefix(_MARK), held
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Count what is allocated inside; on a CPU only there."""
+        from torch.profiler import ProfilerActivity, profile
+
+        if self.device.type == "cuda":
+            yield
+            return
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as listener:
+            yield
+        assert listener.profiler is not None
+        results = listener.profiler.kineto_results
+        assert results is not None
+        self.read(results.events())
+
+
+_FEW: dict[str, Any] = {"width": 512, "ffn": 1376, "batch": 1, "length": 64}  # weights outweigh what passes
+_LONE: dict[str, Any] = {"vocab": 256, "layers": 8}  # layers outweigh the loss
+#: What `run` measures: ours, then transformers' own layers.
+SETTINGS = (
+    Setting("bf16"),
+    Setting("fp32", dtype="fp32"),
+    Setting("bf16, 12 layers", layers=12),
+    Setting("bf16, as many key-value heads", kv_heads=8),
+    Setting("bf16, tied", tied=True),
+    Setting("fp32, tied", dtype="fp32", tied=True),
+    Setting("bf16, 1 x 1024", batch=1, length=1024),
+    Setting("bf16, 8 x 128", batch=8, length=128),
+    Setting("bf16, 1 x 2048, 2 layers", batch=1, length=2048, layers=2),
+    Setting("bf16, vocabulary of 32768", vocab=32768, layers=2),
+    Setting("bf16, vocabulary of 32768, loss in chunks", vocab=32768, layers=2, length=512),
+    Setting("bf16, few tokens", **_FEW),
+    Setting("fp8", recipe="fp8"),
+    Setting("fp8, fp32", recipe="fp8", dtype="fp32"),
+    Setting("fp8, few tokens", recipe="fp8", **_FEW),
+    Setting("fp8-rowwise", recipe="fp8-rowwise"),
+    Setting("fp8-rowwise, few tokens", recipe="fp8-rowwise", **_FEW),
+    Setting("fp8-block", recipe="fp8-block"),
+    Setting("fp8-block, few tokens", recipe="fp8-block", **_FEW),
+    Setting("mxfp8", recipe="mxfp8"),
+    Setting("mxfp8, few tokens", recipe="mxfp8", **_FEW),
+    Setting("fp4", recipe="fp4"),
+    Setting("fp4, 8 layers", recipe="fp4", layers=8),
+    Setting("fp4, few tokens", recipe="fp4", **_FEW),
+    Setting("bf16 + LoRA", recipe="bf16", rank=8),
+    Setting("qfp8 + LoRA", recipe="qfp8", rank=8),
+    Setting("qfp8 + LoRA, few tokens", recipe="qfp8", rank=8, **_FEW),
+    Setting("qfp4 + LoRA", recipe="qfp4", rank=8),
+    Setting("qfp4 + LoRA, few tokens", recipe="qfp4", rank=8, **_FEW),
+    Setting("qnf4 + LoRA", recipe="qnf4", rank=8),
+    Setting("qnf4 + LoRA, 12 layers", recipe="qnf4", rank=8, layers=12),
+    Setting("qnf4 + LoRA, few tokens", recipe="qnf4", rank=8, **_FEW),
+    Setting("adamw8bit", optimizer="adamw8bit"),
+    Setting("adamw8bit, few tokens", optimizer="adamw8bit", **_FEW),
+    Setting("sgd", optimizer="sgd"),
+    Setting("float32 moments", states="fp32"),
+    Setting("float32 moments, few tokens", states="fp32", **_FEW),
+    Setting("accumulate 2", accumulate=2),
+    Setting("accumulate 2, fp32", accumulate=2, dtype="fp32"),
+    Setting("llama bf16", family="llama"),
+    Setting("llama fp32", family="llama", dtype="fp32"),
+    Setting("llama bf16, tied", family="llama", tied=True),
+    Setting("llama bf16, small vocabulary", family="llama", **_LONE),
+    Setting("llama fp32, small vocabulary", family="llama", dtype="fp32", **_LONE),
+    Setting("llama fp8", family="llama", recipe="fp8"),
+    Setting("llama bf16, adamw8bit", family="llama", optimizer="adamw8bit"),
+    Setting("llama bf16, accumulate 2", family="llama", accumulate=2),
+    Setting("llama bf16, recompute", family="llama", recompute="full"),
+    Setting("llama fp32, recompute, 8 layers", family="llama", recompute="full", dtype="fp32", layers=8),
+    Setting("llama bf16 + LoRA", family="llama", recipe="bf16", rank=8),
+    Setting("llama bf16 + LoRA, small vocabulary", family="llama", recipe="bf16", rank=8, **_LONE),
+    Setting("llama qnf4 + LoRA", family="llama", recipe="qnf4", rank=8),
+    Setting("qwen3 bf16", family="qwen3"),
+    Setting("qwen3 fp32", family="qwen3", dtype="fp32"),
+    Setting("qwen3 bf16, small vocabulary", family="qwen3", **_LONE),
+    Setting("qwen3 bf16, recompute, 12 layers", family="qwen3", recompute="full", layers=12, vocab=512),
+    Setting(
+        "qwen3 bf16 + LoRA, recompute", family="qwen3", recipe="bf16", rank=8, recompute="full", vocab=512, layers=8
+    ),
+)
+
+
+def run(names: Sequence[str] | None = None, device: str | None = None) -> dict[str, Any]:
+    """Measure and predict the named settings (default: all of SETTINGS); the raw result."""
+    import torch
+
+    known = {setting.name: setting for setting in SETTINGS}
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise ValueError(f"There is no setting {unknown[0]!r}: known are {', '.join(known)}.")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    found = []
+    for name in names or known:
+        found.append((known[name], measure(known[name], device)))
+        print(f"{name}: {found[-1][1].peak / MIB:.1f} MiB", file=sys.stderr)
+    return result(found, device)
+
+
+def result(found: Sequence[tuple[Setting, Measured]], device: str = "cpu") -> dict[str, Any]:
+    """The raw result: each setting with its measured and predicted bytes, and the environment."""
+    from surokit.environment import environment
+
+    return {
+        "benchmark": "memory: a training step's peak, predicted and measured",
+        "settings": {"step": "the second", "measured": "what torch's allocator hands out"},
+        "environment": environment(),
+        "memory": [
+            {
+                "name": setting.name,
+                "setting": {key: value for key, value in asdict(setting).items() if key != "name"},
+                "measured": {"rest": measured.rest, **measured.phases},
+                "predicted": predicted(setting, device=device),
+            }
+            for setting, measured in found
+        ],
+    }
+
+
+def predicted(setting: Setting, device: str = "cpu") -> dict[str, float]:
+    """Bytes by phase, the loss with the forward, as `Measured` has them; "peak" is the most of them."""
+    memory = planned(setting, device).memory
+    phases = {phase.name: phase.bytes for phase in memory.phases}
+    phases["forward"] = max(phases["forward"], phases.pop("loss"))
+    return {**phases, "peak": memory.peak_gib * 2**30}
+
+
+def ratio(row: Mapping[str, Any]) -> float:
+    """Predicted peak over measured peak of a row."""
+    return float(row["predicted"]["peak"] / max(row["measured"][phase] for phase in PHASES))
+
+
+def table(data: Mapping[str, Any]) -> str:
+    """A Markdown table, the worst predictions first."""
+    head = ["setting", "predicted MiB", "measured MiB", "ratio", "peak in", "forward", "backward", "optimizer"]
+    rows = []
+    for row in sorted(data["memory"], key=lambda r: -abs(ratio(r) - 1)):
+        measured, foreseen = row["measured"], row["predicted"]
+        peak = max(PHASES, key=lambda phase: measured[phase])
+        each = [f"{foreseen[phase] / MIB:.1f} / {measured[phase] / MIB:.1f}" for phase in PHASES]
+        rows.append(
+            [
+                row["name"],
+                f"{foreseen['peak'] / MIB:.1f}",
+                f"{measured[peak] / MIB:.1f}",
+                f"{ratio(row):.3f}",
+                peak,
+                *each,
+            ]
+        )
+    return markdown(data, head, rows)
+
+
+def measure(setting: Setting, device: str = "cpu") -> Measured:
+    """Bytes of one warm step: the second one."""
+    import torch
+
+    meter = Meter(torch.device(device))
+    gc.collect()  # the listener also hears of the end of what an earlier one saw begin
+    before = torch.cuda.memory_allocated(device) if device == "cuda" else 0
+    with meter.listening():
+        step, model, optimizer = _prepared(setting, device)
+        step()
+        handles = [
+            model.register_forward_pre_hook(lambda *_: meter.mark("forward")),
+            model.register_forward_hook(lambda *_: meter.mark("backward")),
+            optimizer.register_step_pre_hook(lambda *_: meter.mark("optimizer")),
+            optimizer.register_step_post_hook(lambda *_: meter.mark(_REST)),
+        ]
+        gc.collect()
+        meter.mark(_REST)
+        step()
+        meter.mark("end")
+        for handle in handles:
+            handle.remove()
+        del step, model, optimizer
+    phases = {name: max(b for n, b in meter.peaks if n == name) - before for name in PHASES}
+    return Measured(rest=meter.peaks[0][1] - before, phases=phases)
+
+
+def model_of(setting: Setting, device: str = "cpu") -> nn.Module:
+    """The model of a setting, with random weights and its recipe applied."""
+    import torch
+
+    import surokit as sk
+
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[setting.dtype]
+    torch.manual_seed(0)
+    model: nn.Module
+    if setting.theirs:
+        model = _theirs(setting).to(device=device, dtype=dtype)
+        if setting.recompute == "full":
+            # transformers' new name, and the one before it
+            for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+                if (enable := getattr(model, name, None)) is not None:
+                    enable()
+                    break
+    else:
+        sizes = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "tied")
+        config = sk.DecoderConfig(**{name: getattr(setting, name) for name in sizes}, max_length=setting.length)
+        model = sk.Decoder(config, device=device, dtype=dtype)
+    if (recipe := recipe_of(setting)) is not None:
+        sk.apply(model, recipe)
+    return model
+
+
+def recipe_of(setting: Setting) -> Any:
+    """The recipe of a setting, None without one."""
+    from surokit.recipe import find_recipe
+
+    if setting.recipe is None:
+        return None
+    recipe = find_recipe(setting.recipe)
+    return recipe.lora(setting.rank) if setting.rank else recipe
+
+
+def _theirs(setting: Setting) -> Any:
+    import transformers
+
+    sizes = {name: value for name, value in config_of(setting).items() if name != "model_type"}
+    sizes["attn_implementation"] = "sdpa"
+    if setting.family == "qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+def optimizer_of(setting: Setting) -> Any:
+    """A specification, or a function from parameters to an optimizer."""
+    import torch
+
+    import surokit as sk
+
+    if setting.optimizer == "sgd":
+        return lambda parameters: torch.optim.SGD([p for p in parameters if p.requires_grad], lr=1e-3)
+    if setting.optimizer == "adamw8bit":
+        return sk.AdamW8bit(lr=1e-3)
+    return sk.AdamW(lr=1e-3, state_dtype=torch.float32 if setting.states == "fp32" else None)
+
+
+def planned(setting: Setting, device: str = "cpu") -> Any:
+    """The plan of a setting."""
+    from surokit.planner import plan
+
+    options: dict[str, Any] = {
+        "recipe": recipe_of(setting),
+        "dtype": setting.dtype,
+        "optimizer": setting.optimizer,
+        "state_dtype": setting.states,
+        "batch": setting.batch,
+        "length": setting.length,
+        "accumulate": setting.accumulate,
+        "recompute": setting.recompute,
+        "layers": "transformers" if setting.theirs else "surokit",
+        "gpu": None if device == "cpu" else "H100",  # any: it says that the GPU's kernels run
+    }
+    return plan(config_of(setting), **options)
+
+
+def config_of(setting: Setting) -> dict[str, Any]:
+    """The sizes of a setting's model as a config.json has them."""
+    return {
+        "model_type": setting.family if setting.theirs else "llama",
+        "num_hidden_layers": setting.layers,
+        "hidden_size": setting.width,
+        "num_attention_heads": setting.heads,
+        "num_key_value_heads": setting.kv_heads,
+        "intermediate_size": setting.ffn,
+        "vocab_size": setting.vocab,
+        "tie_word_embeddings": setting.tied,
+        "max_position_embeddings": setting.length,
+        "head_dim": setting.width // setting.heads,
+    }
+
+
+def _prepared(setting: Setting, device: str) -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer]:
+    """A step, and what it trains."""
+    import torch
+
+    import surokit as sk
+
+    model = model_of(setting, device)
+    ids = torch.randint(setting.vocab, (setting.batch * setting.accumulate, setting.length))
+    batch = {"input_ids": ids, "labels": ids}
+    if not setting.theirs:
+        session = sk.Session(
+            model,
+            [batch],
+            optimizer=optimizer_of(setting),
+            schedule=None,
+            compile=False,
+            accumulate=setting.accumulate,
+        )
+
+        def ours() -> None:
+            session.step(batch)
+
+        return ours, model, session.optimizer
+    spec = optimizer_of(setting)
+    optimizer = spec.build(model.parameters()) if hasattr(spec, "build") else spec(model.parameters())
+    parts = [
+        {name: t.to(device) for name, t in zip(batch, pair)}
+        for pair in zip(*(t.split(setting.batch) for t in batch.values()))
+    ]
+
+    def theirs() -> None:
+        for part in parts:
+            (model(**part).loss / len(parts)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    model.train()
+    return theirs, model, optimizer

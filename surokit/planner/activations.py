@@ -1,0 +1,505 @@
+"""What a forward and a backward hold, operation by operation: our layers, and transformers' own.
+
+Each function below is a module's forward as the tape sees it: which tensors it makes, which of them its backward reads, and
+which names Python lets go. The tape (tape.py) does the rest. Sizes are bytes of all tokens of one micro-batch; every constant is
+what the code does, and the tests hold it against the tensors that torch really keeps.
+
+Ours (surokit/nn): a norm keeps its input and one float32 a row; a product keeps x, or the codes of x that grad_weight reads, or
+nothing under a frozen weight; rotary positions keep nothing; attention keeps query, key, value, and where torch's fused kernel
+does the gradient its output and the float32 log-sum-exp; SwiGLU keeps gate and up; the loss makes both its gradients in forward
+and keeps these, never the logits.
+
+transformers: a norm computes in float32 of its own, so it keeps that copy (4 bytes an element of a bf16 model) and the
+normalized input that its weight multiplies; rotary positions keep nothing; SwiGLU keeps gate, silu(gate), up; the loss keeps
+float32 log-probabilities of all tokens, and its backward holds them with two gradients of their size.
+
+Experts, latent attention and GPT-2's feed-forward follow transformers' code but are not measured against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Literal, Protocol
+
+from surokit.planner.flops import Placement, Recompute, frozen
+from surokit.planner.shape import Shape
+from surokit.planner.tape import KEPT, LOGITS, Moment, Tape, Value
+
+# Elements of the logits that the fused linear + cross-entropy holds at a time (kernels/reference/loss.py, which needs torch).
+LOSS_ELEMENTS = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
+LOSS_MIN_ROWS = 64
+# Query rows and scores that the reference's attention gradient holds at a time (kernels/reference/attention.py).
+ATTENTION_ROWS, ATTENTION_SCORES = 256, 2 * 2**20
+# Elements of a float32 buffer of the reference's norm, for one thread (kernels/reference/norm.py).
+NORM_ELEMENTS = 64 * 1024
+# Bytes an element that the reference takes beside the result, on a CPU: to decode a stored weight, to encode an operand.
+_DECODING = {"NFBlock": 15.0, "NV": 13.0, "Block": 8.0}
+_ENCODING = {"NV": 12.0, "MX": 10.0}
+# Where a family has several matrices in one.
+_TOGETHER = {
+    "self_attn.q_proj": ("self_attn.qkv_proj", "self_attn.q_b_proj"),
+    "self_attn.k_proj": ("self_attn.qkv_proj", "self_attn.kv_b_proj"),
+    "self_attn.v_proj": ("self_attn.qkv_proj", "self_attn.kv_b_proj"),
+    "mlp.gate_proj": ("mlp.gate_up_proj",),
+    "mlp.up_proj": ("mlp.gate_up_proj",),
+}
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
+class Step(Protocol):
+    """What of a plan's Setup decides here."""
+
+    @property
+    def recompute(self) -> Recompute: ...
+    @property
+    def logits(self) -> Literal["fused", "whole"]: ...
+    @property
+    def device(self) -> Literal["cpu", "cuda"]: ...
+    @property
+    def layers(self) -> Literal["surokit", "transformers"]: ...
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What passes in one step: bytes kept at the end of the forward, bytes of the loss, and the fullest moment of each phase."""
+
+    kept: float
+    loss: float
+    moments: tuple[Moment, ...]
+
+
+def replay(
+    shape: Shape,
+    recipe: Any,
+    step: Step,
+    places: tuple[Placement, ...],
+    *,
+    batch: int,
+    length: int,
+    width: int,
+    gradients_there: bool = False,
+    weight_share: float = 1.0,
+) -> Activations:
+    """Forward and backward of `batch` sequences of `length` tokens, weights and activations of `width` bytes."""
+    tape = Tape(gradients_there=gradients_there, weight_share=weight_share)
+    model = (_Theirs if step.layers == "transformers" else _Ours)(
+        tape, shape, recipe, step, places, batch, length, width
+    )
+    return model.replay()
+
+
+class _Model:
+    """What both kinds of layers share: sizes, products, embedding, the order of things."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        shape: Shape,
+        recipe: Any,
+        step: Step,
+        places: tuple[Placement, ...],
+        batch: int,
+        length: int,
+        width: int,
+    ) -> None:
+        self.tape, self.shape, self.recipe, self.step = tape, shape, recipe, step
+        self.batch, self.length, self.tokens, self.w = batch, length, batch * length, width
+        self.places = {p.weight.name: p for p in places}
+        self.trains = not frozen(recipe)
+        self.fused_loss = step.logits == "fused"
+
+    # -- sizes in bytes
+
+    def of(self, features: float) -> float:
+        """All tokens, so many elements each, in the model's dtype."""
+        return self.tokens * features * self.w
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.step.device == "cpu"
+
+    def wide(self, features: float) -> float:
+        """The same in float32."""
+        return self.tokens * features * 4.0
+
+    @cached_property
+    def head_gradient(self) -> float:
+        return self.shape.embedding_parameters * self.w if self.trains else 0.0
+
+    # -- the whole
+
+    def replay(self) -> Activations:
+        tape, shape = self.tape, self.shape
+        ids = tape.new(self.tokens * 8.0)  # the token ids and the labels, int64
+        tape.new(self.tokens * 8.0)
+        x = self.embedding(ids)
+        for times, quantized, routed in self.runs():
+            x = tape.repeated(lambda x, q=quantized, r=routed: self.layer(x, q, r), x, times)  # type: ignore[misc]
+        x = self.norm(x, shape.width)
+        kept = tape.held[KEPT] - (self.of(shape.width) if self.fused_loss else 0.0)
+        before = sum(tape.held.values())
+        tape.phase = "loss"
+        loss = self.fused(x) if self.fused_loss else self.whole(x)
+        at_loss = tape.moments["loss"].bytes - before
+        tape.backward(loss)
+        return Activations(kept, at_loss, tuple(tape.moments.values()))
+
+    def runs(self) -> list[tuple[int, frozenset[str], bool]]:
+        """Like layers in a row: how many, which of their products are quantized, and whether their feed-forward is routed."""
+        routed = set(getattr(self.shape, "expert_layers", ()))
+        kinds = [
+            (frozenset(n for n, p in self.places.items() if self.is_quantized(p, i)), i in routed)
+            for i in range(self.shape.layers)
+        ]
+        return [(len(list(like)), *kind) for kind, like in groupby(kinds)]
+
+    @staticmethod
+    def is_quantized(place: Placement, layer: int) -> bool:
+        if place.weight.name == "lm_head":
+            return False
+        # without the list, those that stay bf16 are taken to be the last layers
+        layers = getattr(place, "layers", None)
+        return layer in layers if layers is not None else layer < place.quantized
+
+    def layer(self, x: Value, quantized: frozenset[str], routed: bool) -> Value:
+        if self.step.recompute == "full":
+            return self.tape.recomputed(lambda x: self.block(x, quantized, routed), x)
+        return self.block(x, quantized, routed)
+
+    def block(self, x: Value, quantized: frozenset[str], routed: bool) -> Value:
+        """x + attention(norm(x)), then x + mlp(norm(x))."""
+        for part in (self.attention, self.experts if routed else self.mlp):
+            y = part(self.norm(x, self.shape.width, keep_name=True), quantized)
+            if self.trains and part == self.attention:
+                self.tape.also(self.small)
+            x = self.tape.run((x, y), self.of(self.shape.width), passes=True, drops=(x, y))
+        return x
+
+    def embedding(self, ids: Value) -> Value:
+        # a tied head's gradient is there already, and this one is added to it
+        tied = self.shape.tied and self.trains
+        gradient = self.shape.embedding_parameters * self.w
+        return self.tape.run(
+            (),
+            self.of(self.shape.width),
+            keeps=(ids,),
+            weight=gradient if self.trains and not tied else 0.0,
+            trains=self.trains,
+            back_scratch=gradient if tied else 0.0,
+        )
+
+    # -- products
+
+    def product(
+        self, name: str, x: Value, quantized: frozenset[str], n: int, k: int, *, times: float = 1.0, count: int = 1
+    ) -> Value:
+        """x w' with the adapter that the recipe puts there. `times`: of each token, `count`: matrices that share them."""
+        tape = self.tape
+        place = next((self.places[at] for at in (name, *_TOGETHER.get(name, ())) if at in self.places), None)
+        found = place.weight.name if place is not None else name
+        rank = place.rank if place is not None else 0
+        storage = getattr(self.recipe, "storage", None)
+        quantizes = found in quantized and (storage is not None or getattr(self.recipe, "quantized_products", False))
+        y = (self.quantized if quantizes else self.plain)(x, n, k, times, count)
+        if not rank:
+            return y
+        a = tape.run((x,), self.of(rank * times), keeps=(x,), weight=rank * k * count * self.w)
+        scaled = tape.run((a,), a.bytes, drops=(a,))
+        b = tape.run((scaled,), y.bytes, keeps=(scaled,), weight=n * rank * count * self.w, drops=(scaled,))
+        return tape.run((y, b), y.bytes, passes=True, drops=(y, b))
+
+    def plain(self, x: Value, n: int, k: int, times: float, count: int) -> Value:
+        weight = n * k * count * self.w if self.trains else 0.0
+        return self.tape.run((x,), self.of(n * times), keeps=(x,) if self.trains else (), weight=weight)
+
+    def quantized(self, x: Value, n: int, k: int, times: float, count: int) -> Value:
+        """A product of quantized operands, or of a stored weight that is decoded on the way."""
+        recipe, t = self.recipe, round(self.tokens * times)
+        storage, x_quantizer = getattr(recipe, "storage", None), getattr(recipe.grad_weight, "b", None)
+        forward = back = kept = weight = 0.0
+        keeps: tuple[Value, ...] = ()
+        if storage is not None and self.on_cpu:  # beside the decoded weight, which is a term of its own
+            forward = back = _DECODING.get(type(storage.scaling).__name__, 4.0) * n * k
+        if self.trains:
+            weight = n * k * count * self.w
+            if x_quantizer is None:
+                keeps = (x,)
+            else:
+                kept = float(x_quantizer.nbytes(k, t))
+        if recipe.forward.quantized:
+            forward = max(forward, self._scratch(recipe.forward, t * k, n * k))
+            back = max(
+                back,
+                self._scratch(recipe.grad_input, t * n, n * k),
+                self._scratch(recipe.grad_weight, t * n, t * k) if self.trains else 0.0,
+            )
+        return self.tape.run(
+            (x,), self.of(n * times), keeps=keeps, extra=kept, weight=weight, scratch=forward, back_scratch=back
+        )
+
+    def _scratch(self, gemm: Any, a: float, b: float) -> float:
+        """Codes of both operands; where a CPU stands in for tensor cores, their values in bf16 or a copy on the way too."""
+        both = ((a, gemm.a), (b, gemm.b))
+        codes = sum(size * int(q.format.bits) / 8 for size, q in both if q is not None)
+        if not self.on_cpu:
+            return codes
+        making = max(
+            (size * _ENCODING.get(type(q.scaling).__name__, 6.0) for size, q in both if q is not None), default=0.0
+        )
+        return codes + max(making, 2 * (a + b) + max(a, b) * 2.0)
+
+    # -- what differs
+
+    def norm(self, x: Value, features: int, *, keep_name: bool = False, heads: int = 1) -> Value:
+        raise NotImplementedError
+
+    def attention(self, x: Value, quantized: frozenset[str]) -> Value:
+        raise NotImplementedError
+
+    def mlp(self, x: Value, quantized: frozenset[str]) -> Value:
+        y = self.feed_forward("mlp", x, quantized, self.shape.ffn)
+        self.tape.drop(x)
+        return y
+
+    @cached_property
+    def small(self) -> float:
+        """Gradients of a layer's biases and other small parameters that no operation here counts."""
+        s = self.shape
+        counted = 2 * s.width + (2 * s.head_dim if s.qk_norm else 0)
+        return max(0.0, (s.small_parameters - s.width) / s.layers - counted) * self.w
+
+    @cached_property
+    def widths(self) -> tuple[int, int, int]:
+        """Of query, key and value as attention reads them: a latent is expanded for every head."""
+        s = self.shape
+        if getattr(s, "latent", None):
+            return s.query_width, s.query_width, s.context_width
+        return s.query_width, s.kv_width, s.kv_width
+
+    @cached_property
+    def context(self) -> int:
+        """Width of attention's output."""
+        return int(getattr(self.shape, "context_width", self.shape.query_width))
+
+    def feed_forward(
+        self, root: str, x: Value, quantized: frozenset[str], ffn: int, times: float = 1.0, count: int = 1
+    ) -> Value:
+        """down(act(gate x) up x), or without a gate down(act(up x)); `x` keeps its name."""
+        s, tape = self.shape, self.tape
+
+        def product(name: str, x: Value, n: int, k: int) -> Value:
+            return self.product(f"{root}.{name}", x, quantized, n, k, times=times, count=count)
+
+        if not getattr(s, "gated", True):
+            up = product("up_proj", x, ffn, s.width)
+            # the approximate GELU, written out: keeps x, its tanh, and both factors of the last product
+            y = tape.run((up,), up.bytes, keeps=(up,), extra=3 * up.bytes, scratch=up.bytes, drops=(up,))
+        else:
+            y = self.gated(lambda name: product(name, x, ffn, s.width))
+        out = product("down_proj", y, s.width, ffn)
+        tape.drop(y)
+        return out
+
+    def experts(self, x: Value, quantized: frozenset[str]) -> Value:
+        """Each token gathered for its experts, theirs and the shared ones' outputs weighed and summed."""
+        e, s, tape = self.shape.experts, self.shape, self.tape
+        assert e is not None
+        # the router in float32: scores, and its softmax
+        weights = tape.run(
+            (x,), self.wide(e.count), keeps=(x,) if self.trains else (), weight=e.count * s.width * self.w
+        )
+        tape.keep(weights)
+        gathered = tape.run((x,), self.of(s.width * e.chosen), back_scratch=self.of(s.width))
+        y = self.feed_forward("mlp.experts", gathered, quantized, e.ffn, e.chosen, e.count)
+        tape.drop(gathered)
+        out = tape.run(
+            (y, weights), self.of(s.width), keeps=(y,), scratch=y.bytes, back_scratch=y.bytes, drops=(y, weights)
+        )
+        if e.shared_ffn:
+            shared = self.feed_forward(f"mlp.{e.shared}", x, quantized, e.shared_ffn)
+            out = tape.run((out, shared), out.bytes, passes=True, drops=(out, shared))
+        tape.drop(x)
+        return out
+
+    def gated(self, product: Callable[[str], Value]) -> Value:
+        """act(gate) up, from the two products."""
+        raise NotImplementedError
+
+    def fused(self, x: Value) -> Value:
+        """Linear and cross-entropy in one, in chunks of tokens (kernels/reference/loss.py)."""
+        s, tape = self.shape, self.tape
+        rows = min(self.tokens, max(LOSS_MIN_ROWS, LOSS_ELEMENTS[self.step.device] // s.vocab))
+        # a CPU takes the softmax in a float32 buffer of its own, the GPU's kernel within the logits
+        chunk = rows * s.vocab * (self.w + 4.0 if self.w == 2 and self.on_cpu else self.w)
+        # the chunk's gradient of x: as the product made it, and in float32 as the share of a token multiplied it
+        # the chunk's gradient of x: as the product made it, and in float32 as a token's share multiplied it
+        working = rows * s.width * (self.w + 4.0) if self.on_cpu else 0.0
+        summed = 0.0
+        if self.trains and rows < self.tokens:  # a float32 sum over chunks beside each chunk's own gradient
+            summed = 4.0 * s.embedding_parameters + (
+                max(4.0 if self.on_cpu else 0.0, self.w) * s.embedding_parameters if self.w == 2 else 0.0
+            )
+        elif self.trains and self.w == 2 and self.on_cpu:  # a CPU divides by way of float32
+            summed = 8.0 * s.embedding_parameters
+        # backward scales both gradients by the loss's own, so each is there twice for a moment
+        return tape.run(
+            (x,),
+            0.0,
+            extra=self.of(s.width) + self.head_gradient,
+            scratch=chunk + max(working, summed),
+            weight=self.head_gradient,
+            kind=LOGITS,
+            drops=(x,),
+        )
+
+    def whole(self, x: Value) -> Value:
+        """Logits of all tokens, and cross-entropy on them in float32."""
+        s, tape = self.shape, self.tape
+        logits = self.tape.run(
+            (x,),
+            self.of(s.vocab),
+            keeps=(x,) if self.trains else (),
+            weight=self.head_gradient,
+            kind=LOGITS,
+            drops=(x,),
+        )
+        if self.w == 4:
+            logits.holders += 1
+            as_float = logits
+        else:
+            as_float = tape.run((logits,), self.wide(s.vocab), kind=LOGITS)
+        logs = tape.run((as_float,), self.wide(s.vocab), kind=LOGITS)
+        tape.keep(logs)
+        loss = tape.run((logs,), 4.0, kind=LOGITS, drops=(logs,))
+        tape.drop(as_float)
+        tape.drop(logits)
+        return loss
+
+
+class _Ours(_Model):
+    """surokit/models/decoder.py and surokit/nn."""
+
+    def norm(self, x: Value, features: int, *, keep_name: bool = False, heads: int = 1) -> Value:
+        buffer = 4.0 * min(self.tokens * features * heads, NORM_ELEMENTS) if self.step.device == "cpu" else 0.0
+        return self.tape.run(
+            (x,),
+            self.of(features * heads),
+            keeps=(x,),
+            extra=self.tokens * heads * 4.0,
+            weight=features * self.w if self.trains else 0.0,
+            scratch=buffer,
+            back_scratch=3 * buffer,
+            drops=() if keep_name else (x,),
+        )
+
+    def attention(self, x: Value, quantized: frozenset[str]) -> Value:
+        s, tape = self.shape, self.tape
+        q, k, v = (self.product(name, x, quantized, n, s.width) for name, n in zip(_QKV, self.widths))
+        if s.qk_norm:
+            q, k = self._pair(lambda z, heads: self.norm(z, s.head_dim, keep_name=True, heads=heads), q, k)
+        q, k = self._pair(lambda z, heads: tape.run((z,), z.bytes), q, k)
+        y = self._attend(q, k, v)
+        for value in (q, k, v):
+            tape.drop(value)
+        out = self.product("self_attn.o_proj", y, quantized, s.width, self.context)
+        tape.drop(y)
+        tape.drop(x)
+        return out
+
+    def _pair(self, change: Any, q: Value, k: Value) -> tuple[Value, Value]:
+        """Both names are bound anew together."""
+        changed = change(q, self.shape.heads), change(k, self.shape.kv_heads)
+        self.tape.drop(q)
+        self.tape.drop(k)
+        return changed
+
+    def _attend(self, q: Value, k: Value, v: Value) -> Value:
+        s, tape = self.shape, self.tape
+        if self.step.device == "cuda" or self.w == 4:
+            return self.fused_attention(q, k, v)
+        # our own gradient: copies of what it reads, three gradients and their copies, and blocks of scores
+        B, G, T = self.batch, s.kv_heads, self.length
+        R, rows = s.heads // s.kv_heads, min(ATTENTION_ROWS, self.length)
+        group = max(1, min(B * G, ATTENTION_SCORES // (R * rows * T)))
+        blocks = 2 * group * R * rows * T * self.w + 2 * group * T * s.head_dim * 4
+        copies = self.of(2 * s.query_width + 2 * s.kv_width) if B > 1 else 0.0
+        made = self.of(s.query_width + 2 * s.kv_width)
+        y = tape.run((q, k, v), q.bytes, keeps=(q, k, v), back_scratch=copies + max(blocks, made))
+        return y
+
+    def fused_attention(self, q: Value, k: Value, v: Value) -> Value:
+        """torch's scaled_dot_product_attention: keeps its output and the log-sum-exp."""
+        s, tape = self.shape, self.tape
+        back = 0.0
+        if self.step.device == "cuda":
+            # flash attention sums the query's gradient in float32, and makes a key's gradient for each query head
+            back = self.wide(s.query_width) + (self.of(2 * s.query_width) if s.kv_heads < s.heads else 0.0)
+        y = tape.run(
+            (q, k, v), self.of(self.context), keeps=(q, k, v), extra=self.tokens * s.heads * 4.0, back_scratch=back
+        )
+        tape.keep(y)
+        return y
+
+    def gated(self, product: Callable[[str], Value]) -> Value:
+        gate, up = product("gate_proj"), product("up_proj")
+        return self.tape.run((gate, up), gate.bytes, keeps=(gate, up), drops=(gate, up))
+
+
+class _Theirs(_Ours):
+    """transformers' Llama and Qwen3."""
+
+    def norm(self, x: Value, features: int, *, keep_name: bool = False, heads: int = 1) -> Value:
+        tape, size = self.tape, features * heads
+        as_float = x if self.w == 4 else tape.run((x,), self.wide(size))
+        if as_float is x:
+            x.holders += 1
+        row = self.tokens * heads * 4.0
+        square = tape.run(
+            (as_float,), row, keeps=(as_float,), extra=row, scratch=self.wide(size), back_scratch=2 * self.wide(size)
+        )
+        scaled = tape.run(
+            (as_float, square), self.wide(size), keeps=(as_float,), back_scratch=self.wide(size), drops=(square,)
+        )
+        tape.drop(as_float)
+        if self.w == 4:
+            back = scaled
+        else:
+            back = tape.run((scaled,), self.of(size), drops=(scaled,))
+        out = tape.run(
+            (back,),
+            self.of(size),
+            keeps=(back,) if self.trains else (),
+            weight=features * self.w if self.trains else 0.0,
+            back_scratch=self.of(size) if self.trains else 0.0,
+            drops=(back,),
+        )
+        if not keep_name:
+            tape.drop(x)
+        return out
+
+    def attention(self, x: Value, quantized: frozenset[str]) -> Value:
+        s, tape = self.shape, self.tape
+        found = []
+        for name, n, heads in zip(_QKV, self.widths, (s.heads, s.kv_heads, 0)):
+            z = self.product(name, x, quantized, n, s.width)
+            found.append(self.norm(z, s.head_dim, heads=heads) if s.qk_norm and heads else z)
+        q, k, v = found
+        q, k = self._pair(lambda z, heads: tape.run((z,), z.bytes, scratch=2 * z.bytes, back_scratch=2 * z.bytes), q, k)
+        if self.step.recompute != "full":  # the cache's own copies
+            k, v = (tape.run((z,), z.bytes, drops=(z,), passes=True) for z in (k, v))
+        y = self.fused_attention(q, k, v)
+        for value in (q, k, v):
+            tape.drop(value)
+        out = self.product("self_attn.o_proj", y, quantized, s.width, self.context)
+        tape.drop(y)
+        tape.drop(x)
+        return out
+
+    def gated(self, product: Callable[[str], Value]) -> Value:
+        gate = product("gate_proj")
+        silu = self.tape.run((gate,), gate.bytes, keeps=(gate,), drops=(gate,))
+        up = product("up_proj")
+        return self.tape.run((silu, up), up.bytes, keeps=(silu, up), drops=(silu, up))

@@ -1,0 +1,169 @@
+"""What GPUs send each other in a step, how much of it hides behind computing, and how well a measured run scales.
+
+Bytes that one of n GPUs sends in an optimizer step, with G bytes of gradients, P of weights and A micro-batches, by ring
+algorithms (Patarasuk and Yuan, 2009) and the stages of ZeRO (arXiv 1910.02054, section 7):
+
+    ZeRO 0    2 (n-1)/n G                            all-reduce of the gradients, once a step
+    ZeRO 1    (n-1)/n (G + T)                        reduce-scatter, once a step; all-gather of the T bytes that trained
+    ZeRO 2    (n-1)/n (A G + T)                      the same with gradients scattered after each micro-batch
+    ZeRO 3    (n-1)/n (2 A P + A G)                  weights gathered for forward and again for backward
+
+What can hide: gradients behind the backward that makes them (of the last micro-batch where they are sent once), ZeRO 3's gathers
+behind the pass they serve. The all-gather after the optimizer's step hides behind nothing. This is the most that can hide: the
+last bucket, contention for the memory and the latency of short messages are left out, so exposed time is a lower bound. Data
+parallelism is all there is: no tensor, pipeline or expert parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from surokit.planner import arguments
+
+#: GPUs that share a node's fast links, in the common NVLink nodes; `gpus_a_node` says another number.
+GPUS_A_NODE = 8
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Of one optimizer step: bytes that a GPU sends, the time at `link_gb_s`, and what no computing hides.
+
+    Times are None where the link's rate is not known, and `how` says what is missing.
+    """
+
+    bytes: float = 0.0
+    ms: float | None = 0.0
+    exposed_ms: float | None = 0.0
+    link_gb_s: float | None = None
+    how: str = "one GPU"
+
+
+def communicate(
+    *,
+    gpus: int,
+    zero: int,
+    gradient_bytes: float,
+    weight_bytes: float,
+    trained_bytes: float,
+    accumulate: int = 1,
+    forward_ms: float,
+    backward_ms: float,
+    peer_gb_s: float | None,
+    between_gb_s: float | None = None,
+    gpus_a_node: int = GPUS_A_NODE,
+) -> Communication:
+    """The communication of data-parallel training on `gpus` GPUs.
+
+    forward_ms, backward_ms     of the whole step on one GPU, all micro-batches
+    peer_gb_s       rate of a GPU's link within the node, GB/s in one direction
+    between_gb_s    share of the node's network that one GPU has; wanted beyond `gpus_a_node` GPUs, where it is the slowest link
+    """
+    if gpus == 1:
+        return Communication()
+    ring, a = (gpus - 1) / gpus, accumulate
+    scattered = ring * gradient_bytes  # one reduce-scatter
+    gathered = ring * weight_bytes  # one all-gather
+    updated = ring * trained_bytes
+    late = 0.0
+    if zero == 0:
+        in_forward, in_backward, how = 0.0, 2 * scattered, "all-reduce of the gradients"
+        backward_ms /= a
+    elif zero == 1:
+        in_forward, in_backward, late = 0.0, scattered, updated
+        how = "reduce-scatter of the gradients, all-gather of the trained weights"
+        backward_ms /= a
+    elif zero == 2:
+        in_forward, in_backward, late = 0.0, a * scattered, updated
+        how = "reduce-scatter of the gradients, all-gather of the trained weights"
+    else:
+        in_forward, in_backward = a * gathered, a * (gathered + scattered)
+        how = "all-gather of the weights twice, reduce-scatter of the gradients"
+    sent = in_forward + in_backward + late
+    how = f"{how}{f', {a} micro-batches' if a > 1 else ''}; {gpus:,} GPUs"
+    link = peer_gb_s
+    if gpus > gpus_a_node:
+        if between_gb_s is None:
+            return Communication(
+                sent, None, None, None, f"{how}; the rate between nodes is not known: give between_gb_s="
+            )
+        link = between_gb_s if peer_gb_s is None else min(between_gb_s, peer_gb_s)
+    if link is None:
+        return Communication(sent, None, None, None, f"{how}; the rate between GPUs is not known: give Gpu(peer_gb_s=)")
+    each = 1e3 / (link * 1e9)
+    exposed = max(0.0, in_forward * each - forward_ms) + max(0.0, in_backward * each - backward_ms) + late * each
+    return Communication(sent, sent * each, exposed, link, f"{how} at {link:g} GB/s, the rest behind the passes")
+
+
+# -- how a measured run scales
+
+
+def efficiency(rates: Mapping[int, float]) -> dict[int, float]:
+    """rate(n) / (n rate(1)) for measured rates (tokens/s) by number of GPUs, which must hold one GPU's."""
+    rates = _checked(rates)
+    return {n: rate / (n * rates[1]) for n, rate in rates.items()}
+
+
+def loss_at_doublings(rates: Mapping[int, float]) -> dict[int, float]:
+    """Share of the rate that each doubling loses: 1 - rate(2n) / (2 rate(n)) by 2n, where both were measured."""
+    rates = _checked(rates)
+    return {2 * n: 1 - rates[2 * n] / (2 * rate) for n, rate in rates.items() if 2 * n in rates}
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """rate(n) = n rate(1) / (1 + serial (n-1) + crosstalk n (n-1)): Amdahl's law, with Gunther's term for what all exchange.
+
+    `worst` is the largest relative miss of a measured rate. Gunther's universal scalability law: arXiv 0808.1431.
+    """
+
+    one: float
+    serial: float
+    crosstalk: float
+    worst: float
+
+    def rate(self, gpus: int) -> float:
+        """Predicted rate on so many GPUs."""
+        n = arguments.integer("gpus", gpus)
+        return n * self.one / (1 + self.serial * (n - 1) + self.crosstalk * n * (n - 1))
+
+    @property
+    def best(self) -> int | None:
+        """GPUs beyond which more are slower; None where there is no such number."""
+        if self.crosstalk <= 0:
+            return None
+        n = max(1, int(((1 - self.serial) / self.crosstalk) ** 0.5))
+        return max((n, n + 1), key=self.rate)
+
+
+def fit_speedup(rates: Mapping[int, float]) -> Speedup:
+    """Fit `Speedup` to measured rates by number of GPUs: at least one GPU's and another; crosstalk from three on."""
+    rates = _checked(rates)
+    # n rate(1) / rate(n) - 1 = serial (n-1) + crosstalk n (n-1): least squares, linear in both
+    points = [(n - 1.0, float(n * (n - 1)), n * rates[1] / rate - 1) for n, rate in rates.items() if n > 1]
+    serial, crosstalk = _least_squares(points) if len(points) > 1 else (-1.0, -1.0)
+    if serial < 0 or crosstalk < 0:  # no such cost: the other alone
+        alone = max(0.0, sum(a * y for a, _, y in points) / sum(a * a for a, _, _ in points))
+        both = max(0.0, sum(b * y for _, b, y in points) / sum(b * b for _, b, _ in points))
+        serial, crosstalk = (0.0, both) if len(points) > 1 and serial < 0 <= crosstalk else (alone, 0.0)
+    fit = Speedup(rates[1], serial, crosstalk, 0.0)
+    worst = max(abs(fit.rate(n) / rate - 1) for n, rate in rates.items())
+    return Speedup(rates[1], serial, crosstalk, worst)
+
+
+def _least_squares(points: list[tuple[float, float, float]]) -> tuple[float, float]:
+    aa, ab, bb = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
+    ay, by = (sum(p[i] * p[2] for p in points) for i in (0, 1))
+    det = aa * bb - ab * ab
+    return (bb * ay - ab * by) / det, (aa * by - ab * ay) / det
+
+
+def _checked(rates: Mapping[int, float]) -> dict[int, float]:
+    checked = {
+        arguments.integer("GPUs", n): arguments.number(f"the rate of {n} GPUs", rate) for n, rate in rates.items()
+    }
+    if 1 not in checked or len(checked) < 2:
+        raise ValueError(
+            "Scaling is measured against one GPU: give the rates of 1 and of more GPUs, {1: 1000, 8: 7500}."
+        )
+    return dict(sorted(checked.items()))

@@ -1,0 +1,419 @@
+"""How long a step is planned to take: each kernel the larger of its FLOPs over a rate and its bytes over a bandwidth.
+
+traffic.py says what one GPU computes, moves and launches; here it meets rates. Where the GPU was calibrated (`Gpu.ceilings`) these
+are rates that the machine reached, and the estimate is a prediction. Elsewhere they are the datasheet's, which no run reaches,
+and the estimate is optimistic; it says so.
+
+    row     max(FLOPs / rate, bytes / bandwidth, launches x launch time)       which of the three is the row's bound
+    step    max(sum of max(FLOPs, bytes), sum of launches) + exposed communication
+
+The host launches ahead of the device, so a row whose launches take longer than its kernels delays a step only where that holds for
+the step as a whole: rows are what each part takes alone, and may sum to more than the step.
+
+Rates of large square products are an upper end: real shapes reach less. Fused attention reaches less than products do, by a
+published share of the dense peak: FlashAttention-2, which torch takes, 35 % on an H100 (arXiv 2407.08608) and 50 to 73 % on an A100
+(arXiv 2307.08691).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from surokit.formats import TENSOR_CORES, Kind
+from surokit.planner import arguments, figures
+from surokit.planner.communication import GPUS_A_NODE, Communication, communicate
+from surokit.planner.flops import Compute, on_gpu, placements
+from surokit.planner.hardware import Gpu
+from surokit.planner.layers import Pass
+from surokit.planner.memory import DTYPE_BYTES, Setup
+from surokit.planner.shape import Shape
+from surokit.planner.traffic import GROUPS, Load, loads
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Bound = Literal["compute", "memory", "launch"]
+#: Share of the dense BF16 peak that fused attention reaches, from a compute capability on: 35 % where it does not use the tensor
+#: cores' own instructions (Hopper; data-center Blackwell is taken alike), the middle of 50 to 73 % where it does (Ampere, Ada, and
+#: GeForce Blackwell, which has Ampere's instructions). Without a capability attention is taken as fast as products.
+ATTENTION_SHARE: tuple[tuple[tuple[int, int], float], ...] = (((12, 0), 0.6), ((9, 0), 0.35), ((8, 0), 0.6))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU is taken to reach: TFLOPS of products by kind and of attention, TB/s, and microseconds a launch (None: unknown).
+
+    `measured` says whether products and bandwidth were calibrated; `how` is where they come from, in words.
+    """
+
+    products: dict[Kind | None, float]
+    attention_tflops: float
+    bandwidth_tb_s: float
+    launch_us: float | None
+    measured: bool
+    how: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of work in one pass of a step, on one GPU: what it asks, and what each resource takes for it alone.
+
+    `ms` is the largest of the three times and `bound` names it; `device_ms` leaves the launches out. `launch_ms` is None where
+    the cost of a launch is not known. `count` matrices or blocks share the row.
+    """
+
+    module: str
+    group: str
+    step: Pass
+    part: str
+    count: int
+    flop: float
+    bytes: float
+    launches: float
+    compute_ms: float
+    memory_ms: float
+    launch_ms: float | None
+
+    @property
+    def device_ms(self) -> float:
+        return max(self.compute_ms, self.memory_ms)
+
+    @property
+    def ms(self) -> float:
+        return max(self.device_ms, self.launch_ms or 0.0)
+
+    @property
+    def bound(self) -> Bound:
+        if (self.launch_ms or 0.0) > self.device_ms:
+            return "launch"
+        return "compute" if self.compute_ms >= self.memory_ms else "memory"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step's time on one GPU, row by row; see the module's text for how rows make a step.
+
+    kind    "prediction" at rates that a calibration reached, "optimistic" at a datasheet's
+    tokens  of an optimizer step, over all GPUs
+    """
+
+    rows: tuple[Row, ...]
+    communication: Communication
+    rates: Rates
+    tokens: int
+    model_flop: float
+    floor_ms: float
+    peak_tflops: float | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Literal["prediction", "optimistic"]:
+        return "prediction" if self.rates.measured else "optimistic"
+
+    @property
+    def how(self) -> str:
+        return self.rates.how
+
+    @property
+    def device_ms(self) -> float:
+        """What the device computes and moves."""
+        return sum(row.device_ms for row in self.rows)
+
+    @property
+    def launch_ms(self) -> float | None:
+        """What the host takes to launch it; None where a launch's cost is not known."""
+        return None if self.rates.launch_us is None else sum(row.launch_ms or 0.0 for row in self.rows)
+
+    @property
+    def exposed_ms(self) -> float | None:
+        """Communication that no computing hides; None where the link's rate is not known."""
+        return self.communication.exposed_ms
+
+    @property
+    def step_ms(self) -> float:
+        """An optimizer step: the device or the host, whichever takes longer, and what communication is known to add."""
+        return max(self.device_ms, self.launch_ms or 0.0) + (self.exposed_ms or 0.0)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over all GPUs."""
+        return self.tokens / self.step_ms * 1e3
+
+    @property
+    def tflops(self) -> float:
+        """Model TFLOPS of one GPU."""
+        return self.model_flop / self.step_ms / 1e9
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs over what the dense BF16 peak could compute in the step; None without a known peak."""
+        return None if self.peak_tflops is None else self.tflops / self.peak_tflops
+
+    @property
+    def speed_of_light(self) -> float:
+        """Share of the step that its products would take with each at its own rate (the peak, where it is known)."""
+        return self.floor_ms / self.step_ms
+
+    @property
+    def binds(self) -> str:
+        """What the step waits for most: compute, memory, launch or communication."""
+        return max(self.by_bound().items(), key=lambda item: item[1])[0]
+
+    def by_bound(self) -> dict[str, float]:
+        """ms of the step by what bounds it: compute, memory, launch (what the host adds) and communication; they sum to it."""
+        sums = {"compute": 0.0, "memory": 0.0}
+        for row in self.rows:
+            sums["compute" if row.compute_ms >= row.memory_ms else "memory"] += row.device_ms
+        launch = max(0.0, (self.launch_ms or 0.0) - self.device_ms)
+        return {**sums, "launch": launch, "communication": self.exposed_ms or 0.0}
+
+    def by_group(self) -> dict[str, float]:
+        """Device ms by group: products, attention, head and loss, elementwise, adapter, quantization, optimizer."""
+        return self._sums(lambda row: row.group, GROUPS)
+
+    def by_pass(self) -> dict[str, float]:
+        """Device ms by pass: forward, recompute, backward, optimizer."""
+        return self._sums(lambda row: row.step, ("forward", "recompute", "backward", "optimizer"))
+
+    def by_module(self) -> dict[str, float]:
+        """Device ms by module, longest first."""
+        return dict(sorted(self._sums(lambda row: row.module, ()).items(), key=lambda item: -item[1]))
+
+    def _sums(self, key: Callable[[Row], str], order: Iterable[str]) -> dict[str, float]:
+        sums = dict.fromkeys(order, 0.0)
+        for row in self.rows:
+            sums[key(row)] = sums.get(key(row), 0.0) + row.device_ms
+        return sums
+
+    def table(self) -> pd.DataFrame:
+        """One row a module, pass and part: what it asks, and ms of each resource, of the step's tokens on one GPU."""
+        import pandas as pd
+
+        columns = (
+            *("module", "group", "step", "part", "count", "flop", "bytes", "launches"),
+            *("compute_ms", "memory_ms", "launch_ms", "ms", "bound"),
+        )
+        return pd.DataFrame([[getattr(row, c) for c in columns] for row in self.rows], columns=list(columns))
+
+    def lines(self) -> list[tuple[str, float, str, str, str]]:
+        """(term, value, unit, kind, how) of a plan's table."""
+        rows: list[tuple[str, float, str, str, str]] = [("step", self.step_ms, "ms", self.kind, self.how)]
+        device = self.device_ms
+        for group, ms in self.by_group().items():
+            if ms:
+                bound = _mostly(row for row in self.rows if row.group == group)
+                rows.append(
+                    (f"  {group}", ms, "ms", self.kind, f"{ms / device:.0%} of the device's time, bound by {bound}")
+                )
+        if self.launch_ms is not None:
+            count = sum(row.launches for row in self.rows)
+            how = f"{figures.count(count)} launches of {self.rates.launch_us:g} us"
+            how += ": the host is what the step waits for" if self.launch_ms > device else ", hidden behind the device"
+            rows.append(("  launches", self.launch_ms, "ms", self.kind, how))
+        if self.communication.bytes and self.communication.exposed_ms is not None:
+            how = f"of {self.communication.ms:,.1f} ms: {self.communication.how}"
+            rows.append(("  communication, exposed", self.communication.exposed_ms, "ms", self.kind, how))
+        rows.append(("tokens a second", self.tokens_per_s, "tokens/s", self.kind, "tokens a step / step"))
+        return rows
+
+
+def _mostly(rows: Iterable[Row]) -> str:
+    sums: dict[str, float] = {}
+    for row in rows:
+        bound = "compute" if row.compute_ms >= row.memory_ms else "memory"
+        sums[bound] = sums.get(bound, 0.0) + row.device_ms
+    return max(sums, key=lambda bound: sums[bound])
+
+
+def estimate_step(
+    shape: Shape | None,
+    compute: Compute | None,
+    recipe: Any,
+    setup: Setup,
+    gpu: Gpu | None,
+    *,
+    trained_parameters: float,
+    between_gb_s: float | None = None,
+    gpus_a_node: int = GPUS_A_NODE,
+) -> Estimate | None:
+    """The planned time of an optimizer step; None where something is missing, which `why_no_estimate` names.
+
+    trained_parameters are those that have a gradient and an optimizer's state. between_gb_s: GB/s that one GPU has between nodes,
+    wanted beyond `gpus_a_node` GPUs.
+    """
+    if why_no_estimate(shape, compute, setup, gpu):
+        return None
+    assert shape is not None
+    assert compute is not None
+    assert gpu is not None
+    assert setup.batch is not None
+    assert setup.length is not None
+    rates = rates_of(gpu, setup.dtype)
+    assert isinstance(rates, Rates)
+    recipe = on_gpu(recipe, gpu)
+    rows = tuple(_row(load, rates) for load in loads(shape, compute, recipe, setup, gpu, trained_parameters))
+    width = DTYPE_BYTES[setup.dtype]
+    passes = {
+        step: sum(row.device_ms for row in rows if row.step == step) for step in ("forward", "recompute", "backward")
+    }
+    sent = communicate(
+        gpus=setup.gpus if setup.training else 1,
+        zero=setup.zero,
+        gradient_bytes=trained_parameters * width,
+        weight_bytes=_weight_bytes(shape, recipe, width),
+        trained_bytes=trained_parameters * width,
+        accumulate=setup.accumulate,
+        forward_ms=passes["forward"],
+        backward_ms=passes["recompute"] + passes["backward"],
+        peer_gb_s=(gpu.ceilings.peer_gb_s if gpu.ceilings else None) or gpu.peer_gb_s,
+        between_gb_s=between_gb_s,
+        gpus_a_node=gpus_a_node,
+    )
+    mine = setup.batch * setup.length * setup.accumulate
+    return Estimate(
+        rows=rows,
+        communication=sent,
+        rates=rates,
+        tokens=mine * setup.gpus,
+        model_flop=float(compute.model) * mine,
+        floor_ms=_floor_ms(compute, gpu, rates) * mine,
+        peak_tflops=gpu.bf16_tflops,
+        notes=tuple(_notes(rates, sent)),
+    )
+
+
+def why_no_estimate(shape: Shape | None, compute: Compute | None, setup: Setup, gpu: Gpu | None) -> str:
+    """What is missing for an estimate, in one sentence with the remedy; empty where nothing is."""
+    if shape is None or compute is None:
+        return "A step's time needs shapes, and a number of parameters has none: plan with a config or a model."
+    if setup.batch is None or setup.length is None:
+        return "A step's time needs its tokens: give batch= and length=."
+    if gpu is None:
+        return "A step's time needs a GPU: give gpu='H100' or the like."
+    rates = rates_of(gpu, setup.dtype)
+    return rates if isinstance(rates, str) else ""
+
+
+def rates_of(gpu: Gpu, dtype: str = "bf16") -> Rates | str:
+    """What `gpu` is taken to reach in a model of `dtype`, or one sentence on which figure is missing."""
+    c = gpu.ceilings
+    full = dtype in ("fp32", "float32")
+    plain = (c.fp32_tflops if full else c.bf16_tflops) if c else None
+    bandwidth = c.bandwidth_tb_s if c else None
+    measured = plain is not None and bandwidth is not None
+    if plain is None and full:
+        return f"The float32 rate of {gpu.name} is not known: calibrate it with sk.calibrate()."
+    plain = plain or gpu.bf16_tflops
+    bandwidth = bandwidth or gpu.bandwidth_tb_s
+    if plain is None or bandwidth is None:
+        field, what = ("bf16_tflops", "BF16 rate") if plain is None else ("bandwidth_tb_s", "memory bandwidth")
+        return f"The {what} of {gpu.name} is not known: give Gpu({gpu.name!r}, {field}=...) or calibrate it with sk.calibrate()."
+    how = (
+        f"rates measured on {c.measured}"
+        if measured and c
+        else f"rates of the datasheet of {gpu.name}, which no run reaches"
+    )
+    products: dict[Kind | None, float] = {None: plain}
+    assumed: dict[str, None] = {}
+    for kind, cores in TENSOR_CORES.items():
+        own, guessed = _own_rate(gpu, kind, None if full else plain)
+        products[kind] = own or plain
+        assumed.update({f"{cores.bits}-bit": None} if guessed else {})
+    if assumed:
+        how += f"; {' and '.join(assumed)} products, not measured, at their peak times the share of its peak that bf16 reached"
+    attention = _attention_rate(gpu, plain, full)
+    if attention < plain:
+        how += (
+            f"; attention at the {attention / (gpu.bf16_tflops or attention):.0%} of the peak that is published for it"
+        )
+    return Rates(
+        products=products,
+        attention_tflops=attention,
+        bandwidth_tb_s=bandwidth,
+        launch_us=c.launch_us if c else None,
+        measured=measured,
+        how=how,
+    )
+
+
+def _own_rate(gpu: Gpu, kind: Kind, plain: float | None) -> tuple[float | None, bool]:
+    """(rate of products of a kind, whether it is its peak times the share of the peak that bf16 was measured to reach)."""
+    if not gpu.multiplies(kind):
+        return None, False
+    c = gpu.ceilings
+    if c and (found := c.fp4_tflops if TENSOR_CORES[kind].bits == 4 else c.fp8_tflops):
+        return found, False
+    peak, _ = gpu.peak(kind)
+    if c is None or c.bf16_tflops is None or gpu.bf16_tflops is None or plain is None or peak is None:
+        return peak, False
+    return peak * plain / gpu.bf16_tflops, peak != gpu.bf16_tflops
+
+
+def _attention_rate(gpu: Gpu, plain: float, full: bool) -> float:
+    if full or gpu.capability is None or gpu.bf16_tflops is None:
+        return plain
+    share = next((share for first, share in ATTENTION_SHARE if gpu.capability >= first), 1.0)
+    return min(plain, share * gpu.bf16_tflops)
+
+
+def _row(load: Load, rates: Rates) -> Row:
+    tflops = rates.attention_tflops if load.group == "attention" else rates.products[load.kind]
+    return Row(
+        module=load.module,
+        group=load.group,
+        step=load.step,
+        part=load.part,
+        count=load.count,
+        flop=load.flop,
+        bytes=load.bytes,
+        launches=load.launches,
+        compute_ms=load.flop / tflops / 1e9,
+        memory_ms=load.bytes / rates.bandwidth_tb_s / 1e9,
+        launch_ms=None if rates.launch_us is None else load.launches * rates.launch_us / 1e3,
+    )
+
+
+def _floor_ms(compute: Compute, gpu: Gpu, rates: Rates) -> float:
+    """ms of a token's products, each at its own peak; at the measured rate where there is no peak."""
+    total = 0.0
+    for p in compute.products:
+        for flop, kind in zip((p.forward + p.recompute, p.grad_input, p.grad_weight), p.kinds):
+            tflops = gpu.peak(kind)[0] or rates.products[kind]
+            total += flop / tflops / 1e9
+    return total
+
+
+def _weight_bytes(shape: Shape, recipe: Any, width: int) -> float:
+    """Bytes of all weights as they are held, adapters included: what ZeRO 3 gathers."""
+    storage = getattr(recipe, "storage", None)
+    total = float(shape.parameters * width)
+    for place in placements(shape, recipe):
+        w = place.weight
+        if storage is not None and not (shape.tied and w.name == "lm_head"):
+            total += place.quantized * w.n * w.k * (storage.bits / 8 - width)
+        total += place.rank * (w.n + w.k) * w.count * width
+    return total
+
+
+def _notes(rates: Rates, sent: Communication) -> Iterable[str]:
+    if rates.launch_us is None:
+        yield "launches are left out of the step's time: their cost is measured by sk.calibrate()"
+    if sent.bytes and sent.ms is None:
+        yield f"communication is left out of the step's time: {sent.how.rpartition('; ')[2]}"
+
+
+def recipe_gain(step_ms: float, gemm_ms: float, speedup: float, quantize_ms: float = 0.0) -> float:
+    """How much faster a step becomes when `gemm_ms` of it run `speedup` times as fast and quantizing adds `quantize_ms`.
+
+    T' = T - t_gemm (1 - 1/s) + t_quantize, from shares of *time*; the gain is T / T'. Shares of FLOPs promise more, since what is
+    no product takes time too.
+    """
+    step, gemm = arguments.number("step_ms", step_ms), arguments.number("gemm_ms", gemm_ms)
+    faster = arguments.number("speedup", speedup)
+    if gemm > step:
+        raise ValueError(f"gemm_ms={gemm:g} is more than the whole step of {step:g} ms: give both of one step.")
+    if quantize_ms < 0:
+        raise ValueError(f"quantize_ms={quantize_ms:g} must not be negative.")
+    return step / (step - gemm * (1 - 1 / faster) + quantize_ms)

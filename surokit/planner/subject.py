@@ -1,0 +1,67 @@
+"""What a plan is about: a number of parameters, or the shape of a config or a model, read once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from surokit.planner import arguments, figures
+from surokit.planner.configs import FAMILIES, read_shape
+from surokit.planner.memory import DTYPE_BYTES, Layers
+from surokit.planner.shape import Shape
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned: a shape, or a number of parameters alone; `dtype` and `layers` are a live model's own."""
+
+    parameters: float
+    name: str
+    shape: Shape | None = None
+    notes: tuple[str, ...] = ()
+    dtype: str | None = None
+    layers: Layers = "surokit"
+
+    @property
+    def active(self) -> float:
+        """Parameters that a token passes: the N of 6ND."""
+        return self.parameters if self.shape is None else float(self.shape.active_parameters)
+
+
+def read_subject(what: Any) -> Subject:
+    """The subject of anything that `plan` takes; a Subject as it is."""
+    if isinstance(what, Subject):
+        return what
+    if isinstance(what, (bool, Real)):
+        parameters = arguments.parameters(what)
+        return Subject(parameters, f"{figures.count(parameters)} parameters")
+    shape, source = read_shape(what)
+    notes: tuple[str, ...] = ()
+    if shape.family not in FAMILIES:
+        notes += (
+            f"model_type {shape.family!r} is counted as if it were a Llama-family decoder (three-matrix SwiGLU, RMSNorm)",
+        )
+    if shape.experts is not None:
+        notes += (
+            "a recipe is taken to reach every expert as linear layers of its own, each with its adapter; transformers keeps "
+            "them in one tensor, which apply() leaves as it is",
+        )
+    name = f"{shape.family} of {figures.count(shape.parameters)} parameters {source}"
+    return Subject(float(shape.parameters), name, shape, notes, _own_dtype(what), _own_layers(what))
+
+
+def _own_layers(what: Any) -> Layers:
+    """Whose layers a live model has: transformers' where its class, or the one that an adapter wraps, is theirs."""
+    model = what.get_base_model() if hasattr(what, "get_base_model") else what
+    theirs = type(model).__module__.startswith("transformers.models") and hasattr(model, "parameters")
+    return "transformers" if theirs else "surokit"
+
+
+def _own_dtype(what: Any) -> str | None:
+    """The dtype of a live model's first high-precision parameter."""
+    parameters = getattr(what, "parameters", None)
+    if not callable(parameters):
+        return None
+    names = (str(getattr(p, "dtype", "")).rpartition(".")[2] for p in parameters())
+    return next((name for name in names if name in DTYPE_BYTES), None)

@@ -1,0 +1,288 @@
+"""A tape: which tensors live at each moment of a forward and a backward, by size alone.
+
+Autograd keeps what a backward needs, Python keeps what a function still names, and a gradient lives from the operation that makes
+it to the one that takes it. The tape replays just that. An operation is run once forward, which makes its output and keeps
+what its backward reads, and once backward, in reverse order: gradients of its inputs appear, then the gradient of its output and
+what was kept go. The most that was held at any moment is the peak, and what it was made of is remembered.
+
+Like layers in a row are not replayed one by one: each adds the same, so the most is held at the first or at the last of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+#: What a moment's bytes are made of.
+KEPT, LOGITS, GRADIENTS, PASSING = "activations", "logits", "gradients", "workspace"
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor: its bytes, what it counts as, whether it needs a gradient, and how many hold it."""
+
+    bytes: float
+    kind: str = KEPT
+    needs: bool = False
+    holders: int = 0
+
+
+@dataclass(eq=False)
+class _Gradient:
+    """The gradient of a value; two values share one where an addition passes it on."""
+
+    bytes: float
+    holders: int = 1
+
+
+@dataclass(eq=False)
+class _Step:
+    """One operation that backward will undo."""
+
+    output: Value
+    inputs: tuple[Value, ...]
+    kept: tuple[Value, ...]
+    weight: float
+    scratch: float
+    passes: bool
+    again: Callable[[Value], Value] | None = None
+    lump: tuple[float, float] | None = None
+
+
+@dataclass
+class Moment:
+    """The most that a phase held, and what of; the states that stay are not in it."""
+
+    phase: str
+    bytes: float = -1.0
+    made_of: dict[str, float] = field(default_factory=dict)
+
+
+class Tape:
+    """Replays allocations. `gradients_there` says that weight gradients are summed into ones that exist already."""
+
+    def __init__(self, *, gradients_there: bool = False, weight_share: float = 1.0) -> None:
+        self.held: dict[str, float] = {KEPT: 0.0, LOGITS: 0.0, GRADIENTS: 0.0, PASSING: 0.0}
+        self.moments: dict[str, Moment] = {}
+        self.phase = "forward"
+        self._there = gradients_there
+        self._share = weight_share  # of a weight gradient that stays on this GPU
+        self._steps: list[_Step] = []
+        self._records = True
+        self._seen_weight = 0.0
+        self._gradients: dict[Value, _Gradient] = {}
+
+    # -- forward
+
+    def new(self, size: float, *, kind: str = KEPT, needs: bool = False) -> Value:
+        """A tensor that comes from outside."""
+        value = Value(size, kind, needs, 1)
+        self._add(kind, size)
+        return value
+
+    def run(
+        self,
+        inputs: Iterable[Value],
+        size: float,
+        *,
+        keeps: Iterable[Value] = (),
+        extra: float = 0.0,
+        weight: float = 0.0,
+        scratch: float = 0.0,
+        back_scratch: float = 0.0,
+        trains: bool = False,
+        passes: bool = False,
+        kind: str = KEPT,
+        drops: Iterable[Value] = (),
+    ) -> Value:
+        """One operation: reads `inputs`, makes an output of `size` bytes.
+
+        keeps: of its inputs what backward reads; extra: bytes made for backward alone; weight: bytes of a weight's gradient;
+        trains: it has a weight that trains, counted elsewhere; scratch, back_scratch: temporaries; passes: backward hands its
+        gradient on without a copy; drops: what Python names no longer afterwards.
+        """
+        read = tuple(inputs)
+        needs = trains or weight > 0 or any(v.needs for v in read)
+        out = Value(size, kind, needs, 1)
+        self._add(kind, size)
+        if needs:
+            self._seen_weight += weight
+        keeps_now = needs and self._records
+        # what is made for backward alone is made without one too, and goes at once
+        self._touch(scratch + extra, kind if kind == LOGITS else PASSING)
+        if keeps_now:
+            kept = tuple(keeps)
+            if extra:
+                kept = (*kept, Value(extra, kind))
+                self._add(kind, extra)
+            for value in kept:
+                value.holders += 1
+            self._steps.append(_Step(out, tuple(v for v in read if v.needs), kept, weight, back_scratch, passes))
+        for value in drops:
+            self.drop(value)
+        return out
+
+    def keep(self, value: Value) -> None:
+        """The operation that made `value` last keeps it too: its backward reads its own output."""
+        step = self._steps[-1] if self._steps and self._records else None
+        if step is not None and step.output is value:
+            value.holders += 1
+            step.kept = (*step.kept, value)
+
+    def also(self, weight: float) -> None:
+        """The operation that ran last has more weights: bytes of their gradients."""
+        self._seen_weight += weight
+        if self._records and self._steps:
+            self._steps[-1].weight += weight
+
+    def drop(self, value: Value) -> None:
+        """Python names it no longer."""
+        value.holders -= 1
+        if value.holders == 0:
+            self._add(value.kind, -value.bytes)
+
+    def recomputed(self, layer: Callable[[Value], Value], x: Value) -> Value:
+        """A layer of which only the input is kept; backward runs it again first."""
+        if not self._records:
+            return layer(x)
+        x.holders += 1
+        self._records = False
+        out = layer(x)
+        self._records = True
+        if not out.needs:
+            self.drop(x)
+        else:
+            self._steps.append(_Step(out, (x,) if x.needs else (), (x,), 0.0, 0.0, False, again=layer))
+        return out
+
+    def repeated(self, layer: Callable[[Value], Value], x: Value, times: int) -> Value:
+        """So many like layers in a row: `layer` takes the input, whose name it lets go, and gives the output."""
+        alone = times if times <= 3 else 2
+        for _ in range(alone):
+            before, weight = dict(self.held), self._seen_weight
+            x = layer(x)
+        if alone < times:
+            rest = times - alone - 1
+            kept = rest * (self.held[KEPT] - before[KEPT])
+            weight = rest * (self._seen_weight - weight)
+            self._seen_weight += weight
+            self._add(KEPT, kept)
+            out = Value(x.bytes, x.kind, x.needs, 1)
+            if x.needs and self._records:
+                self._steps.append(_Step(out, (x,), (), 0.0, 0.0, True, lump=(kept, weight)))
+            # the same bytes under another name
+            x.holders -= 1
+            if x.holders:
+                self._add(KEPT, x.bytes)
+            x = layer(out)
+        return x
+
+    # -- backward
+
+    def backward(self, output: Value, size: float = 0.0) -> None:
+        """From the gradient of `output`, of `size` bytes, back to the start."""
+        self.phase = "backward"
+        self._gradients[output] = _Gradient(size)
+        self._add(PASSING, size)
+        self._touch(0)
+        self._unwind()
+
+    def _unwind(self) -> None:
+        while self._steps:
+            self._undo(self._steps.pop())
+
+    def _undo(self, step: _Step) -> None:
+        gradient = self._gradients.pop(step.output, None)
+        if gradient is None:  # nothing that the loss depends on
+            self._release(step.kept)
+            return
+        if step.again is not None:
+            self._run_again(step, gradient)
+        elif step.lump is not None:
+            kept, weight = step.lump
+            # what each of them adds at its fullest lies between the first's and the last's: here only the sums move
+            self._add(KEPT, -kept)
+            if not self._there:
+                self._add(GRADIENTS, weight * self._share)
+            self._hand_on(step.inputs[0], gradient)
+        elif step.passes:
+            for value in step.inputs:
+                gradient.holders += 1
+                self._hand_on(value, gradient)
+            self._weight(step.weight)
+            self._let_go(gradient)
+            self._release(step.kept)
+        else:
+            made = [_Gradient(v.bytes) for v in step.inputs]
+            for one in made:
+                self._add(PASSING, one.bytes)
+            self._weight(step.weight)
+            self._touch(step.scratch)
+            self._let_go(gradient)
+            self._release(step.kept)
+            for value, one in zip(step.inputs, made):
+                self._hand_on(value, one)
+
+    def _run_again(self, step: _Step, gradient: _Gradient) -> None:
+        assert step.again is not None
+        (x,) = step.kept
+        outer, self._steps = self._steps, []
+        inside = Value(x.bytes, x.kind, x.needs, 2)
+        # the input is held already: by the tape, and here by its second name
+        out = step.again(inside)
+        self.drop(out)
+        self._gradients[out] = gradient
+        self._unwind()
+        self._steps = outer
+        found = self._gradients.pop(inside, None)
+        self._release((x,))
+        if found is not None:
+            self._hand_on(x, found)
+
+    def _hand_on(self, value: Value, gradient: _Gradient) -> None:
+        """The gradient of a value arrives; a second one is added, in place where nobody else holds the first."""
+        first = self._gradients.get(value)
+        if first is None:
+            self._gradients[value] = gradient
+            return
+        if first.holders > 1:
+            total = _Gradient(value.bytes)
+            self._add(PASSING, total.bytes)
+            self._touch(0)
+            self._let_go(first)
+            self._gradients[value] = total
+        else:
+            self._touch(0)
+        self._let_go(gradient)
+
+    def _let_go(self, gradient: _Gradient) -> None:
+        gradient.holders -= 1
+        if gradient.holders == 0:
+            self._add(PASSING, -gradient.bytes)
+
+    def _release(self, kept: Iterable[Value]) -> None:
+        for value in kept:
+            self.drop(value)
+
+    def _weight(self, size: float) -> None:
+        if not size:
+            return
+        if self._there:
+            self._touch(size)
+        else:
+            self._touch(size)
+            self._add(GRADIENTS, size * self._share)
+
+    # -- counting
+
+    def _add(self, kind: str, size: float) -> None:
+        self.held[kind] += size
+        if size > 0:
+            self._touch(0)
+
+    def _touch(self, scratch: float, kind: str = PASSING) -> None:
+        moment = self.moments.setdefault(self.phase, Moment(self.phase))
+        now = sum(self.held.values()) + scratch
+        if now > moment.bytes:
+            moment.bytes = now
+            moment.made_of = {**self.held, kind: self.held[kind] + scratch}

@@ -1,0 +1,160 @@
+"""The three formulas of offload against figures worked out elsewhere, and the choice between them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from surokit.planner.hardware import Ceilings, Gpu
+from surokit.planner.offload import GIB, Host, host_bytes, host_of, largest_on_host, predict_offload, stall_gain
+
+# host AdamW of 1.7e9 parameters in 408 ms, its adding up in 136 ms
+HOST = Host(link_gb_s=50, adam_params_s=1.7e9 / 0.408, memory_gib=500)
+
+
+def predicted(compute_ms=360.0, parameters=1.7e9, host=HOST, **given):
+    return predict_offload(compute_ms, parameters, host, **given)
+
+
+def test_the_formulas_by_hand():
+    o = predicted(90.0)
+    link = 2 * 1.7e9 / 50e9 * 1e3  # 68 ms
+    assert o.none_ms == 90
+    assert o.synchronous_ms == pytest.approx(90 + 2 * link + 408)
+    # a tenth is hot; the rest goes down each step and up every fourth
+    assert o.traffic == 1.125
+    # 1.125 x 68 = 76.5 ms of link, .9 x 408 / 4 = 91.8 of AdamW, .9 x 136 = 122.4 of adding up: more than the 90 of compute
+    assert o.zenflow_ms == pytest.approx(122.4)
+    assert o.binds == "adding"
+    assert HOST.adds_params_s == pytest.approx(1.7e9 / 0.136)
+    # with enough tokens a step nothing stalls
+    big = predicted(360.0)
+    assert (big.zenflow_ms, big.binds) == (360, "compute")
+    assert big.removed == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "binds", "ms"),
+    [
+        (Host(1.0, 1e12), "link", 1.125 * 3.4e3),
+        (Host(1e3, 1e8, accumulate_params_s=1e12), "AdamW", 0.9 * 17e3 / 4),
+        (Host(1e3, 1e8), "adding", 0.9 * 17e3 / 3),
+        (Host(1e3, 1e12), "compute", 90),
+    ],
+)
+def test_what_binds(host, binds, ms):
+    o = predicted(90.0, host=host)
+    assert o.binds == binds
+    assert o.zenflow_ms == pytest.approx(ms)
+
+
+def test_gain_of_a_stall():
+    assert stall_gain(0.5, 0.85) == pytest.approx(1.74, abs=0.005)
+    assert stall_gain(0.93, 0.85) == pytest.approx(4.8, abs=0.03)
+    assert stall_gain(1 - 0.5 / 7, 1.0) == pytest.approx(14)  # 0.5 s became 7 s
+    for stalled, removed in ((1.5, 0.5), (-0.1, 0.5), (0.5, 2)):
+        with pytest.raises(ValueError, match="must be a share between 0 and 1"):
+            stall_gain(stalled, removed)
+    with pytest.raises(ValueError, match="cannot lose all of its stall"):
+        stall_gain(1.0, 1.0)
+
+
+@given(
+    compute=st.floats(1, 1e4),
+    parameters=st.floats(1e7, 1e11),
+    link=st.floats(1, 1000),
+    rate=st.floats(1e8, 1e11),
+    k=st.floats(0, 0.99),
+    s=st.integers(1, 64),
+)
+def test_the_gain_is_the_ratio_of_the_two(compute, parameters, link, rate, k, s):
+    o = predicted(compute, parameters, Host(link, rate), topk_ratio=k, update_interval=s)
+    assert o.zenflow_ms >= o.none_ms
+    assert o.none_ms < o.synchronous_ms
+    assert 0 <= o.removed <= 1
+    assert o.gain == pytest.approx(stall_gain(o.stalled, o.removed), rel=1e-6)
+    assert o.traffic == pytest.approx((1 - k) * (1 + 1 / s))
+
+
+def test_without_deferral_traffic_is_the_models_twice():
+    assert predicted(topk_ratio=0, update_interval=1).traffic == 2.0
+
+
+def test_memory_of_the_host():
+    # 8B with three slots of bf16 gradients: about 198 GiB
+    qwen3_8b = 8.19e9
+    assert host_bytes(qwen3_8b) / GIB == pytest.approx(198, abs=0.5)
+    assert largest_on_host(198.3) == pytest.approx(qwen3_8b, rel=0.001)
+    assert host_bytes(1.0, 0.1) == pytest.approx(12 * 0.9 + 8 + 3 * 2 * 0.9)
+    o = predicted(parameters=qwen3_8b, compute_ms=1e4)
+    assert o.device_gib["none"] == pytest.approx(12 * qwen3_8b / GIB)
+    assert o.device_gib["zenflow"] == pytest.approx(1.2 * qwen3_8b / GIB)
+    assert o.host_gib["synchronous"] > o.host_gib["zenflow"]
+
+
+@given(memory=st.floats(8, 4096), k=st.floats(0, 0.9))
+def test_the_largest_model_fills_the_host(memory, k):
+    most = largest_on_host(memory, k)
+    assert host_bytes(most, k) / GIB == pytest.approx(memory)
+
+
+def test_the_choice_and_its_reason():
+    assert predicted(fits=True).choice == "none"
+    assert predicted(fits=True).why == "the GPU's memory suffices, and offload only adds time"
+    flow = predicted(fits=False)
+    assert flow.choice == "zenflow"
+    assert flow.why.startswith(
+        f"{flow.synchronous_ms / 360:.2f} x the synchronous way, bound by compute; deferred columns"
+    )
+    long = predicted(compute_ms=1e5)
+    assert long.choice == "synchronous"
+    assert "computes what AdamW does" in long.why
+    small = dataclasses.replace(HOST, memory_gib=16)
+    none = predicted(host=small)
+    assert none.choice is None
+    assert "the host's 16.0 GiB hold no more than" in none.why
+    assert "train an adapter" in none.why
+    tight = predicted(free_gib=1.0)
+    assert tight.choice == "synchronous"
+    assert "lower topk_ratio to use it" in tight.why
+    between = dataclasses.replace(HOST, memory_gib=host_bytes(1.7e9, 0.05) / GIB)
+    assert predicted(host=between).choice == "zenflow"  # the host holds its share and not all
+    assert predicted(host=between, compute_ms=1e5).choice == "zenflow"
+    lost = predicted(host=between, free_gib=1.0)
+    assert lost.choice is None
+    assert "lower topk_ratio" in lost.why
+
+
+def test_the_table():
+    frame = predicted().table()
+    assert list(frame.way) == ["none", "synchronous", "zenflow"]
+    assert list(frame.way[frame.chosen]) == ["zenflow"]
+    assert frame.speed[0] == 1.0
+
+
+def test_a_host_from_a_calibration():
+    ceilings = Ceilings("a machine", host_gb_s=25.0, host_adam_params_s=3e9)
+    assert host_of(Gpu("Mine", ceilings=ceilings), 256) == Host(25.0, 3e9, 256)
+    assert host_of(Gpu("Mine", host_gb_s=25.0)) is None  # nobody measured the host's AdamW
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Host(0, 1e9), "link_gb_s=0"),
+        (lambda: Host(25, 2), "the unit is parameters a second, 2e9 for two billion"),
+        (lambda: Host(25, 2e9, memory_gib=-1), "memory_gib=-1"),
+        (lambda: predicted(compute_ms=0), "compute_ms=0"),
+        (lambda: predicted(parameters=8), "did you mean 8e9"),
+        (lambda: predicted(topk_ratio=10), "0.1 is a tenth of the columns"),
+        (lambda: predicted(topk_ratio=1), "share from 0 to below 1"),
+        (lambda: predicted(update_interval=0), "update_interval=0"),
+        (lambda: predicted(update_interval=1.5), "must be a whole number"),
+    ],
+)
+def test_wrong_figures_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,591 @@
+"""A plan asked backwards gives what the plan forwards says, to the last whole number; and every no comes with a remedy."""
+
+import math
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import surokit as sk
+from surokit import planner
+from surokit.planner import Gpu, choices, read_shape
+from surokit.planner.choices import binds, compare_recipes, fitting, recipes
+from surokit.planner.communication import fit_speedup
+from surokit.planner.hardware import Ceilings
+from surokit.planner.questions import _in_layers, gpus_for, largest, parameters_for, rate_for, tokens_for
+from surokit.planner.scaling import CHINCHILLA, KAPLAN
+from surokit.recipe import BF16, FP8, QFP8, QNF4
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+SMALL = {**LLAMA_8B, "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 640, "vocab_size": 4096}
+FULL = {"batch": 4, "length": 4096, "gpu": "H100"}
+FEW = settings(max_examples=20, deadline=None)
+
+
+def plan(what, **given):
+    """Untyped, so that figures that may be None are used as they are."""
+    return planner.plan(what, **given)
+
+
+def seed_case(**more):
+    return plan(
+        405e9,
+        **{"tokens": 15.6e12, "gpus": 16000, "gpu": "H100", "tflops_per_gpu": 400, "usd_per_gpu_hour": 2.0, **more},
+    )
+
+
+# -- what is the most that fits
+
+
+@FEW
+@given(
+    what=st.sampled_from(["batch", "length", "layers"]),
+    n=st.integers(1, 60),
+    times=st.sampled_from([1, 97, 1000]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    optimizer=st.sampled_from(["adamw", "adamw8bit", "sgd"]),
+    recipe=st.sampled_from([None, "fp8", "fp4", "qfp8", "qnf4"]),
+    layers=st.sampled_from(["surokit", "transformers"]),
+    training=st.booleans(),
+)
+def test_the_largest_is_the_inverse_of_memory(what, n, times, recompute, optimizer, recipe, layers, training):
+    p = plan(
+        SMALL,
+        batch=2,
+        length=128,
+        recompute=recompute,
+        optimizer=optimizer,
+        recipe=recipe,
+        layers=layers,
+        training=training,
+    )
+    n *= 1 if what == "layers" else times
+
+    def at(n):
+        return plan({**SMALL, "num_hidden_layers": n}, **p.given) if what == "layers" else p.but(**{what: n})
+
+    # exactly what n takes is room for n; a hair less is not
+    room, more = at(n).memory.gib, at(n + 1).memory.gib
+    assert largest(p, what, gib=room) == n
+    assert largest(p, what, gib=(room + more) / 2) == n
+    if n > 1:
+        assert largest(p, what, gib=math.nextafter(room, 0)) == n - 1
+
+
+def test_the_largest_number_of_parameters_by_hand():
+    # two bytes a parameter, and a tenth for the allocator
+    assert largest(plan(1e9, training=False), "parameters", gib=80) == math.floor(80 * 2**30 / (2 * 1.1))
+    p = plan(1e9, gpus=8, zero=3, slack=0.05)
+    n = largest(p, "parameters", gib=80)
+    assert plan(n, **p.given).memory.gib <= 80 < plan(n + 1, **p.given).memory.gib
+    assert n <= 80 * 2**30 / (1.05 * 8 / 8)
+
+
+def test_the_gpu_has_the_memory_where_none_is_given():
+    p = plan(LLAMA_8B, **FULL, recompute="full", optimizer="adamw8bit")
+    assert largest(p, "batch") == largest(p, "batch", gib=80)
+    assert p.but(batch=largest(p, "batch")).fits()
+
+
+def test_a_length_ends_at_the_positions_that_a_model_has_learned():
+    gpt2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512, "n_positions": 1000}
+    p = plan(gpt2, batch=1, length=8)
+    assert largest(p, "length", gib=80) == 1000
+    assert largest(p, "length", gib=80, multiple=128) == 896
+    assert largest(p, "length", gib=p.but(length=77).memory.gib) == 77
+    with pytest.raises(ValueError, match=r"multiple=1,024 is beyond the 1,000 of length"):
+        largest(p, "length", gib=80, multiple=1024)
+
+
+@FEW
+@given(gib=st.floats(5, 200), multiple=st.integers(1, 512))
+def test_multiples(gib, multiple):
+    p = plan(SMALL, batch=1, length=1)
+    n = largest(p, "length", gib=gib, multiple=multiple)
+    assert n % multiple == 0
+    assert n <= largest(p, "length", gib=gib) < n + multiple
+
+
+def test_experts_and_windows_go_on_in_deeper_models():
+    moe = {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 6,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 2,
+    }
+    shape, _ = read_shape(moe)
+    for n in (1, 2, 3, 5, 6, 7, 40):
+        assert _in_layers(shape, n) == read_shape({**moe, "num_hidden_layers": n})[0]
+    kinds = ["sliding_attention"] * 2 + ["full_attention"]
+    windows = {**SMALL, "model_type": "gemma3_text", "sliding_window": 16, "head_dim": 32}
+    shape, _ = read_shape({**windows, "num_hidden_layers": 12, "layer_types": kinds * 4})
+    deeper, _ = read_shape({**windows, "num_hidden_layers": 24, "layer_types": kinds * 8})
+    assert shape.window_layers is not None
+    assert _in_layers(shape, 24) == deeper
+
+
+def test_not_even_the_smallest_fits():
+    p = plan(LLAMA_8B, **FULL)
+    for room in (24, 40, 60):
+        with pytest.raises(ValueError, match=r"Not even batch=1 fits into .* the largest term being .* fit \(") as no:
+            largest(p, "batch", gib=room)
+        # what the sentence proposes does fit
+        how, left = re.search(r"\); (.*) makes? it fit \(([\d.]+) GiB\)\.$", str(no.value)).groups()  # type: ignore[union-attr]
+        changes = eval(f"dict({how.replace(' with ', ', ')})", {"sk": sk})
+        better = p.but(batch=1, **changes)
+        assert better.memory.gib == pytest.approx(float(left), abs=0.06)
+        assert better.fits(room)
+    with pytest.raises(ValueError, match=r"all remedies together leave .*; take a smaller model") as no:
+        largest(plan(405e9), "parameters", gib=1e-6)
+    assert "\n" not in str(no.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "given", "ask", "sentence"),
+    [
+        (LLAMA_8B, FULL, {"what": "bath"}, "does not know 'bath': ask for 'batch', 'length', 'layers', 'parameters'"),
+        (8e9, {}, {"what": "batch", "gib": 80}, "has no batch to fit: plan with a config"),
+        (LLAMA_8B, FULL, {"what": "parameters"}, "ask for its 'layers'"),
+        (LLAMA_8B, {"batch": 2}, {"what": "batch", "gib": 80}, "lacks .*give batch= and length="),
+        (LLAMA_8B, {"batch": 2, "length": 8}, {"what": "batch"}, "give gib=80, or the plan a gpu="),
+        (LLAMA_8B, FULL, {"what": "batch", "gib": 0}, "finite number above zero"),
+        (LLAMA_8B, FULL, {"what": "batch", "gib": -80}, "finite number above zero"),
+        (LLAMA_8B, FULL, {"what": "batch", "gib": "80"}, "give a number"),
+        (LLAMA_8B, FULL, {"what": "batch", "gib": 81920}, "did you mean 80 "),
+        (LLAMA_8B, FULL, {"what": "batch", "gib": 80 * 2**30}, "did you mean 80 "),
+        (LLAMA_8B, FULL, {"what": "batch", "gib": 80, "multiple": 0}, "multiple=0 must be"),
+        (
+            SMALL,
+            {"batch": 1, "length": 1, "optimizer": "sgd"},
+            {"what": "layers", "gib": 19000},
+            "set no limit to layers",
+        ),
+    ],
+)
+def test_bad_questions_about_memory(what, given, ask, sentence):
+    with pytest.raises((ValueError, TypeError), match=sentence) as no:
+        largest(plan(what, **given), **ask)
+    assert "\n" not in str(no.value)
+
+
+# -- GPUs, tokens, rates, models
+
+
+def test_gpus_for_a_deadline_by_hand():
+    assert gpus_for(seed_case(), days=68.5546875) == 16000
+    assert gpus_for(seed_case(), days=30) == math.ceil(26.325e6 / 24 / 30)
+    assert gpus_for(seed_case(), days=30, multiple=8) == 36568
+    assert gpus_for(seed_case(), days=1e4) == 110
+
+
+@FEW
+@given(days=st.floats(0.02, 30000), goodput=st.floats(0.05, 1), multiple=st.sampled_from([1, 8, 512]))
+def test_the_fewest_gpus_in_time(days, goodput, multiple):
+    p = plan(8e9, tokens=1e12, tflops_per_gpu=400, goodput=goodput)
+    n = gpus_for(p, days=days, multiple=multiple)
+    assert n % multiple == 0
+    assert p.but(gpus=n).days <= days
+    assert n == multiple or p.but(gpus=n - multiple).days > days
+
+
+def test_the_fewest_gpus_that_hold_a_model():
+    # two bytes a parameter, sharded, and the tenth
+    assert gpus_for(plan(8e9, zero=3, training=False), gib=1) == math.ceil(8e9 * 2 * 1.1 / 2**30)
+    zero1 = plan(8e9, zero=1)
+    n = gpus_for(zero1, gib=40)
+    assert zero1.but(gpus=n).memory.gib <= 40 < zero1.but(gpus=n - 1).memory.gib
+    both = plan(8e9, tokens=1e12, tflops_per_gpu=400, zero=1)
+    assert gpus_for(both, gib=40, days=1e4) == n
+    assert gpus_for(both, gib=40, days=1) == gpus_for(both, days=1) > n
+
+
+@pytest.mark.parametrize(("slope", "days"), [(0.0, 40), (1e-4, 40), (1e-4, 20), (1e-3, 90), (1e-3, 120)])
+def test_gpus_that_slow_each_other_down(slope, days):
+    """Efficiency 1 / (1 + slope n (n - 1)) rises to its best at 1 / sqrt(slope) GPUs and falls after it."""
+    p = plan(8e9, tokens=1e11, tflops_per_gpu=400)
+
+    def efficiency(n):
+        return 1 / (1 + slope * (n - 1) * n)
+
+    in_time = [n for n in range(1, 400) if p.but(gpus=n).days / efficiency(n) <= days]
+    if in_time:
+        assert gpus_for(p, days=days, efficiency=efficiency) == in_time[0]
+    else:
+        with pytest.raises(ValueError, match=r"No number of GPUs .* the fastest being"):
+            gpus_for(p, days=days, efficiency=efficiency)
+
+
+def test_gpus_of_a_calibrated_kind():
+    """The plan's own estimate says how the GPUs' rate falls with their number."""
+    measured = Ceilings("one node", bf16_tflops=700, bandwidth_tb_s=3.5, launch_us=4, peer_gb_s=2)
+    gpu = Gpu("Mine", memory_gib=80, bandwidth_tb_s=4.0, bf16_tflops=1000, capability=(9, 0), ceilings=measured)
+    p = plan(SMALL, batch=1, length=512, tokens=1e12, gpu=gpu, between_gb_s=0.5, usd_per_gpu_hour=2)
+    days = [p.but(gpus=n).days for n in range(1, 40)]
+    assert days[-1] > days[0] / 39 * 1.01
+    for goal in (days[6] * 1.0001, days[20] * 1.0001):
+        n = next(i + 1 for i, each in enumerate(days) if each <= goal)
+        assert gpus_for(p, days=goal) == n
+        assert gpus_for(p, days=goal, usd=p.but(gpus=n).usd * 1.0001) == n
+        with pytest.raises(ValueError, match=f"on {n} GPUs, the fewest that do"):
+            gpus_for(p, days=goal, usd=p.but(gpus=n).usd * 0.9999)
+    assert tokens_for(p, days=days[0]) == pytest.approx(1e12)
+    assert p.recipes(["bf16", "qnf4"])["kind"].unique() == ["prediction"]
+    assert "prediction" in str(binds(p).time)
+
+
+def test_tokens_for_a_budget_by_hand():
+    assert tokens_for(seed_case(), usd=52.65e6) == 15.6e12
+    assert tokens_for(seed_case(), gpu_hours=26.325e6) == 15.6e12
+    assert tokens_for(seed_case(tokens=None), days=68.5546875) == 15.6e12
+    assert tokens_for(seed_case(), usd=1e5) == 29629629629  # 5e4 hours x 3600 s x 400e12 / 6 / 405e9
+    assert tokens_for(seed_case(), usd=1e5, days=68) == 29629629629
+    assert tokens_for(seed_case(usd_per_gpu_hour=(1.0, 3.0)), usd=1e5) == 29629629629
+
+
+@FEW
+@given(
+    usd=st.floats(1, 1e7),
+    price=st.floats(0.1, 20),
+    mfu=st.floats(0.01, 0.6),
+    goodput=st.floats(0.1, 1),
+    what=st.sampled_from([8e9, 70e9]),
+)
+def test_tokens_and_cost_are_inverse(usd, price, mfu, goodput, what):
+    p = plan(what, gpu="H100", mfu=mfu, goodput=goodput, usd_per_gpu_hour=price)
+    tokens = tokens_for(p, usd=usd)
+    assert isinstance(tokens, int)
+    assert p.but(tokens=tokens).usd <= usd < p.but(tokens=tokens + 1).usd
+    assert p.but(tokens=tokens).usd == pytest.approx(usd, rel=1 / tokens)
+
+
+@FEW
+@given(days=st.floats(70, 5000), gpus=st.integers(1000, 50000), goodput=st.floats(0.6, 1))
+def test_rate_and_days_are_inverse(days, gpus, goodput):
+    p = seed_case(gpus=gpus, goodput=goodput)
+    if p.but(tflops_per_gpu=1979).days > days:
+        with pytest.raises(ValueError, match="even at that peak"):
+            rate_for(p, days=days)
+    else:
+        rate = rate_for(p, days=days)
+        assert p.but(tflops_per_gpu=rate).days == pytest.approx(days)
+
+
+def test_rate_by_hand():
+    assert rate_for(seed_case(), days=68.5546875) == 400
+    assert rate_for(seed_case(tflops_per_gpu=None), usd=52.65e6) == 400
+    with pytest.raises(ValueError, match=r"10.00 days would take 2,742 TFLOPS .* 22,171 GPUs even at that peak"):
+        rate_for(seed_case(), days=10)
+
+
+def test_the_model_of_a_budget():
+    p = plan(8e9, gpu="H100", mfu=0.4, usd_per_gpu_hour=2.5, gpus=8)
+    best = parameters_for(p, usd=1e6)
+    flops = 1e6 / 2.5 * 3600 * 0.4 * 989e12
+    assert best.flops == pytest.approx(flops)
+    assert best.parameters == pytest.approx(math.sqrt(flops / 120))
+    assert best.tokens == pytest.approx(20 * best.parameters)
+    assert "68.9 B parameters on 1.378 T tokens" in str(best)
+    again = plan(
+        best.parameters, tokens=best.tokens, **{k: p.given[k] for k in ("gpu", "mfu", "usd_per_gpu_hour", "gpus")}
+    )
+    assert again.usd == pytest.approx(1e6)
+
+
+def test_the_model_of_a_budget_by_a_law():
+    class Even:
+        name = "as many tokens as parameters"
+
+        def optimal(self, flops):
+            return math.sqrt(flops / 6), math.sqrt(flops / 6)
+
+    best = parameters_for(plan(8e9, tflops_per_gpu=400), gpu_hours=1e5, law=Even())
+    assert best.parameters == best.tokens == pytest.approx(math.sqrt(1e5 * 3600 * 400e12 / 6))
+    assert best.how.startswith("where as many tokens as parameters")
+
+
+def test_the_model_of_a_budget_by_published_laws():
+    p = plan(8e9, gpu="H100", mfu=0.4)
+    best = parameters_for(p, gpu_hours=1e4, law=CHINCHILLA)
+    assert (best.parameters, best.tokens) == tuple(CHINCHILLA.optimal(best.flops))
+    assert "extrapolated" not in best.how
+    far = parameters_for(p, gpu_hours=1e8, law=KAPLAN)
+    assert "extrapolated" in far.how
+    assert "without embeddings" in far.how
+
+
+def test_gpus_by_a_measured_speedup():
+    p = plan(8e9, tokens=1e11, tflops_per_gpu=400)
+    fit = fit_speedup({1: 100.0, 2: 196.0, 4: 376.0, 8: 690.0})
+    days = p.but(gpus=1).days * fit.rate(1) / fit.rate(20)
+    assert gpus_for(p, days=days * 1.0001, efficiency=fit) == 20
+    assert gpus_for(p, days=days * 0.9999, efficiency=fit) == 21
+    assert gpus_for(p, days=days) < 20
+    priced = p.but(usd_per_gpu_hour=2)
+    budget = priced.usd * 1.01
+    assert gpus_for(priced, days=days, usd=budget) == gpus_for(p, days=days)
+    with pytest.raises(ValueError, match="The run costs .* tokens_for"):
+        gpus_for(priced, days=days, usd=budget, efficiency=fit)
+
+
+@pytest.mark.parametrize(
+    ("ask", "given", "sentence"),
+    [
+        (lambda p: gpus_for(p), {}, "give days=, the time there is, or gib="),
+        (lambda p: gpus_for(p, days=0), {}, "days=0 must be a finite number above zero"),
+        (lambda p: gpus_for(p, days=1e6), {}, "more than a century"),
+        (lambda p: gpus_for(p, days=1e-6), {}, "more than there are"),
+        (lambda p: gpus_for(p, days=30), {"tokens": None}, "lacks the run: give it tokens="),
+        (lambda p: gpus_for(p, days=30), {"tflops_per_gpu": None}, "needs a rate: give the plan tflops_per_gpu="),
+        (lambda p: gpus_for(p, gib=80), {}, "without zero= each holds all .* zero=3 makes it fit"),
+        (lambda p: gpus_for(p, gib=80), {"zero": 1}, "zero=1 leaves .* on each; zero=3"),
+        (
+            lambda p: gpus_for(p, days=30, usd=1e6),
+            {},
+            "costs 52.65 M USD on 36,563 GPUs, .* more than 1 M USD: tokens_for",
+        ),
+        (lambda p: gpus_for(p, days=30, multiple=-8), {}, "multiple=-8 must be a finite number above zero"),
+        (lambda p: gpus_for(p, days=30, efficiency=lambda n: 0), {}, r"efficiency\(1\)=0 must be"),
+        (lambda p: tokens_for(p), {}, "no budget to keep: give days=, gpu_hours= or usd="),
+        (lambda p: tokens_for(p, usd=-5), {}, "usd=-5 must be"),
+        (lambda p: tokens_for(p, usd=True), {}, "give a number"),
+        (lambda p: tokens_for(p, usd=1e-6), {}, "hardly any: check its unit"),
+        (lambda p: tokens_for(p, usd=1e12), {}, "more than there is text: check its unit"),
+        (lambda p: tokens_for(p, usd=5), {"usd_per_gpu_hour": None}, "needs a price: give the plan usd_per_gpu_hour="),
+        (lambda p: tokens_for(p, days=5), {"tflops_per_gpu": None}, "needs a rate"),
+        (lambda p: rate_for(p, days=5), {"tokens": None}, "needs the run: give the plan tokens="),
+        (lambda p: rate_for(p), {}, "no budget to keep"),
+        (lambda p: parameters_for(p), {}, "no budget to keep"),
+        (lambda p: parameters_for(p, usd=1e6), {"recipe": "qfp8"}, "qfp8 freezes the model"),
+    ],
+)
+def test_bad_questions_about_time_and_money(ask, given, sentence):
+    with pytest.raises((ValueError, TypeError), match=sentence) as no:
+        ask(seed_case(**given))
+    assert "\n" not in str(no.value)
+
+
+# -- which recipe
+
+
+@pytest.fixture
+def bounds(monkeypatch):
+    """Plans without an estimate: times are bounds."""
+    monkeypatch.setattr(choices, "_estimate", lambda plan: None)
+
+
+def by_name(p, *args, **more):
+    return recipes(p, *args, **more).set_index("recipe")
+
+
+def test_every_recipe_is_compared_with_what_trains_the_same(bounds):
+    table = by_name(plan(LLAMA_8B, **FULL))
+    assert set(table.index) == {*planner_recipes(), "bf16+lora"}
+    assert set(table[table["against"] == "bf16+lora"].index) == {"bf16+lora", "qfp8", "qfp4", "qnf4"}
+    assert table.loc["bf16", "speedup"] == table.loc["bf16+lora", "speedup"] == 1
+    assert table.loc["fp8", "step_ms"] == plan(LLAMA_8B, **FULL, recipe=FP8).time.floor_step_ms
+    assert table.loc["fp8", "gib"] == plan(LLAMA_8B, **FULL, recipe=FP8).memory.gib
+    assert set(table["kind"]) == {"bound"}
+
+
+def planner_recipes():
+    from surokit.recipe import recipes
+
+    return recipes
+
+
+def test_native_or_emulated_and_why():
+    on = {gpu: by_name(plan(SMALL, batch=1, length=64, gpu=gpu)) for gpu in ("A100", "H100", "B200")}
+    assert on["H100"].loc["fp8", "products"] == on["H100"].loc["qfp8", "products"] == "native"
+    assert on["H100"].loc["mxfp8", "products"] == "emulated"
+    assert "compute capability 10.0 and up" in on["H100"].loc["mxfp8", "why"]
+    assert on["B200"].loc["mxfp8", "products"] == on["B200"].loc["fp4", "products"] == "native"
+    assert on["B200"].loc["fp8-block", "products"] == "emulated"
+    assert on["A100"].loc["fp8", "products"] == "emulated"
+    assert on["A100"].loc["qfp8", "products"] == on["H100"].loc["qnf4", "products"] == "bf16"
+    assert on["B200"].loc["mxfp4", "products"] == "emulated"
+    assert set(by_name(plan(SMALL, batch=1, length=64))["products"]) == {"bf16", ""}
+    unknown = Gpu("Blank", bf16_tflops=100, capability=(9, 0), memory_gib=80)
+    assert "theirs is not known" in by_name(plan(SMALL, batch=1, length=64, gpu=unknown)).loc["fp8", "why"]
+
+
+def test_the_fastest_is_native_fits_and_trains_the_same(bounds):
+    p = plan(LLAMA_8B, **FULL)
+    assert not by_name(p, gib=20)["fastest"].any()  # nothing that trains everything fits
+    room = p.but(recipe=FP8).memory.gib
+    table = by_name(p, gib=room)
+    assert list(table["fits"]) == [p.but(recipe=c.recipe).memory.gib <= room for c in compare_recipes(p)]
+    assert list(table[table["fastest"]].index) == ["fp8"]
+    assert table.loc["qfp8", "step_ms"] < table.loc["fp8", "step_ms"]
+    adapter = by_name(p.but(recipe=QNF4.lora(rank=8)), gib=200)
+    assert set(adapter["against"]) == {"bf16+lora"}
+    assert adapter["fastest"].sum() == 1
+    # on an A100 a bound takes emulated products for as fast as bf16's
+    old = by_name(p.but(gpu="A100"), gib=200)
+    assert list(old[old["fastest"]].index) == ["bf16"]
+    assert old.loc["mxfp4", "speedup"] == 1
+
+
+def test_an_estimate_is_taken_where_there_is_one(monkeypatch):
+    class Estimate:
+        kind = "prediction"
+
+        def __init__(self, step_ms):
+            self.step_ms = step_ms
+
+    # emulation costs time, which a bound does not see
+    times = {"bf16": 100.0, "fp8": 80.0, "mxfp8": 150.0}
+    monkeypatch.setattr(choices, "_estimate", lambda plan: Estimate(times[plan.recipe.name]))
+    table = by_name(plan(LLAMA_8B, **FULL), list(times), gib=500)
+    assert list(table["speedup"]) == [1, 1.25, pytest.approx(100 / 150)]
+    assert set(table["kind"]) == {"prediction"}
+    assert list(table[table["fastest"]].index) == ["fp8"]
+
+
+def test_recipes_without_a_gpu_or_a_step(bounds):
+    table = by_name(plan(LLAMA_8B, batch=4, length=4096))
+    assert table["step_ms"].isna().all()
+    assert table["fits"].isna().all()
+    assert not table["fastest"].any()
+    assert by_name(plan(LLAMA_8B, gpu="H100"), "fp8").loc["fp8", "fits"] is None
+    assert not by_name(plan(LLAMA_8B, gpu="H100"), "fp8", gib=2).loc["fp8", "fits"]
+
+
+def test_chosen_recipes():
+    p = plan(SMALL, batch=1, length=64, gpu="H100")
+    assert [c.name for c in compare_recipes(p, ["fp8", QFP8])] == ["fp8", "qfp8"]
+    assert [c.name for c in compare_recipes(p, "FP8")] == ["fp8"]
+    mine = FP8.keep_last(2)
+    own = compare_recipes(p.but(recipe=BF16.store(QNF4).lora(rank=4)))
+    assert own[-1].name == "bf16+qnf4"
+    assert all(c.recipe.adapter and c.recipe.adapter.rank == 4 for c in own)
+    assert compare_recipes(p, [mine])[0].recipe == mine
+    with pytest.raises(ValueError, match="no recipe to compare"):
+        compare_recipes(p, [])
+    with pytest.raises(ValueError, match="did you mean 'fp8'"):
+        compare_recipes(p, ["fp88"])
+
+
+# -- what would make it fit, and what binds
+
+
+@FEW
+@given(
+    gib=st.floats(2, 200),
+    batch=st.integers(1, 12),
+    gpus=st.sampled_from([1, 8]),
+    recipe=st.sampled_from([None, "fp8", "qfp8"]),
+    master=st.booleans(),
+)
+def test_the_path_fits_and_no_part_of_it_is_idle(gib, batch, gpus, recipe, master):
+    p = plan(LLAMA_8B, batch=batch, length=2048, gpus=gpus, recipe=recipe, master=master)
+    found = fitting(p, gib=gib)
+    for remedy in found.remedies:
+        alone = p.but(**remedy.changes)
+        assert remedy.gib == alone.memory.gib
+        assert remedy.fits == alone.fits(gib)
+        assert alone.flops_per_step is None or alone.setup.batch * alone.setup.accumulate == batch
+    if p.fits(gib):
+        assert found.path == ()
+        assert found.plan is p
+    elif found.plan is None:
+        assert not any(remedy.fits for remedy in found.remedies)
+        assert "take a smaller model" in found.sentence
+    else:
+        assert found.plan.fits(gib)
+        taken: dict[str, Any] = {k: v for remedy in found.path for k, v in remedy.changes.items()}
+        assert p.but(**taken).memory.gib == found.plan.memory.gib
+        for left_out in found.path:
+            rest: dict[str, Any] = {k: v for r in found.path if r != left_out for k, v in r.changes.items()}
+            assert not p.but(**rest).fits(gib)
+        if "batch" in taken:
+            larger = [n for n in range(taken["batch"] + 1, batch) if batch % n == 0]
+            assert not any(p.but(**{**taken, "batch": n, "accumulate": batch // n}).fits(gib) for n in larger)
+
+
+def test_the_cheapest_remedy_comes_first():
+    p = plan(LLAMA_8B, **FULL, gpus=8)
+    assert [r.how.partition("=")[0] for r in fitting(p).remedies] == [
+        "batch",
+        "zero",
+        "zero",
+        "optimizer",
+        "zero",
+        "recompute",
+        "recipe",
+        "recipe",
+        "recipe",
+    ]
+    cheapest = next(r.how for r in fitting(p).remedies if r.fits)
+    assert [r.how for r in fitting(p).path] == [cheapest]
+    assert fitting(p, gib=200).sentence == "it fits as it is"
+    with pytest.raises(ValueError, match="give gib=80"):
+        fitting(plan(8e9))
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8", "fp8+qfp8", QFP8, BF16.lora(8), FP8.lora(8, 16.0, ["q_proj"])])
+def test_remedies_can_be_pasted(recipe):
+    for remedy in fitting(plan(LLAMA_8B, **FULL, recipe=recipe), gib=10).remedies:
+        assert eval(f"dict({remedy.how})", {"sk": sk}) == dict(remedy.changes)
+
+
+def test_fitting_shows_itself():
+    found = fitting(plan(LLAMA_8B, **FULL))
+    text = repr(found)
+    assert text.startswith(f"{found.gib:,.1f} GiB into 80.0 GiB: ")
+    assert "time: 31% more FLOPs" in text  # 2 N of 6 N without the head, and with attention
+    assert found._repr_html_().count("<tr>") == found._repr_html_().count("</tr>") == 1 + len(found.remedies)
+    assert list(found.table().columns) == ["remedy", "gib", "fits", "costs"]
+    assert "without activations" in fitting(plan(1e9), gib=80).sentence
+
+
+def test_what_binds(bounds):
+    p = plan(LLAMA_8B, **FULL)
+    b: Any = binds(p)
+    assert b.memory.term == p.memory.largest.name == "activations"
+    assert b.memory.share == pytest.approx(p.memory["activations"].gib / p.memory.gib)
+    assert "batch=1, accumulate=4 leaves" in b.memory.remedy
+    assert f"on one GPU, in its {p.memory.peak_phase} phase" in b.memory.how
+    # three matrices of 4096 x 14336 in 32 layers, of all products
+    mlp = sum(q.forward + q.backward for q in p.compute.products if q.module.startswith("mlp")) / p.compute.model
+    assert b.time.term == "the products of mlp"
+    assert b.time.share == pytest.approx(mlp)
+    assert repr(b).count("\n") == 1
+    assert "activations" in b._repr_html_()
+    weights: Any = binds(plan(8e9, optimizer="sgd"))
+    assert weights.time is None
+    assert weights.memory.term in ("weights", "gradients")
+    faster: Any = binds(p.but(gpu="H200", recompute="full")).time
+    assert faster.remedy == "recipe fp8 is predicted at most 1.79 times as fast as bf16"
+
+
+def test_what_binds_by_an_estimate(monkeypatch):
+    class Estimate:
+        kind, how, step_ms = "prediction", "rates measured on a bench", 100.0
+
+        def by_bound(self):
+            return {"compute": 30.0, "memory": 60.0, "launch": 10.0}
+
+        def by_module(self):
+            return {"mlp": 50.0, "optimizer": 40.0}
+
+    monkeypatch.setattr(choices, "_estimate", lambda plan: Estimate())
+    time: Any = binds(plan(LLAMA_8B, **FULL)).time
+    assert str(time).startswith(
+        "time: memory, most of the time in mlp, 60% of a step of 100 ms (prediction: rates measured"
+    )

@@ -1,0 +1,243 @@
+"""The planner's widget, driven in Python: controls plan again, the picture follows, a contradiction is a sentence."""
+
+import statistics
+import time
+from xml.etree import ElementTree
+
+import nbformat
+import pytest
+
+from surokit.planner import Gpu, plan
+from surokit.planner.figures import gib
+from surokit.planner.picture import parts_of
+from surokit.recipe import BF16, FP4, FP8
+from surokit.widgets import planning
+from surokit.widgets.panel import MESSAGE_BYTES
+from surokit.widgets.planning import NOT_GIVEN, explore, picture
+
+CONFIG = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+}
+PLAN = plan(CONFIG, batch=3, length=4096, gpus=8, gpu="H100", mfu=0.4, tokens=1e12, usd_per_gpu_hour=2.5)
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(autouse=True)
+def in_a_notebook(monkeypatch):
+    monkeypatch.setattr(planning, "front_end", lambda: "notebook")
+
+
+def text(svg: str) -> str:
+    return "\n".join("".join(node.itertext()) for node in ElementTree.fromstring(svg).iter(f"{SVG}text"))
+
+
+class Screen:
+    """Stands for IPython's `display`."""
+
+    def __init__(self):
+        self.shown = []
+
+    def __call__(self, content, raw, display_id=False):
+        assert raw
+        self.shown.append(content)
+        return self
+
+    def update(self, content, raw):
+        assert raw
+        self.shown.append(content)
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    import IPython.display
+
+    screen = Screen()
+    monkeypatch.setattr(IPython.display, "display", screen)
+    return screen
+
+
+def test_controls_start_where_the_plan_stands():
+    explorer = explore(PLAN)
+    said = {name: control.value for name, control in explorer.controls.items()}
+    assert said == {
+        "batch": "3",
+        "length": "4,096",
+        "gpus": "8",
+        "recipe": "bf16",
+        "gpu": "H100",
+        "recompute": "none",
+        "optimizer": "adamw",
+        "zero": "0",
+    }
+    assert explorer.plan is PLAN
+
+
+@pytest.mark.parametrize(
+    ("control", "value", "changes"),
+    [
+        ("batch", "8", {"batch": 8}),
+        ("length", "16,384", {"length": 16384}),
+        ("gpus", "1,024", {"gpus": 1024}),
+        ("recipe", "qfp8", {"recipe": "qfp8"}),
+        ("recipe", "bf16 + LoRA", {"recipe": BF16.lora()}),
+        ("gpu", "A100", {"gpu": "A100"}),
+        ("recompute", "full", {"recompute": "full"}),
+        ("optimizer", "adamw8bit", {"optimizer": "adamw8bit"}),
+        ("zero", "3", {"zero": 3}),
+    ],
+)
+def test_a_control_is_the_plan_with_that_argument(control, value, changes, screen):
+    explorer = explore(PLAN)
+    explorer._ipython_display_()
+    explorer.controls[control].value = value
+    expected = PLAN.but(**changes)
+    assert explorer.plan.memory == expected.memory
+    assert explorer.plan.time == expected.time
+    shown = screen.shown[-1]
+    assert shown["text/plain"] == repr(explorer.plan)
+    said = text(shown["image/svg+xml"])
+    assert gib(expected.memory.gib) in said
+    for part in parts_of(expected.memory):
+        assert f"{part.group}{gib(part.gib)}" in said
+    for line in expected.lines():
+        if line.group == "time and cost":
+            assert line.text in said
+
+
+def test_controls_add_up_and_go_back():
+    explorer = explore(PLAN)
+    explorer.controls["recipe"].value = "qnf4"
+    explorer.controls["batch"].value = "1"
+    assert explorer.plan.memory == PLAN.but(recipe="qnf4", batch=1).memory
+    explorer.controls["recipe"].value = "bf16"
+    explorer.controls["batch"].value = "3"
+    assert explorer.plan.memory == PLAN.memory
+
+
+def test_a_contradiction_is_its_sentence_and_the_last_plan_stays(screen):
+    explorer = explore(PLAN)
+    explorer._ipython_display_()
+    explorer.controls["gpu"].value = NOT_GIVEN
+    sentence = str(explorer.error)
+    assert sentence.startswith("mfu=0.4 is a share of a dense BF16 peak, and there is no GPU")
+    assert explorer.plan is PLAN
+    shown = screen.shown[-1]
+    assert shown["text/plain"].startswith(sentence)
+    assert "This is the last plan that could be made" in text(shown["image/svg+xml"]).replace("\n", " ")
+    explorer.controls["gpu"].value = "H100"
+    assert explorer.error is None
+    assert "last plan" not in screen.shown[-1]["text/plain"]
+
+
+def test_arguments_of_the_user_are_among_the_choices():
+    mine = Gpu("Mine", memory_gib=10, bf16_tflops=100)
+    recipe = FP4.keep_last(0).lora(rank=4)
+    given = plan(CONFIG, gpu=mine, recipe=recipe, batch=5, length=1000, optimizer="none")
+    explorer = explore(given)
+    said = {name: explorer.controls[name].value for name in ("batch", "length", "gpu", "optimizer")}
+    assert said == {"batch": "5", "length": "1,000", "gpu": "Mine", "optimizer": "sgd"}
+    assert explorer.controls["recipe"].value == "fp4, as given"
+    explorer.controls["zero"].value = "1"
+    assert explorer.plan.recipe is recipe
+    assert explorer.plan.gpu is mine
+
+
+def test_a_number_of_parameters_says_what_it_leaves_out():
+    explorer = explore(plan(405e9))
+    assert {explorer.controls[name].value for name in ("batch", "length", "gpu")} == {NOT_GIVEN}
+    said = text(explorer.bundle()["image/svg+xml"])
+    assert "and more on each GPU" in said
+    assert "memory leaves out activations" in said
+    assert "Fits" not in said
+
+
+def test_other_arguments_stay_when_a_control_moves():
+    explorer = explore(PLAN)
+    explorer.set(accumulate=4, batch=2)
+    assert explorer.plan.memory == PLAN.but(accumulate=4, batch=2).memory
+    explorer.controls["recompute"].value = "full"
+    assert explorer.plan.setup.accumulate == 4
+    explorer.controls["batch"].value = "4"
+    assert explorer.plan.setup.batch == 4
+    with pytest.raises(ValueError, match="accumulate=0"):
+        explorer.set(accumulate=0)
+    assert explorer.plan.setup.batch == 4
+
+
+@pytest.mark.parametrize("each", [PLAN, PLAN.but(recipe="qfp8", batch=64), plan(8e9), PLAN.but(recipe=FP8, mfu=None)])
+def test_the_picture_is_small_and_nothing_leaves_it(each):
+    svg = picture(each, "a sentence <with> & marks " * 6)
+    root = ElementTree.fromstring(svg)
+    assert len(svg) < MESSAGE_BYTES
+    assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
+    width, height = (float(root.attrib[name]) for name in ("width", "height"))
+    for box in root.iter(f"{SVG}rect"):
+        assert 0 <= float(box.get("x", 0)) <= float(box.get("x", 0)) + float(box.attrib["width"]) <= width
+    for node in root.iter(f"{SVG}text"):
+        assert 0 < float(node.attrib["y"]) < height
+        # a character takes about 6 px at this size
+        if node.get("text-anchor") != "end":
+            assert float(node.attrib["x"]) + 5.8 * len("".join(node.itertext())) < width + 20
+
+
+def test_a_change_takes_less_than_a_tenth_of_a_second():
+    explorer = explore(PLAN)
+    seconds = []
+    for value in ("1", "2", "4", "8", "16", "32", "64"):
+        start = time.perf_counter()
+        explorer.controls["batch"].value = value
+        explorer.bundle()
+        seconds.append(time.perf_counter() - start)
+    assert statistics.median(seconds) < 0.1
+
+
+def test_without_ipywidgets_the_picture_stands_alone(monkeypatch, screen, capsys):
+    monkeypatch.setattr(planning, "find_spec", lambda name: None)
+    explorer = explore(PLAN)
+    explorer._ipython_display_()
+    assert explorer.controls == {}
+    assert "pip install ipywidgets" in capsys.readouterr().out
+    assert [set(shown) for shown in screen.shown] == [{"text/plain", "image/svg+xml"}]
+    explorer.set(batch=1)
+    assert len(screen.shown) == 2
+
+
+def test_outside_a_notebook_the_plan_is_printed(monkeypatch, capsys):
+    monkeypatch.setattr(planning, "front_end", lambda: "text")
+    explorer = explore(PLAN)
+    assert capsys.readouterr().out == f"{PLAN}\n"
+    assert len(repr(explorer).splitlines()) == 1
+
+
+def test_what_is_no_plan_is_refused():
+    with pytest.raises(TypeError, match=r"explore\(\) got a float: pass a plan, explore\(sk.plan"):
+        explore(8e9)  # type: ignore[arg-type]
+
+
+def test_a_saved_notebook_keeps_the_last_picture(tmp_path):
+    from nbclient import NotebookClient
+    from nbconvert import HTMLExporter
+
+    cells = [
+        f"import surokit as sk\nfrom surokit.widgets.planning import explore\nplan = sk.plan({CONFIG}, batch=1, length=2048, "
+        "gpu='H100')\nexplorer = explore(plan)\nexplorer",
+        "explorer.controls['recipe'].value = 'qfp8'",
+    ]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+    book.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    NotebookClient(
+        book, timeout=120, resources={"metadata": {"path": str(tmp_path)}}, store_widget_state=False
+    ).execute()
+    controls, shown = (output.data for output in book.cells[0].outputs)
+    assert "application/vnd.jupyter.widget-view+json" in controls
+    assert "running kernel" in controls["text/plain"]
+    assert "qfp8" in text(shown["image/svg+xml"])
+    page, _ = HTMLExporter(template_name="lab").from_notebook_node(book)
+    assert "data:image/svg+xml;base64" in page
