@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -118,6 +119,24 @@ def test_arguments_reach_the_plan(config, capsys):
     assert said["notes"] == list(expected.notes)
     assert expected.usd_range is not None
     assert expected.usd_range[0] < expected.usd_range[1]
+
+
+def test_a_name_on_the_hub(config, capsys, monkeypatch):
+    def fetch(repo_id, filename, *, online):
+        assert (repo_id, filename) == ("Qwen/Qwen3-8B", "config.json")
+        if not online:
+            raise FileNotFoundError("not in the cache")
+        return Path(config)
+
+    monkeypatch.setattr("surokit.hub.fetch", fetch)
+    monkeypatch.setattr("surokit.hub.reachable", lambda: True)
+    lines = {line["term"]: line["value"] for line in planned(capsys, "Qwen/Qwen3-8B")["lines"]}
+    assert lines["parameters"] == sk.plan(SIZES).parameters
+    monkeypatch.setattr("surokit.hub.reachable", lambda: False)
+    assert cli.main(["plan", "Qwen/Qwen3-8B"]) == 2
+    captured = capsys.readouterr()
+    assert "Qwen/Qwen3-8B" in captured.err
+    assert captured.err.count("\n") == 1
 
 
 def test_inference_holds_a_cache_and_no_gradients(config, capsys):

@@ -258,15 +258,15 @@ def table(data: Mapping[str, Any]) -> str:
     return markdown(data, head, rows)
 
 
-def measure(setting: Setting, device: str = "cpu") -> Measured:
-    """Bytes of one warm step: the second one."""
+def measure(setting: Setting, device: str = "cpu", model_of: Callable[[], nn.Module] | None = None) -> Measured:
+    """Bytes of one warm step: the second one. `model_of` makes another model than the setting's."""
     import torch
 
     meter = Meter(torch.device(device))
     gc.collect()  # the listener also hears of the end of what an earlier one saw begin
     before = torch.cuda.memory_allocated(device) if device == "cuda" else 0
     with meter.listening():
-        step, model, optimizer = _prepared(setting, device)
+        step, model, optimizer = _prepared(setting, device, model_of)
         step()
         handles = [
             model.register_forward_pre_hook(lambda *_: meter.mark("forward")),
@@ -379,13 +379,15 @@ def config_of(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _prepared(setting: Setting, device: str) -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer]:
+def _prepared(
+    setting: Setting, device: str, made: Callable[[], nn.Module] | None
+) -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer]:
     """A step, and what it trains."""
     import torch
 
     import surokit as sk
 
-    model = model_of(setting, device)
+    model = model_of(setting, device) if made is None else made()
     ids = torch.randint(setting.vocab, (setting.batch * setting.accumulate, setting.length))
     batch = {"input_ids": ids, "labels": ids}
     if not setting.theirs:

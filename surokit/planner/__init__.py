@@ -13,12 +13,13 @@ what it takes       hardware.py  GPUs, their peaks with sources (hardware.csv), 
                     communication.py, offload.py, energy.py
 asked backwards     questions.py what is the most that fits, how many GPUs, how many tokens
                     choices.py   which recipe, what binds, what makes it fit
-beside reality      check.py     a plan beside a measurement
+beside reality      check.py     a plan beside a measurement (measured.py reads it)
                     published.py published runs (published.csv)
 how loss scales     scaling.py   published laws; scaling_fit.py: a fit to your own runs
 put together        planning.py  plan() and Plan; lines.py, figures.py, picture.py show it
 """
 
+from surokit.planner.check import Check
 from surokit.planner.communication import efficiency, fit_speedup, loss_at_doublings
 from surokit.planner.configs import read_shape
 from surokit.planner.cost import Price, expected_goodput
@@ -40,6 +41,7 @@ __all__ = [
     "GPUS",
     "KAPLAN",
     "Ceilings",
+    "Check",
     "Gpu",
     "Host",
     "Plan",

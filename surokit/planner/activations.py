@@ -13,7 +13,7 @@ transformers: a norm computes in float32 of its own, so it keeps that copy (4 by
 normalized input that its weight multiplies; rotary positions keep nothing; SwiGLU keeps gate, silu(gate), up; the loss keeps
 float32 log-probabilities of all tokens, and its backward holds them with two gradients of their size.
 
-Experts, latent attention and GPT-2's feed-forward follow transformers' code but are not measured against it.
+Experts, latent attention and GPT-2's feed-forward follow transformers' code; the tests hold tiny ones to a tenth.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class _Model:
 
     def runs(self) -> list[tuple[int, frozenset[str], bool]]:
         """Like layers in a row: how many, which of their products are quantized, and whether their feed-forward is routed."""
-        routed = set(getattr(self.shape, "expert_layers", ()))
+        routed = set(self.shape.expert_layers)
         kinds = [
             (frozenset(n for n, p in self.places.items() if self.is_quantized(p, i)), i in routed)
             for i in range(self.shape.layers)
@@ -160,9 +160,7 @@ class _Model:
     def is_quantized(place: Placement, layer: int) -> bool:
         if place.weight.name == "lm_head":
             return False
-        # without the list, those that stay bf16 are taken to be the last layers
-        layers = getattr(place, "layers", None)
-        return layer in layers if layers is not None else layer < place.quantized
+        return layer in place.layers
 
     def layer(self, x: Value, quantized: frozenset[str], routed: bool) -> Value:
         if self.step.recompute == "full":
@@ -275,14 +273,14 @@ class _Model:
     def widths(self) -> tuple[int, int, int]:
         """Of query, key and value as attention reads them: a latent is expanded for every head."""
         s = self.shape
-        if getattr(s, "latent", None):
+        if s.latent is not None:
             return s.query_width, s.query_width, s.context_width
         return s.query_width, s.kv_width, s.kv_width
 
     @cached_property
     def context(self) -> int:
         """Width of attention's output."""
-        return int(getattr(self.shape, "context_width", self.shape.query_width))
+        return self.shape.context_width
 
     def feed_forward(
         self, root: str, x: Value, quantized: frozenset[str], ffn: int, times: float = 1.0, count: int = 1
@@ -293,7 +291,7 @@ class _Model:
         def product(name: str, x: Value, n: int, k: int) -> Value:
             return self.product(f"{root}.{name}", x, quantized, n, k, times=times, count=count)
 
-        if not getattr(s, "gated", True):
+        if not s.gated:
             up = product("up_proj", x, ffn, s.width)
             # the approximate GELU, written out: keeps x, its tanh, and both factors of the last product
             y = tape.run((up,), up.bytes, keeps=(up,), extra=3 * up.bytes, scratch=up.bytes, drops=(up,))
@@ -482,6 +480,8 @@ class _Theirs(_Ours):
 
     def attention(self, x: Value, quantized: frozenset[str]) -> Value:
         s, tape = self.shape, self.tape
+        if s.latent is not None:
+            return self.latent_attention(x, quantized)
         found = []
         for name, n, heads in zip(_QKV, self.widths, (s.heads, s.kv_heads, 0)):
             z = self.product(name, x, quantized, n, s.width)
@@ -497,6 +497,46 @@ class _Theirs(_Ours):
         tape.drop(y)
         tape.drop(x)
         return out
+
+    def latent_attention(self, x: Value, quantized: frozenset[str]) -> Value:
+        """DeepSeek's: query and key-values by way of a normalized latent, then expanded for every head."""
+        s, tape, m = self.shape, self.tape, self.shape.latent
+        assert m is not None
+
+        def product(name: str, x: Value, n: int, k: int) -> Value:
+            return self.product(f"self_attn.{name}", x, quantized, n, k)
+
+        if m.query_rank is None:
+            q = product("q_proj", x, s.query_width, s.width)
+        else:
+            latent = self.norm(product("q_a_proj", x, m.query_rank, s.width), m.query_rank)
+            q = product("q_b_proj", latent, s.query_width, m.query_rank)
+            tape.drop(latent)
+        q = tape.run((q,), q.bytes, scratch=q.bytes, back_scratch=q.bytes, drops=(q,))  # turned, and put together again
+        both = product("kv_a_proj_with_mqa", x, m.kv_rank + m.rope, s.width)
+        latent = self.norm(both, m.kv_rank)
+        expanded = product("kv_b_proj", latent, s.heads * (m.nope + m.value), m.kv_rank)
+        tape.drop(latent)
+        k = tape.run((expanded,), self.of(s.query_width))
+        y = self._attend_unequal(q, k, expanded)
+        for value in (q, k, expanded):
+            tape.drop(value)
+        out = product("o_proj", y, s.width, self.context)
+        tape.drop(y)
+        tape.drop(x)
+        return out
+
+    def _attend_unequal(self, q: Value, k: Value, v: Value) -> Value:
+        """Keys and values of different widths: a CPU has no fused kernel for these, and keeps all scores in float32."""
+        if not self.on_cpu:
+            return self.fused_attention(q, k, v)
+        tape, wide = self.tape, 4 / self.w
+        scores = self.wide(self.shape.heads * self.length)
+        extra = scores + (q.bytes + k.bytes) * wide + self.wide(self.context) if self.w < 4 else scores
+        keeps = () if self.w < 4 else (q, k, v)
+        size = self.of(self.context)
+        y = tape.run((q, k, v), size, keeps=keeps, extra=extra, scratch=scores, back_scratch=2 * scores)
+        return tape.run((y,), size, drops=(y,))  # as [B, T, H, D]
 
     def gated(self, product: Callable[[str], Value]) -> Value:
         gate = product("gate_proj")

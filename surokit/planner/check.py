@@ -171,6 +171,8 @@ class Check:
             raise ValueError(f"A plan cannot learn from this: {other}; plan with the device that was measured.")
         changes: dict[str, Any] = {}
         rate, gpu = self.tflops_per_gpu, self.plan.gpu
+        if wrong := _too_fast(gpu, rate):
+            raise ValueError(f"A plan cannot learn from this: {wrong}.")
         if rate is not None:
             changes = {"tflops_per_gpu": rate, "mfu": None}
             # far below the peak a rate is refused as a slip of the unit; as a share it is what it is
@@ -491,12 +493,26 @@ def _why_memory(plan: Plan, m: Measured, ratio: float) -> str:
     )
 
 
+def _too_fast(gpu: Gpu | None, rate: float | None) -> str:
+    """In words, where a rate is above every peak of the GPU; empty otherwise."""
+    if gpu is None or rate is None or gpu.fastest_tflops is None or rate <= gpu.fastest_tflops:
+        return ""
+    return (
+        f"{rate:,.4g} TFLOPS are above {gpu.name}'s fastest dense peak of {gpu.fastest_tflops:g}, so the time is wrong: "
+        "wait for the device before and after the steps (torch.cuda.synchronize())"
+    )
+
+
 def _outlook(result: Check) -> Iterator[str]:
     """What the run comes to at the measured rate."""
     plan = result.plan
     if (slack := result.slack) is not None and slack > _MOST_SLACK:
         yield "tensors took more than any slack explains, so a recalibrated plan keeps its own: the run holds what is not planned"
-    if plan.flops is None or result.tflops_per_gpu is None or _other_device(plan, result.measured):
+    rate = result.tflops_per_gpu
+    if wrong := _too_fast(plan.gpu, rate):
+        yield wrong
+        return
+    if plan.flops is None or rate is None or _other_device(plan, result.measured):
         return
     now = result.recalibrated
     if now.days is None:

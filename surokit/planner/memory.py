@@ -399,7 +399,7 @@ def _cache(shape: Shape, setup: Setup) -> Term:
     assert setup.batch is not None
     assert setup.length is not None
     tokens, width = setup.batch * setup.length, DTYPE_BYTES[setup.dtype]
-    elements = int(getattr(shape, "cache_width", 2 * shape.kv_width))
+    elements = shape.cache_width
     how = f"{shape.layers} layers x {elements:,} keys and values x {width} bytes x {tokens:,} tokens"
     how += ", for generation only" if setup.training else ""
     return Term("KV cache", shape.layers * elements * width * tokens, True, how, counted=not setup.training)

@@ -166,7 +166,7 @@ def _name_total(ax: Any, row: int, memory: Memory, limit: float | None, scale: f
         fontweight="normal" if fits else "bold",
         zorder=4,
     )
-    text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.85})
+    text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1.0})
 
 
 def _draw_limits(
@@ -203,7 +203,7 @@ def _legend(figure: Any, groups: Sequence[str]) -> None:
         Patch(facecolor="#8A8F98", edgecolor="white", label="exact"),
         Patch(facecolor="#8A8F98", edgecolor="white", hatch="////", label="approximate"),
     ]
-    columns = min(6, len(handles))
+    columns = -(-len(handles) // -(-len(handles) // 6))  # rows of at most six, alike in length
     figure.legend(
         handles=[handle for column in range(columns) for handle in handles[column::columns]],  # read row by row
         loc="outside upper left",

@@ -333,7 +333,7 @@ def plan(
         recompute=recompute,
         logits=logits or ("whole" if layers == "transformers" else "fused"),
         training=training,
-        device="cpu" if device is None else "cuda",
+        device="cpu" if device is None else device.device,
         layers=layers,
         accumulate=accumulate,
         slack=slack,

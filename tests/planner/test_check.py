@@ -182,6 +182,17 @@ def test_memory_and_slack():
     assert check(on_cpu, {"peak_gib": on_cpu.memory.gib, "device": "cpu"}).slack > p.setup.slack
 
 
+def test_a_time_that_cannot_be_is_said():
+    p = plan(gpus=1)
+    c = check(p, {"step_ms": p.flops_per_step / 4000e12 * 1e3, "device": H100})
+    assert (
+        "4,000 TFLOPS are above H100's fastest dense peak of 1979, so the time is wrong: wait for the device" in repr(c)
+    )
+    with pytest.raises(ValueError, match=r"A plan cannot learn from this: 4,000 TFLOPS are above H100's") as caught:
+        _ = c.recalibrated
+    assert "\n" not in str(caught.value)
+
+
 def test_memory_that_no_slack_explains():
     p = plan()
     c = check(p, {"peak_gib": p.memory.gib * 3, "step_ms": p.time.step_ms})

@@ -252,7 +252,9 @@ def test_recompute_keeps_each_layers_input():
 def test_sharded_weights_and_gradients_are_whole_for_a_layer():
     run: dict[str, Any] = {"batch": 1, "length": 256, "gpus": 8}
     stages = [plan(CONFIG, zero=zero, **run).memory for zero in (0, 1, 2, 3)]
-    layer = sum(w.n * w.k for w in plan(CONFIG).shape.projections)
+    shape = plan(CONFIG).shape
+    assert shape is not None
+    layer = sum(w.n * w.k for w in shape.projections)
     embeddings = 2 * 1024 * 256 * 2
     assert stages[2]["gathered layers"].bytes == layer * 2
     assert stages[3]["gathered layers"].bytes == 3 * layer * 2 + embeddings
@@ -377,6 +379,44 @@ def test_the_meter_counts_what_is_allocated():
 def test_the_peak_of_a_step(setting):
     measured, memory = measure(setting), planned(setting).memory
     assert memory.peak_gib * 2**30 == pytest.approx(measured.peak, rel=0.05)
+
+
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 320,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+GROUPED = {"n_routed_experts": 8, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
+UNDROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Phi3": {"pad_token_id": 0},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"num_experts": 8, "head_dim": 32, **EXPERTS},
+    "DeepseekV3": {**EXPERTS, **LATENT, **GROUPED},
+    "GPT2": {"n_layer": 2, "n_embd": 128, "n_head": 4, "n_positions": 128, **UNDROPPED},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_peak_of_other_families(family):
+    transformers = pytest.importorskip("transformers")
+    sizes = {**SMALL, **FAMILIES[family]} if family != "GPT2" else {"vocab_size": 256, **FAMILIES[family]}
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+
+    def made():
+        torch.manual_seed(0)
+        return getattr(transformers, family + head)(config).to(torch.bfloat16)
+
+    setting = Setting(family, family="llama", batch=4, length=128, vocab=256)
+    memory = plan(config, batch=4, length=128, layers="transformers", dtype="bf16").memory
+    assert memory.peak_gib * 2**30 == pytest.approx(measure(setting, model_of=made).peak, rel=0.10)
 
 
 RAW = json.loads((Path(__file__).parents[2] / "docs/measurements/memory-cpu.json").read_text())
