@@ -224,13 +224,13 @@ def _choices_text(rows: Sequence[Choice]) -> str:
 
 def _plot(planned: Plan, arguments: argparse.Namespace) -> Path:
     from surokit.planner.choices import compare_recipes
-    from surokit.planner.picture import memory_bars
+    from surokit.planner.picture import plot_memory
 
     path: Path = arguments.plot
     plans = {planned.title: planned}
     if arguments.recipes:
         plans = {row.name: planned.but(recipe=row.recipe) for row in compare_recipes(planned)}
-    figure = memory_bars(plans, gib=arguments.fits)
+    figure = plot_memory(plans, gib=arguments.fits)
     known = sorted(figure.canvas.get_supported_filetypes())
     if path.suffix.lstrip(".").lower() not in known:
         raise ValueError(f"--plot {path} is no kind of picture that can be written: use .png, .svg or .pdf.")

@@ -358,7 +358,7 @@ def planned(setting: Setting, device: str = "cpu") -> Any:
         "accumulate": setting.accumulate,
         "recompute": setting.recompute,
         "layers": "transformers" if setting.theirs else "surokit",
-        "gpu": None if device == "cpu" else "H100",  # any: it says that the GPU's kernels run
+        "gpu": "cpu" if device == "cpu" else "H100",  # any: it says that the GPU's kernels run
     }
     return plan(config_of(setting), **options)
 

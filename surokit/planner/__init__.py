@@ -27,7 +27,7 @@ from surokit.planner.flops import count_flops
 from surokit.planner.hardware import GPUS, Ceilings, Gpu, find_gpu, load_hardware, register
 from surokit.planner.memory import count_memory
 from surokit.planner.offload import Host, predict_offload
-from surokit.planner.picture import memory_bars as plot_memory
+from surokit.planner.picture import plot_memory
 from surokit.planner.planning import Plan, plan
 from surokit.planner.published import judge_hours
 from surokit.planner.roofline import recipe_gain

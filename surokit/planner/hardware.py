@@ -236,6 +236,10 @@ _TABLE: dict[str, Gpu] = _shipped()
 GPUS: Mapping[str, Gpu] = MappingProxyType(_TABLE)
 
 
+#: A processor: our CPU kernels compute, at rates that `surokit.calibrate("cpu")` would measure.
+PROCESSOR = Gpu("CPU", source="any processor", device="cpu")
+
+
 def register(gpu: Gpu) -> Gpu:
     """Add a GPU to the table, or replace the one of that name, for this process."""
     if not isinstance(gpu, Gpu):
@@ -288,7 +292,7 @@ def _by_key() -> dict[str, Gpu]:
 
 
 def find_gpu(what: Any) -> Gpu:
-    """The Gpu of a name, an alias or a device name as torch gives it.
+    """The Gpu of a name, an alias or a device name as torch gives it; "cpu" is a processor whose rates nobody measured.
 
     Raises ValueError for an unknown name, with the nearest known one.
     """
@@ -299,8 +303,8 @@ def find_gpu(what: Any) -> Gpu:
     known = _by_key()
     if found := known.get(_key(what)):
         return found
-    if _key(what).startswith("cpu"):
-        raise ValueError(f"gpu={what!r} has no row in the table: surokit.calibrate('cpu') measures this machine's.")
+    if _key(what) == "cpu":
+        return PROCESSOR
     names = sorted({gpu.name for gpu in known.values()})
     near = difflib.get_close_matches(_key(what), known, n=1, cutoff=0.5)
     hint = f"did you mean {known[near[0]].name}? Known" if near else "known"

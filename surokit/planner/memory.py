@@ -341,7 +341,8 @@ def _with_step(
     there_now = min(peak.made_of[GRADIENTS], full)
     if there_now > 0.999 * full:
         there_now = full
-    now = [replace(gradients, bytes=there_now, most=full) if t is gradients else t for t in terms]
+    met = replace(gradients, bytes=there_now, most=full, exact=there_now in (0.0, full))
+    now = [met if t is gradients else t for t in terms]
     now += _passing(shape, passing, peak, setup)
     return [_at_the_peak(t, peak.phase) for t in now], phases
 
@@ -369,7 +370,8 @@ def _passing(shape: Shape, passing: Activations, peak: Moment, setup: Setup) -> 
     else:
         how = f"{tokens:,} tokens x {passing.kept / tokens / shape.layers:,.0f} bytes a token and layer"
         how += "; fused attention keeps no scores to drop" if setup.recompute == "selective" else ""
-    how += f", as {setup.layers}' layers keep them (form of arXiv 2205.05198)"
+    whose = "transformers'" if setup.layers == "transformers" else "surokit's"
+    how += f", as {whose} layers keep them (form of arXiv 2205.05198)"
     terms = [Term("activations", peak.made_of[KEPT], False, how, most=passing.kept)]
     if setup.logits == "whole":
         how = f"{tokens:,} tokens x {shape.vocab:,} whole, in {setup.dtype} and in the loss's float32"

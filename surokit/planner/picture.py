@@ -1,6 +1,6 @@
 """A plan's memory as a picture: one stacked bar a plan, with matplotlib.
 
-    memory_bars({"all weights": plan, "LoRA": plan.but(recipe="qfp8")}, gib=80)
+    plot_memory({"all weights": plan, "LoRA": plan.but(recipe="qfp8")}, gib=80)
 
 Terms are gathered into a few groups so that plans of different recipes can be compared by colour; what follows exactly from
 shapes and dtypes is solid, what is approximate is hatched, and the length of a bar is the memory that `plan.fits` compares: what
@@ -67,7 +67,7 @@ def _group(name: str) -> str:
     return next((group for group, (_, starts) in _GROUPS.items() if starts and name.startswith(starts)), "other")
 
 
-def memory_bars(plans: Mapping[str, Plan] | Plan, gib: float | Sequence[float] | None = None) -> Figure:
+def plot_memory(plans: Mapping[str, Plan] | Plan, gib: float | Sequence[float] | None = None) -> Figure:
     """A bar of memory for each plan: exact terms solid, approximate ones hatched, the total beside it.
 
     plans: name -> Plan, drawn from top to bottom; or one plan. gib: the memory of one GPU in GiB, drawn as a line, or several;
@@ -77,11 +77,11 @@ def memory_bars(plans: Mapping[str, Plan] | Plan, gib: float | Sequence[float] |
     """
     named = plans if isinstance(plans, Mapping) else {"": plans}
     if not named:
-        raise ValueError("memory_bars() got no plans: pass {'name': sk.plan(...), ...}.")
+        raise ValueError("plot_memory() got no plans: pass {'name': sk.plan(...), ...}.")
     for name, plan in named.items():
         if not isinstance(getattr(plan, "memory", None), Memory):
             raise TypeError(
-                f"memory_bars() got a {type(plan).__name__} as {name!r}: pass {{'name': sk.plan(...), ...}}."
+                f"plot_memory() got a {type(plan).__name__} as {name!r}: pass {{'name': sk.plan(...), ...}}."
             )
     limits = _limits(named, gib)
 

@@ -174,7 +174,7 @@ class Plan:
 
     def plot(self, gib: float | None = None) -> Figure:
         """Memory as a bar, exact terms solid, approximate ones hatched; `sk.plot_memory` draws several plans."""
-        return picture.memory_bars(self, gib)
+        return picture.plot_memory(self, gib)
 
     def explore(self) -> Any:
         """This plan with sliders, in a notebook; printed elsewhere."""
@@ -263,7 +263,8 @@ def plan(
     what        number of parameters (405e9), a config (dict as in config.json, folder, path, DecoderConfig), or a model
                 with a .config
     tokens      of the whole run; `batch` (sequences on one GPU) x `length` (tokens) x `gpus` is one step
-    gpu         a name in the hardware table or a Gpu; gives peaks and memory
+    gpu         a name in the hardware table, "cpu", or a Gpu; gives peaks and memory, and whose kernels run (a GPU's without
+                it, those of the device that a live model is on)
     tflops_per_gpu, mfu     the achieved rate of one GPU in model TFLOPS, or as a share of its dense BF16 peak: one of
                 them, or neither
     goodput     share of the hours that makes progress (restarts and evaluation do not)
@@ -333,7 +334,7 @@ def plan(
         recompute=recompute,
         logits=logits or ("whole" if layers == "transformers" else "fused"),
         training=training,
-        device="cpu" if device is None else device.device,
+        device=subject.device if device is None else device.device,
         layers=layers,
         accumulate=accumulate,
         slack=slack,

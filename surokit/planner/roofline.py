@@ -199,7 +199,7 @@ class Estimate:
 
     def lines(self) -> list[tuple[str, float, str, str, str]]:
         """(term, value, unit, kind, how) of a plan's table."""
-        rows: list[tuple[str, float, str, str, str]] = [("step", self.step_ms, "ms", self.kind, self.how)]
+        rows: list[tuple[str, float, str, str, str]] = [("step, estimated", self.step_ms, "ms", self.kind, self.how)]
         device = self.device_ms
         for group, ms in self.by_group().items():
             if ms:
@@ -215,7 +215,7 @@ class Estimate:
         if self.communication.bytes and self.communication.exposed_ms is not None:
             how = f"of {self.communication.ms:,.1f} ms: {self.communication.how}"
             rows.append(("  communication, exposed", self.communication.exposed_ms, "ms", self.kind, how))
-        rows.append(("tokens a second", self.tokens_per_s, "tokens/s", self.kind, "tokens a step / step"))
+        rows.append(("tokens a second, estimated", self.tokens_per_s, "tokens/s", self.kind, "tokens a step / step"))
         return rows
 
 

@@ -452,7 +452,7 @@ def read_flops(what: Any) -> float:
             raise ValueError("The plan has no FLOPs to split: plan with tokens=, or give the FLOPs.")
         what = what.flops
     flops = arguments.number("flops", what)
-    if flops < 1e10:
+    if flops < 6e7:
         raise ValueError(f"flops={flops:.12g} is no training run: the unit is FLOP, a PF-day is 8.64e19.")
     if flops > 1e32:
         raise ValueError(f"flops={flops:.12g} is beyond any training run: the unit is FLOP, a PF-day is 8.64e19.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 from surokit.planner import arguments, figures
 from surokit.planner.configs import FAMILIES, read_shape
@@ -14,7 +14,7 @@ from surokit.planner.shape import Shape
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned: a shape, or a number of parameters alone; `dtype` and `layers` are a live model's own."""
+    """What is planned: a shape, or a number of parameters alone; `dtype`, `layers` and `device` are a live model's own."""
 
     parameters: float
     name: str
@@ -22,6 +22,7 @@ class Subject:
     notes: tuple[str, ...] = ()
     dtype: str | None = None
     layers: Layers = "surokit"
+    device: Literal["cpu", "cuda"] = "cuda"
 
     @property
     def active(self) -> float:
@@ -48,7 +49,7 @@ def read_subject(what: Any) -> Subject:
             "them in one tensor, which apply() leaves as it is",
         )
     name = f"{shape.family} of {figures.count(shape.parameters)} parameters {source}"
-    return Subject(float(shape.parameters), name, shape, notes, _own_dtype(what), _own_layers(what))
+    return Subject(float(shape.parameters), name, shape, notes, _own_dtype(what), _own_layers(what), _own_device(what))
 
 
 def _own_layers(what: Any) -> Layers:
@@ -65,3 +66,10 @@ def _own_dtype(what: Any) -> str | None:
         return None
     names = (str(getattr(p, "dtype", "")).rpartition(".")[2] for p in parameters())
     return next((name for name in names if name in DTYPE_BYTES), None)
+
+
+def _own_device(what: Any) -> Literal["cpu", "cuda"]:
+    """Where a live model's first parameter is; a GPU for what is on none yet."""
+    parameters = getattr(what, "parameters", None)
+    first = next(iter(parameters()), None) if callable(parameters) else None
+    return "cpu" if getattr(getattr(first, "device", None), "type", None) == "cpu" else "cuda"

@@ -239,9 +239,9 @@ def picture(plan: Plan, error: str | None = None, theme: Theme = "auto", width: 
     height = round(y + 2)
     verdict = _verdict(plan)[0]
     start = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="sk" role="img" viewBox="0 0 {width} {height}" width="{width}"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="sk plan" role="img" viewBox="0 0 {width} {height}" width="{width}"'
         f' height="{height}" style="max-width:100%;height:auto"><title>{escape(f"Plan: {plan.title}")}</title>'
-        f"<desc>{escape(verdict)}</desc><style>{_css(theme)}.sk .k{{font-size:12px}}</style>"
+        f"<desc>{escape(verdict)}</desc><style>{_css(theme)}.sk.plan .k{{font-size:12px}}</style>"
         '<defs><pattern id="sk-hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         '<path class="r" d="M0 3H6" style="stroke-width:1.6"/></pattern></defs>'
         f'<rect class="b" width="{width}" height="{height}" rx="8"/>'
@@ -276,6 +276,7 @@ def _bar(plan: Plan, out: list[str], y: float, width: int) -> float:
     tokens = "" if setup.batch is None or setup.length is None else f"{setup.batch:,} x {setup.length:,} tokens, "
     name = f"{figures.count(plan.parameters)} parameters, {recipe}, {tokens}{setup.gpus:,} x {device}"
     rest = [f"ZeRO {setup.zero}", f"recompute {setup.recompute}", f"optimizer {setup.optimizer}"]
+    rest = rest if setup.training else ["a forward pass and its KV cache"]
     out += [_text(14, y + 2, cut(name, 70), "h"), _text(14, y + 21, ", ".join(rest), "m")]
     y += 41
     if warning:

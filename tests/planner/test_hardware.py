@@ -103,8 +103,12 @@ def test_names_as_torch_gives_them(torch_name, name):
 def test_a_near_namesake_is_not_taken_for_it():
     with pytest.raises(ValueError, match="There is no GPU 'NVIDIA A10G' in the table: did you mean A10"):
         find_gpu("NVIDIA A10G")
-    with pytest.raises(ValueError, match=r"calibrate\('cpu'\) measures this machine"):
-        find_gpu("cpu")
+
+
+def test_a_processor_has_no_rates_but_says_whose_kernels_run():
+    assert find_gpu("cpu") is find_gpu("CPU")
+    assert find_gpu("cpu").device == "cpu"
+    assert find_gpu("cpu").peak()[0] is None
 
 
 def test_a_table_of_ones_own(table, tmp_path):

@@ -235,6 +235,19 @@ def test_a_peak_is_the_fullest_moment_and_its_terms_sum_to_it():
     assert plan(CONFIG).memory.peak_phase is None
 
 
+@pytest.mark.parametrize("gpu", [None, "H100"])
+@pytest.mark.parametrize("layers", ["surokit", "transformers"])
+@pytest.mark.parametrize("what", ["batch", "length"])
+def test_more_tokens_never_take_less(gpu, layers, what):
+    """What a search for the largest batch relies on. Few tokens may all take the same: the optimizer's step is fuller then."""
+    peaks = [
+        plan(CONFIG, gpu=gpu, layers=layers, recipe=FP8, **{"batch": 2, "length": 128, what: n}).memory.peak_gib
+        for n in (*range(1, 20), *range(20, 5000, 211))
+    ]
+    assert all(b >= a * (1 - 1e-12) for a, b in itertools.pairwise(peaks))
+    assert peaks[-1] > peaks[0]
+
+
 def test_a_second_micro_batch_meets_the_gradients_of_the_first():
     one, two = (plan(CONFIG, batch=8, length=256, accumulate=n).memory for n in (1, 2))
     assert two["gradients"].bytes == two["gradients"].most == one["gradients"].most
@@ -415,7 +428,7 @@ def test_the_peak_of_other_families(family):
         return getattr(transformers, family + head)(config).to(torch.bfloat16)
 
     setting = Setting(family, family="llama", batch=4, length=128, vocab=256)
-    memory = plan(config, batch=4, length=128, layers="transformers", dtype="bf16").memory
+    memory = plan(config, batch=4, length=128, layers="transformers", dtype="bf16", gpu="cpu").memory
     assert memory.peak_gib * 2**30 == pytest.approx(measure(setting, model_of=made).peak, rel=0.10)
 
 

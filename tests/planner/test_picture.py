@@ -9,7 +9,7 @@ from matplotlib.colors import to_hex
 
 from surokit.planner import Gpu, plan
 from surokit.planner.memory import GIB, Memory, Term
-from surokit.planner.picture import _GROUPS, memory_bars, parts_of
+from surokit.planner.picture import _GROUPS, parts_of, plot_memory
 from surokit.widgets.figure import PALETTE_LIGHT
 
 CONFIG = {
@@ -39,7 +39,7 @@ def words(figure) -> list[str]:
 
 
 def test_bars_stack_every_counted_term_in_the_plans_order():
-    figure = memory_bars(RECIPES)
+    figure = plot_memory(RECIPES)
     rows = bars(figure)
     assert list(rows) == list(range(len(RECIPES)))
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == list(RECIPES)
@@ -58,19 +58,19 @@ def test_bars_stack_every_counted_term_in_the_plans_order():
 
 def test_the_total_is_what_fits_compares():
     plans = {**RECIPES, "too large": PLAN.but(batch=4), "no GPU": PLAN.but(gpu=None)}
-    said = [text for text in words(memory_bars(plans)) if "GiB" in text]
+    said = [text for text in words(plot_memory(plans)) if "GiB" in text]
     assert [text for text in said if text.endswith(", fits")] == [
         f"{each.memory.gib:.1f} GiB, fits" for each in plans.values() if each.gpu and each.fits()
     ]
     assert f"{plans['too large'].memory.gib:,.1f} GiB, too large" in said
     assert f"{plans['no GPU'].memory.gib:.1f} GiB" in said
     for name, each in RECIPES.items():
-        drawn = words(memory_bars({name: each}, gib=24))
+        drawn = words(plot_memory({name: each}, gib=24))
         assert f"{each.memory.gib:.1f} GiB, {'fits' if each.fits(24) else 'too large'}" in drawn
 
 
 def test_what_cannot_be_counted_is_said_and_never_fits():
-    figure = memory_bars({"number": plan(1e9, gpu="H100"), "huge": plan(405e9, gpu="H100")})
+    figure = plot_memory({"number": plan(1e9, gpu="H100"), "huge": plan(405e9, gpu="H100")})
     small, huge = [text for text in words(figure) if "and more" in text]
     assert "fits" not in small
     assert huge.endswith("too large")
@@ -80,26 +80,26 @@ def test_one_line_for_one_memory_and_a_mark_each_for_several():
     def drawn(figure):
         return [line.get_xdata()[0] for line in figure.axes[0].get_lines()]
 
-    assert drawn(memory_bars(RECIPES)) == [80.0]
-    assert drawn(memory_bars(RECIPES, gib=(24, 80))) == [24.0, 80.0]
-    assert not any("fits" in text for text in words(memory_bars(RECIPES, gib=(24, 80))))
+    assert drawn(plot_memory(RECIPES)) == [80.0]
+    assert drawn(plot_memory(RECIPES, gib=(24, 80))) == [24.0, 80.0]
+    assert not any("fits" in text for text in words(plot_memory(RECIPES, gib=(24, 80))))
     # a GPU far beyond the bars would squeeze them
-    assert drawn(memory_bars(RECIPES, gib=4000)) == []
-    assert drawn(memory_bars({"a": PLAN, "b": PLAN.but(gpu="A100")})) == [80.0]
-    own = memory_bars({"a": PLAN, "b": PLAN.but(gpu="H200")})
+    assert drawn(plot_memory(RECIPES, gib=4000)) == []
+    assert drawn(plot_memory({"a": PLAN, "b": PLAN.but(gpu="A100")})) == [80.0]
+    own = plot_memory({"a": PLAN, "b": PLAN.but(gpu="H200")})
     assert drawn(own) == [80.0, 141.0]
-    assert drawn(memory_bars({"a": PLAN.but(gpu=Gpu("Unknown", bf16_tflops=100))})) == []
+    assert drawn(plot_memory({"a": PLAN.but(gpu=Gpu("Unknown", bf16_tflops=100))})) == []
 
 
 def test_figures_inside_the_bars_are_their_parts():
-    inside = [text for text in words(memory_bars({"a": PLAN}, gib=200)) if "GiB" not in text]
+    inside = [text for text in words(plot_memory({"a": PLAN}, gib=200)) if "GiB" not in text]
     wide = [part.gib for part in parts_of(PLAN.memory) if part.group != "slack" and part.gib > 12]
     assert inside == [f"{gib:.3g}" for gib in wide]
 
 
 def test_small_models_are_drawn_in_mib():
     tiny = plan(CONFIG | {"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 512, "intermediate_size": 128})
-    figure = memory_bars(tiny)
+    figure = plot_memory(tiny)
     assert figure.axes[0].get_xlabel().endswith("MiB")
     assert bars(figure)[0][0].get_width() == pytest.approx(tiny.memory["weights"].bytes / 2**20)
 
@@ -131,12 +131,12 @@ def test_groups_keep_every_byte_and_a_colour_that_eyes_can_tell():
     colors = [color.lower() for color, _ in _GROUPS.values()]
     assert len(set(colors)) == len(colors)
     assert {color.lower() for color in PALETTE_LIGHT} <= set(colors)
-    shown = {to_hex(box.get_facecolor()) for box in memory_bars(RECIPES).axes[0].patches}
+    shown = {to_hex(box.get_facecolor()) for box in plot_memory(RECIPES).axes[0].patches}
     assert shown <= set(colors)
 
 
 def test_long_names_are_wrapped():
-    figure = memory_bars({"a name that is far too long to stand beside a bar in one line": PLAN})
+    figure = plot_memory({"a name that is far too long to stand beside a bar in one line": PLAN})
     label = figure.axes[0].get_yticklabels()[0].get_text()
     assert max(map(len, label.splitlines())) <= 26
 
@@ -152,4 +152,4 @@ def test_long_names_are_wrapped():
 )
 def test_what_cannot_be_drawn_is_one_sentence(plans, gib, error, said):
     with pytest.raises(error, match=said):
-        memory_bars(plans, gib=gib)
+        plot_memory(plans, gib=gib)

@@ -74,12 +74,13 @@ def test_the_largest_is_the_inverse_of_memory(what, n, times, recompute, optimiz
     def at(n):
         return plan({**SMALL, "num_hidden_layers": n}, **p.given) if what == "layers" else p.but(**{what: n})
 
-    # exactly what n takes is room for n; a hair less is not
-    room, more = at(n).memory.gib, at(n + 1).memory.gib
-    assert largest(p, what, gib=room) == n
-    assert largest(p, what, gib=(room + more) / 2) == n
-    if n > 1:
-        assert largest(p, what, gib=math.nextafter(room, 0)) == n - 1
+    # exactly what n takes is room for n, and for what takes no more; the next takes more
+    room = at(n).memory.gib
+    found = largest(p, what, gib=room)
+    assert found >= n
+    assert at(found).memory.gib == room < at(found + 1).memory.gib
+    if at(1).memory.gib < room:  # a hair less is no room for n
+        assert largest(p, what, gib=math.nextafter(room, 0)) < n
 
 
 def test_the_largest_number_of_parameters_by_hand():

@@ -533,8 +533,8 @@ def test_the_table_and_the_lines():
         frame.module
     )
     terms = [term for term, *_ in e.lines()]
-    assert terms[0] == "step"
-    assert terms[-1] == "tokens a second"
+    assert terms[0] == "step, estimated"
+    assert terms[-1] == "tokens a second, estimated"
     assert "  quantization" in terms
     assert all(kind == "prediction" for *_, kind, _ in e.lines())
 

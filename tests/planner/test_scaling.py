@@ -522,3 +522,12 @@ def test_importing_loads_neither_numpy_nor_matplotlib():
 
 def test_a_fit_keeps_its_type():
     assert isinstance(fit_scaling(synthetic(), samples=5), ScalingFit)
+
+
+def test_a_fit_to_runs_of_a_notebooks_size_can_be_drawn():
+    runs = [
+        {"parameters": n, "tokens": d, "loss": 1.5 + 30 / n**0.3 + 60 / d**0.3}
+        for n in (2e4, 6e4, 2e5)
+        for d in (3e3, 1e4, 4e4)
+    ]
+    assert len(fit_scaling(runs, samples=20).plot().axes) >= 2

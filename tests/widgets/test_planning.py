@@ -12,6 +12,7 @@ from surokit.planner.figures import gib
 from surokit.planner.picture import parts_of
 from surokit.recipe import BF16, FP4, FP8
 from surokit.widgets import planning
+from surokit.widgets.figure import _css
 from surokit.widgets.panel import MESSAGE_BYTES
 from surokit.widgets.planning import NOT_GIVEN, explore, picture
 
@@ -185,6 +186,13 @@ def test_the_picture_is_small_and_nothing_leaves_it(each):
         # a character takes about 6 px at this size
         if node.get("text-anchor") != "end":
             assert float(node.attrib["x"]) + 5.8 * len("".join(node.itertext())) < width + 20
+
+
+def test_its_style_leaves_other_pictures_of_the_page_alone():
+    rules = picture(PLAN).partition("<style>")[2].partition("</style>")[0]
+    panel = _css("auto")
+    assert rules.startswith(panel)
+    assert all(rule.startswith(".sk.plan ") for rule in rules.removeprefix(panel).split("}") if rule)
 
 
 def test_a_change_takes_less_than_a_tenth_of_a_second():
