@@ -44,12 +44,12 @@ from surokit.environment import cores, cpu_model, front_end
 from surokit.kernels import native
 from surokit.planner.hardware import GPUS, Ceilings, Gpu, find_gpu
 
-_VERSION = 1  # of the measurements: a change of what is measured makes cached figures stale
+_VERSION = 2  # of the measurements: a change of what is measured makes cached figures stale
 _SIZES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192)}  # of square products
-_COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
+_COPY_BYTES = {"cpu": 256 * 2**20, "cuda": 2**30}
 _LINK_BYTES = 256 * 2**20
 _LAUNCHES = 500  # under the 1024 that a CUDA stream queues before the host waits
-_ADAM_PARAMS = 4 * 2**20
+_ADAM_PARAMS = 32 * 2**20  # 512 MiB of states: a processor's last cache may hold 256, and an offloaded model fits none
 _REPEATS = 3  # at least, whatever the time given
 
 Measure = Callable[[torch.device, float], float]
@@ -73,7 +73,7 @@ def calibrate(
     refresh: bool = False,
     progress: bool = True,
 ) -> Gpu:
-    """Measure a device: its row of the hardware table, where it has one, with `ceilings` beside the datasheet's peaks.
+    """Measure a device: its row of the hardware table, where it has one, with its own memory, and `ceilings` beside the peaks.
 
     device      "cuda", "cuda:1", "cpu"; the GPU if there is one without it
     seconds     about how long to measure, over all parts; a minimum of repeats is kept
@@ -111,7 +111,8 @@ def _measure(row: Gpu, where: torch.device, seconds: float, progress: bool) -> t
     for number, part in enumerate(parts, 1):
         try:
             with _line(f"calibrating {row.name}: {part.words} ({number} of {len(parts)})", progress):
-                figures[part.field] = part.measure(where, seconds / len(parts))
+                # four digits are all that a clock is worth
+                figures[part.field] = float(f"{part.measure(where, seconds / len(parts)):.4g}")
         except KeyboardInterrupt:
             complete = False
             missing += [f"{each.words} (interrupted)" for each in parts[number - 1 :]]
@@ -325,19 +326,20 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _row(where: torch.device) -> Gpu:
-    """The device as the hardware table has it, or with what torch says of it."""
+    """The device as the hardware table has it, with the memory that it really offers, or with what torch says of it."""
     if where.type == "cpu":
         n = cores()
         name = f"cpu: {cpu_model()}, {n} core{'' if n == 1 else 's'}"
         return Gpu(name, memory_gib=_host_gib(), source="this machine", device="cpu")
     properties = torch.cuda.get_device_properties(where)
+    memory_gib = round(properties.total_memory / 2**30, 2)
     try:
-        return find_gpu(properties.name)
+        return replace(find_gpu(properties.name), memory_gib=memory_gib)
     except ValueError:
         capability = None if torch.version.hip else (properties.major, properties.minor)
         return Gpu(
             properties.name,
-            memory_gib=properties.total_memory / 2**30,
+            memory_gib=memory_gib,
             capability=capability,
             source="torch's properties of the device; no row in the table",
         )
@@ -352,7 +354,7 @@ def _host_gib() -> float | None:
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text(encoding="ascii").strip()).isdigit():
         held = min(held, int(text))
-    return held / 2**30
+    return round(held / 2**30, 2)
 
 
 # -- the kept result
@@ -405,7 +407,7 @@ def _read(file: Path, key: dict[str, Any], seconds: float) -> Gpu | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     row = GPUS.get(gpu.name)
-    return gpu if row is None else replace(row, ceilings=gpu.ceilings)
+    return gpu if row is None else replace(row, ceilings=gpu.ceilings, memory_gib=gpu.memory_gib)
 
 
 def _write(file: Path, key: dict[str, Any], seconds: float, gpu: Gpu) -> None:

@@ -172,7 +172,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         lines = [line.__dict__ for line in planned.lines()]
         found = {name: answer for name, (answer, _) in answers.items()}
-        print(json.dumps({"title": planned.title, "lines": lines, "notes": planned.notes, **found}, indent=1))
+        said = {"title": planned.title, "answers": planned.answers, "lines": lines, "notes": planned.all_notes}
+        print(json.dumps({**said, **found}, indent=1))
     else:
         print("\n\n".join([str(planned), *(text for _, text in answers.values())]))
     return 0
@@ -196,7 +197,7 @@ def _answers(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[An
         gpus = questions.gpus_for(planned, days=arguments.days)
         done = planned.but(gpus=gpus)
         words = f"  done within {arguments.days:g} days on {gpus:,} GPUs: {done.days:.2f} days"
-        answers["gpus"] = (gpus, words + ("" if done.usd is None else f", {figures.value(done.usd, 'USD')}"))
+        answers["gpus"] = (gpus, words + (f", {figures.span(*done.usd_range, 'USD')}" if done.usd_range else ""))
     if arguments.recipes:
         rows = choices.compare_recipes(planned, gib=gib)
         answers["recipes"] = ([_choice_data(row) for row in rows], _choices_text(rows))

@@ -80,6 +80,18 @@ def test_a_plan_takes_it(measured):
     assert p.days == pytest.approx(p.flops / 0.01e12 / 86400)
 
 
+def test_what_stands_for_memory_fits_no_cache():
+    """A processor's last cache holds up to 256 MiB or so, three times as fast as memory."""
+    assert 2 * calibration._COPY_BYTES["cpu"] >= 512 * 2**20
+    assert 4 * 4 * calibration._ADAM_PARAMS >= 512 * 2**20
+
+
+def test_figures_have_the_digits_that_a_clock_is_worth(counted, monkeypatch):
+    third = Part("bf16_tflops", "bf16 products", lambda device, seconds: 100 / 3)
+    monkeypatch.setattr(calibration, "PARTS", (third,))
+    assert calibrate("cpu", 1, cache=False).ceilings.bf16_tflops == 33.33
+
+
 def test_products_agree_with_a_clock(measured):
     """The same product timed by hand: within a factor, since the machine does other things too."""
     a, b = torch.randn(512, 512), torch.randn(512, 512)
@@ -210,11 +222,12 @@ def test_a_known_gpu_keeps_its_row(monkeypatch, counted, tmp_path):
     properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85e9, major=9, minor=0)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
     row = calibration._row(torch.device("cuda", 0))
-    assert row is find_gpu("H100")
+    # 80 GiB by name; a plan that must fit wants what there is
+    assert row == dataclasses.replace(find_gpu("H100"), memory_gib=79.16)
     properties.name = "NVIDIA Unheard Of"
     assert calibration._row(torch.device("cuda", 0)) == Gpu(
         "NVIDIA Unheard Of",
-        memory_gib=85e9 / 2**30,
+        memory_gib=79.16,
         capability=(9, 0),
         source="torch's properties of the device; no row in the table",
     )

@@ -116,7 +116,9 @@ def test_arguments_reach_the_plan(config, capsys):
     assert {(line["group"], line["term"]): line["value"] for line in said["lines"]} == {
         (line.group, line.term): line.value for line in expected.lines()
     }
-    assert said["notes"] == list(expected.notes)
+    assert said["answers"] == list(expected.answers)
+    assert said["notes"] == list(expected.all_notes)
+    assert len(said["notes"]) > len(expected.notes)  # those of the step's estimate too
     assert expected.usd_range is not None
     assert expected.usd_range[0] < expected.usd_range[1]
 
@@ -166,15 +168,17 @@ def test_the_largest_batch_fits_and_one_more_does_not(config, capsys):
 
 
 def test_gpus_for_a_deadline(config, capsys):
-    arguments = [config, "--tokens", "1e11", "--gpu", "H100", "--mfu", 0.4, "--days", 10, "--usd-per-gpu-hour", 2]
-    base = sk.plan(SIZES, tokens=1e11, gpu="H100", mfu=0.4, usd_per_gpu_hour=2)
+    arguments = [config, "--tokens", "1e11", "--gpu", "H100", "--mfu", 0.4, "--days", 10, "--usd-per-gpu-hour", "2-4"]
+    base = sk.plan(SIZES, tokens=1e11, gpu="H100", mfu=0.4, usd_per_gpu_hour=(2, 4))
     gpus = planned(capsys, *arguments)["gpus"]
     days, one_less = base.but(gpus=gpus).days, base.but(gpus=gpus - 1).days
     assert days is not None
     assert one_less is not None
     assert days <= 10 < one_less
     assert cli.main(["plan", *map(str, arguments)]) == 0
-    assert f"done within 10 days on {gpus} GPUs: {days:.2f} days" in capsys.readouterr().out
+    assert base.gpu_hours is not None
+    low, high = (f"{price * base.gpu_hours:,.0f}" for price in (2, 4))
+    assert f"done within 10 days on {gpus} GPUs: {days:.2f} days, {low} to {high} USD" in capsys.readouterr().out
 
 
 def test_recipes_and_a_picture_of_them(config, tmp_path, capsys):

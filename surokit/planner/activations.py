@@ -13,7 +13,12 @@ transformers: a norm computes in float32 of its own, so it keeps that copy (4 by
 normalized input that its weight multiplies; rotary positions keep nothing; SwiGLU keeps gate, silu(gate), up; the loss keeps
 float32 log-probabilities of all tokens, and its backward holds them with two gradients of their size.
 
-Experts, latent attention and GPT-2's feed-forward follow transformers' code; the tests hold tiny ones to a tenth.
+Experts, latent attention, Gemma's norms and GPT-2's feed-forward follow transformers' code; the tests hold tiny ones to a tenth.
+
+What attention keeps depends on the kernel that torch chooses. A sliding window shorter than the sequence is a mask, and each
+layer keeps it as numbers; on a GPU no fused kernel takes grouped heads with a mask or in float32: ours and transformers then
+repeat keys and values for every query head, but transformers without a mask goes to torch's plain products, which keep all
+scores (torch 2.13, aten/native/transformers/cuda/sdp_utils.cpp). Gemma 2 and gpt-oss have no fused attention anywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from surokit.planner.flops import Placement, Recompute, frozen
 from surokit.planner.shape import Shape
@@ -47,6 +52,17 @@ _TOGETHER = {
     "mlp.up_proj": ("mlp.gate_up_proj",),
 }
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+# Families that transformers gives plain attention: tensors of scores kept in the model's dtype, and in float32. A soft cap keeps
+# its tanh; the softmax is float32 for Gemma and in the model's dtype for gpt-oss.
+_PLAIN_ATTENTION = {"gemma2": (2, 1), "gpt_oss": (1, 0)}
+
+
+class Kind(NamedTuple):
+    """What blocks in a row have in common: the products that are quantized, routed experts, a window that needs a mask."""
+
+    quantized: frozenset[str]
+    routed: bool
+    masked: bool
 
 
 class Step(Protocol):
@@ -60,15 +76,21 @@ class Step(Protocol):
     def device(self) -> Literal["cpu", "cuda"]: ...
     @property
     def layers(self) -> Literal["surokit", "transformers"]: ...
+    @property
+    def training(self) -> bool: ...
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What passes in one step: bytes kept at the end of the forward, bytes of the loss, and the fullest moment of each phase."""
+    """What passes in one step: bytes kept at the end of the forward, bytes of the loss, and the fullest moment of each phase.
+
+    `scores` says that attention keeps all of its scores.
+    """
 
     kept: float
     loss: float
     moments: tuple[Moment, ...]
+    scores: bool = False
 
 
 def replay(
@@ -83,8 +105,8 @@ def replay(
     gradients_there: bool = False,
     weight_share: float = 1.0,
 ) -> Activations:
-    """Forward and backward of `batch` sequences of `length` tokens, weights and activations of `width` bytes."""
-    tape = Tape(gradients_there=gradients_there, weight_share=weight_share)
+    """Forward and, in training, backward of `batch` sequences of `length` tokens, weights and activations of `width` bytes."""
+    tape = Tape(gradients_there=gradients_there, weight_share=weight_share, records=step.training)
     model = (_Theirs if step.layers == "transformers" else _Ours)(
         tape, shape, recipe, step, places, batch, length, width
     )
@@ -108,7 +130,7 @@ class _Model:
         self.tape, self.shape, self.recipe, self.step = tape, shape, recipe, step
         self.batch, self.length, self.tokens, self.w = batch, length, batch * length, width
         self.places = {p.weight.name: p for p in places}
-        self.trains = not frozen(recipe)
+        self.trains = step.training and not frozen(recipe)
         self.fused_loss = step.logits == "fused"
 
     # -- sizes in bytes
@@ -136,41 +158,57 @@ class _Model:
         ids = tape.new(self.tokens * 8.0)  # the token ids and the labels, int64
         tape.new(self.tokens * 8.0)
         x = self.embedding(ids)
-        for times, quantized, routed in self.runs():
-            x = tape.repeated(lambda x, q=quantized, r=routed: self.layer(x, q, r), x, times)  # type: ignore[misc]
+        runs = self.runs()
+        mask = tape.new(self.mask / self.w if any(kind.masked for _, kind in runs) else 0.0)
+        for times, kind in runs:
+            x = tape.repeated(lambda x, kind=kind: self.layer(x, kind), x, times)  # type: ignore[misc]
+        tape.drop(mask)
         x = self.norm(x, shape.width)
+        if not self.step.training:
+            rows = self.batch if self.fused_loss else self.tokens
+            logits = tape.run((x,), rows * shape.vocab * self.w, kind=LOGITS)
+            return Activations(0.0, logits.bytes, tuple(tape.moments.values()))
         kept = tape.held[KEPT] - (self.of(shape.width) if self.fused_loss else 0.0)
         before = sum(tape.held.values())
         tape.phase = "loss"
         loss = self.fused(x) if self.fused_loss else self.whole(x)
         at_loss = tape.moments["loss"].bytes - before
         tape.backward(loss)
-        return Activations(kept, at_loss, tuple(tape.moments.values()))
+        return Activations(kept, at_loss, tuple(tape.moments.values()), self.keeps_scores)
 
-    def runs(self) -> list[tuple[int, frozenset[str], bool]]:
-        """Like layers in a row: how many, which of their products are quantized, and whether their feed-forward is routed."""
-        routed = set(self.shape.expert_layers)
-        kinds = [
-            (frozenset(n for n, p in self.places.items() if self.is_quantized(p, i)), i in routed)
-            for i in range(self.shape.layers)
-        ]
-        return [(len(list(like)), *kind) for kind, like in groupby(kinds)]
+    def runs(self) -> list[tuple[int, Kind]]:
+        """Like layers in a row: how many, and of what kind."""
+        return [(len(list(like)), kind) for kind, like in groupby(map(self.kind, range(self.shape.layers)))]
 
-    @staticmethod
-    def is_quantized(place: Placement, layer: int) -> bool:
-        if place.weight.name == "lm_head":
-            return False
-        return layer in place.layers
+    def kind(self, layer: int) -> Kind:
+        window = self.shape.window_of(layer)
+        return Kind(
+            frozenset(name for name, place in self.places.items() if layer in place.layers),
+            layer in self.shape.expert_layers,
+            window is not None and window < self.length,
+        )
 
-    def layer(self, x: Value, quantized: frozenset[str], routed: bool) -> Value:
+    @property
+    def mask(self) -> float:
+        """Bytes of a mask over all keys, as the numbers that attention adds to its scores."""
+        return float(self.length * self.length * self.w)
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether attention keeps all of its scores, for want of a fused kernel."""
+        return False
+
+    def layer(self, x: Value, kind: Kind) -> Value:
         if self.step.recompute == "full":
-            return self.tape.recomputed(lambda x: self.block(x, quantized, routed), x)
-        return self.block(x, quantized, routed)
+            return self.tape.recomputed(lambda x: self.block(x, kind), x)
+        return self.block(x, kind)
 
-    def block(self, x: Value, quantized: frozenset[str], routed: bool) -> Value:
-        """x + attention(norm(x)), then x + mlp(norm(x))."""
-        for part in (self.attention, self.experts if routed else self.mlp):
-            y = part(self.norm(x, self.shape.width, keep_name=True), quantized)
+    def block(self, x: Value, kind: Kind) -> Value:
+        """x + attention(norm(x)), then x + mlp(norm(x)); with four norms, each part's output is normalized too."""
+        for part in (self.attention, self.experts if kind.routed else self.mlp):
+            y = part(self.norm(x, self.shape.width, keep_name=True), kind)
+            if self.shape.norms == 4:
+                y = self.norm(y, self.shape.width)
             if self.trains and part == self.attention:
                 self.tape.also(self.small)
             x = self.tape.run((x, y), self.of(self.shape.width), passes=True, drops=(x, y))
@@ -191,16 +229,16 @@ class _Model:
 
     # -- products
 
-    def product(
-        self, name: str, x: Value, quantized: frozenset[str], n: int, k: int, *, times: float = 1.0, count: int = 1
-    ) -> Value:
+    def product(self, name: str, x: Value, kind: Kind, n: int, k: int, *, times: float = 1.0, count: int = 1) -> Value:
         """x w' with the adapter that the recipe puts there. `times`: of each token, `count`: matrices that share them."""
         tape = self.tape
         place = next((self.places[at] for at in (name, *_TOGETHER.get(name, ())) if at in self.places), None)
         found = place.weight.name if place is not None else name
         rank = place.rank if place is not None else 0
         storage = getattr(self.recipe, "storage", None)
-        quantizes = found in quantized and (storage is not None or getattr(self.recipe, "quantized_products", False))
+        quantizes = found in kind.quantized and (
+            storage is not None or getattr(self.recipe, "quantized_products", False)
+        )
         y = (self.quantized if quantizes else self.plain)(x, n, k, times, count)
         if not rank:
             return y
@@ -215,28 +253,35 @@ class _Model:
 
     def quantized(self, x: Value, n: int, k: int, times: float, count: int) -> Value:
         """A product of quantized operands, or of a stored weight that is decoded on the way."""
-        recipe, t = self.recipe, round(self.tokens * times)
-        storage, x_quantizer = getattr(recipe, "storage", None), getattr(recipe.grad_weight, "b", None)
-        forward = back = kept = weight = 0.0
+        t = round(self.tokens * times)
+        forward, back = self.temporaries(n, k, t)
+        kept = weight = 0.0
         keeps: tuple[Value, ...] = ()
-        if storage is not None and self.on_cpu:  # beside the decoded weight, which is a term of its own
-            forward = back = _DECODING.get(type(storage.scaling).__name__, 4.0) * n * k
         if self.trains:
             weight = n * k * count * self.w
+            x_quantizer = getattr(self.recipe.grad_weight, "b", None)
             if x_quantizer is None:
                 keeps = (x,)
             else:
                 kept = float(x_quantizer.nbytes(k, t))
-        if recipe.forward.quantized:
-            forward = max(forward, self._scratch(recipe.forward, t * k, n * k))
-            back = max(
-                back,
-                self._scratch(recipe.grad_input, t * n, n * k),
-                self._scratch(recipe.grad_weight, t * n, t * k) if self.trains else 0.0,
-            )
         return self.tape.run(
             (x,), self.of(n * times), keeps=keeps, extra=kept, weight=weight, scratch=forward, back_scratch=back
         )
+
+    def temporaries(self, n: int, k: int, rows: int) -> tuple[float, float]:
+        """What quantizing the operands, or decoding a stored weight, takes in forward and in backward."""
+        recipe, storage = self.recipe, getattr(self.recipe, "storage", None)
+        forward = back = 0.0
+        if storage is not None and self.on_cpu:  # beside the decoded weight, which is a term of its own
+            forward = back = _DECODING.get(type(storage.scaling).__name__, 4.0) * n * k
+        if recipe.forward.quantized:
+            forward = max(forward, self._scratch(recipe.forward, rows * k, n * k))
+            back = max(
+                back,
+                self._scratch(recipe.grad_input, rows * n, n * k),
+                self._scratch(recipe.grad_weight, rows * n, rows * k) if self.trains else 0.0,
+            )
+        return forward, back
 
     def _scratch(self, gemm: Any, a: float, b: float) -> float:
         """Codes of both operands; where a CPU stands in for tensor cores, their values in bf16 or a copy on the way too."""
@@ -254,11 +299,11 @@ class _Model:
     def norm(self, x: Value, features: int, *, keep_name: bool = False, heads: int = 1) -> Value:
         raise NotImplementedError
 
-    def attention(self, x: Value, quantized: frozenset[str]) -> Value:
+    def attention(self, x: Value, kind: Kind) -> Value:
         raise NotImplementedError
 
-    def mlp(self, x: Value, quantized: frozenset[str]) -> Value:
-        y = self.feed_forward("mlp", x, quantized, self.shape.ffn)
+    def mlp(self, x: Value, kind: Kind) -> Value:
+        y = self.feed_forward("mlp", x, kind, self.shape.ffn)
         self.tape.drop(x)
         return y
 
@@ -266,7 +311,7 @@ class _Model:
     def small(self) -> float:
         """Gradients of a layer's biases and other small parameters that no operation here counts."""
         s = self.shape
-        counted = 2 * s.width + (2 * s.head_dim if s.qk_norm else 0)
+        counted = s.norms * s.width + (2 * s.head_dim if s.qk_norm else 0)
         return max(0.0, (s.small_parameters - s.width) / s.layers - counted) * self.w
 
     @cached_property
@@ -282,14 +327,12 @@ class _Model:
         """Width of attention's output."""
         return self.shape.context_width
 
-    def feed_forward(
-        self, root: str, x: Value, quantized: frozenset[str], ffn: int, times: float = 1.0, count: int = 1
-    ) -> Value:
+    def feed_forward(self, root: str, x: Value, kind: Kind, ffn: int, times: float = 1.0, count: int = 1) -> Value:
         """down(act(gate x) up x), or without a gate down(act(up x)); `x` keeps its name."""
         s, tape = self.shape, self.tape
 
         def product(name: str, x: Value, n: int, k: int) -> Value:
-            return self.product(f"{root}.{name}", x, quantized, n, k, times=times, count=count)
+            return self.product(f"{root}.{name}", x, kind, n, k, times=times, count=count)
 
         if not s.gated:
             up = product("up_proj", x, ffn, s.width)
@@ -301,7 +344,7 @@ class _Model:
         tape.drop(y)
         return out
 
-    def experts(self, x: Value, quantized: frozenset[str]) -> Value:
+    def experts(self, x: Value, kind: Kind) -> Value:
         """Each token gathered for its experts, theirs and the shared ones' outputs weighed and summed."""
         e, s, tape = self.shape.experts, self.shape, self.tape
         assert e is not None
@@ -311,13 +354,13 @@ class _Model:
         )
         tape.keep(weights)
         gathered = tape.run((x,), self.of(s.width * e.chosen), back_scratch=self.of(s.width))
-        y = self.feed_forward("mlp.experts", gathered, quantized, e.ffn, e.chosen, e.count)
+        y = self.feed_forward("mlp.experts", gathered, kind, e.ffn, e.chosen, e.count)
         tape.drop(gathered)
         out = tape.run(
             (y, weights), self.of(s.width), keeps=(y,), scratch=y.bytes, back_scratch=y.bytes, drops=(y, weights)
         )
         if e.shared_ffn:
-            shared = self.feed_forward(f"mlp.{e.shared}", x, quantized, e.shared_ffn)
+            shared = self.feed_forward(f"mlp.{e.shared}", x, kind, e.shared_ffn)
             out = tape.run((out, shared), out.bytes, passes=True, drops=(out, shared))
         tape.drop(x)
         return out
@@ -330,9 +373,11 @@ class _Model:
         """Linear and cross-entropy in one, in chunks of tokens (kernels/reference/loss.py)."""
         s, tape = self.shape, self.tape
         rows = min(self.tokens, max(LOSS_MIN_ROWS, LOSS_ELEMENTS[self.step.device] // s.vocab))
+        head = self.places.get("lm_head")
+        if head is not None and (head.quantized or head.rank):
+            return self.through_the_head(x, rows, head)
         # a CPU takes the softmax in a float32 buffer of its own, the GPU's kernel within the logits
         chunk = rows * s.vocab * (self.w + 4.0 if self.w == 2 and self.on_cpu else self.w)
-        # the chunk's gradient of x: as the product made it, and in float32 as the share of a token multiplied it
         # the chunk's gradient of x: as the product made it, and in float32 as a token's share multiplied it
         working = rows * s.width * (self.w + 4.0) if self.on_cpu else 0.0
         summed = 0.0
@@ -349,6 +394,27 @@ class _Model:
             extra=self.of(s.width) + self.head_gradient,
             scratch=chunk + max(working, summed),
             weight=self.head_gradient,
+            kind=LOGITS,
+            drops=(x,),
+        )
+
+    def through_the_head(self, x: Value, rows: int, head: Placement) -> Value:
+        """The same through a quantized or adapted head: a chunk's logits are made again in backward (nn/loss.py)."""
+        s, logits = self.shape, rows * self.shape.vocab
+        forward, back = self.temporaries(s.vocab, s.width, rows) if head.quantized else (0.0, 0.0)
+        weight = self.head_gradient + head.rank * (s.vocab + s.width) * self.w
+        stored = head.quantized and getattr(self.recipe, "storage", None) is not None
+        decoded = (
+            s.embedding_parameters * self.w if stored else 0.0
+        )  # a term of its own, gone while the gradients are made
+        return self.tape.run(
+            (x,),
+            4.0,
+            keeps=(x,),
+            scratch=max(logits * 8.0, forward),  # in float32, and their logarithms
+            # these and two gradients; of several chunks each makes a weight's gradient of its own beside the sum
+            back_scratch=max(logits * 12.0 - decoded, logits * self.w + back) + (weight if rows < self.tokens else 0.0),
+            weight=weight,
             kind=LOGITS,
             drops=(x,),
         )
@@ -393,16 +459,16 @@ class _Ours(_Model):
             drops=() if keep_name else (x,),
         )
 
-    def attention(self, x: Value, quantized: frozenset[str]) -> Value:
+    def attention(self, x: Value, kind: Kind) -> Value:
         s, tape = self.shape, self.tape
-        q, k, v = (self.product(name, x, quantized, n, s.width) for name, n in zip(_QKV, self.widths))
+        q, k, v = (self.product(name, x, kind, n, s.width) for name, n in zip(_QKV, self.widths))
         if s.qk_norm:
             q, k = self._pair(lambda z, heads: self.norm(z, s.head_dim, keep_name=True, heads=heads), q, k)
         q, k = self._pair(lambda z, heads: tape.run((z,), z.bytes), q, k)
-        y = self._attend(q, k, v)
+        y = self._attend(q, k, v, kind.masked)
         for value in (q, k, v):
             tape.drop(value)
-        out = self.product("self_attn.o_proj", y, quantized, s.width, self.context)
+        out = self.product("self_attn.o_proj", y, kind, s.width, self.context)
         tape.drop(y)
         tape.drop(x)
         return out
@@ -414,10 +480,12 @@ class _Ours(_Model):
         self.tape.drop(k)
         return changed
 
-    def _attend(self, q: Value, k: Value, v: Value) -> Value:
+    def _attend(self, q: Value, k: Value, v: Value, masked: bool) -> Value:
         s, tape = self.shape, self.tape
-        if self.step.device == "cuda" or self.w == 4:
-            return self.fused_attention(q, k, v)
+        if not self.on_cpu and self.grouped and (masked or self.w == 4):
+            return self.with_repeated_keys(self.fused_attention, q, k, v, masked)
+        if not self.on_cpu or masked or self.w == 4:
+            return self.fused_attention(q, k, v, masked)
         # our own gradient: copies of what it reads, three gradients and their copies, and blocks of scores
         B, G, T = self.batch, s.kv_heads, self.length
         R, rows = s.heads // s.kv_heads, min(ATTENTION_ROWS, self.length)
@@ -428,16 +496,37 @@ class _Ours(_Model):
         y = tape.run((q, k, v), q.bytes, keeps=(q, k, v), back_scratch=copies + max(blocks, made))
         return y
 
-    def fused_attention(self, q: Value, k: Value, v: Value) -> Value:
-        """torch's scaled_dot_product_attention: keeps its output and the log-sum-exp."""
+    @property
+    def grouped(self) -> bool:
+        return self.shape.kv_heads < self.shape.heads
+
+    def with_repeated_keys(
+        self,
+        attend: Callable[[Value, Value, Value, bool], Value],
+        q: Value,
+        k: Value,
+        v: Value,
+        masked: bool,
+        *,
+        cached: bool = False,
+    ) -> Value:
+        """Attention with keys and values repeated for every query head; a cache still holds them as they were."""
+        pairs = ((k, self.shape.query_width), (v, self.context))
+        k, v = (self.tape.run((z,), self.of(n), keeps=(z,) if cached else ()) for z, n in pairs)
+        y = attend(q, k, v, masked)
+        self.tape.drop(k)
+        self.tape.drop(v)
+        return y
+
+    def fused_attention(self, q: Value, k: Value, v: Value, masked: bool) -> Value:
+        """torch's scaled_dot_product_attention: keeps its output, the log-sum-exp, and a mask as numbers."""
         s, tape = self.shape, self.tape
         back = 0.0
-        if self.step.device == "cuda":
+        if not self.on_cpu:
             # flash attention sums the query's gradient in float32, and makes a key's gradient for each query head
-            back = self.wide(s.query_width) + (self.of(2 * s.query_width) if s.kv_heads < s.heads else 0.0)
-        y = tape.run(
-            (q, k, v), self.of(self.context), keeps=(q, k, v), extra=self.tokens * s.heads * 4.0, back_scratch=back
-        )
+            back = self.wide(s.query_width) + (self.of(2 * s.query_width) if k.bytes < q.bytes else 0.0)
+        extra = self.tokens * s.heads * 4.0 + (self.mask if masked else 0.0)
+        y = tape.run((q, k, v), self.of(self.context), keeps=(q, k, v), extra=extra, back_scratch=back)
         tape.keep(y)
         return y
 
@@ -447,7 +536,7 @@ class _Ours(_Model):
 
 
 class _Theirs(_Ours):
-    """transformers' Llama and Qwen3."""
+    """transformers' own: Llama's layers, and where other families differ."""
 
     def norm(self, x: Value, features: int, *, keep_name: bool = False, heads: int = 1) -> Value:
         tape, size = self.tape, features * heads
@@ -462,6 +551,21 @@ class _Theirs(_Ours):
             (as_float, square), self.wide(size), keeps=(as_float,), back_scratch=self.wide(size), drops=(square,)
         )
         tape.drop(as_float)
+        if self.shape.family.startswith("gemma"):  # multiplies by 1 + weight in float32, and rounds then
+            weight = features * self.w if self.trains else 0.0
+            out = tape.run(
+                (scaled,),
+                self.wide(size),
+                keeps=(scaled,),
+                weight=weight,
+                back_scratch=self.wide(size),
+                drops=(scaled,),
+            )
+            if self.w < 4:
+                out = tape.run((out,), self.of(size), drops=(out,))
+            if not keep_name:
+                tape.drop(x)
+            return out
         if self.w == 4:
             back = scaled
         else:
@@ -478,33 +582,68 @@ class _Theirs(_Ours):
             tape.drop(x)
         return out
 
-    def attention(self, x: Value, quantized: frozenset[str]) -> Value:
+    def attention(self, x: Value, kind: Kind) -> Value:
         s, tape = self.shape, self.tape
         if s.latent is not None:
-            return self.latent_attention(x, quantized)
+            return self.latent_attention(x, kind)
         found = []
         for name, n, heads in zip(_QKV, self.widths, (s.heads, s.kv_heads, 0)):
-            z = self.product(name, x, quantized, n, s.width)
+            z = self.product(name, x, kind, n, s.width)
             found.append(self.norm(z, s.head_dim, heads=heads) if s.qk_norm and heads else z)
         q, k, v = found
         q, k = self._pair(lambda z, heads: tape.run((z,), z.bytes, scratch=2 * z.bytes, back_scratch=2 * z.bytes), q, k)
         if self.step.recompute != "full":  # the cache's own copies
             k, v = (tape.run((z,), z.bytes, drops=(z,), passes=True) for z in (k, v))
-        y = self.fused_attention(q, k, v)
+        y = self._attend(q, k, v, kind.masked)
         for value in (q, k, v):
             tape.drop(value)
-        out = self.product("self_attn.o_proj", y, quantized, s.width, self.context)
+        out = self.product("self_attn.o_proj", y, kind, s.width, self.context)
         tape.drop(y)
         tape.drop(x)
         return out
 
-    def latent_attention(self, x: Value, quantized: frozenset[str]) -> Value:
+    @property
+    def mask(self) -> float:
+        return self.batch * super().mask
+
+    @property
+    def keeps_scores(self) -> bool:
+        s = self.shape
+        math = (
+            self.grouped and self.w == 4 and not self.on_cpu
+        )  # none fused: windows have masks, and then keys are repeated
+        unmasked = any(not self.kind(i).masked for i in range(s.layers))
+        return s.family in _PLAIN_ATTENTION or (s.latent is not None and self.on_cpu) or (math and unmasked)
+
+    def _attend(self, q: Value, k: Value, v: Value, masked: bool) -> Value:
+        plain = self.shape.family in _PLAIN_ATTENTION
+        if not plain and not masked and (self.on_cpu or self.w < 4 or not self.grouped):
+            return self.fused_attention(q, k, v, masked)
+        attend = self._plain_attention if plain else self.fused_attention if masked else self._all_scores
+        if not self.grouped:
+            return attend(q, k, v, masked)
+        cached = (masked or plain) and self.step.recompute != "full"
+        return self.with_repeated_keys(attend, q, k, v, masked, cached=cached)
+
+    def _plain_attention(self, q: Value, k: Value, v: Value, masked: bool) -> Value:
+        """Written out in the model: what each of its operations on the scores keeps."""
+        own, wide = _PLAIN_ATTENTION[self.shape.family]
+        each = self.tokens * self.shape.heads * self.length  # scores
+        kept = each * (own * self.w + wide * 4.0 * (self.w < 4))
+        passing = each * (self.w + 4.0)
+        size = self.of(self.context)
+        y = self.tape.run(
+            (q, k, v), size, keeps=(q, k, v), extra=kept, scratch=passing, back_scratch=passing + each * 4.0
+        )
+        return self.tape.run((y,), size, drops=(y,))  # as [B, T, H, D]
+
+    def latent_attention(self, x: Value, kind: Kind) -> Value:
         """DeepSeek's: query and key-values by way of a normalized latent, then expanded for every head."""
         s, tape, m = self.shape, self.tape, self.shape.latent
         assert m is not None
 
         def product(name: str, x: Value, n: int, k: int) -> Value:
-            return self.product(f"self_attn.{name}", x, quantized, n, k)
+            return self.product(f"self_attn.{name}", x, kind, n, k)
 
         if m.query_rank is None:
             q = product("q_proj", x, s.query_width, s.width)
@@ -518,7 +657,8 @@ class _Theirs(_Ours):
         expanded = product("kv_b_proj", latent, s.heads * (m.nope + m.value), m.kv_rank)
         tape.drop(latent)
         k = tape.run((expanded,), self.of(s.query_width))
-        y = self._attend_unequal(q, k, expanded)
+        # keys and values of different widths: a CPU has no fused kernel for these
+        y = (self._all_scores if self.on_cpu else self.fused_attention)(q, k, expanded, kind.masked)
         for value in (q, k, expanded):
             tape.drop(value)
         out = product("o_proj", y, s.width, self.context)
@@ -526,10 +666,8 @@ class _Theirs(_Ours):
         tape.drop(x)
         return out
 
-    def _attend_unequal(self, q: Value, k: Value, v: Value) -> Value:
-        """Keys and values of different widths: a CPU has no fused kernel for these, and keeps all scores in float32."""
-        if not self.on_cpu:
-            return self.fused_attention(q, k, v)
+    def _all_scores(self, q: Value, k: Value, v: Value, masked: bool) -> Value:
+        """torch's attention without a fused kernel: keeps all scores in float32."""
         tape, wide = self.tape, 4 / self.w
         scores = self.wide(self.shape.heads * self.length)
         extra = scores + (q.bytes + k.bytes) * wide + self.wide(self.context) if self.w < 4 else scores
@@ -540,6 +678,8 @@ class _Theirs(_Ours):
 
     def gated(self, product: Callable[[str], Value]) -> Value:
         gate = product("gate_proj")
-        silu = self.tape.run((gate,), gate.bytes, keeps=(gate,), drops=(gate,))
+        # gpt-oss clamps both, and keeps what it clamped
+        clamped = 3 * gate.bytes if self.shape.family == "gpt_oss" else 0.0
+        silu = self.tape.run((gate,), gate.bytes, keeps=(gate,), extra=clamped, drops=(gate,))
         up = product("up_proj")
         return self.tape.run((silu, up), up.bytes, keeps=(silu, up), drops=(silu, up))

@@ -5,8 +5,8 @@
 
 Rows compare one GPU: its share of the step, its tokens a second, its memory. An expectation keeps the kind that it has in the
 plan: a prediction should be met, a bound and an optimistic estimate cannot be, and a miss of them says how far from ideal the run
-was. Sessions and profiles know the memory of tensors on CUDA and of the whole process on a CPU: only the first corrects the
-plan's slack.
+was. Sessions and profiles know the memory of tensors on CUDA, and on a CPU of the whole process, Python and its libraries included:
+only the first is compared, and corrects the plan's slack.
 
 A recalibrated plan takes the achieved rate in place of the given one. Its slack is the old one, scaled by how much more (or less)
 the tensors took than predicted: what the allocator loses to fragmentation is not in the measurement, and is kept.
@@ -36,11 +36,7 @@ CLOSE = 0.10  # a miss under this share is none to speak of
 _SAME = 0.02  # tokens a step are counted, so they agree but for an incomplete batch
 _IDLE = 0.10
 _MOST_SLACK = 1.0  # what a plan takes as slack; beyond it the prediction itself is wrong
-_LAST = (
-    "bound",
-    "optimistic",
-    "given",
-)  # what a run cannot meet, or what nobody expected, stands below the predictions
+_LAST = ("bound", "optimistic", "measured")  # what a run cannot meet, or nobody expected, stands below the predictions
 #: Where the device's time of an estimate is found in a profile: a name for both, the estimate's modules, and what the path
 #: of the profile's module ends with. The first that fits takes a path; a model's own time, "" here, is its loss (and a fused head).
 _PLACES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
@@ -68,7 +64,10 @@ _OTHER = "all else"
 
 @dataclass(frozen=True)
 class Row:
-    """One term: expected and measured in `unit`, and measured over expected. `kind` is that of the expectation."""
+    """One term: expected and measured in `unit`, and measured over expected.
+
+    `kind` is that of the expectation, "measured" where there is none.
+    """
 
     term: str
     expected: float | None
@@ -130,7 +129,9 @@ class Check:
         """One sentence: what is most off, and why that is likely."""
         worst = self.worst
         if worst is None or worst.ratio is None:
-            return "Nothing that was measured can be compared: plan with batch=, length= and a rate."
+            return (
+                "Nothing that was measured can be compared: plan with batch=, length=, and a rate or gpu=calibrate()."
+            )
         said = f"{figures.value(worst.measured or 0.0, worst.unit)} against {figures.value(worst.expected or 0.0, worst.unit)}"
         if worst.kind in ("bound", "optimistic"):
             says = "its lower bound" if worst.kind == "bound" else "an optimistic estimate"
@@ -321,7 +322,7 @@ def _rows(plan: Plan, m: Measured) -> Iterator[Row]:
     time, gpus = plan.time, plan.setup.gpus
     estimate = getattr(plan, "estimate", None)
     expected: list[tuple[str, float, str, str]] = []
-    if time.step_ms is not None:
+    if time.step_ms is not None and time.rate_kind == "given":
         expected.append(("step", time.step_ms, "prediction", "at the given rate"))
     if estimate is not None:
         name = "step, estimated" if expected else "step"
@@ -337,9 +338,8 @@ def _rows(plan: Plan, m: Measured) -> Iterator[Row]:
             "tokens a second", planned / ms * 1e3, m.tokens_per_s, "tokens/s", kind, "of one GPU" if gpus > 1 else ""
         )
     if not expected and m.step_ms is not None:
-        yield Row(
-            "step", None, m.step_ms, "ms", "given", "nothing was expected: plan with batch=, length= and a rate or gpu="
-        )
+        how = "nothing was expected: plan with batch=, length=, and a rate or gpu="
+        yield Row("step", None, m.step_ms, "ms", "measured", how)
     rate = _rate(plan, m)
     if rate is not None:
         yield Row(
@@ -347,24 +347,22 @@ def _rows(plan: Plan, m: Measured) -> Iterator[Row]:
             time.rate_tflops,
             rate,
             "TFLOPS",
-            "prediction" if time.rate_tflops else "given",
+            "prediction" if time.rate_tflops else "measured",
             "model FLOPs",
         )
     if rate is not None and time.peak_tflops and not _other_device(plan, m):
-        kind = "prediction" if time.mfu else "given"
+        kind = "prediction" if time.mfu else "measured"
         yield Row(
             "MFU", time.mfu, rate / time.peak_tflops, "share", kind, f"of {time.peak}, {time.peak_tflops:g} TFLOPS"
         )
-    if planned is not None and m.tokens is not None:
-        yield Row("tokens a step", planned, m.tokens, "tokens", "exact", "of one GPU" if gpus > 1 else "")
     if m.flops is not None:
         share = None if plan.flops_per_step is None else plan.flops_per_step / gpus
         yield Row("FLOPs a step", share, m.flops, "FLOP", "exact" if plan.compute else "approximate", "model FLOPs")
     yield from _memory_rows(plan, m)
     if m.idle_frac is not None:
-        yield Row("idle", None, m.idle_frac, "share", "given", m.waits)
+        yield Row("idle", None, m.idle_frac, "share", "measured", m.waits)
     if m.loss is not None:
-        yield Row("loss", None, m.loss, "", "given", "a plan expects none")
+        yield Row("loss", None, m.loss, "", "measured", "a plan expects none")
 
 
 def _module_rows(plan: Plan, m: Measured) -> list[Row]:
@@ -398,8 +396,10 @@ def _memory_rows(plan: Plan, m: Measured) -> Iterator[Row]:
     tensors = _tensors_gib(plan)
     if m.peak_gib is not None:
         if m.of_process:
-            how = "the whole process: Python and its libraries too"
-            yield Row("memory, process", tensors, m.peak_gib, "GiB", "bound", how)
+            how = "with Python and its libraries, so not compared"
+            if tensors is not None:
+                how += f" with the {figures.gib(tensors)} of tensors that are planned"
+            yield Row("memory, process", None, m.peak_gib, "GiB", "measured", how)
         else:
             yield Row("memory, tensors", tensors, m.peak_gib, "GiB", "approximate", "without slack")
     if m.reserved_gib is not None:
@@ -454,9 +454,14 @@ def _why(result: Check, row: Row) -> str:
         return f"by another convention: the plan counts attention as {seen}, and FLOP counters count every key and recompute"
     slower = row.ratio > 1 if row.unit == "ms" else row.ratio < 1
     if not slower:
-        given = plan.time.rate_tflops is not None and row.term != "step, estimated"
-        return "because the rate was given too low" if given else ""
+        return "because the rate was given too low" if _given_tflops(plan, row) else ""
     return _why_slow(result, row)
+
+
+def _given_tflops(plan: Plan, row: Row) -> float | None:
+    """The rate that the user gave, where it is what the row expects."""
+    expects = row.kind == "prediction" and row.term != "step, estimated"
+    return plan.time.rate_tflops if expects and plan.time.rate_kind == "given" else None
 
 
 def _why_slow(result: Check, row: Row) -> str:
@@ -473,17 +478,16 @@ def _why_slow(result: Check, row: Row) -> str:
             f"in {first.term}, {figures.value(first.measured or 0.0, 'ms')} where "
             f"{figures.value(first.expected or 0.0, 'ms')} were expected, the most of any module"
         )
-    if row.kind in ("bound", "optimistic"):
+    if row.kind in ("bound", "optimistic") and (plan.gpu is None or plan.gpu.ceilings is None):
         return "because no run reaches a datasheet's rates: plan with gpu=calibrate() for a prediction"
-    rate = _rate(plan, m)
-    if rate is not None and plan.time.rate_tflops is not None:
-        return f"because {plan.time.rate_tflops:,.4g} TFLOPS were given and {rate:,.4g} were reached"
-    return "because what is not in the estimate takes time: profile a few steps, then check(profile)"
+    rate, given = _rate(plan, m), _given_tflops(plan, row)
+    if rate is not None and given is not None:
+        return f"because {given:,.4g} TFLOPS were given and {rate:,.4g} were reached"
+    look = "" if m.modules else ": profile a few steps, and check(profile) says where"
+    return f"because layers reach less than the large products of a calibration, and the estimate leaves some work out{look}"
 
 
 def _why_memory(plan: Plan, m: Measured, ratio: float) -> str:
-    if m.of_process:
-        return "because on a CPU the process is measured, with Python and its libraries"
     terms = [t for t in plan.memory.terms if not t.exact and t.counted and t.name != "slack"]
     largest = max(terms, key=lambda t: t.bytes, default=None)
     if largest is None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from surokit.planner.hardware import Gpu
+    from surokit.planner.memory import Memory, Term
     from surokit.planner.planning import Plan
     from surokit.recipe import Lora, Recipe
 
@@ -350,7 +351,10 @@ def _remedies(plan: Plan, room: float) -> Iterator[tuple[str, dict[str, Any], st
     if s.training and s.recompute != "full" and plan.shape is not None:
         again = plan.but(recompute="full")
         share = again.compute.recompute / again.compute.model if again.compute else 0.0
-        yield "recompute='full'", {"recompute": "full"}, f"time: {share:.0%} more FLOPs"
+        costs = f"time: {share:.0%} more FLOPs"
+        if s.layers == "surokit":
+            costs += "; sk.Decoder has no switch for it yet"
+        yield "recompute='full'", {"recompute": "full"}, costs
     if s.training and s.master and not frozen(plan.recipe):
         yield "master=False", {"master": False}, "precision: updates below the weights' own step are rounded away"
     yield from _smaller_weights(plan)
@@ -403,14 +407,15 @@ def _smaller_weights(plan: Plan) -> Iterator[tuple[str, dict[str, Any], str]]:
         assert stored.storage is not None
         if stored.storage.bits >= bits - 1:
             continue
-        lora = _lora_text(adapter) if own.adapter else ""
+        lora = _lora_text(adapter) if adapter != Lora() else ""
         if own.quantized_products:
             recipe = base.store(stored).lora(adapter.rank, adapter.alpha, adapter.targets)
             how = f"{name}.store(sk.{storage}){lora or '.lora()'}"
         else:
             recipe, how = stored.lora(adapter.rank, adapter.alpha, adapter.targets), f"sk.{storage}{lora}"
         costs = f"precision: the frozen weights in {stored.storage.bits:.3g} bits"
-        yield f"recipe={how}", {"recipe": recipe}, f"{costs}; an adapter trains" if not frozen(own) else costs
+        trains = plan.setup.training and not frozen(own)
+        yield f"recipe={how}", {"recipe": recipe}, f"{costs}; an adapter trains" if trains else costs
 
 
 def _lora_text(adapter: Lora) -> str:
@@ -464,13 +469,19 @@ def _memory_binding(plan: Plan) -> Binding:
     loosens = ""
     for how, changes, costs in _remedies(plan, _known_gib(plan, None) or 0.0):
         less = plan.but(**changes).memory
-        left = sum(t.gib for t in less.terms if t.name == term.name and t.counted)
-        if left <= 0.8 * term.gib and less.gib < m.gib:
-            loosens = f"{how} leaves {figures.gib(left)} of it ({costs})"
+        left, (what, there) = _kind(less, term)[1], _kind(m, term)
+        if left <= 0.8 * there and less.gib < m.gib:
+            loosens = f"{how} leaves {figures.gib(left)} of {what} ({costs})"
             break
     share = term.gib / m.gib if m.gib else 0.0
     phase = f", in its {m.peak_phase} phase" if m.peak_phase else ""
     return Binding("memory", term.name, share, f"{figures.gib(m.gib)} on one GPU{phase}", loosens)
+
+
+def _kind(memory: Memory, term: Term) -> tuple[str, float]:
+    """(what a term is of, GiB of all terms of it): weights, where they are weights, stored quantized."""
+    kind = term.name.partition(",")[0]
+    return kind, sum(t.gib for t in memory.terms if t.counted and t.name.partition(",")[0] == kind)
 
 
 def _time_binding(plan: Plan) -> Binding | None:
@@ -479,7 +490,7 @@ def _time_binding(plan: Plan) -> Binding | None:
         what, ms = max(estimate.by_bound().items(), key=lambda item: item[1])
         module = _longest(estimate.by_module())
         term, share = f"{what}, most of the time in {module}", ms / estimate.step_ms
-        how = f"a step of {estimate.step_ms:,.4g} ms ({estimate.kind}: {estimate.how})"
+        how = f"a step of {estimate.step_ms:,.4g} ms ({estimate.kind}: {estimate.how.partition('; ')[0]})"
     elif plan.compute is None or plan.gpu is None or plan.time.floor_step_ms is None:
         return None
     else:
@@ -492,8 +503,10 @@ def _time_binding(plan: Plan) -> Binding | None:
     best = next((c for c in compare_recipes(plan) if c.fastest and c.speedup and c.speedup > 1.02), None)
     remedy = ""
     if best is not None and best.recipe != plan.recipe:
-        least = "at most " if best.kind == "bound" else ""
-        remedy = f"recipe {best.name} is predicted {least}{best.speedup:.2f} times as fast as {best.against}"
+        word = {"bound": "at most", "optimistic": "estimated"}.get(
+            best.kind, best.kind.replace("prediction", "predicted")
+        )
+        remedy = f"recipe {best.name} is {word} {best.speedup:.2f} times as fast as {best.against}"
     return Binding("time", term, share, how, remedy)
 
 

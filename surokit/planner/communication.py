@@ -8,6 +8,10 @@ algorithms (Patarasuk and Yuan, 2009) and the stages of ZeRO (arXiv 1910.02054, 
     ZeRO 2    (n-1)/n (A G + T)                      the same with gradients scattered after each micro-batch
     ZeRO 3    (n-1)/n (2 A P + A G)                  weights gathered for forward and again for backward
 
+Between nodes the same bytes go around a ring of nodes, and the GPUs of a node share what enters and leaves it, each over a network
+card of its own: with N nodes of m GPUs, (N-1)/N / m of the payload takes the place of (n-1)/n. Both links carry their part at
+the same time, so the slower one counts.
+
 What can hide: gradients behind the backward that makes them (of the last micro-batch where they are sent once), ZeRO 3's gathers
 behind the pass they serve. The all-gather after the optimizer's step hides behind nothing. This is the most that can hide: the
 last bucket, contention for the memory and the latency of short messages are left out, so exposed time is a lower bound. Data
@@ -57,42 +61,43 @@ def communicate(
 
     forward_ms, backward_ms     of the whole step on one GPU, all micro-batches
     peer_gb_s       rate of a GPU's link within the node, GB/s in one direction
-    between_gb_s    share of the node's network that one GPU has; wanted beyond `gpus_a_node` GPUs, where it is the slowest link
+    between_gb_s    share of the node's network that one GPU has, 50 for a card of 400 Gbit/s; wanted beyond `gpus_a_node` GPUs
     """
     if gpus == 1:
         return Communication()
-    ring, a = (gpus - 1) / gpus, accumulate
-    scattered = ring * gradient_bytes  # one reduce-scatter
-    gathered = ring * weight_bytes  # one all-gather
-    updated = ring * trained_bytes
-    late = 0.0
+    a, late = accumulate, 0.0
     if zero == 0:
-        in_forward, in_backward, how = 0.0, 2 * scattered, "all-reduce of the gradients"
+        in_forward, in_backward, how = 0.0, 2 * gradient_bytes, "all-reduce of the gradients"
         backward_ms /= a
     elif zero == 1:
-        in_forward, in_backward, late = 0.0, scattered, updated
+        in_forward, in_backward, late = 0.0, gradient_bytes, trained_bytes
         how = "reduce-scatter of the gradients, all-gather of the trained weights"
         backward_ms /= a
     elif zero == 2:
-        in_forward, in_backward, late = 0.0, a * scattered, updated
+        in_forward, in_backward, late = 0.0, a * gradient_bytes, trained_bytes
         how = "reduce-scatter of the gradients, all-gather of the trained weights"
     else:
-        in_forward, in_backward = a * gathered, a * (gathered + scattered)
+        in_forward, in_backward = a * weight_bytes, a * (weight_bytes + gradient_bytes)
         how = "all-gather of the weights twice, reduce-scatter of the gradients"
-    sent = in_forward + in_backward + late
+    ring = (gpus - 1) / gpus
+    sent = ring * (in_forward + in_backward + late)
     how = f"{how}{f', {a} micro-batches' if a > 1 else ''}; {gpus:,} GPUs"
-    link = peer_gb_s
-    if gpus > gpus_a_node:
-        if between_gb_s is None:
-            return Communication(
-                sent, None, None, None, f"{how}; the rate between nodes is not known: give between_gb_s="
-            )
-        link = between_gb_s if peer_gb_s is None else min(between_gb_s, peer_gb_s)
-    if link is None:
+    nodes = -(-gpus // gpus_a_node)
+    if nodes > 1 and between_gb_s is None:
+        return Communication(sent, None, None, None, f"{how}; the rate between nodes is not known: give between_gb_s=")
+    if nodes == 1 and peer_gb_s is None:
         return Communication(sent, None, None, None, f"{how}; the rate between GPUs is not known: give Gpu(peer_gb_s=)")
-    each = 1e3 / (link * 1e9)
+    # ms of a byte of payload over each link; the slower one counts
+    links = {} if peer_gb_s is None else {peer_gb_s: ring / peer_gb_s / 1e6}
+    if nodes > 1 and between_gb_s is not None:
+        links[between_gb_s] = max(links.get(between_gb_s, 0.0), (nodes - 1) / nodes / gpus_a_node / between_gb_s / 1e6)
+    link = max(links, key=lambda rate: links[rate])
+    each = links[link]
+    ms = each * (in_forward + in_backward + late)
     exposed = max(0.0, in_forward * each - forward_ms) + max(0.0, in_backward * each - backward_ms) + late * each
-    return Communication(sent, sent * each, exposed, link, f"{how} at {link:g} GB/s, the rest behind the passes")
+    return Communication(
+        sent, ms, exposed, link, f"{how}, bound by the link of {link:g} GB/s; the rest behind the passes"
+    )
 
 
 # -- how a measured run scales
@@ -132,7 +137,7 @@ class Speedup:
         """GPUs beyond which more are slower; None where there is no such number."""
         if self.crosstalk <= 0:
             return None
-        n = max(1, int(((1 - self.serial) / self.crosstalk) ** 0.5))
+        n = max(1, int((max(0.0, 1 - self.serial) / self.crosstalk) ** 0.5))
         return max((n, n + 1), key=self.rate)
 
 

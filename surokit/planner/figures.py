@@ -36,10 +36,16 @@ def value(number: float, unit: str) -> str:
         case "days":
             return days(number)
         case "GPU hours" | "USD":
-            return f"{count(number, 5) if number >= 1e4 else f'{number:,.2f}'} {unit}"
+            return f"{count(number, 5) if number >= 1e6 else f'{number:,.{2 if number < 100 else 0}f}'} {unit}"
         case "parameters":
             return count(number)
         case "share":
             return f"{number:.1%}"
         case _:
             return f"{number:,.4g} {unit}" if number < 1e4 else f"{number:,.0f} {unit}"
+
+
+def span(low: float, high: float, unit: str) -> str:
+    """From one to another, with the unit once; a single figure where both read alike."""
+    first, last = value(low, unit), value(high, unit)
+    return last if first == last else f"{first.removesuffix(f' {unit}')} to {last}"

@@ -3,8 +3,9 @@
 A blank figure in hardware.csv means that nobody vouched for it, not that it is zero: whatever needs it says so. Peaks
 are dense, since vendors also print figures for 2:4 sparsity, twice as high, which training never sees; with float32
 accumulation, which training needs and which runs at half speed on GeForce cards. `memory_gib` is nominal: the driver
-keeps about 1 %. Links are in one direction, half of what vendors print for both; between the GPUs of a node they are
-those that join all of them, so a bridge for two does not count.
+keeps about 1 %, and error correction a sixteenth on cards with GDDR6 (L4, L40S, A40 and the like). Links are in one
+direction, half of what vendors print for both; between the GPUs of a node they are those that join all of them, so a
+bridge for two does not count.
 
 A calibration (surokit/calibration.py) adds what one machine really reached: `Ceilings`, far more use than a peak for
 predicting a time. This file only holds them; there is no torch here.
@@ -110,27 +111,6 @@ class Gpu:
             if tflops is not None:
                 return tflops, f"{self.name} dense {name}"
         return self.bf16_tflops, f"{self.name} dense BF16"
-
-    def rate(self, kind: Kind | None = None) -> tuple[float | None, str]:
-        """(TFLOPS, where they come from) to expect of products of a kind: what a calibration reached, else the dense peak.
-
-        A kind that is not native takes bf16's rate. One that was not measured where bf16 was takes the same share of its peak that
-        bf16 reached: a whole peak beside a measured rate would make a format look faster than it can be.
-        """
-        if (reached := self.ceilings) is None:
-            return self.peak(kind)
-        if kind is not None and self.multiplies(kind):
-            four = TENSOR_CORES[kind].bits == 4
-            tflops, name = (reached.fp4_tflops, "FP4") if four else (reached.fp8_tflops, "FP8")
-            if tflops is not None:
-                return tflops, f"{self.name} measured {name}"
-            peak, _ = self._quantized(kind)
-            if peak is not None and reached.bf16_tflops is not None and self.bf16_tflops is not None:
-                share = reached.bf16_tflops / self.bf16_tflops
-                return peak * share, f"{self.name} dense {name} x {share:.0%}, the share that BF16 reached"
-        if reached.bf16_tflops is not None:
-            return reached.bf16_tflops, f"{self.name} measured BF16"
-        return self.peak(kind)
 
     def to_json(self) -> str:
         """The GPU as JSON text, for `Gpu.from_json`; figures that are unknown are left out."""

@@ -1,15 +1,20 @@
-"""A plan as lines, text, HTML and notes: every term named, what is exact apart from what is approximate, bound or predicted."""
+"""A plan in words: the answers first, then every term with its kind (exact, approximate, bound, predicted), then the notes.
+
+What is printed is short, the first clause of how a figure comes about; `plan.table()` has all of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from surokit.formats import TENSOR_CORES
 from surokit.planner import figures
+from surokit.planner.cost import Time
 from surokit.planner.flops import frozen, gemms_of, on_gpu, operand_bits, product_kinds
 from surokit.planner.hardware import Gpu
 from surokit.planner.memory import Memory
@@ -19,7 +24,8 @@ from surokit.tables import html_table, text_table
 if TYPE_CHECKING:
     from surokit.planner.planning import Plan
 
-_SEEN = {"causal": "causal: a token sees half the sequence", "full": "full: every token sees the whole sequence"}
+_SEEN = {"causal": "a token sees half the sequence", "full": "every token sees the whole sequence"}
+_BRIEF = 72  # characters
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,48 @@ class Line:
     def text(self) -> str:
         """The value with its unit."""
         return figures.value(self.value, self.unit)
+
+    @property
+    def brief(self) -> str:
+        """The first clause of `how`, without what stands in brackets."""
+        return shorten(self.how.partition("; ")[0].partition(" (")[0], _BRIEF, placeholder=" …")
+
+
+def verdict(plan: Plan) -> tuple[str, bool]:
+    """Whether the plan fits, in words, and whether it surely does not."""
+    memory = plan.memory
+    needed = figures.gib(memory.gib) + (" and more" if memory.left_out else "")
+    peak = "" if memory.peak_phase is None else f" at its peak in the {memory.peak_phase}"
+    most = f"{peak}, most of it {memory.largest.name}"
+    limit = None if plan.gpu is None else plan.gpu.memory_gib
+    if plan.gpu is None or limit is None:
+        return f"Holds {needed} on each GPU{most}", False
+    room = f"of {plan.gpu.name}'s {limit:g} GiB"
+    if memory.gib > limit:
+        return f"Does not fit: {needed} {room}{most}", True
+    word = "Holds" if memory.left_out else "Fits:"
+    return f"{word} {needed} {room}{most}", False
+
+
+def plan_answers(plan: Plan) -> Iterator[str]:
+    """Does it fit, how long, how much: a line each, where it is known."""
+    words, too_large = verdict(plan)
+    if too_large and plan.setup.gpus > 1 and not plan.setup.zero:
+        words = words.replace("Does not fit", "Does not fit unsharded")
+    yield f"{words}; plan.fitting() says what helps" if too_large else words
+    t, estimate = plan.time, plan.estimate
+    rate = f"at the {t.rate_kind if t.rate_kind == 'given' else 'predicted'} {t.rate_tflops or 0:,.4g} TFLOPS"
+    if t.days is not None and t.gpu_hours is not None:
+        hours = figures.value(t.gpu_hours, "GPU hours")
+        yield f"Takes {figures.days(t.days)} on {_gpus(plan)}, {hours}, {rate} of each"
+    elif t.floor_days is not None:
+        yield f"Takes at least {figures.days(t.floor_days)} on {_gpus(plan)}; a prediction needs a rate"
+    elif t.step_ms is not None:
+        yield f"A step takes {figures.value(t.step_ms, 'ms')} {rate} of each GPU"
+    elif estimate is not None:
+        yield f"A step takes {figures.value(estimate.step_ms, 'ms')} at the datasheet's rates, which no run reaches"
+    if plan.usd_range is not None:
+        yield f"Costs {figures.span(*plan.usd_range, 'USD')}: GPU hours at {plan.price}"
 
 
 def plan_lines(plan: Plan) -> Iterator[Line]:
@@ -69,8 +117,8 @@ def _compute(plan: Plan) -> Iterator[Line]:
         rough = plan.factor * plan.subject.active * plan.tokens
         yield line(f"FLOPs, {rule}", rough, "FLOP", "approximate", f"{times}, to compare")
     share = compute.attention_share
-    how = f"attention {share:.1%} ({_SEEN[compute.attention]})" if share else "attention left out"
-    yield line("FLOPs a token", plan.flops_per_token, "FLOP", "exact", f"this architecture's products, {how}")
+    how = f"attention {share:.1%}, {_SEEN[compute.attention]}" if share else "attention left out"
+    yield line("FLOPs a token", plan.flops_per_token, "FLOP", "exact", f"product by product, {how}")
     yield line("  forward", compute.forward, "FLOP", "exact", "")
     if compute.backward:
         how = "no weight gradient of the frozen base" if frozen(plan.recipe) else ""
@@ -87,32 +135,26 @@ def _time(plan: Plan) -> Iterator[Line]:
     if t.rate_tflops is not None:
         how = t.rate_how
         if how == "as given" and t.mfu is not None:
-            how += f"; MFU {t.mfu:.1%} of {t.peak}, {t.peak_tflops:g} TFLOPS"
+            how = f"MFU {t.mfu:.1%} of {t.peak}, {t.peak_tflops:g} TFLOPS"
         if t.hfu is not None and t.mfu is not None and t.hfu > t.mfu:
             how += f", HFU {t.hfu:.1%}"
         yield line("rate of one GPU", t.rate_tflops, "TFLOPS", t.rate_kind, how)
     if t.goodput < 1:
         yield line("goodput", t.goodput, "share", "given", "share of the hours that makes progress")
     if t.days is not None and t.gpu_hours is not None:
-        yield line("time", t.days, "days", "prediction", f"FLOPs / ({_gpus(plan)} x rate x goodput)")
+        yield line("time", t.days, "days", "prediction", f"FLOPs / {_gpus(plan)} / rate / goodput")
         yield line("GPU hours", t.gpu_hours, "GPU hours", "prediction", "time x GPUs")
     if t.usd is not None:
         how = f"GPU hours x {plan.price}, as given"
         low, high = plan.usd_range or (t.usd, t.usd)
         if low < high:
-            how = f"{figures.value(low, 'USD')} to {figures.value(high, 'USD')}; {how}"
+            how = f"the middle of {figures.span(low, high, 'USD')}; {how}"
         yield line("cost", t.usd, "USD", "prediction", how)
     if plan.kwh is not None:
-        watts = plan.gpu.watts if plan.gpu else None
-        yield line(
-            "energy, at most",
-            plan.kwh,
-            "kWh",
-            "bound",
-            f"GPU hours x {watts:g} W, the GPU's power limit; hosts left out",
-        )
+        how = f"GPU hours x {plan.gpu.watts if plan.gpu else 0:g} W, the GPU's power limit; hosts left out"
+        yield line("energy, at most", plan.kwh, "kWh", "bound", how)
     if t.step_ms is not None and t.tokens_per_s is not None:
-        yield line("step", t.step_ms, "ms", "prediction", f"FLOPs a step / ({_gpus(plan)} x rate)")
+        yield line("step", t.step_ms, "ms", "prediction", f"FLOPs a step / {_gpus(plan)} / rate")
         yield line("tokens a second", t.tokens_per_s, "tokens/s", "prediction", _gpus(plan))
     if t.rate_tflops is None and t.floor_days is not None:
         yield line("time, at least", t.floor_days, "days", "bound", t.floor_how)
@@ -133,12 +175,14 @@ def _gpus(plan: Plan) -> str:
 def _memory(memory: Memory) -> Iterator[Line]:
     line = partial(Line, "memory of one GPU")
     for term in memory.terms:
-        yield line(term.name, term.gib, "GiB", "exact" if term.exact else "approximate", term.how)
+        if term.counted:
+            how = term.how
+            if term.bytes < 0.99 * term.most:
+                how = f"{figures.gib(term.most_gib)} at its fullest: {how.partition('; at the peak')[0]}"
+            yield line(term.name, term.gib, "GiB", "exact" if term.exact else "approximate", how)
     how = f"exact {figures.gib(memory.exact_gib)} + approximate {figures.gib(memory.approximate_gib)}"
     if memory.left_out:
         how += f"; without {memory.left_out[0].partition(':')[0]}"
-    if memory.peak_phase is not None:
-        how += f"; fullest in the {memory.peak_phase}"
     yield line("total", memory.gib, "GiB", "approximate", how)
 
 
@@ -157,14 +201,26 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         yield f"nothing trains: {plan.recipe.name} freezes the base and has no adapter; add one with .lora()"
     if time.rate_tflops is None:
         wanted = "tflops_per_gpu=, or mfu=" + ("" if gpu else " with gpu=")
+        if gpu is not None and gpu.bf16_tflops is None:
+            wanted = "tflops_per_gpu=, or gpu=sk.calibrate()"
         cost = " and cost" if plan.price is not None else ""
         yield f"no time{cost} is predicted without a rate: give {wanted}{_usual(plan)}"
     elif plan.tokens is None:
         yield "time and cost of the run need tokens="
-    if time.mfu is not None and time.mfu > PLAUSIBLE_MFU[1]:
+    if _too_fast(time):
+        rate = f"{time.rate_tflops:,.4g} TFLOPS"
+        yield f"no run is that fast, {rate} is beyond {time.floor_how}: give a lower rate, or the recipe that has fewer bits"
+    elif time.mfu is not None and time.mfu > PLAUSIBLE_MFU[1]:
         yield f"MFU {time.mfu:.0%} of {time.peak} is above what published runs sustain, mostly {_USUAL}"
     if gpu is not None and gpu.bf16_tflops is not None:
         yield from _peaks(on_gpu(plan.recipe, gpu), gpu)
+
+
+def _too_fast(time: Time) -> bool:
+    """Whether the rate is beyond what the products can reach; a thousandth for rounding."""
+    run = None if time.days is None else time.days * time.goodput
+    pairs = ((run, time.floor_days), (time.step_ms, time.floor_step_ms))
+    return any(own is not None and least is not None and own < 0.999 * least for own, least in pairs)
 
 
 def _peaks(recipe: Any, gpu: Gpu) -> Iterator[str]:
@@ -203,10 +259,10 @@ def _usual(plan: Plan) -> str:
     return f"; at the {_USUAL} of the BF16 peak that most published runs reach it would be {low} to {high}"
 
 
-def as_text(title: str, lines: Sequence[Line], notes: Sequence[str]) -> str:
-    """The lines by group, in one alignment, and the notes."""
-    body = text_table([(line.term, line.text, line.kind, line.how) for line in lines], right=(1,), indent="    ")
-    parts, group = [title], ""
+def as_text(title: str, answers: Iterable[str], lines: Sequence[Line], notes: Sequence[str]) -> str:
+    """The answers, the lines by group, in one alignment, and the notes."""
+    body = text_table([(line.term, line.text, line.kind, line.brief) for line in lines], right=(1,), indent="    ")
+    parts, group = [title, *(f"  {answer}" for answer in answers)], ""
     for line, row in zip(lines, body.splitlines()):
         if line.group != group:
             group = line.group
@@ -217,7 +273,7 @@ def as_text(title: str, lines: Sequence[Line], notes: Sequence[str]) -> str:
     return "\n".join(parts)
 
 
-def as_html(title: str, lines: Sequence[Line], notes: Sequence[str]) -> str:
+def as_html(title: str, answers: Iterable[str], lines: Sequence[Line], notes: Sequence[str]) -> str:
     """The same as an HTML table and a list of notes."""
     rows: list[tuple[str, ...]] = []
     group = ""
@@ -225,6 +281,7 @@ def as_html(title: str, lines: Sequence[Line], notes: Sequence[str]) -> str:
         if line.group != group:
             group = line.group
             rows.append((group,))
-        rows.append((line.term.replace("  ", "\u2003"), line.text, line.kind, line.how))
-    table = html_table(rows, header=("", "", "kind", "how"), right=(1,), title=title)
+        rows.append((line.term.replace("  ", "\u2003"), line.text, line.kind, line.brief))
+    head = "".join(f"<div>{escape(answer)}</div>" for answer in answers)
+    table = f"<b>{escape(title)}</b>{head}" + html_table(rows, header=("", "", "kind", "how"), right=(1,))
     return table + ("<ul>" + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>" if notes else "")

@@ -22,6 +22,11 @@ of its input (1 byte an element for FP8) in place of the shared tensor at 2 byte
 the frozen base nothing. Full recompute keeps each layer's input. Quantized weights of a trained layer are made for each
 product and not kept.
 
+A plan without training replays the forward alone: one layer's tensors at a time, the KV cache, and logits of every token
+("whole") or of the last one of each sequence ("fused"), as generation takes them.
+
+The replay of a GPU's kernels is read off their code; what is measured so far is a CPU's (docs/measurements/memory-cpu.json).
+
 Under ZeRO 2 and 3 a layer's gradient is whole until it is reduced; under 3 two layers' weights are gathered, the one that
 computes and the next, and with them the embeddings, which FSDP2 holds in the root's group.
 """
@@ -31,12 +36,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from surokit.planner import figures
 from surokit.planner.activations import LOSS_ELEMENTS as LOSS_ELEMENTS
 from surokit.planner.activations import LOSS_MIN_ROWS as LOSS_MIN_ROWS
 from surokit.planner.activations import Activations, replay
 from surokit.planner.flops import Placement, Recompute, frozen, operand_bits, placements
-from surokit.planner.shape import Shape
+from surokit.planner.shape import Shape, built_here
 from surokit.planner.tape import GRADIENTS, KEPT, LOGITS, PASSING, Moment
 
 GIB = 2**30
@@ -173,12 +177,12 @@ def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Set
     phases: tuple[Phase, ...] = ()
     if shape is None:
         left_out.append("activations, logits and KV cache: give a config in place of a number of parameters")
+    elif setup.layers == "surokit" and not built_here(shape):
+        raise ValueError(f"surokit has no layers for {shape.family}: leave layers= out, or give layers='transformers'.")
     elif setup.batch is None or setup.length is None:
         left_out.append("activations, logits and KV cache: give batch= and length=")
     else:
-        if setup.training:
-            terms, phases = _with_step(terms, shape, trained, recipe, setup, places)
-        terms.append(_cache(shape, setup))
+        terms, phases = _with_step([*terms, _cache(shape, setup)], shape, trained, recipe, setup, places)
     held = sum(t.bytes for t in terms if t.counted)
     how = f"allocator and workspace, {setup.slack:.0%} of the rest (usual: 5 to 10 %)"
     terms.append(Term("slack", setup.slack * held, False, how))
@@ -195,7 +199,7 @@ def _weights(
 ) -> tuple[list[Term], float]:
     """The terms of weights, and the number of trained parameters."""
     width = DTYPE_BYTES[setup.dtype]
-    shard, sharded = (setup.gpus, f" / {setup.gpus} (ZeRO 3)") if setup.zero >= 3 else (1, "")
+    shard, sharded = _shards(setup, 3)
     storage = getattr(recipe, "storage", None)
     if shape is None:
         each = storage.bits / 8 if storage else width
@@ -239,7 +243,7 @@ def _weights(
         slots = 3 * sum(p.quantized for p in places)
         how = f"{slots:,} operands x {history:,} steps in float32, with those in force and the open ones"
         terms.append(Term("amax histories", slots * (history + 2) * 4.0, True, how))
-    stepping = setup.training and setup.batch is not None and setup.length is not None
+    stepping = setup.batch is not None and setup.length is not None
     largest = max((p.weight.n * p.weight.k for p in places if p.quantized), default=0)
     if largest and storage is not None:
         held, how = largest, "the largest stored weight, made for its product and let go"
@@ -279,10 +283,15 @@ def _gathered(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, 
     return Term("gathered layers", held, False, f"{', and '.join(how)} (ZeRO {setup.zero})") if held else None
 
 
+def _shards(setup: Setup, stage: int) -> tuple[int, str]:
+    """Over how many GPUs a term is divided that ZeRO shards from `stage` on, and that in words."""
+    shared = setup.gpus > 1 and setup.zero >= stage
+    return (setup.gpus, f" / {setup.gpus} (ZeRO {setup.zero})") if shared else (1, "")
+
+
 def _states(trained: float, setup: Setup) -> list[Term]:
     width, state = DTYPE_BYTES[setup.dtype], DTYPE_BYTES[setup.state_dtype]
-    g_shard, g_how = (setup.gpus, f" / {setup.gpus} (ZeRO {setup.zero})") if setup.zero >= 2 else (1, "")
-    o_shard, o_how = (setup.gpus, f" / {setup.gpus} (ZeRO {setup.zero})") if setup.zero >= 1 else (1, "")
+    (g_shard, g_how), (o_shard, o_how) = _shards(setup, 2), _shards(setup, 1)
     terms = [Term("gradients", trained * width / g_shard, True, f"{trained:,.0f} x {width} bytes{g_how}")]
     if setup.optimizer == "adamw":
         terms.append(
@@ -303,7 +312,7 @@ def _states(trained: float, setup: Setup) -> list[Term]:
                 f"{trained:,.0f} x 2 moments in 8 bits and their scales{o_how}",
             )
         )
-    if setup.master:
+    if setup.master and width < 4:  # float32 weights are their own
         terms.append(Term("master weights", trained * 4 / o_shard, True, f"{trained:,.0f} x 4 bytes{o_how}"))
     return terms
 
@@ -314,9 +323,7 @@ def _with_step(
     """The terms at the fullest moment of a step, what passes with it included, and the phases."""
     assert setup.batch is not None
     assert setup.length is not None
-    width = DTYPE_BYTES[setup.dtype]
-    share = 1 / setup.gpus if setup.zero >= 2 else 1.0
-    there = setup.accumulate > 1
+    there = setup.training and setup.accumulate > 1
     passing = replay(
         shape,
         recipe,
@@ -324,34 +331,28 @@ def _with_step(
         places,
         batch=setup.batch,
         length=setup.length,
-        width=width,
+        width=DTYPE_BYTES[setup.dtype],
         gradients_there=there,
-        weight_share=share,
+        weight_share=1 / _shards(setup, 2)[0],
     )
-    gradients = next(t for t in terms if t.name == "gradients")
-    scratch = _optimizer_scratch(shape, trained, setup)
-    full = gradients.bytes
-    moments = [_with_gradients(m, full) if there else m for m in passing.moments]
-    # the optimizer meets all gradients, and no activation
-    at_end = {KEPT: 0.0, LOGITS: 0.0, GRADIENTS: full, PASSING: scratch}
-    moments.append(Moment("optimizer", full + scratch, at_end))
+    gradients = next((t for t in terms if t.name == "gradients"), None)
     fixed = sum(t.bytes for t in terms if t.counted and t is not gradients)
-    phases = tuple(Phase(m.phase, fixed + m.bytes) for m in moments)
+    moments = list(passing.moments)
+    if gradients is not None:
+        full = gradients.bytes
+        if there:
+            moments = [_with_gradients(m, full) for m in moments]
+        # the optimizer meets all gradients, and no activation
+        scratch = _optimizer_scratch(shape, trained, setup)
+        at_end = {KEPT: 0.0, LOGITS: 0.0, GRADIENTS: full, PASSING: scratch}
+        moments.append(Moment("optimizer", full + scratch, at_end))
     peak = max(moments, key=lambda m: m.bytes)
-    there_now = min(peak.made_of[GRADIENTS], full)
-    if there_now > 0.999 * full:
-        there_now = full
-    met = replace(gradients, bytes=there_now, most=full, exact=there_now in (0.0, full))
-    now = [met if t is gradients else t for t in terms]
-    now += _passing(shape, passing, peak, setup)
-    return [_at_the_peak(t, peak.phase) for t in now], phases
-
-
-def _at_the_peak(term: Term, phase: str) -> Term:
-    """The term, which says so where it is fuller at another moment."""
-    if not term.counted or term.bytes >= 0.99 * term.most:
-        return term
-    return replace(term, how=f"{term.how}; at the peak, in the {phase}; {figures.gib(term.most_gib)} at its fullest")
+    if gradients is not None:
+        held = min(peak.made_of[GRADIENTS], full)
+        held = full if held > 0.999 * full else held
+        terms[terms.index(gradients)] = replace(gradients, bytes=held, most=full, exact=held in (0.0, full))
+    phases = tuple(Phase(m.phase, fixed + m.bytes) for m in moments)
+    return [*terms, *_passing(shape, passing, peak, setup)], phases
 
 
 def _with_gradients(moment: Moment, gradients: float) -> Moment:
@@ -365,21 +366,31 @@ def _passing(shape: Shape, passing: Activations, peak: Moment, setup: Setup) -> 
     assert setup.batch is not None
     assert setup.length is not None
     tokens = setup.batch * setup.length
-    if setup.recompute == "full":
+    whose = "transformers'" if setup.layers == "transformers" else "surokit's"
+    if not setup.training:
+        how = f"{tokens:,} tokens in one of {whose} layers at a time; nothing is kept for a backward"
+    elif setup.recompute == "full":
         how = f"{tokens:,} tokens: each layer's input, and one layer whole while it is computed again"
     else:
         how = f"{tokens:,} tokens x {passing.kept / tokens / shape.layers:,.0f} bytes a token and layer"
         how += "; fused attention keeps no scores to drop" if setup.recompute == "selective" else ""
-    whose = "transformers'" if setup.layers == "transformers" else "surokit's"
-    how += f", as {whose} layers keep them (form of arXiv 2205.05198)"
-    terms = [Term("activations", peak.made_of[KEPT], False, how, most=passing.kept)]
-    if setup.logits == "whole":
+    if passing.scores and setup.training:
+        how += "; all of attention's scores, for want of a fused kernel"
+    if setup.training:
+        how += f", as {whose} layers keep them (form of arXiv 2205.05198)"
+    most = passing.kept if setup.training else -1.0
+    terms = [Term("activations", peak.made_of[KEPT], False, how, most=most)]
+    if not setup.training:
+        which = f"{tokens:,} tokens" if setup.logits == "whole" else "the last token of each sequence"
+        how = f"{which} x {shape.vocab:,}, in {setup.dtype}"
+    elif setup.logits == "whole":
         how = f"{tokens:,} tokens x {shape.vocab:,} whole, in {setup.dtype} and in the loss's float32"
     else:
         rows = min(tokens, max(LOSS_MIN_ROWS, LOSS_ELEMENTS[setup.device] // shape.vocab))
         how = f"fused with the loss: {rows:,} tokens at a time, never whole; the gradients that its forward makes"
-    terms.append(Term("logits", peak.made_of[LOGITS], False, how, most=passing.loss))
-    how = "gradients of activations and temporaries of operations"
+    held = peak.made_of[LOGITS]
+    terms.append(Term("logits", held, False, how, most=max(held, passing.loss)))
+    how = "gradients of activations and temporaries of operations" if setup.training else "temporaries of operations"
     if setup.device == "cuda":
         how += "; libraries' own workspace is in the slack"
     terms.append(Term("workspace", peak.made_of[PASSING], False, how))
@@ -400,8 +411,13 @@ def _cache(shape: Shape, setup: Setup) -> Term:
     """The KV cache of generation, which training does not hold."""
     assert setup.batch is not None
     assert setup.length is not None
-    tokens, width = setup.batch * setup.length, DTYPE_BYTES[setup.dtype]
-    elements = shape.cache_width
-    how = f"{shape.layers} layers x {elements:,} keys and values x {width} bytes x {tokens:,} tokens"
-    how += ", for generation only" if setup.training else ""
-    return Term("KV cache", shape.layers * elements * width * tokens, True, how, counted=not setup.training)
+    elements, width = shape.cache_width, DTYPE_BYTES[setup.dtype]
+    windows = [shape.window_of(i) for i in range(shape.layers)] if setup.layers == "transformers" else []
+    # transformers forgets what no window sees any more, and keeps the window less the token that comes; ours keeps all
+    kept = [min(setup.length, w - 1) if w else setup.length for w in windows] or [setup.length] * shape.layers
+    how = (
+        f"{shape.layers} layers x {elements:,} keys and values x {width} bytes x {setup.batch * setup.length:,} tokens"
+    )
+    how += ", of which windows drop the oldest" if min(kept) < setup.length else ""
+    how += ", for generation only: not counted" if setup.training else ""
+    return Term("KV cache", setup.batch * sum(kept) * elements * width, True, how, counted=not setup.training)

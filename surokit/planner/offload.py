@@ -64,7 +64,10 @@ class Host:
 
 
 def host_of(gpu: Gpu, memory_gib: float | None = None) -> Host | None:
-    """The host beside a GPU, as a calibration measured it; None where link or AdamW's rate were not measured."""
+    """The host beside a GPU as a calibration measured it, with the datasheet's link where only that is known.
+
+    None where AdamW's rate was not measured, or neither knows the link.
+    """
     c = gpu.ceilings
     link = (c.host_gb_s if c else None) or gpu.host_gb_s
     rate = c.host_adam_params_s if c else None

@@ -21,7 +21,7 @@ from surokit.planner.cost import Price, Time, Work, count_time, exact, read_pric
 from surokit.planner.energy import energy_kwh
 from surokit.planner.flops import Attention, Compute, Recompute, count_flops, frozen, on_gpu, placements, product_kinds
 from surokit.planner.hardware import Gpu, find_gpu
-from surokit.planner.lines import Line, as_html, as_text, plan_lines, plan_notes
+from surokit.planner.lines import Line, as_html, as_text, plan_answers, plan_lines, plan_notes
 from surokit.planner.memory import DTYPE_BYTES, SLACK, Layers, Memory, Setup, count_memory
 from surokit.planner.offload import Host, Offload, host_of, predict_offload
 from surokit.planner.roofline import Estimate, estimate_step
@@ -65,7 +65,8 @@ class Plan:
 
     def but(self, **changes: Any) -> Plan:
         """The same plan with other arguments: `plan.but(batch=4)`; an argument that is None is taken back."""
-        return plan(self.subject, **{**self.given, **changes})
+        asked = {**self.given, **changes}
+        return plan(self.subject, **{k: v for k, v in asked.items() if v is not None or k not in self.given})
 
     @property
     def days(self) -> float | None:
@@ -103,16 +104,15 @@ class Plan:
 
         Raises ValueError where the answer needs a term that could not be counted.
         """
-        if gib is None:
-            if self.gpu is None or self.gpu.memory_gib is None:
-                raise ValueError(
-                    "fits() does not know the GPU's memory: give fits(gib=80), or plan(..., gpu=...) with a GPU that has it."
-                )
-            gib = self.gpu.memory_gib
-        fits = self.memory.gib <= arguments.number("gib", gib)
+        fits = self.memory.gib <= choices.asked_gib(self, gib)
         if fits and self.memory.left_out:
             raise ValueError(f"fits() cannot tell yet, it lacks {self.memory.left_out[0]}.")
         return fits
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """Does it fit, how long, how much: a line each, where it is known; the first lines of what is printed."""
+        return tuple(plan_answers(self))
 
     # -- asked backwards; see questions.py and choices.py for arguments and errors
 
@@ -221,14 +221,16 @@ class Plan:
             raise ValueError("A number of parameters has no products to list: plan with a config or a model.")
         return self.compute
 
-    def _all_notes(self) -> tuple[str, ...]:
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """What to know beside the figures, the estimate of a step included."""
         return (*self.notes, *(self.estimate.notes if self.estimate else ()))
 
     def __repr__(self) -> str:
-        return as_text(f"Plan: {self.title}", self.lines(), self._all_notes())
+        return as_text(f"Plan: {self.title}", self.answers, self.lines(), self.all_notes)
 
     def _repr_html_(self) -> str:
-        return as_html(f"Plan: {self.title}", self.lines(), self._all_notes())
+        return as_html(f"Plan: {self.title}", self.answers, self.lines(), self.all_notes)
 
 
 def plan(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from surokit.planner import arguments, figures
@@ -141,7 +142,7 @@ def rate_for(
 ) -> float:
     """Model TFLOPS that each GPU must achieve for the run to stay within each budget given.
 
-    Raises ValueError where that is more than the GPU's fastest dense peak: no rate then does.
+    Raises ValueError where that is more than the dense peaks of the plan's products allow: no rate then does.
     """
     budgets = _budgets(days, gpu_hours, usd)
     if plan.tokens is None:
@@ -150,17 +151,23 @@ def rate_for(
     slow = plan.but(gpu=None, tflops_per_gpu=1.0, mfu=None)
     _has(slow, budgets)
     tflops = max(getattr(slow, name) / budget for name, budget in budgets.items())
-    peak = plan.gpu.fastest_tflops if plan.gpu else None
-    if plan.gpu is not None and peak is not None and tflops > peak:
+    peak = _most_tflops(plan)
+    if peak is not None and tflops > peak:
         given = " and ".join(_budget_text(name, budget) for name, budget in budgets.items())
         remedy = "spend more, or train on fewer tokens"
         if set(budgets) == {"days"}:
             remedy = f"it takes {math.ceil(plan.setup.gpus * tflops / peak):,} GPUs even at that peak"
         raise ValueError(
-            f"{given} would take {tflops:,.4g} TFLOPS of each GPU, above {plan.gpu.name}'s fastest dense peak of {peak:g} "
-            f"TFLOPS: {remedy}."
+            f"{given} would take {tflops:,.4g} TFLOPS of each GPU, and the most is {peak:,.4g}, {plan.time.floor_how}: {remedy}."
         )
     return float(tflops)
+
+
+def _most_tflops(plan: Plan) -> float | None:
+    """Model TFLOPS of one GPU with each product at its own dense peak; None where that is not known."""
+    if plan.flops is None or plan.time.floor_gpu_hours is None:
+        return None
+    return plan.flops / (plan.time.floor_gpu_hours * 3600) / 1e12
 
 
 @dataclass(frozen=True)
@@ -381,6 +388,10 @@ def _share(efficiency: Callable[[int], float] | Speedup | None) -> Callable[[int
     if isinstance(efficiency, Speedup):
         one = efficiency.rate(1)
         return lambda n: efficiency.rate(n) / (n * one)
+    if not callable(efficiency):
+        raise TypeError(
+            f"efficiency={efficiency!r} must say it for any number of GPUs: give a function of n, or a fit_speedup()."
+        )
     return lambda n: arguments.number(f"efficiency({n})", efficiency(n))
 
 
@@ -403,6 +414,7 @@ def _nodes_in_time(plan: Plan, days: float, unit: int, share: Callable[[int], fl
             f"{figures.days(days)} would take {gpus:.3g} GPUs, more than there are: give more days, or plan fewer tokens."
         )
 
+    @cache
     def takes(nodes: int) -> float:
         """Days; they fall with the GPUs, and may rise again where they wait for each other."""
         alone = plan.but(gpus=nodes * unit).days
@@ -412,19 +424,22 @@ def _nodes_in_time(plan: Plan, days: float, unit: int, share: Callable[[int], fl
     def in_time(nodes: int) -> bool:
         return takes(nodes) <= days
 
-    # more GPUs help up to a point: double them while they do
-    last = 1
+    # more GPUs help up to a point; the first few may also lose to one, by a communication that hardly grows with more
+    last, fastest = 1, 1
     while not in_time(last):
-        if 2 * last * unit > 2 * _MOST_GPUS or takes(2 * last) >= takes(last):
+        if 2 * last * unit > _MOST_GPUS:
+            raise ValueError(
+                f"No number of GPUs is done in {figures.days(days)} at this efficiency, the fastest being {fastest * unit:,}: "
+                "give more days, or plan fewer tokens."
+            )
+        if takes(2 * last) >= takes(last):
             best = _lowest(takes, max(1, last // 2), 2 * last)
             if in_time(best):
                 last = best
                 break
-            raise ValueError(
-                f"No number of GPUs is done in {figures.days(days)} at this efficiency, the fastest being {best * unit:,}: "
-                "give more days, or plan fewer tokens."
-            )
+            fastest = min(fastest, best, key=takes)
         last *= 2
+        fastest = min(fastest, last, key=takes)
     return 1 if last == 1 else _first(in_time, max(1, last // 2), last)
 
 

@@ -8,7 +8,9 @@ and the estimate is optimistic; it says so.
     step    max(sum of max(FLOPs, bytes), sum of launches) + exposed communication
 
 The host launches ahead of the device, so a row whose launches take longer than its kernels delays a step only where that holds for
-the step as a whole: rows are what each part takes alone, and may sum to more than the step.
+the step as a whole: rows are what each part takes alone, and may sum to more than the step. A processor computes what it calls
+itself, so there both sums add up; and there quantizing is arithmetic, slower than the copy that it is taken for, so that a
+quantized recipe's estimate is optimistic at measured rates too.
 
 Rates of large square products are an upper end: real shapes reach less. Fused attention reaches less than products do, by a
 published share of the dense peak: FlashAttention-2, which torch takes, 35 % on an H100 (arXiv 2407.08608) and 50 to 73 % on an A100
@@ -39,13 +41,15 @@ Bound = Literal["compute", "memory", "launch"]
 #: cores' own instructions (Hopper; data-center Blackwell is taken alike), the middle of 50 to 73 % where it does (Ampere, Ada, and
 #: GeForce Blackwell, which has Ampere's instructions). Without a capability attention is taken as fast as products.
 ATTENTION_SHARE: tuple[tuple[tuple[int, int], float], ...] = (((12, 0), 0.6), ((9, 0), 0.35), ((8, 0), 0.6))
+_PROCESSOR_QUANTIZES = "quantizing is taken at the memory's bandwidth, which a processor does not reach"
 
 
 @dataclass(frozen=True)
 class Rates:
     """What a GPU is taken to reach: TFLOPS of products by kind and of attention, TB/s, and microseconds a launch (None: unknown).
 
-    `measured` says whether products and bandwidth were calibrated; `how` is where they come from, in words.
+    `measured` says whether products and bandwidth were calibrated; `ahead` whether the host launches ahead of what computes, as a
+    GPU's does; `how` is where they come from, in words.
     """
 
     products: dict[Kind | None, float]
@@ -54,6 +58,7 @@ class Rates:
     launch_us: float | None
     measured: bool
     how: str
+    ahead: bool = True
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class Row:
 class Estimate:
     """A step's time on one GPU, row by row; see the module's text for how rows make a step.
 
-    kind    "prediction" at rates that a calibration reached, "optimistic" at a datasheet's
+    kind    "prediction" at rates that a calibration reached; "optimistic" at a datasheet's, and where a processor quantizes
     tokens  of an optimizer step, over all GPUs
     """
 
@@ -110,11 +115,11 @@ class Estimate:
 
     @property
     def kind(self) -> Literal["prediction", "optimistic"]:
-        return "prediction" if self.rates.measured else "optimistic"
+        return "prediction" if self.rates.measured and not _quantizes_slowly(self.rates, self.rows) else "optimistic"
 
     @property
     def how(self) -> str:
-        return self.rates.how
+        return self.rates.how + (f"; {_PROCESSOR_QUANTIZES}" if _quantizes_slowly(self.rates, self.rows) else "")
 
     @property
     def device_ms(self) -> float:
@@ -133,8 +138,17 @@ class Estimate:
 
     @property
     def step_ms(self) -> float:
-        """An optimizer step: the device or the host, whichever takes longer, and what communication is known to add."""
-        return max(self.device_ms, self.launch_ms or 0.0) + (self.exposed_ms or 0.0)
+        """An optimizer step: the device or the host, whichever takes longer, and what communication is known to add.
+
+        On a processor, which is both, their sum.
+        """
+        return self.device_ms + self._added_ms + (self.exposed_ms or 0.0)
+
+    @property
+    def _added_ms(self) -> float:
+        """What launching adds to the device's time."""
+        launch = self.launch_ms or 0.0
+        return max(0.0, launch - self.device_ms) if self.rates.ahead else launch
 
     @property
     def tokens_per_s(self) -> float:
@@ -166,8 +180,7 @@ class Estimate:
         sums = {"compute": 0.0, "memory": 0.0}
         for row in self.rows:
             sums["compute" if row.compute_ms >= row.memory_ms else "memory"] += row.device_ms
-        launch = max(0.0, (self.launch_ms or 0.0) - self.device_ms)
-        return {**sums, "launch": launch, "communication": self.exposed_ms or 0.0}
+        return {**sums, "launch": self._added_ms, "communication": self.exposed_ms or 0.0}
 
     def by_group(self) -> dict[str, float]:
         """Device ms by group: products, attention, head and loss, elementwise, adapter, quantization, optimizer."""
@@ -209,8 +222,13 @@ class Estimate:
                 )
         if self.launch_ms is not None:
             count = sum(row.launches for row in self.rows)
-            how = f"{figures.count(count)} launches of {self.rates.launch_us:g} us"
-            how += ": the host is what the step waits for" if self.launch_ms > device else ", hidden behind the device"
+            how = f"{figures.count(count)} launches of {self.rates.launch_us:.3g} us"
+            if not self.rates.ahead:
+                how += ", added to the rest"
+            else:
+                how += (
+                    ": the host is what the step waits for" if self.launch_ms > device else ", hidden behind the device"
+                )
             rows.append(("  launches", self.launch_ms, "ms", self.kind, how))
         if self.communication.bytes and self.communication.exposed_ms is not None:
             how = f"of {self.communication.ms:,.1f} ms: {self.communication.how}"
@@ -280,7 +298,7 @@ def estimate_step(
         model_flop=float(compute.model) * mine,
         floor_ms=_floor_ms(compute, gpu, rates) * mine,
         peak_tflops=gpu.bf16_tflops,
-        notes=tuple(_notes(rates, sent)),
+        notes=tuple(_notes(rates, sent, rows)),
     )
 
 
@@ -302,23 +320,24 @@ def rates_of(gpu: Gpu, dtype: str = "bf16") -> Rates | str:
     full = dtype in ("fp32", "float32")
     plain = (c.fp32_tflops if full else c.bf16_tflops) if c else None
     bandwidth = c.bandwidth_tb_s if c else None
-    measured = plain is not None and bandwidth is not None
-    if plain is None and full:
-        return f"The float32 rate of {gpu.name} is not known: calibrate it with sk.calibrate()."
-    plain = plain or gpu.bf16_tflops
+    reached = [name for name, rate in (("products", plain), ("bandwidth", bandwidth)) if rate is not None]
+    plain = plain or (None if full else gpu.bf16_tflops)
     bandwidth = bandwidth or gpu.bandwidth_tb_s
     if plain is None or bandwidth is None:
+        if gpu.device == "cpu":
+            return f"How fast {gpu.name} computes and copies was not measured: plan with gpu=sk.calibrate('cpu')."
+        if plain is None and full:
+            return f"The float32 rate of {gpu.name} is not known: calibrate it with sk.calibrate()."
         field, what = ("bf16_tflops", "BF16 rate") if plain is None else ("bandwidth_tb_s", "memory bandwidth")
         return f"The {what} of {gpu.name} is not known: give Gpu({gpu.name!r}, {field}=...) or calibrate it with sk.calibrate()."
-    how = (
-        f"rates measured on {c.measured}"
-        if measured and c
-        else f"rates of the datasheet of {gpu.name}, which no run reaches"
-    )
+    how = f"rates of the datasheet of {gpu.name}, which no run reaches"
+    if c and reached:
+        rest = "" if len(reached) == 2 else f", the rest of the datasheet of {gpu.name}, which no run reaches"
+        how = f"{reached[0] if rest else 'rates'} measured on {c.measured}{rest}"
     products: dict[Kind | None, float] = {None: plain}
     assumed: dict[str, None] = {}
     for kind, cores in TENSOR_CORES.items():
-        own, guessed = _own_rate(gpu, kind, None if full else plain)
+        own, guessed = _own_rate(gpu, kind)
         products[kind] = own or plain
         assumed.update({f"{cores.bits}-bit": None} if guessed else {})
     if assumed:
@@ -333,22 +352,26 @@ def rates_of(gpu: Gpu, dtype: str = "bf16") -> Rates | str:
         attention_tflops=attention,
         bandwidth_tb_s=bandwidth,
         launch_us=c.launch_us if c else None,
-        measured=measured,
+        measured=len(reached) == 2,
         how=how,
+        ahead=gpu.device != "cpu",
     )
 
 
-def _own_rate(gpu: Gpu, kind: Kind, plain: float | None) -> tuple[float | None, bool]:
-    """(rate of products of a kind, whether it is its peak times the share of the peak that bf16 was measured to reach)."""
+def _own_rate(gpu: Gpu, kind: Kind) -> tuple[float | None, bool]:
+    """(rate of products of a kind, whether it is its peak times the share of the peak that bf16 was measured to reach).
+
+    A whole peak beside a measured rate would make a format look faster than it can be.
+    """
     if not gpu.multiplies(kind):
         return None, False
     c = gpu.ceilings
     if c and (found := c.fp4_tflops if TENSOR_CORES[kind].bits == 4 else c.fp8_tflops):
         return found, False
     peak, _ = gpu.peak(kind)
-    if c is None or c.bf16_tflops is None or gpu.bf16_tflops is None or plain is None or peak is None:
+    if c is None or c.bf16_tflops is None or gpu.bf16_tflops is None or peak is None:
         return peak, False
-    return peak * plain / gpu.bf16_tflops, peak != gpu.bf16_tflops
+    return peak * c.bf16_tflops / gpu.bf16_tflops, peak != gpu.bf16_tflops
 
 
 def _attention_rate(gpu: Gpu, plain: float, full: bool) -> float:
@@ -397,7 +420,13 @@ def _weight_bytes(shape: Shape, recipe: Any, width: int) -> float:
     return total
 
 
-def _notes(rates: Rates, sent: Communication) -> Iterable[str]:
+def _quantizes_slowly(rates: Rates, rows: Iterable[Row]) -> bool:
+    return not rates.ahead and any(row.group == "quantization" for row in rows)
+
+
+def _notes(rates: Rates, sent: Communication, rows: Iterable[Row]) -> Iterable[str]:
+    if _quantizes_slowly(rates, rows):
+        yield f"{_PROCESSOR_QUANTIZES}: the step takes longer than estimated"
     if rates.launch_us is None:
         yield "launches are left out of the step's time: their cost is measured by sk.calibrate()"
     if sent.bytes and sent.ms is None:

@@ -17,7 +17,7 @@ so, and `outside` and `note` say it to a program. Kaplan's N leaves embeddings o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any, Literal, NamedTuple
@@ -345,8 +345,12 @@ class ScalingLaw:
         """What of this lies outside the measured range, in words; "" inside."""
         parts = []
         for value, (low, high), word in ((parameters, self.parameters, "parameters"), (tokens, self.tokens, "tokens")):
+            if value is None:
+                # Kaplan measured the limits themselves: alone_N, alone_D
+                if isinstance(self.surface, Additive) and getattr(self.surface, f"has_{word}"):
+                    parts.append(f"no run had {word} without limit")
             # A little room, for a range's own end that was computed.
-            if value is not None and not low * (1 - 1e-6) <= value <= high * (1 + 1e-6):
+            elif not low * (1 - 1e-6) <= value <= high * (1 + 1e-6):
                 side = "above" if value > high else "below"
                 span = _span((low, high)) if low < high else figures.count(low)
                 parts.append(f"{figures.count(value, 3)} {word} lie {side} the measured {span}")
@@ -437,12 +441,6 @@ CHINCHILLA_REPLICATED = ScalingLaw(
     tokens=(5e9, 500e9),
     notes=("standard errors: E 0.03, A 124.58, alpha 0.02, B 1293.23, beta 0.02",),
 )
-
-LAWS: Mapping[str, ScalingLaw] = {
-    "kaplan": KAPLAN,
-    "chinchilla": CHINCHILLA,
-    "chinchilla-replicated": CHINCHILLA_REPLICATED,
-}
 
 
 def read_flops(what: Any) -> float:

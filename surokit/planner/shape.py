@@ -344,3 +344,12 @@ class Shape:
             return self.parameters
         idle = sum(w.n * w.k * (w.count - w.active) for w in self.projections)
         return self.parameters - idle - len(self.expert_layers) * self.experts.idle * self._expert_bias
+
+
+#: The families that our own Decoder builds (surokit/models/config.py, which needs torch), and its own name.
+BUILT_HERE = ("llama", "mistral", "qwen2", "qwen3", "decoder")
+
+
+def built_here(shape: Shape) -> bool:
+    """Whether our own layers compute such a shape; else transformers' do."""
+    return shape.family in BUILT_HERE

@@ -9,7 +9,10 @@ from typing import Any, Literal
 from surokit.planner import arguments, figures
 from surokit.planner.configs import FAMILIES, read_shape
 from surokit.planner.memory import DTYPE_BYTES, Layers
-from surokit.planner.shape import Shape
+from surokit.planner.shape import Shape, built_here
+
+# Families whose configs drop activations unless told otherwise; dropped ones have masks, and attention loses its fused kernel.
+_DROPS = ("gpt2", "seed_oss")
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,22 @@ def read_subject(what: Any) -> Subject:
             "a recipe is taken to reach every expert as linear layers of its own, each with its adapter; transformers keeps "
             "them in one tensor, which apply() leaves as it is",
         )
+    if shape.family in _DROPS:
+        notes += (f"memory takes {shape.family} without dropout, which its configs have: set it to 0, or expect more",)
+    layers = _own_layers(what, shape)
+    if layers == "transformers" and not built_here(shape):
+        notes += (f"surokit has no layers for {shape.family}: memory and time are those of transformers' layers",)
     name = f"{shape.family} of {figures.count(shape.parameters)} parameters {source}"
-    return Subject(float(shape.parameters), name, shape, notes, _own_dtype(what), _own_layers(what), _own_device(what))
+    return Subject(float(shape.parameters), name, shape, notes, _own_dtype(what), layers, _own_device(what))
 
 
-def _own_layers(what: Any) -> Layers:
-    """Whose layers a live model has: transformers' where its class, or the one that an adapter wraps, is theirs."""
+def _own_layers(what: Any, shape: Shape) -> Layers:
+    """Whose layers compute: a live model's own, transformers' for what ours cannot build, else ours.
+
+    A model's are transformers' where its class, or the one that an adapter wraps, is theirs.
+    """
+    if not built_here(shape):
+        return "transformers"
     model = what.get_base_model() if hasattr(what, "get_base_model") else what
     theirs = type(model).__module__.startswith("transformers.models") and hasattr(model, "parameters")
     return "transformers" if theirs else "surokit"

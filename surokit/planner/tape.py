@@ -59,16 +59,17 @@ class Moment:
 
 
 class Tape:
-    """Replays allocations. `gradients_there` says that weight gradients are summed into ones that exist already."""
+    """Replays allocations. `gradients_there` says that weight gradients are summed into ones that exist already, `records` that
+    there will be a backward."""
 
-    def __init__(self, *, gradients_there: bool = False, weight_share: float = 1.0) -> None:
+    def __init__(self, *, gradients_there: bool = False, weight_share: float = 1.0, records: bool = True) -> None:
         self.held: dict[str, float] = {KEPT: 0.0, LOGITS: 0.0, GRADIENTS: 0.0, PASSING: 0.0}
         self.moments: dict[str, Moment] = {}
         self.phase = "forward"
         self._there = gradients_there
         self._share = weight_share  # of a weight gradient that stays on this GPU
         self._steps: list[_Step] = []
-        self._records = True
+        self._records = records
         self._seen_weight = 0.0
         self._gradients: dict[Value, _Gradient] = {}
 
@@ -267,10 +268,8 @@ class Tape:
     def _weight(self, size: float) -> None:
         if not size:
             return
-        if self._there:
-            self._touch(size)
-        else:
-            self._touch(size)
+        self._touch(size)
+        if not self._there:
             self._add(GRADIENTS, size * self._share)
 
     # -- counting

@@ -19,6 +19,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from surokit.planner import GPUS, figures
+from surokit.planner.lines import Line, verdict
 from surokit.planner.memory import Memory
 from surokit.planner.picture import Part, parts_of
 from surokit.widgets.figure import Theme, _css, _text
@@ -36,7 +37,6 @@ _CHOICES: dict[str, dict[str, Any]] = {
 }
 _WORDS = {"gpus": "GPUs", "gpu": "GPU", "zero": "ZeRO stage"}
 _DRAWN = ("model", "compute", "memory of one GPU")  # groups of lines that stand above, or say nothing of time and money
-_PHASES = {"forward": "forward", "backward": "backward", "optimizer": "the optimizer's step"}
 # group -> (class of the fill in figure.py's style, opacity)
 _FILLS = {
     "weights": ("f0", 1.0),
@@ -223,13 +223,10 @@ def picture(plan: Plan, error: str | None = None, theme: Theme = "auto", width: 
         y += 8
     y = _bar(plan, out, y, width)
     y = _parts(plan.memory, out, y, width)
-    rows = [line for line in plan.lines() if line.group not in _DRAWN and not line.term.startswith(" ")]
+    rows = [line for line in plan.lines() if line.group not in _DRAWN and line.term[0] != " "]
+    rows = [line for line in rows if line.term != "tokens a second, estimated"]  # the step says it
     for line in rows:
-        out += [
-            _text(14, y, line.term, "m"),
-            _text(290, y, line.text, "k", "end"),
-        ]
-        out.append(_text(302, y, cut(f"{line.kind}, {line.how}" if line.how else line.kind, 47), "m"))
+        out += [_text(14, y, line.term, "m"), _text(250, y, line.text, "k", "end"), _text(262, y, _how(line), "m")]
         y += 19
     y += 6 if rows else 0
     for note in plan.notes[:3]:
@@ -237,11 +234,11 @@ def picture(plan: Plan, error: str | None = None, theme: Theme = "auto", width: 
             out.append(_text(14, y, text, "m"))
             y += 17
     height = round(y + 2)
-    verdict = _verdict(plan)[0]
+    said = verdict(plan)[0]
     start = (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="sk plan" role="img" viewBox="0 0 {width} {height}" width="{width}"'
         f' height="{height}" style="max-width:100%;height:auto"><title>{escape(f"Plan: {plan.title}")}</title>'
-        f"<desc>{escape(verdict)}</desc><style>{_css(theme)}.sk.plan .k{{font-size:12px}}</style>"
+        f"<desc>{escape(said)}</desc><style>{_css(theme)}.sk.plan .k{{font-size:12px}}</style>"
         '<defs><pattern id="sk-hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         '<path class="r" d="M0 3H6" style="stroke-width:1.6"/></pattern></defs>'
         f'<rect class="b" width="{width}" height="{height}" rx="8"/>'
@@ -249,28 +246,16 @@ def picture(plan: Plan, error: str | None = None, theme: Theme = "auto", width: 
     return start + "".join(out) + "</svg>"
 
 
-def _verdict(plan: Plan) -> tuple[str, bool]:
-    """What the bar says in words, and whether it is a warning."""
-    memory = plan.memory
-    needed = figures.gib(memory.gib) + (" and more" if memory.left_out else "")
-    limit = None if plan.gpu is None else plan.gpu.memory_gib
-    largest = f"most of it {memory.largest.name}"
-    if memory.peak_phase is not None:
-        largest += f", at its peak in {_PHASES.get(memory.peak_phase, f'the {memory.peak_phase}')}"
-    if plan.gpu is None or limit is None:
-        return f"{needed} on each GPU, {largest}", False
-    room = f"of {plan.gpu.name}'s {limit:g} GiB"
-    if memory.gib > limit:
-        return f"Does not fit: {needed} {room}, {largest}", True
-    if memory.left_out:
-        return f"{needed} {room}, {largest}", False
-    return f"Fits: {needed} {room}, {largest}", False
+def _how(line: Line) -> str:
+    if line.kind == "optimistic":
+        return "optimistic, at the datasheet's rates"
+    return cut(f"{line.kind}, {line.brief}" if line.brief else line.kind, 54)
 
 
 def _bar(plan: Plan, out: list[str], y: float, width: int) -> float:
     """Name, arguments, verdict and the bar; returns where the next line stands."""
     memory, setup = plan.memory, plan.setup
-    verdict, warning = _verdict(plan)
+    words, warning = verdict(plan)
     recipe = "bf16" if plan.recipe is None else str(getattr(plan.recipe, "name", plan.recipe))
     device = plan.gpu.name if plan.gpu else "GPU"
     tokens = "" if setup.batch is None or setup.length is None else f"{setup.batch:,} x {setup.length:,} tokens, "
@@ -281,7 +266,7 @@ def _bar(plan: Plan, out: list[str], y: float, width: int) -> float:
     y += 41
     if warning:
         out.append(f'<path class="v" d="M14 {y:g}h11l-5.5-10z" style="stroke:none"/>')
-    out.append(_text(31 if warning else 14, y, cut(verdict, 96), "v" if warning else "m"))
+    out.append(_text(31 if warning else 14, y, cut(words, 96), "v" if warning else "m"))
 
     limit = None if plan.gpu is None else plan.gpu.memory_gib
     top, tall, left, right = y + 13, 30.0, 14.0, width - 14.0

@@ -58,7 +58,8 @@ def test_the_row_is_the_tables_where_it_has_one(gpu, device):
     row = GPUS.get(gpu.name)
     if row is not None:
         assert (gpu.bf16_tflops, gpu.watts, gpu.source) == (row.bf16_tflops, row.watts, row.source)
-        assert gpu.memory_gib == pytest.approx(torch.cuda.get_device_properties(device).total_memory / 2**30, rel=0.03)
+        assert gpu.memory_gib == pytest.approx(torch.cuda.get_device_properties(device).total_memory / 2**30, abs=0.01)
+        assert row.memory_gib is None or 0.9 < gpu.memory_gib / row.memory_gib <= 1.0  # nominal
     assert gpu.capability is None or gpu.capability == torch.cuda.get_device_capability(device)
 
 

@@ -31,6 +31,9 @@ SETTINGS = [
     Setting("adamw8bit", optimizer="adamw8bit"),
     Setting("float32 moments", states="fp32"),
     Setting("accumulate", accumulate=2),
+    Setting("llama bf16", family="llama"),
+    Setting("llama fp32", family="llama", dtype="fp32"),  # no fused attention: it keeps its scores
+    Setting("qwen3 bf16, recompute", family="qwen3", recompute="full"),
 ]
 
 

@@ -70,8 +70,11 @@ def test_a_session(session):
     assert c["tokens a second"].measured == summary.tokens_per_s
     assert c["tokens a second"].ratio == pytest.approx(1 / c["step"].ratio)
     assert c["memory, process"].measured == summary.peak_gib
-    assert c["tokens a step"].ratio == 1
+    # tensors of a few MiB beside Python and torch: nothing that compares
+    assert c["memory, process"].ratio is None
+    assert "with Python and its libraries, so not compared with the " in c["memory, process"].how
     assert c["loss"].ratio is None
+    assert {row.kind for row in c.rows if row.expected is None} == {"measured"}
     # a toy in emulated FP8 takes far longer than 0.01 TFLOPS say
     assert c.worst.term == "step"
     assert "likely because the device has no products of its own for them (emulated on cpu" in c.verdict
@@ -87,6 +90,47 @@ def test_a_session_teaches_the_plan(session):
     assert now.time.tokens_per_s == pytest.approx(speed)
     assert now.setup == p.setup  # memory of a process corrects no slack
     assert check(now, session)["step"].ratio == pytest.approx(1)
+
+
+SLOW = Ceilings("a test", bf16_tflops=1e-3, bandwidth_tb_s=1e-4, launch_us=1)
+FAST = Ceilings("a test", bf16_tflops=1e3, bandwidth_tb_s=1e2, launch_us=1e-3)
+
+
+def calibrated(ceilings, **more):
+    return tiny(gpu=Gpu("cpu: mine", ceilings=ceilings, device="cpu"), tflops_per_gpu=None, **more)
+
+
+def test_a_calibrated_processor(session):
+    """No rate was given, so none is said to be; and there is one expectation of the step, not two."""
+    fast, slow = (check(calibrated(c), session) for c in (FAST, SLOW))
+    for c in (fast, slow):
+        assert [row.term for row in c.rows if row.unit == "ms"] == ["step"]
+        assert c["step"].how == "rates measured on a test"
+        assert c["step"].kind == "prediction"
+        assert "given" not in repr(c)
+        assert c["rate of one GPU"].expected == pytest.approx(c.plan.estimate.tflops)
+        step_ms = 64 / session.summary().tokens_per_s * 1e3
+        assert c.recalibrated.time.step_ms == pytest.approx(step_ms)
+    assert slow["step"].ratio < 1 < fast["step"].ratio
+    # slow as emulation is, which the session knows
+    assert "likely because the device has no products of its own" in fast.verdict
+    assert slow.verdict.endswith(" times the plan.")
+    by_hand = check(calibrated(FAST), {"step_ms": 50.0, "device": "cpu"})
+    assert "because layers reach less than the large products of a calibration" in by_hand.verdict
+    assert "profile a few steps, and check(profile) says where." in by_hand.verdict
+
+
+def test_a_processors_quantizing_is_not_predicted(session):
+    c = check(calibrated(FAST, recipe="fp8"), {"step_ms": 50.0, "device": "cpu"})
+    assert c["step"].kind == "optimistic"
+    assert "times an optimistic estimate" in c.verdict
+    assert "datasheet" not in repr(c)
+    assert c.ok
+
+
+def test_a_plan_that_expects_nothing_says_so(session):
+    c = check(tiny(tflops_per_gpu=None), session)
+    assert c.verdict.startswith("Nothing that was measured can be compared")
 
 
 def test_a_profile(session):
@@ -218,7 +262,7 @@ def test_the_worst_miss_stands_first():
     assert (slow.rows[0].term, slow.worst.term) == ("step", "step")
     large = check(p, {"step_ms": step * 1.2, "peak_gib": tensors * 0.5})  # a half is further off than 1.2
     assert large.rows[0].term == "memory, tensors"
-    misses = [round(row.miss, 6) for row in slow.rows if row.kind not in ("bound", "given", "optimistic")]
+    misses = [round(row.miss, 6) for row in slow.rows if row.kind not in ("bound", "measured", "optimistic")]
     assert misses == sorted(misses, reverse=True)
 
 

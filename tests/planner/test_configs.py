@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surokit import hub
-from surokit.models.config import DecoderConfig
+from surokit.models.config import ARCHITECTURES, DecoderConfig
 from surokit.planner import plan
 from surokit.planner.configs import FAMILIES, read_shape
-from surokit.planner.shape import Shape, Weight
+from surokit.planner.shape import BUILT_HERE, Shape, Weight
 from tests.planner.families import FAMILIES as SMALL
 from tests.planner.families import config_of, fields, model_of
 
@@ -298,13 +298,39 @@ def test_every_family_is_planned_to_the_end(family):
     planned = plan(given, batch=2, length=64, training=False, gpu="H100", mfu=0.4, tokens=1e9)
     assert planned.memory["weights"].bytes == 2 * shape.parameters
     assert planned.memory["KV cache"].bytes == 2 * shape.cache_width * shape.layers * 2 * 64
-    others: list[dict[str, Any]] = [
-        {"recipe": "fp8", "layers": "surokit"},
-        {"recipe": "qnf4", "layers": "transformers"},
-    ]
+    ours = planned.setup.layers == "surokit"
+    assert ours is (family in ARCHITECTURES)
+    others: list[dict[str, Any]] = [{"recipe": "fp8"}, {"recipe": "qnf4", "layers": "transformers"}]
     for other in others:
         trained = plan(given, batch=2, length=64, gpu="H100", recompute="full", **other)
         assert "memory of one GPU" in repr(trained)
+
+
+def test_layers_that_we_do_not_have_are_transformers_own():
+    """Our decoder builds four families; the plan of another is not one of layers that nobody can run."""
+    assert set(BUILT_HERE) == {*ARCHITECTURES, "decoder"}
+    with pytest.raises(ValueError, match=r"surokit has no layers for mixtral: leave layers= out, or give"):
+        plan(fields("mixtral"), layers="surokit")
+    mixtral = plan(fields("mixtral"), batch=1, length=8)
+    assert (mixtral.setup.layers, mixtral.setup.logits) == ("transformers", "whole")
+    assert any(note.startswith("surokit has no layers for mixtral") for note in mixtral.notes)
+    assert not any("no layers" in note for note in plan(fields("qwen3")).notes)
+    assert any("gpt2 without dropout" in note for note in plan(fields("gpt2")).notes)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "gpt_oss"])
+def test_a_cache_behind_windows_is_the_models(family):
+    """transformers' cache forgets what no window sees any more."""
+    given = fields(family, num_hidden_layers=7, sliding_window=8)
+    model = model_of(config_of(family, num_hidden_layers=7, sliding_window=8)).eval()
+    for length in (6, 8, 24):
+        with torch.no_grad():
+            cache = model(input_ids=torch.randint(3, 90, (2, length)), use_cache=True).past_key_values
+        held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        planned = plan(given, batch=2, length=length, training=False, layers="transformers", dtype="fp32")
+        assert planned.memory["KV cache"].bytes == held
+    if family == "mistral":  # ours keeps every key
+        assert plan(given, batch=2, length=24, training=False).memory["KV cache"].bytes == 2 * 64 * 7 * 2 * 24
 
 
 def test_a_weight_says_how_many_a_layer_has():

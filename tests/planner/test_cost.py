@@ -16,14 +16,15 @@ def test_a_range_of_prices_gives_a_range_of_costs():
     p = seed_case((1.8, 3.2))
     assert p.usd_range == (26.325e6 * 1.8, 26.325e6 * 3.2)
     assert p.usd == 26.325e6 * 2.5
-    assert "47.385 M USD to 84.24 M USD; GPU hours x 1.8 to 3.2 USD, as given" in repr(p)
+    for words in ("47.385 M", "84.24 M USD", "1.8 to 3.2 USD"):
+        assert words in repr(p)
     assert seed_case(2.0).usd_range == (52.65e6, 52.65e6)
-    assert "GPU hours x 2 USD, as given" in repr(seed_case(2.0))
+    assert "2 USD" in repr(seed_case(2.0))
 
 
 def test_a_price_has_a_date_and_a_source():
     p = seed_case(Price(1.8, 3.2, date="2026-11", source="two clouds' lists"))
-    assert "x 1.8 to 3.2 USD, 2026-11, two clouds' lists, as given" in repr(p)
+    assert "1.8 to 3.2 USD, 2026-11, two clouds' lists" in repr(p)
     assert planner.plan(8e9).usd_range is None
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from surokit.bench.memory import Meter, Setting, measure, planned
 from surokit.convert import apply
 from surokit.kernels.reference import loss as loss_kernel
 from surokit.models import Decoder, DecoderConfig
+from surokit.models.decoder import KeyValueCache
 from surokit.nn.delayed import banks_of
 from surokit.nn.linear import Linear
 from surokit.planner import memory as module
 from surokit.planner import plan, tape
 from surokit.planner.tape import Tape
-from surokit.recipe import BF16, FP8, FP8_ROWWISE, QFP8
+from surokit.recipe import BF16, FP8, FP8_ROWWISE, PROJECTIONS, QFP8
 from surokit.train import AdamW, AdamW8bit
+from tests.planner import families
 
 BATCH, LENGTH = 2, 256
 CONFIG = DecoderConfig(layers=4, width=256, heads=8, kv_heads=4, vocab=1024, ffn=704, tied=False, max_length=LENGTH)
@@ -195,7 +198,7 @@ def test_fits():
         plan(CONFIG).fits(80)
     with pytest.raises(ValueError, match="give a config"):
         plan(1e9).fits(80)
-    with pytest.raises(ValueError, match=r"give fits\(gib=80\)"):
+    with pytest.raises(ValueError, match=r"gib=80"):
         plan(CONFIG, batch=1, length=8).fits()
     with pytest.raises(ValueError, match="above zero"):
         planned.fits(0)
@@ -225,7 +228,6 @@ def test_a_peak_is_the_fullest_moment_and_its_terms_sum_to_it():
     assert few["gradients"].bytes > 0.9 * few["gradients"].most
     assert many.peak_phase == "loss"
     assert many["gradients"].bytes == 0  # made by a backward that has not begun
-    assert "at its fullest" in many["gradients"].how
     for memory in (few, many):
         held = [t for t in memory.terms if t.counted and t.name != "slack"]
         assert sum(t.gib for t in held) == pytest.approx(memory.peak_gib)
@@ -394,42 +396,128 @@ def test_the_peak_of_a_step(setting):
     assert memory.peak_gib * 2**30 == pytest.approx(measured.peak, rel=0.05)
 
 
-SMALL = {
-    "num_hidden_layers": 2,
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "intermediate_size": 320,
-    "vocab_size": 256,
-    "max_position_embeddings": 128,
-}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
-LATENT = {"kv_lora_rank": 32, "q_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
-GROUPED = {"n_routed_experts": 8, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
 UNDROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Phi3": {"pad_token_id": 0},
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "Qwen3Moe": {"num_experts": 8, "head_dim": 32, **EXPERTS},
-    "DeepseekV3": {**EXPERTS, **LATENT, **GROUPED},
-    "GPT2": {"n_layer": 2, "n_embd": 128, "n_head": 4, "n_positions": 128, **UNDROPPED},
+OTHERS: dict[str, dict[str, Any]] = {
+    "phi3": {},
+    "mixtral": {},
+    "qwen3_moe": {},
+    "deepseek_v3": {},
+    "gpt2": UNDROPPED,
+    "gemma2": {"sliding_window": 64},
+    "gemma3_text": {"sliding_window": 64, "sliding_window_pattern": 2},
+    "gpt_oss": {},
+    "mistral": {"sliding_window": 64},
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_peak_of_other_families(family):
-    transformers = pytest.importorskip("transformers")
-    sizes = {**SMALL, **FAMILIES[family]} if family != "GPT2" else {"vocab_size": 256, **FAMILIES[family]}
-    config = getattr(transformers, f"{family}Config")(**sizes)
-    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+def peak_of(model, config, *, batch=4, length=128, **options):
+    """Predicted and measured peak, in bytes, of a step of what `model()` makes in bf16, planned by its config."""
 
     def made():
         torch.manual_seed(0)
-        return getattr(transformers, family + head)(config).to(torch.bfloat16)
+        found = model()
+        return found if isinstance(found, Decoder) else found.to(torch.bfloat16)
 
-    setting = Setting(family, family="llama", batch=4, length=128, vocab=256)
-    memory = plan(config, batch=4, length=128, layers="transformers", dtype="bf16", gpu="cpu").memory
-    assert memory.peak_gib * 2**30 == pytest.approx(measure(setting, model_of=made).peak, rel=0.10)
+    theirs = not isinstance(config, DecoderConfig)
+    setting = Setting("", family="llama" if theirs else "decoder", batch=batch, length=length, vocab=256)
+    memory = plan(config, batch=batch, length=length, dtype="bf16", gpu="cpu", **options).memory
+    return memory.peak_gib * 2**30, measure(setting, model_of=made).peak
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_the_peak_of_other_families(family):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 320, "vocab_size": 256}
+    config = families.config_of(family, **({} if family == "gpt2" else sizes))
+    for name, value in OTHERS[family].items():
+        setattr(config, name, value)
+    config = type(config)(**{**config.to_dict(), "layer_types": None})
+
+    def model():
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    planned, measured = peak_of(model, config, layers="transformers")
+    assert planned == pytest.approx(measured, rel=0.06)
+
+
+def test_the_peak_behind_a_window():
+    """A mask, which every layer keeps as numbers, where the window is shorter than the sequence."""
+    config = DecoderConfig(**{**asdict(CONFIG), "sliding_window": 64, "max_length": 512})
+    planned, measured = peak_of(lambda: Decoder(config, dtype=torch.bfloat16), config, batch=2, length=512)
+    assert planned == pytest.approx(measured, rel=0.04)
+    masks = [plan(config, batch=2, length=n).memory["activations"].most for n in (64, 128)]
+    # on a GPU, each layer: the mask in bf16, and keys and values for 8 heads in place of 4
+    assert masks[1] - 2 * masks[0] == 4 * (128 * 128 * 2 + 2 * 256 * 128 * 2)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [FP8.also("lm_head"), BF16.lora(8, targets=(*PROJECTIONS, "lm_head")), QFP8.also("lm_head").lora(8)],
+    ids=lambda r: r.name,
+)
+def test_the_peak_of_a_head_that_is_more_than_a_weight(recipe):
+    config = DecoderConfig(**{**asdict(CONFIG), "layers": 1, "vocab": 16_384})
+
+    def model():
+        made = Decoder(config, dtype=torch.bfloat16)
+        apply(made, recipe)
+        return made
+
+    planned, measured = peak_of(model, config, batch=2, length=256, recipe=recipe)
+    assert planned == pytest.approx(measured, rel=0.08)
+
+
+@pytest.mark.parametrize("logits", ["whole", "fused"])
+@pytest.mark.parametrize("family", ["decoder", "llama"])
+def test_the_peak_of_a_forward_alone(family, logits):
+    """Over all tokens with their logits, and as generation begins: with those of the last token, and a cache."""
+    setting = Setting("", family=family, batch=4, length=512)
+    meter = Meter(torch.device("cpu"))
+    with meter.listening(), torch.no_grad():
+        model: Any = bench.model_of(setting).eval()
+        ids = torch.randint(setting.vocab, (setting.batch, setting.length))
+        meter.mark("forward")
+        if family == "llama":
+            model(input_ids=ids, use_cache=True, logits_to_keep=int(logits == "fused"))
+        else:
+            cache = KeyValueCache(model.config, 4, 512, model.device, torch.bfloat16)
+            hidden = model.model(ids, None, cache)
+            model.lm_head(hidden if logits == "whole" else hidden[:, -1])
+            del cache, hidden
+        meter.mark("end")
+        del model
+    options: dict[str, Any] = {"batch": 4, "length": 512, "gpu": "cpu", "logits": logits, "training": False}
+    options["layers"] = "transformers" if setting.theirs else "surokit"
+    memory = plan(bench.config_of(setting), **options).memory
+    assert memory.peak_gib * 2**30 == pytest.approx(meter.peaks[0][1], rel=0.10)
+    assert memory.peak_phase == "forward"
+    assert memory.gib == pytest.approx(1.1 * memory.phases[0].gib)
+    assert {t.name for t in memory.terms}.isdisjoint({"gradients", "optimizer"})
+
+
+def test_attention_without_a_fused_kernel_on_a_gpu():
+    """float32 with grouped heads: ours repeats keys and values (a half of the heads here), transformers keeps all scores."""
+    tokens, layers, heads, width = BATCH * LENGTH, 4, 8, 256
+    config = {**CONFIG.to_hf(), "model_type": "llama"}
+    several = {**config, "num_key_value_heads": heads}
+
+    def kept(config, dtype, layers):
+        memory = plan(config, batch=BATCH, length=LENGTH, dtype=dtype, gpu="H100", layers=layers).memory
+        return memory["activations"]
+
+    assert kept(config, "fp32", "surokit").most == kept(several, "fp32", "surokit").most
+    assert kept(config, "bf16", "surokit").most == kept(several, "bf16", "surokit").most - 2 * layers * tokens * width
+    ungrouped = kept(several, "fp32", "transformers")
+    scores = kept(config, "fp32", "transformers")
+    assert scores.most - ungrouped.most >= layers * tokens * heads * LENGTH * 4 - layers * tokens * heads * 4
+    assert "all of attention's scores, for want of a fused kernel" in scores.how
+    assert "scores" not in ungrouped.how + kept(config, "bf16", "transformers").how
+
+
+def test_one_gpu_shards_nothing_and_float32_weights_are_their_own_masters():
+    alone = plan(8e9, zero=3, dtype="fp32", master=True).memory
+    assert alone.terms == plan(8e9, dtype="fp32").memory.terms
+    assert not any("ZeRO" in t.how for t in alone.terms)
 
 
 RAW = json.loads((Path(__file__).parents[2] / "docs/measurements/memory-cpu.json").read_text())

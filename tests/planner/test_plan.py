@@ -56,7 +56,7 @@ def test_the_text_names_every_term_and_its_kind():
     for line in (
         "FLOPs, 6ND",
         "3.7908e25 FLOP  approximate",
-        "given; MFU 40.4% of H100 dense BF16, 989 TFLOPS",
+        "400 TFLOPS  given        MFU 40.4% of H100 dense BF16, 989 TFLOPS",
         "68.55 days  prediction",
         "26.325 M GPU hours  prediction",
         "52.65 M USD  prediction",
@@ -67,6 +67,63 @@ def test_the_text_names_every_term_and_its_kind():
     html = seed_case()._repr_html_()
     assert "26.325 M GPU hours" in html
     assert html.count("<tr>") == html.count("</tr>")
+    assert html.index("<div>Takes 68.55 days") < html.index("<table>")
+
+
+def test_the_answers_come_first():
+    """Does it fit, how long, how much."""
+
+    def said(**given):
+        p = plan(LLAMA_1B, **{"batch": 2, "length": 1024, "gpu": "H100", **given})
+        return str(p).partition("\n\n")[0].splitlines()[1:]
+
+    run = {"tokens": 1e12, "gpus": 8, "mfu": 0.4}
+    fits, takes, costs = said(**run, usd_per_gpu_hour=(1.8, 3.2))
+    assert fits.startswith("  Fits: ")
+    assert "of H100's 80 GiB at its peak in the loss, most of it " in fits
+    p = plan(LLAMA_1B, length=1024, gpu="H100", **run)
+    assert (
+        takes == f"  Takes {p.days:.2f} days on 8 GPUs, {p.gpu_hours:,.0f} GPU hours, at the given 395.6 TFLOPS of each"
+    )
+    low, high = 1.8 * p.gpu_hours, 3.2 * p.gpu_hours
+    assert costs == f"  Costs {low:,.0f} to {high:,.0f} USD: GPU hours at 1.8 to 3.2 USD"
+    assert tuple(f"  {answer}" for answer in p.but(batch=2, usd_per_gpu_hour=(1.8, 3.2)).answers) == (
+        fits,
+        takes,
+        costs,
+    )
+    (large, step) = said(batch=512)
+    assert large.startswith("  Does not fit: ")
+    assert large.endswith("plan.fitting() says what helps")
+    assert step.endswith("at the datasheet's rates, which no run reaches")
+    assert said(batch=512, gpus=8)[0].startswith("  Does not fit unsharded: ")
+    assert said(tokens=1e12)[1].startswith("  Takes at least ")
+    assert said(mfu=0.4)[1].endswith("at the given 395.6 TFLOPS of each GPU")
+    assert said(gpu=None)[0].startswith("  Holds ")
+    assert said(length=None)[0].startswith("  Holds ")  # whether that fits is not known
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8", "qfp8", "mxfp8"])
+def test_what_is_printed_is_short_and_the_table_has_all(recipe):
+    p = plan(LLAMA_1B, batch=2, length=1024, gpu="H100", gpus=64, zero=3, tokens=1e12, mfu=0.4, recipe=recipe)
+    lines = str(p).partition("\n  note:")[0].splitlines()
+    assert max(map(len, lines)) <= 138
+    full = dict(zip(p.table()["term"], p.table()["how"]))
+    assert full["activations"].endswith("(form of arXiv 2205.05198)")
+    assert "arXiv" not in str(p)
+    assert "FLOPs / 64 GPUs / rate / goodput" in str(p)
+    assert "KV cache" not in full  # of generation: no part of the total
+    assert sum(p.memory[name].gib for name in full if name in {t.name for t in p.memory.terms}) == pytest.approx(
+        p.memory.gib
+    )
+
+
+def test_a_rate_that_no_run_reaches_is_said():
+    assert "no run is that fast, 1,500 TFLOPS is beyond 100 % of H100 dense BF16" in repr(
+        seed_case(tflops_per_gpu=1500)
+    )
+    assert "no run is that fast" not in repr(seed_case(tflops_per_gpu=1500, recipe="fp8"))
+    assert "no run is that fast" not in repr(seed_case(tflops_per_gpu=None, mfu=1.0, goodput=0.5))
 
 
 def test_table_has_a_row_a_term():
@@ -85,6 +142,9 @@ def test_without_a_rate_only_a_bound():
     assert "time, at least" in repr(p)
     assert "no time and cost is predicted without a rate" in repr(p)
     assert plan(8e9, tokens=1e12).time.floor_days is None
+    assert "give tflops_per_gpu=, or gpu=sk.calibrate()" in repr(
+        plan(8e9, gpu="cpu")
+    )  # it has no peak to take a share of
 
 
 def test_the_bound_takes_each_product_at_its_own_peak():
@@ -241,8 +301,12 @@ def test_a_plan_can_be_asked_again():
     assert again == plan(LLAMA_1B, batch=4, length=1024, gpu="H100")
     assert p.but() == p
     assert again.but(batch=2, recipe="fp8") == p
-    with pytest.raises(TypeError, match="bitch"):
-        p.but(bitch=4)
+    for name in ("bitch", "Batch"):
+        with pytest.raises(TypeError, match=name):
+            p.but(**{name: None})
+    # None takes an argument back, also one whose default is another
+    other = p.but(gpus=8, zero=3, optimizer="sgd", accumulate=2, training=False, slack=0.05)
+    assert other.but(gpus=None, zero=None, optimizer=None, accumulate=None, training=None, slack=None) == p
 
 
 def test_micro_batches():
@@ -441,6 +505,13 @@ def test_a_plan_is_a_value_and_needs_neither_torch_nor_pandas():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_memory_of_a_gpu_has_a_unit():
+    with pytest.raises(ValueError, match=r"gib=8e\+10 is more than any GPU has: did you mean 74.51"):
+        plan(LLAMA_1B, batch=1, length=64).fits(80e9)
+    with pytest.raises(ValueError, match="give gib=80, or the plan a gpu="):
+        plan(LLAMA_1B, batch=1, length=64).fits()
 
 
 def test_forms_without_training():

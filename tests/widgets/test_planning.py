@@ -109,7 +109,7 @@ def test_a_control_is_the_plan_with_that_argument(control, value, changes, scree
         assert f"{part.group}{gib(part.gib)}" in said
     for line in expected.lines():
         if line.group == "time and cost":
-            assert line.text in said
+            assert f"{line.term}\n{line.text}\n{line.kind}" in said
 
 
 def test_controls_add_up_and_go_back():
