@@ -28,7 +28,7 @@ _NAMES: dict[str, str] = {
         "live": "Live",
         "widgets": "plot_runs plot_errors",
         "profiler": "profile Profile",
-        "planner": "plan Plan Gpu Price plot_memory fit_scaling KAPLAN CHINCHILLA",
+        "planner": "plan Plan Gpu Price plot_memory fit_scaling KAPLAN CHINCHILLA CHINCHILLA_REPLICATED",
         "calibration": "calibrate",
     }.items()
     for name in names.split()

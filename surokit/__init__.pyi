@@ -38,6 +38,7 @@ from surokit.models import save as save
 from surokit.models import save_adapter as save_adapter
 from surokit.models import unmerge as unmerge
 from surokit.planner import CHINCHILLA as CHINCHILLA
+from surokit.planner import CHINCHILLA_REPLICATED as CHINCHILLA_REPLICATED
 from surokit.planner import KAPLAN as KAPLAN
 from surokit.planner import Gpu as Gpu
 from surokit.planner import Plan as Plan

@@ -157,16 +157,13 @@ _QUESTIONS = ("fits", "recipes", "largest", "days", "plot", "json")
 def _plan(arguments: argparse.Namespace) -> int:
     from surokit.planner import plan
 
-    what: Any = arguments.what
-    with contextlib.suppress(ValueError):  # else it is a path
-        what = float(what)
     apart = ("command", "run", "what", "lora", *_QUESTIONS)
     given = {k: v for k, v in vars(arguments).items() if v is not None and k not in apart}
     if arguments.lora is not None:
         from surokit.recipe import find_recipe
 
         given["recipe"] = find_recipe(given.get("recipe", "bf16")).lora(rank=arguments.lora)
-    planned = plan(what, **given)
+    planned = plan(arguments.what, **given)
     # every answer is there before a word is printed, so that an error stands alone
     answers = _answers(planned, arguments)
     if arguments.json:

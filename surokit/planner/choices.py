@@ -10,7 +10,7 @@ every product at its own dense peak: an emulated recipe then looks as fast as bf
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -313,20 +313,29 @@ def _path(plan: Plan, remedies: Sequence[Remedy], room: float) -> tuple[Remedy, 
     def fits(some: Sequence[Remedy]) -> bool:
         return plan.but(**_merged(some)).memory.gib <= room
 
-    if first := next((r for r in remedies if r.fits), None):
+    # together, remedies that leave the recipe come before one that changes it, and with it perhaps what trains
+    leaving = [r for r in remedies if "recipe" not in r.changes]
+    if first := next((r for r in leaving if r.fits), None):
         return (first,)
-    taken: list[Remedy] = []
-    for remedy in remedies:
-        taken = [r for r in taken if not set(r.changes) <= set(remedy.changes)] + [remedy]
-        if fits(taken):
-            break
-    else:
-        return ()
+    taken = _together(leaving, fits)
+    if not taken and (other := next((r for r in remedies if r.fits), None)):
+        return (other,)
+    taken = taken or _together(remedies, fits)
     for remedy in reversed(taken[:-1]):
         rest = [r for r in taken if r is not remedy]
         if fits(rest):
             taken = rest
     return tuple(taken)
+
+
+def _together(remedies: Sequence[Remedy], fits: Callable[[Sequence[Remedy]], bool]) -> list[Remedy]:
+    """The first remedies that suffice together, a later one in place of an earlier of its kind; none where all are too few."""
+    taken: list[Remedy] = []
+    for remedy in remedies:
+        taken = [r for r in taken if not set(r.changes) <= set(remedy.changes)] + [remedy]
+        if fits(taken):
+            return taken
+    return []
 
 
 def _remedies(plan: Plan, room: float) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -337,17 +346,15 @@ def _remedies(plan: Plan, room: float) -> Iterator[tuple[str, dict[str, Any], st
     if s.batch is not None and s.batch > 1:
         yield _smaller_batch(plan, room)
     if s.training and s.gpus > 1:
-        traffic = (
-            "nothing in traffic between GPUs",
-            "nothing in traffic between GPUs",
-            "half as much traffic between GPUs again",
-        )
         for stage in range(s.zero + 1, 3):
-            yield f"zero={stage}", {"zero": stage}, f"{traffic[stage - 1]} (arXiv 1910.02054)"
+            yield f"zero={stage}", {"zero": stage}, "no more traffic between GPUs (arXiv 1910.02054)"
     if s.training and s.optimizer == "adamw":
         yield "optimizer='adamw8bit'", {"optimizer": "adamw8bit"}, "precision: moments in 8 bits (arXiv 2110.02861)"
     if s.training and s.gpus > 1 and s.zero < 3:
-        yield "zero=3", {"zero": 3}, "half as much traffic between GPUs again (arXiv 1910.02054)"
+        traffic = "half as much traffic between GPUs again (arXiv 1910.02054)"
+        if frozen(plan.recipe):
+            traffic = "traffic between GPUs: the frozen weights too, gathered in every pass"
+        yield "zero=3", {"zero": 3}, traffic
     if s.training and s.recompute != "full" and plan.shape is not None:
         again = plan.but(recompute="full")
         share = again.compute.recompute / again.compute.model if again.compute else 0.0

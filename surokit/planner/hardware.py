@@ -28,8 +28,6 @@ from typing import Any, Literal
 from surokit.formats import TENSOR_CORES, Kind
 from surokit.planner import arguments
 
-_FIGURES = ("_gib", "_tb_s", "_gb_s", "_tflops", "_us", "_params_s", "watts")
-
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -139,11 +137,29 @@ class Gpu:
         return (self.fp4_tflops, "FP4") if TENSOR_CORES[kind].bits == 4 else (self.fp8_tflops, "FP8")
 
 
+# what no device reaches, the unit, and what a slip of the unit is most likely off by
+_LIMITS = {
+    "_tflops": (1e6, "TFLOPS", 1e12),
+    "_tb_s": (200.0, "TB/s", 1e3),
+    "_gb_s": (2e4, "GB/s", 1e9),
+    "_gib": (20_000.0, "GiB", 2**30),
+    "watts": (1e5, "W", 1e3),
+    "_us": (1e6, "us", 1e3),
+    "_params_s": (1e14, "parameters a second", 1e3),
+}
+
+
 def _check_figures(owner: Gpu | Ceilings, name: str) -> None:
     for field in fields(owner):
         value = getattr(owner, field.name)
-        if field.name.endswith(_FIGURES) and value is not None:
-            arguments.number(f"{field.name} of {name}", value)
+        if field.name.endswith(tuple(_LIMITS)) and value is not None:
+            figure = arguments.number(f"{field.name} of {name}", value)
+            most, unit, size = next(limit for end, limit in _LIMITS.items() if field.name.endswith(end))
+            if figure > most:
+                raise ValueError(
+                    f"{field.name} of {name}={figure:g} is more than any device has: did you mean {figure / size:.4g} "
+                    f"(the unit is {unit})?"
+                )
 
 
 def _key(name: str) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from surokit.formats import TENSOR_CORES
 from surokit.planner import figures
+from surokit.planner.configs import FAMILIES
 from surokit.planner.cost import Time
 from surokit.planner.flops import frozen, gemms_of, on_gpu, operand_bits, product_kinds
 from surokit.planner.hardware import Gpu
@@ -82,7 +83,7 @@ def plan_answers(plan: Plan) -> Iterator[str]:
     elif t.step_ms is not None:
         yield f"A step takes {figures.value(t.step_ms, 'ms')} {rate} of each GPU"
     elif estimate is not None:
-        yield f"A step takes {figures.value(estimate.step_ms, 'ms')} at the datasheet's rates, which no run reaches"
+        yield f"A step takes {figures.value(estimate.step_ms, 'ms')} ({estimate.kind}): {estimate.how.partition(';')[0]}"
     if plan.usd_range is not None:
         yield f"Costs {figures.span(*plan.usd_range, 'USD')}: GPU hours at {plan.price}"
 
@@ -91,7 +92,7 @@ def plan_lines(plan: Plan) -> Iterator[Line]:
     """Model, compute, time and cost, memory."""
     how, kind = "as given", "given"
     if (s := plan.shape) is not None:
-        kind = "exact"
+        kind = _counted(plan)
         how = s.words
     yield Line("model", "parameters", plan.parameters, "parameters", kind, how)
     if s is not None and s.experts is not None:
@@ -102,10 +103,15 @@ def plan_lines(plan: Plan) -> Iterator[Line]:
     yield from _memory(plan.memory)
 
 
+def _counted(plan: Plan) -> str:
+    """What counts from shapes are: exact for a family that is read as it is built."""
+    return "exact" if plan.shape is not None and plan.shape.family in FAMILIES else "approximate"
+
+
 def _compute(plan: Plan) -> Iterator[Line]:
     line = partial(Line, "compute")
     rule, times = f"{plan.factor}ND", f"{plan.factor} x parameters x tokens"
-    compute = plan.compute
+    compute, kind = plan.compute, _counted(plan)
     if compute is None:
         if plan.flops is not None:
             yield line(f"FLOPs, {rule}", plan.flops, "FLOP", "approximate", f"{times}; leaves attention's products out")
@@ -113,21 +119,21 @@ def _compute(plan: Plan) -> Iterator[Line]:
         yield line(f"FLOPs a token, {plan.factor}N", plan.flops_per_token, "FLOP", "approximate", how)
         return
     if plan.flops is not None and plan.tokens is not None:
-        yield line("FLOPs", plan.flops, "FLOP", "exact", "FLOPs a token x tokens")
+        yield line("FLOPs", plan.flops, "FLOP", kind, "FLOPs a token x tokens")
         rough = plan.factor * plan.subject.active * plan.tokens
         yield line(f"FLOPs, {rule}", rough, "FLOP", "approximate", f"{times}, to compare")
     share = compute.attention_share
     how = f"attention {share:.1%}, {_SEEN[compute.attention]}" if share else "attention left out"
-    yield line("FLOPs a token", plan.flops_per_token, "FLOP", "exact", f"product by product, {how}")
-    yield line("  forward", compute.forward, "FLOP", "exact", "")
+    yield line("FLOPs a token", plan.flops_per_token, "FLOP", kind, f"product by product, {how}")
+    yield line("  forward", compute.forward, "FLOP", kind, "")
     if compute.backward:
         how = "no weight gradient of the frozen base" if frozen(plan.recipe) else ""
-        yield line("  backward", compute.backward, "FLOP", "exact", how)
+        yield line("  backward", compute.backward, "FLOP", kind, how)
     if compute.recompute:
         how = f"{compute.recomputed}; hardware FLOPs, not model FLOPs"
-        yield line("  recompute", compute.recompute, "FLOP", "exact", how)
+        yield line("  recompute", compute.recompute, "FLOP", kind, how)
     if plan.flops_per_step is not None:
-        yield line("FLOPs a step", plan.flops_per_step, "FLOP", "exact", _gpus(plan))
+        yield line("FLOPs a step", plan.flops_per_step, "FLOP", kind, _gpus(plan))
 
 
 def _time(plan: Plan) -> Iterator[Line]:
@@ -193,6 +199,15 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         yield f"memory leaves out {text}"
     if setup.gpus > 1 and not setup.zero:
         yield "every GPU is taken to hold all states: give zero=1, 2 or 3 to shard them over the GPUs"
+    if setup.gpus == 1 and setup.zero:
+        yield f"zero={setup.zero} shards nothing on one GPU: give gpus="
+    if (
+        setup.training
+        and setup.optimizer == "adamw"
+        and setup.state_dtype == setup.dtype == "bf16"
+        and not frozen(plan.recipe)
+    ):
+        yield "moments are in bf16 and there are no float32 masters, as sk.AdamW has it: state_dtype='fp32', master=True adds them"
     if shape is not None and setup.length is None:
         yield "attention's products are left out of the FLOPs: give length="
     if shape is None and frozen(plan.recipe) and setup.training:

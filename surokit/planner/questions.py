@@ -211,6 +211,10 @@ def parameters_for(
         tokens = TOKENS_PER_PARAMETER * parameters
         how = f"{TOKENS_PER_PARAMETER} tokens a parameter, the rule of thumb of arXiv 2203.15556"
     else:
+        if not hasattr(law, "optimal"):
+            raise TypeError(
+                f"law={law!r} is no scaling law: give sk.CHINCHILLA, sk.KAPLAN or what sk.fit_scaling(runs) returns."
+            )
         best = law.optimal(flops)
         parameters, tokens = best
         how = f"where {getattr(law, 'name', type(law).__name__)} has its lowest loss"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
 from typing import Any, Literal
 
 from surokit.planner import arguments, figures
@@ -37,6 +39,9 @@ def read_subject(what: Any) -> Subject:
     """The subject of anything that `plan` takes; a Subject as it is."""
     if isinstance(what, Subject):
         return what
+    if isinstance(what, str) and not Path(what).exists():
+        with suppress(ValueError):  # "8e9", as a command line has it
+            what = float(what)
     if isinstance(what, (bool, Real)):
         parameters = arguments.parameters(what)
         return Subject(parameters, f"{figures.count(parameters)} parameters")

@@ -199,3 +199,17 @@ def test_figures_that_cannot_be():
         Ceilings("now", launch_us=float("nan"))
     with pytest.raises(TypeError, match=r"give Ceilings\(measured="):
         Gpu("Bad", ceilings={"bf16_tflops": 3})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"bf16_tflops": 100e12}, r"did you mean 100 \(the unit is TFLOPS\)"),
+        ({"bandwidth_tb_s": 1008}, r"did you mean 1.008 \(the unit is TB/s\)"),
+        ({"memory_gib": 24 * 2**30}, r"did you mean 24 \(the unit is GiB\)"),
+        ({"peer_gb_s": 450e9}, r"did you mean 450 \(the unit is GB/s\)"),
+    ],
+)
+def test_figures_in_another_unit(given, said):
+    with pytest.raises(ValueError, match=said):
+        Gpu("Mine", **given)

@@ -95,7 +95,7 @@ def test_the_answers_come_first():
     (large, step) = said(batch=512)
     assert large.startswith("  Does not fit: ")
     assert large.endswith("plan.fitting() says what helps")
-    assert step.endswith("at the datasheet's rates, which no run reaches")
+    assert step.endswith("(optimistic): rates of the datasheet of H100, which no run reaches")
     assert said(batch=512, gpus=8)[0].startswith("  Does not fit unsharded: ")
     assert said(tokens=1e12)[1].startswith("  Takes at least ")
     assert said(mfu=0.4)[1].endswith("at the given 395.6 TFLOPS of each GPU")
@@ -537,3 +537,21 @@ def test_an_optimizer_waiting_for_its_parameters_is_understood():
 
     assert moments(sk.AdamW(lr=1e-3)) == moments("adamw")
     assert moments(sk.AdamW(lr=1e-3, state_dtype=torch.float32)) == 2 * moments("adamw")
+
+
+def test_a_number_as_a_command_line_has_it():
+    assert plan("8e9") == plan(8e9)
+    with pytest.raises(FileNotFoundError, match="write a number of parameters as 8e9"):
+        plan("8B")
+
+
+def test_a_family_that_is_not_read_is_not_exact():
+    kinds = {line.term: line.kind for line in plan({**LLAMA_1B, "model_type": "olmo9"}, length=64).lines()}
+    assert kinds["parameters"] == kinds["FLOPs a token"] == "approximate"
+
+
+def test_what_full_training_holds_is_said():
+    assert "no float32 masters" in repr(plan(LLAMA_1B, batch=1, length=64))
+    assert "no float32 masters" not in repr(plan(LLAMA_1B, batch=1, length=64, state_dtype="fp32", master=True))
+    assert "no float32 masters" not in repr(plan(LLAMA_1B, batch=1, length=64, recipe=QFP8))
+    assert "zero=2 shards nothing on one GPU" in repr(plan(8e9, zero=2))

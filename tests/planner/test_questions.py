@@ -626,3 +626,27 @@ def test_what_binds_by_an_estimate(monkeypatch):
     assert str(time).startswith(
         "time: memory, most of the time in mlp, 60% of a step of 100 ms (prediction: rates measured"
     )
+
+
+def test_what_trains_changes_last():
+    """Two remedies together that leave the recipe come before one that changes what trains."""
+    p = plan(LLAMA_70B, batch=1, length=2048, gpus=8, gpu="H100", zero=3)
+    found = p.fitting()
+    assert found.plan is not None
+    assert all("recipe" not in remedy.changes for remedy in found.path)
+    assert len(found.path) == 2
+    assert any(r.fits and "recipe" in r.changes for r in found.remedies)  # one change of the recipe would do
+    assert "frozen weights too" in next(
+        r.costs for r in p.but(zero=0, recipe="qfp8").fitting().remedies if r.how == "zero=3"
+    )
+
+
+def test_a_law_that_is_none():
+    with pytest.raises(TypeError, match="give sk.CHINCHILLA"):
+        parameters_for(seed_case(), usd=1e6, law="chinchilla")
+
+
+LLAMA_70B = {
+    **{"model_type": "llama", "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64},
+    **{"num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256},
+}
