@@ -15,6 +15,8 @@ def gib(value: float) -> str:
     """GiB, or MiB where that reads better."""
     if value >= 0.1:
         return f"{value:,.1f} GiB" if value >= 10 else f"{value:.2f} GiB"
+    if value < 1e-6:  # a kilobyte is rounding
+        return "0 MiB"
     return f"{value * 1024:.3g} MiB"
 
 

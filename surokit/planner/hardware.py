@@ -139,7 +139,7 @@ class Gpu:
 
 # what no device reaches, the unit, and what a slip of the unit is most likely off by
 _LIMITS = {
-    "_tflops": (1e6, "TFLOPS", 1e12),
+    "_tflops": (1e8, "TFLOPS", 1e12),
     "_tb_s": (200.0, "TB/s", 1e3),
     "_gb_s": (2e4, "GB/s", 1e9),
     "_gib": (20_000.0, "GiB", 2**30),
