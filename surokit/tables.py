@@ -1,4 +1,4 @@
-"""Small tables as text and HTML, for objects that show themselves without pandas.
+"""Small tables as text and HTML, for objects that show themselves without pandas; and with it, as a DataFrame.
 
 Numbers come in as text that their owner has formatted; this file only aligns and escapes.
 """
@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Row = Sequence[str]
 
@@ -50,3 +54,12 @@ def html_table(rows: Sequence[Row], *, header: Row | None = None, right: Sequenc
 
 def _cell(tag: str, text: str, right: bool) -> str:
     return f'<{tag} style="text-align:{"right" if right else "left"};padding:0 .6em">{escape(text)}</{tag}>'
+
+
+def data_frame(rows: Sequence[Any], columns: Sequence[str] | None = None) -> pd.DataFrame:
+    """Rows, as sequences with `columns` or as dicts, as a DataFrame; one sentence where there is no pandas."""
+    try:
+        import pandas
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("Tables need pandas: pip install pandas; print() needs nothing.") from error
+    return pandas.DataFrame(rows, columns=None if columns is None else list(columns))

@@ -15,6 +15,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 import surokit as sk
 from surokit import cli, headless
+from tests.planner.families import QWEN3_8B
 
 # a 1 x 1 PNG
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
@@ -50,22 +51,10 @@ def test_plan_of_a_folder_and_whether_it_fits(tmp_path, capsys):
     assert "does not fit in 0.001 GiB" in capsys.readouterr().out
 
 
-SIZES = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 36,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-}
-
-
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(SIZES), encoding="utf-8")
+    path.write_text(json.dumps(QWEN3_8B), encoding="utf-8")
     return str(path)
 
 
@@ -83,7 +72,7 @@ def test_every_argument_of_plan_is_one_of_the_command(config, capsys):
     assert names | {"training"} <= set(known)
     # and none is set that was not given
     assert all(known[name] is None for name in names)
-    assert plain.splitlines()[1:] == str(sk.plan(SIZES)).splitlines()[1:]
+    assert plain.splitlines()[1:] == str(sk.plan(QWEN3_8B)).splitlines()[1:]
 
 
 def test_arguments_reach_the_plan(config, capsys):
@@ -94,7 +83,7 @@ def test_arguments_reach_the_plan(config, capsys):
     arguments += "--tokens 1e9 --mfu 0.4 --goodput 0.9 --usd-per-gpu-hour 1.8-3.2"
     said = planned(capsys, config, *arguments.split())
     expected = sk.plan(
-        SIZES,
+        QWEN3_8B,
         batch=2,
         length=1024,
         gpus=8,
@@ -133,7 +122,7 @@ def test_a_name_on_the_hub(config, capsys, monkeypatch):
     monkeypatch.setattr("surokit.hub.fetch", fetch)
     monkeypatch.setattr("surokit.hub.reachable", lambda: True)
     lines = {line["term"]: line["value"] for line in planned(capsys, "Qwen/Qwen3-8B")["lines"]}
-    assert lines["parameters"] == sk.plan(SIZES).parameters
+    assert lines["parameters"] == sk.plan(QWEN3_8B).parameters
     monkeypatch.setattr("surokit.hub.reachable", lambda: False)
     assert cli.main(["plan", "Qwen/Qwen3-8B"]) == 2
     captured = capsys.readouterr()
@@ -157,7 +146,7 @@ def test_prices(text, price):
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(config, capsys):
-    base = sk.plan(SIZES, length=2048, batch=1, gpu="H100", recipe="qfp8")
+    base = sk.plan(QWEN3_8B, length=2048, batch=1, gpu="H100", recipe="qfp8")
     arguments = [config, "--length", 2048, "--batch", 1, "--gpu", "H100", "--recipe", "qfp8", "--largest", "batch"]
     most = planned(capsys, *arguments)["largest"]["batch"]
     assert base.but(batch=most).fits()
@@ -169,7 +158,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(config, capsys):
 
 def test_gpus_for_a_deadline(config, capsys):
     arguments = [config, "--tokens", "1e11", "--gpu", "H100", "--mfu", 0.4, "--days", 10, "--usd-per-gpu-hour", "2-4"]
-    base = sk.plan(SIZES, tokens=1e11, gpu="H100", mfu=0.4, usd_per_gpu_hour=(2, 4))
+    base = sk.plan(QWEN3_8B, tokens=1e11, gpu="H100", mfu=0.4, usd_per_gpu_hour=(2, 4))
     gpus = planned(capsys, *arguments)["gpus"]
     days, one_less = base.but(gpus=gpus).days, base.but(gpus=gpus - 1).days
     assert days is not None
@@ -187,7 +176,7 @@ def test_recipes_and_a_picture_of_them(config, tmp_path, capsys):
     said = planned(capsys, *arguments)
     rows = {row["name"]: row for row in said["recipes"]}
     assert set(sk.recipes) <= set(rows)
-    base = sk.plan(SIZES, batch=1, length=2048, gpu="H100")
+    base = sk.plan(QWEN3_8B, batch=1, length=2048, gpu="H100")
     assert {name: row["gib"] for name, row in rows.items() if name in sk.recipes} == {
         name: base.but(recipe=name).memory.gib for name in sk.recipes
     }

@@ -25,7 +25,7 @@ from surokit.planner import figures
 from surokit.planner.configs import read_shape
 from surokit.planner.hardware import Gpu, find_gpu
 from surokit.planner.measured import Measured, read_measured
-from surokit.tables import html_table, text_table
+from surokit.tables import data_frame, html_table, text_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -187,14 +187,10 @@ class Check:
 
     def table(self) -> pd.DataFrame:
         """The rows as a DataFrame: group ("run" or "module"), term, expected, measured, ratio, unit, kind, how."""
-        try:
-            import pandas as pd
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("Tables need pandas: pip install pandas; print(check) needs nothing.") from error
         columns = ("term", "expected", "measured", "ratio", "unit", "kind", "how")
         groups = (("run", self.rows), ("module", self.modules))
         rows = [[group, *(getattr(row, c) for c in columns)] for group, those in groups for row in those]
-        return pd.DataFrame(rows, columns=["group", *columns])
+        return data_frame(rows, ["group", *columns])
 
     def _cells(self, rows: tuple[Row, ...]) -> list[tuple[str, ...]]:
         def text(value: float | None, unit: str) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from surokit.formats import TENSOR_CORES
 from surokit.planner import arguments, figures
 from surokit.planner.flops import frozen, gemms_of, on_gpu
-from surokit.tables import html_table, text_table
+from surokit.tables import data_frame, html_table, text_table
 
 _COLUMNS = ("step_ms", "kind", "speedup", "against", "gib", "fits", "products", "why", "fastest")
 
@@ -84,12 +84,8 @@ def recipes(plan: Plan, names: Iterable[str | Recipe] | None = None, *, gib: flo
 
     A plan whose recipe has an adapter compares recipes with that adapter. Columns are the fields of `Choice`, recipe by name.
     """
-    try:
-        import pandas as pd
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("Tables need pandas: pip install pandas.") from error
     rows = [{"recipe": c.name, **{k: getattr(c, k) for k in _COLUMNS}} for c in compare_recipes(plan, names, gib=gib)]
-    return pd.DataFrame(rows)
+    return data_frame(rows)
 
 
 def compare_recipes(
@@ -238,12 +234,8 @@ class Fitting:
 
     def table(self) -> pd.DataFrame:
         """A row a remedy: remedy, gib, fits, costs."""
-        try:
-            import pandas as pd
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError("Tables need pandas: pip install pandas; print() needs nothing.") from error
         columns = ["remedy", "gib", "fits", "costs"]
-        return pd.DataFrame([(r.how, r.gib, r.fits, r.costs) for r in self.remedies], columns=columns)
+        return data_frame([(r.how, r.gib, r.fits, r.costs) for r in self.remedies], columns)
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [(r.how, figures.gib(r.gib), "fits" if r.fits else "", r.costs) for r in self.remedies]
@@ -531,7 +523,7 @@ def _at_peak(plan: Plan, gpu: Gpu) -> dict[str, float]:
     assert plan.compute is not None
     seconds: dict[str, float] = {}
     for p in plan.compute.products:
-        for flop, kind in zip((p.forward + p.recompute, p.grad_input, p.grad_weight), p.kinds):
+        for flop, kind in p.passes:
             tflops, _ = gpu.peak(kind)
             seconds[p.module] = seconds.get(p.module, 0.0) + flop / ((tflops or 1.0) * 1e12)
     return seconds

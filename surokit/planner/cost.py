@@ -223,9 +223,7 @@ def _floor(compute: Compute | None, gpu: Gpu | None, kinds: Kinds) -> tuple[floa
     seconds = 0.0
     names: dict[str, None] = {}
     for product in compute.products:
-        for flop, kind in zip(
-            (product.forward + product.recompute, product.grad_input, product.grad_weight), product.kinds
-        ):
+        for flop, kind in product.passes:
             tflops, name = gpu.peak(kind)
             assert tflops is not None
             seconds += flop / (tflops * 1e12)

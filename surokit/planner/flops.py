@@ -62,6 +62,11 @@ class Product:
     def backward(self) -> int:
         return self.grad_input + self.grad_weight
 
+    @property
+    def passes(self) -> Iterator[tuple[int, Kind | None]]:
+        """(hardware FLOPs a token, kind) of forward, grad_input and grad_weight."""
+        return zip((self.forward + self.recompute, self.grad_input, self.grad_weight), self.kinds)
+
 
 @dataclass(frozen=True)
 class Compute:
@@ -107,6 +112,11 @@ class Placement:
     quantized: int
     rank: int
     layers: frozenset[int] = frozenset()
+
+    @property
+    def adapter_parameters(self) -> int:
+        """Of the adapters on every one of them."""
+        return self.rank * (self.weight.n + self.weight.k) * self.weight.count
 
 
 def placements(shape: Shape, recipe: Any) -> tuple[Placement, ...]:
@@ -165,6 +175,13 @@ def operand_bits(gemm: Any) -> int:
 def gemms_of(recipe: Any) -> tuple[Any, Any, Any]:
     """A recipe's three products: forward, grad_input, grad_weight."""
     return getattr(recipe, "forward", None), getattr(recipe, "grad_input", None), getattr(recipe, "grad_weight", None)
+
+
+def trained_parameters(shape: Shape | None, parameters: float, recipe: Any) -> float:
+    """Parameters with a gradient and an optimizer's state: all, or an adapter's, which need a shape to be counted."""
+    if not frozen(recipe):
+        return parameters
+    return float(sum(p.adapter_parameters for p in placements(shape, recipe))) if shape is not None else 0.0
 
 
 def product_kinds(recipe: Any) -> Kinds:

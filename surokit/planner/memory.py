@@ -229,7 +229,7 @@ def _weights(
             )
         )
 
-    adapter = sum(p.rank * (p.weight.n + p.weight.k) * p.weight.count for p in places)
+    adapter = sum(p.adapter_parameters for p in places)
     if adapter:
         terms.append(
             Term(

@@ -19,7 +19,16 @@ from surokit.planner import check as checking
 from surokit.planner.check import Check
 from surokit.planner.cost import Price, Time, Work, count_time, exact, read_price
 from surokit.planner.energy import energy_kwh
-from surokit.planner.flops import Attention, Compute, Recompute, count_flops, frozen, on_gpu, placements, product_kinds
+from surokit.planner.flops import (
+    Attention,
+    Compute,
+    Recompute,
+    count_flops,
+    frozen,
+    on_gpu,
+    product_kinds,
+    trained_parameters,
+)
 from surokit.planner.hardware import Gpu, find_gpu
 from surokit.planner.lines import Line, as_html, as_text, plan_answers, plan_lines, plan_notes
 from surokit.planner.memory import DTYPE_BYTES, SLACK, Layers, Memory, Setup, count_memory
@@ -27,6 +36,7 @@ from surokit.planner.offload import Host, Offload, host_of, predict_offload
 from surokit.planner.roofline import Estimate, estimate_step
 from surokit.planner.shape import Shape
 from surokit.planner.subject import Subject, read_subject
+from surokit.tables import data_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -188,13 +198,13 @@ class Plan:
 
     def table(self) -> pd.DataFrame:
         """The plan as a DataFrame: group, term, value, unit, kind, how."""
-        return _frame([line.__dict__ for line in self.lines()])
+        return data_frame([line.__dict__ for line in self.lines()])
 
     def gemms(self) -> pd.DataFrame:
         """FLOPs a token of every kind of product: module, n, k, count, forward, backward, recompute, share of the model FLOPs."""
         compute = self._counted()
         columns = ("module", "n", "k", "count", "forward", "grad_input", "grad_weight", "recompute")
-        return _frame(
+        return data_frame(
             [
                 {**{c: getattr(p, c) for c in columns}, "share": (p.forward + p.backward) / compute.model}
                 for p in compute.products
@@ -209,7 +219,7 @@ class Plan:
             row = sums.setdefault(p.module.partition(".")[0], [0, 0, 0])
             for i, flop in enumerate((p.forward, p.backward, p.recompute)):
                 row[i] += flop
-        return _frame(
+        return data_frame(
             [
                 {"module": name, "forward": f, "backward": b, "recompute": r, "share": (f + b) / compute.model}
                 for name, (f, b, r) in sums.items()
@@ -422,14 +432,6 @@ def _estimate(
     return estimate_step(shape, compute, recipe, setup, gpu, trained_parameters=trained, between_gb_s=between_gb_s)
 
 
-def trained_parameters(shape: Shape | None, parameters: float, recipe: Any) -> float:
-    """Parameters with a gradient and an optimizer's state: all, or an adapter's."""
-    if not frozen(recipe):
-        return parameters
-    places = placements(shape, recipe) if shape is not None else ()
-    return float(sum(p.rank * (p.weight.n + p.weight.k) * p.weight.count for p in places))
-
-
 def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices or isinstance(value, bool):
         raise ValueError(f"{name}={value!r} is unknown: use {', '.join(map(repr, choices))}.")
@@ -454,11 +456,3 @@ def _optimizer(value: Any) -> str:
     if name not in _OPTIMIZERS:
         raise ValueError(f"optimizer={name!r} has no known state size: use 'adamw', 'adamw8bit' or 'sgd'.")
     return _OPTIMIZERS[name]
-
-
-def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    try:
-        import pandas as pd
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("Tables need pandas: pip install pandas; print(plan) needs nothing.") from error
-    return pd.DataFrame(rows)

@@ -402,7 +402,7 @@ def _floor_ms(compute: Compute, gpu: Gpu, rates: Rates) -> float:
     """ms of a token's products, each at its own peak; at the measured rate where there is no peak."""
     total = 0.0
     for p in compute.products:
-        for flop, kind in zip((p.forward + p.recompute, p.grad_input, p.grad_weight), p.kinds):
+        for flop, kind in p.passes:
             tflops = gpu.peak(kind)[0] or rates.products[kind]
             total += flop / tflops / 1e9
     return total
@@ -416,7 +416,7 @@ def _weight_bytes(shape: Shape, recipe: Any, width: int) -> float:
         w = place.weight
         if storage is not None and not (shape.tied and w.name == "lm_head"):
             total += place.quantized * w.n * w.k * (storage.bits / 8 - width)
-        total += place.rank * (w.n + w.k) * w.count * width
+        total += place.adapter_parameters * width
     return total
 
 

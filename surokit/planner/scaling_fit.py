@@ -26,7 +26,7 @@ from surokit.planner import arguments, figures
 from surokit.planner.scaling import Additive, Optimum, Predicted, ScalingLaw, read_loss
 from surokit.planner.scaling_plot import draw
 from surokit.planner.scaling_solver import Problem, robust_scatter
-from surokit.tables import html_table, text_table
+from surokit.tables import data_frame, html_table, text_table
 
 if TYPE_CHECKING:
     import numpy as np
@@ -181,11 +181,11 @@ class ScalingFit:
 
     def table(self) -> pd.DataFrame:
         """The constants as a DataFrame: constant, value, low, high, what."""
-        return _frame(list(self._table()))
+        return data_frame(list(self._table()))
 
     def runs_table(self) -> pd.DataFrame:
         """The runs beside the law: name, parameters, tokens, loss, predicted, error (of the loss, as a share)."""
-        return _frame(
+        return data_frame(
             [
                 {
                     "name": run.name,
@@ -439,11 +439,3 @@ def _span(ends: tuple[float, float]) -> str:
 def _ends(values: Iterable[float]) -> tuple[float, float]:
     every = list(values)
     return min(every), max(every)
-
-
-def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    try:
-        import pandas as pd
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("Tables need pandas: pip install pandas; print(fit) needs nothing.") from error
-    return pd.DataFrame(rows)

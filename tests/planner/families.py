@@ -2,6 +2,27 @@
 
 from typing import Any
 
+#: Sizes that are published: Llama-3.2-1B and Qwen3-8B.
+LLAMA_1B: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "vocab_size": 128256,
+    "tie_word_embeddings": True,
+}
+QWEN3_8B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+}
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 3,
     "hidden_size": 64,

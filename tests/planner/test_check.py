@@ -14,17 +14,8 @@ from surokit.planner import check as checking
 from surokit.planner import plan as make
 from surokit.planner.hardware import Ceilings, Gpu
 from surokit.planner.planning import Plan
+from tests.planner.families import LLAMA_1B
 
-LLAMA_1B = {
-    "model_type": "llama",
-    "num_hidden_layers": 16,
-    "hidden_size": 2048,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 8192,
-    "vocab_size": 128256,
-    "tie_word_embeddings": True,
-}
 TINY = sk.DecoderConfig(layers=2, width=64, heads=4, kv_heads=2, vocab=256, ffn=128)
 H100 = "NVIDIA H100 80GB HBM3"
 

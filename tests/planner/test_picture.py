@@ -11,18 +11,9 @@ from surokit.planner import Gpu, plan
 from surokit.planner.memory import GIB, Memory, Term
 from surokit.planner.picture import _GROUPS, parts_of, plot_memory
 from surokit.widgets.figure import PALETTE_LIGHT
+from tests.planner.families import QWEN3_8B
 
-CONFIG = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 36,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-}
-PLAN = plan(CONFIG, batch=1, length=4096, gpu="H100")
+PLAN = plan(QWEN3_8B, batch=1, length=4096, gpu="H100")
 RECIPES = {name: PLAN.but(recipe=name) for name in ("bf16", "fp8", "qfp8", "qfp4", "qnf4")}
 
 
@@ -98,7 +89,7 @@ def test_figures_inside_the_bars_are_their_parts():
 
 
 def test_small_models_are_drawn_in_mib():
-    tiny = plan(CONFIG | {"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 512, "intermediate_size": 128})
+    tiny = plan(QWEN3_8B | {"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 512, "intermediate_size": 128})
     figure = plot_memory(tiny)
     assert figure.axes[0].get_xlabel().endswith("MiB")
     assert bars(figure)[0][0].get_width() == pytest.approx(tiny.memory["weights"].bytes / 2**20)

@@ -12,17 +12,7 @@ from surokit.planner import Gpu, find_gpu, judge_hours, read_shape, register
 from surokit.planner.layers import linear_seconds
 from surokit.planner.published import published
 from surokit.recipe import BF16, FP4, FP8, FP8_BLOCK, FP8_ROWWISE, MXFP4, MXFP8, QFP8
-
-LLAMA_1B = {
-    "model_type": "llama",
-    "num_hidden_layers": 16,
-    "hidden_size": 2048,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 8192,
-    "vocab_size": 128256,
-    "tie_word_embeddings": True,
-}
+from tests.planner.families import LLAMA_1B
 
 
 def plan(what, **given):

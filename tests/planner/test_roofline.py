@@ -28,6 +28,7 @@ from surokit.planner.shape import Shape
 from surokit.planner.traffic import _moves, loads
 from surokit.quantized import Quantized, quantize, quantize_both
 from tests.planner.families import FAMILIES, fields
+from tests.planner.families import QWEN3_8B as CONFIG_8B
 
 QWEN3_06B = Shape(28, 1024, 16, 8, 128, 3072, 151936, tied=True, qk_norm=True, family="qwen3")
 QWEN3_8B = Shape(36, 4096, 32, 8, 128, 12288, 151936, qk_norm=True, family="qwen3")
@@ -418,18 +419,6 @@ def test_measured_rates_predict_and_the_datasheet_is_optimistic():
     assert sheet.speed_of_light == pytest.approx(bound / sheet.step_ms)
     assert sheet.mfu == pytest.approx(sheet.model_flop / (sheet.step_ms / 1e3) / 989e12)
     assert sheet.tokens_per_s == pytest.approx(4096 / sheet.step_ms * 1e3)
-
-
-CONFIG_8B = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 36,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-}
 
 
 def test_rates_of_formats():

@@ -15,18 +15,9 @@ from surokit.widgets import planning
 from surokit.widgets.figure import _css
 from surokit.widgets.panel import MESSAGE_BYTES
 from surokit.widgets.planning import NOT_GIVEN, explore, picture
+from tests.planner.families import QWEN3_8B
 
-CONFIG = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 36,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-}
-PLAN = plan(CONFIG, batch=3, length=4096, gpus=8, gpu="H100", mfu=0.4, tokens=1e12, usd_per_gpu_hour=2.5)
+PLAN = plan(QWEN3_8B, batch=3, length=4096, gpus=8, gpu="H100", mfu=0.4, tokens=1e12, usd_per_gpu_hour=2.5)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -140,7 +131,7 @@ def test_a_contradiction_is_its_sentence_and_the_last_plan_stays(screen):
 def test_arguments_of_the_user_are_among_the_choices():
     mine = Gpu("Mine", memory_gib=10, bf16_tflops=100)
     recipe = FP4.keep_last(0).lora(rank=4)
-    given = plan(CONFIG, gpu=mine, recipe=recipe, batch=5, length=1000, optimizer="none")
+    given = plan(QWEN3_8B, gpu=mine, recipe=recipe, batch=5, length=1000, optimizer="none")
     explorer = explore(given)
     said = {name: explorer.controls[name].value for name in ("batch", "length", "gpu", "optimizer")}
     assert said == {"batch": "5", "length": "1,000", "gpu": "Mine", "optimizer": "sgd"}
@@ -234,7 +225,7 @@ def test_a_saved_notebook_keeps_the_last_picture(tmp_path):
     from nbconvert import HTMLExporter
 
     cells = [
-        f"import surokit as sk\nfrom surokit.widgets.planning import explore\nplan = sk.plan({CONFIG}, batch=1, length=2048, "
+        f"import surokit as sk\nfrom surokit.widgets.planning import explore\nplan = sk.plan({QWEN3_8B}, batch=1, length=2048, "
         "gpu='H100')\nexplorer = explore(plan)\nexplorer",
         "explorer.controls['recipe'].value = 'qfp8'",
     ]
