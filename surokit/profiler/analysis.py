@@ -18,12 +18,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from surokit.profiler import timeline as tl
+from surokit.profiler.attribution import Attribution, lookup, on_threads, shown_path
+from surokit.profiler.recording import Recording, SyncPoint
 from surokit.profiler.timeline import Bool, Breakdown, Int, Kind, Timeline
 
 SHORT_GAP_NS = 100_000  # CPU: a shorter gap between two operators is the price of launching the next one
@@ -32,7 +34,6 @@ NOTED_BEFORE_NS = 1_000_000  # a wait belongs to a sync that was noted at most t
 GAP_ROWS = 200
 CAUSES = ("launches", "syncs", "copies", "host")
 PHASES = ("sync", "data", "copies", "optimizer", "backward", "forward", "other")
-_NODE = "autograd::engine::evaluate_function"
 _SYNC_CALLS = (
     "cudaStreamSynchronize",
     "cudaDeviceSynchronize",
@@ -43,63 +44,6 @@ _SYNC_CALLS = (
 _COPY_OPS = ("aten::copy_", "aten::_to_copy", "aten::clone", "aten::contiguous")
 
 Table = dict[str, list[Any]]
-
-
-@dataclass(frozen=True)
-class SyncPoint:
-    """A call that reads a device value on the host. `inside` is the library frame that made it, when the user's line
-    did so indirectly."""
-
-    start_ns: int
-    end_ns: int
-    thread: int
-    call: str
-    device: str
-    file: str
-    line: int
-    inside: str = ""
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What profiling itself costs, calibrated on this machine just before the profiled code: nanoseconds each."""
-
-    event_ns: float = 0.0
-    module_ns: float = 0.0
-    read_ns: float = 0.0
-    sample_ns: float = 0.0
-
-
-def _none() -> Int:
-    return np.empty(0, np.int64)
-
-
-@dataclass(frozen=True, eq=False)
-class Recording:
-    """Everything that was observed. Suffixes: E events, S module spans, P samples of the user's current line."""
-
-    timeline: Timeline
-    start_ns: int
-    end_ns: int
-    marks_ns: tuple[int, ...] = ()  # host time at the end of each step
-    warmup: int = 0  # steps to leave out at the start, if there are more
-    thread: int = 0  # the host thread that ran the steps
-    modules: tuple[tuple[str, str], ...] = ()  # path, class
-    module_S: Int = field(default_factory=_none)
-    start_S: Int = field(default_factory=_none)
-    end_S: Int = field(default_factory=_none)
-    thread_S: Int = field(default_factory=_none)
-    syncs: tuple[SyncPoint, ...] = ()
-    places: tuple[tuple[str, int], ...] = ()  # file, line
-    place_P: Int = field(default_factory=_none)
-    time_P: Int = field(default_factory=_none)
-    tokens_per_step: float | None = None
-    device: str = "cpu"
-    back_to_back_ns: int = 1000
-    costs: Costs = field(default_factory=Costs)
-    peak_bytes: int = 0
-    unprofiled_ns: int | None = None  # a step without the profiler, where one was timed
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,8 +90,8 @@ class _Analyst:
         self.ops = every.take(every.is_kind(Kind.OP))
         self.calls = every.take(every.is_kind(Kind.RUNTIME))
         self.ranges = every.take(every.is_kind(Kind.ANNOTATION))
-        nodes = self.ops.is_named(n.startswith(_NODE) for n in every.names)
-        self.nodes = self.ops.take(nodes)
+        self.attribution = Attribution(recording)
+        self.nodes = self.attribution.nodes
         self.work_ops = self.ops.take(self.ops.is_named(is_operator(n) for n in every.names))
         self.active = every.take(every.is_kind(Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)) if self.on_gpu else self.work_ops
         if not len(every):
@@ -168,8 +112,8 @@ class _Analyst:
             self.launch_end_A: Int | None = None
             self.host_thread_A, self.host_time_A = a.thread_E, a.start_E
             return
-        call = _lookup(self.calls.correlation_E, a.correlation_E)
-        op = _lookup(self.ops.external_E, a.external_E)
+        call = lookup(self.calls.correlation_E, a.correlation_E)
+        op = lookup(self.ops.external_E, a.external_E)
         self.call_A = call
         self.launch_end_A = np.where(call >= 0, self.calls.end_E[call] if len(self.calls) else -1, -1)
         by_call_thread = self.calls.thread_E[call] if len(self.calls) else a.start_E * 0 - 1
@@ -212,48 +156,6 @@ class _Analyst:
         self.windows = tuple(itertools.pairwise(cuts))
         self.begin, self.stop = cuts[0], cuts[-1]
         self.steps = len(self.windows)
-
-    # ------------------------------------------------------------------------------------------------ who asked for the
-    # work
-
-    def _on_threads(self, thread_I: Int, start_I: Int, end_I: Int, thread_Q: Int, at_Q: Int) -> Int:
-        """`innermost`, thread by thread."""
-        found = np.full(len(at_Q), -1, np.int64)
-        for thread in np.unique(thread_I).tolist():
-            here = np.flatnonzero(thread_I == thread)
-            asked = np.flatnonzero(thread_Q == thread)
-            inner = tl.innermost(start_I[here], end_I[here], at_Q[asked])
-            found[asked] = np.where(inner >= 0, here[inner], -1)
-        return found
-
-    def module_at(self, thread_Q: Int, at_Q: Int) -> tuple[Int, Bool]:
-        """The module that runs at these host moments (-1: none), and whether it is in its backward pass. A backward
-        node belongs to the module whose forward operator made it: autograd gives both the same sequence number."""
-        r = self.r
-        span = self._on_threads(r.thread_S, r.start_S, r.end_S, thread_Q, at_Q)
-        module = np.where(span >= 0, r.module_S[span] if len(r.module_S) else -1, -1)
-        node = self._on_threads(self.nodes.thread_E, self.nodes.start_E, self.nodes.end_E, thread_Q, at_Q)
-        backward = node >= 0
-        if len(self.nodes) and len(r.module_S):
-            made = self._makers()
-            sequence = np.where(backward, self.nodes.sequence_E[node], -1).tolist()
-            via_node = np.array([made.get(s, -1) for s in sequence], np.int64)
-            module = np.where(module < 0, via_node, module)
-        return module, backward
-
-    def _makers(self) -> dict[int, int]:
-        """Sequence number -> module whose forward made that autograd node: the last operator to carry a number is its
-        maker."""
-        if not hasattr(self, "_made"):
-            ops = self.ops
-            node = self._on_threads(
-                self.nodes.thread_E, self.nodes.start_E, self.nodes.end_E, ops.thread_E, ops.start_E
-            )
-            forward = ops.take((ops.sequence_E >= 0) & (node < 0))
-            span = self._on_threads(self.r.thread_S, self.r.start_S, self.r.end_S, forward.thread_E, forward.start_E)
-            module = np.where(span >= 0, self.r.module_S[span], -1)
-            self._made: dict[int, int] = dict(zip(forward.sequence_E.tolist(), module.tolist()))
-        return self._made
 
     # ------------------------------------------------------------------------------------------------ the tables
 
@@ -315,7 +217,7 @@ class _Analyst:
         """Syncs that were noted at their start only: the wait that follows gives the length, the operator around the name."""
         at, _ = self._read_intervals(reads)
         thread = np.array([s.thread for s in reads], np.int64)
-        around = self._on_threads(self.ops.thread_E, self.ops.start_E, self.ops.end_E, thread, at)
+        around = on_threads(self.ops.thread_E, self.ops.start_E, self.ops.end_E, thread, at)
         following = np.searchsorted(self.wait_calls.start_E, at)
         out = []
         for read, op, wait in zip(reads, around.tolist(), following.tolist()):
@@ -373,7 +275,7 @@ class _Analyst:
             (np.concatenate((self.ops.start_E, self.calls.start_E)), np.concatenate((self.ops.end_E, self.calls.end_E)))
         )
         covered = []
-        starts = ends = _none()
+        starts = ends = np.empty(0, np.int64)
         for layer_start, layer_end in layers:
             starts, ends = tl.merge(np.concatenate((starts, layer_start)), np.concatenate((ends, layer_end)))
             covered.append(tl.covered(starts, ends, start_G, until_G))
@@ -486,7 +388,7 @@ class _Analyst:
 
     def _modules(self) -> Table:
         """Busy time by module path; `self_ms` of all rows, the pseudo-rows in parentheses included, sums to busy."""
-        module_A, backward_A = self.module_at(self.host_thread_A, self.host_time_A)
+        module_A, backward_A = self.attribution.module_at(self.host_thread_A, self.host_time_A)
         own = self.own_A
         if self.on_gpu:
             module_A = np.where(self.active.is_kind(Kind.MEMCPY), -2, module_A)
@@ -528,13 +430,14 @@ class _Analyst:
         busy = max(sum(p.busy_ns for p in self.parts), 1)
         depth = path.count(".")
         per_step = [_ms(t) / self.steps for t in (totals[0], totals[1], totals.sum(), own.sum())]
-        return (self._shown(path), kind, depth, calls / self.steps, *per_step, float(totals.sum()) / busy)
-
-    def _shown(self, path: str) -> str:
-        """A module's path as the user's own model names it: without the outermost module, unless several outermost
-        modules have children."""
-        trunks = {p.partition(".")[0] for p, _ in self.r.modules if "." in p}
-        return path.partition(".")[2] or path if len(trunks) == 1 else path
+        return (
+            shown_path(path, self.r.modules),
+            kind,
+            depth,
+            calls / self.steps,
+            *per_step,
+            float(totals.sum()) / busy,
+        )
 
     def _with_children(self, sums: Int) -> Int:
         """Forward and backward time of each module and all below it. A path begins with the outermost module's class
@@ -709,13 +612,3 @@ def short_file(file: str) -> str:
 def _places(table: Table, key: str, pattern: str, place: Callable[[str, int], str]) -> str:
     rows = zip(table["count"][:2], table[key][:2], table["file"][:2], table["line"][:2])
     return "; ".join(pattern.format(count=c, call=call, place=place(f, n)) for c, call, f, n in rows) or "none"
-
-
-def _lookup(keys: Int, wanted_Q: Int) -> Int:
-    """Index into `keys` of each wanted id, -1 where it is absent or negative."""
-    if not len(keys):
-        return np.full(len(wanted_Q), -1, np.int64)
-    order = np.argsort(keys, kind="stable")
-    at = np.minimum(np.searchsorted(keys[order], wanted_Q), len(keys) - 1)
-    found = order[at]
-    return np.where((keys[found] == wanted_Q) & (wanted_Q >= 0), found, -1).astype(np.int64)

@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity
 
 from surokit.profiler import watch as watching
-from surokit.profiler.analysis import Costs, Recording
+from surokit.profiler.recording import Costs, Recording
 from surokit.profiler.report import Profile
 from surokit.profiler.timeline import CATEGORIES, Event, Kind, Timeline
 from surokit.profiler.watch import Sampler, Watch, ignoring_warning, watched_cuda_syncs, watched_reads

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from surokit.profiler import timeline as tl
-from surokit.profiler.analysis import PHASES, Recording, is_operator
+from surokit.profiler.analysis import PHASES, is_operator
+from surokit.profiler.recording import Recording
 from surokit.profiler.timeline import Int, Kind
 
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, GREY = (

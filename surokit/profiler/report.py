@@ -6,21 +6,19 @@ only then.
 
 from __future__ import annotations
 
-import base64
 import gzip
 import json
 import zlib
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from surokit.profiler.advice import advise
-from surokit.profiler.analysis import CAUSES, Analysis, Costs, Recording, SyncPoint, analyse
+from surokit.profiler.analysis import CAUSES, Analysis, analyse
 from surokit.profiler.picture import largest, profile_html, step_svg
-from surokit.profiler.timeline import Timeline
+from surokit.profiler.recording import Recording, pack, unpack
 from surokit.profiler.trace import read_chrome, write_chrome
 from surokit.tables import text_table
 
@@ -178,7 +176,7 @@ class Profile:
             "name": self.name,
             "by": self.by,
             "summary": self.summary,
-            "recording": _pack(recording),
+            "recording": pack(recording),
         }
         data = json.dumps(document).encode()
         target = Path(path)
@@ -198,7 +196,7 @@ class Profile:
                 raise ValueError("it is not a profile; a Chrome trace is read with Profile.from_trace")
             if document["version"] != _VERSION:
                 raise ValueError(f"its version is {document['version']}, this package reads {_VERSION}")
-            profile = cls(_unpack(document["recording"]), document["name"])
+            profile = cls(unpack(document["recording"]), document["name"])
             profile.by = document["by"]
         except (OSError, EOFError, KeyError, TypeError, ValueError, zlib.error) as error:
             raise ValueError(f"{file} cannot be read as a profile: {error}") from None
@@ -279,40 +277,3 @@ class Profile:
         wall = s["wall_ms"] or 1.0
         title = f"{self._headline()}: busy {s['busy_ms'] / wall:.1%}, idle {s['idle_ms'] / wall:.1%}"
         return profile_html(title, self.timeline(middle), s, self._analysis.tables, self.by, self._all_notes())
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# storage
-
-
-def _pack(recording: Recording) -> dict[str, Any]:
-    """A Recording as JSON values; arrays are compressed."""
-    out: dict[str, Any] = {f.name: getattr(recording, f.name) for f in fields(recording)}
-    t = recording.timeline
-    out["timeline"] = {"names": t.names, "columns": _squeeze(t.columns()), "damaged": t.damaged}
-    out["syncs"] = [[getattr(s, f.name) for f in fields(s)] for s in recording.syncs]
-    out["costs"] = [getattr(recording.costs, f.name) for f in fields(recording.costs)]
-    return {k: _squeeze(v) if isinstance(v, np.ndarray) else v for k, v in out.items()}
-
-
-def _unpack(stored: dict[str, Any]) -> Recording:
-    values: dict[str, Any] = {k: _expand(v) if isinstance(v, dict) and "zlib" in v else v for k, v in stored.items()}
-    t = stored["timeline"]
-    values["timeline"] = Timeline.from_columns(tuple(t["names"]), _expand(t["columns"]), t["damaged"])
-    values["syncs"] = tuple(SyncPoint(*row) for row in stored["syncs"])
-    values["costs"] = Costs(*stored["costs"])
-    values["modules"] = tuple((path, kind) for path, kind in stored["modules"])
-    values["places"] = tuple((file, line) for file, line in stored["places"])
-    values["marks_ns"], values["notes"] = tuple(stored["marks_ns"]), tuple(stored["notes"])
-    return Recording(**values)
-
-
-def _squeeze(array: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """An int64 array as text: little-endian bytes, deflated, base64."""
-    data = zlib.compress(np.ascontiguousarray(array, "<i8").tobytes(), 6)
-    return {"shape": list(array.shape), "zlib": base64.b64encode(data).decode()}
-
-
-def _expand(stored: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    data = zlib.decompress(base64.b64decode(stored["zlib"]))
-    return np.frombuffer(data, "<i8").astype(np.int64).reshape(stored["shape"])

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from surokit.profiler.analysis import Recording, SyncPoint
+from surokit.profiler.recording import Recording, SyncPoint
 from surokit.profiler.timeline import CATEGORIES, Event, Kind, Timeline
 
 _DEVICE = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)

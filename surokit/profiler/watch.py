@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from surokit.kernels import reference
-from surokit.profiler.analysis import SyncPoint
+from surokit.profiler.recording import SyncPoint
 
 SAMPLE_SECONDS = 5e-3
 # operator -> what the user wrote. Each of them waits for the device on CUDA because the host needs a value.

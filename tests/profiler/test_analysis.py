@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from surokit.profiler.advice import advise
-from surokit.profiler.analysis import Recording, analyse, is_operator
+from surokit.profiler.analysis import analyse, is_operator
+from surokit.profiler.recording import Recording
 from surokit.profiler.timeline import Event, Kind, Timeline
 from tests.profiler.traces import US, events, gpu_recording
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from surokit.profiler.analysis import Recording, SyncPoint
+from surokit.profiler.recording import Recording, SyncPoint
 from surokit.profiler.timeline import Event, Kind, Timeline
 
 US = 1000
