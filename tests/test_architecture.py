@@ -36,8 +36,8 @@ MAY_IMPORT = {
     "data": "errors texts hub",
     "planner": "formats errors tables recipe hub widgets",
     "calibration": "environment kernels planner",
-    "profiler": "environment errors tables kernels",
-    "train": "recipe nn kernels convert accuracy data models environment errors widgets tables planner",
+    "profiler": "environment errors tables kernels planner calibration",
+    "train": "recipe nn kernels convert accuracy data models environment errors widgets tables planner profiler",
     "live": "train widgets environment",
     "widgets": "train planner recipe",
     "integrations": "live train widgets",
@@ -54,6 +54,9 @@ LAZY_ONLY = {
     ("planner", "widgets"),
     ("widgets", "recipe"),
     ("convert", "planner"),
+    ("profiler", "planner"),
+    ("profiler", "calibration"),
+    ("train", "profiler"),
 }
 
 
