@@ -27,7 +27,7 @@ _NAMES: dict[str, str] = {
         "train": "Session AdamW AdamW8bit Cosine Record numerics",
         "live": "Live",
         "widgets": "plot_runs plot_errors",
-        "profiler": "profile Profile",
+        "profiler": "profile Profile Monitor activity",
         "planner": "plan Plan Gpu Price plot_memory fit_scaling KAPLAN CHINCHILLA CHINCHILLA_REPLICATED",
         "calibration": "calibrate",
     }.items()

@@ -30,6 +30,12 @@ def main(argv: list[str] | None = None) -> int:
     watching = commands.add_parser("watching", help="the share of a run that the live panel and the records take")
     watching.add_argument("--steps", type=int, default=300)
 
+    overhead = commands.add_parser(
+        "overhead", help="what measuring costs: always-on, sampled windows, profile, torch.profiler"
+    )
+    overhead.add_argument("--rounds", type=int, default=60, help="how often the ways take turns (default 60)")
+    overhead.add_argument("--steps", type=int, default=4, help="steps in a turn, 3 to 12 (default 4)")
+
     kernels = commands.add_parser("kernels", help="each kernel: bytes over time against a copy, products against bf16")
     kernels.add_argument("--rounds", type=int, default=20, help="how often the kernels take turns (default 20)")
     kernels.add_argument("--shape", type=int, nargs=2, metavar=("M", "K"), help="of the operands that are quantized")
@@ -41,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     memory.add_argument("--settings", nargs="+", help="which settings to run (default: all)")
     memory.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
 
-    for command in (cpu, gpu, watching, kernels, memory):
+    for command in (cpu, gpu, watching, overhead, kernels, memory):
         command.add_argument("--out", type=Path, help="write the raw result to this JSON file")
     arguments = parser.parse_args(argv)
 
@@ -67,6 +73,11 @@ def main(argv: list[str] | None = None) -> int:
             from surokit.bench.watching import table
 
             data = run_watching(arguments.steps)
+        elif arguments.command == "overhead":
+            from surokit.bench.overhead import run as run_overhead
+            from surokit.bench.overhead import table
+
+            data = run_overhead(arguments.rounds, arguments.steps)
         elif arguments.command == "memory":
             from surokit.bench.memory import run as run_memory
             from surokit.bench.memory import table

@@ -122,7 +122,7 @@ def filled(text: str, folder: Path) -> str:
 
 def _table_for(data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
     """The table of a raw file, by what it holds."""
-    for part in ("kernels", "study", "memory"):
+    for part in ("kernels", "study", "memory", "overhead"):
         if part in data:
             module = import_module(f"surokit.bench.{part}")
             return cast("Callable[[Mapping[str, Any]], str]", module.table)

@@ -3,6 +3,10 @@
     plan.check(session)            a Session, a Profile, or figures of your own as a dict
     plan.check(session).recalibrated.days
 
+A profile that recorded shapes knows the FLOPs that its operators executed. That is another convention than a plan's: attention over
+every key, scores that fused attention forms again, recompute; they are compared in that one. And it knows what its operators would
+take at the planned device's rates, the speed of light, which stands beside what the modules took.
+
 Rows compare one GPU: its share of the step, its tokens a second, its memory. An expectation keeps the kind that it has in the
 plan: a prediction should be met, a bound and an optimistic estimate cannot be, and a miss of them says how far from ideal the run
 was. Sessions and profiles know the memory of tensors on CUDA, and on a CPU of the whole process, Python and its libraries included:
@@ -24,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from surokit.planner import figures
 from surokit.planner.configs import read_shape
 from surokit.planner.hardware import Gpu, find_gpu
-from surokit.planner.measured import Measured, read_measured
+from surokit.planner.measured import Measured, Own, read_measured
 from surokit.tables import data_frame, html_table, text_table
 
 if TYPE_CHECKING:
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
     from surokit.planner.planning import Plan
 
 CLOSE = 0.10  # a miss under this share is none to speak of
-_SAME = 0.02  # tokens a step are counted, so they agree but for an incomplete batch
+_SAME = 0.02  # tokens and FLOPs of a step are counted, so they agree but for an incomplete batch
 _IDLE = 0.10
 _MOST_SLACK = 1.0  # what a plan takes as slack; beyond it the prediction itself is wrong
 _LAST = ("bound", "optimistic", "measured")  # what a run cannot meet, or nobody expected, stands below the predictions
@@ -247,7 +251,7 @@ def check(plan: Plan, measured: Any) -> Check:
     Raises TypeError for anything else, and ValueError, in one sentence, for figures that cannot be meant and for a measurement of
     another model or of another number of tokens a step than is planned.
     """
-    m = read_measured(measured)
+    m = read_measured(measured, plan.gpu)
     _same_model(plan, m, measured)
     m = _completed(plan, m)
     rows = sorted(_rows(plan, m), key=lambda row: (row.ratio is None, row.kind in _LAST, -round(row.miss, 6)))
@@ -354,6 +358,12 @@ def _rows(plan: Plan, m: Measured) -> Iterator[Row]:
     if m.flops is not None:
         share = None if plan.flops_per_step is None else plan.flops_per_step / gpus
         yield Row("FLOPs a step", share, m.flops, "FLOP", "exact" if plan.compute else "approximate", "model FLOPs")
+    if m.executed is not None:
+        how = "every key of attention, and what is computed again"
+        yield Row("FLOPs executed", _executed(plan), m.executed, "FLOP", "approximate", how)
+    if m.whole is not None and m.whole.light_ms and not _other_device(plan, m):
+        how = "what the profile's operators compute and move, at the rates of " + (plan.gpu.name if plan.gpu else "")
+        yield Row("busy time", m.whole.light_ms, m.whole.ms, "ms", "optimistic", how)
     yield from _memory_rows(plan, m)
     if m.idle_frac is not None:
         yield Row("idle", None, m.idle_frac, "share", "measured", m.waits)
@@ -361,21 +371,54 @@ def _rows(plan: Plan, m: Measured) -> Iterator[Row]:
         yield Row("loss", None, m.loss, "", "measured", "a plan expects none")
 
 
+def _executed(plan: Plan) -> float | None:
+    """FLOPs of a step on one GPU as operators count them: attention sees every key, and fused attention forms its scores again in
+    the backward. None without shapes or the tokens of a step."""
+    tokens, full = _tokens(plan), _every_key(plan).compute
+    if tokens is None or full is None:
+        return None
+    again = sum(p.forward for p in full.products if p.module == "attention.scores" and p.grad_input)
+    return float(full.hardware + again) * tokens
+
+
+def _every_key(plan: Plan) -> Plan:
+    return plan.but(attention="full")
+
+
 def _module_rows(plan: Plan, m: Measured) -> list[Row]:
     """The device's time by module: an estimate's beside a profile's own times, which leave the modules inside out."""
     estimate = getattr(plan, "estimate", None)
     if estimate is None or not m.modules:
         return []
-    expected, measured = dict(estimate.by_module()), dict.fromkeys((*(name for name, _, _ in _PLACES), _OTHER), 0.0)
-    for path, ms in m.modules:
-        measured[_place(path)] += ms
+    expected = dict(estimate.by_module())
+    flop: dict[str, float] = {}
+    for each in getattr(_every_key(plan).estimate, "rows", ()) if m.whole is not None else ():
+        flop[each.module] = flop.get(each.module, 0.0) + each.flop
+    found: dict[str, list[Own]] = {name: [] for name in (*(name for name, _, _ in _PLACES), _OTHER)}
+    for own in m.modules:
+        found[_place(own.path)].append(own)
     rows = []
-    for name, modules, _ in _PLACES:
+    for name, modules in (*((name, modules) for name, modules, _ in _PLACES), (_OTHER, tuple(expected))):
         planned = sum(expected.pop(module, 0.0) for module in modules)
-        rows.append(Row(name, planned or None, measured[name] or None, "ms", estimate.kind))
-    rows.append(Row(_OTHER, sum(expected.values()) or None, measured[_OTHER] or None, "ms", estimate.kind))
+        asked = sum(flop.pop(module, 0.0) for module in (modules if name != _OTHER else tuple(flop)))
+        ms = sum(own.ms for own in found[name])
+        rows.append(Row(name, planned or None, ms or None, "ms", estimate.kind, _work(found[name], asked)))
     there = [row for row in rows if row.expected or row.measured]
     return sorted(there, key=lambda row: -abs((row.measured or 0.0) - (row.expected or 0.0)))
+
+
+def _work(rows: list[Own], planned_flop: float) -> str:
+    """What these modules computed beside what was planned, and the share of the speed of light that they reached."""
+    light, ms = sum(own.light_ms or 0.0 for own in rows), sum(own.ms for own in rows if own.light_ms)
+    if not light or not ms:
+        return ""
+    computed = sum(own.gflop or 0.0 for own in rows)
+    planned = (
+        "as planned"
+        if abs(computed * 1e9 - planned_flop) <= _SAME * planned_flop
+        else f"({planned_flop / 1e9:.3g} planned)"
+    )
+    return (f"{computed:.3g} GFLOP {planned}, " if computed else "") + f"{light / ms:.0%} of the speed of light"
 
 
 def _place(path: str) -> str:
@@ -448,6 +491,8 @@ def _why(result: Check, row: Row) -> str:
     if row.term == "FLOPs a step":
         seen = plan.compute.attention if plan.compute is not None else "none of attention"
         return f"by another convention: the plan counts attention as {seen}, and FLOP counters count every key and recompute"
+    if row.term == "FLOPs executed":
+        return "in work that the plan does not know, or knows and the step leaves out: p.modules has the FLOPs of each module"
     slower = row.ratio > 1 if row.unit == "ms" else row.ratio < 1
     if not slower:
         return "because the rate was given too low" if _given_tflops(plan, row) else ""

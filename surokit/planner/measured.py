@@ -1,7 +1,8 @@
 """What was measured of a run, in one form: from a Session, a Profile or figures by hand, for `check` to set beside a plan.
 
 Sessions and profiles are read by what they offer and not by their class: the planner imports neither. A profile's step is the one
-without the profiler where that was measured too.
+without the profiler where that was measured too. Where it recorded the shapes of a step, it knows what its operators computed and
+moved, and so the time that this takes at the rates of the planned device: its speed of light.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
+
+from surokit.planner.hardware import Gpu
 
 _KEYS = {
     "step_ms": "milliseconds of an optimizer step",
@@ -27,11 +31,21 @@ _KEYS = {
 }
 
 
+class Own(NamedTuple):
+    """What a module itself took, those inside it left out: ms and GFLOP a step, and ms at the speed of light (None: not known)."""
+
+    path: str
+    ms: float
+    gflop: float | None = None
+    light_ms: float | None = None
+
+
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of one GPU, or None; `source` is what it was read from, `modules` a profile's own ms a step by path.
+    """What was measured of one GPU, or None; `source` is what it was read from, `modules` a profile's own rows by path.
 
-    `of_process`: `peak_gib` is that of the whole process, as sessions and profiles on a CPU know it.
+    `of_process`: `peak_gib` is that of the whole process, as sessions and profiles on a CPU know it. `flops` are model FLOPs,
+    `executed` those of the operators that a profile saw: attention over every key, and what is recomputed.
     """
 
     source: str
@@ -41,6 +55,7 @@ class Measured:
     peak_gib: float | None = None
     reserved_gib: float | None = None
     flops: float | None = None
+    executed: float | None = None
     idle_frac: float | None = None
     parameters: float | None = None
     loss: float | None = None
@@ -48,18 +63,23 @@ class Measured:
     recipe: str | None = None
     emulated: str = ""
     waits: str = ""
-    modules: tuple[tuple[str, float], ...] = ()
+    modules: tuple[Own, ...] = ()
+    whole: Own | None = None
     of_process: bool = False
     notes: tuple[str, ...] = ()
 
 
-def read_measured(measured: Any) -> Measured:
-    """A measurement as `check` takes it. Raises TypeError for anything else, ValueError for figures that cannot be meant."""
+def read_measured(measured: Any, gpu: Gpu | None = None) -> Measured:
+    """A measurement as `check` takes it; at the rates of `gpu` a profile knows its speed of light.
+
+    Raises TypeError for anything else, ValueError for figures that cannot be meant.
+    """
     if isinstance(measured, Mapping):
         return _of_figures(measured)
     summary = getattr(measured, "summary", None)
     if isinstance(summary, Mapping):
-        return replace(_of_profile(summary), modules=_own_ms(measured))
+        whole, modules = _modules(measured, gpu)
+        return replace(_of_profile(summary), modules=modules, whole=whole)
     if callable(summary) and hasattr(measured, "records"):
         return _of_summary(summary(), "a session")
     if hasattr(measured, "tokens_per_s") and hasattr(measured, "warmup_steps"):
@@ -142,6 +162,7 @@ def _of_profile(s: Mapping[str, Any]) -> Measured:
         tokens=None if rate is None else rate * wall / 1e3,
         tokens_per_s=None if rate is None else rate * wall / step,
         peak_gib=_known(s.get("peak_gib")),
+        executed=None if (gflop := _known(s.get("gflop_per_step"))) is None else gflop * 1e9,
         idle_frac=(_known(s.get("idle_ms")) or 0.0) / wall if s.get("activity") == "gpu" else None,
         device="cpu" if s.get("activity") == "cpu" else device or None,
         of_process=s.get("activity") == "cpu",
@@ -150,15 +171,27 @@ def _of_profile(s: Mapping[str, Any]) -> Measured:
     )
 
 
-def _own_ms(profile: Any) -> tuple[tuple[str, float], ...]:
-    """(path, own ms a step) of a profile's modules; nothing where it has none, or where pandas is not there to list them."""
+def _modules(profile: Any, gpu: Gpu | None) -> tuple[Own | None, tuple[Own, ...]]:
+    """(the whole step at the speed of light, a profile's rows by path); nothing where it has none, or pandas is not there."""
     try:
         table = profile.modules
     except (AttributeError, ModuleNotFoundError):
-        return ()
+        return None, ()
+    light: dict[str, tuple[float, float]] = {}
+    whole = None
+    with suppress(AttributeError, ValueError):  # no shapes were recorded, or a rate of the device is not known
+        found = None if gpu is None else profile.speed_of_light(gpu)
+        columns = [] if found is None else [found[c] for c in ("module", "self_ms", "light_ms", "gflop")]
+        for name, ms, light_ms, gflop in zip(*columns):
+            whole = whole or Own("", float(ms), float(gflop), float(light_ms))  # the first row
+            light[name] = float(gflop), float(light_ms)
     rows = zip(table["module"], table["depth"], table["self_ms"])
     # the model itself goes by its class's name: no path
-    return tuple(("" if not depth and "(" not in name else str(name), float(ms)) for name, depth, ms in rows)
+    own = (
+        Own("" if not depth and "(" not in name else str(name), float(ms), *light.get(name, ()))
+        for name, depth, ms in rows
+    )
+    return whole, tuple(own)
 
 
 def _known(value: Any) -> float | None:

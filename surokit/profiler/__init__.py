@@ -5,6 +5,8 @@ advice, trace files). Only `magic` knows a notebook.
 """
 
 from surokit.profiler.capture import profile, profile_calls
+from surokit.profiler.monitor import Monitor
 from surokit.profiler.report import Profile
+from surokit.profiler.windows import activity
 
-__all__ = ["Profile", "profile", "profile_calls"]
+__all__ = ["Monitor", "Profile", "activity", "profile", "profile_calls"]

@@ -1,117 +1,516 @@
-"""Rules that turn the tables of a profile into things to do: each with its evidence, the line, and the milliseconds a
-step it may bring.
+"""Rules that turn the tables of a profile into things to do: each with its evidence, the line where there is one, and the
+milliseconds a step that it may bring.
 
-A rule is a function from the tables to rows; it speaks only where its gain is at least 1 % of the step. Gains are upper
-bounds from this profile (the whole lost time of the cause at that place), not promises, and two rules may claim the
-same milliseconds.
+A rule is a function from what was seen to rows. It speaks only where its gain is worth it (1 % of the step, more where the
+evidence is indirect), or where it found something that never belongs in a training loop: a read of a device value, anomaly
+mode, more threads than cores. A gain is an upper bound from this profile, never more than the lost or busy time that it rests
+on, less the profiler's own share of it; `Profile.verify` measures one. Two rules may claim the same milliseconds, and then each
+says so.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from surokit.profiler.analysis import Table, short_file
+from surokit.profiler.observed import DATA_RANGES, Table, place_text
 
-Row = tuple[str, str, str, float, str, int]  # rule, advice, evidence, gain_ms, file, line
-Rule = Callable[[dict[str, Any], dict[str, Table]], Iterator[Row]]
 WORTH = 0.01  # share of the step below which a rule keeps silent
+MOST_OF_IT = 0.5  # the least own share: on a busy machine the profiler's costs come out too high
+EVERY = 20  # steps between two reads of a value that is only shown
 
 
-def advise(summary: dict[str, Any], tables: dict[str, Table]) -> Table:
-    """The advice table, largest gain first: rule, advice, evidence, gain_ms, file, line."""
-    names = ["rule", "advice", "evidence", "gain_ms", "file", "line"]
-    if not summary["wall_ms"]:
-        return {name: [] for name in names}
-    rows = [row for rule in RULES for row in rule(summary, tables)]
-    rows.sort(key=lambda row: -row[3])
-    return {name: [row[i] for row in rows] for i, name in enumerate(names)}
+@dataclass(frozen=True)
+class Row:
+    """One piece of advice; `parts` are the parts of the step (causes, or "busy") that its milliseconds come from, the
+    main one first."""
+
+    rule: str
+    advice: str
+    evidence: str
+    gain_ms: float
+    parts: tuple[str, ...]
+    file: str = ""
+    line: int = 0
 
 
-def _lost_ms(tables: dict[str, Table], cause: str) -> float:
-    lost = tables["lost"]
-    return float(lost["ms_per_step"][lost["cause"].index(cause)])
+@dataclass(frozen=True)
+class Seen:
+    """The tables of one profile, and the questions that rules ask of them. Times are milliseconds a step."""
+
+    summary: Mapping[str, Any]
+    tables: Mapping[str, Table]
+    settings: Mapping[str, str]
+
+    @property
+    def wall(self) -> float:
+        return float(self.summary["wall_ms"])
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.summary["activity"] == "gpu")
+
+    def worth(self, ms: float, times: float = 1) -> bool:
+        return ms >= times * WORTH * self.wall
+
+    def held(self, *parts: str) -> float:
+        """The milliseconds in some parts of the step: causes of lost time, or "busy"."""
+        lost = self.tables["lost"]
+        by_part = dict(zip(lost["cause"], lost["ms_per_step"])) | {"busy": self.summary["busy_ms"]}
+        return sum(float(by_part[part]) for part in parts)
+
+    def phase(self, name: str) -> float:
+        return float(self.summary["phases_ms"].get(name, 0.0))
+
+    def own_share(self, part: str) -> float:
+        """What is left of a part of the step without the profiler, which slows operators and launches about evenly."""
+        slowed = part == "launches" or (part == "busy" and not self.on_gpu)
+        return max(1 - self.summary.get("overhead_ms", 0.0) / self.wall, MOST_OF_IT) if slowed else 1.0
+
+    def rows(self, table: str, columns: str) -> Iterator[tuple[Any, ...]]:
+        return zip(*(self.tables[table][column] for column in columns.split()))
+
+    @cached_property
+    def calls(self) -> dict[str, float]:
+        """Calls a step of each operator on the host."""
+        return dict(self.rows("ops", "op calls"))
+
+    def called(self, *operators: str) -> float:
+        return sum(self.calls.get(f"aten::{name}", 0.0) for name in operators)
+
+    def spent(self, operators: str, kernels: str, column: str = "ms") -> float:
+        """Time in operators with these names on a CPU; on a GPU that of the kernels whose names match, with the launching of
+        the operators as far as launches cost anything."""
+        names = {f"aten::{name}" for name in operators.split()}
+        on_host = sum(ms for name, ms in self.rows("ops", f"op {column}") if name in names)
+        if not self.on_gpu:
+            return float(on_host)
+        on_device = sum(ms for name, ms in self.rows("kernels", "kernel self_ms") if re.search(kernels, name))
+        return float(on_device + min(on_host, self.held("launches")))
+
+    def modules_like(self, pattern: str) -> float:
+        """Own time of the modules whose class name matches."""
+        return float(sum(ms for kind, ms in self.rows("modules", "type self_ms") if re.search(pattern, kind, re.I)))
+
+    def place_inside(self, ranges: tuple[str, ...]) -> tuple[str, int]:
+        """The line that lost most in gaps inside ranges named so; ("", 0) when none was sampled."""
+        lost: dict[tuple[str, int], float] = defaultdict(float)
+        for file, line, ms, inside in self.rows("gaps", "file line ms inside"):
+            if file and inside.startswith(ranges):
+                lost[file, line] += ms
+        return max(lost, key=lambda place: lost[place], default=("", 0))
 
 
-def _at(file: str, line: int) -> str:
-    return f"{short_file(file)}:{line}" if file else "an unknown line"
+Rule = Callable[[Seen], Iterator[Row]]
 
 
-def sync_in_step(summary: dict[str, Any], tables: dict[str, Table]) -> Iterator[Row]:
+def advise(summary: Mapping[str, Any], tables: Mapping[str, Table], settings: Mapping[str, str] | None = None) -> Table:
+    """The advice table, largest gain first: rule, advice, evidence, gain_ms, file, line. `settings` are a Recording's, as a
+    dict."""
+    rows: list[Row] = []
+    if summary["wall_ms"]:
+        seen = Seen(summary, tables, settings or {})
+        found = [_bounded(seen, row) for rule in RULES for row in rule(seen)]
+        found.sort(key=lambda row: -row.gain_ms)
+        rows = [replace(row, evidence=row.evidence + _claimed_too(seen, row, found)) for row in found]
+    columns = ("rule", "advice", "evidence", "gain_ms", "file", "line")
+    return {name: [getattr(row, name) for row in rows] for name in columns}
+
+
+def _bounded(seen: Seen, row: Row) -> Row:
+    return replace(row, gain_ms=min(row.gain_ms * seen.own_share(row.parts[0]), seen.held(*row.parts), seen.wall))
+
+
+def _claimed_too(seen: Seen, row: Row, rows: list[Row]) -> str:
+    """Names the rules that claim, with this one, more than the parts of the step hold that both draw on."""
+    others = []
+    for other in rows:
+        common = set(row.parts) & set(other.parts)
+        if other.rule != row.rule and common and row.gain_ms + other.gain_ms > seen.held(*common) * (1 + 1e-9):
+            others.append(other.rule)
+    return f"; may be partly the same time as: {', '.join(dict.fromkeys(others))}" if others else ""
+
+
+# ------------------------------------------------------------------------------------------------------------------- syncs
+
+_SHAPED_BY_VALUES = ("nonzero", "masked_select", "unique")
+_REMEDY_INSIDE = (  # where a library reads a value -> what the user can do about it
+    ("torch/nn/utils/clip_grad", "leave out error_if_nonfinite=True and look at the norm it returns every {n} steps"),
+    ("torch/amp/grad_scaler", "train in bfloat16, which needs no GradScaler"),
+    ("torch/optim/", "make the optimizer with fused=True or capturable=True, which keep its counters on the device"),
+    ("torch/_tensor", "print or format the value every {n} steps"),
+)
+
+
+def sync(seen: Seen) -> Iterator[Row]:
     """A read of a device value in every step. On a CPU it costs next to nothing, so it is said whatever its size."""
-    syncs, on_gpu = tables["syncs"], summary["activity"] == "gpu"
-    total = sum(syncs["ms"]) or 1.0
-    lost = _lost_ms(tables, "syncs")
-    for file, line, call, count, ms, inside in zip(
-        *(syncs[c] for c in ("file", "line", "call", "count", "ms", "inside"))
-    ):
-        if count < 0.5 or (on_gpu and ms < WORTH * summary["wall_ms"] and lost < WORTH * summary["wall_ms"]):
+    table = seen.tables["syncs"]
+    lost, total = seen.held("syncs"), sum(table["ms"]) or 1.0
+    for file, line, call, count, ms, inside in seen.rows("syncs", "file line call count ms inside"):
+        if count < 0.5 or (seen.on_gpu and not seen.worth(ms) and not seen.worth(lost)):
             continue
-        through = f" (in {inside})" if inside else ""
-        waits = f"waits {ms:.3g} ms a step" if on_gpu else "costs little on a CPU, but would make a GPU run dry"
-        advice = f"{call} at {_at(file, line)}{through} {waits}: keep the value on the device and read it every N steps"
-        yield "sync", advice, f"{count:.3g} calls a step", lost * ms / total, file, line
+        waits = f"waits {ms:.3g} ms a step" if seen.on_gpu else "costs little on a CPU, but would make a GPU run dry"
+        if inside:
+            rule, where = "library sync", f"`{call}` in {inside}, called at {place_text(file, line)},"
+        elif call.startswith("cu") and call != "cuda sync":
+            rule, where = "synchronize", f"`{call}` at {place_text(file, line)}"
+        else:
+            rule, where = "sync", f"`{call}` at {place_text(file, line)}"
+        advice = f"{where} {waits}: {_sync_remedy(call, inside, rule)}"
+        yield Row(rule, advice, f"{count:.3g} calls a step", lost * ms / total, ("syncs",), file, line)
 
 
-def data_wait(summary: dict[str, Any], tables: dict[str, Table]) -> Iterator[Row]:
+def _sync_remedy(call: str, inside: str, rule: str) -> str:
+    for prefix, remedy in _REMEDY_INSIDE:
+        if inside.startswith(prefix):
+            return remedy.format(n=EVERY)
+    if inside:
+        return f"call it every {EVERY} steps"
+    if rule == "synchronize":
+        return "leave it out; to time a part, record CUDA events and read them at the end"
+    if call in _SHAPED_BY_VALUES:
+        return "its result has a shape that only the device knows: use torch.where or a mask of fixed shape"
+    if call in ("aten::copy_", "aten::_to_copy", "aten::to"):
+        return "copy with non_blocking=True, to or from pinned memory, and use the copy a step later"
+    return f"keep the value on the device and read it every {EVERY} steps (in surokit: session.records)"
+
+
+# ---------------------------------------------------------------------------------------------------------- host and loader
+
+
+def data(seen: Seen) -> Iterator[Row]:
     """The loop waits for its data loader."""
-    ms = summary["phases_ms"]["data"]
-    if ms >= WORTH * summary["wall_ms"]:
-        share = ms / summary["wall_ms"]
-        advice = (
-            f"the loop waits {ms:.3g} ms a step for the data loader: load ahead with num_workers >= 1 and pin_memory"
-        )
-        yield "data", advice, f"{share:.0%} of the step inside DataLoader.__next__", min(ms, summary["idle_ms"]), "", 0
+    ms = seen.phase("data")
+    if not seen.worth(ms):
+        return
+    loader = seen.settings.get("loader", "")
+    workers = re.search(r"workers=(\d+)", loader)
+    cores = int(seen.settings.get("cores") or 0)
+    if workers and int(workers[1]):
+        remedy = f"its {workers[1]} workers are too slow: prepare the data once, before training, or add workers"
+    else:
+        number = f"num_workers={min(4, cores - 1)}" if cores > 1 else "num_workers >= 1"
+        remedy = f"load ahead with {number} and persistent_workers=True"
+    if seen.on_gpu and "pin_memory=True" not in loader:
+        remedy += ", with pin_memory=True"
+    evidence = f"{ms / seen.wall:.0%} of the step in data loading" + (f" ({loader})" if loader else "")
+    advice = f"the loop waits {ms:.3g} ms a step for the data loader: {remedy}"
+    gain, place = min(ms, seen.summary["idle_ms"]), seen.place_inside(DATA_RANGES)
+    yield Row("data", advice, evidence, gain, ("host", "launches"), *place)
 
 
-def host_gap(summary: dict[str, Any], tables: dict[str, Table]) -> Iterator[Row]:
+def host_gap(seen: Seen) -> Iterator[Row]:
     """Lines of the user's on which nothing but Python ran."""
-    gaps = tables["gaps"]
     by_place: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for file, line, ms, inside in zip(*(gaps[c] for c in ("file", "line", "host_ms", "inside"))):
-        if ms and file and "DataLoader" not in inside:
+    for file, line, ms, inside in seen.rows("gaps", "file line host_ms inside"):
+        if ms and file and not inside.startswith(DATA_RANGES):
             by_place[file, line].append(ms)
-    device = "the GPU waits" if summary["activity"] == "gpu" else "no operator runs"
+    device = "the GPU waits" if seen.on_gpu else "no operator runs"
     for (file, line), found in by_place.items():
-        ms = sum(found) / summary["steps"]
-        if ms >= 2 * WORTH * summary["wall_ms"]:
-            where = f"{ms:.3g} ms a step while {_at(file, line)} runs"
-            advice = f"{device} {where}: move that work out of the step or to another thread"
-            yield "host gap", advice, f"{len(found)} gaps, the longest {max(found):.3g} ms", ms, file, line
+        ms = sum(found) / seen.summary["steps"]
+        if seen.worth(ms, 2):
+            where = f"{device} {ms:.3g} ms a step while {place_text(file, line)} runs"
+            advice = f"{where}: move that work out of the step or to a thread"
+            evidence = f"{len(found)} gaps, the longest {max(found):.3g} ms"
+            yield Row("host gap", advice, evidence, ms, ("host",), file, line)
 
 
-def tiny_ops(summary: dict[str, Any], tables: dict[str, Table]) -> Iterator[Row]:
-    """Many launches whose cost is that of launching."""
-    lost = _lost_ms(tables, "launches")
-    if lost >= 2 * WORTH * summary["wall_ms"] and summary["launches_per_step"] >= 50:
-        table = tables["kernels"] if summary["activity"] == "gpu" else tables["ops"]
-        most = max(range(len(table["calls"])), key=lambda i: table["calls"][i])
-        name, calls = next(iter(table.values()))[most], table["calls"][most]
-        count = f"{summary['launches_per_step']:.0f} launches a step leave {lost:.3g} ms between them"
-        advice = f"{count}: fuse them (torch.compile, a fused optimizer, larger batches)"
-        yield "launches", advice, f"most often {name}, {calls:.0f} a step", lost, "", 0
+def garbage(seen: Seen) -> Iterator[Row]:
+    """Python's garbage collector ran inside the steps."""
+    ms = seen.summary.get("collect_ms") or 0.0
+    if seen.worth(ms):
+        advice = (
+            f"Python's garbage collector takes {ms:.3g} ms a step: call gc.freeze() once the model is built, and gc.disable()"
+            " with a gc.collect() every few hundred steps"
+        )
+        parts = ("host", "launches", "syncs") if seen.on_gpu else ("host", "launches", "busy")
+        yield Row("garbage", advice, f"{ms / seen.wall:.1%} of the step in collections", ms, parts)
 
 
-def optimizer_loop(summary: dict[str, Any], tables: dict[str, Table]) -> Iterator[Row]:
-    """An optimizer that walks its parameters in Python."""
-    ms = summary["phases_ms"]["optimizer"]
-    ops = dict(zip(tables["ops"]["op"], tables["ops"]["calls"]))
-    loops = ops.get("aten::addcdiv_", 0.0)
-    if loops >= 8 and ms >= 5 * WORTH * summary["wall_ms"]:
-        advice = f"the optimizer updates {loops:.0f} tensors one by one in {ms:.3g} ms: use fused=True, or sk.AdamW"
-        yield "optimizer", advice, f"{loops:.0f} x aten::addcdiv_ a step", ms / 2, "", 0
-
-
-def pageable_copies(summary: dict[str, Any], tables: dict[str, Table]) -> Iterator[Row]:
-    """Copies between host and device from memory that is not pinned."""
-    copies = tables["copies"]
-    for name, pinned, ms, count in zip(*(copies[c] for c in ("copy", "pinned", "ms", "count"))):
-        if pinned is False and ms >= WORTH * summary["wall_ms"]:
+def recompiles(seen: Seen) -> Iterator[Row]:
+    """torch.compile compiled while steps were measured."""
+    for name, calls, ms in seen.rows("ops", "op calls ms"):
+        if name.startswith("_compile.compile_inner") and seen.worth(ms):
+            count = calls * seen.summary["steps"]
             advice = (
-                f"{count:.3g} copies a step from pageable memory take {ms:.3g} ms: pin_memory() and non_blocking=True"
+                f"torch.compile compiles during the steps, {ms:.3g} ms a step: give inputs of one shape (pad), or compile with"
+                " dynamic=True; TORCH_LOGS=recompiles says which guard failed"
             )
-            yield "pageable copy", advice, name, min(ms, _lost_ms(tables, "copies")), "", 0
+            yield Row("recompile", advice, f"{count:.0f} compilations in {seen.summary['steps']} steps", ms, _ANY)
 
 
-RULES: tuple[Rule, ...] = (sync_in_step, data_wait, host_gap, tiny_ops, optimizer_loop, pageable_copies)
+def threads(seen: Seen) -> Iterator[Row]:
+    """More threads for operators than cores to run them."""
+    has, cores = (int(seen.settings.get(name) or 0) for name in ("threads", "cores"))
+    if not seen.on_gpu and has > cores > 0:
+        advice = f"{has} threads share {cores} cores: torch.set_num_threads({cores})"
+        gain = seen.summary["busy_ms"] * (1 - cores / has)
+        yield Row("threads", advice, f"torch.get_num_threads() is {has}", gain, ("busy",))
+
+
+# -------------------------------------------------------------------------------------------------------- launches, optimizer
+
+
+def launches(seen: Seen) -> Iterator[Row]:
+    """Many launches whose cost is that of launching."""
+    lost, count = seen.held("launches"), seen.summary["launches_per_step"]
+    if not (seen.worth(lost, 2) and count >= 50):
+        return
+    table = "kernels" if seen.on_gpu else "ops"
+    name, calls = max(seen.rows(table, f"{table[:-1]} calls"), key=lambda row: row[1], default=("nothing", 0.0))
+    remedy = "torch.compile, a fused optimizer, larger batches"
+    if seen.on_gpu and not seen.summary.get("graph_launches_per_step"):
+        remedy += ", or a CUDA graph of the step"
+    what = "launches" if seen.on_gpu else "operators"
+    advice = f"{count:.0f} {what} a step leave {lost:.3g} ms between them: fuse them ({remedy})"
+    yield Row("launches", advice, f"most often {name}, {calls:.0f} a step", lost, ("launches",))
+
+
+_WITH_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+
+
+def optimizer(seen: Seen) -> Iterator[Row]:
+    """An optimizer that walks its parameters one by one, or in groups, where one fused operator would do."""
+    ms, said = seen.phase("optimizer"), seen.settings.get("optimizer", "")
+    kind = said.partition(" ")[0]
+    loops = seen.called("addcdiv_")
+    grouped = sum(calls for name, calls in seen.calls.items() if name.startswith("aten::_foreach_addc"))
+    tensors = float(match[1]) if (match := re.search(r"(\d+) tensors", said)) else 0.0
+    fused = "fused=True" in said or any(name.startswith("aten::_fused_") for name in seen.calls)
+    many = max(loops, tensors if kind in _WITH_FUSED else 0.0)
+    if fused or not seen.worth(ms, 5) or (many < 8 and not grouped):
+        return
+    how = "in groups" if grouped else "one by one"
+    fix = f"torch.optim.{kind}(..., fused=True)" if kind in _WITH_FUSED else "fused=True where it has one"
+    advice = f"the optimizer updates {many or grouped:.0f} tensors {how} in {ms:.3g} ms: {fix}, or sk.AdamW"
+    evidence = f"{loops:.0f} x aten::addcdiv_ a step" if loops else said or f"{grouped:.0f} foreach operators a step"
+    if seen.on_gpu:  # the host's time behind a busy GPU is free
+        ms = min(
+            ms,
+            seen.summary["idle_ms"]
+            + sum(own for name, own in seen.rows("modules", "module self_ms") if name == "(optimizer)"),
+        )
+    yield Row("optimizer", advice, evidence, ms, ("launches", "host", "busy"))
+
+
+def clipping(seen: Seen) -> Iterator[Row]:
+    """Gradient norms taken tensor by tensor."""
+    count = seen.called("linalg_vector_norm")
+    ms = seen.spent("linalg_vector_norm", r"NormTwoOps|norm_kernel|NormOps")
+    if count >= 8 and not seen.called("_foreach_norm") and seen.worth(ms):
+        advice = f"gradient norms of {count:.0f} tensors are taken one by one in {ms:.3g} ms: clip_grad_norm_(..., foreach=True)"
+        yield Row("clipping", advice, f"{count:.0f} x aten::linalg_vector_norm a step", ms, ("busy", "launches"))
+
+
+def zero_grad(seen: Seen) -> Iterator[Row]:
+    """Gradients filled with zeros where they could be dropped."""
+    said = re.search(r"(\d+) tensors", seen.settings.get("optimizer", ""))
+    zeroed, grouped = seen.called("zero_"), seen.called("_foreach_zero_")
+    ms = seen.spent("_foreach_zero_" if grouped else "zero_", r"FillFunctor")
+    if (grouped or (said and zeroed >= max(0.9 * int(said[1]), 4))) and seen.worth(ms):
+        advice = (
+            f"zero_grad fills the gradients with zeros in {ms:.3g} ms: zero_grad(set_to_none=True), torch's default"
+        )
+        yield Row("zero_grad", advice, f"{zeroed or grouped:.0f} fills a step", ms, ("busy", "launches"))
+
+
+# ------------------------------------------------------------------------------------------------------------------ copies
+
+
+def copies(seen: Seen) -> Iterator[Row]:
+    """Copies between host and device: from pageable memory, in many small pieces, or with nothing under them."""
+    columns = "copy direction count bytes ms gb_per_s pinned exposed_ms"
+    for name, direction, count, size, ms, rate, pinned, exposed in seen.rows("copies", columns):
+        if pinned is None:  # within a device, or on a CPU
+            continue
+        evidence = f"{count:.3g} x {name}, {size / 2**20:.3g} MiB" + (f" at {rate:.3g} GB/s" if rate else "")
+        ways = "from" if direction == "host to device" else "to"
+        if count >= EVERY and size / count < 2**16 and seen.worth(max(ms, seen.held("copies"))):
+            advice = (
+                f"{count:.0f} small copies {direction} a step: stack them into one, or make the values on the device"
+            )
+            yield Row("small copies", advice, evidence, seen.held("copies"), ("copies",))
+        elif not pinned and seen.worth(ms):
+            advice = (
+                f"{count:.3g} copies a step {ways} pageable memory take {ms:.3g} ms: pin_memory() and non_blocking=True"
+            )
+            yield Row("pageable copy", advice, evidence, ms, ("copies",))
+        elif pinned and seen.worth(exposed):
+            advice = (
+                f"nothing runs under {exposed:.3g} ms of pinned copies {direction} a step: copy the next batch on a stream of its"
+                " own (non_blocking=True) while this one is computed"
+            )
+            yield Row("exposed copy", advice, evidence, exposed, ("copies",))
+
+
+_CASTS = r"bfloat16_copy_kernel|float16_copy_kernel|float8_copy_kernel|LoadWithCast|StoreWithCast"
+
+
+def casts(seen: Seen) -> Iterator[Row]:
+    """Conversions of dtype: those of autocast, which casts the same weights again in each step, and the user's own."""
+    count, autocast = seen.called("_to_copy"), seen.settings.get("autocast", "")
+    ms = seen.spent("_to_copy", _CASTS)
+    in_optimizer = not autocast and count <= 6 * seen.called("addcdiv_")  # an optimizer's loop converts its own numbers
+    if count < 4 or in_optimizer or not seen.worth(ms, 2):
+        return
+    if autocast:
+        advice = (
+            f"autocast converts weights and activations to {autocast} anew in each step, {ms:.3g} ms: hold the weights in"
+            f" {autocast}, with sk.AdamW(state_dtype=torch.float32, rounding='stochastic')"
+        )
+    else:
+        advice = f"{count:.0f} conversions a step take {ms:.3g} ms: make tensors in the dtype and on the device where they are used"
+    yield Row("casts", advice, f"{count:.0f} x aten::_to_copy a step", ms, ("busy", "launches"))
+
+
+def layout_copies(seen: Seen) -> Iterator[Row]:
+    """Copies that only change the order of elements in memory."""
+    count, ms = seen.called("clone", "contiguous"), seen.spent("clone", r"direct_copy_kernel(?!.*WithCast)")
+    if count >= 2 and seen.worth(ms, 2):
+        advice = (
+            f"copies that only change the order in memory (.contiguous(), .clone(), .reshape() of a transpose) take {ms:.3g} ms a"
+            " step: choose the layout once, or pass views"
+        )
+        yield Row("layout copies", advice, f"{count:.0f} x aten::clone or contiguous a step", ms, ("busy", "launches"))
+
+
+def communication(seen: Seen) -> Iterator[Row]:
+    """Collectives that nothing hides."""
+    ms, whole = (seen.summary.get(name) or 0.0 for name in ("comm_exposed_ms", "comm_ms"))
+    if seen.worth(ms):
+        advice = (
+            f"{ms:.3g} ms of communication a step run with nothing under them: let gradients travel during backward (DDP: smaller"
+            " bucket_cap_mb; FSDP: prefetch), and none in accumulation steps (no_sync())"
+        )
+        yield Row("communication", advice, f"{ms / max(whole, ms):.0%} of {whole:.3g} ms is exposed", ms, ("busy",))
+
+
+def allocator(seen: Seen) -> Iterator[Row]:
+    """Memory asked of the driver inside steps; the caching allocator asks only while it grows, fragments or was emptied."""
+    wanted = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cuMemCreate", "cuMemMap", "cuMemUnmap")
+    table = seen.tables["calls"]
+    found = [row for row in zip(table["call"], table["calls"], table["ms"]) if row[0] in wanted]
+    ms = sum(row[2] for row in found)
+    if found and seen.worth(ms):
+        conf = seen.settings.get("allocator", "")
+        grow = "" if "expandable_segments" in conf else ", set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        advice = (
+            f"memory calls of the driver take {ms:.3g} ms a step: drop empty_cache() and keep shapes constant{grow}"
+        )
+        yield Row("allocator", advice, ", ".join(f"{calls:.3g} x {call}" for call, calls, _ in found), ms, _ANY)
+
+
+# ---------------------------------------------------------------------------------------------------------------- busy time
+
+_PLAIN_FLOAT32 = r"(?<!\d)sgemm|gemm_f32f32_f32f32|gemm.*<float, ?float"  # s1688gemm and tf32f32 run on tensor cores
+_CONVOLUTIONS = r"(?i)conv|wgrad|dgrad|fprop|winograd"
+
+
+def float32_products(seen: Seen) -> Iterator[Row]:
+    """Products in full float32, which leave a GPU's tensor cores unused."""
+    ms = sum(ms for name, ms in seen.rows("kernels", "kernel self_ms") if re.search(_PLAIN_FLOAT32, name))
+    if seen.settings.get("float32_matmul_precision") == "highest" and seen.worth(ms, 5):
+        advice = (
+            f"matrix products in full float32 take {ms:.3g} ms a step: torch.set_float32_matmul_precision('high') runs them on"
+            " tensor cores, bfloat16 is faster still"
+        )
+        yield Row("float32", advice, f"{ms / seen.summary['busy_ms']:.0%} of busy time in such kernels", ms, ("busy",))
+
+
+def cudnn_benchmark(seen: Seen) -> Iterator[Row]:
+    """Convolutions whose algorithm is guessed, not measured. The bound is half of their time: a guess seldom costs more."""
+    ms = sum(ms for name, ms in seen.rows("kernels", "kernel self_ms") if re.search(_CONVOLUTIONS, name))
+    count = seen.called("convolution")
+    if seen.settings.get("cudnn.benchmark") == "False" and count >= 1 and seen.worth(ms, 5):
+        advice = (
+            f"{count:.0f} convolutions a step take {ms:.3g} ms with algorithms chosen unmeasured: where input shapes stay the same,"
+            " torch.backends.cudnn.benchmark = True"
+        )
+        yield Row("cudnn.benchmark", advice, f"{count:.0f} x aten::convolution a step", ms / 2, ("busy",))
+
+
+def anomaly(seen: Seen) -> Iterator[Row]:
+    """Anomaly mode, which keeps a stack for each node and looks for NaN after each."""
+    if seen.settings.get("anomaly") == "True":
+        checks = seen.called("isnan")
+        ms = seen.spent("isnan _is_any_true", r"(?i)isnan|any_kernel|or_kernel")
+        gain = ms + seen.held("launches", "syncs", "host")
+        advice = "anomaly mode is on, and slows every node of backward: turn it off unless you look for a NaN"
+        yield Row("anomaly", advice, f"{checks:.0f} x aten::isnan a step", gain, _ANY)
+
+
+_DETERMINISTIC = "fill_ index_put_ _index_put_impl_ index_add_ scatter_ scatter_add_ embedding_dense_backward cumsum"
+
+
+def deterministic(seen: Seen) -> Iterator[Row]:
+    """Deterministic algorithms, slower where sums meet in one place; they also fill all new memory."""
+    ms = seen.spent(_DETERMINISTIC, r"(?i)FillFunctor|index|scatter|sort|embedding_backward|cumsum", "self_ms")
+    if seen.settings.get("deterministic") == "True" and seen.worth(ms):
+        advice = (
+            f"deterministic algorithms: operators that have faster forms, and fills of new memory, take {ms:.3g} ms a step:"
+            " use_deterministic_algorithms(False), or torch.utils.deterministic.fill_uninitialized_memory = False"
+        )
+        evidence = f"{seen.called(*_DETERMINISTIC.split()):.0f} such operators a step"
+        yield Row("deterministic", advice, evidence, ms, ("busy", "launches"))
+
+
+def attention(seen: Seen) -> Iterator[Row]:
+    """Attention that writes its whole matrix of weights to memory."""
+    by_math = seen.called("_scaled_dot_product_attention_math")
+    softmax, products = seen.called("_softmax"), seen.called("bmm", "baddbmm")
+    by_hand = softmax >= 1 and products >= 2 * softmax and not seen.called("scaled_dot_product_attention")
+    if not (by_math or by_hand):
+        return
+    operators = "_scaled_dot_product_attention_math" if by_math else "bmm baddbmm _softmax _softmax_backward_data"
+    ms = seen.modules_like("attention|attn") or seen.spent(operators, r"(?i)softmax")
+    if seen.worth(ms, 2):
+        how = "falls back to the unfused path" if by_math else "is written out as products and a softmax"
+        advice = (
+            f"attention {how}, {ms:.3g} ms a step: scaled_dot_product_attention with is_causal=True in place of a mask, and a head"
+            " size and dtype that a fused kernel takes"
+        )
+        name, count = ("_scaled_dot_product_attention_math", by_math) if by_math else ("_softmax", softmax)
+        yield Row("attention", advice, f"{count:.0f} x aten::{name} a step", ms, ("busy", "launches"))
+
+
+def loss(seen: Seen) -> Iterator[Row]:
+    """A cross entropy over logits that are held, read and written several times."""
+    operators = "_log_softmax _log_softmax_backward_data nll_loss_forward nll_loss_backward"
+    ms = seen.spent(operators, r"LogSoftMax|nll_loss")
+    if seen.called("_log_softmax") and seen.worth(ms, 5):
+        advice = (
+            f"the loss reads and writes the logits in {ms:.3g} ms a step: a fused product and cross entropy never holds them"
+            " (surokit.nn.loss.linear_cross_entropy)"
+        )
+        evidence = f"{seen.called('_log_softmax'):.0f} x aten::_log_softmax a step, its backward and nll_loss"
+        yield Row("loss", advice, evidence, ms, ("busy", "launches"))
+
+
+_WRITTEN_OUT = (  # what is written out, its operators, the classes it is found in, and the remedy
+    ("norms", ("rsqrt", "pow"), "norm", "torch.nn.functional.rms_norm, surokit.nn.norm.RMSNorm or torch.compile"),
+    ("GELU activations", ("tanh", "pow"), "gelu", "torch.nn.functional.gelu(x, approximate='tanh')"),
+)
+
+
+def written_out(seen: Seen) -> Iterator[Row]:
+    """Norms and activations made of many small operators."""
+    for what, operators, kinds, remedy in _WRITTEN_OUT:
+        counts = [seen.called(name) for name in operators]
+        ms = seen.modules_like(kinds)
+        if min(counts) >= 1 and seen.worth(ms, 2):
+            evidence = ", ".join(f"{count:.0f} x aten::{name}" for count, name in zip(counts, operators)) + " a step"
+            advice = f"{what} written out as several operators take {ms:.3g} ms a step: {remedy}"
+            yield Row("written out", advice, evidence, ms, ("busy", "launches"))
+
+
+_ANY = ("launches", "syncs", "host", "busy")
+RULES: tuple[Rule, ...] = (
+    *(sync, data, host_gap, garbage, recompiles, threads),
+    *(launches, optimizer, clipping, zero_grad),
+    *(copies, casts, layout_copies, communication, allocator),
+    *(float32_products, cudnn_benchmark, anomaly, deterministic, attention, loss, written_out),
+)

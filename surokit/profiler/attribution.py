@@ -6,8 +6,6 @@ belongs to the module whose forward operator made it, since autograd gives both 
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import numpy as np
 
 from surokit.profiler import timeline as tl
@@ -18,37 +16,52 @@ _NODE = "autograd::engine::evaluate_function"
 
 
 class Attribution:
-    """Modules of host moments, for the operators of one timeline: the recording's, unless another is given."""
+    """Modules of host moments, for the operators of one timeline: the recording's, unless another is given. Suffix N:
+    autograd's nodes."""
 
     def __init__(self, recording: Recording, timeline: Timeline | None = None) -> None:
         self.r = recording
         events = recording.timeline if timeline is None else timeline
         self.ops = events.take(events.is_kind(Kind.OP))
         self.nodes = self.ops.take(self.ops.is_named(n.startswith(_NODE) for n in events.names))
+        self.maker_N = self._makers()
+        makers = self.ops.take(np.maximum(self.maker_N, 0)) if len(self.ops) else self.ops
+        self.module_N = np.where(self.maker_N >= 0, self._span_module(makers.thread_E, makers.start_E), -1)
 
     def module_at(self, thread_Q: Int, at_Q: Int) -> tuple[Int, Bool]:
         """The module that runs at these host moments (-1: none), and whether it is in its backward pass."""
-        r = self.r
-        span = on_threads(r.thread_S, r.start_S, r.end_S, thread_Q, at_Q)
-        module = np.where(span >= 0, r.module_S[span] if len(r.module_S) else -1, -1)
-        node = on_threads(self.nodes.thread_E, self.nodes.start_E, self.nodes.end_E, thread_Q, at_Q)
-        backward = node >= 0
-        if len(self.nodes) and len(r.module_S):
-            sequence = np.where(backward, self.nodes.sequence_E[node], -1).tolist()
-            via_node = np.array([self._makers.get(s, -1) for s in sequence], np.int64)
-            module = np.where(module < 0, via_node, module)
-        return module, backward
+        module, node = self.module_and_node_at(thread_Q, at_Q)
+        return module, node >= 0
 
-    @cached_property
-    def _makers(self) -> dict[int, int]:
-        """Sequence number -> module whose forward made that autograd node: the last operator to carry a number is its
-        maker."""
-        ops, nodes, r = self.ops, self.nodes, self.r
-        node = on_threads(nodes.thread_E, nodes.start_E, nodes.end_E, ops.thread_E, ops.start_E)
-        forward = ops.take((ops.sequence_E >= 0) & (node < 0))
-        span = on_threads(r.thread_S, r.start_S, r.end_S, forward.thread_E, forward.start_E)
-        module = np.where(span >= 0, r.module_S[span], -1)
-        return dict(zip(forward.sequence_E.tolist(), module.tolist()))
+    def module_and_node_at(self, thread_Q: Int, at_Q: Int) -> tuple[Int, Int]:
+        """The module at these host moments, and the autograd node (an index into `nodes`); -1 where there is none."""
+        nodes = self.nodes
+        module = self._span_module(thread_Q, at_Q)  # first: a checkpoint runs modules again inside a node
+        node = on_threads(nodes.thread_E, nodes.start_E, nodes.end_E, thread_Q, at_Q)
+        return np.where((module < 0) & (node >= 0), pick(self.module_N, node), module), node
+
+    def _span_module(self, thread_Q: Int, at_Q: Int) -> Int:
+        r = self.r
+        return pick(r.module_S, on_threads(r.thread_S, r.start_S, r.end_S, thread_Q, at_Q))
+
+    def _makers(self) -> Int:
+        """The forward operator that made each node (-1: not recorded): the last to carry its sequence number. A node
+        without a number accumulates the gradient that the node before it on its thread has made, and is its like."""
+        ops, nodes = self.ops, self.nodes
+        in_node = on_threads(nodes.thread_E, nodes.start_E, nodes.end_E, ops.thread_E, ops.start_E) >= 0
+        forward = np.flatnonzero((ops.sequence_E >= 0) & ~in_node)[::-1]
+        maker = pick(forward, lookup(ops.sequence_E[forward], nodes.sequence_E))
+        for thread in np.unique(nodes.thread_E).tolist():
+            here = np.flatnonzero(nodes.thread_E == thread)
+            numbered = np.where(nodes.sequence_E[here] >= 0, np.arange(len(here)), -1)
+            before = np.maximum.accumulate(numbered)
+            maker[here] = pick(maker[here], before)
+        return maker
+
+
+def pick(values: Int, index_Q: Int) -> Int:
+    """values[index], -1 where the index is -1."""
+    return np.where(index_Q >= 0, values[index_Q], -1) if len(values) else np.full(len(index_Q), -1, np.int64)
 
 
 def on_threads(thread_I: Int, start_I: Int, end_I: Int, thread_Q: Int, at_Q: Int) -> Int:
@@ -57,8 +70,8 @@ def on_threads(thread_I: Int, start_I: Int, end_I: Int, thread_Q: Int, at_Q: Int
     for thread in np.unique(thread_I).tolist():
         here = np.flatnonzero(thread_I == thread)
         asked = np.flatnonzero(thread_Q == thread)
-        inner = tl.innermost(start_I[here], end_I[here], at_Q[asked])
-        found[asked] = np.where(inner >= 0, here[inner], -1)
+        if len(asked):
+            found[asked] = pick(here, tl.innermost(start_I[here], end_I[here], at_Q[asked]))
     return found
 
 
@@ -70,7 +83,7 @@ def shown_path(path: str, paths: tuple[tuple[str, str], ...]) -> str:
 
 
 def lookup(keys: Int, wanted_Q: Int) -> Int:
-    """Index into `keys` of each wanted id, -1 where it is absent or negative."""
+    """Index into `keys` of each wanted id, the first of equal ones, -1 where it is absent or negative."""
     if not len(keys):
         return np.full(len(wanted_Q), -1, np.int64)
     order = np.argsort(keys, kind="stable")

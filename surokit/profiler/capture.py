@@ -1,79 +1,118 @@
 """`profile()`: records what a block of PyTorch code does, whoever wrote it, and returns a Profile.
 
-Underneath is torch.profiler (CPU, and CUDA where there is a device), read from memory, without a trace file. Beside it,
-only while the block runs:
+Underneath is torch.profiler (`tracer`), read from memory, without a trace file. Beside it, only while the block runs:
 - steps through torch's global optimizer post-step hook (or `p.step()`, for code without an optimizer);
 - modules through torch's global forward hooks: a host-clock time at entry and exit;
-- sync points, modules' paths and the user's current line through `watch`.
+- sync points, modules' paths, the garbage collector and the user's current line through `watch`.
 All of it is removed when the block ends, also by an exception, which passes on after the profile so far is kept.
+
+The tracer starts anew in the warm-up, and what came before is dropped once a step was measured. One warm-up step is recorded
+with the shapes of its operators, which slows a small step by a quarter: from it come FLOPs and bytes. Where `p.step()` marks
+the steps it is the last, and the tracer starts anew right there. An optimizer marks a step inside a range of torch's own, over
+which the tracer cannot start anew (`tracer` says why); it does so where the next module is called, and the step before the
+last of the warm-up has the shapes, so that all measured steps are whole.
+
+A profile inside a running one has no tracer of its own: it is cut from the outer recording when the outer block ends.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
-from itertools import pairwise
+from enum import IntEnum
 from types import TracebackType
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.profiler import ProfilerActivity
 
-from surokit.profiler import watch as watching
-from surokit.profiler.recording import Costs, Recording
+from surokit.profiler.recorder import Recorder, shaped_part
+from surokit.profiler.recording import Recording
 from surokit.profiler.report import Profile
-from surokit.profiler.timeline import CATEGORIES, Event, Kind, Timeline
-from surokit.profiler.watch import Sampler, Watch, ignoring_warning, watched_cuda_syncs, watched_reads
+from surokit.profiler.settings import loader_setting, optimizer_setting, torch_settings
+from surokit.profiler.tracer import Part, capturing, synchronize
 
-_CLOCK = "surokit::clock"
-_active: Capture | None = None
+_USER = "user"  # who marks a step by p.step(); optimizers are known by their id
+_active: Capture | None = None  # the block that records
 
 
 def profile(
-    steps: int = 5, warmup: int = 3, *, tokens: float | None = None, sample: bool = True, name: str = ""
+    steps: int = 5,
+    warmup: int = 3,
+    *,
+    tokens: float | None = None,
+    sample: bool = True,
+    name: str = "",
+    gpu: bool = True,
+    eager: bool = False,
+    usd_per_gpu_hour: float | None = None,
 ) -> Capture:
     """Profile a block: `with sk.profile() as p: ...`, then read `p` after the block.
 
-    A step ends where an optimizer steps, or where the block calls `p.step()`. The first `warmup` steps are left out and
-    recording stops after `warmup + steps`; the block itself runs to its end. A block with fewer steps uses what there
-    is, and without any the block is one step.
+    A step ends where an optimizer steps, or where the block calls `p.step()`. The first `warmup` steps are left out, the
+    last of them is recorded with the shapes of its operators (for FLOPs), and recording stops after `warmup + steps`; the
+    block itself runs to its end. A block with fewer steps uses what there is, and without any the block is one step.
+
     tokens: tokens in a step, for tokens_per_s; None takes the elements of the largest embedding lookup.
     sample: sample the user's line every 5 ms, to name the lines of long gaps.
     name: a title for the profile.
-    Raises ValueError for steps < 1 or warmup < 0, and RuntimeError when another profile or torch profiler already runs.
+    gpu: False leaves device activity out, where the driver or another tool stands in the way: times are then the host's.
+    eager: set torch.compile aside inside the block, so that the modules inside compiled code get rows of their own.
+    usd_per_gpu_hour: a price, for what lost time costs.
+
+    Inside another profile's block it is read when that one ends. Where a torch profiler already runs, steps, modules and
+    reads of device values are recorded, without operators and kernels, and the profile says so. Raises ValueError for
+    steps < 1, warmup < 0 or a negative price, and RuntimeError when the same block is entered while it runs.
     """
-    return Capture(steps, warmup, tokens=tokens, sample=sample, name=name)
+    return Capture(
+        steps,
+        warmup,
+        tokens=tokens,
+        sample=sample,
+        name=name,
+        gpu=gpu,
+        eager=eager,
+        usd_per_gpu_hour=usd_per_gpu_hour,
+    )
 
 
 def profile_calls(
-    run: Callable[[], object], steps: int = 5, warmup: int = 3, *, tokens: float | None = None, name: str = ""
+    run: Callable[[], object],
+    steps: int = 5,
+    warmup: int = 3,
+    *,
+    tokens: float | None = None,
+    name: str = "",
+    gpu: bool = True,
+    eager: bool = False,
+    usd_per_gpu_hour: float | None = None,
 ) -> Profile:
-    """Profile repeated calls: `warmup` calls without the profiler, then `steps` calls with it, each call a step.
+    """Profile repeated calls, each a step: `warmup` calls, then `steps` that count. The first warm-up call is for what is
+    built on first use, the last is recorded with shapes, and those between are timed without the profiler.
 
-    When a call raises, the exception passes on and carries the profile so far as its attribute `profile`.
+    When a call raises, the exception passes on; once the profiler ran it carries the profile so far as its attribute
+    `profile`. The other arguments and errors are those of `profile`.
     """
-    capture = Capture(steps, 0, tokens=tokens, name=name)
+    capture = Capture(
+        steps, min(warmup, 1), tokens=tokens, name=name, gpu=gpu, eager=eager, usd_per_gpu_hour=usd_per_gpu_hour
+    )
+    capture.optimizer_marks = False
     walls = []
-    for _ in range(warmup):
+    for _ in range(warmup - 1):
         begin = time.perf_counter_ns()
         run()
         walls.append(time.perf_counter_ns() - begin)
-    if walls[1:]:  # the first call also pays for what is built on first use
+    if walls[1:]:
         capture.unprofiled_ns = int(np.median(walls[1:]))
-    capture.optimizer_marks = False
     with capture as result:
         try:
-            for _ in range(steps):
+            for _ in range(min(warmup, 1) + steps):
                 run()
                 result.step()
         except BaseException as error:
@@ -82,324 +121,259 @@ def profile_calls(
     return result
 
 
+_ELSEWHERE = (
+    "the steps ran on another thread than the profile, and their operators were not recorded: enter sk.profile() on the thread "
+    "that trains"
+)
+
+
+class _Stage(IntEnum):
+    """Which part of the block the tracer records."""
+
+    EARLY = 0
+    SHAPED = 1  # the last warm-up step
+    MEASURED = 2
+
+
+class _Mark(NamedTuple):
+    """A step's end, and where the next begins: between them lies what the profiler did there, which belongs to neither."""
+
+    at_ns: int
+    next_ns: int
+    who: object
+    thread: int
+
+
 class Capture:
     """The context manager that `profile()` returns; entering it gives the Profile, which is filled when the block
     ends."""
 
     def __init__(
-        self, steps: int, warmup: int, *, tokens: float | None = None, sample: bool = True, name: str = ""
+        self,
+        steps: int,
+        warmup: int,
+        *,
+        tokens: float | None = None,
+        sample: bool = True,
+        name: str = "",
+        gpu: bool = True,
+        eager: bool = False,
+        usd_per_gpu_hour: float | None = None,
     ) -> None:
         if steps < 1 or warmup < 0:
             raise ValueError(f"profile() needs steps >= 1 and warmup >= 0, not steps={steps}, warmup={warmup}")
+        if usd_per_gpu_hour is not None and not usd_per_gpu_hour >= 0:
+            raise ValueError(f"usd_per_gpu_hour is a price in dollars and cannot be {usd_per_gpu_hour}")
         self._steps, self._warmup, self._tokens, self._name = steps, warmup, tokens, name
-        self._sample = sample
+        self._sample, self._gpu, self._eager, self._usd = sample, gpu, eager, usd_per_gpu_hour
+        self._open = False
         self.unprofiled_ns: int | None = None
         self.optimizer_marks = True  # whether an optimizer's step ends a step
 
     def __enter__(self) -> Profile:
+        if self._open:
+            raise RuntimeError("this profile is already running: make another with sk.profile() for a block inside it")
         global _active
-        if _active is not None:
-            raise RuntimeError("profile blocks cannot be nested: another sk.profile() is still running; end it first")
-        self._watch = Watch()
-        self._marks: list[tuple[int, object]] = []
+        self._marks: list[_Mark] = []
         self._counts: Counter[object] = Counter()
-        self._recording: Recording | None = None
-        self._costs = Costs()
+        self._optimizers: dict[int, str] = {}
+        self._settings: dict[str, str] = {}
         self._notes: list[str] = []
+        self._end_ns: int | None = None  # once all steps were seen, or the block has ended
         self._thread = threading.get_native_id()
-        self._stack = ExitStack()
-        _active = self
-        self._stack.callback(_leave)
-        try:
-            self._start()
-        except BaseException:
-            self._stack.close()
-            raise
+        self._lock = threading.RLock()
+        self._inner: list[Capture] = []
+        self._before = _active
+        self._outer = None if _active is None or _active._recorder.over else _active
+        self._recorder: Recorder
+        self._leader: object = None  # who decides where warm-up ends
+        self._stage = _Stage.SHAPED if self._warmup == 1 + self.optimizer_marks else _Stage.EARLY
+        self._shaped: tuple[Part, bool] | None = None  # and whether p.step() marked it
+        with ExitStack() as stack:
+            if self._eager:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                self._notes.append("profiled eagerly: torch.compile was set aside in this block")
+            if self._outer is not None:
+                self._recorder = self._outer._recorder
+                self._recorder.resume()
+                self._outer._inner.append(self)
+                synchronize()
+            else:
+                self._recorder = Recorder(self._gpu, self._sample)
+                stack.callback(self._recorder.close)
+                self._recorder.start(self._stage == _Stage.SHAPED, inside=_active is not None)
+                _active = self
+            stack.callback(register_optimizer_step_post_hook(self._on_optimizer_step).remove)
+            self._stack = stack.pop_all()
+        self._open = True
         self.profile = Profile._pending(self._on_user_step)
+        if self._outer is not None:
+            self.profile._too_early = (
+                "this profile is inside another profile: it is cut from that one and read when that one ends"
+            )
+        self._tokens_before = self._recorder.watch.tokens
+        self._start_ns = time.time_ns()
         return self.profile
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            self._stop(whole=True)
-        finally:
-            self._stack.close()
-        assert self._recording is not None
-        recording = self._recording
+        global _active
+        self._open = False
         if error is not None and not isinstance(error, GeneratorExit):
-            note = f"the block ended with {type(error).__name__}: the profile holds what ran until then"
-            recording = _with_note(recording, note)
-        self.profile._finish(recording, self._name)
-
-    # ------------------------------------------------------------------------------------------------ start and stop
-
-    def _start(self) -> None:
-        if torch._C._autograd._profiler_enabled():
-            raise RuntimeError("a torch profiler is already running on this thread: end it before sk.profile() starts")
-        cuda = torch.cuda.is_available()
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        plain = _time_op(), _time_module(), _time_read()
-        self._tracer = torch.profiler.profile(activities=activities)
-        with _without_chatter():
-            self._tracer.start()
-        self._tracing = True
-        # The hooks stay passive once recording has stopped; they are removed when the block ends.
-        watch = self._watch
-        self._stack.callback(self._abort)
-        self._stack.callback(torch_module.register_module_forward_pre_hook(watch.enter_module).remove)
-        self._stack.callback(torch_module.register_module_forward_hook(watch.leave_module, always_call=True).remove)
-        self._stack.callback(register_optimizer_step_post_hook(self._on_optimizer_step).remove)
-        self._stack.enter_context(ignoring_warning("Using `torch.compile"))
-        self._stack.enter_context(watched_reads(watch))
-        if cuda:
-            self._stack.enter_context(watched_cuda_syncs(watch))
-            self._calibrate_gap()
-        watch.active = True
-        watched = _time_op(), _time_module(), _time_read()
-        self._costs = Costs(*(max(now - before, 0.0) for now, before in zip(watched, plain)))
-        watch.forget()
-        self._clock_pairs = [self._clock_pair() for _ in range(3)]
-        if self._sample:
-            self._sampler: Sampler | None = Sampler(threading.get_ident(), watch)
-            self._stack.callback(self._sampler.stop)
-            self._sampler.start()
-        else:
-            self._sampler = None
-        _synchronize()
-        self._start_ns = time.time_ns()
-
-    def _calibrate_gap(self) -> None:
-        """Short kernels behind a long one: the gaps between them are the device's own, whatever the host does."""
-        if not torch.cuda.is_initialized():
+            self._notes.append(f"the block ended with {type(error).__name__}: the profile holds what ran until then")
+        if self._end_ns is None:
+            synchronize()
+            self._end(time.time_ns())
+        if self._outer is not None:
+            self._stack.close()
+            self._outer._stop_when_full()
             return
-        with suppress(RuntimeError):
-            short = torch.empty(16, device="cuda")
-            torch.cuda.synchronize()
-            torch.cuda._sleep(4_000_000)  # cycles: about 2 ms, and no memory
-            for _ in range(64):
-                short.zero_()
-            torch.cuda.synchronize()
-
-    def _clock_pair(self) -> int:
-        with torch.profiler.record_function(_CLOCK):
-            return time.time_ns()
-
-    def _stop(self, whole: bool) -> None:
-        """Ends the recording once; `whole` when the block itself ended."""
-        if not self._tracing:
-            return
-        self._tracing = False
-        end_ns = time.time_ns()
-        self._watch.active = False
-        if self._sampler is not None:
-            self._sampler.stop()
-        with suppress(RuntimeError):  # a device error belongs to the user's code, which has raised it already
-            _synchronize()
-        synced_ns = time.time_ns()
-        rows: list[Event] = []
-        if torch._C._autograd._profiler_enabled():
-            with _without_chatter():
-                self._tracer.stop()
-            results = self._tracer.profiler.kineto_results if self._tracer.profiler is not None else None
-            rows = list(_read_events(results.events())) if results is not None else []
-        else:
-            self._notes.append("another torch profiler ran inside the block and took the recording with it")
-        self._recording = self._assemble(rows, synced_ns if whole else end_ns)
-
-    def _abort(self) -> None:
-        """Stops torch's profiler when the start itself failed."""
-        if self._tracing and self._recording is None:
-            self._tracing = False
-            with _without_chatter(), suppress(RuntimeError):
-                self._tracer.stop()
+        try:
+            self._stack.close()
+        finally:
+            _active = self._before
+            for block in (self, *self._inner):
+                block._finish()
+            self._recorder.keep(lambda part: False)
+            self._shaped = None
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    def _on_optimizer_step(self, optimizer: object, args: object, kwargs: object) -> None:
-        if self.optimizer_marks:
+    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if capturing():
+            return  # recorded into a CUDA graph, which is no step yet
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = optimizer_setting(optimizer)
+        if self.optimizer_marks and not _within_another_step(optimizer):
             self._mark(id(optimizer))
 
     def _on_user_step(self) -> None:
-        self._mark("user")
+        self._mark(_USER)
 
     def _mark(self, who: object) -> None:
-        if not self._tracing:
-            return
-        self._marks.append((time.time_ns(), who))
-        self._counts[who] += 1
-        if self._counts[who] >= self._warmup + self._steps and (who == "user" or not self._counts["user"]):
-            self._stop(whole=False)
+        now = time.time_ns()
+        with self._lock:
+            if self._end_ns is not None:
+                return
+            self._counts[who] += 1
+            if not self._settings:
+                self._look(loader=self._warmup > 0)
+            if self._outer is None:
+                self._advance(who)
+            self._marks.append(_Mark(now, time.time_ns(), who, threading.get_native_id()))
+            if self._counts[who] >= self._warmup + self._steps and (who == _USER or not self._counts[_USER]):
+                self._end(now)
+                if self._outer is None:
+                    self._stop_when_full()
 
-    def _step_marks(self) -> tuple[int, ...]:
+    def _advance(self, who: object) -> None:
+        """Begins the part that follows this mark. The first optimizer to come that far leads; `p.step()` takes over and
+        begins its own warm-up."""
+        if who == _USER and self._leader != _USER:
+            self._stage = self._stage if self._leader is None else _Stage.EARLY
+            self._leader, self._shaped = who, None
+        if self._leader not in (None, who):
+            return
+        count, measured_from = self._counts[who], self._warmup - (who != _USER)
+        if self._stage < _Stage.MEASURED and 1 <= measured_from == count:
+            self._begin(_Stage.MEASURED, who)
+        elif self._stage == _Stage.EARLY and 1 <= measured_from - 1 == count:
+            self._begin(_Stage.SHAPED, who)
+        elif self._stage == _Stage.MEASURED and count == self._warmup + 1:  # a step was measured: drop the warm-up
+            self._recorder.keep(lambda part: any(block._saw(part) for block in self._inner))
+
+    def _begin(self, stage: _Stage, who: object) -> None:
+        if any(block._end_ns is None for block in self._inner):  # theirs has to be whole
+            return
+        part = self._recorder.turn(shaped=stage == _Stage.SHAPED, at_once=who == _USER)
+        if part is not None:
+            if stage == _Stage.MEASURED and part.shaped:
+                self._shaped = part, who == _USER
+            self._stage, self._leader = stage, who
+
+    def _saw(self, part: Part) -> bool:
+        return self._start_ns < part.end_ns and (self._end_ns is None or part.start_ns < self._end_ns)
+
+    def _step_marks(self) -> list[_Mark]:
         """The marks of whoever marks the steps: the user's own calls, else the optimizer that stepped most often (of
         several, as in a GAN, the one that stepped last), so that a step is one turn of the loop."""
-        if not self._marks:
-            return ()
-        most = max(self._counts.values())
-        chosen = "user" if self._counts["user"] else [who for _, who in self._marks if self._counts[who] == most][-1]
-        return tuple(t for t, who in self._marks if who == chosen)
+        most = max(self._counts.values(), default=0)
+        often = [mark.who for mark in self._marks if self._counts[mark.who] == most]
+        chosen = _USER if self._counts[_USER] else often[-1] if often else None
+        return [mark for mark in self._marks if mark.who == chosen]
 
-    # ------------------------------------------------------------------------------------------------ what was recorded
+    # ------------------------------------------------------------------------------------------------ the end
 
-    def _assemble(self, rows: list[Event], end_ns: int) -> Recording:
-        watch, cuda = self._watch, torch.cuda.is_available()
-        clocks = [e.start_ns for e in rows if e.name == _CLOCK]
-        # torch's clock and the host's differ by microseconds at most; the smallest of three pairs is the offset (a
-        # range starts just before).
-        offset = min((host - mine for host, mine in zip(self._clock_pairs, clocks)), default=0)
-        start_ns = self._start_ns - offset
-        calibration = [e for e in rows if e.end_ns <= start_ns]
-        rows = [e for e in rows if e.start_ns >= start_ns and e.name != _CLOCK]
-        gap_ns = _back_to_back(calibration)
-        if cuda and torch.cuda.is_initialized() and not any(e.kind == Kind.KERNEL for e in [*calibration, *rows]):
-            self._notes.append(
-                "the driver let no device activity be recorded (CUPTI refused, or in use elsewhere): times are the host's"
-            )
-        spans = watch.spans(offset)
-        sampled = self._sampler.samples(offset) if self._sampler else ((), np.empty(0, np.int64), np.empty(0, np.int64))
-        sample_ns = self._sampler.cost_ns() if self._sampler else 0.0
-        marks = tuple(t - offset for t in self._step_marks())
-        counted = max(len(marks), 1)
-        return Recording(
-            timeline=Timeline.of(rows),
-            start_ns=start_ns,
-            end_ns=end_ns - offset,
-            marks_ns=marks,
-            warmup=self._warmup,
-            thread=self._thread,
-            modules=watch.module_names(),
-            module_S=spans[0],
-            start_S=spans[1],
-            end_S=spans[2],
-            thread_S=spans[3],
-            syncs=tuple(replace(s, file=watching.name_source(s.file)) for s in watch.sync_points(offset)),
-            places=tuple((watching.name_source(file), line) for file, line in sampled[0]),
-            place_P=sampled[1],
-            time_P=sampled[2],
-            tokens_per_step=self._tokens if self._tokens is not None else (watch.tokens / counted or None),
-            device=torch.cuda.get_device_name() if cuda and torch.cuda.is_initialized() else "cpu",
-            back_to_back_ns=gap_ns,
-            costs=replace(self._costs, sample_ns=sample_ns),
-            peak_bytes=_peak_bytes(),
+    def _end(self, at_ns: int) -> None:
+        if "loader" not in self._settings:
+            self._look(loader=True)
+        self._end_ns = at_ns
+        self._seen_tokens = self._recorder.watch.tokens - self._tokens_before
+
+    def _look(self, loader: bool) -> None:
+        """Reads the settings, while they still are as the profiled code made them."""
+        self._settings = torch_settings() | self._settings
+        if loader:
+            self._settings["loader"] = loader_setting()
+
+    def _stop_when_full(self) -> None:
+        with self._lock:
+            if self._end_ns is not None and all(block._end_ns is not None for block in self._inner):
+                self._recorder.stop()
+
+    def _finish(self) -> None:
+        if self._end_ns is None:
+            self._notes.append("the outer profile ended first: this one holds what ran until then")
+            self._end(time.time_ns())
+        self.profile._finish(self._cut(), self._name)
+
+    def _cut(self) -> Recording:
+        assert self._end_ns is not None
+        marks, warmup = self._step_marks(), self._warmup
+        measured = len(marks) > warmup
+        since_ns = marks[warmup - 1].next_ns if measured and warmup else self._start_ns
+        recording = self._recorder.cut(self._start_ns, self._end_ns, since_ns)
+        notes = [*recording.notes, *self._notes]
+        if self._outer is not None:
+            notes.append("inside another profile, whose recording it is cut from")
+        thread = Counter(mark.thread for mark in marks).most_common(1)[0][0] if marks else self._thread
+        if thread != self._recorder.thread:
+            notes.append(_ELSEWHERE)
+        shaped = self._shaped_part(marks)
+        settings = self._settings | {
+            "optimizer": "; ".join(self._optimizers.values()),
+            "autocast": self._recorder.watch.autocast,
+        }
+        return replace(
+            recording,
+            marks_ns=tuple(mark.next_ns for mark in marks[:-1]) + tuple(mark.at_ns for mark in marks[-1:]),
+            warmup=warmup,
+            thread=thread,
+            tokens_per_step=self._tokens
+            if self._tokens is not None
+            else self._seen_tokens / max(len(marks), 1) or None,
             unprofiled_ns=self.unprofiled_ns,
-            notes=tuple(self._notes),
+            notes=tuple(notes),
+            shaped=None if shaped is None else shaped_part(shaped),
+            settings=tuple(settings.items()),
+            usd_per_gpu_hour=self._usd,
         )
 
-
-def _leave() -> None:
-    global _active
-    _active = None
-
-
-def _with_note(recording: Recording, note: str) -> Recording:
-    return replace(recording, notes=(*recording.notes, note))
+    def _shaped_part(self, marks: list[_Mark]) -> Part | None:
+        if self._shaped is not None:
+            part, by_user = self._shaped
+            return part if by_user == (marks[0].who == _USER) else None
+        whole = not marks and self._outer is None and self._stage == _Stage.SHAPED  # the block is the step
+        return self._recorder.last_part if whole else None
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# torch's events
-
-
-def _read_events(events: list[Any]) -> Iterator[Event]:
-    """torch's in-memory events as rows; what is of no kind of ours is skipped."""
-    for e in events:
-        kind = _kind(e)
-        if kind is None:
-            continue
-        start = e.start_ns()
-        on_device = kind in (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
-        own = e.correlation_id()
-        yield Event(
-            kind,
-            e.name(),
-            start,
-            start + e.duration_ns(),
-            thread=e.device_resource_id(),
-            correlation=own if kind == Kind.RUNTIME or on_device else -1,
-            external=own if kind == Kind.OP else e.linked_correlation_id() or -1,
-            sequence=e.sequence_nr(),
-            nbytes=max(e.nbytes(), 0) if on_device else 0,
-        )
-
-
-def _kind(e: Any) -> Kind | None:
-    if hasattr(e, "activity_type"):
-        return CATEGORIES.get(e.activity_type())
-    if e.is_user_annotation():  # older torch: the category from what the event says about itself
-        return Kind.ANNOTATION if e.device_type() == torch.profiler.DeviceType.CPU else None
-    name = e.name()
-    if e.device_type() == torch.profiler.DeviceType.CPU:
-        return Kind.RUNTIME if name.startswith(("cuda", "cu")) and "::" not in name else Kind.OP
-    return Kind.MEMCPY if name.startswith("Memcpy") else Kind.MEMSET if name.startswith("Memset") else Kind.KERNEL
-
-
-def _back_to_back(calibration: list[Event]) -> int:
-    """Median gap between short activities behind a full queue, in nanoseconds; 1000 where none was measured."""
-    device = sorted((e for e in calibration if e.kind in (Kind.KERNEL, Kind.MEMSET)), key=lambda e: e.start_ns)[-48:]
-    between = [after.start_ns - before.end_ns for before, after in pairwise(device)]
-    return int(np.clip(np.median(between), 100, 20_000)) if len(between) >= 16 else 1000
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-def _peak_bytes() -> int:
-    """Peak memory so far: of the device's allocator, or of the process on a CPU. No counter is reset."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _time_op() -> float:
-    x = torch.zeros(1)
-    return _fastest(lambda: x.add_(0))
-
-
-def _time_module() -> float:
-    x, module = torch.zeros(1), torch.nn.Identity()
-    return _fastest(lambda: module(x))
-
-
-def _time_read() -> float:
-    x = torch.zeros(1)
-    return _fastest(lambda: x.item())
-
-
-def _fastest(run: Callable[[], object], batches: int = 5, calls: int = 40) -> float:
-    """Nanoseconds of one call, the fastest of a few batches."""
-    best = float("inf")
-    for _ in range(batches):
-        begin = time.perf_counter_ns()
-        for _ in range(calls):
-            run()
-        best = min(best, (time.perf_counter_ns() - begin) / calls)
-    return best
-
-
-@contextmanager
-def _without_chatter() -> Iterator[None]:
-    """torch 2.13's tracer prints "USDT:..." lines to the error stream when it starts and stops. They are caught at the
-    file descriptor, the only place where C++ output can be; anything else that was printed meanwhile is passed on."""
-    try:
-        saved = os.dup(2)
-    except OSError:  # no error stream
-        yield
-        return
-    with tempfile.TemporaryFile() as caught:
-        os.dup2(caught.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
-            caught.seek(0)
-            for line in caught:
-                if not line.startswith(b"USDT:"):
-                    os.write(2, line)
+def _within_another_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step that calls this hook was called by a subclass's step of the same optimizer, whose hooks come next."""
+    hooks = sys._getframe(2)  # torch's function around a class's step, which calls this hook's caller
+    frame = hooks.f_back
+    while frame is not None:
+        if frame.f_code is hooks.f_code and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False

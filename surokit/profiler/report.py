@@ -9,15 +9,13 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal
 
 from surokit.profiler.advice import advise
-from surokit.profiler.analysis import CAUSES, Analysis, analyse
-from surokit.profiler.picture import largest, profile_html, step_svg
+from surokit.profiler.analysis import Analysis, Table, analyse
+from surokit.profiler.picture import ADVICE, Shown, largest, profile_html, rates, step_svg
 from surokit.profiler.recording import Recording, pack, unpack
 from surokit.profiler.trace import read_chrome, write_chrome
 from surokit.tables import text_table
@@ -25,8 +23,11 @@ from surokit.tables import text_table
 if TYPE_CHECKING:
     import pandas as pd
 
+    from surokit.planner.hardware import Gpu
+    from surokit.profiler.verify import Verdict
+
 _FORMAT = "surokit profile"
-_VERSION = 1
+_VERSION = 2  # 1 knew no shapes, settings, garbage collector and price; it is still read
 BY = ("module", "op", "kernel")
 
 
@@ -39,6 +40,9 @@ class Profile:
     """
 
     by: str = "module"  # which table the shown profile breaks busy time down by
+    _light: Table | None = None  # the speed of light, once it was asked for
+    _eager: Recording | None = None  # of a step without CUDA graphs, which names the kernels of those replayed here
+    _too_early: str = "the profile is still running: read it after the with block"
 
     def __init__(self, recording: Recording, name: str = "") -> None:
         self._on_step: Callable[[], None] | None = None
@@ -53,13 +57,14 @@ class Profile:
 
     def _finish(self, recording: Recording, name: str) -> None:
         self.name = name
-        self._analysis: Analysis = analyse(recording)
-        self._analysis.tables["advice"] = advise(self._analysis.summary, self._analysis.tables)
+        self._analysis: Analysis = analyse(recording, self._eager)
+        settings = dict(recording.settings)
+        self._analysis.tables["advice"] = advise(self._analysis.summary, self._analysis.tables, settings)
         self._recording, self._on_step = recording, None
 
     def _done(self) -> Recording:
         if self._recording is None:
-            raise RuntimeError("the profile is still running: read it after the with block")
+            raise RuntimeError(self._too_early)
         return self._recording
 
     def step(self) -> None:
@@ -134,8 +139,11 @@ class Profile:
 
     @property
     def advice(self) -> pd.DataFrame:
-        """What to do, largest expected gain first: rule, advice, evidence, gain_ms (an upper bound), file, line."""
-        return self._frame("advice")
+        """What to do, largest expected gain first, numbered from 1 as shown: rule, advice, evidence, gain_ms (an upper
+        bound), file, line. `verify` tries one."""
+        frame = self._frame("advice")
+        frame.index += 1
+        return frame
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -144,25 +152,76 @@ class Profile:
         return self._analysis.notes
 
     def diff(self, other: Profile) -> pd.DataFrame:
-        """This profile against a later one: metric, before (this), after (other), change, change_frac; the summary's
-        numbers, then lost time."""
+        """This profile against a later one: metric, before (this), after (other), change, change_frac; times a step
+        first, what grew most on top, down to what shrank most. Shows itself with a picture of both."""
+        from surokit.profiler.difference import difference
+
+        return difference(self._shown(), other._shown())
+
+    # ------------------------------------------------------------------------------------------------ questions
+
+    def verify(
+        self,
+        advice: int | str | Mapping[str, Any] | pd.Series[Any],
+        step: Callable[[], object],
+        changed: Callable[[], object] | None = None,
+        *,
+        rounds: int = 20,
+        steps: int = 1,
+    ) -> Verdict:
+        """Tries a piece of advice on the user's own step and measures what it brings, beside what was predicted.
+
+        advice: its number as shown (from 1), its rule's name, or its row of `p.advice`.
+        step: one step of the loop, called over and over: as it is, and with the advice tried, in turns.
+        changed: the step with the change made, for advice that cannot be tried from outside.
+        rounds, steps: turns, and calls in each.
+        Raises LookupError where there is no such advice, and ValueError where it needs `changed`.
+        """
+        row = self._advice_row(advice)
+        from surokit.profiler.verify import verify
+
+        return verify(row, step, changed, rounds=rounds, steps=steps)
+
+    def _advice_row(self, advice: int | str | Mapping[str, Any] | pd.Series[Any]) -> dict[str, Any]:
+        self._done()
+        table = self._analysis.tables["advice"]
+        count = len(table["rule"])
+        if not isinstance(advice, int | str):
+            return {str(name): value for name, value in advice.items()}
+        if isinstance(advice, str):
+            number = table["rule"].index(advice) if advice in table["rule"] else -1
+        else:
+            number = advice - 1
+        if not 0 <= number < count:
+            rules = ", ".join(f"{i} ({rule})" for i, rule in enumerate(table["rule"], 1))
+            raise LookupError(f"there is no advice {advice!r} in this profile; it has {rules or 'none'}")
+        return {name: column[number] for name, column in table.items()}
+
+    def named_by(self, eager: Profile) -> Profile:
+        """The same profile, in which the kernels of replayed CUDA graphs belong to the modules that launched their like in
+        `eager`, a profile of a step without graphs. Hooks do not run in a replay; a note says how many could be named."""
+        named = Profile.__new__(Profile)
+        named._eager, named.by = eager._done(), self.by
+        named._finish(self._done(), self.name)
+        return named
+
+    def speed_of_light(self, gpu: Gpu | None = None) -> pd.DataFrame:
+        """What each module would take at the rates that the device reaches, beside what it took: module, self_ms,
+        light_ms, share (light / self), bound ("compute", "memory" or "unknown"), gflop, gib. Shown with the modules
+        from then on.
+
+        gpu: a row of the hardware table or the result of `sk.calibrate()`; None takes this machine's calibration, which
+        is measured (20 seconds) unless it was before. Needs the shapes of one warm-up step.
+        """
+        from surokit.profiler.light import cached_gpu, speed_of_light
+
+        recording = self._done()
+        self._light = speed_of_light(
+            recording, self._analysis.tables["modules"], gpu if gpu is not None else cached_gpu(recording.device)
+        )
         import pandas
 
-        before, after = self._numbers(), other._numbers()
-        rows = []
-        for metric in (m for m in before if m in after):
-            a, b = before[metric], after[metric]
-            rows.append((metric, a, b, b - a, (b - a) / a if a else None))
-        return pandas.DataFrame(rows, columns=["metric", "before", "after", "change", "change_frac"])
-
-    def _numbers(self) -> dict[str, float]:
-        self._done()
-        summary, lost = self._analysis.summary, self._analysis.tables["lost"]
-        numbers = {
-            k: float(v) for k, v in summary.items() if isinstance(v, (int, float)) and k not in ("steps", "warmup")
-        }
-        numbers |= {f"lost to {c} ms": ms for c, ms in zip(lost["cause"], lost["ms_per_step"])}
-        return numbers
+        return pandas.DataFrame(self._light)
 
     # ------------------------------------------------------------------------------------------------ files
 
@@ -176,7 +235,9 @@ class Profile:
             "name": self.name,
             "by": self.by,
             "summary": self.summary,
+            "light": self._light,
             "recording": pack(recording),
+            "eager": None if self._eager is None else pack(self._eager),
         }
         data = json.dumps(document).encode()
         target = Path(path)
@@ -194,19 +255,27 @@ class Profile:
             document = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
             if not isinstance(document, dict) or document.get("format") != _FORMAT:
                 raise ValueError("it is not a profile; a Chrome trace is read with Profile.from_trace")
-            if document["version"] != _VERSION:
-                raise ValueError(f"its version is {document['version']}, this package reads {_VERSION}")
-            profile = cls(unpack(document["recording"]), document["name"])
-            profile.by = document["by"]
+            if document["version"] not in range(1, _VERSION + 1):
+                raise ValueError(f"its version is {document['version']}, this package reads 1 to {_VERSION}")
+            profile = cls.__new__(cls)
+            profile._eager = unpack(document["eager"]) if document.get("eager") else None
+            profile._finish(unpack(document["recording"]), document["name"])
+            profile.by, profile._light = document["by"], document.get("light")
         except (OSError, EOFError, KeyError, TypeError, ValueError, zlib.error) as error:
             raise ValueError(f"{file} cannot be read as a profile: {error}") from None
         return profile
 
     @classmethod
-    def from_trace(cls, path: str | Path) -> Profile:
-        """A profile of a Chrome trace that torch.profiler exported (.json or .json.gz); without module paths and lines,
-        which it lacks."""
-        return cls(read_chrome(path), Path(path).name)
+    def from_trace(
+        cls, path: str | Path, *, unit: Literal["us", "ns"] | None = None, limit_gib: float | None = None
+    ) -> Profile:
+        """A profile of a Chrome trace, plain or gzipped, such as torch.profiler exports; without module paths and lines,
+        which it lacks.
+
+        unit: of the file's times, where it is not the usual one. limit_gib: a trace with more text is refused; None is the
+        machine's free memory. Raises FileNotFoundError, or ValueError for what is no trace or too large.
+        """
+        return cls(read_chrome(path, unit=unit, limit_gib=limit_gib), Path(path).name)
 
     def to_perfetto(self, path: str | Path) -> Path:
         """Writes a trace for ui.perfetto.dev (gzipped when the path ends in .gz) and returns its path."""
@@ -217,11 +286,18 @@ class Profile:
 
     def timeline(self, step: int = 0) -> str:
         """One step as an inline SVG (text). Raises IndexError for a step that was not measured."""
-        recording, windows = self._done(), self._analysis.windows
-        if not 0 <= step < len(windows):
-            raise IndexError(f"the profile holds steps 0 to {len(windows) - 1}, not {step}")
-        begin, stop = windows[step]
-        return step_svg(recording, (begin, stop), f"step {step}, {(stop - begin) / 1e6:.3g} ms")
+        shown = self._shown()
+        if not 0 <= step < len(shown.windows):
+            raise IndexError(f"the profile holds steps 0 to {len(shown.windows) - 1}, not {step}")
+        return step_svg(shown, step)
+
+    def _shown(self) -> Shown:
+        recording, a = self._done(), self._analysis
+        light = self._light or {"module": [], "share": [], "bound": []}
+        shares = {m: (f, b) for m, f, b in zip(light["module"], light["share"], light["bound"]) if f is not None}
+        return Shown(
+            self._headline(), recording, a.windows, a.summary, a.tables, self.by, tuple(self._all_notes()), shares
+        )
 
     def _headline(self) -> str:
         s = self._analysis.summary
@@ -240,40 +316,54 @@ class Profile:
             notes.append(f"the profiler's own share is about {s['overhead_ms']:.3g} ms a step (calibrated)")
         if s["unprofiled_ms"] is not None:
             notes.append(f"a step without the profiler took {s['unprofiled_ms']:.3g} ms")
+        if (usd := self._done().usd_per_gpu_hour) is not None:
+            notes.append(f"at {usd:g} USD a GPU hour; a day is 24 hours of steps like these")
         return notes + list(self._analysis.notes)
 
     def __repr__(self) -> str:
         if self._recording is None:
-            return "Profile (running)"
-        s, tables = self._analysis.summary, self._analysis.tables
-        wall = s["wall_ms"] or 1.0
-        lines = [f"Profile of {self._headline()}"]
-        rows = [("busy", f"{s['busy_ms']:.3f}", f"{s['busy_ms'] / wall:.1%}", "")]
+            return f"Profile ({self._too_early})"
+        shown = self._shown()
+        s, tables = shown.summary, shown.tables
+        wall, busy = s["wall_ms"] or 1.0, s["busy_ms"] or 1.0
+        lines = [f"Profile of {shown.title}", f"  {', '.join(rates(s))}"]
         waits = ", ".join(f"{w} wait {s[f'{w}_wait_ms']:.3g}" for w in ("host", "kernel", "other"))
-        rows.append(("idle", f"{s['idle_ms']:.3f}", f"{s['idle_ms'] / wall:.1%}", waits))
-        lines.append(text_table(rows, header=("", "ms a step", "share", ""), right=(1, 2)))
-        lost = tables["lost"]
         rows = [
-            (lost["cause"][i], f"{lost['ms_per_step'][i]:.3f}", f"{lost['share'][i]:.1%}", lost["evidence"][i])
-            for i in range(len(CAUSES))
+            ("busy", f"{s['busy_ms']:.3f}", f"{s['busy_ms'] / wall:.1%}", ""),
+            ("idle", f"{s['idle_ms']:.3f}", f"{s['idle_ms'] / wall:.1%}", waits),
         ]
-        lines.append(text_table(rows, header=("lost to", "ms a step", "share", "evidence"), right=(1, 2)))
+        lines.append(text_table(rows, header=("", "ms a step", "share", ""), right=(1, 2)))
+        lines.append(_lost_text(tables["lost"]))
         top = largest(tables, self.by, 8)
         if top:
-            busy = s["busy_ms"] or 1.0
-            rows2 = [(name, f"{ms:.3f}", f"{ms / busy:.1%}") for name, ms in top]
-            lines.append(text_table(rows2, header=(self.by, "own ms", "of busy"), right=(1, 2)))
+            known = shown.light if self.by == "module" else {}
+            cells = [
+                (
+                    name,
+                    f"{ms:.3f}",
+                    f"{ms / busy:.1%}",
+                    *([f"{known[name][0]:.0%}" if name in known else ""] if known else []),
+                )
+                for name, ms in top
+            ]
+            header = (self.by, "own ms", "of busy", *(["of light"] if known else []))
+            lines.append(text_table(cells, header=header, right=(1, 2, 3)))
         advice = tables["advice"]
-        for number, (text, gain) in enumerate(list(zip(advice["advice"], advice["gain_ms"]))[:5], 1):
+        for number, (text, gain) in enumerate(list(zip(advice["advice"], advice["gain_ms"]))[:ADVICE], 1):
             lines.append(f"  {number}. {text} (up to {gain:.3g} ms a step)")
-        lines.extend(f"  - {note}" for note in self._all_notes())
+        lines.extend(f"  - {note}" for note in shown.notes)
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        if self._recording is None:
-            return "<p>Profile (running)</p>"
-        s, windows = self._analysis.summary, self._analysis.windows
-        middle = int(np.argsort([b - a for a, b in windows])[len(windows) // 2])
-        wall = s["wall_ms"] or 1.0
-        title = f"{self._headline()}: busy {s['busy_ms'] / wall:.1%}, idle {s['idle_ms'] / wall:.1%}"
-        return profile_html(title, self.timeline(middle), s, self._analysis.tables, self.by, self._all_notes())
+        return f"<p>{self!r}</p>" if self._recording is None else profile_html(self._shown())
+
+
+def _lost_text(lost: Table) -> str:
+    """The four causes as text, with dollars where a price is known."""
+    dollars = any(usd is not None for usd in lost.get("usd_per_day", ()))
+    rows = []
+    for i, cause in enumerate(lost["cause"]):
+        usd = [f"{lost['usd_per_day'][i]:.2f}"] if dollars else []
+        rows.append((cause, f"{lost['ms_per_step'][i]:.3f}", f"{lost['share'][i]:.1%}", *usd, lost["evidence"][i]))
+    header = ("lost to", "ms a step", "share", *(["USD a day"] if dollars else []), "evidence")
+    return text_table(rows, header=header, right=(1, 2, 3) if dollars else (1, 2))

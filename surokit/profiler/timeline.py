@@ -46,6 +46,13 @@ CATEGORIES = {
     "gpu_memcpy": Kind.MEMCPY,
     "gpu_memset": Kind.MEMSET,
     "user_annotation": Kind.ANNOTATION,
+    # other devices, and torch before 1.13
+    "xpu_runtime": Kind.RUNTIME,
+    "privateuse1_runtime": Kind.RUNTIME,
+    "operator": Kind.OP,
+    "runtime": Kind.RUNTIME,
+    "memcpy": Kind.MEMCPY,
+    "memset": Kind.MEMSET,
 }
 
 
@@ -197,6 +204,12 @@ def covered(start_I: Int, end_I: Int, begin_Q: Int, stop_Q: Int) -> Int:
     return up_to(np.maximum(stop_Q, begin_Q)) - up_to(begin_Q)
 
 
+def overlap(start_I: Int, end_I: Int, start_J: Int, end_J: Int) -> int:
+    """Length of what two unions have in common."""
+    start, end = merge(start_J, end_J)
+    return int(covered(start_I, end_I, start, end).sum())
+
+
 def own_time(start_I: Int, end_I: Int, begin: int, stop: int) -> Int:
     """Shares of the union: each interval's part of [begin, stop) that no earlier-started one covers. The shares sum to
     `total` exactly, so time that two streams are busy together is counted once, for the one that was there first."""
@@ -221,47 +234,57 @@ def gaps(start_I: Int, end_I: Int, begin: int, stop: int) -> tuple[Int, Int, Int
 
 
 def innermost(start_I: Int, end_I: Int, at_Q: Int) -> Int:
-    """Index of the innermost interval that contains each query point, -1 outside all. The intervals are nested or
-    disjoint, as calls are."""
-    count = len(start_I)
-    if not count:
-        return np.full(len(at_Q), -1, np.int64)
-    # Walk the boundaries in time order with a stack; at one instant ends come before starts, the longer interval starts
-    # first.
-    time = np.concatenate((start_I, end_I))
-    opening = np.repeat([True, False], count)
-    length = np.tile(end_I - start_I, 2)
-    order = np.lexsort((np.where(opening, -length, length), opening, time))
-    stack: list[int] = []
-    closed: set[int] = set()
-    owner = np.empty(2 * count, np.int64)
-    for position, boundary in enumerate(order.tolist()):
-        if boundary < count:
-            if start_I[boundary] < end_I[boundary]:
-                stack.append(boundary)
-        else:
-            closed.add(boundary - count)
-        while stack and stack[-1] in closed:
-            stack.pop()
-        owner[position] = stack[-1] if stack else -1
-    position_Q = np.searchsorted(time[order], at_Q, side="right") - 1
-    return np.where(position_Q < 0, -1, owner[position_Q])
+    """Index of the innermost interval that contains each query point, -1 outside all. Meant for intervals that are nested or
+    disjoint, as calls are; of others, the one that started last among those that contain the point."""
+    order = np.lexsort((-end_I, start_I))
+    started_Q = np.searchsorted(start_I[order], at_Q, side="right") - 1
+    found_Q = _last_above(end_I[order], started_Q, at_Q)
+    return np.where(found_Q < 0, -1, order[found_Q]) if len(order) else found_Q
 
 
 def self_time(start_I: Int, end_I: Int, thread_I: Int) -> Int:
     """Duration of each call minus that of its direct children on the same thread. Calls are sorted by start, parents
     first."""
-    own = (end_I - start_I).tolist()
-    stacks: dict[int, list[int]] = {}
-    ends = end_I.tolist()
-    for i, (start, end, thread) in enumerate(zip(start_I.tolist(), ends, thread_I.tolist())):
-        stack = stacks.setdefault(thread, [])
-        while stack and ends[stack[-1]] <= start:
-            stack.pop()
-        if stack:
-            own[stack[-1]] -= min(end, ends[stack[-1]]) - start
-        stack.append(i)
-    return np.array(own, np.int64)
+    own = end_I - start_I
+    order = np.argsort(thread_I, kind="stable")
+    for here in np.split(order, np.flatnonzero(np.diff(thread_I[order])) + 1):
+        start, end = start_I[here], end_I[here]
+        parent = _last_above(end, np.arange(len(here)) - 1, start)  # the last call before it that ends after its start
+        child = np.flatnonzero(parent >= 0)
+        parent = parent[child]
+        np.subtract.at(own, here[parent], np.minimum(end[child], end[parent]) - start[child])
+    return own
+
+
+def _last_above(value_I: Int, upto_Q: Int, bound_Q: Int) -> Int:
+    """For each query the last index <= upto whose value is above the bound, -1 when there is none: a search in a pyramid of
+    maxima over pairs, pairs of pairs, and so on."""
+    found_Q = np.full(len(upto_Q), -1, np.int64)
+    near = (upto_Q >= 0) & (value_I[upto_Q] > bound_Q) if len(value_I) else np.zeros(len(upto_Q), bool)
+    found_Q[near] = upto_Q[near]
+    rest = np.flatnonzero(~near & (upto_Q > 0))  # queries still open
+    if not len(rest):
+        return found_Q
+    levels = [value_I]
+    while len(levels[-1]) > 1:
+        below = levels[-1]
+        levels.append(np.maximum.reduceat(below, np.arange(0, len(below), 2)))
+    bound, count = bound_Q[rest], upto_Q[rest] + 1  # the blocks 0 to count - 1 of this level are before the query
+    block, height = np.full(len(rest), -1, np.int64), np.zeros(len(rest), np.int64)
+    going = np.arange(len(rest))
+    for level, top in enumerate(levels):
+        odd = count[going] % 2 == 1  # the last block has no partner on this side, so it is looked at here
+        last = count[going] - 1
+        hit = odd & (top[last] > bound[going])
+        block[going[hit]], height[going[hit]] = last[hit], level
+        count[going] //= 2
+        going = going[~hit & (count[going] > 0)]
+    for level in range(len(levels) - 2, -1, -1):  # down again, to the right one of two where it has such a value
+        inner = np.flatnonzero(height > level)
+        right = np.minimum(2 * block[inner] + 1, len(levels[level]) - 1)
+        block[inner] = np.where(levels[level][right] > bound[inner], right, 2 * block[inner])
+    found_Q[rest] = block
+    return found_Q
 
 
 def partition(begin: int, stop: int, layers: Iterable[tuple[str, Int, Int]]) -> dict[str, int]:

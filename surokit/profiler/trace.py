@@ -1,132 +1,183 @@
-"""Chrome traces in and out: torch.profiler's `export_chrome_trace` files become Recordings, and a Profile becomes a
-file for Perfetto.
+"""Chrome traces in and out: what torch.profiler, Perfetto, JAX and others write becomes a Recording, and a Recording
+becomes a file for Perfetto, from which it is read back exactly.
 
-A trace's times are microseconds (floats); here they are integer nanoseconds. A step in a trace is an "Optimizer.step"
-range, else a "ProfilerStep" range, else the whole trace.
+Times. The format's `ts` and `dur` are microseconds, with a fraction for nanoseconds, whatever `displayTimeUnit` says: that
+is how a viewer should label them (Kineto has written both "ms" and "ns" over microseconds). A few tools write nanoseconds
+nevertheless. They are recognised where they count from 1970, since microseconds would then be beyond the year 5000; else
+`unit="ns"` says so. Here all times are integer nanoseconds, from 1970 where `baseTimeNanoseconds` or the times tell.
+
+A step in a trace is an "Optimizer.step" range, else a "ProfilerStep" range, else the whole trace. Reading streams, and
+takes about as much memory as the file has text; what is damaged is left out, counted and said.
 """
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from surokit.profiler.recording import Recording, SyncPoint
-from surokit.profiler.timeline import CATEGORIES, Event, Kind, Timeline
+from surokit.profiler.columns import DEVICE, UNREADABLE, Columns
+from surokit.profiler.recording import Recording, SyncPoint, pack, unpack
+from surokit.profiler.stream import EventStream, uncompressed_bytes
+from surokit.profiler.timeline import CATEGORIES, Kind, Timeline
 
-_DEVICE = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
+_CATEGORY = {kind: category for category, kind in reversed(CATEGORIES.items())}
+_BLOCK = 2_000  # events written at a time
 
 
-def read_chrome(path: str | Path) -> Recording:
-    """Reads a Chrome trace (.json or .json.gz). Raises FileNotFoundError, or ValueError when it is no readable
-    trace."""
+def read_chrome(
+    path: str | Path, *, unit: Literal["us", "ns"] | None = None, limit_gib: float | None = None
+) -> Recording:
+    """Reads a Chrome trace, plain or gzipped.
+
+    `unit` is that of the file's times, where it is not the usual one. A trace whose text is larger than `limit_gib`
+    (default: the machine's free memory) is refused. Raises FileNotFoundError, or ValueError when it is no trace or too
+    large.
+    """
     file = Path(path)
-    if not file.exists():
+    if not file.is_file():
         raise FileNotFoundError(f"no trace at {file}; torch.profiler writes one with prof.export_chrome_trace(path)")
-    raw = file.read_bytes()
-    try:
-        document = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-    except (OSError, EOFError, ValueError) as error:
-        raise ValueError(f"{file} is not a complete Chrome trace ({error}); export it again") from None
-    items = document.get("traceEvents") if isinstance(document, dict) else document
-    if not isinstance(items, list):
+    if unit not in (None, "us", "ns"):
+        raise ValueError(f"unit {unit!r} is none of a trace's units: 'us' or 'ns'")
+    size, limit = uncompressed_bytes(file) / 2**30, _free_gib() if limit_gib is None else limit_gib
+    if size > limit:
         raise ValueError(
-            f"{file} holds no list of trace events; it must be a Chrome trace such as torch.profiler exports"
+            f"{file} holds about {size:.3g} GiB of text, and reading takes as much memory, more than "
+            f"{f'the {limit:.3g} GiB that are free' if limit_gib is None else f'limit_gib={limit:g}'}; record fewer steps"
         )
-    damaged: list[int] = []
-    timeline = Timeline.of(_events(items, damaged))
-    device = ""
-    if isinstance(document, dict) and document.get("deviceProperties"):
-        device = str(document["deviceProperties"][0].get("name", ""))
-    steps = sorted(
-        timeline.end_E[timeline.is_named(n.startswith("Optimizer.step#") for n in timeline.names)].tolist()
-        or timeline.end_E[timeline.is_named(n.startswith("ProfilerStep#") for n in timeline.names)].tolist()
+    stream = EventStream(file)
+    reader = Columns(stream, unit)
+    try:
+        with _collector_paused():
+            for chunk in stream.chunks():
+                reader.add(chunk)
+    except ValueError as error:
+        raise ValueError(f"{file} {error}; it must be a Chrome trace (JSON) such as torch.profiler exports") from None
+    timeline = reader.timeline()
+    notes = list(reader.notes(timeline))
+    if not stream.complete:
+        notes.append(f"{file.name} ends before its list of events does: {reader.seen} complete events were read")
+    if stored := stream.meta.get("surokit"):  # written by write_chrome
+        with suppress(*UNREADABLE, zlib.error):
+            recording = unpack(stored)
+            timeline = replace(timeline, damaged=timeline.damaged + recording.timeline.damaged)
+            return replace(recording, timeline=timeline, notes=(*recording.notes, *notes))
+    return _foreign(
+        timeline, stream.meta, (f"read from {file.name}: module paths and source lines are not in a trace", *notes)
     )
-    notes = (f"{len(damaged)} damaged events were left out",) if damaged else ()
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Python's garbage collector walks all the dicts of a chunk, which hold no cycles: half of the time of reading."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _foreign(timeline: Timeline, meta: dict[str, Any], notes: tuple[str, ...]) -> Recording:
+    """What a trace of another tool tells."""
+
+    def named(prefix: str) -> Timeline:
+        return timeline.take(timeline.is_named(n.startswith(prefix) for n in timeline.names))
+
+    steps = named("Optimizer.step#")
+    if not len(steps):
+        steps = named("ProfilerStep#")
+    on_host = steps.thread_E if len(steps) else timeline.thread_E[timeline.is_kind(Kind.OP)]
+    threads, counts = np.unique(on_host, return_counts=True)
     reads = timeline.take(timeline.is_named(n == "aten::_local_scalar_dense" for n in timeline.names))
-    syncs = [
-        SyncPoint(a, b, t, ".item()", "", "", 0)
-        for a, b, t in np.stack([reads.start_E, reads.end_E, reads.thread_E], 1).tolist()
-    ]
+    device = "unknown device"
+    with suppress(*UNREADABLE, IndexError):
+        device = str(meta["deviceProperties"][0]["name"])
     return Recording(
         timeline,
         start_ns=int(timeline.start_E.min()) if len(timeline) else 0,
         end_ns=int(timeline.end_E.max()) if len(timeline) else 0,
-        marks_ns=tuple(steps),
-        syncs=tuple(syncs),
-        device=device or "unknown device",
-        notes=(f"read from {file.name}: module paths and source lines are not in a trace", *notes),
+        marks_ns=tuple(sorted(steps.end_E.tolist())),
+        thread=int(threads[counts.argmax()]) if len(threads) else 0,
+        syncs=tuple(
+            SyncPoint(start, end, thread, ".item()", "", "", 0)
+            for start, end, thread in zip(reads.start_E.tolist(), reads.end_E.tolist(), reads.thread_E.tolist())
+        ),
+        device=device,
+        notes=notes,
     )
 
 
-def _events(items: list[Any], damaged: list[int]) -> Iterator[Event]:
-    for position, item in enumerate(items):
-        if not isinstance(item, dict) or item.get("ph") != "X":
-            continue
-        kind = CATEGORIES.get(str(item.get("cat", "")).lower())
-        if kind is None:
-            continue
-        args = item.get("args") or {}
-        try:
-            start, length = round(float(item["ts"]) * 1000), round(float(item["dur"]) * 1000)
-            thread = int(args["stream"]) if kind in _DEVICE and "stream" in args else _number(item.get("tid"))
-            row = Event(
-                kind,
-                str(item.get("name", "")),
-                start,
-                start + length,
-                thread,
-                correlation=int(args.get("correlation", -1)),
-                external=int(args.get("External id", -1)),
-                sequence=int(args.get("Sequence number", -1)),
-                nbytes=int(args.get("bytes", 0)),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError):
-            damaged.append(position)
-            continue
-        yield row
+def _free_gib() -> float:
+    """Free memory of the machine, or of the container that is smaller; no limit where neither is told."""
+    free = float("inf")
+    with suppress(OSError, ValueError, IndexError):
+        free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) / 2**20
+    with suppress(OSError, ValueError):
+        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()) / 2**30)
+    return free
 
 
-def _number(tid: Any) -> int:
-    return tid if isinstance(tid, int) else zlib.crc32(str(tid).encode())
+# ---------------------------------------------------------------------------------------------------------------- writing
 
 
 def write_chrome(path: str | Path, recording: Recording, windows: tuple[tuple[int, int], ...]) -> None:
-    """Writes a trace that ui.perfetto.dev and chrome://tracing open; gzipped when the path ends in .gz."""
-    names, rows = recording.timeline.names, recording.timeline.columns().T.tolist()
-    categories = {kind: category for category, kind in reversed(list(CATEGORIES.items()))}
-    origin = recording.start_ns
-    out: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": label}}
-        for pid, label in enumerate(("host", recording.device or "device", "modules", "steps"))
-    ]
+    """Writes a trace that ui.perfetto.dev and chrome://tracing open; gzipped when the path ends in .gz. Beside the events it
+    holds the recording's other fields, so `read_chrome` gives back all of it."""
+    timeline = recording.timeline
+    origin = min(recording.start_ns, int(timeline.start_E.min()) if len(timeline) else recording.start_ns)
+    rest = Timeline.of(())
+    head = {
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": origin,
+        "deviceProperties": [{"id": 0, "name": recording.device}],
+        "surokit": pack(replace(recording, timeline=replace(rest, damaged=timeline.damaged))),
+    }
+    target = Path(path)
+    with gzip.open(target, "wt") if target.suffix == ".gz" else target.open("w") as file:
+        file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
+        labels = enumerate(("host", recording.device or "device", "modules", "steps"))
+        metadata = ({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}} for pid, name in labels)
+        file.write(",\n".join(json.dumps(m) for m in metadata))
+        for text in _lines(recording, windows, origin):
+            file.write(",\n" + text)
+        file.write("\n]}\n")
 
-    def put(pid: int, tid: int, category: str, name: str, start: int, end: int, args: dict[str, Any]) -> None:
-        span = {"ts": (start - origin) / 1000, "dur": (end - start) / 1000}
-        out.append({"ph": "X", "pid": pid, "tid": tid, "cat": category, "name": name, **span, "args": args})
 
-    for kind, name, start, end, thread, correlation, external, sequence, nbytes in rows:
-        args: dict[str, Any] = {}
-        if correlation >= 0:
-            args["correlation"] = correlation
-        if external >= 0:
-            args["External id"] = external
-        if sequence >= 0:
-            args["Sequence number"] = sequence
-        on_device = kind in _DEVICE
-        if on_device:
-            args |= {"stream": thread, "bytes": nbytes}
-        put(int(on_device), thread, categories[Kind(kind)], names[name], start, end, args)
+def _lines(recording: Recording, windows: tuple[tuple[int, int], ...], origin: int) -> Iterator[str]:
+    names = [json.dumps(name) for name in recording.timeline.names]
+
+    def us(ns: int) -> str:
+        return f"{ns // 1000}.{ns % 1000:03}"
+
+    def line(pid: int, tid: int, category: str, name: str, start: int, end: int, args: dict[str, Any]) -> str:
+        return (
+            f'{{"ph": "X", "pid": {pid}, "tid": {tid}, "cat": "{category}", "name": {name}, '
+            f'"ts": {us(start - origin)}, "dur": {us(end - start)}, "args": {json.dumps(args)}}}'
+        )
+
+    columns = recording.timeline.columns()
+    for block in range(0, columns.shape[1], _BLOCK):
+        rows = columns[:, block : block + _BLOCK].T.tolist()
+        for kind, name, start, end, thread, correlation, external, sequence, nbytes in rows:
+            on_device = kind in DEVICE
+            args = {"stream": thread} if on_device else {}
+            args |= {"bytes": nbytes} if on_device or nbytes else {}
+            ids = (("correlation", correlation), ("External id", external), ("Sequence number", sequence))
+            args |= {key: value for key, value in ids if value >= 0}
+            yield line(int(on_device), thread, _CATEGORY[kind], names[name], start, end, args)
     r = recording
     for module, start, end, thread in np.stack([r.module_S, r.start_S, r.end_S, r.thread_S], axis=1).tolist():
-        put(2, thread, "module", r.modules[module][0], start, end, {"class": r.modules[module][1]})
+        path, kind = r.modules[module]
+        yield line(2, thread, "module", json.dumps(path), start, end, {"class": kind})
     for k, (start, end) in enumerate(windows):
-        put(3, 0, "step", f"step {k}", start, end, {})
-    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": out})
-    data = text.encode()
-    Path(path).write_bytes(gzip.compress(data) if str(path).endswith(".gz") else data)
+        yield line(3, 0, "step", f'"step {k}"', start, end, {})

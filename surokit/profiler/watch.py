@@ -1,4 +1,5 @@
-"""What is watched while a profile runs, beside torch's own profiler: modules, reads of device values, the user's line.
+"""What is watched while a profile runs, beside torch's own profiler: modules, reads of device values, the user's line,
+Python's garbage collector. All times are the host's clock.
 
 Sync points come through the dispatcher: a kernel in front of each of the five operators that read a device value back notes
 the caller's line and passes on. That costs 3 us for each such read and nothing elsewhere. A TorchFunctionMode also sees them,
@@ -9,6 +10,8 @@ debug mode. The line that a long gap belongs to comes from a thread that samples
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import sys
 import sysconfig
@@ -16,8 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,6 +47,9 @@ class Watch:
     def __init__(self) -> None:
         self.active = False
         self.tokens = 0
+        self.autocast = ""  # its dtype, once a module ran under it
+        self.collections: list[tuple[int, int]] = []  # runs of the garbage collector
+        self._collecting_since: int | None = None
         self._lookup = 0  # the largest embedding lookup of the outermost call that is running
         self._local = threading.local()
         self._spans: list[tuple[int, int, int, int]] = []  # module, start, end, thread
@@ -56,7 +61,7 @@ class Watch:
     def forget(self) -> None:
         """Drops what calibration left behind."""
         self.tokens = 0
-        for kept in (self._spans, self._index, self._names, self._alive, self._reads):
+        for kept in (self._spans, self._index, self._names, self._alive, self._reads, self.collections):
             kept.clear()
 
     def enter_module(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
@@ -68,6 +73,8 @@ class Watch:
         number = self._index.get(id(module))
         if number is None:
             number = self._name(module, stack)
+        if not self.autocast and len(stack) < 2:  # trainers switch it on around the model or inside its forward
+            self.autocast = _autocast()
         stack.append((number, time.time_ns()))
 
     def leave_module(self, module: torch.nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -118,18 +125,45 @@ class Watch:
             now = time.time_ns()
             self._reads.append(SyncPoint(now, now, threading.get_native_id(), call, "cuda", *user_line(frame)))
 
+    def collecting(self, phase: str, info: object) -> None:
+        """The garbage collector's callback; it runs on the thread that triggered it and holds up all."""
+        now = time.time_ns()
+        if phase == "start":
+            self._collecting_since = now
+        elif self._collecting_since is not None:
+            if self.active:
+                self.collections.append((self._collecting_since, now))
+            self._collecting_since = None
+
     def module_names(self) -> tuple[tuple[str, str], ...]:
         return tuple(self._names)
 
-    def spans(self, offset: int) -> tuple[Any, Any, Any, Any]:
+    def spans(self) -> tuple[Any, Any, Any, Any]:
         """Module, start, end, thread of each call, sorted by start with parents first."""
         table = np.array(self._spans, np.int64).reshape(-1, 4)
-        table = table[np.lexsort((-table[:, 2], table[:, 1]))]
-        return table[:, 0], table[:, 1] - offset, table[:, 2] - offset, table[:, 3]
+        module, start, end, thread = table[np.lexsort((-table[:, 2], table[:, 1]))].T
+        return module, start, end, thread
 
-    def sync_points(self, offset: int) -> Iterator[SyncPoint]:
-        for read in self._reads:
-            yield replace(read, start_ns=read.start_ns - offset, end_ns=read.end_ns - offset)
+    def sync_points(self) -> tuple[SyncPoint, ...]:
+        return tuple(self._reads)
+
+
+@contextmanager
+def collector_watched(watch: Watch) -> Iterator[None]:
+    """Notes when Python's garbage collector runs."""
+    gc.callbacks.append(watch.collecting)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the user may have cleared the list
+            gc.callbacks.remove(watch.collecting)
+
+
+def _autocast() -> str:
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    return ""
 
 
 @contextmanager
@@ -174,7 +208,7 @@ def watched_cuda_syncs(watch: Watch) -> Iterator[None]:
     with ignoring_warning("Synchronization debug mode"):  # a prototype, torch says
         torch.cuda.set_sync_debug_mode("warn")
     try:
-        with sync_warnings_to(watch):
+        with sync_warnings_to(watch), waits_noted(watch, torch.cuda), waits_noted(watch, torch.cuda.Event):
             yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -201,6 +235,25 @@ def sync_warnings_to(watch: Watch) -> Iterator[None]:
             warnings.showwarning = show
         if entry in warnings.filters:
             warnings.filters.remove(entry)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def waits_noted(watch: Watch, owner: Any) -> Iterator[None]:
+    """torch's sync debug mode is silent where the user waits by name: `torch.cuda.synchronize`, `Event.synchronize`."""
+    wait = owner.synchronize
+    call = f"{owner.__name__}.synchronize"
+
+    @functools.wraps(wait)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        watch.waited(call, sys._getframe(1))
+        return wait(*args, **kwargs)
+
+    owner.synchronize = noted
+    try:
+        yield
+    finally:
+        if owner.synchronize is noted:
+            owner.synchronize = wait
 
 
 @contextmanager
@@ -269,8 +322,8 @@ def _inside_library(file: str) -> str | None:
 class Sampler:
     """A thread that notes the profiled thread's line every 5 ms: evidence for gaps, where no operator runs."""
 
-    def __init__(self, thread: int, watch: Watch) -> None:
-        self._watched, self._watch = thread, watch
+    def __init__(self, thread: int) -> None:
+        self.thread = thread  # Python's id of the thread to look at; may be changed while it runs
         self._seen: list[tuple[int, str, int]] = []
         self._spent_ns = 0
         self._over = threading.Event()
@@ -287,7 +340,7 @@ class Sampler:
     def _run(self) -> None:
         while not self._over.wait(SAMPLE_SECONDS):
             now = time.time_ns()
-            frame = sys._current_frames().get(self._watched)
+            frame = sys._current_frames().get(self.thread)
             if frame is None:
                 break
             file, line, _ = user_line(frame)
@@ -298,10 +351,11 @@ class Sampler:
     def cost_ns(self) -> float:
         return self._spent_ns / max(len(self._seen), 1)
 
-    def samples(self, offset: int) -> tuple[tuple[tuple[str, int], ...], Any, Any]:
+    def samples(self) -> tuple[tuple[tuple[str, int], ...], Any, Any]:
+        """Places (file and line), and of each sample its place and its time."""
         index: dict[tuple[str, int], int] = {}
         place = [index.setdefault((file, line), len(index)) for _, file, line in self._seen]
-        moment = [t - offset for t, _, _ in self._seen]
+        moment = [t for t, _, _ in self._seen]
         return tuple(index), np.array(place, np.int64), np.array(moment, np.int64)
 
 

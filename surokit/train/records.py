@@ -345,12 +345,7 @@ class Records:
 def read(path: Path) -> dict[str, NDArray[np.float64]]:
     """The columns of a records file; a line that a kill cut short is passed over."""
     rows: dict[int, dict[str, float]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            values = {name: float(value) for name, value in json.loads(line).items()}
-            step = int(values["step"])
-        except (ValueError, TypeError, AttributeError, KeyError):
-            continue
+    for step, values in _lines(path):
         if "wall_ms" in values:
             while rows and next(reversed(rows)) >= step:
                 rows.popitem()
@@ -359,6 +354,21 @@ def read(path: Path) -> dict[str, NDArray[np.float64]]:
             rows[step].update(values)
     names = dict.fromkeys((*COLUMNS, *(name for row in rows.values() for name in row)))
     return {name: np.array([row.get(name, math.nan) for row in rows.values()], dtype=np.float64) for name in names}
+
+
+def wall_ms_in(path: Path) -> float:
+    """Time of every step that a records file has, those included that a resume took again."""
+    return sum(values.get("wall_ms", 0.0) for _, values in _lines(path))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            values = {name: float(value) for name, value in json.loads(line).items()}
+            step = int(values["step"])
+        except (ValueError, TypeError, AttributeError, KeyError):
+            continue
+        yield step, values
 
 
 def _plain(name: str, value: Any) -> int | float | str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,10 @@ from surokit.recipe import Recipe, find_recipe
 from surokit.train import checkpoint as checkpoints
 from surokit.train.diagnose import Finding, find_first_bad
 from surokit.train.errors import NonFiniteError, ResumeError
-from surokit.train.meters import Numerics, Watcher
+from surokit.train.meters import Watcher
 from surokit.train.optim import AdamW, Spec, gradient_norm, spec_from_dict, spec_to_dict
 from surokit.train.random_state import RandomState, kept, seeded
-from surokit.train.records import Late, Record, Records, read
+from surokit.train.records import Late, Record, Records, read, wall_ms_in
 from surokit.train.schedule import Cosine, Schedule, schedule_from_dict, schedule_to_dict
 from surokit.train.setup import (
     another_recipe,
@@ -54,14 +54,30 @@ from surokit.train.summary import Summary, summarize
 if TYPE_CHECKING:
     import pandas as pd
 
+    from surokit.profiler.device import DeviceWatch
+
 Meter = Callable[["Session"], Mapping[str, Tensor | float]]
 Exist = Literal["new", "resume", "error"]
 
 # torch.compile's cold start takes one to two minutes on a CPU and less on a GPU, where steps are shorter too
 COMPILE_FROM_STEPS = {"cpu": 2000, "cuda": 500}
+DEVICE_COLUMNS = {"power_w", "sm_mhz", "throttled"}  # of the records on a GPU, where NVML gives them
 _STOP_FILE_EVERY_S = 0.5
 _ADAMW = Spec(AdamW, {"lr": 3e-4})
 _COSINE = Cosine(warmup=20, steps=500)
+
+
+@runtime_checkable
+class Attachable(Protocol):
+    """A meter's settings: each session attaches one of its own, which keeps them as `value`. It may also have `paused()`, called
+    when something that is no step has happened."""
+
+    def attach(self) -> Meter: ...
+
+
+def settings_of(meter: Meter) -> Meter | Attachable:
+    value = getattr(meter, "value", None)
+    return value if isinstance(value, Attachable) else meter
 
 
 class Subscriber(Protocol):
@@ -108,7 +124,7 @@ class Session:
     compile: True, False, or "auto": from 2000 planned steps on a CPU and 500 on a GPU, where it pays for its start.
     meters: functions of the session, called after each update while gradients are still there; each returns 0-d
         tensors or floats by name, which become columns of the records. surokit.numerics(every=20) measures each layer's
-        quantization.
+        quantization, surokit.activity(every=200) the device's busy share.
     max_skipped: non-finite steps in a row before NonFiniteError. Such steps change nothing; the first is explained.
     """
 
@@ -130,7 +146,7 @@ class Session:
         run_dir: str | Path | None = None,
         exist: Exist = "new",
         compile: bool | Literal["auto"] = "auto",
-        meters: Sequence[Meter | Numerics] = (),
+        meters: Sequence[Meter | Attachable] = (),
         max_skipped: int = 5,
     ) -> None:
         check_settings(
@@ -157,9 +173,13 @@ class Session:
         self.steps = 0
         self.tokens = 0
         self.elapsed_s = 0.0
-        self.run_s = 0.0
+        self.step_s = 0.0  # of elapsed_s, what is this session's own: a fork begins anew
+        self.redone_s = 0.0
+        self._run_s = 0.0
+        self._began: float | None = None
         self.length: int | None = None
-        self._meters: list[Meter] = [m.attach() if isinstance(m, Numerics) else m for m in meters]
+        self._meters: list[Meter] = [m.attach() if isinstance(m, Attachable) else m for m in meters]
+        self._device_watch = self._make_device_watch()
         self._subscribers: list[Subscriber] = []
         self._forward: Callable[..., Any] | None = None
         self._random = RandomState.seeded(seed, self.device)
@@ -187,8 +207,8 @@ class Session:
         """
         steps = self._planned(steps, minutes)
         last = math.inf if steps is None else self.steps + steps
-        began = time.monotonic()
-        deadline = math.inf if minutes is None else began + 60 * minutes
+        self._began = time.monotonic()
+        deadline = math.inf if minutes is None else self._began + 60 * minutes
         reason = "done"
         self._clear_stop()
         self._decide_compile(steps)
@@ -210,12 +230,17 @@ class Session:
             reason = f"failed: {type(error).__name__}: {error}"
             raise
         finally:
-            self.run_s += time.monotonic() - began
+            self._run_s, self._began = self.run_s, None
             try:
                 self._harvest(wait=True)
             finally:
                 self.records.flush()
                 self._tell("on_end", reason)
+
+    @property
+    def run_s(self) -> float:
+        """Seconds in run() so far, with evaluations and checkpoints."""
+        return self._run_s + (0.0 if self._began is None else time.monotonic() - self._began)
 
     def step(self, batch: Batch | Sequence[Batch]) -> Record:
         """One optimizer step on a batch: a dict, which is split in `accumulate` equal parts along B, or a list of dicts.
@@ -341,10 +366,15 @@ class Session:
         wall_s = end_s - (self._mark if self._mark is not None else start_s)
         if self.device.type != "cuda" and in_loop and wall_s > 0:
             host["idle_frac"] = 1 - (end_s - start_s) / wall_s
+        if self._device_watch is not None:
+            host.update(
+                (name, self._device_watch.latest[name]) for name in DEVICE_COLUMNS & self._device_watch.latest.keys()
+            )
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         self.length = batches[0]["input_ids"].shape[1]
         self.tokens += tokens
         self.elapsed_s += wall_s
+        self.step_s += wall_s
         record = Record(
             step=self.steps,
             lr=lr,
@@ -692,19 +722,22 @@ class Session:
         self.data.load_state_dict(state["data"])
         self._random = RandomState.from_dict(state["random"], self.device)
         self.steps, self.tokens = meta["step"], meta["tokens"]
-        self.elapsed_s, self.run_s = meta["elapsed_s"], meta["run_s"]
+        self.elapsed_s = self.step_s = meta["elapsed_s"]
+        self._run_s = meta["run_s"]
         self.evaluations = [Evaluation(**row) for row in meta["evaluations"]]
         self._saved_at = self.steps
         if self.records.path is not None and self.records.path.exists():
             rows = read(self.records.path)
             before = rows["step"] <= self.steps
             self.records.restore({name: column[before] for name, column in rows.items()})
+            self.step_s = float(rows["wall_ms"][before].sum()) / 1e3
+            self.redone_s = wall_ms_in(self.records.path) / 1e3 - self.step_s
 
     def fork(
         self,
         recipe: Recipe | str | None = None,
         run_dir: str | Path | None = None,
-        meters: Sequence[Meter | Numerics] | None = None,
+        meters: Sequence[Meter | Attachable] | None = None,
     ) -> Session:
         """A twin that goes on from here with copies of its own: same weights, optimizer state, step, schedule, seed and
         random states, same next batch; only the recipe differs. With the same recipe it does bit for bit the same.
@@ -742,7 +775,7 @@ class Session:
             schedule=self.schedule,
             run_dir=run_dir,
             compile=self.compile,
-            meters=[m.value if isinstance(m, Watcher) else m for m in self._meters] if meters is None else meters,
+            meters=[settings_of(m) for m in self._meters] if meters is None else meters,
             **settings,
         )
         twin._spec = self._spec
@@ -825,16 +858,35 @@ class Session:
     @contextmanager
     def _loop(self) -> Iterator[None]:
         """While it lasts, the time between steps counts as theirs."""
+        if self._device_watch is not None:
+            self._device_watch.start()
         self._mark, self._end, self.data.waited_ms = time.perf_counter(), None, 0.0
         try:
             yield
         finally:
             self._mark = self._end = None
+            self._pause_meters()
+            if self._device_watch is not None:
+                self._device_watch.stop()
 
     def _pause_clock(self) -> None:
         """What was done since the last step is not the next step's time."""
+        self._pause_meters()
         if self._mark is not None:
             self._mark, self._end = time.perf_counter(), None
+
+    def _pause_meters(self) -> None:
+        for meter in self._meters:
+            if (paused := getattr(meter, "paused", None)) is not None:
+                paused()
+
+    def _make_device_watch(self) -> DeviceWatch | None:
+        """Power, clock and throttling of a GPU become columns of the records, read once a second by a thread."""
+        if self.device.type != "cuda":
+            return None
+        from surokit.profiler.device import DeviceWatch
+
+        return DeviceWatch(self.device.index)
 
     def _planned(self, steps: int | None, minutes: float | None) -> int | None:
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):

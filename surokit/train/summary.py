@@ -1,6 +1,7 @@
-"""A run in one table: sustained speed with its spread and drift, idle share, utilisation of a named peak, cost.
+"""A run in one table: sustained speed with its spread and drift, goodput, what was lost, utilisation of a named peak, cost.
 
-The first steps (caches, allocator, compilation) are left out of every rate, and how many they are is said.
+The first steps (caches, allocator, compilation) are left out of every rate, and how many they are is said. The arithmetic of
+sustained figures is the profiler's (profiler/sustained.py), which has them for any loop.
 """
 
 from __future__ import annotations
@@ -11,26 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from surokit.tables import html_table, text_table
 
 if TYPE_CHECKING:
     from surokit.train.session import Session
 
-WARM_UP = 10  # steps, or a tenth of the run if that is less
-MIN_WINDOWS = 20
-
 
 @dataclass(frozen=True)
 class Summary:
     """What a run came to. Prints as a table, shows itself in a notebook; `as_dict()` for other uses.
 
-    Rates are over the steps after `warmup_steps`; step time covers what happens between steps except evaluations and
-    checkpoints, which `run_s` includes. tokens_per_s_p5 ... p95: over windows of one second, or over steps in a run
-    of fewer than 20 s (`windows` says which). drift: speed of the last tenth of the steps over the first tenth, less 1.
-    idle_frac: a lower bound (see Record). mfu: share of `peak`; None where there is no peak to name, and `peak` says why.
-    lost_gpu_hours: idle share of the step time, in hours (of the CPU where there is no GPU).
+    Rates are over the steps after `warmup_steps`, which took warmup_s; step_s covers what happens between steps except
+    evaluations and checkpoints, which run_s includes. redone_s, a part of run_s: steps that a resume took again, because they
+    were behind the last checkpoint. tokens_per_s_1s, _1min, _10min: over the last steps that together take that long, NaN in a
+    shorter run. tokens_per_s_p5 ... p95: over windows of one second, or over steps in a run of fewer than 20 s (`windows` says
+    which). drift: speed of the last tenth of the steps over the first tenth, less 1. idle_frac: a lower bound (see Record);
+    sampled_idle_frac: the mean over the windows of surokit.activity, None without them.
+    goodput: step time that was neither skipped nor waiting for data over run_s. lost_gpu_hours: run_s less the busy time of the
+    steps that count, at least (of the CPU where there is no GPU); lost_usd at the price given. mfu: share of `peak`; None where
+    there is no peak to name, and `peak` says why.
     """
 
     recipe: str
@@ -40,19 +41,27 @@ class Summary:
     skipped: int
     tokens: int
     warmup_steps: int
+    warmup_s: float
     run_s: float
+    redone_s: float
     step_s: float
     tokens_per_s: float
+    tokens_per_s_1s: float
+    tokens_per_s_1min: float
+    tokens_per_s_10min: float
     tokens_per_s_p5: float
     tokens_per_s_p50: float
     tokens_per_s_p95: float
     windows: str
     drift: float
     idle_frac: float
+    sampled_idle_frac: float | None
+    goodput: float
+    lost_gpu_hours: float
+    lost_usd: float | None
     mfu: float | None
     peak: str
     peak_gib: float
-    lost_gpu_hours: float
     usd_per_1e9_tokens: float | None
     loss: float
     eval_loss: float | None
@@ -62,29 +71,29 @@ class Summary:
         return asdict(self)
 
     def _rows(self) -> list[tuple[str, str]]:
+        from surokit.profiler.sustained import number, percent, rows
+
         skipped = f", {self.skipped} skipped" if self.skipped else ""
-        spread = "  ".join(_number(v) for v in (self.tokens_per_s_p5, self.tokens_per_s_p50, self.tokens_per_s_p95))
-        warm_up = "the first step" if self.warmup_steps == 1 else f"the first {self.warmup_steps} steps"
-        drift = _percent(self.drift, "+")
-        rows = [
+        redone = f", {self.redone_s:.1f} s taken again after a restart" if self.redone_s else ""
+        figures = rows(self)
+        out = [
             ("recipe", f"{self.recipe}{f' ({self.numerics})' if self.numerics else ''}"),
             ("device", self.device),
-            ("steps", f"{self.steps}{skipped}; {_number(self.tokens)} tokens"),
-            ("wall", f"{self.run_s:.1f} s, of it {self.step_s:.1f} s in steps"),
-            ("tokens/s, sustained", f"{_number(self.tokens_per_s)}, without {warm_up}"),
-            ("p5  p50  p95", f"{spread}, over {self.windows}"),
-            ("drift", drift if math.isnan(self.drift) else f"{drift} from the first to the last tenth"),
-            ("idle, at least", _percent(self.idle_frac)),
+            ("steps", f"{self.steps}{skipped}; {number(self.tokens)} tokens"),
+            ("wall", f"{self.run_s:.1f} s, of it {self.step_s:.1f} s in steps{redone}"),
+            *figures[:-2],
+            ("idle, at least", percent(self.idle_frac)),
+            *([] if self.sampled_idle_frac is None else [("idle, sampled", percent(self.sampled_idle_frac))]),
+            *figures[-2:],
             ("MFU", f"{self.mfu:.1%} of {self.peak}" if self.mfu is not None else f"none: {self.peak}"),
-            ("peak memory", f"{_number(self.peak_gib)} GiB"),
-            ("lost hours", _number(self.lost_gpu_hours)),
+            ("peak memory", f"{number(self.peak_gib)} GiB"),
         ]
         if self.usd_per_1e9_tokens is not None:
-            rows.append(("USD per 1e9 tokens", f"{self.usd_per_1e9_tokens:,.2f}"))
-        rows.append(("loss, last", f"{self.loss:.4f}"))
+            out.append(("USD per 1e9 tokens", f"{self.usd_per_1e9_tokens:,.2f}"))
+        out.append(("loss, last", f"{self.loss:.4f}"))
         if self.eval_loss is not None:
-            rows.append(("held-out loss, last", f"{self.eval_loss:.4f}"))
-        return rows
+            out.append(("held-out loss, last", f"{self.eval_loss:.4f}"))
+        return out
 
     def __repr__(self) -> str:
         return text_table(self._rows(), indent="")
@@ -95,22 +104,31 @@ class Summary:
 
 def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summary:
     """The summary of the steps that `session.records` holds; ValueError before the first step."""
-    if usd_per_gpu_hour is not None and not 0 <= usd_per_gpu_hour < math.inf:
-        raise ValueError(f"summary(usd_per_gpu_hour={usd_per_gpu_hour}): a price is a finite number >= 0.")
+    from surokit.profiler.sustained import sustain
+
     columns = {name: session.records.column(name) for name in session.records.names}
     steps = len(columns["step"])
     if not steps:
         raise ValueError("There is nothing to sum up before the first step: call session.run(steps) first.")
-    warm = min(WARM_UP, steps // 10) or int(steps > 1)
-    wall_ms, tokens = columns["wall_ms"][warm:], columns["tokens"][warm:]
-    tokens_per_s = float(tokens.sum() / wall_ms.sum() * 1e3)
-    rates, windows = _rates(tokens, wall_ms)
-    p5, p50, p95 = (float(p) for p in np.percentile(rates, (5, 50, 95)))
-    idle = _idle(columns["idle_frac"][warm:], wall_ms)
     step_s = float(columns["wall_ms"].sum()) / 1e3
-    mfu, peak = _utilisation(session, tokens_per_s)
+    # where older steps have left memory, those that are there stand for all
+    all_steps_s = max(session.step_s, step_s)
+    held = step_s / all_steps_s if all_steps_s else 1.0
+    run_s = max(session.run_s, all_steps_s) + session.redone_s
+    sustained = sustain(
+        columns["wall_ms"],
+        columns["tokens"],
+        idle_frac=columns["idle_frac"],
+        skipped=columns["skipped"],
+        stall_ms=columns["stall_ms"],
+        run_s=held * run_s,
+        usd_per_gpu_hour=usd_per_gpu_hour,
+    )
+    busy = columns.get("busy_frac", np.array([]))
+    busy = busy[np.isfinite(busy)]
+    mfu, peak = _utilisation(session, sustained.tokens_per_s)
     losses = columns["loss"][np.isfinite(columns["loss"])]
-    price = None if usd_per_gpu_hour is None else usd_per_gpu_hour * 1e9 / tokens_per_s / 3600
+    price = None if usd_per_gpu_hour is None else usd_per_gpu_hour * 1e9 / sustained.tokens_per_s / 3600
     return Summary(
         recipe=session.recipe.name if session.recipe else "as given",
         numerics=session.numerics,
@@ -118,20 +136,12 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
         steps=steps,
         skipped=int(np.nansum(columns["skipped"])),
         tokens=int(columns["tokens"].sum()),
-        warmup_steps=warm,
-        run_s=max(session.run_s, step_s),
-        step_s=step_s,
-        tokens_per_s=tokens_per_s,
-        tokens_per_s_p5=p5,
-        tokens_per_s_p50=p50,
-        tokens_per_s_p95=p95,
-        windows=windows,
-        drift=_drift(tokens, wall_ms),
-        idle_frac=idle,
+        redone_s=session.redone_s,
+        **asdict(sustained),
+        sampled_idle_frac=1 - float(busy.mean()) if len(busy) else None,
         mfu=mfu,
         peak=peak,
         peak_gib=float(np.nanmax(columns["peak_gib"])),
-        lost_gpu_hours=idle * step_s / 3600,
         usd_per_1e9_tokens=price,
         loss=float(losses[-1]) if len(losses) else math.nan,
         eval_loss=session.evaluations[-1].loss if session.evaluations else None,
@@ -141,41 +151,6 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
 def device_name(device: torch.device) -> str:
     """The GPU's name, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "not measured"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _percent(value: float, sign: str = "") -> str:
-    return "not measured" if math.isnan(value) else f"{value:{sign}.1%}"
-
-
-def _rates(tokens: NDArray[np.float64], wall_ms: NDArray[np.float64]) -> tuple[NDArray[np.float64], str]:
-    """Tokens/s over windows of at least one second, or over steps where there would be too few."""
-    ends = np.cumsum(wall_ms)
-    if ends[-1] < MIN_WINDOWS * 1e3:
-        return tokens / wall_ms * 1e3, "steps"
-    window = (ends // 1e3).astype(int)
-    last = np.append(window[1:] != window[:-1], True)
-    totals, times = np.cumsum(tokens)[last], ends[last]
-    return np.diff(totals, prepend=0.0) / np.diff(times, prepend=0.0) * 1e3, "windows of 1 s"
-
-
-def _drift(tokens: NDArray[np.float64], wall_ms: NDArray[np.float64]) -> float:
-    tenth = len(tokens) // 10
-    if not tenth:
-        return math.nan
-    first = tokens[:tenth].sum() / wall_ms[:tenth].sum()
-    last = tokens[-tenth:].sum() / wall_ms[-tenth:].sum()
-    return float(last / first - 1)
-
-
-def _idle(idle_frac: NDArray[np.float64], wall_ms: NDArray[np.float64]) -> float:
-    known = np.isfinite(idle_frac)
-    return float((idle_frac[known] * wall_ms[known]).sum() / wall_ms[known].sum()) if known.any() else math.nan
 
 
 def _utilisation(session: Session, tokens_per_s: float) -> tuple[float | None, str]:

@@ -64,6 +64,8 @@ class Panel:
         self._theme: Theme = theme
         self._waiting: deque[Any] = deque()
         self._due_s = -float("inf")
+        self._began_s: float | None = None  # of the run that goes on
+        self._ran_s = 0.0  # of those before it
         self._warned = False
 
     def open(self) -> Panel:
@@ -74,6 +76,7 @@ class Panel:
     def on_start(self, total: int | None) -> None:
         """The run that begins now is planned to end at step `total`; None where it is planned by time."""
         self.state.total = total
+        self._began_s = self._clock()
 
     def on_step(self, record: Any) -> None:
         """Note one step and redraw if it is time. record: a Record, or a mapping with columns of `records.frame()`."""
@@ -101,6 +104,7 @@ class Panel:
     def on_end(self, reason: str) -> None:
         """Take in what is there and leave the final picture. reason: "done", "interrupted" or "failed: ..."."""
         self.state.reason = reason
+        self._ran_s, self._began_s = self._run_s(), None
         self._update(final=True)
 
     def refresh(self) -> None:
@@ -109,6 +113,7 @@ class Panel:
 
     def _update(self, final: bool) -> None:
         started = self._clock()
+        self.state.run_s = self._run_s()
         try:
             self._take_in(final)
             if self._view is not None:
@@ -126,6 +131,9 @@ class Panel:
         ended = self._clock()
         # A slow front end gets fewer pictures, but never less than one in five seconds.
         self._due_s = ended + max(every_s, 1.0 / UPDATES_A_SECOND, min((ended - started) / DRAWING_SHARE, 5.0))
+
+    def _run_s(self) -> float:
+        return self._ran_s + (0.0 if self._began_s is None else self._clock() - self._began_s)
 
     def _take_in(self, everything: bool) -> None:
         """Move what has arrived from the waiting list into the state, in order."""
@@ -147,6 +155,7 @@ class Panel:
                 elapsed=record.elapsed_s,
                 idle=late.get("idle_frac"),
                 skipped=late.get("skipped", 0.0) != 0.0,
+                stall=record.stall_ms / 1e3,
             )
             waiting.popleft()
 
@@ -285,7 +294,9 @@ def picture(state: PanelState, theme: Theme = "auto") -> str:
                 legend=False,
             )
         )
-    foot: list[tuple[Literal["note", "warning"], str]] = [("note", line) for line in layer_lines(state)]
+    foot: list[tuple[Literal["note", "warning"], str]] = [
+        ("note", line) for line in [*layer_lines(state), *sustained_lines(state)]
+    ]
     for line in state.warning_lines():
         head, *rest = wrap(cut(line, 150), 78)
         foot += [("warning", head), *(("note", part) for part in rest)]
@@ -399,9 +410,23 @@ def summary_text(state: PanelState) -> str:
     _, y = state.loss_mean.points()
     if len(y) > 1:
         lines.append(f"loss {short(y[0])} {sparkline(y)} {short(y[-1])}")
-    lines += layer_lines(state)
+    lines += layer_lines(state) + sustained_lines(state)
     lines += [f"! {line}" for line in state.warning_lines()]
     return "\n".join(lines)
+
+
+def sustained_lines(state: PanelState) -> list[str]:
+    """Rates over the last second, minute and ten minutes and over all, goodput and lost time in a line; [] before there are."""
+    rates = {name: recent.rate for name, recent in state.recent.items()} | {"all": state.overall_rate}
+    told = [f"{name} {short(rate)}" for name, rate in rates.items() if rate is not None]
+    if state.goodput is None or not told:
+        return []
+    unit = "Tokens/s" if state.tokens else "Steps/s"
+    return [f"{unit}: {', '.join(told)} · goodput {100 * state.goodput:.1f} % · {_lost(state.lost_s)} lost"]
+
+
+def _lost(seconds: float) -> str:
+    return f"{short(seconds / 3600)} h" if seconds >= 360 else f"{short(seconds)} s"
 
 
 def layer_lines(state: PanelState) -> list[str]:

@@ -11,6 +11,7 @@ Nothing here knows a notebook, a tensor or a clock.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ Point = tuple[float, float]
 
 MEAN_STEPS = 10.0
 MEAN_SHARE = 1 / 40
+LAST = {"1 s": 1.0, "1 min": 60.0, "10 min": 600.0}  # spans over which the panel tells the rate
 
 
 class Series:
@@ -120,6 +122,37 @@ def _x(point: Point) -> float:
     return point[0]
 
 
+class Recent:
+    """Work over seconds of the last steps that together take `span_s`, in bounded memory: steps are kept in runs of a 64th of
+    the span, so that the rate is over at most a run and a step more than that."""
+
+    def __init__(self, span_s: float) -> None:
+        self.span_s = span_s
+        self._runs: deque[tuple[float, float]] = deque()  # seconds, work; closed ones
+        self._seconds = self._work = 0.0  # of all of them and the open one
+        self._open_seconds = self._open_work = 0.0
+
+    def add(self, seconds: float, work: float) -> None:
+        self._seconds += seconds
+        self._work += work
+        self._open_seconds += seconds
+        self._open_work += work
+        if self._open_seconds < self.span_s / 64:
+            return
+        runs = self._runs
+        runs.append((self._open_seconds, self._open_work))
+        self._open_seconds = self._open_work = 0.0
+        while self._seconds - runs[0][0] >= self.span_s:
+            oldest_s, oldest = runs.popleft()
+            self._seconds -= oldest_s
+            self._work -= oldest
+
+    @property
+    def rate(self) -> float | None:
+        """None before the steps take `span_s`."""
+        return self._work / self._seconds if self._seconds >= self.span_s * (1 - 1e-9) else None
+
+
 class PanelState:
     """Everything a view draws: curves, totals, warnings, and why the run ended.
 
@@ -131,6 +164,9 @@ class PanelState:
     1 / that number, m <- m + a (loss - m) and w <- w + a (1 - w) from zero, shown bias-corrected as m / w (Adam's
     correction, for an `a` that changes). Losses that are not finite are left out of it. The sustained rates divide two
     decaying sums (half-life `half_life_s` of run time), work over seconds, so a pause counts in full.
+
+    Goodput and lost time are those of profiler/sustained.py, step by step: of the run's wall time (`run_s`, where somebody
+    says it, else the steps'), what was neither skipped nor waiting for a batch, and what was not busy work that counts.
     """
 
     def __init__(
@@ -153,6 +189,8 @@ class PanelState:
         self.first_step: int | None = None
         self.tokens = 0
         self.elapsed_s = 0.0
+        self.run_s = 0.0  # wall time of the run, with what is no step; 0 where nobody says it
+        self.recent = {name: Recent(span_s) for name, span_s in LAST.items()}
         self.loss, self.loss_mean, self.held_out = Series(limit), Series(limit), Series(limit)
         self.rate, self.rate_sustained = Series(limit), Series(limit)  # tokens/s, or steps/s where tokens are unknown
         self.idle, self.idle_mean = Series(limit), Series(limit)
@@ -162,6 +200,7 @@ class PanelState:
         self.first_bad = ""
         self._losses = 0
         self._sum = self._weight = self._deviation = 0.0
+        self._step_s = self._good_s = self._busy_s = self._rate_s = self._rate_work = 0.0
         self._seconds_sum = self._work_sum = self._idle_sum = self._idle_seconds = self._steps_sum = 0.0
 
     @classmethod
@@ -193,6 +232,7 @@ class PanelState:
             idle=known("idle_frac"),
             held_out=known("eval_loss"),
             skipped=bool(known("skipped")),
+            stall=(known("stall_ms") or 0.0) / 1e3,
         )
 
     def add(
@@ -206,9 +246,11 @@ class PanelState:
         idle: float | None = None,
         held_out: float | None = None,
         skipped: bool = False,
+        stall: float = 0.0,
     ) -> None:
         """One step's numbers; None means not measured. seconds: wall time since the step before. elapsed: seconds of the
-        whole run so far, by default the sum of those. idle: share of the step's time, 0..1.
+        whole run so far, by default the sum of those. idle: share of the step's time, 0..1. stall: seconds of it that waited
+        for a batch.
 
         The same step may come again with further numbers. Costs a few microseconds, on average the same in a long run.
         """
@@ -225,6 +267,11 @@ class PanelState:
             self.tokens += int(tokens)
         if seconds is not None and seconds > 0.0:
             self._add_rate(step, tokens, seconds, idle)
+            self._step_s += seconds
+            if not skipped:
+                idle_s = stall if idle is None or idle != idle else idle * seconds
+                self._good_s += seconds - min(stall, idle_s)
+                self._busy_s += seconds - idle_s
         if elapsed is not None:
             self.elapsed_s = elapsed
 
@@ -270,6 +317,10 @@ class PanelState:
         self._seconds_sum = decay * self._seconds_sum + seconds
         self._work_sum = decay * self._work_sum + work
         self._steps_sum = decay * self._steps_sum + 1.0
+        self._rate_s += seconds
+        self._rate_work += work
+        for recent in self.recent.values():
+            recent.add(seconds, work)
         self.rate.append(step, work / seconds)
         self.rate_sustained.append(step, self._work_sum / self._seconds_sum)
         if idle is not None and idle == idle:
@@ -292,6 +343,21 @@ class PanelState:
         if self.total is None or self.reason is not None or self._steps_sum == 0.0:
             return None
         return max(self.total - self.step, 0) * self._seconds_sum / self._steps_sum
+
+    @property
+    def overall_rate(self) -> float | None:
+        """Work a second over all steps but the first."""
+        return self._rate_work / self._rate_s if self._rate_s else None
+
+    @property
+    def goodput(self) -> float | None:
+        """Time of steps that count, without waiting for data, over the wall time of the run; None before the first."""
+        return self._good_s / max(self.run_s, self._step_s) if self._step_s else None
+
+    @property
+    def lost_s(self) -> float:
+        """Wall time of the run less the busy time of the steps that count; at least."""
+        return max(self.run_s, self._step_s) - self._busy_s
 
     def warning_lines(self) -> list[str]:
         """The warnings as sentences, worst first."""

@@ -83,7 +83,7 @@ def test_a_session_teaches_the_plan(session):
     assert check(now, session)["step"].ratio == pytest.approx(1)
 
 
-SLOW = Ceilings("a test", bf16_tflops=1e-3, bandwidth_tb_s=1e-4, launch_us=1)
+SLOW = Ceilings("a test", bf16_tflops=1e-5, bandwidth_tb_s=1e-6, launch_us=1)  # seconds a step, on any machine
 FAST = Ceilings("a test", bf16_tflops=1e3, bandwidth_tb_s=1e2, launch_us=1e-3)
 
 

@@ -3,14 +3,26 @@
 import gzip
 import json
 import pickle
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
+import pandas
 import pytest
+import torch
 
+from surokit.calibration import calibrate
+from surokit.profiler.capture import profile
 from surokit.profiler.report import Profile
+from surokit.profiler.timeline import Event, Kind, Timeline
+from tests.profiler.models import train
 from tests.profiler.traces import events, gpu_recording
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +48,33 @@ def test_saved_and_loaded(profile_, tmp_path, name):
 
 def test_pickled(profile_):
     same(pickle.loads(pickle.dumps(profile_)), profile_)
+
+
+def test_a_file_of_the_first_version_is_read(profile_):
+    first = Profile.load(Path(__file__).with_name("profile_v1.json.gz"))
+    assert (first.name, first.by) == ("hand made", "kernel")
+    for name in ("wall_ms", "busy_ms", "idle_ms", "host_wait_ms", "launches_per_step", "tokens_per_s"):
+        assert first.summary[name] == profile_.summary[name], name
+    assert first.lost.ms_per_step.tolist() == profile_.lost.ms_per_step.tolist()
+    assert first.modules.self_ms.tolist() == profile_.modules.self_ms.tolist()
+
+
+def test_kernels_of_a_graph_are_named_after_an_eager_step(tmp_path):
+    eager = Profile(gpu_recording())
+    # the same kernels, all launched by one replay outside any module
+    replay = [Event(Kind.RUNTIME, "cudaGraphLaunch", 25_000, 30_000, 1, 500, -1)]
+    replay += [
+        replace(e, correlation=500, external=-1) for e in events() if e.kind == Kind.KERNEL and e.start_ns >= 30_000
+    ]
+    nobody = np.empty(0, np.int64)
+    spans = {"module_S": nobody, "start_S": nobody, "end_S": nobody, "thread_S": nobody}
+    graph = Profile(gpu_recording(timeline=Timeline.of(replay), modules=(), syncs=(), marks_ns=(), warmup=0, **spans))
+    assert graph.modules.module.tolist() == ["(cuda graph)"]
+    named = graph.named_by(eager)
+    assert named.modules.set_index("module").self_ms["a"] == pytest.approx(0.021)
+    assert "3 of 3 kernels" in " ".join(named.notes)
+    same(Profile.load(named.save(tmp_path / "p.json.gz")), named)
+    assert graph.modules.module.tolist() == ["(cuda graph)"]
 
 
 def test_bad_files_are_one_sentence(tmp_path, profile_):
@@ -66,7 +105,7 @@ def test_to_perfetto_and_back_keeps_the_times(profile_, tmp_path):
         [i for i in items if i.get("cat") in ("cpu_op", "cuda_runtime", "kernel", "gpu_memcpy", "user_annotation")]
     ) == len(events())
     again = Profile.from_trace(path).summary
-    steps = Profile(gpu_recording(warmup=0)).summary
+    steps = profile_.summary
     for name in (
         "wall_ms",
         "busy_ms",
@@ -82,11 +121,118 @@ def test_to_perfetto_and_back_keeps_the_times(profile_, tmp_path):
 
 def test_diff(profile_):
     slower = Profile(gpu_recording(back_to_back_ns=2000))
-    rows = profile_.diff(slower).set_index("metric")
+    frame = profile_.diff(slower)
+    rows = frame.set_index("metric")
+    assert type(rows) is pandas.DataFrame
     assert rows.loc["wall_ms", "change"] == 0
     assert rows.loc["kernel_wait_ms", "change"] == pytest.approx(0.001)
     assert "lost to syncs ms" in rows.index
+    assert "module a ms" in rows.index
     assert profile_.diff(profile_).change.abs().max() == 0
+
+
+def longer_by(us):
+    """The same profile with its last kernel ending later: what is added is busy time of module a."""
+    shifted = [replace(e, end_ns=e.end_ns + us * 1000) if e.name == "mul" else e for e in events()]
+    end_ns = max(e.end_ns for e in shifted)
+    return Profile(gpu_recording(timeline=Timeline.of(shifted), end_ns=end_ns), "longer")
+
+
+def test_diff_puts_what_grew_first_and_shows_both(profile_):
+    after = longer_by(30)
+    frame = profile_.diff(after)
+    assert (frame.metric[0], frame.change[0]) == ("wall_p95_ms", pytest.approx(0.030)) or frame.change[0] == max(
+        frame.change[:20]
+    )
+    times = frame[[m.endswith("ms") for m in frame.metric]]
+    assert times.change.tolist() == sorted(times.change, reverse=True)
+    assert frame.set_index("metric").loc["busy_ms", "change"] == pytest.approx(0.030)
+    assert frame.set_index("metric").loc["idle_ms", "change"] == pytest.approx(0)
+    text = repr(frame)
+    assert "before: hand made" in text
+    assert "after:  longer" in text
+    assert "  wall_ms 0.06 0.09 +0.03 +50%" in re.sub(" +", " ", text).replace("\n ", "\n  ")
+    html = frame._repr_html_()
+    ET.fromstring(html)
+    assert html.count("viewBox") == 2
+    assert "<script" not in html
+    # one scale: the shorter step ends at two thirds of the longer one
+    widths = [
+        float(r.get("width", "nan"))
+        for svg in ET.fromstring(html).iter(f"{SVG}svg")
+        if svg.get("viewBox")
+        for r in svg.findall(f"{SVG}rect")
+    ]
+    assert min(widths) / max(widths) == pytest.approx(60 / 90, abs=0.002)
+
+
+def test_diff_can_be_pickled_and_keeps_its_rows(profile_):
+    frame = profile_.diff(longer_by(30))
+    again = pickle.loads(pickle.dumps(frame))
+    assert type(again) is pandas.DataFrame
+    assert again.metric.tolist() == frame.metric.tolist()
+    assert again.after.tolist() == frame.after.tolist()
+
+
+def test_advice_is_found_by_number_rule_or_row(profile_):
+    table = profile_.advice
+    assert table.index.tolist() == list(range(1, len(table) + 1))
+    third = table.loc[3]
+    for asked in (3, third["rule"], third, dict(third)):
+        row = profile_._advice_row(asked)
+        assert (row["rule"], row["advice"], row["gain_ms"]) == (third["rule"], third["advice"], third["gain_ms"])
+    for asked in (0, len(table) + 1, "no such rule"):
+        with pytest.raises(LookupError, match=r"no advice .* it has 1 \("):
+            profile_.verify(asked, lambda: None)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    with profile(steps=3, warmup=2) as p:
+        train(5, each=lambda step, loss: loss.item())
+    return p
+
+
+def test_verify_tries_a_piece_of_advice(trained):
+    number = trained.advice.rule.tolist().index("sync") + 1
+    x = torch.ones(100, 100)
+    verdict = trained.verify(number, lambda: [x @ x for _ in range(30)], lambda: None, rounds=4)
+    assert verdict.rule == "sync"
+    assert verdict.predicted_ms == trained.advice.gain_ms[number]
+    assert verdict.after_ms < 0.5 * verdict.before_ms
+
+
+def test_the_speed_of_light_stays_with_the_profile(trained, tmp_path):
+    gpu = calibrate("cpu", seconds=0.2, cache=False, progress=False)
+    assert "of light" not in trained._repr_html_()
+    frame = trained.speed_of_light(gpu)
+    assert {"module", "self_ms", "light_ms", "share", "bound"} <= set(frame.columns)
+    again = Profile.load(trained.save(tmp_path / "p.json.gz"))
+    for p in (trained, again):
+        assert "of light" in p._repr_html_()
+        assert "of light" in repr(p)
+    with pytest.raises(ValueError, match="shapes"):
+        Profile(gpu_recording()).speed_of_light(gpu)
+
+
+def test_a_running_profile_says_so():
+    running = Profile._pending(lambda: None)
+    assert "running" in repr(running)
+    assert "running" in running._repr_html_()
+    with pytest.raises(RuntimeError, match="after the with block"):
+        running.summary  # noqa: B018
+    with pytest.raises(RuntimeError, match="after the with block"):
+        running.verify(1, lambda: None)
+
+
+def test_dollars_are_shown_where_a_price_is_known(profile_):
+    priced = Profile(gpu_recording(usd_per_gpu_hour=2.5))
+    assert "USD" not in repr(profile_) + profile_._repr_html_()
+    assert priced.lost.usd_per_day.tolist() == pytest.approx((priced.lost.share * 60).tolist())
+    # syncs: 11 of 60 us
+    assert "11.00" in next(line for line in repr(priced).splitlines() if line.startswith("  syncs"))
+    assert "USD a day" in priced._repr_html_()
+    assert "2.5 USD a GPU hour" in repr(priced)
 
 
 def test_text_names_the_essentials(profile_):

@@ -1,5 +1,8 @@
 """The interval algebra against a raster: one cell a nanosecond, filled by hand."""
 
+import time
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -97,21 +100,61 @@ def nested_calls(draw, begin=0, stop=SPAN, depth=3):
     return found
 
 
-@given(nested_calls(), st.lists(st.integers(-2, SPAN + 2), max_size=10))
-def test_innermost_and_self_time_of_nested_calls(calls, points):
-    calls.sort(key=lambda c: (c[0], -c[1]))
-    start = np.array([a for a, _ in calls], np.int64)
-    end = np.array([b for _, b in calls], np.int64)
-    found = tl.innermost(start, end, np.array(points, np.int64)).tolist()
-    for at, i in zip(points, found):
-        around = [(b - a) for a, b in calls if a <= at < b]
-        assert (i >= 0) == bool(around)
-        if around:
-            assert start[i] <= at < end[i]
-            assert end[i] - start[i] == min(around)
-    own = tl.self_time(start, end, np.zeros(len(calls), np.int64))
-    assert own.sum() == raster(start, end).sum()
-    assert (own >= 0).all()
+@given(st.lists(nested_calls(), min_size=1, max_size=3), st.lists(st.integers(-2, SPAN + 2), max_size=10))
+def test_innermost_and_self_time_of_nested_calls(threads, points):
+    calls = sorted(
+        ((a, b, thread) for thread, found in enumerate(threads) for a, b in found), key=lambda c: (c[0], -c[1])
+    )
+    start, end, thread = np.array(calls, np.int64).reshape(-1, 3).T
+    own = np.zeros(len(calls), np.int64)
+    for number in range(len(threads)):
+        here = np.flatnonzero(thread == number)
+        found = tl.innermost(start[here], end[here], np.array(points, np.int64)).tolist()
+        for at, i in zip(points, found):
+            around = [b - a for a, b, t in calls if t == number and a <= at < b]
+            assert (i >= 0) == bool(around)
+            if around:
+                assert start[here][i] <= at < end[here][i]
+                assert end[here][i] - start[here][i] == min(around)
+        for cell in range(-5, SPAN + 20):  # each nanosecond of a thread belongs to the innermost call
+            around = [i for i in here if start[i] <= cell < end[i]]
+            if around:
+                own[max(around)] += 1
+    assert tl.self_time(start, end, thread).tolist() == own.tolist()
+
+
+@given(spans, st.lists(st.integers(-7, SPAN + 20), max_size=10))
+def test_innermost_of_any_intervals_is_the_one_that_started_last(rows, points):
+    start, end = columns(rows)
+    for at, i in zip(points, tl.innermost(start, end, np.array(points, np.int64)).tolist()):
+        around = [(start[j], -end[j]) for j in range(len(rows)) if start[j] <= at < end[j]]
+        assert ((start[i], -end[i]) if i >= 0 else None) == max(around, default=None)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 63, 64, 65, 200])
+@pytest.mark.parametrize("length", [3, 100, 3000])
+def test_innermost_among_many(count, length):
+    rng = np.random.default_rng(count)
+    start = rng.integers(0, 1000, count)
+    end = start + rng.integers(0, length, count)
+    at = rng.integers(-10, 1100, 300)
+    for t, i in zip(at.tolist(), tl.innermost(start, end, at).tolist()):
+        around = [(start[j], -end[j]) for j in range(count) if start[j] <= t < end[j]]
+        assert ((start[i], -end[i]) if i >= 0 else None) == max(around, default=None)
+
+
+@given(spans, spans)
+def test_overlap_counts_the_cells_of_both(a, b):
+    both = raster(*columns(a)) & raster(*columns(b))
+    assert tl.overlap(*columns(a), *columns(b)) == tl.overlap(*columns(b), *columns(a)) == both.sum()
+
+
+def test_calls_nested_ten_thousand_deep():
+    depth = 10_000
+    start, end = np.arange(depth), 2 * depth - np.arange(depth)
+    assert tl.self_time(start, end, np.zeros(depth, np.int64)).tolist() == [2] * (depth - 1) + [end[-1] - start[-1]]
+    at = np.array([0, depth - 1, depth, 2 * depth - 1, 2 * depth])
+    assert tl.innermost(start, end, at).tolist() == [0, depth - 1, depth - 1, 0, -1]
 
 
 @given(spans, spans, spans)
@@ -155,13 +198,57 @@ def test_timeline_sorts_parents_first_and_counts_damage():
     assert t.is_named(n == "child" for n in t.names).tolist() == [False, False, True]
 
 
-def test_one_million_events_stay_in_columns():
+def every_function(names, columns):
+    """All of the algebra over one set of columns, with the sums that have to agree."""
+    t = Timeline.from_columns(names, columns)
+    start, end, stop = t.start_E, t.end_E, int(t.end_E.max())
+    host = t.is_kind(Kind.OP)
+    part = tl.breakdown(start, end, 0, stop, start)
+    busy = tl.total(start, end)
+    assert part.busy_ns == busy == tl.own_time(start, end, 0, stop).sum()
+    assert part.busy_ns + part.idle_ns == stop
+    assert tl.covered(start, end, np.array([0]), np.array([stop])) == busy
+    own = tl.self_time(start[host], end[host], t.thread_E[host])
+    assert own.sum() == sum(
+        tl.total(start[host & (t.thread_E == n)], end[host & (t.thread_E == n)]) for n in np.unique(t.thread_E[host])
+    )
+    around = tl.innermost(start, end, end)
+    inside = around >= 0
+    assert (start[around[inside]] <= end[inside]).all()
+    assert (end[around[inside]] > end[inside]).all()
+    return tl.overlap(start[host], end[host], start[~host], end[~host])
+
+
+def many(count):
+    """Columns of `count` events in no order: operators with two levels of children on four threads, and kernels."""
     rng = np.random.default_rng(0)
-    start = np.sort(rng.integers(0, 10**9, 1_000_000))
-    end = start + rng.integers(1, 2000, 1_000_000)
-    part = tl.breakdown(start, end, 0, 10**9, start)
-    assert part.busy_ns == tl.total(*tl.clip(start, end, 0, 10**9)) == tl.own_time(start, end, 0, 10**9).sum()
-    assert part.busy_ns + part.idle_ns == 10**9
+    each = count // 4
+    at = np.arange(each) * 1000
+    launched = at + rng.integers(200, 1500, each)
+    start = np.concatenate((at, at + 100, at + 150, launched))
+    end = np.concatenate((at + 900, at + 500, at + 300, launched + rng.integers(1, 2000, each)))
+    kind = np.repeat([Kind.OP, Kind.OP, Kind.OP, Kind.KERNEL], each).astype(np.int64)
+    thread = np.concatenate([at // 1000 % 4] * 3 + [np.full(each, 7)])
+    ids = np.arange(4 * each)
+    return np.stack([kind, ids % 50, start, end, thread, ids, ids, ids, 0 * ids])[:, rng.permutation(4 * each)]
+
+
+def test_one_million_events_in_bounded_time_and_memory():
+    names, columns = tuple(f"n{i}" for i in range(50)), many(1_000_000)
+
+    def seconds(run):
+        begin = time.process_time()
+        run()
+        return time.process_time() - begin
+
+    sort = min(seconds(lambda: np.lexsort((-columns[3], columns[2]))) for _ in range(3))  # this machine's speed
+    assert min(seconds(lambda: every_function(names, columns)) for _ in range(2)) < 25 * sort
+    columns = many(200_000)
+    tracemalloc.start()
+    every_function(names, columns)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * columns.nbytes
 
 
 @pytest.mark.parametrize("stop", [0, 1, 17])

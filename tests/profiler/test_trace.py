@@ -1,14 +1,63 @@
-"""Chrome traces from torch.profiler, whole and damaged."""
+"""Chrome traces: from torch.profiler and other tools, whole, damaged and cut off; and out and back exactly."""
 
+import codecs
+import gc
 import gzip
 import json
+import tracemalloc
+from dataclasses import replace
+from zlib import crc32
 
+import numpy as np
+import psutil
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from surokit.profiler import stream, trace
+from surokit.profiler.recording import pack
 from surokit.profiler.report import Profile
-from surokit.profiler.trace import read_chrome
+from surokit.profiler.timeline import Event, Kind, Timeline
+from surokit.profiler.trace import read_chrome, write_chrome
 from tests.profiler.models import train
+from tests.profiler.test_hta import synthetic
+from tests.profiler.test_timeline import nested_calls
+from tests.profiler.traces import gpu_recording
+
+GOOD = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1.5, "dur": 2.25, "pid": 1, "tid": "main", "args": {}}
+SIX = [
+    {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}},
+    *(
+        {**GOOD, "ts": 10 * k + 0.125, "name": f"op {k}", "args": {"Input Dims": [[2, 3], []], "n": {"a": 1}}}
+        for k in range(6)
+    ),
+]
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes text, bytes or a JSON value as a file and reads it as a trace."""
+
+    def run(content, name="t.json", **options):
+        if not isinstance(content, (str, bytes)):
+            content = json.dumps(content)
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        return read_chrome(tmp_path / name, **options)
+
+    return run
+
+
+def rows(timeline):
+    """Each event with its name, in the timeline's order."""
+    return [(timeline.names[row[1]], *row[:1], *row[2:]) for row in timeline.columns().T.tolist()]
+
+
+def has_note(recording, text):
+    return any(text in note for note in recording.notes)
+
+
+# ------------------------------------------------------------------------------------------------ torch's own
 
 
 def test_a_trace_that_torch_exported(tmp_path):
@@ -23,40 +72,430 @@ def test_a_trace_that_torch_exported(tmp_path):
     assert p.summary["syncs_per_step"] >= 0.75  # the last read comes after the last step
     (tmp_path / "trace.json.gz").write_bytes(gzip.compress(path.read_bytes()))
     assert Profile.from_trace(tmp_path / "trace.json.gz").summary == p.summary
+    recording = read_chrome(path)
+    assert len(recording.timeline) == len(json.loads(path.read_text())["traceEvents"]) - left_out(path)
+    live = {(e.name(), e.start_ns(), e.duration_ns()) for e in prof.profiler.kineto_results.events()}
+    timeline = recording.timeline
+    read = zip(timeline.name_E.tolist(), timeline.start_E.tolist(), timeline.duration_E().tolist())
+    assert {(timeline.names[n], start, length) for n, start, length in read} <= live  # to the nanosecond, since 1970
 
 
-def test_damaged_events_are_counted_and_the_rest_is_read(tmp_path):
-    good = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1.5, "dur": 2.25, "tid": "main", "args": {}}
+def left_out(path):
+    kept = ("cpu_op", "user_annotation")
+    return sum(e.get("cat") not in kept or e["ph"] != "X" for e in json.loads(path.read_text())["traceEvents"])
+
+
+# ------------------------------------------------------------------------------------------------ damage
+
+
+def test_damaged_events_are_counted_and_the_rest_is_read(written, tmp_path):
     bad = [
-        {**good, "ts": "soon"},
-        {**good, "dur": None},
-        {k: v for k, v in good.items() if k != "dur"},
-        {**good, "dur": -5},
+        {**GOOD, "ts": "soon"},
+        {**GOOD, "dur": None},
+        {k: v for k, v in GOOD.items() if k != "dur"},
+        {**GOOD, "dur": -5},
+        {**GOOD, "ts": float("nan")},
+        {**GOOD, "dur": float("inf")},
+        {**GOOD, "ts": 1e300},
+        {**GOOD, "cat": ["cpu_op"]},
+        {**GOOD, "args": "none"},
+        {**GOOD, "args": {"correlation": 2**70}},
+        {**GOOD, "tid": {}},
         7,
     ]
-    path = tmp_path / "t.json"
-    path.write_text(json.dumps([good, *bad, {"ph": "M", "name": "x"}]))
-    recording = read_chrome(path)
-    assert recording.timeline.duration_E().tolist() == [2250]
-    assert any("3 damaged" in note for note in recording.notes)
-    assert recording.timeline.damaged == 1
-    assert Profile.from_trace(path).summary["busy_ms"] == pytest.approx(0.00225)
+    recording = written([GOOD, *bad, {"ph": "M", "name": "x"}, GOOD])
+    assert recording.timeline.duration_E().tolist() == [2250, 2250]
+    assert recording.timeline.damaged == len(bad)
+    p = Profile.from_trace(tmp_path / "t.json")
+    assert p.summary["busy_ms"] == pytest.approx(0.00225)
+    assert any("12 damaged events" in note for note in p.notes)
 
 
-def test_unreadable_traces(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no trace at"):
-        read_chrome(tmp_path / "none.json")
-    (tmp_path / "cut.json").write_text('{"traceEvents": [{"ph": "X"')
-    with pytest.raises(ValueError, match="not a complete Chrome trace"):
-        read_chrome(tmp_path / "cut.json")
-    (tmp_path / "cut.json.gz").write_bytes(gzip.compress(b'{"traceEvents": []}')[:-9])
-    with pytest.raises(ValueError, match="not a complete Chrome trace"):
-        read_chrome(tmp_path / "cut.json.gz")
-    (tmp_path / "other.json").write_text('{"a": 1}')
-    with pytest.raises(ValueError, match="no list of trace events"):
-        read_chrome(tmp_path / "other.json")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty"),
+        ("  \n", "is empty"),
+        (b"\x1f\x8b", "is empty"),
+        (bytes(range(256)) * 9, "is no JSON"),
+        ("7", "is no JSON"),
+        ('{"a": 1}', "holds no list of trace events"),
+        ('{"traceEvents": 3}', "holds no list of trace events"),
+        ('{"traceEv', "holds no list of trace events"),
+        ("{7}", "holds no list of trace events"),
+        ('{"a" 7}', "holds no list of trace events"),
+        ('{"a": ' + "[" * 100_000, "holds no list of trace events"),
+    ],
+)
+def test_what_is_no_trace_is_refused(written, content, message):
+    with pytest.raises(ValueError, match=rf"t\.json {message}.*such as torch\.profiler exports"):
+        written(content)
+
+
+def test_no_file_and_no_unit(tmp_path, written):
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(FileNotFoundError, match="no trace at"):
+            read_chrome(path)
+    with pytest.raises(ValueError, match="'us' or 'ns'"):
+        written([GOOD], unit="ms")
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("style", [{}, {"separators": (",", ":")}, {"indent": 1}])
+@pytest.mark.parametrize("piece", [50, 400, 1 << 16])
+def test_a_trace_cut_off_anywhere_gives_every_event_before_the_cut(written, monkeypatch, style, piece, zipped):
+    monkeypatch.setattr(stream, "_PIECE", piece)
+    head = '{"schemaVersion": 1, "traceEvents": '
+    text = head + json.dumps(SIX, **style) + ', "traceName": "x"}'
+    whole = rows(written(text).timeline)
+    assert [name for name, *_ in whole] == [f"op {k}" for k in range(6)]
+    ends, at = [], len(head) + 1  # where each event's text ends
+    for _ in SIX:
+        at = text.index("{", at)
+        at = json.JSONDecoder().raw_decode(text, at)[1]
+        ends.append(at)
+    close = text.index("]", at)
+    for cut in range(len(head) + 1, len(text), 11 if zipped else 5):
+        data = text[:cut].encode()
+        recording = written(gzip.compress(data)[:-8] if zipped else data)
+        complete = sum(end <= cut for end in ends)
+        assert rows(recording.timeline) == whole[: max(complete - 1, 0)]
+        assert has_note(recording, f"ends before its list of events does: {complete} complete") == (cut <= close)
+        assert recording.timeline.damaged == 0
+
+
+def test_a_gzip_stream_cut_or_broken_in_the_middle(written, tmp_path):
+    synthetic(tmp_path / "whole.json", 5000)
+    data = gzip.compress((tmp_path / "whole.json").read_bytes())
+    for broken in (data[: len(data) // 2], data[: len(data) // 2] + b"!" * (len(data) // 2)):
+        recording = written(broken, "t.json.gz")
+        assert 1500 < len(recording.timeline) < 3500
+        assert has_note(recording, "ends before its list of events does")
+        assert (recording.timeline.damaged == 0) or broken.endswith(b"!")  # what follows a break is anything
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_damage_anywhere_loses_little_and_never_fails_otherwise(written, data):
+    text = json.dumps({"schemaVersion": 1, "traceEvents": SIX, "after": [{"a": 1}, {"b": 2}]})
+    whole = [(f"op {k}", Kind.OP, 10_000 * k + 125, 10_000 * k + 2375, crc32(b"main"), -1, -1, -1, 0) for k in range(6)]
+    at = data.draw(st.integers(0, len(text) - 1))
+    junk = data.draw(st.text('{}[],:"\\ x0-', max_size=3))
+    drop = data.draw(st.integers(0, 4))
+    try:
+        found = rows(written(text[:at] + junk + text[at + drop :]).timeline)
+    except ValueError:
+        assert at <= text.index("[")  # the list itself is gone
+    else:
+        before = [row for row in whole if at > text.index("}}}", text.index(row[0])) + 3]
+        assert set(before) <= set(found)
+        assert len(found) <= 6
+
+
+def test_a_damaged_event_costs_only_itself(written):
+    good = [json.dumps({**GOOD, "ts": k}) for k in range(4000)]
+    bad = ['{"ph": "X", "cat": "cpu_op", "ts": soon}', '{"ph": "X", "name": "\\q"}', '{"ph" "X"}', "{]}"]
+    lines = good.copy()
+    for k, text in enumerate(bad):
+        lines.insert(900 * (k + 1), text)
+    recording = written("[" + ",\n".join(lines) + "]")
+    assert len(recording.timeline) == 4000
+    assert recording.timeline.damaged == 4
+    assert not has_note(recording, "ends before")
+    last = written("[" + ",\n".join([*good[:3], bad[0]]) + "]")
+    assert (len(last.timeline), last.timeline.damaged) == (3, 1)
+    assert not has_note(last, "ends before")
+
+
+# ------------------------------------------------------------------------------------------------ forms
+
+
+def forms():
+    events = json.dumps(SIX)
+    after = '"stackFrames": {"1": {"name": "f"}}, "list": [{"a": 1}, {"b": 2}]'
+    yield "a list", events
+    yield "an object", f'{{"traceEvents": {events}}}'
+    yield "members around", f'{{"a": [1, {{"traceEvents": 2}}], "x": "]}}", "traceEvents": {events}, {after}}}'
+    yield "lines", "[\n" + ",\n".join(json.dumps(e) for e in SIX) + "\n]"
+    yield "a comma too many", "[" + ",".join(json.dumps(e) for e in SIX) + ",\n]"
+    yield "indented", json.dumps(SIX, indent=4)
+    yield "boundaries inside events", json.dumps([*SIX, {"ph": "i", "args": {"x": [{"a": 1}, {"b": 2}]}}])
+    yield "NaN", json.dumps([*SIX, {"ph": "C", "args": {"x": float("nan"), "y": -float("inf")}}])
+    yield "a control character", events.replace("Input Dims", "Input\tDims")
+    yield "damaged before", f'{{"deviceProperties": [{{"name": \\}}], "traceEvents": {events}}}'
+    yield "damaged after", f'{{"traceEvents": {events}, "traceName": "C:\\Users\\me"}}'
+    yield "a BOM", codecs.BOM_UTF8 + events.encode()
+    yield "UTF-16", events.encode("utf-16")
+    yield "bytes that are no text", events.encode().replace(b"python", b"p\xff\xfe")
+    half = len(events) // 2
+    yield "two gzip streams", gzip.compress(events[:half].encode()) + gzip.compress(events[half:].encode())
+    yield "padding", gzip.compress(events.encode()) + bytes(64)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 200, 1 << 16])
+@pytest.mark.parametrize(("form", "content"), [pytest.param(*form, id=form[0]) for form in forms()])
+def test_every_form_gives_the_same_events(written, monkeypatch, form, content, piece):
+    monkeypatch.setattr(stream, "_PIECE", piece)
+    expected = [(f"op {k}", Kind.OP, 10_000 * k + 125, 10_000 * k + 2375) for k in range(6)]
+    recording = written(content)
+    assert [row[:4] for row in rows(recording.timeline)] == expected
+    assert recording.timeline.damaged == 0
+    assert not has_note(recording, "ends before")
 
 
 def test_an_empty_trace_is_a_profile_that_says_so(tmp_path):
-    (tmp_path / "empty.json").write_text('{"traceEvents": []}')
-    assert any("no events" in note for note in Profile.from_trace(tmp_path / "empty.json").notes)
+    for text in ('{"traceEvents": []}', "[]", "[ ]\n"):
+        (tmp_path / "empty.json").write_text(text)
+        assert any("no events" in note for note in Profile.from_trace(tmp_path / "empty.json").notes)
+
+
+def test_long_values_among_the_members(written, monkeypatch):
+    monkeypatch.setattr(stream, "_PIECE", 1000)
+    frames = {str(k): {"name": "f" * 50, "parent": k - 1} for k in range(3000)}
+    device = [{"id": 0, "name": "a GPU", "more": frames}]
+    assert written({"stackFrames": frames, "deviceProperties": device, "traceEvents": SIX}).device == "a GPU"
+
+
+# ------------------------------------------------------------------------------------------------ units
+
+
+def test_times_are_microseconds_whatever_is_displayed(written):
+    whole = {**GOOD, "ts": 5, "dur": 7}
+    for shown in ("ms", "ns"):
+        assert written({"displayTimeUnit": shown, "traceEvents": [GOOD]}).timeline.end_E.tolist() == [3750]
+        recording = written({"displayTimeUnit": shown, "traceEvents": [whole]})
+        assert recording.timeline.end_E.tolist() == [12_000]
+        assert has_note(recording, "unit='ns'") == (shown == "ns")
+    assert not has_note(written({"displayTimeUnit": "ns", "schemaVersion": 1, "traceEvents": [whole]}), "unit=")
+    assert written([whole], unit="ns").timeline.end_E.tolist() == [12]
+    since_1970 = written([{**whole, "ts": 1_790_000_000_123_456_789}])
+    assert since_1970.timeline.end_E.tolist() == [1_790_000_000_123_456_796]
+    assert has_note(since_1970, "are nanoseconds")
+    beyond = written([{**whole, "ts": 3 * 10**17}, whole], unit="us").timeline
+    assert (beyond.end_E.tolist(), beyond.damaged) == ([12_000], 1)
+
+
+def test_nanoseconds_of_large_microseconds_are_kept(written):
+    text = json.dumps([{**GOOD, "ts": "@"}, {**GOOD, "ts": 1_711_000_000_000_009, "dur": 1}])
+    recording = written(text.replace('"@"', "1711000000000001.123"))
+    assert recording.timeline.start_E.tolist() == [1_711_000_000_000_001_123, 1_711_000_000_000_009_000]
+    assert recording.timeline.duration_E().tolist() == [2250, 1000]
+
+
+def test_base_time_is_added(written):
+    base = 1_790_000_000_000_000_001
+    expected = [base + 1500]
+    assert written({"baseTimeNanoseconds": base, "traceEvents": [GOOD]}).timeline.start_E.tolist() == expected
+    assert written({"traceEvents": [GOOD], "baseTimeNanoseconds": base}).timeline.start_E.tolist() == expected
+    for odd in (0, -1, 2**70, "then", None, 1.5):
+        assert written({"baseTimeNanoseconds": odd, "traceEvents": [GOOD]}).timeline.start_E.tolist() == [1500]
+
+
+# ------------------------------------------------------------------------------------------------ other tools
+
+
+@given(st.lists(nested_calls(), min_size=1, max_size=3), st.randoms())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_beginnings_and_ends_are_the_same_spans(written, threads, random):
+    spans, bounds = [], []
+    for tid, calls in enumerate(threads):
+        calls = [(a, b) for a, b in calls if b > a]
+        one = {"cat": "cpu_op", "pid": 1, "tid": tid}
+        for a, b in calls:
+            spans.append({**one, "ph": "X", "name": f"{b - a} long", "ts": a, "dur": b - a})
+        moments = [(b, 0, -a, {**one, "ph": "E", "ts": b}) for a, b in calls]  # ends before beginnings, the inner first
+        moments += [(a, 1, -b, {**one, "ph": "B", "ts": a, "name": f"{b - a} long"}) for a, b in calls]
+        bounds.append([event for *_, event in sorted(moments, key=lambda m: m[:3])])
+    mixed = []
+    while any(bounds):  # threads interleave, each in its own order
+        mixed.append(random.choice([lane for lane in bounds if lane]).pop(0))
+    assert sorted(rows(written(mixed).timeline)) == sorted(rows(written(spans).timeline))
+    assert written(mixed).timeline.damaged == 0
+
+
+def test_a_beginning_without_end_and_an_end_without_beginning(written):
+    one = {"cat": "cpu_op", "pid": 1, "tid": 1}
+    events = [
+        {**one, "ph": "E", "ts": 1},
+        {**one, "ph": "B", "ts": 2, "name": "never ends"},
+        {**one, "ph": "B", "ts": 3, "name": "aten::mm", "args": {"Sequence number": 9}},
+        {"ph": "E", "pid": 1, "tid": 1, "ts": 5},
+        {**one, "ph": "B", "ts": "soon", "name": "no time"},
+        {**one, "pid": 2, "ph": "B", "ts": 4, "name": "another process"},
+        {"ph": "B", "pid": 3, "tid": 1, "ts": 1, "name": "no category"},
+        {"ph": "E", "pid": 3, "tid": 1, "ts": 2},
+    ]
+    recording = written(events)
+    assert rows(recording.timeline) == [("aten::mm", Kind.OP, 3000, 5000, 1, -1, -1, 9, 0)]
+    assert recording.timeline.damaged == 4
+
+
+def test_categories_and_fields_of_old_torch(written):
+    old = [
+        {**GOOD, "cat": "Operator", "tid": 4, "args": {"External id": 3}},
+        {
+            **GOOD,
+            "cat": "Runtime",
+            "name": "cudaLaunchKernel",
+            "tid": 4,
+            "args": {"external id": 3, "correlation": "8"},
+        },
+        {**GOOD, "cat": "Kernel", "tid": "stream 7", "args": {"stream": 7, "external id": 3, "correlation": 8}},
+        {**GOOD, "cat": "Memcpy", "args": {"stream": "7", "bytes": 99}},
+        {**GOOD, "cat": "Trace", "name": "PyTorch Profiler (0)"},
+    ]
+    found = sorted(row[1:2] + row[4:] for row in rows(written(old).timeline))
+    assert found == [(0, 4, -1, 3, -1, 0), (1, 4, 8, 3, -1, 0), (2, 7, 8, 3, -1, 0), (3, 7, -1, -1, -1, 99)]
+
+
+def test_threads_may_be_words(written):
+    threads = {row[4] for row in rows(written([GOOD, {**GOOD, "tid": "loader"}, {**GOOD, "tid": None}]).timeline)}
+    assert len(threads) == 3
+
+
+def test_jax_names_its_streams_and_no_categories(written):
+    def label(kind, pid, name, **more):
+        return {"ph": "M", "name": f"{kind}_name", "pid": pid, "args": {"name": name}, **more}
+
+    labels = [
+        label("process", 1, "/device:GPU:0"),
+        label("thread", 1, "Stream #18(Compute)", tid=18),
+        label("thread", 1, "XLA Ops", tid=19),
+        label("process", 2, "/device:TPU:0"),
+        label("thread", 2, "XLA Ops", tid=3),
+        label("process", 9, "/host:CPU"),
+        {"ph": "M", "name": "thread_name"},
+    ]
+    event = {"ph": "X", "ts": 1, "dur": 2, "args": {"correlation_id": 5}}
+    events = [
+        {**event, "pid": 1, "tid": 18, "name": "fusion"},
+        {**event, "pid": 1, "tid": 18, "name": "MemcpyD2H"},
+        {**event, "pid": 1, "tid": 19, "name": "fusion"},  # derived from the stream: it would count twice
+        {**event, "pid": 2, "tid": 3, "name": "dot"},
+        {**event, "pid": 9, "tid": 1, "name": "python"},
+    ]
+    recording = written({"displayTimeUnit": "ns", "traceEvents": [*labels, *events]})
+    kinds = [(name, kind) for name, kind, *_ in sorted(rows(recording.timeline))]
+    assert kinds == [("MemcpyD2H", Kind.MEMCPY), ("dot", Kind.KERNEL), ("fusion", Kind.KERNEL)]
+    assert recording.timeline.correlation_E.tolist() == [5, 5, 5]
+    assert has_note(recording, "2 devices")
+
+
+def test_a_trace_of_other_things_says_so(written):
+    assert has_note(written([{**GOOD, "cat": "toplevel"}, {**GOOD, "cat": "blink"}]), "categories: blink, toplevel")
+
+
+def test_a_device_clock_that_is_behind_is_said_and_no_wait_is_negative(tmp_path):
+    host = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1, "dur": 5}
+    kernel = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "dur": 10}
+    events = []
+    for k in range(4):
+        events.append({**host, "ts": 100 * k + 50, "args": {"correlation": k}})
+        events.append({**kernel, "ts": 100 * k + (20 if k else 60), "args": {"stream": 7, "correlation": k}})
+    (tmp_path / "t.json").write_text(json.dumps(events))
+    p = Profile.from_trace(tmp_path / "t.json")
+    assert any("3 of 4" in note and "30 us" in note and "clock" in note for note in p.notes)
+    assert all(p.summary[f"{wait}_wait_ms"] >= 0 for wait in ("host", "kernel", "other"))
+
+
+# ------------------------------------------------------------------------------------------------ size
+
+
+def test_a_trace_over_the_limit_is_refused_with_its_size(tmp_path):
+    path = tmp_path / "t.json"
+    synthetic(path, 5000)
+    zipped = tmp_path / "t.json.gz"
+    zipped.write_bytes(gzip.compress(path.read_bytes()))
+    size = path.stat().st_size / 2**30
+    assert stream.uncompressed_bytes(path) == stream.uncompressed_bytes(zipped) == path.stat().st_size
+    for file in (path, zipped):
+        with pytest.raises(ValueError, match=rf"about {size:.3g} GiB of text.*limit_gib=0\.001; record fewer steps"):
+            read_chrome(file, limit_gib=0.001)
+        assert len(read_chrome(file, limit_gib=size * 1.01).timeline) == 5000
+
+
+def test_the_size_of_many_gzip_streams_is_estimated_from_all(tmp_path):
+    parts = [(f"{k} " * 500).encode() for k in range(300)]
+    (tmp_path / "t.gz").write_bytes(b"".join(map(gzip.compress, parts)))
+    assert stream.uncompressed_bytes(tmp_path / "t.gz") == sum(map(len, parts))
+
+
+def test_free_memory_is_the_limit_otherwise(monkeypatch, written):
+    assert 0 < trace._free_gib() <= psutil.virtual_memory().total / 2**30
+    monkeypatch.setattr(trace, "_free_gib", lambda: 1e-9)
+    with pytest.raises(ValueError, match=r"more than the 1e-09 GiB that are free"):
+        written([GOOD])
+
+
+def test_reading_takes_no_more_memory_than_the_text_has(tmp_path):
+    path = tmp_path / "t.json"
+    synthetic(path, 30_000)
+    assert gc.isenabled()
+    tracemalloc.start()
+    recording = read_chrome(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert gc.isenabled()
+    assert len(recording.timeline) == 30_000
+    assert peak < path.stat().st_size
+
+
+def test_progress_is_shown_for_large_files(written, monkeypatch, capsys):
+    written([GOOD])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(stream, "_TALK_FROM", 1000)
+    monkeypatch.setattr(stream, "_PIECE", 500)
+    written([GOOD] * 100)
+    shown = capsys.readouterr().err
+    assert shown.startswith("reading t.json: 5 %\r")
+    assert shown.endswith("reading t.json: 100 %\n")
+
+
+# ------------------------------------------------------------------------------------------------ out and back
+
+
+@pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
+def test_what_was_written_is_read_back_exactly(tmp_path, name):
+    events = [
+        Event(
+            Kind.OP, 'aten::mm "x"\n', 1_790_000_000_000_000_001, 1_790_000_000_000_000_003, 77, external=4, sequence=5
+        ),
+        Event(Kind.KERNEL, "k<µ>", 1_790_000_000_000_999_999, 1_790_000_000_001_000_000, 7, correlation=9),
+        Event(Kind.MEMCPY, "Memcpy HtoD", 1_790_000_000_002_000_000, 1_790_000_000_002_000_000, 7, nbytes=4096),
+        Event(Kind.ANNOTATION, "Optimizer.step#AdamW.step", 3, 5, -1),
+        Event(Kind.OP, "backwards", 9, 8),
+    ]
+    for recording in (gpu_recording(), gpu_recording(timeline=Timeline.of(events), notes=("as it was",))):
+        write_chrome(tmp_path / name, recording, ((0, 5000),))
+        again = read_chrome(tmp_path / name)
+        assert rows(again.timeline) == rows(recording.timeline)
+        assert again.timeline.damaged == recording.timeline.damaged
+        none = Timeline.of(())
+        assert pack(replace(again, timeline=none)) == pack(replace(recording, timeline=none))
+
+
+def test_a_profile_survives_the_way_through_perfetto(tmp_path):
+    p = Profile(gpu_recording())
+    p.to_perfetto(tmp_path / "t.json")
+    again = Profile.from_trace(tmp_path / "t.json")
+    assert again.summary == p.summary
+    assert again.modules.equals(p.modules)
+    document = json.loads((tmp_path / "t.json").read_text())
+    shown = {e["cat"] for e in document["traceEvents"] if e["ph"] == "X"}
+    assert {"cpu_op", "kernel", "module", "step"} <= shown
+    document["surokit"] = {"timeline": "of a version to come"}  # then it is a trace like another
+    (tmp_path / "t.json").write_text(json.dumps(document))
+    assert Profile.from_trace(tmp_path / "t.json").summary["busy_ms"] > 0
+
+
+def test_writing_streams(tmp_path):
+    count = 30_000
+    at = np.arange(count)
+    columns = np.stack([0 * at, at % 9, 10 * at, 10 * at + 7, 0 * at, -1 + 0 * at, -1 + 0 * at, -1 + 0 * at, 0 * at])
+    recording = gpu_recording(timeline=Timeline.from_columns(tuple("abcdefghi"), columns))
+    tracemalloc.start()
+    write_chrome(tmp_path / "t.json", recording, ())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2.5 * columns.nbytes < (tmp_path / "t.json").stat().st_size * 2
+    assert (read_chrome(tmp_path / "t.json").timeline.columns() == recording.timeline.columns()).all()

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 import surokit as sk
 from surokit.train import Session
-from surokit.train.records import Late, Record
-from tests.train.toys import make_batches, make_session
+from surokit.train.records import Late, Record, Records
+from surokit.train.stream import Batch
+from tests.train.toys import Toy, make_batches, make_session
 
 
-def feed(session: Session, wall_ms: list[float], idle: float = 0.2, tokens: int = 1000) -> None:
+def feed(session: Session, wall_ms: list[float], idle: float = 0.2, tokens: int = 1000, stall_ms: float = 0.0) -> None:
     elapsed = 0.0
     for step, wall in enumerate(wall_ms, 1):
         elapsed += wall / 1e3
         values = {"loss": torch.tensor(1.0 / step), "skipped": torch.tensor(float(step == 2))}
         late = Late(values, {"idle_frac": idle})
-        session.records.append(Record(step, 0.1, tokens, wall, 0.0, 0.5, elapsed, late))
+        session.records.append(Record(step, 0.1, tokens, wall, stall_ms, 0.5, elapsed, late))
     list(session.records.harvest())
 
 
@@ -33,7 +37,11 @@ def test_steady() -> None:
     assert summary.drift == pytest.approx(0)
     assert summary.idle_frac == pytest.approx(0.2)
     assert summary.step_s == pytest.approx(1.49)
-    assert summary.lost_gpu_hours == pytest.approx(0.2 * 1.49 / 3600)
+    # a fifth of every step, and all of the one that was skipped
+    assert summary.lost_gpu_hours == pytest.approx((0.2 * 1.48 + 0.01) / 3600)
+    assert summary.lost_usd == pytest.approx(3.6 * summary.lost_gpu_hours)
+    assert summary.goodput == pytest.approx(1.48 / 1.49)
+    assert summary.warmup_s == pytest.approx(0.59)
     assert summary.usd_per_1e9_tokens == pytest.approx(3.6 * 1e9 / 1e5 / 3600)
     assert summary.loss == pytest.approx(0.01)
     assert summary.windows == "steps"
@@ -75,6 +83,9 @@ def test_it_shows_itself() -> None:
         "fp8-rowwise",
         "tokens/s, sustained",
         "without the first step",
+        "last 1 s  1 min  10 min",
+        "goodput",
+        "GPU hours lost",
         "held-out loss",
         "USD",
         "not measured",
@@ -102,3 +113,94 @@ def test_nothing_yet_and_no_price() -> None:
     session.run(1)
     with pytest.raises(ValueError, match="price"):
         session.summary(usd_per_gpu_hour=-1)
+
+
+def test_the_last_second_minute_and_ten_minutes() -> None:
+    session = make_session()
+    feed(session, [100.0] * 7000 + [200.0] * 300)
+    summary = session.summary()
+    assert summary.tokens_per_s_1s == pytest.approx(5000)
+    assert summary.tokens_per_s_1min == pytest.approx(5000)
+    assert summary.tokens_per_s_10min == pytest.approx(5700 * 1000 / 600, rel=1e-3)
+    short = make_session()
+    feed(short, [100.0] * 20)
+    assert math.isnan(short.summary().tokens_per_s_1min)
+
+
+def test_waiting_for_data_is_no_goodput() -> None:
+    session = make_session()
+    feed(session, [100.0] * 20, idle=0.5, stall_ms=30.0)
+    summary = session.summary()
+    assert summary.goodput == pytest.approx(0.7 * 19 / 20)
+    assert summary.lost_gpu_hours * 3600 == pytest.approx(0.5 * 1.9 + 0.1)
+
+
+def test_evaluations_count_as_time_of_the_run() -> None:
+    class Slow:
+        def __iter__(self) -> Iterator[Batch]:
+            time.sleep(0.2)
+            return iter(make_batches(1))
+
+    session = make_session(eval=Slow(), eval_every=3)
+    session.run(6)
+    summary = session.summary()
+    assert summary.run_s - summary.step_s > 0.4
+    assert summary.goodput < summary.step_s / summary.run_s
+    assert summary.lost_gpu_hours > 0.4 / 3600
+
+
+def test_a_fork_counts_its_own_time() -> None:
+    session = make_session(eval=make_batches(1))
+    session.run(20)
+    twin = session.fork()
+    twin.run(2)
+    summary = twin.summary()
+    assert summary.run_s == pytest.approx(twin.run_s)
+    assert summary.step_s < session.summary().step_s
+
+
+def test_steps_that_have_left_memory_are_stood_for() -> None:
+    session = make_session()
+    session.records = Records(capacity=50)
+    feed(session, [10.0] * 100, idle=0.0)
+    session.step_s, session._run_s = 1.0, 2.0  # half of the run was in steps, half of which are in memory
+    summary = session.summary()
+    assert summary.steps == 50
+    assert (summary.step_s, summary.run_s) == pytest.approx((0.5, 1.0))
+    assert summary.goodput == pytest.approx(0.5)
+
+
+def test_a_summary_during_the_run() -> None:
+    seen: list[float] = []
+
+    class Asks:
+        def on_step(self, record: Record) -> None:
+            seen.append(session.summary().run_s)
+
+        def on_end(self, reason: str) -> None: ...
+
+    session = make_session()
+    session.subscribe(Asks())
+    session.run(4)
+    session.run(4)
+    assert seen == sorted(seen)
+    assert seen[-1] <= session.run_s
+
+
+def test_steps_that_a_restart_took_again(tmp_path: Path) -> None:
+    session = make_session(run_dir=tmp_path, save_every=None)
+    session.run(4)
+    session.save()
+    session.run(3)  # lost: nothing was saved behind them
+    frame = session.records.frame()
+    again = Session.resume(tmp_path, Toy(), data=make_batches())
+    again.run(2)
+    lost_s = float(frame["wall_ms"][4:].sum()) / 1e3
+    assert again.redone_s == pytest.approx(lost_s)
+    summary = again.summary()
+    assert summary.run_s == pytest.approx(again.run_s + lost_s)
+    assert summary.goodput < summary.step_s / (summary.step_s + lost_s)
+    assert "taken again after a restart" in repr(summary)
+    third = Session.resume(tmp_path, Toy(), data=make_batches())  # and once more, from the same checkpoint or the next
+    assert third.redone_s >= again.redone_s
+    assert "taken again" not in repr(session.summary())

@@ -28,6 +28,7 @@ from surokit.widgets.panel import (
     layer_lines,
     picture,
     summary_text,
+    sustained_lines,
 )
 from surokit.widgets.state import PanelState
 
@@ -416,3 +417,33 @@ def test_the_least_accurate_layers_are_listed_and_the_first_bad_one_stays():
     assert "Least accurate products" in svg
     assert "first to go bad: b forward" in svg
     assert len(svg) < MESSAGE_BYTES
+
+
+def test_sustained_figures_are_a_line_of_picture_and_words():
+    clock = Clock()
+    panel = Panel(PanelState(), view=CountingView(), clock=clock)
+    panel.on_start(100)
+    assert sustained_lines(panel.state) == []
+    for step in range(1, 101):
+        clock.now += 0.1
+        panel.on_step(row(step, wall_ms=100.0, tokens=100, idle_frac=0.0, stall_ms=0.0))
+    clock.now += 10.0  # an evaluation
+    panel.on_end("done")
+    (line,) = sustained_lines(panel.state)
+    assert line == "Tokens/s: 1 s 1,000, all 1,000 · goodput 50.0 % · 10 s lost"
+    assert line in summary_text(panel.state)
+    assert line in picture(panel.state)
+    clock.now += 1000.0  # between two runs nothing is lost
+    panel.on_start(200)
+    clock.now += 20.0
+    panel.on_end("done")
+    assert sustained_lines(panel.state) == ["Tokens/s: 1 s 1,000, all 1,000 · goodput 25.0 % · 30 s lost"]
+
+
+def test_lost_time_reads_in_hours_when_it_is_long():
+    state = PanelState()
+    for step in range(1, 5):
+        state.add(step, seconds=3600.0, idle=0.25, stall=900.0)
+    assert sustained_lines(state) == [
+        "Steps/s: 1 s 2.78e-4, 1 min 2.78e-4, 10 min 2.78e-4, all 2.78e-4 · goodput 75.0 % · 1 h lost"
+    ]

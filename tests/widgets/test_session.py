@@ -35,6 +35,15 @@ def test_every_step_is_seen(session):
     assert view.ended == ["done"]
 
 
+def test_the_panel_and_the_summary_agree(session):
+    panel = Panel(PanelState(), view=View())
+    session.subscribe(panel)
+    session.run(10)
+    summary = session.summary()
+    assert panel.state.goodput == pytest.approx(summary.goodput, rel=0.1)
+    assert panel.state.lost_s == pytest.approx(3600 * summary.lost_gpu_hours, rel=0.1, abs=0.02)
+
+
 def test_the_frame_alone_gives_the_same_panel(session):
     panel = Panel(PanelState(), view=View())
     session.subscribe(panel)

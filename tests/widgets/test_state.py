@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surokit.widgets.state import PanelState, Series, _reduce
+from surokit.profiler.sustained import sustain
+from surokit.widgets.state import PanelState, Recent, Series, _reduce
 
 values = st.one_of(
     st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 5e-324, 1.7976931348623157e308])
@@ -185,3 +186,77 @@ def test_the_same_step_may_come_again():
     state.add(2, held_out=3.1)
     assert (state.loss.points(), state.held_out.points()) == (([2], [3.0]), ([2], [3.1]))
     assert state.elapsed_s == 2.0
+
+
+# --- sustained figures ---
+
+steps = st.lists(
+    st.tuples(
+        st.floats(0.01, 20),  # seconds
+        st.integers(0, 10_000),  # tokens
+        st.one_of(st.none(), st.floats(0, 1)),  # idle share
+        st.booleans(),  # skipped
+        st.floats(0, 1),  # share that waited for a batch
+    ),
+    min_size=2,
+    max_size=150,
+)
+
+
+@given(steps, st.floats(0, 100))
+def test_goodput_and_lost_time_are_those_of_the_summary(run, outside_s):
+    state = PanelState()
+    for step, (seconds, tokens, idle, skipped, stall) in enumerate(run, 1):
+        state.add(step, tokens=tokens, seconds=seconds, idle=idle, skipped=skipped, stall=stall * seconds)
+    seconds, tokens, idle, skipped, stall = (list(column) for column in zip(*run))
+    state.run_s = sum(seconds) + outside_s
+    exact = sustain(
+        [1e3 * s for s in seconds],
+        tokens,
+        idle_frac=[math.nan if i is None else i for i in idle],
+        skipped=skipped,
+        stall_ms=[1e3 * s * w for s, w in zip(seconds, stall)],
+        run_s=state.run_s,
+    )
+    assert state.goodput == pytest.approx(exact.goodput)
+    assert state.lost_s / 3600 == pytest.approx(exact.lost_gpu_hours, abs=1e-9)
+    assert state.overall_rate == pytest.approx(sum(tokens[1:]) / sum(seconds[1:]))
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 5), st.integers(0, 1000)), max_size=300), st.sampled_from([1.0, 10.0, 60.0]))
+def test_the_last_seconds_in_bounded_memory(run, span_s):
+    recent = Recent(span_s)
+    for seconds, work in run:
+        recent.add(seconds, work)
+    assert len(recent._runs) <= 66
+    seconds = [s for s, _ in run]
+    if sum(seconds) < span_s * (1 - 1e-6):
+        assert recent.rate is None
+        return
+    if recent.rate is None:
+        assert sum(seconds) < span_s * (1 + 1e-6)
+        return
+    # it is the rate of some number of last steps, which take the span and at most a run and a step more
+    longest = max(seconds) + span_s / 64 + 1e-6
+    total = taken = 0.0
+    fitting = []
+    for s, w in reversed(run):
+        total, taken = total + s, taken + w
+        if total >= span_s * (1 - 1e-6):
+            fitting.append((total, taken / total))
+    assert any(total <= span_s + longest and rate == pytest.approx(recent.rate) for total, rate in fitting)
+
+
+def test_nothing_before_the_first_step():
+    state = PanelState()
+    assert (state.goodput, state.overall_rate, state.lost_s) == (None, None, 0.0)
+    assert [recent.rate for recent in state.recent.values()] == [None] * 3
+
+
+def test_rates_of_the_last_second_minute_and_ten_minutes():
+    state = PanelState()
+    for step in range(1, 8001):
+        state.add(step, tokens=100, seconds=0.1 if step <= 7000 else 0.2)
+    rates = {name: recent.rate for name, recent in state.recent.items()}
+    assert (rates["1 s"], rates["1 min"]) == pytest.approx((500, 500))
+    assert rates["10 min"] == pytest.approx((200 * 500 + 400 * 1000) / 600, rel=0.02)

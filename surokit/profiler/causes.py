@@ -1,0 +1,194 @@
+"""Where lost time goes: four causes, the gaps one by one, and the lines that wait.
+
+GPU: each gap of the device is divided by what the host did in it. Host wait inside a synchronising call is *syncs*,
+inside a copy call *copies*, inside an operator or a launch call *launches* (*syncs* when the queue had run empty behind
+a sync), the rest *host*. Kernel wait is *launches*; other wait is *copies* when a copy comes next, else *launches*. So
+the four sum to idle; copies that nothing hides are added to *copies*.
+CPU: a gap under 0.1 ms between two operators is *launches* (Python and dispatcher), a longer one *host*, and these two
+sum to idle; *syncs* and *copies* are time inside operators that read values back or move data.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from surokit.profiler import timeline as tl
+from surokit.profiler.attribution import on_threads
+from surokit.profiler.observed import DATA_RANGES, Observed, Table, intervals, ms, place_text, table
+from surokit.profiler.timeline import Int, Kind
+
+SHORT_GAP_NS = 100_000  # CPU: a shorter gap between two operators is the price of launching the next one
+GAP_ROWS = 200
+WORTH_SAYING = 0.002  # share of the steps
+CAUSES = ("launches", "syncs", "copies", "host")
+
+Layer = tuple[Int, Int]
+Divided = dict[str, Int]  # cause -> nanoseconds of each gap
+
+
+def divide(o: Observed) -> Divided:
+    """Each gap divided among the four causes; the four sum to the gap."""
+    host_G, nothing = o.host_G, np.zeros_like(o.host_G)
+    if not o.on_gpu:
+        short = host_G < SHORT_GAP_NS
+        in_short = np.where(short, host_G, 0)
+        return {"launches": in_short, "syncs": nothing, "copies": nothing, "host": host_G - in_short}
+    start_G, until_G = o.start_G, o.start_G + host_G
+    calls = np.concatenate((o.ops.start_E, o.calls.start_E)), np.concatenate((o.ops.end_E, o.calls.end_E))
+    layers = cumulative([o.sync, o.copy_calls(), calls])
+    in_sync, with_copy, with_calls = (tl.covered(*layer, start_G, until_G) for layer in layers)
+    in_copy, in_call = with_copy - in_sync, with_calls - with_copy
+    drained = tl.covered(*o.sync, start_G - 1, start_G + 1) > 0
+    copy_next = (o.next_G >= 0) & (o.active.kind_E[o.next_G] == Kind.MEMCPY)
+    return {
+        "launches": np.where(drained, 0, in_call) + o.kernel_G + np.where(copy_next, 0, o.other_G),
+        "syncs": in_sync + np.where(drained, in_call, 0),
+        "copies": in_copy + np.where(copy_next, o.other_G, 0),
+        "host": host_G - with_calls,
+    }
+
+
+def cumulative(layers: list[Layer]) -> list[Layer]:
+    """The union of each layer with those before it."""
+    out: list[Layer] = []
+    start = end = np.empty(0, np.int64)
+    for layer_start, layer_end in layers:
+        start, end = tl.merge(np.concatenate((start, layer_start)), np.concatenate((end, layer_end)))
+        out.append((start, end))
+    return out
+
+
+def exposed_copies(o: Observed) -> int:
+    """Copy time on the device, in the steps, under which nothing else runs."""
+    rest = o.active.take(~o.active.is_kind(Kind.MEMCPY))
+    return int(o.busy_K.sum()) - tl.total(*tl.clip(rest.start_E, rest.end_E, o.begin, o.stop))
+
+
+# ---------------------------------------------------------------------------------------------------------------- tables
+
+
+def gaps_table(o: Observed, divided: Divided) -> Table:
+    """The longest gaps of all steps."""
+    waits = {"host wait": o.host_G, "kernel wait": o.kernel_G, "other wait": o.other_G}
+    chosen = np.argsort(o.start_G - o.end_G, kind="stable")[:GAP_ROWS]
+    kinds = np.argmax([waits[w][chosen] for w in waits], axis=0)
+    causes = np.argmax([divided[c][chosen] for c in CAUSES], axis=0)
+    around = _ranges_at(o, o.start_G[chosen] + o.host_G[chosen] // 2)
+    rows = []
+    for g, kind, cause, inside in zip(chosen.tolist(), kinds.tolist(), causes.tolist(), around.tolist()):
+        start, following = int(o.start_G[g]), int(o.next_G[g])
+        rows.append(
+            (
+                int(o.step_G[g]),
+                ms(start - o.begin),
+                ms(o.end_G[g] - start),
+                list(waits)[kind],
+                CAUSES[cause],
+                ms(divided["host"][g]),
+                *o.place_in(start, start + int(o.host_G[g])),
+                o.names[o.active.name_E[following]] if following >= 0 else "",
+                o.names[o.ranges.name_E[inside]] if inside >= 0 else "",
+            )
+        )
+    return table("step start_ms ms kind cause host_ms file line next inside", rows)
+
+
+def _ranges_at(o: Observed, at_Q: Int) -> Int:
+    """The named range that is open at each host moment on the thread that runs the steps; a trace does not say which that
+    is: then the one with the most ranges."""
+    threads, counts = np.unique(o.ranges.thread_E, return_counts=True)
+    if not len(threads):
+        return np.full(len(at_Q), -1, np.int64)
+    thread = o.r.thread if o.r.thread in threads else threads[counts.argmax()]
+    return on_threads(o.ranges.thread_E, o.ranges.start_E, o.ranges.end_E, np.full(len(at_Q), thread), at_Q)
+
+
+def syncs_table(o: Observed) -> Table:
+    """Sync points by the user's line, per step. On a GPU the time is the host's wait in the call."""
+    found: dict[tuple[str, int, str, str], list[int]] = defaultdict(lambda: [0, 0])
+
+    def add(file: str, line: int, call: str, inside: str, ns: int) -> None:
+        entry = found[file, line, call, inside]
+        entry[0] += 1
+        entry[1] += ns
+
+    reads = o.reads_in_steps()
+    for s in reads:
+        add(s.file, s.line, s.call, s.inside, s.end_ns - s.start_ns)
+    # Waits that no recorded read explains, such as torch.cuda.synchronize(): the line comes from the sampler.
+    waits = o.waits.take(o.in_steps(o.waits.start_E))
+    unexplained = waits.take(tl.covered(*intervals(reads), waits.start_E, waits.end_E) == 0)
+    for start, end, name in zip(unexplained.start_E.tolist(), unexplained.end_E.tolist(), unexplained.name_E.tolist()):
+        add(*o.place_in(start, end), o.names[name], "", end - start)
+    rows = [
+        (file, line, call, count / o.steps, ms(ns) / o.steps, inside)
+        for (file, line, call, inside), (count, ns) in found.items()
+    ]
+    rows.sort(key=lambda row: (-row[4], row[0], row[1]))
+    return table("file line call count ms inside", rows)
+
+
+def lost_table(o: Observed, divided: Divided, tables: dict[str, Table], in_copies_ns: int) -> Table:
+    """The four causes. `in_copies_ns`: what the copies themselves take, exposed on a GPU, in operators on a CPU."""
+    lost = {cause: int(divided[cause].sum()) for cause in CAUSES}
+    lost["copies"] += in_copies_ns
+    if not o.on_gpu:
+        lost["syncs"] = round(sum(tables["syncs"]["ms"]) * 1e6 * o.steps)
+    evidence = {
+        "launches": _launch_evidence(o),
+        "syncs": _sync_evidence(tables["syncs"]),
+        "copies": "; ".join(f"{count:.3g} x {name}" for name, count in _top(tables["copies"], "copy", "count"))
+        or "none",
+        "host": _host_evidence(o, tables["gaps"]),
+    }
+    price = o.r.usd_per_gpu_hour
+    rows = []
+    for cause in CAUSES:
+        share = lost[cause] / max(o.wall_ns, 1)
+        usd = None if price is None else 24 * share * price
+        rows.append((cause, ms(lost[cause]) / o.steps, share, 24 * share, usd, evidence[cause]))
+    return table("cause ms_per_step share gpu_hours_per_day usd_per_day evidence", rows)
+
+
+def collect_ns(o: Observed) -> int:
+    """Time in Python's garbage collector during the steps."""
+    return tl.total(*tl.clip(o.r.start_C, o.r.end_C, o.hosts[0], o.hosts[-1]))
+
+
+# -------------------------------------------------------------------------------------------------------------- evidence
+
+
+def _top(rows: Table, *columns: str) -> list[tuple[object, ...]]:
+    return list(zip(*(rows[c][:2] for c in columns)))
+
+
+def _launch_evidence(o: Observed) -> str:
+    count, a, asked = o.launches() / o.steps, o.active, o.asked_in_steps()
+    if not o.on_gpu:
+        short = (o.own_A > 0) & (a.duration_E() < 10_000) & asked
+        return f"{count:.0f} operators a step, {int(short.sum()) / o.steps:.0f} of them under 10 us"
+    launched = o.call_A >= 0
+    cost = np.zeros(len(a), np.int64)
+    cost[launched & ~o.in_graph_A] = o.calls.duration_E()[o.call_A[launched & ~o.in_graph_A]]
+    short = a.is_kind(Kind.KERNEL) & (a.duration_E() < cost) & asked
+    return f"{count:.0f} launches a step, {int(short.sum()) / o.steps:.0f} kernels shorter than their launch call"
+
+
+def _sync_evidence(syncs: Table) -> str:
+    rows = zip(syncs["count"][:2], syncs["call"], syncs["file"], syncs["line"])
+    return "; ".join(f"{count:.3g} x {call} at {place_text(file, line)}" for count, call, file, line in rows) or "none"
+
+
+def _host_evidence(o: Observed, gaps: Table) -> str:
+    by_place: dict[str, float] = defaultdict(float)
+    for file, line, host_ms in zip(gaps["file"], gaps["line"], gaps["host_ms"]):
+        if host_ms:
+            by_place[place_text(file, line) if file else "lines too short to be sampled"] += host_ms / o.steps
+    found = [f"{t:.3g} ms at {place}" for place, t in sorted(by_place.items(), key=lambda item: -item[1])[:2]]
+    data = tl.total(*tl.clip(*o.ranges_named(DATA_RANGES), o.hosts[0], o.hosts[-1]))
+    for ns, where in ((collect_ns(o), "Python's garbage collector"), (data, "the data loader")):
+        if ns >= WORTH_SAYING * o.wall_ns and ns:
+            found.append(f"{ms(ns) / o.steps:.3g} ms in {where}")
+    return "; ".join(found) or "none"

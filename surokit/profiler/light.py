@@ -1,0 +1,125 @@
+"""The speed of light: what each module would take if every operator ran at the rates that the device reaches.
+
+    light of an operator = max(FLOPs / rate of its products, bytes / bandwidth)        FLOPs and bytes as `work` counts them
+
+Rates are the ceilings of a calibration (surokit/calibration.py), where there are none the datasheet's, which no run reaches. The
+light of a module is the sum over the operators that it runs itself, forward and backward, and stands beside its own measured time;
+so the pseudo-rows have one as well. A share above one says that the data was in a cache, which the copy of a calibration is not.
+
+A processor computes what it calls itself: where its calls alone, at the calibrated cost of a small operator's, take longer than the
+light, a module is bound by overhead, and larger or fewer operators are the remedy.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from surokit.profiler.attribution import shown_path
+from surokit.profiler.observed import Table, table
+from surokit.profiler.owners import PSEUDO, Owners
+from surokit.profiler.recording import RATES, Recording
+
+if TYPE_CHECKING:
+    from surokit.planner.hardware import Gpu
+
+Sums = npt.NDArray[np.float64]
+WHOLE = "(whole step)"
+_KINDS: dict[str, Any] = {"fp8": "tensor", "fp4": "nv"}  # the planner keeps rates by the tensor cores' own names
+
+
+def speed_of_light(recording: Recording, modules: Table, gpu: Gpu) -> Table:
+    """One row a module and pseudo-row that has own time or work, the whole step first: module, self_ms (as the table `modules`
+    of a profile has it), light_ms, share (light / self), bound, gflop, gib (of the module itself, a step).
+
+    bound is "compute", "memory", on a processor "overhead", or "unknown" where no work was seen; then share is None. Raises
+    ValueError where no shapes were recorded, or a rate of `gpu` that they ask for is not known.
+    """
+    shaped = recording.shaped
+    if shaped is None:
+        raise ValueError(
+            "This profile has no shapes of a step's operators, which the speed of light needs: profile with warmup=3 or more."
+        )
+    products_R, bandwidth, launch_us = _rates(gpu)
+    # an operator that multiplies in a format without a rate of its own is taken at float32's
+    rate_E = np.where(shaped.rate_E < 0, RATES.index("fp32"), shaped.rate_E)
+    compute_E = shaped.flop_E / products_R[rate_E] / 1e9
+    memory_E = shaped.bytes_E / bandwidth / 1e9
+    light_E = np.maximum(compute_E, memory_E)
+    events = shaped.timeline
+    owner_E, _ = Owners(recording, events).at(events.thread_E, events.start_E)
+    works_E = (shaped.flop_E > 0) | (shaped.bytes_E > 0)
+    computing_E = np.where(compute_E >= memory_E, light_E, 0)
+    names = [shown_path(path, recording.modules) for path, _ in recording.modules] + list(reversed(PSEUDO))
+    sums = np.zeros((len(names), 5))  # pseudo-rows from the end, as owners below zero count
+    np.add.at(sums, owner_E, np.stack([light_E, computing_E, works_E, shaped.flop_E, shaped.bytes_E], axis=1))
+    own: defaultdict[str, float] = defaultdict(float)
+    asked: defaultdict[str, Sums] = defaultdict(lambda: np.zeros(5))
+    for name, self_ms in zip(modules["module"], modules["self_ms"]):
+        own[name] += self_ms
+    for name, of_name in zip(names, sums):
+        asked[name] = asked[name] + of_name
+    overhead_ms = launch_us / 1e3 if gpu.device == "cpu" else 0.0
+    every = [(name, own[name], asked[name]) for name in dict.fromkeys((*own, *asked))]
+    rows = [
+        _row(*row, overhead_ms) for row in [(WHOLE, sum(own.values()), sums.sum(0)), *every] if row[1] or row[2].any()
+    ]
+    return table("module self_ms light_ms share bound gflop gib", rows)
+
+
+def _row(name: str, self_ms: float, asked: Sums, overhead_ms: float) -> tuple[object, ...]:
+    light, computing, calls, flop, moved = asked.tolist()
+    if not light:
+        bound = "unknown"
+    elif calls * overhead_ms > light:
+        bound = "overhead"
+    else:
+        bound = "compute" if computing >= light / 2 else "memory"
+    share = light / self_ms if light and self_ms else None
+    return name, self_ms, light, share, bound, flop / 1e9, moved / 2**30
+
+
+def _rates(gpu: Gpu) -> tuple[Sums, float, float]:
+    """(TFLOPS by RATES, TB/s, microseconds a launch). float32's rate where only bfloat16's is known is bfloat16's: no product
+    in float32 is faster, so the light stays a bound; and the other way round where a processor has only float32's."""
+    from surokit.planner.roofline import Rates, rates_of
+
+    half, full = rates_of(gpu, "bf16"), rates_of(gpu, "fp32")
+    known = [r for r in (half, full) if isinstance(r, Rates)]
+    if not known:
+        raise ValueError(str(half))
+    first = known[0]
+    by_name = {
+        "bf16": first.products[None],
+        "fp32": (full if isinstance(full, Rates) else first).products[None],
+        **{name: first.products[kind] for name, kind in _KINDS.items()},
+    }
+    return np.array([by_name[name] for name in RATES]), first.bandwidth_tb_s, first.launch_us or 0.0
+
+
+def basis(gpu: Gpu) -> str:
+    """Where the rates of `gpu` come from, in words. Raises ValueError where none are known."""
+    from surokit.planner.roofline import rates_of
+
+    for dtype in ("bf16", "fp32"):
+        if not isinstance(found := rates_of(gpu, dtype), str):
+            return found.how
+    raise ValueError(found)
+
+
+def cached_gpu(device: str = "") -> Gpu:
+    """The device of a profile ("cpu", or a GPU's name; this machine's first choice without one) with its ceilings: this
+    machine's calibration, measured once (20 seconds) and kept. Of a GPU that is not here, the hardware table's row; raises
+    ValueError where it has none."""
+    import torch
+
+    from surokit.calibration import calibrate
+    from surokit.planner.hardware import find_gpu
+
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    if device in ("", here):
+        return calibrate()
+    return calibrate("cpu") if device == "cpu" else find_gpu(device)

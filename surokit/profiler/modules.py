@@ -1,0 +1,119 @@
+"""Busy time and FLOPs by module path, forward and backward; with the pseudo-rows of `owners` the rows sum to all of it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from surokit.profiler.attribution import pick, shown_path
+from surokit.profiler.graphs import repeats
+from surokit.profiler.observed import Observed, Table, ms, table
+from surokit.profiler.owners import GRAPH, PSEUDO, Owners, owners_of
+from surokit.profiler.recording import Recording
+from surokit.profiler.timeline import Int
+
+
+class Modules:
+    """Who asked for each activity of a recording. `named_by` is the recording of a step without CUDA graphs, after which the
+    kernels of replayed graphs are named.
+
+    owner_A indexes `modules`, or is -1 - p for PSEUDO[p].
+    """
+
+    def __init__(self, o: Observed, named_by: Recording | None = None) -> None:
+        self.o = o
+        self.modules = o.r.modules
+        self.owners, self.owner_A, self.backward_A = owners_of(o)
+        self.eager_A: Int | None = None
+        self.named_by = named_by
+        if named_by is not None:
+            known = {path for path, _ in o.r.modules}
+            self.modules += tuple(m for m in named_by.modules if m[0] not in known)
+        if o.in_graph_A.any():
+            if named_by is not None:
+                self._name_after(Observed(named_by))
+            self._note_graphs()
+
+    def _name_after(self, eager: Observed) -> None:
+        index = repeats(eager, self.o)
+        found = np.flatnonzero(index >= 0)
+        _, owner, backward = owners_of(eager)
+        self.owner_A[found] = self._own_index(eager.r, owner[index[found]])
+        self.backward_A[found] = backward[index[found]]
+        self.eager_A = index
+
+    def _own_index(self, other: Recording, owner: Int) -> Int:
+        """Owners of another recording as owners here."""
+        place = {path: m for m, (path, _) in enumerate(self.modules)}
+        here = np.array([place[path] for path, _ in other.modules], np.int64)
+        return np.where(owner >= 0, pick(here, np.maximum(owner, 0)), owner)
+
+    def _note_graphs(self) -> None:
+        o = self.o
+        nodes, asked = o.in_graph_A & o.asked_in_steps(), o.own_A
+        if self.eager_A is not None:
+            named = nodes & (self.eager_A >= 0)
+            share = asked[named].sum() / max(asked[nodes].sum(), 1)
+            text = (
+                f"{int(named.sum())} of {int(nodes.sum())} kernels in CUDA graphs are named after a step without graphs"
+            )
+            o.notes.append(f"{text} ({share:.0%} of their time)")
+        elif (nodes & (self.owner_A == GRAPH)).any():
+            o.notes.append("modules' hooks do not run in a CUDA graph: its kernels are the row (cuda graph)")
+
+    # ------------------------------------------------------------------------------------------------ FLOPs
+
+    @cached_property
+    def flop(self) -> Int | None:
+        """FLOPs of a step by owner: the modules, then PSEUDO from the end. None without recorded shapes."""
+        for r in (self.o.r, self.named_by):
+            if r is not None and r.shaped is not None:
+                events = r.shaped.timeline
+                owner, _ = Owners(r, events).at(events.thread_E, events.start_E)
+                sums = np.zeros(len(self.modules) + len(PSEUDO), np.int64)
+                np.add.at(sums, self._own_index(r, owner), r.shaped.flop_E)
+                return sums
+        return None
+
+    # ------------------------------------------------------------------------------------------------ the table
+
+    def table(self) -> Table:
+        """`self_ms` of all rows sums to busy; `ms`, `gflop` and their parts are with children."""
+        r, count = self.o.r, len(self.modules)
+        sums = np.zeros((count + len(PSEUDO), 3), np.int64)  # forward, backward, FLOPs; pseudo-rows from the end
+        np.add.at(sums, (self.owner_A, self.backward_A.astype(np.int64)), self.o.own_A)
+        if self.flop is not None:
+            sums[:, 2] = self.flop
+        totals = sums.copy()
+        totals[:count] = self._with_children(sums[:count])
+        spans = r.module_S[self.o.in_steps(r.start_S)]
+        calls = np.bincount(spans, minlength=count)
+        rows = [
+            self._row(shown_path(path, self.modules), kind, path.count("."), int(calls[m]), sums[m], totals[m])
+            for m, (path, kind) in enumerate(self.modules)
+            if calls[m] or totals[m].any()  # what neither ran nor holds a module that did is left out
+        ]
+        pseudo = [(p, sums[-1 - p]) for p in range(len(PSEUDO)) if sums[-1 - p].any()]
+        pseudo.sort(key=lambda item: -int(item[1][:2].sum()))
+        rows += [self._row(PSEUDO[p], "", 0, 0, own, own) for p, own in pseudo]
+        return table("module type depth calls forward_ms backward_ms ms self_ms share gflop", rows)
+
+    def _row(self, name: str, kind: str, depth: int, calls: int, own: Int, total: Int) -> tuple[Any, ...]:
+        n, busy = self.o.steps, max(int(self.o.busy_K.sum()), 1)
+        forward, backward, flop = total.tolist()
+        per_step = [ms(t) / n for t in (forward, backward, forward + backward, int(own[:2].sum()))]
+        gflop = None if self.flop is None else flop / 1e9
+        return (name, kind, depth, calls / n, *per_step, (forward + backward) / busy, gflop)
+
+    def _with_children(self, sums: Int) -> Int:
+        """The sums of each module and all below it. A path begins with the outermost module's class name."""
+        index = {path: m for m, (path, _) in enumerate(self.modules)}
+        totals = sums.copy()
+        for path, m in index.items():
+            parent = path
+            while parent := parent.rpartition(".")[0]:
+                if parent in index:
+                    totals[index[parent]] += sums[m]
+        return totals

@@ -1,0 +1,45 @@
+"""Facts of the process that advice rests on, read from torch while the profiled code runs: name and value, all as text."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import torch
+from torch.utils.data import dataloader
+
+from surokit import environment
+
+
+def torch_settings() -> dict[str, str]:
+    """float32_matmul_precision, cudnn.benchmark, deterministic, anomaly, threads, cores and allocator."""
+    allocator = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # its new name and its old
+    return {
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn.benchmark": str(torch.backends.cudnn.benchmark),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic),
+        "anomaly": str(torch.is_anomaly_enabled()),
+        "threads": str(torch.get_num_threads()),
+        "cores": str(environment.cores()),
+        "allocator": next((os.environ[name] for name in allocator if name in os.environ), ""),
+    }
+
+
+def optimizer_setting(optimizer: Any) -> str:
+    """For example "AdamW fused=None foreach=None, 148 tensors"."""
+    groups = optimizer.param_groups
+    how = " ".join(f"{name}={groups[0].get(name)}" for name in ("fused", "foreach")) if groups else ""
+    return f"{type(optimizer).__name__} {how}, {sum(len(g['params']) for g in groups)} tensors"
+
+
+def loader_setting() -> str:
+    """The DataLoader that is being iterated now, for example "workers=0 pin_memory=False"; "" without one.
+
+    Whoever iterates it may keep it in no variable, so the iterators are asked for by class; that takes about 20 ms.
+    """
+    kinds = (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter)
+    for found in gc.get_referrers(*kinds):
+        if type(found) in kinds:
+            return f"workers={found._num_workers} pin_memory={found._pin_memory}"
+    return ""

@@ -1,0 +1,234 @@
+"""torch's profiler as a capture uses it: started anew for each part of a block, read from memory, on the host's clock.
+
+A part that nobody needs is dropped unread, so warm-up costs no memory, and one part can record the operators' shapes, which
+is too slow for the others. torch follows the thread that starts it and autograd's own.
+
+A range that is open when the tracer stops must have closed before it starts again: torch 2.13 would write the range's end into
+memory that it has freed. `ranges_open` tells; ranges opened in between are not seen, and do no harm.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd import profiler as torch_profiler
+from torch.cuda import synchronize as wait_for_device  # torch's own, also while the user's calls are noted
+from torch.profiler import ProfilerActivity
+
+from surokit.profiler.timeline import CATEGORIES, Event, Kind
+
+_CLOCK = "surokit::clock"
+#: Shapes, dtypes and values of an operator's arguments, as torch tells them.
+Inputs = tuple[Sequence[Sequence[int]], Sequence[str], Sequence[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What was recorded between a start and a stop, unread until it is needed."""
+
+    results: Any  # torch's own
+    clocks_ns: tuple[int, ...]  # the host's time just inside each range named _CLOCK
+    start_ns: int
+    end_ns: int
+    shaped: bool
+
+    @cached_property
+    def rows(self) -> list[Event]:
+        """The events, on the host's clock. Those that ran before `start_ns` are calibration."""
+        return [event for event, _ in self._pairs]
+
+    @property
+    def inputs(self) -> list[tuple[Event, Inputs]]:
+        """The operators with their arguments, parents first, as a Timeline sorts them."""
+        whole = [(e, raw) for e, raw in self._pairs if e.kind == Kind.OP and self.start_ns <= e.start_ns <= e.end_ns]
+        found = [(e, (raw.shapes(), raw.dtypes(), _values(raw))) for e, raw in whole]
+        return sorted(found, key=lambda pair: (pair[0].start_ns, -pair[0].end_ns))
+
+    @cached_property
+    def _pairs(self) -> list[tuple[Event, Any]]:
+        raw = self.results.events()
+        # torch's clock and the host's differ by microseconds at most; the smallest of the pairs is the offset (a range
+        # starts just before the host's clock is read).
+        clocks = [e.start_ns() for e in raw if e.name() == _CLOCK]
+        offset = min((host - mine for host, mine in zip(self.clocks_ns, clocks)), default=0)
+        return [pair for pair in read_events(raw, offset) if pair[0].name != _CLOCK]
+
+
+class Tracer:
+    """Starts and stops torch's profiler; `running` is false where it could not start and when someone took it away."""
+
+    def __init__(self, gpu: bool) -> None:
+        self.gpu = gpu
+        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
+        self._trace: Any = None
+        self._clocks_ns: tuple[int, ...] = ()
+
+    @property
+    def traced(self) -> bool:
+        """Whether it was started and not yet stopped, even if another profiler has taken it away."""
+        return self._trace is not None
+
+    @property
+    def running(self) -> bool:
+        return self._trace is not None and torch._C._autograd._profiler_enabled()
+
+    def start(self, shaped: bool = False) -> bool:
+        """Whether it started: another profiler that runs is left alone."""
+        if _any_profiler() or torch._C._autograd._profiler_enabled():
+            return False
+        trace = torch.profiler.profile(activities=self._activities, record_shapes=shaped)
+        with suppress(RuntimeError), without_chatter():
+            trace.start()
+            self._trace, self._shaped, self._clocks_ns = trace, shaped, ()
+            self.begin()
+        return self._trace is not None
+
+    def begin(self) -> None:
+        """What counts starts here; what was recorded before it is calibration."""
+        self._clocks_ns += tuple(_clock_pair() for _ in range(3))
+        self._start_ns = time.time_ns()
+
+    def stop(self) -> Part | None:
+        """What was recorded since the start; None when another profiler took it away."""
+        running, trace, self._trace = self.running, self._trace, None
+        if not running:
+            return None
+        end_ns = time.time_ns()
+        with without_chatter():
+            trace.stop()
+        results = trace.profiler.kineto_results if trace.profiler is not None else None
+        return results and Part(results, self._clocks_ns, self._start_ns, end_ns, self._shaped)
+
+
+def _any_profiler() -> bool:
+    return bool(getattr(torch_profiler, "_is_profiler_enabled", False))
+
+
+def backward_runs() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def ranges_open() -> int:
+    """Ranges that are open, or may be, as Python sees it: at most this many (20 ms). A running backward pass counts as many."""
+    if backward_runs():
+        return 1 << 30
+    kind = torch_profiler.record_function
+    return sum(type(found) is kind and found.record is not None for found in gc.get_referrers(kind))
+
+
+def _clock_pair() -> int:
+    with torch.profiler.record_function(_CLOCK):
+        return time.time_ns()
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# torch's events
+
+
+def read_events(events: Sequence[Any], offset: int = 0) -> Iterator[tuple[Event, Any]]:
+    """torch's in-memory events as rows, each with the event itself; what is of no kind of ours is skipped. offset:
+    nanoseconds from torch's clock to the host's."""
+    for e in events:
+        kind = _kind(e)
+        if kind is None:
+            continue
+        start = e.start_ns() + offset
+        on_device = kind in (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
+        own = e.correlation_id()
+        row = Event(
+            kind,
+            e.name(),
+            start,
+            start + e.duration_ns(),
+            thread=e.device_resource_id(),
+            correlation=own if kind == Kind.RUNTIME or on_device else -1,
+            external=own if kind == Kind.OP else e.linked_correlation_id() or -1,
+            sequence=e.sequence_nr(),
+            nbytes=max(e.nbytes(), 0) if on_device else 0,
+        )
+        yield row, e
+
+
+def _kind(e: Any) -> Kind | None:
+    if hasattr(e, "activity_type"):
+        return CATEGORIES.get(e.activity_type())
+    if e.is_user_annotation():  # older torch: the category from what the event says about itself
+        return Kind.ANNOTATION if e.device_type() == torch.profiler.DeviceType.CPU else None
+    name = e.name()
+    if e.device_type() == torch.profiler.DeviceType.CPU:
+        return Kind.RUNTIME if name.startswith(("cuda", "cu")) and "::" not in name else Kind.OP
+    return Kind.MEMCPY if name.startswith("Memcpy") else Kind.MEMSET if name.startswith("Memset") else Kind.KERNEL
+
+
+def _values(raw: Any) -> Sequence[Any]:
+    return raw.concrete_inputs() if hasattr(raw, "concrete_inputs") else ()
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# the device
+
+
+def fill_queue() -> None:
+    """Short kernels behind a long one: the gaps between them are the device's own, whatever the host does."""
+    if not torch.cuda.is_initialized():
+        return
+    with suppress(RuntimeError):
+        short = torch.empty(16, device="cuda")
+        wait_for_device()
+        torch.cuda._sleep(4_000_000)  # cycles: about 2 ms, and no memory
+        for _ in range(64):
+            short.zero_()
+        wait_for_device()
+
+
+def back_to_back(calibration: list[Event]) -> int:
+    """Median gap between short activities behind a full queue, in nanoseconds; 1000 where none was measured."""
+    device = sorted((e for e in calibration if e.kind in (Kind.KERNEL, Kind.MEMSET)), key=lambda e: e.start_ns)[-48:]
+    between = [after.start_ns - before.end_ns for before, after in pairwise(device)]
+    return int(np.clip(np.median(between), 100, 20_000)) if len(between) >= 16 else 1000
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured, which a wait would break."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def synchronize() -> None:
+    """Waits for the device, if one is in use. A device error belongs to the user's code, which has raised it already or
+    will."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized() and not capturing():
+        with suppress(RuntimeError):
+            wait_for_device()
+
+
+@contextmanager
+def without_chatter() -> Iterator[None]:
+    """torch 2.13's tracer prints "USDT:..." lines to the error stream when it starts and stops. They are caught at the
+    file descriptor, the only place where C++ output can be; anything else that was printed meanwhile is passed on."""
+    try:
+        saved = os.dup(2)
+    except OSError:  # no error stream
+        yield
+        return
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+            caught.seek(0)
+            for line in caught:
+                if not line.startswith(b"USDT:"):
+                    os.write(2, line)
