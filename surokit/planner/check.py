@@ -60,8 +60,8 @@ _PLACES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("swiglu", ("swiglu",), ("mlp", "act_fn")),
     ("norms", ("norm", "last norm"), ("norm",)),
     ("embedding", ("embedding",), ("embed_tokens",)),
-    ("head and loss", ("lm_head", "loss"), ("lm_head", "")),
-    ("optimizer", ("optimizer", "gradient norm"), ("(optimizer)",)),
+    ("head and loss", ("lm_head", "loss"), ("lm_head", "", "(loss)")),
+    ("optimizer", ("optimizer", "gradient norm"), ("(optimizer)", "(clip)")),
 )
 _OTHER = "all else"
 

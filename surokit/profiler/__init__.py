@@ -1,7 +1,9 @@
 """The profiler: where does the time of a training step go, and what is it lost to?
 
-capture (torch, hooks) -> Recording -> analysis, on the interval algebra of timeline -> Profile (report, picture,
-advice, trace files). Only `magic` knows a notebook.
+    capture (hooks, torch.profiler) or trace (a file) -> Recording -> analysis, on the interval algebra of timeline -> Profile
+
+A Profile shows itself (report, picture), says what to do (advice) and tries it (verify), and sets what a module took beside what
+this device could do (work: FLOPs and bytes; light). `Monitor` is the part that is always on. Only `magic` knows a notebook.
 """
 
 from surokit.profiler.capture import profile, profile_calls

@@ -82,11 +82,11 @@ class Seen:
     def called(self, *operators: str) -> float:
         return sum(self.calls.get(f"aten::{name}", 0.0) for name in operators)
 
-    def spent(self, operators: str, kernels: str, column: str = "ms") -> float:
+    def spent(self, operators: str, kernels: str, column: str = "ms", table: str = "ops") -> float:
         """Time in operators with these names on a CPU; on a GPU that of the kernels whose names match, with the launching of
         the operators as far as launches cost anything."""
         names = {f"aten::{name}" for name in operators.split()}
-        on_host = sum(ms for name, ms in self.rows("ops", f"op {column}") if name in names)
+        on_host = sum(ms for name, ms in self.rows(table, f"op {column}") if name in names)
         if not self.on_gpu:
             return float(on_host)
         on_device = sum(ms for name, ms in self.rows("kernels", "kernel self_ms") if re.search(kernels, name))
@@ -99,7 +99,7 @@ class Seen:
     def place_inside(self, ranges: tuple[str, ...]) -> tuple[str, int]:
         """The line that lost most in gaps inside ranges named so; ("", 0) when none was sampled."""
         lost: dict[tuple[str, int], float] = defaultdict(float)
-        for file, line, ms, inside in self.rows("gaps", "file line ms inside"):
+        for file, line, ms, inside in self.rows("lines", "file line ms inside"):
             if file and inside.startswith(ranges):
                 lost[file, line] += ms
         return max(lost, key=lambda place: lost[place], default=("", 0))
@@ -156,7 +156,7 @@ def sync(seen: Seen) -> Iterator[Row]:
         waits = f"waits {ms:.3g} ms a step" if seen.on_gpu else "costs little on a CPU, but would make a GPU run dry"
         if inside:
             rule, where = "library sync", f"`{call}` in {inside}, called at {place_text(file, line)},"
-        elif call.startswith("cu") and call != "cuda sync":
+        elif call.endswith("ynchronize"):
             rule, where = "synchronize", f"`{call}` at {place_text(file, line)}"
         else:
             rule, where = "sync", f"`{call}` at {place_text(file, line)}"
@@ -174,7 +174,7 @@ def _sync_remedy(call: str, inside: str, rule: str) -> str:
         return "leave it out; to time a part, record CUDA events and read them at the end"
     if call in _SHAPED_BY_VALUES:
         return "its result has a shape that only the device knows: use torch.where or a mask of fixed shape"
-    if call in ("aten::copy_", "aten::_to_copy", "aten::to"):
+    if call in ("aten::copy_", "aten::_to_copy", "aten::to", "cudaMemcpy"):
         return "copy with non_blocking=True, to or from pinned memory, and use the copy a step later"
     return f"keep the value on the device and read it every {EVERY} steps (in surokit: session.records)"
 
@@ -205,18 +205,19 @@ def data(seen: Seen) -> Iterator[Row]:
 
 def host_gap(seen: Seen) -> Iterator[Row]:
     """Lines of the user's on which nothing but Python ran."""
-    by_place: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for file, line, ms, inside in seen.rows("gaps", "file line host_ms inside"):
-        if ms and file and not inside.startswith(DATA_RANGES):
-            by_place[file, line].append(ms)
+    by_place: dict[tuple[str, int], list[tuple[float, float, float]]] = defaultdict(list)
+    for file, line, inside, *found in seen.rows("lines", "file line inside ms count longest_ms"):
+        if file and not inside.startswith(DATA_RANGES):
+            by_place[file, line].append((found[0], found[1], found[2]))
     device = "the GPU waits" if seen.on_gpu else "no operator runs"
-    for (file, line), found in by_place.items():
-        ms = sum(found) / seen.summary["steps"]
+    for (file, line), rows in by_place.items():
+        ms, count, longest = sum(r[0] for r in rows), sum(r[1] for r in rows), max(r[2] for r in rows)
         if seen.worth(ms, 2):
             where = f"{device} {ms:.3g} ms a step while {place_text(file, line)} runs"
             advice = f"{where}: move that work out of the step or to a thread"
-            evidence = f"{len(found)} gaps, the longest {max(found):.3g} ms"
-            yield Row("host gap", advice, evidence, ms, ("host",), file, line)
+            yield Row(
+                "host gap", advice, f"{count:.3g} gaps a step, the longest {longest:.3g} ms", ms, ("host",), file, line
+            )
 
 
 def garbage(seen: Seen) -> Iterator[Row]:
@@ -307,10 +308,13 @@ def clipping(seen: Seen) -> Iterator[Row]:
 
 
 def zero_grad(seen: Seen) -> Iterator[Row]:
-    """Gradients filled with zeros where they could be dropped."""
+    """Gradients filled with zeros where they could be dropped. Only fills that no operator asked for: those of a backward
+    are its own."""
     said = re.search(r"(\d+) tensors", seen.settings.get("optimizer", ""))
-    zeroed, grouped = seen.called("zero_"), seen.called("_foreach_zero_")
-    ms = seen.spent("_foreach_zero_" if grouped else "zero_", r"FillFunctor")
+    direct = dict(seen.rows("outermost", "op calls"))
+    zeroed, grouped = direct.get("aten::zero_", 0.0), direct.get("aten::_foreach_zero_", 0.0)
+    names = ("_foreach_zero_", "ZeroFunctor") if grouped else ("zero_", "FillFunctor")
+    ms = seen.spent(*names, table="outermost")
     if (grouped or (said and zeroed >= max(0.9 * int(said[1]), 4))) and seen.worth(ms):
         advice = (
             f"zero_grad fills the gradients with zeros in {ms:.3g} ms: zero_grad(set_to_none=True), torch's default"
@@ -347,7 +351,9 @@ def copies(seen: Seen) -> Iterator[Row]:
             yield Row("exposed copy", advice, evidence, exposed, ("copies",))
 
 
-_CASTS = r"bfloat16_copy_kernel|float16_copy_kernel|float8_copy_kernel|LoadWithCast|StoreWithCast"
+# as torch names its kernels: by the function of Copy.cu, and by whether they convert what they load
+_LAYOUTS = r"direct_copy_kernel(?!.*WithCast)"
+_CASTS = r"float(?:16|8)_copy_kernel|copy_kernel.*LoadWithCast"
 
 
 def casts(seen: Seen) -> Iterator[Row]:
@@ -369,7 +375,7 @@ def casts(seen: Seen) -> Iterator[Row]:
 
 def layout_copies(seen: Seen) -> Iterator[Row]:
     """Copies that only change the order of elements in memory."""
-    count, ms = seen.called("clone", "contiguous"), seen.spent("clone", r"direct_copy_kernel(?!.*WithCast)")
+    count, ms = seen.called("clone", "contiguous"), seen.spent("clone", _LAYOUTS)
     if count >= 2 and seen.worth(ms, 2):
         advice = (
             f"copies that only change the order in memory (.contiguous(), .clone(), .reshape() of a transpose) take {ms:.3g} ms a"
@@ -389,11 +395,12 @@ def communication(seen: Seen) -> Iterator[Row]:
         yield Row("communication", advice, f"{ms / max(whole, ms):.0%} of {whole:.3g} ms is exposed", ms, ("busy",))
 
 
+_ALLOCATIONS = re.compile(r"(cuda(Malloc|Free|HostAlloc|FreeHost)|cuMem(Create|Map|Unmap|Release))(_v\d+)?")
+
+
 def allocator(seen: Seen) -> Iterator[Row]:
     """Memory asked of the driver inside steps; the caching allocator asks only while it grows, fragments or was emptied."""
-    wanted = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cuMemCreate", "cuMemMap", "cuMemUnmap")
-    table = seen.tables["calls"]
-    found = [row for row in zip(table["call"], table["calls"], table["ms"]) if row[0] in wanted]
+    found = [row for row in seen.rows("calls", "call calls ms") if _ALLOCATIONS.fullmatch(row[0])]
     ms = sum(row[2] for row in found)
     if found and seen.worth(ms):
         conf = seen.settings.get("allocator", "")
@@ -406,13 +413,15 @@ def allocator(seen: Seen) -> Iterator[Row]:
 
 # ---------------------------------------------------------------------------------------------------------------- busy time
 
-_PLAIN_FLOAT32 = r"(?<!\d)sgemm|gemm_f32f32_f32f32|gemm.*<float, ?float"  # s1688gemm and tf32f32 run on tensor cores
-_CONVOLUTIONS = r"(?i)conv|wgrad|dgrad|fprop|winograd"
+# s1688gemm and tf32f32 run on tensor cores, fp16_sgemm multiplies halves
+_PLAIN_FLOAT32 = r"(?<!\d)(?<!fp16_)(?<!bf16_)sgemm|gemm_f32f32_f32f32|gemm.*<float, ?float"
+_CONVOLUTIONS = r"(?i)conv(?!ert)|wgrad|dgrad|fprop|winograd"
 
 
 def float32_products(seen: Seen) -> Iterator[Row]:
     """Products in full float32, which leave a GPU's tensor cores unused."""
-    ms = sum(ms for name, ms in seen.rows("kernels", "kernel self_ms") if re.search(_PLAIN_FLOAT32, name))
+    products = [row for row in seen.rows("kernels", "kernel self_ms") if re.search(_PLAIN_FLOAT32, row[0])]
+    ms = sum(ms for name, ms in products if not re.search(_CONVOLUTIONS, name))  # those have a switch of their own
     if seen.settings.get("float32_matmul_precision") == "highest" and seen.worth(ms, 5):
         advice = (
             f"matrix products in full float32 take {ms:.3g} ms a step: torch.set_float32_matmul_precision('high') runs them on"
@@ -437,7 +446,7 @@ def anomaly(seen: Seen) -> Iterator[Row]:
     """Anomaly mode, which keeps a stack for each node and looks for NaN after each."""
     if seen.settings.get("anomaly") == "True":
         checks = seen.called("isnan")
-        ms = seen.spent("isnan _is_any_true", r"(?i)isnan|any_kernel|or_kernel")
+        ms = seen.spent("isnan _is_any_true", r"CompareEqFunctor|or_kernel_cuda")  # isnan is x != x
         gain = ms + seen.held("launches", "syncs", "host")
         advice = "anomaly mode is on, and slows every node of backward: turn it off unless you look for a NaN"
         yield Row("anomaly", advice, f"{checks:.0f} x aten::isnan a step", gain, _ANY)
@@ -448,7 +457,9 @@ _DETERMINISTIC = "fill_ index_put_ _index_put_impl_ index_add_ scatter_ scatter_
 
 def deterministic(seen: Seen) -> Iterator[Row]:
     """Deterministic algorithms, slower where sums meet in one place; they also fill all new memory."""
-    ms = seen.spent(_DETERMINISTIC, r"(?i)FillFunctor|index|scatter|sort|embedding_backward|cumsum", "self_ms")
+    ms = seen.spent(
+        _DETERMINISTIC, r"(?i)FillFunctor|index(?!Select)|scatter|sort|embedding_backward|cumsum", "self_ms"
+    )
     if seen.settings.get("deterministic") == "True" and seen.worth(ms):
         advice = (
             f"deterministic algorithms: operators that have faster forms, and fills of new memory, take {ms:.3g} ms a step:"
@@ -456,6 +467,9 @@ def deterministic(seen: Seen) -> Iterator[Row]:
         )
         evidence = f"{seen.called(*_DETERMINISTIC.split()):.0f} such operators a step"
         yield Row("deterministic", advice, evidence, ms, ("busy", "launches"))
+
+
+_SOFTMAX = r"(?i)^(?!.*logsoftmax).*softmax"  # not a loss's
 
 
 def attention(seen: Seen) -> Iterator[Row]:
@@ -466,7 +480,7 @@ def attention(seen: Seen) -> Iterator[Row]:
     if not (by_math or by_hand):
         return
     operators = "_scaled_dot_product_attention_math" if by_math else "bmm baddbmm _softmax _softmax_backward_data"
-    ms = seen.modules_like("attention|attn") or seen.spent(operators, r"(?i)softmax")
+    ms = seen.modules_like("attention|attn") or seen.spent(operators, _SOFTMAX)
     if seen.worth(ms, 2):
         how = "falls back to the unfused path" if by_math else "is written out as products and a softmax"
         advice = (

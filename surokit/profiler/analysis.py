@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 
 from surokit.profiler import timeline as tl
-from surokit.profiler.causes import CAUSES, collect_ns, divide, exposed_copies, gaps_table, lost_table, syncs_table
+from surokit.profiler.causes import (
+    CAUSES,
+    collect_ns,
+    divide,
+    exposed_copies,
+    gaps_table,
+    lines_table,
+    lost_table,
+    syncs_table,
+)
 from surokit.profiler.modules import Modules
 from surokit.profiler.observed import Observed, Table, is_operator, ms, short_file, table
 from surokit.profiler.phases import PHASES, phases
@@ -44,21 +53,23 @@ class Analysis:
 
 
 def analyse(recording: Recording, named_by: Recording | None = None) -> Analysis:
-    """Every table of a profile but the advice.
+    """Every table of a profile but the advice; "lines", "calls" and "outermost" are there for its sake.
 
     named_by: the recording of a step without CUDA graphs, after which the kernels of replayed graphs are named.
     """
     o = Observed(recording)
     modules = Modules(o, named_by)
     divided = divide(o)
-    own_op_E = tl.self_time(o.ops.start_E, o.ops.end_E, o.ops.thread_E)
+    own_op_E, tops = tl.self_time(o.ops.start_E, o.ops.end_E, o.ops.thread_E), modules.owners.tops
     copying_E = o.named(o.ops, lambda n: n in _COPY_OPS) & o.in_steps(o.ops.start_E)
     tables = {
         "steps": _steps(o, phases(o, modules)),
         "gaps": gaps_table(o, divided),
+        "lines": lines_table(o, divided),
         "syncs": syncs_table(o),
         "modules": modules.table(),
         "ops": _by_name(o, o.ops, o.in_steps(o.ops.start_E), own_op_E, "op"),
+        "outermost": _by_name(o, tops, o.in_steps(tops.start_E), tops.duration_E(), "op"),
         "kernels": _kernels(o),
         "calls": _by_name(o, o.calls, o.in_steps(o.calls.start_E), o.calls.duration_E(), "call"),
         "copies": _device_copies(o) if o.on_gpu else _host_copies(o, copying_E, own_op_E),

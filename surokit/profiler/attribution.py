@@ -10,7 +10,7 @@ import numpy as np
 
 from surokit.profiler import timeline as tl
 from surokit.profiler.recording import Recording
-from surokit.profiler.timeline import Bool, Int, Kind, Timeline
+from surokit.profiler.timeline import Int, Kind, Timeline
 
 _NODE = "autograd::engine::evaluate_function"
 
@@ -27,11 +27,6 @@ class Attribution:
         self.maker_N = self._makers()
         makers = self.ops.take(np.maximum(self.maker_N, 0)) if len(self.ops) else self.ops
         self.module_N = np.where(self.maker_N >= 0, self._span_module(makers.thread_E, makers.start_E), -1)
-
-    def module_at(self, thread_Q: Int, at_Q: Int) -> tuple[Int, Bool]:
-        """The module that runs at these host moments (-1: none), and whether it is in its backward pass."""
-        module, node = self.module_and_node_at(thread_Q, at_Q)
-        return module, node >= 0
 
     def module_and_node_at(self, thread_Q: Int, at_Q: Int) -> tuple[Int, Int]:
         """The module at these host moments, and the autograd node (an index into `nodes`); -1 where there is none."""

@@ -3,7 +3,7 @@
 Underneath is torch.profiler (`tracer`), read from memory, without a trace file. Beside it, only while the block runs:
 - steps through torch's global optimizer post-step hook (or `p.step()`, for code without an optimizer);
 - modules through torch's global forward hooks: a host-clock time at entry and exit;
-- sync points, modules' paths, the garbage collector and the user's current line through `watch`.
+- sync points, modules' paths, the garbage collector, the data loader and the user's current line through `watch`.
 All of it is removed when the block ends, also by an exception, which passes on after the profile so far is kept.
 
 The tracer starts anew in the warm-up, and what came before is dropped once a step was measured. One warm-up step is recorded
@@ -17,7 +17,6 @@ A profile inside a running one has no tracer of its own: it is cut from the oute
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import Counter
@@ -25,18 +24,20 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from enum import IntEnum
+from itertools import pairwise
 from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.flop_counter import flop_registry
 
 from surokit.profiler.recorder import Recorder, shaped_part
 from surokit.profiler.recording import Recording
 from surokit.profiler.report import Profile
-from surokit.profiler.settings import loader_setting, optimizer_setting, torch_settings
+from surokit.profiler.settings import optimizer_setting, torch_settings
 from surokit.profiler.tracer import Part, capturing, synchronize
+from surokit.profiler.watch import on_optimizer_step
 
 _USER = "user"  # who marks a step by p.step(); optimizers are known by their id
 _active: Capture | None = None  # the block that records
@@ -55,9 +56,9 @@ def profile(
 ) -> Capture:
     """Profile a block: `with sk.profile() as p: ...`, then read `p` after the block.
 
-    A step ends where an optimizer steps, or where the block calls `p.step()`. The first `warmup` steps are left out, the
-    last of them is recorded with the shapes of its operators (for FLOPs), and recording stops after `warmup + steps`; the
-    block itself runs to its end. A block with fewer steps uses what there is, and without any the block is one step.
+    A step ends where an optimizer steps, or where the block calls `p.step()`. The first `warmup` steps are left out; of two
+    or more, one is recorded with the shapes of its operators, for FLOPs. Recording stops after `warmup + steps`, the block
+    itself runs to its end. A block with fewer steps uses what there is, and without any the block is one step.
 
     tokens: tokens in a step, for tokens_per_s; None takes the elements of the largest embedding lookup.
     sample: sample the user's line every 5 ms, to name the lines of long gaps.
@@ -125,6 +126,14 @@ _ELSEWHERE = (
     "the steps ran on another thread than the profile, and their operators were not recorded: enter sk.profile() on the thread "
     "that trains"
 )
+
+
+_TOO_FEW = "FLOPs are unknown: they come from a warm-up step, and need warmup=2 or more"
+_NOT_WHOLE = (
+    "FLOPs are unknown: the steps multiply before they call a module, which is where shapes begin to be recorded; mark the steps "
+    "with p.step()"
+)
+_PRODUCTS = frozenset(str(operator).replace(".", "::") for operator in flop_registry)
 
 
 class _Stage(IntEnum):
@@ -201,9 +210,9 @@ class Capture:
             else:
                 self._recorder = Recorder(self._gpu, self._sample)
                 stack.callback(self._recorder.close)
-                self._recorder.start(self._stage == _Stage.SHAPED, inside=_active is not None)
+                self._recorder.start(self._stage == _Stage.SHAPED)
                 _active = self
-            stack.callback(register_optimizer_step_post_hook(self._on_optimizer_step).remove)
+            stack.callback(on_optimizer_step(self._on_optimizer_step).remove)
             self._stack = stack.pop_all()
         self._open = True
         self.profile = Profile._pending(self._on_user_step)
@@ -240,12 +249,12 @@ class Capture:
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if capturing():
             return  # recorded into a CUDA graph, which is no step yet
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = optimizer_setting(optimizer)
-        if self.optimizer_marks and not _within_another_step(optimizer):
+        if self.optimizer_marks:
             self._mark(id(optimizer))
 
     def _on_user_step(self) -> None:
@@ -257,17 +266,17 @@ class Capture:
             if self._end_ns is not None:
                 return
             self._counts[who] += 1
-            if not self._settings:
-                self._look(loader=self._warmup > 0)
+            if not self._settings:  # while they still are as the profiled code made them
+                self._settings = torch_settings()
             if self._outer is None:
-                self._advance(who)
+                self._advance(who, now)
             self._marks.append(_Mark(now, time.time_ns(), who, threading.get_native_id()))
             if self._counts[who] >= self._warmup + self._steps and (who == _USER or not self._counts[_USER]):
                 self._end(now)
                 if self._outer is None:
                     self._stop_when_full()
 
-    def _advance(self, who: object) -> None:
+    def _advance(self, who: object, now: int) -> None:
         """Begins the part that follows this mark. The first optimizer to come that far leads; `p.step()` takes over and
         begins its own warm-up."""
         if who == _USER and self._leader != _USER:
@@ -277,18 +286,22 @@ class Capture:
             return
         count, measured_from = self._counts[who], self._warmup - (who != _USER)
         if self._stage < _Stage.MEASURED and 1 <= measured_from == count:
-            self._begin(_Stage.MEASURED, who)
-        elif self._stage == _Stage.EARLY and 1 <= measured_from - 1 == count:
-            self._begin(_Stage.SHAPED, who)
+            self._begin(_Stage.MEASURED, who, now)
+        elif self._stage < _Stage.MEASURED and 1 <= measured_from - 1 == count:
+            self._stage = _Stage.EARLY
+            self._begin(_Stage.SHAPED, who, now)
         elif self._stage == _Stage.MEASURED and count == self._warmup + 1:  # a step was measured: drop the warm-up
             self._recorder.keep(lambda part: any(block._saw(part) for block in self._inner))
 
-    def _begin(self, stage: _Stage, who: object) -> None:
+    def _begin(self, stage: _Stage, who: object, now: int) -> None:
         if any(block._end_ns is None for block in self._inner):  # theirs has to be whole
             return
-        part = self._recorder.turn(shaped=stage == _Stage.SHAPED, at_once=who == _USER)
+        since_ns = self._marks[-1].next_ns if self._marks else self._start_ns
+        part = self._recorder.turn(shaped=stage == _Stage.SHAPED, at_once=who == _USER, since_ns=since_ns)
         if part is not None:
-            if stage == _Stage.MEASURED and part.shaped:
+            if (
+                self._stage == _Stage.SHAPED and part.start_ns < now
+            ):  # else no module was called, and the step not recorded
                 self._shaped = part, who == _USER
             self._stage, self._leader = stage, who
 
@@ -306,16 +319,9 @@ class Capture:
     # ------------------------------------------------------------------------------------------------ the end
 
     def _end(self, at_ns: int) -> None:
-        if "loader" not in self._settings:
-            self._look(loader=True)
+        self._settings = self._settings or torch_settings()
         self._end_ns = at_ns
         self._seen_tokens = self._recorder.watch.tokens - self._tokens_before
-
-    def _look(self, loader: bool) -> None:
-        """Reads the settings, while they still are as the profiled code made them."""
-        self._settings = torch_settings() | self._settings
-        if loader:
-            self._settings["loader"] = loader_setting()
 
     def _stop_when_full(self) -> None:
         with self._lock:
@@ -340,14 +346,21 @@ class Capture:
         thread = Counter(mark.thread for mark in marks).most_common(1)[0][0] if marks else self._thread
         if thread != self._recorder.thread:
             notes.append(_ELSEWHERE)
-        shaped = self._shaped_part(marks)
+        shaped, by_optimizer = self._shaped_part(marks), bool(marks) and marks[0].who != _USER
+        moments = tuple(mark.next_ns for mark in marks[:-1]) + tuple(mark.at_ns for mark in marks[-1:])
+        if shaped is None and measured and warmup < 2:
+            notes.append(_TOO_FEW)
+        elif shaped is not None and by_optimizer and warmup > 2 and _multiplies_early(recording, moments[warmup:]):
+            shaped = None
+            notes.append(_NOT_WHOLE)
         settings = self._settings | {
             "optimizer": "; ".join(self._optimizers.values()),
             "autocast": self._recorder.watch.autocast,
+            "loader": self._recorder.watch.loader,
         }
         return replace(
             recording,
-            marks_ns=tuple(mark.next_ns for mark in marks[:-1]) + tuple(mark.at_ns for mark in marks[-1:]),
+            marks_ns=moments,
             warmup=warmup,
             thread=thread,
             tokens_per_step=self._tokens
@@ -368,12 +381,13 @@ class Capture:
         return self._recorder.last_part if whole else None
 
 
-def _within_another_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step that calls this hook was called by a subclass's step of the same optimizer, whose hooks come next."""
-    hooks = sys._getframe(2)  # torch's function around a class's step, which calls this hook's caller
-    frame = hooks.f_back
-    while frame is not None:
-        if frame.f_code is hooks.f_code and frame.f_locals.get("self") is optimizer:
+def _multiplies_early(recording: Recording, marks_ns: tuple[int, ...]) -> bool:
+    """Whether a product runs in one of these steps before its first module: a shaped step begins there and lacks it."""
+    t, calls_S = recording.timeline, np.sort(recording.start_S)
+    products = np.array([name in _PRODUCTS for name in t.names], bool)
+    product_E = t.start_E[products[t.name_E]]
+    for begin, end in pairwise(marks_ns):
+        first, call = (times[np.searchsorted(times, begin) :][:1] for times in (product_E, calls_S))
+        if len(first) and first[0] < min(end, *call):
             return True
-        frame = frame.f_back
     return False

@@ -15,12 +15,13 @@ from collections import defaultdict
 import numpy as np
 
 from surokit.profiler import timeline as tl
-from surokit.profiler.attribution import on_threads
+from surokit.profiler.attribution import on_threads, pick
 from surokit.profiler.observed import DATA_RANGES, Observed, Table, intervals, ms, place_text, table
 from surokit.profiler.timeline import Int, Kind
 
 SHORT_GAP_NS = 100_000  # CPU: a shorter gap between two operators is the price of launching the next one
 GAP_ROWS = 200
+HALF_PERIOD_NS = 2_500_000  # of the samples of the user's line
 WORTH_SAYING = 0.002  # share of the steps
 CAUSES = ("launches", "syncs", "copies", "host")
 
@@ -36,9 +37,7 @@ def divide(o: Observed) -> Divided:
         in_short = np.where(short, host_G, 0)
         return {"launches": in_short, "syncs": nothing, "copies": nothing, "host": host_G - in_short}
     start_G, until_G = o.start_G, o.start_G + host_G
-    calls = np.concatenate((o.ops.start_E, o.calls.start_E)), np.concatenate((o.ops.end_E, o.calls.end_E))
-    layers = cumulative([o.sync, o.copy_calls(), calls])
-    in_sync, with_copy, with_calls = (tl.covered(*layer, start_G, until_G) for layer in layers)
+    in_sync, with_copy, with_calls = (tl.covered(*layer, start_G, until_G) for layer in _call_layers(o))
     in_copy, in_call = with_copy - in_sync, with_calls - with_copy
     drained = tl.covered(*o.sync, start_G - 1, start_G + 1) > 0
     copy_next = (o.next_G >= 0) & (o.active.kind_E[o.next_G] == Kind.MEMCPY)
@@ -48,6 +47,12 @@ def divide(o: Observed) -> Divided:
         "copies": in_copy + np.where(copy_next, o.other_G, 0),
         "host": host_G - with_calls,
     }
+
+
+def _call_layers(o: Observed) -> list[Layer]:
+    """When the host waits; or copies; or is inside any call."""
+    calls = np.concatenate((o.ops.start_E, o.calls.start_E)), np.concatenate((o.ops.end_E, o.calls.end_E))
+    return cumulative([o.sync, o.copy_calls(), calls])
 
 
 def cumulative(layers: list[Layer]) -> list[Layer]:
@@ -93,6 +98,39 @@ def gaps_table(o: Observed, divided: Divided) -> Table:
             )
         )
     return table("step start_ms ms kind cause host_ms file line next inside", rows)
+
+
+def lines_table(o: Observed, divided: Divided) -> Table:
+    """The host's part of all gaps by the user's line, ms a step; the file is "" where a gap was too short to be sampled. Between
+    two samples the first stands for half of the time, but no more than half a period: one that comes later waited for Python's
+    lock, and its line held it. On a GPU only samples outside calls count."""
+    until_G, at_P = o.start_G + o.host_G, o.r.time_P
+    gap_P = np.searchsorted(o.start_G, at_P, "right") - 1
+    within = (at_P < pick(until_G, gap_P)) & (pick(divided["host"], gap_P) > 0)
+    working = _call_layers(o)[-1]
+    if o.on_gpu:
+        within &= tl.covered(*working, at_P, at_P + 1) == 0
+    gap, at, place = gap_P[within], at_P[within], o.r.place_P[within]
+    first, last = np.diff(gap, prepend=-1) != 0, np.diff(gap, append=-1) != 0
+    change = at + np.minimum(np.diff(at, append=0) // 2, HALF_PERIOD_NS)
+    begin = np.where(first, o.start_G[gap], np.roll(change, 1))
+    end = np.where(last, until_G[gap], change)
+    unseen = np.setdiff1d(np.flatnonzero(divided["host"]), gap)
+    gap, place = np.concatenate((gap, unseen)), np.concatenate((place, np.full(len(unseen), -1)))
+    begin, end = np.concatenate((begin, o.start_G[unseen])), np.concatenate((end, until_G[unseen]))
+    ns = end - begin - (tl.covered(*working, begin, end) if o.on_gpu else 0)
+    inside = _ranges_at(o, np.concatenate((at, o.start_G[unseen])))
+    name = pick(o.ranges.name_E.astype(np.int64), inside)
+    found: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))  # line and range, gap -> ns
+    for p, n, g, one in zip(place.tolist(), name.tolist(), gap.tolist(), ns.tolist()):
+        found[p, n][g] += one
+    rows = []
+    for (p, n), by_gap in found.items():
+        where, each = o.r.places[p] if p >= 0 else ("", 0), by_gap.values()
+        within_range = o.names[n] if n >= 0 else ""
+        rows.append((*where, within_range, ms(sum(each)) / o.steps, len(each) / o.steps, ms(max(each))))
+    rows.sort(key=lambda row: -row[3])
+    return table("file line inside ms count longest_ms", rows)
 
 
 def _ranges_at(o: Observed, at_Q: Int) -> Int:
@@ -141,7 +179,7 @@ def lost_table(o: Observed, divided: Divided, tables: dict[str, Table], in_copie
         "syncs": _sync_evidence(tables["syncs"]),
         "copies": "; ".join(f"{count:.3g} x {name}" for name, count in _top(tables["copies"], "copy", "count"))
         or "none",
-        "host": _host_evidence(o, tables["gaps"]),
+        "host": _host_evidence(o, tables["lines"]),
     }
     price = o.r.usd_per_gpu_hour
     rows = []
@@ -181,11 +219,10 @@ def _sync_evidence(syncs: Table) -> str:
     return "; ".join(f"{count:.3g} x {call} at {place_text(file, line)}" for count, call, file, line in rows) or "none"
 
 
-def _host_evidence(o: Observed, gaps: Table) -> str:
+def _host_evidence(o: Observed, lines: Table) -> str:
     by_place: dict[str, float] = defaultdict(float)
-    for file, line, host_ms in zip(gaps["file"], gaps["line"], gaps["host_ms"]):
-        if host_ms:
-            by_place[place_text(file, line) if file else "lines too short to be sampled"] += host_ms / o.steps
+    for file, line, host_ms in zip(lines["file"], lines["line"], lines["ms"]):
+        by_place[place_text(file, line) if file else "lines too short to be sampled"] += host_ms
     found = [f"{t:.3g} ms at {place}" for place, t in sorted(by_place.items(), key=lambda item: -item[1])[:2]]
     data = tl.total(*tl.clip(*o.ranges_named(DATA_RANGES), o.hosts[0], o.hosts[-1]))
     for ns, where in ((collect_ns(o), "Python's garbage collector"), (data, "the data loader")):

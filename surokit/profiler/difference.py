@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from surokit.profiler.picture import Shown, difference_html
-from surokit.tables import text_table
+from surokit.tables import text_table, three_digits
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,12 +64,18 @@ def _frame_type() -> Any:
             return pandas.DataFrame, (self.to_dict("list"),)
 
         def __repr__(self) -> str:
+            if tuple(self.columns) != COLUMNS:  # changed in place
+                return str(super().__repr__())
             before, after = self._pair
-            rows = [(m, f"{a:,.4g}", f"{b:,.4g}", f"{b - a:+,.3g}", share) for m, a, b, share in self._largest()]
+            rows = [
+                (m, f"{a:,.4g}", f"{b:,.4g}", three_digits(b - a, "+"), share) for m, a, b, share in self._largest()
+            ]
             table = text_table(rows, header=("ms a step", "before", "after", "change", ""), right=(1, 2, 3, 4))
             return f"before: {before.title}\nafter:  {after.title}\n{table}"
 
         def _repr_html_(self) -> str:
+            if tuple(self.columns) != COLUMNS:
+                return str(super()._repr_html_())  # type: ignore[misc]  # pandas has it
             before, after = self._pair
             rows = [(m, a, b) for m, a, b, _ in self._largest() if not m.startswith("lost to")]  # those are drawn
             return difference_html(before, after, rows)
@@ -79,6 +85,8 @@ def _frame_type() -> Any:
             times = [row for row in zip(*(self[c] for c in COLUMNS)) if row[0] in _STEP or row[0].endswith(" ms")]
             most = sorted(times, key=lambda row: (row[0] not in _STEP, -abs(row[3])))[:SHOWN]
             shown = {row[0] for row in most}
-            return [(m, a, b, f"{f:+.0%}" if f == f and f is not None else "") for m, a, b, _, f in times if m in shown]
+            return [
+                (m, a, b, f"{f:+,.0%}" if f == f and f is not None else "") for m, a, b, _, f in times if m in shown
+            ]
 
     return Difference

@@ -41,7 +41,7 @@ def speed_of_light(recording: Recording, modules: Table, gpu: Gpu) -> Table:
     shaped = recording.shaped
     if shaped is None:
         raise ValueError(
-            "This profile has no shapes of a step's operators, which the speed of light needs: profile with warmup=3 or more."
+            "This profile has no shapes of a step's operators, which the speed of light needs: profile with warmup=2 or more."
         )
     products_R, bandwidth, launch_us = _rates(gpu)
     # an operator that multiplies in a format without a rate of its own is taken at float32's
@@ -98,16 +98,6 @@ def _rates(gpu: Gpu) -> tuple[Sums, float, float]:
         **{name: first.products[kind] for name, kind in _KINDS.items()},
     }
     return np.array([by_name[name] for name in RATES]), first.bandwidth_tb_s, first.launch_us or 0.0
-
-
-def basis(gpu: Gpu) -> str:
-    """Where the rates of `gpu` come from, in words. Raises ValueError where none are known."""
-    from surokit.planner.roofline import rates_of
-
-    for dtype in ("bf16", "fp32"):
-        if not isinstance(found := rates_of(gpu, dtype), str):
-            return found.how
-    raise ValueError(found)
 
 
 def cached_gpu(device: str = "") -> Gpu:

@@ -221,7 +221,7 @@ def completions(line: str, names: list[str]) -> list[str]:
         return []
     actions = ProfileMagics.surogate_profile.parser._actions
     values = {option: action for action in actions if action.nargs is None for option in action.option_strings}
-    *before, typed = re.split(r"\s+", line[start.end() :])
+    *before, typed = re.split(r"\s+|(?<=[a-z])=", line[start.end() :])
     while before:
         word = before.pop(0)
         if word in values and before:
@@ -246,7 +246,9 @@ def load_ipython_extension(ipython: Any) -> None:
         found = completions(context.text_until_cursor, names)
         return {"completions": [SimpleCompletion(text, type="param") for text in found], "suppress": bool(found)}
 
-    ipython.Completer.custom_matchers.append(options)
+    matchers = ipython.Completer.custom_matchers  # without that of an earlier load
+    matchers[:] = [m for m in matchers if getattr(m, "matcher_identifier", "") != options.matcher_identifier]
+    matchers.append(options)
     cells = ipython.compile._filename_map
 
     def name_source(file: str) -> str:

@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from surokit.profiler.device import DeviceFigures, DeviceWatch
 from surokit.profiler.sustained import History, Sustained, number, percent, rows, sustain, with_rows
+from surokit.profiler.tracer import capturing
+from surokit.profiler.watch import on_optimizer_step
 from surokit.profiler.windows import Estimate, Windows
 from surokit.tables import html_table, text_table
 
@@ -114,10 +115,9 @@ class _Step(NamedTuple):
     def row(self) -> tuple[float, ...]:
         """The columns of the history; NaN where there is no event, or it has not arrived."""
         here = self.end is not None and _arrived(self.end)
-        device_ms = self.before.elapsed_time(self.end) if here and self.before is not None else math.nan
-        known = here and self.before is not None and self.start is not None
-        gap_ms = max(self.before.elapsed_time(self.start), 0.0) if known else math.nan
-        return self.wall_ms, self.tokens, self.stall_ms, device_ms, gap_ms
+        device_ms = _between(self.before, self.end) if here else math.nan
+        gap_ms = _between(self.before, self.start) if here else math.nan
+        return self.wall_ms, self.tokens, self.stall_ms, device_ms, gap_ms if gap_ms != gap_ms else max(gap_ms, 0.0)
 
 
 class Monitor:
@@ -160,7 +160,7 @@ class Monitor:
         if self._stack is not None:
             raise RuntimeError("this Monitor is running already: make another sk.Monitor() for a loop inside it")
         self._stack = ExitStack()
-        self._stack.callback(register_optimizer_step_post_hook(self._on_optimizer).remove)
+        self._stack.callback(on_optimizer_step(self._on_optimizer).remove)
         if self._device_watch is not None:
             self._stack.enter_context(self._device_watch)
         if self._windows is not None:
@@ -207,8 +207,8 @@ class Monitor:
                 self._start = _event()
             yield item
 
-    def _on_optimizer(self, optimizer: Any, args: object, kwargs: object) -> None:
-        if self._by_user:
+    def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._by_user or capturing():  # recorded into a CUDA graph, which is no step yet
             return
         turns = self._turns[optimizer] = self._turns.get(optimizer, 0) + 1
         marker = self._marker() if self._marker is not None else None
@@ -299,6 +299,14 @@ def _arrived(event: Any) -> bool:
         return event is None or bool(event.query())
     except RuntimeError:
         return False
+
+
+def _between(first: Any, last: Any) -> float:
+    """Milliseconds between two events; NaN without one, and where they are of two devices or streams that do not tell."""
+    try:
+        return math.nan if first is None or last is None else float(first.elapsed_time(last))
+    except (RuntimeError, ValueError):
+        return math.nan
 
 
 def _event() -> Any:

@@ -22,7 +22,7 @@ from surokit.profiler.timeline import Bool, Breakdown, Int, Kind, Timeline
 
 NOTED_BEFORE_NS = 1_000_000  # a wait belongs to a sync that was noted at most this long before
 SKEW_NS = 1_000  # clocks that differ by less are not worth a note
-_SYNC_CALLS = (
+_SYNC_CALLS = (  # without the version that some tracers add, as in cudaMemcpy_v3020
     "cudaStreamSynchronize",
     "cudaDeviceSynchronize",
     "cudaEventSynchronize",
@@ -215,7 +215,7 @@ class Observed:
 
     def _find_waits(self) -> None:
         """Calls in which the host waits for the device: CUDA's own, and the recorded reads of device values."""
-        self.waits = self.calls.take(self.named(self.calls, lambda n: n in _SYNC_CALLS))
+        self.waits = self.calls.take(self.named(self.calls, lambda n: n.partition("_")[0] in _SYNC_CALLS))
         if self.on_gpu:
             self.reads = self._with_their_waits([s for s in self.r.syncs if s.device != "cpu"])
         else:  # an optimizer's step counters live on the CPU on purpose: no read of them waits for a device

@@ -17,8 +17,10 @@ import numpy as np
 
 from surokit.profiler import timeline as tl
 from surokit.profiler.analysis import PHASES, Table, is_operator
+from surokit.profiler.observed import DATA_RANGES, OPTIMIZER_RANGES
 from surokit.profiler.recording import Recording
 from surokit.profiler.timeline import Int, Kind
+from surokit.tables import three_digits
 
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, MUSTARD, GREY = (
     "#0072B2",
@@ -31,6 +33,7 @@ BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, MUSTARD, GREY = (
     "#8A8A8A",
 )
 CAUSE_COLORS = {"launches": ORANGE, "syncs": VERMILION, "copies": PURPLE, "host": SKY}
+IN_TURN = ("data", "copies", "forward", "backward", "optimizer", "sync", "other")  # phases as a step goes through them
 PHASE_COLORS = dict(zip(PHASES, (VERMILION, MUSTARD, PURPLE, BLUE, GREEN, ORANGE, GREY)))
 WIDTH, LEFT, LANE = 820, 84, 16
 TICKS = 100  # reads drawn on one picture
@@ -78,7 +81,7 @@ def step_svg(shown: Shown, step: int, title: str = "", span_ns: int = 0) -> str:
     lanes = _lanes(shown.recording, begin, stop)
     gaps = _gap_lanes(shown, step, lanes)
     scale = (WIDTH - LEFT - 8) / span
-    title = title or f"step {step}, {(stop - begin) / 1e6:.3g} ms"
+    title = title or f"step {step}, {three_digits((stop - begin) / 1e6)} ms"
     height = 22 + (LANE + 5) * (len(lanes) + 1) + 18
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="100%" style="max-width:{WIDTH}px" '
@@ -104,7 +107,7 @@ def step_svg(shown: Shown, step: int, title: str = "", span_ns: int = 0) -> str:
         x = LEFT + (WIDTH - LEFT - 8) * i / 4
         anchor = "start" if i == 0 else "end" if i == 4 else "middle"
         parts.append(
-            f'<text x="{x:.0f}" y="{y + 10}" text-anchor="{anchor}" opacity="0.75">{span * i / 4e6:.3g} ms</text>'
+            f'<text x="{x:.0f}" y="{y + 10}" text-anchor="{anchor}" opacity="0.75">{three_digits(span * i / 4e6)} ms</text>'
         )
     parts.append("</svg>")
     return "".join(parts)
@@ -116,8 +119,8 @@ def _lanes(r: Recording, begin: int, stop: int) -> list[Lane]:
     ops = t.is_kind(Kind.OP)
     nodes = ops & t.is_named(n.startswith("autograd::engine::evaluate_function") for n in t.names)
     ranges = t.is_kind(Kind.ANNOTATION)
-    optimizer = ranges & t.is_named(n.startswith("Optimizer.") for n in t.names)
-    data = ranges & t.is_named(n.startswith(("enumerate(DataLoader)", "data:")) for n in t.names)
+    optimizer = ranges & t.is_named(n.startswith(OPTIMIZER_RANGES) for n in t.names)
+    data = ranges & t.is_named(n.startswith(DATA_RANGES) for n in t.names)
     copies = t.is_kind(Kind.MEMCPY)
     device = t.is_kind(Kind.KERNEL, Kind.MEMSET)
     on_gpu = bool((device | copies).any())
@@ -187,7 +190,7 @@ def _reads(shown: Shown, begin: int, stop: int, scale: float, height: int) -> It
 
 
 def profile_html(shown: Shown) -> str:
-    """A profile: its figures, one step, the host's time by phase, lost time by cause, what is busy, advice and notes."""
+    """A profile: its figures, one step, its time by phase, lost time by cause, what is busy, advice and notes."""
     s, tables = shown.summary, shown.tables
     parts = [
         '<div class="surokit-profile" style="max-width:860px;overflow-x:auto">',
@@ -206,7 +209,7 @@ def profile_html(shown: Shown) -> str:
     if advice["advice"]:
         parts.append("<p><b>Advice</b></p><ol>")
         parts += [
-            f"<li>{_code(text)} <i>(up to {gain:.3g} ms a step)</i></li>"
+            f"<li>{_code(text)} <i>(up to {three_digits(gain)} ms a step)</i></li>"
             for text, gain in list(zip(advice["advice"], advice["gain_ms"]))[:ADVICE]
         ]
         parts.append("</ol>")
@@ -216,8 +219,10 @@ def profile_html(shown: Shown) -> str:
 
 def _figures(s: dict[str, Any]) -> str:
     wall = s["wall_ms"] or 1.0
-    figures = [(f"{s['wall_ms']:.3g} ms", "a step"), (f"{s['busy_ms'] / wall:.1%}", "busy")]
-    waits = ", ".join(f"{w} wait {s[f'{w}_wait_ms']:.3g} ms" for w in ("host", "kernel", "other") if s[f"{w}_wait_ms"])
+    figures = [(f"{three_digits(s['wall_ms'])} ms", "a step"), (f"{s['busy_ms'] / wall:.1%}", "busy")]
+    waits = ", ".join(
+        f"{w} wait {three_digits(s[f'{w}_wait_ms'])} ms" for w in ("host", "kernel", "other") if s[f"{w}_wait_ms"]
+    )
     figures.append((f"{s['idle_ms'] / wall:.1%}", "idle" + (f" ({waits})" if waits else "")))
     figures += [(number, what) for number, _, what in (words.partition(" ") for words in rates(s))]
     return "".join(
@@ -231,35 +236,35 @@ def rates(s: dict[str, Any]) -> list[str]:
     """What a summary says besides time, each as "number words", as far as it is known."""
     found = [f"{s['tokens_per_s']:,.0f} tokens/s"] if s["tokens_per_s"] else []
     if s.get("gflop_per_step"):
-        found.append(f"{s['gflop_per_step']:.3g} GFLOP a step")
+        found.append(f"{three_digits(s['gflop_per_step'])} GFLOP a step")
     if s.get("tflops"):
         tera = s["tflops"] >= 0.1
-        found.append(f"{s['tflops']:.3g} TFLOP/s" if tera else f"{1e3 * s['tflops']:.3g} GFLOP/s")
+        found.append(f"{three_digits(s['tflops'])} TFLOP/s" if tera else f"{three_digits(1e3 * s['tflops'])} GFLOP/s")
     found.append(f"{s['launches_per_step']:.0f} {'launches' if s['activity'] == 'gpu' else 'operators'} a step")
     if s["syncs_per_step"]:
-        found.append(f"{s['syncs_per_step']:.3g} {'sync' if s['syncs_per_step'] == 1 else 'syncs'} a step")
+        found.append(f"{three_digits(s['syncs_per_step'])} {'sync' if s['syncs_per_step'] == 1 else 'syncs'} a step")
     if s["peak_gib"]:
-        found.append(f"{s['peak_gib']:.3g} GiB at the peak")
+        found.append(f"{three_digits(s['peak_gib'])} GiB at the peak")
     return found
 
 
 def _phases(s: dict[str, Any]) -> str:
-    """The host's step by phase: one stacked bar and its legend."""
-    phases = {p: ms for p, ms in s["phases_ms"].items() if ms > 0}
+    """A step's time by phase: one stacked bar and its legend."""
+    phases = {p: s["phases_ms"][p] for p in IN_TURN if s["phases_ms"][p] > 0}
     total = sum(phases.values())
     if not total:
         return ""
     parts, x = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 16" width="100%" '], float(LEFT)
-    parts.append(f'style="max-width:{WIDTH}px" role="img" aria-label="host time by phase" font-size="11" ')
-    parts.append('font-family="sans-serif" fill="currentColor"><text x="0" y="11">host</text>')
+    parts.append(f'style="max-width:{WIDTH}px" role="img" aria-label="time by phase" font-size="11" ')
+    parts.append('font-family="sans-serif" fill="currentColor"><text x="0" y="11">phases</text>')
     for phase, ms in phases.items():
         width = (WIDTH - LEFT - 8) * ms / total
         parts.append(
             f'<rect x="{x:.1f}" y="2" width="{max(width, 0.3):.1f}" height="12" fill="{PHASE_COLORS[phase]}">'
-            f"<title>{phase} {ms:.3g} ms</title></rect>"
+            f"<title>{phase} {three_digits(ms)} ms</title></rect>"
         )
         x += width
-    words = (f"{_swatch(PHASE_COLORS[p])} {p} {ms:.3g} ms" for p, ms in phases.items())
+    words = (f"{_swatch(PHASE_COLORS[p])} {p} {three_digits(ms)} ms" for p, ms in phases.items())
     legend = "".join(f'<span style="display:inline-block;margin-right:1.1em">{w}</span>' for w in words)
     return "".join(parts) + f'</svg><div style="font-size:11px;margin-left:{LEFT / WIDTH:.0%}">{legend}</div>'
 
@@ -300,15 +305,21 @@ def _module_table(modules: Table, busy_ms: float, light: dict[str, tuple[float, 
     for i in shown:
         name, self_ms, forward, backward = modules["module"][i], modules["self_ms"][i], forwards[i], backwards[i]
         pieces = [
-            (forward / busy, ORANGE, f"forward {forward:.3g} ms"),
-            (backward / busy, GREEN, f"backward {backward:.3g} ms"),
+            (forward / busy, ORANGE, f"forward {three_digits(forward)} ms"),
+            (backward / busy, GREEN, f"backward {three_digits(backward)} ms"),
         ]
         if name.startswith("(") and not backward:  # neither pass
             pieces = [(self_ms / busy, GREY, name)]
         bar = _bar(pieces)
-        cells = [escape(_tail(name, 44)), escape(modules["type"][i]), bar, _number(self_ms), f"{self_ms / busy:.1%}"]
+        cells = [
+            escape(short_name(name, "module", 44)),
+            escape(modules["type"][i]),
+            bar,
+            _number(self_ms),
+            f"{self_ms / busy:.1%}",
+        ]
         if flops:
-            cells.append(f"{gflop[i]:.3g}" if gflop[i] else "")
+            cells.append(three_digits(gflop[i]) if gflop[i] else "")
         if lights:
             share, bound = light.get(name, (None, ""))
             cells.append("" if share is None else f"{share:.0%} {escape(bound)}")
@@ -345,7 +356,8 @@ def own(modules: Table, column: str) -> list[float]:
 def _busy_table(rows: list[tuple[str, float]], by: str, busy_ms: float) -> str:
     busy = busy_ms or 1.0
     cells = [
-        [escape(_tail(name, 60)), _bar([(ms / busy, BLUE, name)]), _number(ms), f"{ms / busy:.1%}"] for name, ms in rows
+        [escape(short_name(name, by)), _bar([(ms / busy, BLUE, name)]), _number(ms), f"{ms / busy:.1%}"]
+        for name, ms in rows
     ]
     return _table([by, "", "own ms", "of busy"], cells, left=(0, 1))
 
@@ -385,7 +397,7 @@ def difference_html(before: Shown, after: Shown, rows: list[tuple[str, float, fl
 
 
 def _change(was: float, now: float) -> str:
-    return f"{now - was:+,.3g}" + (f" ({(now - was) / abs(was):+.0%})" if was else "")
+    return three_digits(now - was, "+") + (f" ({(now - was) / abs(was):+,.0%})" if was else "")
 
 
 # ------------------------------------------------------------------------------------------------------------------- parts
@@ -435,5 +447,7 @@ def _code(text: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
-def _tail(text: str, length: int) -> str:
-    return text if len(text) <= length else "..." + text[3 - length :]
+def short_name(name: str, by: str, length: int = 60) -> str:
+    """A path without its beginning; another name without its middle, since a kernel's template tells at both ends what it is."""
+    head = 0 if by == "module" else length // 2
+    return name if len(name) <= length else name[:head] + "..." + name[head + 3 - length :]

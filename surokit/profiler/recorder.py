@@ -27,6 +27,8 @@ from surokit.profiler.tracer import (
     backward_runs,
     capturing,
     fill_queue,
+    profiling,
+    ranges_left,
     ranges_open,
     synchronize,
 )
@@ -36,8 +38,10 @@ from surokit.profiler.watch import (
     collector_watched,
     ignoring_warning,
     watched_cuda_syncs,
+    watched_loader,
     watched_reads,
 )
+from surokit.profiler.windows import give_way
 from surokit.profiler.work import shaped_step
 
 _ON_DEVICE = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
@@ -46,6 +50,10 @@ _WITHOUT_OPERATORS = (
     "operators and kernels were not recorded and busy time is unknown; steps, modules and reads of device values were"
 )
 _TAKEN = "another torch profiler ran inside the block and took the recording with it"
+_NEVER_BEGAN = (
+    "no module was called behind the warm-up, which is where recording begins again: mark the steps with p.step(), or take "
+    "warmup=0"
+)
 
 
 class Recorder:
@@ -56,6 +64,7 @@ class Recorder:
         self.notes: list[str] = []
         self.over = False
         self._cuda = torch.cuda.is_available()
+        self._early = self._cuda and not torch.cuda.is_initialized()
         self._tracer = Tracer(gpu and self._cuda)
         self._parts: list[Part] = []
         self._gap_ns: int | None = None
@@ -70,12 +79,12 @@ class Recorder:
         if self._cuda and not gpu:
             self.notes.append("device activity was left out (gpu=False): times are the host's")
 
-    def start(self, shaped: bool, inside: bool) -> None:
-        """inside: the block of a recording that is over; its ranges may be open still."""
+    def start(self, shaped: bool) -> None:
         watch, watching = self.watch, self._watching
         plain = _time_op(), _time_module(), _time_read()
-        if (inside and ranges_open()) or not self._tracer.start(shaped):
-            what = "a range of the profile around this one is open" if inside else "another torch profiler is running"
+        give_way()
+        if not self._tracer.start(shaped):
+            what = "another torch profiler is running" if profiling() else "a range of an earlier recording is open"
             self._note(f"{what}: {_WITHOUT_OPERATORS}")
         self._hooks.callback(torch_module.register_module_forward_pre_hook(self._before_module).remove)
         leaving = torch_module.register_module_forward_hook(watch.leave_module, always_call=True)
@@ -83,6 +92,7 @@ class Recorder:
         self._hooks.enter_context(ignoring_warning("Using `torch.compile"))
         watching.enter_context(watched_reads(watch))
         watching.enter_context(collector_watched(watch))
+        watching.enter_context(watched_loader(watch))
         if self._cuda:
             watching.enter_context(watched_cuda_syncs(watch))
             if self._gpu:
@@ -98,13 +108,14 @@ class Recorder:
         if self._tracer.running:
             self._tracer.begin()
 
-    def turn(self, shaped: bool, at_once: bool) -> Part | None:
+    def turn(self, shaped: bool, at_once: bool, since_ns: int) -> Part | None:
         """Ends a part, which is returned, and begins the next, at once or where the next module is called. None, and nothing
-        is done, where ranges are open that the restart would break: all but the optimizer's own, when not `at_once`."""
+        is done, where ranges are open that the restart would break (all but the optimizer's own, when not `at_once`), and
+        where no module was called since then, so that none may be."""
         if threading.get_native_id() != self.thread:
             return None
         self.resume()
-        if ranges_open() > (0 if at_once else 1) or not (at_once or self.watch.module_names()):
+        if ranges_open() > (0 if at_once else 1) or not (at_once or self.watch.called_since(since_ns)):
             return None
         part = self._end_part()
         if not self._tracer.traced:
@@ -115,8 +126,9 @@ class Recorder:
 
     def resume(self) -> None:
         """Begins the part that was put off."""
-        if self._pending is not None:
+        if self._pending is not None and not ranges_left():
             synchronize()
+            give_way()
             if not self._tracer.start(self._pending):
                 self._note(_TAKEN)
             self._pending = None
@@ -155,6 +167,8 @@ class Recorder:
     def _stop(self) -> None:
         if self.over:
             return
+        if self._pending is not None:
+            self._note(_NEVER_BEGAN)
         self.over, self._pending = True, None
         self.watch.active = False
         self._watching.close()
@@ -162,6 +176,7 @@ class Recorder:
 
     def close(self) -> None:
         self._stop()
+        ranges_left()  # lets go of what was recorded
         self._hooks.close()
 
     def _end_part(self) -> Part | None:
@@ -196,6 +211,11 @@ class Recorder:
         if any(part.shaped for part in parts):
             notes.append("recorded with the shapes of the operators, which slows small ones")
         used = self._cuda and torch.cuda.is_initialized()
+        if self._early and used:
+            notes.append(
+                "CUDA was first used inside the block: its waits are without their lines, and the gap between kernels was not "
+                "calibrated"
+            )
         if self._tracer.gpu and used and not any(e.kind == Kind.KERNEL for p in self._parts for e in p.rows):
             notes.append(
                 "the driver let no device activity be recorded (CUPTI refused, or in use elsewhere): times are the host's"

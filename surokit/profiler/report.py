@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import gzip
 import json
+import operator
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from surokit.profiler.advice import advise
 from surokit.profiler.analysis import Analysis, Table, analyse
-from surokit.profiler.picture import ADVICE, Shown, largest, profile_html, rates, step_svg
+from surokit.profiler.picture import ADVICE, Shown, largest, profile_html, rates, short_name, step_svg
 from surokit.profiler.recording import Recording, pack, unpack
 from surokit.profiler.trace import read_chrome, write_chrome
-from surokit.tables import text_table
+from surokit.tables import text_table, three_digits
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,10 +80,11 @@ class Profile:
     @property
     def summary(self) -> dict[str, Any]:
         """Means over the steps: wall_ms = busy_ms + idle_ms, idle_ms = host_wait_ms + kernel_wait_ms + other_wait_ms;
-        tokens_per_s (None when unknown), launches_per_step, syncs_per_step, h2d_bytes and d2h_bytes a step, peak_gib,
-        phases_ms (the host's step by what it did), wall_p5_ms / p50 / p95, steps, warmup, device, activity ("gpu" or
-        "cpu"), overhead_ms (the profiler's own share of a step, estimated from a calibration just before the block) and
-        unprofiled_ms (a measured step without the profiler, where calls were repeated)."""
+        busy_frac, wall_p5_ms / p50 / p95, phases_ms (they sum to the wall); tokens_per_s, gflop_per_step, tflops (reached),
+        launch_delay_us (median), each None where unknown; launches_per_step, graph_launches_per_step, syncs_per_step,
+        h2d_bytes and d2h_bytes a step, comm_ms and comm_exposed_ms, collect_ms (Python's garbage collector), peak_gib;
+        steps, warmup, device, activity ("gpu" or "cpu"); overhead_ms (the profiler's own share of a step, estimated from a
+        calibration just before the block) and unprofiled_ms (a step measured without it, where calls were repeated)."""
         self._done()
         return dict(self._analysis.summary)
 
@@ -95,7 +97,7 @@ class Profile:
     @property
     def lost(self) -> pd.DataFrame:
         """Four rows, launches, syncs, copies, host: cause, ms_per_step, share of the wall, gpu_hours_per_day (24 x
-        share), evidence. `surokit.profiler.analysis` defines each."""
+        share), usd_per_day (None without a price), evidence. `surokit.profiler.causes` defines each."""
         return self._frame("lost")
 
     @property
@@ -113,7 +115,7 @@ class Profile:
     @property
     def modules(self) -> pd.DataFrame:
         """Busy time by module path: module, type, depth, calls, forward_ms, backward_ms, ms with children, self_ms,
-        share of busy. self_ms sums to busy, pseudo-rows such as (optimizer) included."""
+        share of busy, gflop (None without shapes). self_ms sums to busy, pseudo-rows such as (optimizer) included."""
         return self._frame("modules")
 
     @property
@@ -129,12 +131,13 @@ class Profile:
 
     @property
     def copies(self) -> pd.DataFrame:
-        """Copies: copy, direction, count, bytes, ms, gb_per_s, pinned (None where it does not apply)."""
+        """Copies: copy, direction, count, bytes, ms, gb_per_s, pinned, exposed_ms (under which no kernel runs); None where it
+        does not apply. On a CPU the operators that move data."""
         return self._frame("copies")
 
     @property
     def steps(self) -> pd.DataFrame:
-        """One row a step: wall_ms, busy_ms, idle_ms and its parts, and the host's time by phase."""
+        """One row a step: wall_ms, busy_ms, idle_ms and its parts, and its time by phase."""
         return self._frame("steps")
 
     @property
@@ -153,9 +156,14 @@ class Profile:
 
     def diff(self, other: Profile) -> pd.DataFrame:
         """This profile against a later one: metric, before (this), after (other), change, change_frac; times a step
-        first, what grew most on top, down to what shrank most. Shows itself with a picture of both."""
+        first, what grew most on top, down to what shrank most. Shows itself with a picture of both. Raises TypeError for what
+        is no Profile."""
         from surokit.profiler.difference import difference
 
+        if not isinstance(other, Profile):
+            raise TypeError(
+                f"diff() compares with another Profile, not {other!r}; Profile.load(path) reads a saved one"
+            )
         return difference(self._shown(), other._shown())
 
     # ------------------------------------------------------------------------------------------------ questions
@@ -175,7 +183,7 @@ class Profile:
         step: one step of the loop, called over and over: as it is, and with the advice tried, in turns.
         changed: the step with the change made, for advice that cannot be tried from outside.
         rounds, steps: turns, and calls in each.
-        Raises LookupError where there is no such advice, and ValueError where it needs `changed`.
+        Raises LookupError where there is no such advice, TypeError for what names none, ValueError where it needs `changed`.
         """
         row = self._advice_row(advice)
         from surokit.profiler.verify import verify
@@ -186,12 +194,16 @@ class Profile:
         self._done()
         table = self._analysis.tables["advice"]
         count = len(table["rule"])
-        if not isinstance(advice, int | str):
-            return {str(name): value for name, value in advice.items()}
         if isinstance(advice, str):
             number = table["rule"].index(advice) if advice in table["rule"] else -1
+        elif isinstance(advice, SupportsIndex):  # numpy's integers too
+            number = operator.index(advice) - 1
+        elif hasattr(advice, "items") and isinstance(advice.get("rule"), str):
+            return {str(name): value for name, value in advice.items()}
         else:
-            number = advice - 1
+            raise TypeError(
+                f"advice is named by its number, its rule or one row of p.advice, not {type(advice).__name__}"
+            )
         if not 0 <= number < count:
             rules = ", ".join(f"{i} ({rule})" for i, rule in enumerate(table["rule"], 1))
             raise LookupError(f"there is no advice {advice!r} in this profile; it has {rules or 'none'}")
@@ -261,7 +273,19 @@ class Profile:
             profile._eager = unpack(document["eager"]) if document.get("eager") else None
             profile._finish(unpack(document["recording"]), document["name"])
             profile.by, profile._light = document["by"], document.get("light")
-        except (OSError, EOFError, KeyError, TypeError, ValueError, zlib.error) as error:
+            if profile.by not in BY:
+                raise ValueError(f"it is broken down by {profile.by!r}")
+            profile._shown()
+        except (
+            OSError,
+            EOFError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+            zlib.error,
+        ) as error:
             raise ValueError(f"{file} cannot be read as a profile: {error}") from None
         return profile
 
@@ -303,9 +327,11 @@ class Profile:
         s = self._analysis.summary
         plural = "s" if s["steps"] != 1 else ""
         warm = f" after {s['warmup']} warm-up" if s["warmup"] else ""
-        spread = f" ({s['wall_p5_ms']:.3g} to {s['wall_p95_ms']:.3g})" if s["steps"] > 1 else ""
+        spread = f" ({three_digits(s['wall_p5_ms'])} to {three_digits(s['wall_p95_ms'])})" if s["steps"] > 1 else ""
         title = f"{self.name}: " if self.name else ""
-        return f"{title}{s['steps']} step{plural}{warm} on {s['device']}, {s['wall_ms']:.3g} ms a step{spread}"
+        return (
+            f"{title}{s['steps']} step{plural}{warm} on {s['device']}, {three_digits(s['wall_ms'])} ms a step{spread}"
+        )
 
     def _all_notes(self) -> list[str]:
         s = self._analysis.summary
@@ -313,9 +339,9 @@ class Profile:
         if s["activity"] == "cpu":
             notes.append("CPU: idle means time outside operators")
         if s["overhead_ms"]:
-            notes.append(f"the profiler's own share is about {s['overhead_ms']:.3g} ms a step (calibrated)")
+            notes.append(f"the profiler's own share is about {three_digits(s['overhead_ms'])} ms a step (calibrated)")
         if s["unprofiled_ms"] is not None:
-            notes.append(f"a step without the profiler took {s['unprofiled_ms']:.3g} ms")
+            notes.append(f"a step without the profiler took {three_digits(s['unprofiled_ms'])} ms")
         if (usd := self._done().usd_per_gpu_hour) is not None:
             notes.append(f"at {usd:g} USD a GPU hour; a day is 24 hours of steps like these")
         return notes + list(self._analysis.notes)
@@ -327,7 +353,7 @@ class Profile:
         s, tables = shown.summary, shown.tables
         wall, busy = s["wall_ms"] or 1.0, s["busy_ms"] or 1.0
         lines = [f"Profile of {shown.title}", f"  {', '.join(rates(s))}"]
-        waits = ", ".join(f"{w} wait {s[f'{w}_wait_ms']:.3g}" for w in ("host", "kernel", "other"))
+        waits = ", ".join(f"{w} wait {three_digits(s[f'{w}_wait_ms'])}" for w in ("host", "kernel", "other"))
         rows = [
             ("busy", f"{s['busy_ms']:.3f}", f"{s['busy_ms'] / wall:.1%}", ""),
             ("idle", f"{s['idle_ms']:.3f}", f"{s['idle_ms'] / wall:.1%}", waits),
@@ -339,7 +365,7 @@ class Profile:
             known = shown.light if self.by == "module" else {}
             cells = [
                 (
-                    name,
+                    short_name(name, self.by),
                     f"{ms:.3f}",
                     f"{ms / busy:.1%}",
                     *([f"{known[name][0]:.0%}" if name in known else ""] if known else []),
@@ -350,7 +376,7 @@ class Profile:
             lines.append(text_table(cells, header=header, right=(1, 2, 3)))
         advice = tables["advice"]
         for number, (text, gain) in enumerate(list(zip(advice["advice"], advice["gain_ms"]))[:ADVICE], 1):
-            lines.append(f"  {number}. {text} (up to {gain:.3g} ms a step)")
+            lines.append(f"  {number}. {text} (up to {three_digits(gain)} ms a step)")
         lines.extend(f"  - {note}" for note in shown.notes)
         return "\n".join(lines)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from typing import Any
 
 import torch
-from torch.utils.data import dataloader
 
 from surokit import environment
 
@@ -33,13 +31,6 @@ def optimizer_setting(optimizer: Any) -> str:
     return f"{type(optimizer).__name__} {how}, {sum(len(g['params']) for g in groups)} tensors"
 
 
-def loader_setting() -> str:
-    """The DataLoader that is being iterated now, for example "workers=0 pin_memory=False"; "" without one.
-
-    Whoever iterates it may keep it in no variable, so the iterators are asked for by class; that takes about 20 ms.
-    """
-    kinds = (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter)
-    for found in gc.get_referrers(*kinds):
-        if type(found) in kinds:
-            return f"workers={found._num_workers} pin_memory={found._pin_memory}"
-    return ""
+def loader_setting(iterator: Any) -> str:
+    """Of a DataLoader's iterator, for example "workers=0 pin_memory=False"."""
+    return f"workers={iterator._num_workers} pin_memory={iterator._pin_memory}"

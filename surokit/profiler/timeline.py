@@ -287,24 +287,7 @@ def _last_above(value_I: Int, upto_Q: Int, bound_Q: Int) -> Int:
     return found_Q
 
 
-def partition(begin: int, stop: int, layers: Iterable[tuple[str, Int, Int]]) -> dict[str, int]:
-    """[begin, stop) divided among named layers, the first that covers a moment owning it; "other" is what is left. Sums
-    exactly."""
-    parts: dict[str, int] = {}
-    so_far = 0
-    start_all = end_all = np.empty(0, np.int64)
-    for name, start_I, end_I in layers:
-        start, end = clip(start_I, end_I, begin, stop)
-        start_all, end_all = merge(np.concatenate((start_all, start)), np.concatenate((end_all, end)))
-        now = int((end_all - start_all).sum())
-        parts[name] = now - so_far
-        so_far = now
-    parts["other"] = max(stop - begin, 0) - so_far
-    return parts
-
-
-# ---------------------------------------------------------------------------------------------------------------- busy
-# and idle
+# ----------------------------------------------------------------------------------------------------------- busy and idle
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,8 @@ is how a viewer should label them (Kineto has written both "ms" and "ns" over mi
 nevertheless. They are recognised where they count from 1970, since microseconds would then be beyond the year 5000; else
 `unit="ns"` says so. Here all times are integer nanoseconds, from 1970 where `baseTimeNanoseconds` or the times tell.
 
-A step in a trace is an "Optimizer.step" range, else a "ProfilerStep" range, else the whole trace. Reading streams, and
-takes about as much memory as the file has text; what is damaged is left out, counted and said.
+A step in a trace ends with an "Optimizer.step" range, else with a "ProfilerStep" range, else it is the whole trace. Reading
+streams, and takes about as much memory as the file has text; what is damaged is left out, counted and said.
 """
 
 from __future__ import annotations
@@ -67,9 +67,12 @@ def read_chrome(
         notes.append(f"{file.name} ends before its list of events does: {reader.seen} complete events were read")
     if stored := stream.meta.get("surokit"):  # written by write_chrome
         with suppress(*UNREADABLE, zlib.error):
+            if stream.meta.get("surokitCheck", check := _check(stored)) != check:
+                raise ValueError("damaged")
             recording = unpack(stored)
             timeline = replace(timeline, damaged=timeline.damaged + recording.timeline.damaged)
             return replace(recording, timeline=timeline, notes=(*recording.notes, *notes))
+        notes.append("what this package had noted in the file is damaged: it is read as any tool's")
     return _foreign(
         timeline, stream.meta, (f"read from {file.name}: module paths and source lines are not in a trace", *notes)
     )
@@ -93,7 +96,7 @@ def _foreign(timeline: Timeline, meta: dict[str, Any], notes: tuple[str, ...]) -
     def named(prefix: str) -> Timeline:
         return timeline.take(timeline.is_named(n.startswith(prefix) for n in timeline.names))
 
-    steps = named("Optimizer.step#")
+    steps = _one_name(named("Optimizer.step#"))
     if not len(steps):
         steps = named("ProfilerStep#")
     on_host = steps.thread_E if len(steps) else timeline.thread_E[timeline.is_kind(Kind.OP)]
@@ -117,6 +120,22 @@ def _foreign(timeline: Timeline, meta: dict[str, Any], notes: tuple[str, ...]) -
     )
 
 
+def _check(stored: Any) -> int:
+    """Of what the file holds beside events: an analysis of damaged arrays could fail anywhere."""
+    return zlib.crc32(json.dumps(stored, sort_keys=True).encode())
+
+
+def _one_name(ranges: Timeline) -> Timeline:
+    """The ranges of the optimizer that steps most often; of several (a GAN's two, a class that calls its parent's step) the one
+    that ends last, so that a step is one turn of the loop."""
+    if not len(ranges):
+        return ranges
+    count_N, end_N = np.zeros((2, len(ranges.names)), np.int64)
+    np.add.at(count_N, ranges.name_E, 1)
+    np.maximum.at(end_N, ranges.name_E, ranges.end_E - ranges.start_E.min())
+    return ranges.take(ranges.name_E == np.lexsort((end_N, count_N))[-1])
+
+
 def _free_gib() -> float:
     """Free memory of the machine, or of the container that is smaller; no limit where neither is told."""
     free = float("inf")
@@ -135,12 +154,13 @@ def write_chrome(path: str | Path, recording: Recording, windows: tuple[tuple[in
     holds the recording's other fields, so `read_chrome` gives back all of it."""
     timeline = recording.timeline
     origin = min(recording.start_ns, int(timeline.start_E.min()) if len(timeline) else recording.start_ns)
-    rest = Timeline.of(())
+    rest = pack(replace(recording, timeline=replace(Timeline.of(()), damaged=timeline.damaged)))
     head = {
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": origin,
         "deviceProperties": [{"id": 0, "name": recording.device}],
-        "surokit": pack(replace(recording, timeline=replace(rest, damaged=timeline.damaged))),
+        "surokit": rest,
+        "surokitCheck": _check(rest),
     }
     target = Path(path)
     with gzip.open(target, "wt") if target.suffix == ".gz" else target.open("w") as file:

@@ -3,8 +3,9 @@
 A part that nobody needs is dropped unread, so warm-up costs no memory, and one part can record the operators' shapes, which
 is too slow for the others. torch follows the thread that starts it and autograd's own.
 
-A range that is open when the tracer stops must have closed before it starts again: torch 2.13 would write the range's end into
-memory that it has freed. `ranges_open` tells; ranges opened in between are not seen, and do no harm.
+A range that is open when a tracer stops must have closed before another starts: torch 2.13 would write the range's end into
+memory that it has freed. `stopped` remembers such ranges, and none of ours starts before they have closed (`ranges_left`). An
+optimizer's post hook is inside such a range. Ranges that opened without a tracer are not seen, and do no harm.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import gc
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,10 +29,9 @@ from torch.cuda import synchronize as wait_for_device  # torch's own, also while
 from torch.profiler import ProfilerActivity
 
 from surokit.profiler.timeline import CATEGORIES, Event, Kind
+from surokit.profiler.work import Inputs, inputs_of
 
 _CLOCK = "surokit::clock"
-#: Shapes, dtypes and values of an operator's arguments, as torch tells them.
-Inputs = tuple[Sequence[Sequence[int]], Sequence[str], Sequence[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +51,13 @@ class Part:
 
     @property
     def inputs(self) -> list[tuple[Event, Inputs]]:
-        """The operators with their arguments, parents first, as a Timeline sorts them."""
-        whole = [(e, raw) for e, raw in self._pairs if e.kind == Kind.OP and self.start_ns <= e.start_ns <= e.end_ns]
-        found = [(e, (raw.shapes(), raw.dtypes(), _values(raw))) for e, raw in whole]
+        """The operators with their arguments, and the ranges, which have none; parents first, as a Timeline sorts them."""
+        nothing: Inputs = ((), (), ())
+        found = [
+            (e, inputs_of(raw) if e.kind == Kind.OP else nothing)
+            for e, raw in self._pairs
+            if e.kind in (Kind.OP, Kind.ANNOTATION) and self.start_ns <= e.start_ns <= e.end_ns
+        ]
         return sorted(found, key=lambda pair: (pair[0].start_ns, -pair[0].end_ns))
 
     @cached_property
@@ -84,8 +89,8 @@ class Tracer:
         return self._trace is not None and torch._C._autograd._profiler_enabled()
 
     def start(self, shaped: bool = False) -> bool:
-        """Whether it started: another profiler that runs is left alone."""
-        if _any_profiler() or torch._C._autograd._profiler_enabled():
+        """Whether it started: another profiler that runs is left alone, and ranges that are left close first."""
+        if profiling() or ranges_left():
             return False
         trace = torch.profiler.profile(activities=self._activities, record_shapes=shaped)
         with suppress(RuntimeError), without_chatter():
@@ -105,14 +110,13 @@ class Tracer:
         if not running:
             return None
         end_ns = time.time_ns()
-        with without_chatter():
-            trace.stop()
-        results = trace.profiler.kineto_results if trace.profiler is not None else None
+        results = stopped(trace, end_ns)
         return results and Part(results, self._clocks_ns, self._start_ns, end_ns, self._shaped)
 
 
-def _any_profiler() -> bool:
-    return bool(getattr(torch_profiler, "_is_profiler_enabled", False))
+def profiling() -> bool:
+    """Whether a torch profiler runs, on this thread or, as far as Python knows, on another."""
+    return torch._C._autograd._profiler_enabled() or bool(getattr(torch_profiler, "_is_profiler_enabled", False))
 
 
 def backward_runs() -> bool:
@@ -121,10 +125,42 @@ def backward_runs() -> bool:
 
 def ranges_open() -> int:
     """Ranges that are open, or may be, as Python sees it: at most this many (20 ms). A running backward pass counts as many."""
-    if backward_runs():
-        return 1 << 30
+    return 1 << 30 if backward_runs() else len(_ranges())
+
+
+def _ranges() -> list[Any]:
     kind = torch_profiler.record_function
-    return sum(type(found) is kind and found.record is not None for found in gc.get_referrers(kind))
+    return [found for found in gc.get_referrers(kind) if type(found) is kind and found.record is not None]
+
+
+_left: list[weakref.ref[Any]] = []  # ranges that were open, or may have been, when a tracer stopped
+_last: tuple[Any, int] = None, 0  # what that tracer recorded, and when it stopped
+
+
+def stopped(trace: torch.profiler.profile, now_ns: int, saw_ranges: bool = True) -> Any:
+    """Stops torch's profiler and returns what it recorded, or None; remembers the ranges that it leaves open (20 ms), which
+    it sees where it records the CPU."""
+    global _last
+    with without_chatter():
+        trace.stop()
+    results = trace.profiler.kineto_results if trace.profiler is not None else None
+    if saw_ranges:
+        _left[:] = map(weakref.ref, _ranges())
+        _last = (results if _left else None), now_ns
+    return results
+
+
+def ranges_left() -> bool:
+    """Whether one of them is open still. A range is closed once nobody holds it; of those that somebody keeps, only what had no
+    end when the tracer stopped counts, by its name."""
+    global _last
+    _left[:] = [found for found in _left if found() is not None]
+    results, now_ns = _last
+    if _left and results is not None:
+        endless = {e.name() for e in results.events() if e.start_ns() + e.duration_ns() > now_ns - 100_000}
+        _left[:] = [found for found in _left if getattr(found(), "name", None) in endless]
+    _last = None, 0
+    return bool(_left)
 
 
 def _clock_pair() -> int:
@@ -166,13 +202,15 @@ def _kind(e: Any) -> Kind | None:
     if e.is_user_annotation():  # older torch: the category from what the event says about itself
         return Kind.ANNOTATION if e.device_type() == torch.profiler.DeviceType.CPU else None
     name = e.name()
+    if name in _SYNCS:
+        return None
     if e.device_type() == torch.profiler.DeviceType.CPU:
         return Kind.RUNTIME if name.startswith(("cuda", "cu")) and "::" not in name else Kind.OP
     return Kind.MEMCPY if name.startswith("Memcpy") else Kind.MEMSET if name.startswith("Memset") else Kind.KERNEL
 
 
-def _values(raw: Any) -> Sequence[Any]:
-    return raw.concrete_inputs() if hasattr(raw, "concrete_inputs") else ()
+# Kineto's names of the category cuda_sync, which are waits and no work of the device
+_SYNCS = frozenset(f"{what} Sync" for what in ("Event", "Stream", "Context", "Unknown")) | {"Stream Wait Event"}
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """What is watched while a profile runs, beside torch's own profiler: modules, reads of device values, the user's line,
-Python's garbage collector. All times are the host's clock.
+Python's garbage collector, the data loader, optimizers' steps. All times are the host's clock.
 
 Sync points come through the dispatcher: a kernel in front of each of the five operators that read a device value back notes
 the caller's line and passes on. That costs 3 us for each such read and nothing elsewhere. A TorchFunctionMode also sees them,
@@ -26,9 +26,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import dataloader
+from torch.utils.hooks import RemovableHandle
 
 from surokit.kernels import reference
 from surokit.profiler.recording import SyncPoint
+from surokit.profiler.settings import loader_setting
 
 SAMPLE_SECONDS = 5e-3
 # operator -> what the user wrote. Each of them waits for the device on CUDA because the host needs a value.
@@ -48,6 +52,7 @@ class Watch:
         self.active = False
         self.tokens = 0
         self.autocast = ""  # its dtype, once a module ran under it
+        self.loader = ""  # settings of the first DataLoader that gave a batch
         self.collections: list[tuple[int, int]] = []  # runs of the garbage collector
         self._collecting_since: int | None = None
         self._lookup = 0  # the largest embedding lookup of the outermost call that is running
@@ -135,6 +140,10 @@ class Watch:
                 self.collections.append((self._collecting_since, now))
             self._collecting_since = None
 
+    def called_since(self, at_ns: int) -> bool:
+        """Whether a call of a module has ended since then."""
+        return bool(self._spans) and self._spans[-1][2] > at_ns
+
     def module_names(self) -> tuple[tuple[str, str], ...]:
         return tuple(self._names)
 
@@ -157,6 +166,43 @@ def collector_watched(watch: Watch) -> Iterator[None]:
     finally:
         with suppress(ValueError):  # the user may have cleared the list
             gc.callbacks.remove(watch.collecting)
+
+
+@contextmanager
+def watched_loader(watch: Watch) -> Iterator[None]:
+    """Notes the settings of the DataLoader that gives a batch. Whoever iterates it may keep it in no variable."""
+    kind = dataloader._BaseDataLoaderIter
+    give = kind.__next__
+
+    @functools.wraps(give)
+    def noted(iterator: Any) -> Any:
+        if not watch.loader:
+            watch.loader = loader_setting(iterator)
+        return give(iterator)
+
+    kind.__next__ = noted  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        if kind.__next__ is noted:
+            kind.__next__ = give  # type: ignore[method-assign]
+
+
+def on_optimizer_step(call: Callable[[torch.optim.Optimizer], None]) -> RemovableHandle:
+    """Calls `call(optimizer)` behind every optimizer's step, once: where a class's step calls its base class's, torch wraps both
+    and calls its hooks behind each."""
+
+    def hook(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        wrapper = sys._getframe(1)  # torch's function around a class's step
+        wrapped = sum(hasattr(kind.__dict__.get("step"), "hooked") for kind in type(optimizer).__mro__)
+        frame = wrapper.f_back if wrapped > 1 else None
+        while frame is not None:
+            if frame.f_code is wrapper.f_code and frame.f_locals.get("self") is optimizer:
+                return
+            frame = frame.f_back
+        call(optimizer)
+
+    return register_optimizer_step_post_hook(hook)
 
 
 def _autocast() -> str:

@@ -22,7 +22,16 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from surokit.profiler.timeline import Kind, total
-from surokit.profiler.tracer import read_events, synchronize, without_chatter
+from surokit.profiler.tracer import (
+    backward_runs,
+    capturing,
+    profiling,
+    ranges_left,
+    read_events,
+    stopped,
+    synchronize,
+    without_chatter,
+)
 
 # calls of the runtime and the driver that launch kernels: cudaLaunchKernel, cuLaunchKernelEx, cudaGraphLaunch, ...
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch")
@@ -80,7 +89,7 @@ class Windows:
 
     def prepare(self) -> None:
         """Lets torch set its profiler up, which takes a second the first time, before a step has to wait for it."""
-        if not _profiling():
+        if not profiling():
             self.tick(self._offset)
             self.drop()
             self._cost_s = 0.0
@@ -88,12 +97,19 @@ class Windows:
     def tick(self, step: int) -> Window | None:
         """The end of step number `step`, in the thread that takes the steps."""
         try:
-            if self._tracer is not None:
-                return self._close(step) if step - self._opened >= self.steps else None
-            if step % self.every == self._offset and not self.off:
+            ends = self._tracer is not None and step - self._opened >= self.steps
+            begins = self._tracer is None and step % self.every == self._offset and not self.off
+            if (ends or begins) and capturing():
+                pass  # nothing may wait while a CUDA graph is recorded
+            elif (ends or begins) and backward_runs():  # the pass would bring the profiler of its beginning back
+                self._note("the optimizer steps inside the backward pass, where no window begins or ends")
+            elif ends:
+                return self._close(step)
+            elif begins:
                 self._open(step)
         except Exception as error:  # the loop goes on; a device error meets its owner at the next call
-            self._tracer, self.off = None, True
+            self.drop()
+            self.off = True
             self._note(f"windows are off: {type(error).__name__}: {error}")
         return None
 
@@ -113,8 +129,11 @@ class Windows:
         return Estimate(n, mean, low, high, launches, self._cost_s)
 
     def _open(self, step: int) -> None:
-        if _profiling():
+        if profiling():
             self._note("another torch profiler was running: that window was left out")
+            return
+        if ranges_left():
+            self._note("a range that an earlier window saw is open: that window was left out")
             return
         began, self._gpu = time.perf_counter(), torch.cuda.is_initialized()
         kind = ProfilerActivity.CUDA if self._gpu else ProfilerActivity.CPU
@@ -153,9 +172,7 @@ class Windows:
         assert tracer is not None
         if not torch._C._autograd._profiler_enabled():
             return None
-        with without_chatter():
-            tracer.stop()
-        results = tracer.profiler.kineto_results if tracer.profiler is not None else None
+        results = stopped(tracer, time.time_ns(), saw_ranges=not self._gpu)
         return None if results is None else list(results.events())
 
     def _add(self, window: Window) -> None:
@@ -190,11 +207,6 @@ def _read(events: Sequence[Any], gpu: bool, step: int, steps: int, start_ns: int
     busy_ns = total(*np.clip(spans, start_ns, end_ns).T)
     launches = sum(r.kind == Kind.RUNTIME and r.name.startswith(_LAUNCHES) for r in rows) if gpu else math.nan
     return Window(step, steps, (end_ns - start_ns) / 1e6, busy_ns / 1e6, launches)
-
-
-def _profiling() -> bool:
-    """Whether a torch profiler runs, on this thread or, as far as Python knows, on another."""
-    return torch._C._autograd._profiler_enabled() or getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
 
 
 def student(degrees: int) -> float:

@@ -74,6 +74,8 @@ _RATE_OF = {
     **{d: "fp8" for name, d in _DTYPES.items() if "Float8" in name},
     **({_DTYPES[_PACKED]: "fp4"} if _PACKED in _DTYPES else {}),
 }
+_NODE = "autograd::engine::evaluate_function"
+_KEEP_THEIR_OPERANDS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")}
 _OPERATOR = re.compile(r"\w+::\w+")
 _COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")  # bound by links, not by memory
 #: Neither read nor write what they are given, though no alias of their schema says so.
@@ -148,7 +150,10 @@ def shaped_step(events: Timeline, inputs: Sequence[Inputs]) -> Shaped:
             work, taken = known[key]
             dtype_of.update(taken)
             own.append(work)
-    settled = _settled(events, own)
+    parents = _parents(events)
+    for i in _stopped(events, names, parents):
+        own[i] = Work()
+    settled = _settled(own, parents)
     flop_E, bytes_E, rate_E = (np.array([work[i] for work in settled], np.int64) for i in range(3))
     return Shaped(events, flop_E, bytes_E, rate_E)
 
@@ -161,9 +166,30 @@ def _unseen() -> Iterator[None]:
         yield
 
 
-def _settled(events: Timeline, own: list[Work]) -> list[Work]:
+def _stopped(events: Timeline, names: list[str], parents: list[int]) -> list[int]:
+    """Products that a checkpoint began and did not run, with the calls that hold them. torch forms again what a backward node
+    needs inside that node, and stops at the last tensor wanted: one that a product keeps before it multiplies. So it is the last
+    call in the node that autograd numbered; that it detaches what it keeps tells it from a graph of gradients."""
+    node, last = [-1] * len(names), dict[int, int]()
+    for i, (parent, number) in enumerate(zip(parents, events.sequence_E.tolist())):
+        if parent >= 0:
+            node[i] = parent if names[parent].startswith(_NODE) else node[parent]
+        if names[i].startswith(_NODE):
+            last[node[i]] = -1  # whole: a node that runs others has formed everything it needs
+        elif node[i] >= 0 and number >= 0 and "::" in names[i] and last.get(node[i]) != -1:
+            last[node[i]] = i
+    keeping = {parent for parent, name in zip(parents, names) if name == "aten::detach"}
+    found = []
+    for of_node, i in last.items():
+        if i in keeping and names[i] in _KEEP_THEIR_OPERANDS:
+            while i not in (-1, of_node):
+                found.append(i)
+                i = parents[i]
+    return found
+
+
+def _settled(own: list[Work], parents: list[int]) -> list[Work]:
     """Of each call its own work or none: where what it calls does as much or more, they keep theirs; else they lose it."""
-    parents = _parents(events)
     below_flop, below_bytes = [0] * len(own), [0] * len(own)
     keeps = [False] * len(own)
     for i in range(len(own) - 1, -1, -1):  # children come after their parents

@@ -367,9 +367,8 @@ class Session:
         if self.device.type != "cuda" and in_loop and wall_s > 0:
             host["idle_frac"] = 1 - (end_s - start_s) / wall_s
         if self._device_watch is not None:
-            host.update(
-                (name, self._device_watch.latest[name]) for name in DEVICE_COLUMNS & self._device_watch.latest.keys()
-            )
+            latest = self._device_watch.latest  # once: its thread puts another in its place
+            host.update((name, latest[name]) for name in DEVICE_COLUMNS & latest.keys())
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         self.length = batches[0]["input_ids"].shape[1]
         self.tokens += tokens

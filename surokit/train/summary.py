@@ -136,7 +136,7 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
         steps=steps,
         skipped=int(np.nansum(columns["skipped"])),
         tokens=int(columns["tokens"].sum()),
-        redone_s=session.redone_s,
+        redone_s=held * session.redone_s,
         **asdict(sustained),
         sampled_idle_frac=1 - float(busy.mean()) if len(busy) else None,
         mfu=mfu,

@@ -350,7 +350,9 @@ def test_a_profile_beside_an_estimate_module_by_module(monkeypatch):
         ("model.layers.0.input_layernorm", 3, 2.0),
         ("model.layers.0.self_attn.q_norm", 4, 0.5),
         ("model.norm", 2, 0.5),
-        ("(optimizer)", 0, 4.5),
+        ("(optimizer)", 0, 4.25),
+        ("(clip)", 0, 0.25),
+        ("(loss)", 0, 0.5),
         ("(backward)", 0, 0.5),
     ]
     c = check(plan(gpus=1, mfu=None), profile_of(modules, 41.0))
@@ -358,7 +360,7 @@ def test_a_profile_beside_an_estimate_module_by_module(monkeypatch):
     assert measured == {
         "attention and rope": 14.0,
         "mlp.down_proj": 12.0,
-        "head and loss": 6.0,
+        "head and loss": 6.5,
         "norms": 3.0,
         "optimizer": 4.5,
         "all else": 1.5,

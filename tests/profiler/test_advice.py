@@ -19,9 +19,10 @@ from tests.profiler.models import Net, train
 COLUMNS = {
     "lost": "cause ms_per_step",
     "syncs": "file line call count ms inside",
-    "gaps": "file line ms host_ms inside",
+    "lines": "file line inside ms count longest_ms",
     "modules": "module type self_ms",
     "ops": "op calls self_ms ms",
+    "outermost": "op calls self_ms ms",
     "kernels": "kernel calls self_ms",
     "copies": "copy direction count bytes ms gb_per_s pinned exposed_ms",
     "calls": "call calls ms",
@@ -99,7 +100,7 @@ CASES = {
         {
             "phases": {"data": 12.0},
             "lost": lost(host=11.0, launches=2.0),
-            "gaps": [(ME, 3, 22.0, 22.0, "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__")],
+            "lines": [(ME, 3, "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 11.0, 1.0, 11.0)],
             "settings": FUSED | {"loader": "workers=0 pin_memory=False"},
         },
         12.0,
@@ -108,12 +109,16 @@ CASES = {
     ),
     "host gap": (
         {
-            "gaps": [(ME, 21, 6.0, 5.0, ""), (ME, 21, 4.0, 4.0, ""), (ME, 3, 9.0, 9.0, "enumerate(DataLoader)")],
+            "lines": [
+                (ME, 21, "", 2.5, 0.5, 5.0),
+                (ME, 21, "forward", 2.0, 0.5, 4.0),
+                (ME, 3, "enumerate(DataLoader)", 4.5, 1.0, 9.0),
+            ],
             "lost": lost(host=10.0),
         },
         4.5,
-        ("the GPU waits 4.5 ms a step while train.py:21 runs", "2 gaps, the longest 5 ms"),
-        {"gaps": [(ME, 21, 3.0, 3.0, "")]},
+        ("the GPU waits 4.5 ms a step while train.py:21 runs", "1 gaps a step, the longest 5 ms"),
+        {"lines": [(ME, 21, "", 1.5, 0.5, 3.0), ("", 0, "", 9.0, 90.0, 0.2)]},
     ),
     "garbage": (
         {"summary": {"collect_ms": 3.0}, "lost": lost(host=8.0)},
@@ -155,10 +160,10 @@ CASES = {
         {"ops": [op("linalg_vector_norm", 149.0, 9.0), op("_foreach_norm", 1.0, 9.0)]},
     ),
     "zero_grad": (
-        {"ops": [op("zero_", 148.0, 4.0)], "kernels": [("vectorized<FillFunctor<float>>", 148.0, 1.5)]},
+        {"outermost": [op("zero_", 148.0, 4.0)], "kernels": [("vectorized<FillFunctor<float>>", 148.0, 1.5)]},
         2.5,
         ("set_to_none=True", "148 fills a step"),
-        {"ops": [op("zero_", 3.0, 4.0)]},
+        {"outermost": [op("zero_", 3.0, 4.0)], "ops": [op("zero_", 148.0, 4.0)]},  # the rest are a backward's own
     ),
     "pageable copy": (
         {
@@ -375,7 +380,7 @@ def test_rules_that_claim_the_same_time_say_so():
         "lost": lost(launches=10.0, host=20.0),
         "ops": [op("addcdiv_", 148.0, 3.0)],
         "phases": {"optimizer": 9.0},
-        "gaps": [(ME, 3, 20.0, 20.0, "")],
+        "lines": [(ME, 3, "", 10.0, 1.0, 10.0)],
         "settings": {"optimizer": "AdamW fused=None foreach=None, 148 tensors"},
     }
     table = advise(*seen(**what))
@@ -395,6 +400,69 @@ def test_the_profilers_own_share_is_no_gain():
         (row,) = fired(rule, **(CASES[rule][0] | slowed))
         gains[rule] = row["gain_ms"]
     assert gains == pytest.approx({"launches": 16.0, "threads": 48.0, "host gap": 4.5, "float32": 60.0})
+
+
+def copying(to, cast):
+    """Names as torch's templates make them, shortened."""
+    load = "LoadWithCast<1>, at::native::memory::StoreWithCast<1>" if cast else "LoadWithoutCast"
+    functor = f"at::native::{to}_copy_kernel_cuda(at::TensorIteratorBase&)::{{lambda()#1}}"
+    return f"void at::native::unrolled_elementwise_kernel<{functor}, at::native::memory::{load}>(int)"
+
+
+KERNELS = {  # a pattern of the rules, kernels it is for, and kernels like them that it is not for
+    "_PLAIN_FLOAT32": (
+        ("ampere_sgemm_128x64_tn", "cutlass_80_simt_sgemm_256x128_8x4_nt", "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n"),
+        (
+            "ampere_fp16_sgemm_fp16_64x32_sliced1x4_tn",
+            "cutlass_80_tensorop_s1688gemm_128x256",
+            "ampere_s16816gemm_bf16_128x128_ldg8_f2f_nn",
+            "sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32",
+            "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT",
+        ),
+    ),
+    "_CONVOLUTIONS": (
+        ("sm80_xmma_wgrad_implicit_gemm_indexed", "implicit_convolve_sgemm<float>", "cudnn::winograd_nonfused"),
+        ("void cudnn::ops::convertTensor_kernel<float>", "ampere_sgemm_128x64_tn"),
+    ),
+    "_CASTS": (
+        (copying("bfloat16", False), copying("float16", False), copying("float8", False), copying("direct", True)),
+        (
+            copying("direct", False),
+            "unrolled_elementwise_kernel<at::native::CUDAFunctor_add<float>, LoadWithCast<2>, StoreWithCast<1>>",
+        ),
+    ),
+    "_LAYOUTS": ((copying("direct", False),), (copying("direct", True), copying("bfloat16", False))),
+    "_SOFTMAX": (
+        ("cunn_SoftMaxForward<8, float, float, float, SoftMaxForwardEpilogue>", "softmax_warp_forward<float, float>"),
+        ("cunn_SoftMaxForward<8, float, float, float, LogSoftMaxForwardEpilogue>",),
+    ),
+}
+
+
+@pytest.mark.parametrize("pattern", KERNELS)
+def test_kernels_are_known_by_the_names_that_cuda_gives_them(pattern):
+    its, others = KERNELS[pattern]
+    assert all(re.search(getattr(advice, pattern), name) for name in its)
+    assert not any(re.search(getattr(advice, pattern), name) for name in others)
+
+
+def test_a_convolution_in_float32_is_no_matrix_product():
+    what = CASES["float32"][0] | {"kernels": [("implicit_convolve_sgemm<float, 1024, 5, 5>", 40.0, 60.0)]}
+    assert not fired("float32", **what)
+
+
+def test_grouped_fills_are_kernels_of_their_own():
+    kernels = [("multi_tensor_apply_kernel<ZeroFunctor<float>>", 2.0, 3.0), ("kernel<FillFunctor<float>>", 9.0, 7.0)]
+    (row,) = fired("zero_grad", outermost=[op("_foreach_zero_", 2.0, 0.5)], kernels=kernels)
+    assert row["gain_ms"] == 3.5
+
+
+def test_a_wait_by_name_is_told_from_a_read():
+    """The profile names both: the first by the function that waits, the second by the operator that reads."""
+    for call in ("torch.cuda.synchronize", "Event.synchronize", "cudaStreamSynchronize"):
+        (row,) = fired("synchronize", syncs=[(ME, 5, call, 1.0, 6.0, "")], lost=lost(syncs=6.0))
+        assert "leave it out" in row["advice"]
+    assert fired("sync", syncs=[(ME, 5, "cuda sync", 1.0, 6.0, "")], lost=lost(syncs=6.0))
 
 
 def test_two_lines_that_share_a_cause_do_not_claim_the_same_time():
@@ -442,15 +510,13 @@ def test_no_steps_no_advice():
 # ------------------------------------------------------------------------------------- the operators' real names, on a CPU
 
 
-def advised(step, settings=(), steps=3):
+def advised(step, steps=3):
     with sk.profile(steps, 1) as p:
         for _ in range(steps + 1):
             step()
             p.step()
-    table = advise(
-        p.summary, {name: getattr(p, name).to_dict("list") for name in COLUMNS if hasattr(p, name)}, dict(settings)
-    )
-    return dict(zip(table["rule"], zip(table["advice"], table["evidence"], table["gain_ms"])))
+    table = p.advice
+    return dict(zip(table.rule, zip(table.advice, table.evidence, table.gain_ms)))
 
 
 def test_an_optimizer_loop_is_seen_and_a_fused_one_is_not():
@@ -479,6 +545,18 @@ def test_zeroed_gradients_are_seen():
         optimizer.zero_grad(set_to_none=False)
 
     assert "set_to_none=True" in advised(step)["zero_grad"][0]
+
+
+def test_fills_of_a_backward_are_no_zeroed_gradients():
+    table = nn.Parameter(torch.randn(4, 200, 200))
+    optimizer = torch.optim.SGD([table])
+
+    def step():
+        torch.stack([table[i, j].sum() for i in range(4) for j in range(5)]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert "zero_grad" not in advised(step)
 
 
 def test_attention_written_out_is_seen_and_fused_attention_is_not():
@@ -524,14 +602,12 @@ def test_casts_of_autocast_are_seen():
         with torch.autocast("cpu", torch.bfloat16):
             model(torch.ones(2, 256)).sum().backward()
 
-    assert "autocast converts" in advised(step, {"autocast": "bfloat16"})["casts"][0]
+    assert "autocast converts" in advised(step)["casts"][0]
 
 
 def test_anomaly_mode_is_seen():
     with torch.autograd.set_detect_anomaly(True):
-        rule = advised(lambda: Net()(torch.zeros(1, 4, dtype=torch.long)).sum().backward(), {"anomaly": "True"})[
-            "anomaly"
-        ]
+        rule = advised(lambda: Net()(torch.zeros(1, 4, dtype=torch.long)).sum().backward())["anomaly"]
     assert int(rule[1].split(" x aten::isnan")[0]) > 10
 
 

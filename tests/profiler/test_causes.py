@@ -45,6 +45,12 @@ def raster(timeline, begin, stop):
     return cells
 
 
+def with_samples(r):
+    """The same recording with a sample every 7 ns, on one of three lines."""
+    at = np.arange(r.start_ns, r.end_ns, 7)
+    return replace(r, places=(("a.py", 1), ("a.py", 2), ("b.py", 3)), place_P=at // 5 % 3, time_P=at)
+
+
 def with_shapes(r):
     """The same recording with made-up FLOPs for its operators."""
     ops = r.timeline.take(r.timeline.is_kind(Kind.OP))
@@ -57,7 +63,7 @@ def with_shapes(r):
 @example(program([]), False)
 @example(program([("launch", 0, 1, 40, 7), ("mark", 0, 1, 0, 7), ("launch", 0, 1, 40, 8), ("mark", 0, 1, 0, 7)]), False)
 def test_parts_sum(recording, named):
-    r = with_shapes(recording)
+    r = with_samples(with_shapes(recording))
     found = analyse(r, r if named else None)
     s, t, n = found.summary, found.tables, found.summary["steps"]
     begin, stop = found.windows[0][0], found.windows[-1][1]
@@ -99,6 +105,7 @@ def test_parts_sum(recording, named):
         assert lost["launches"] + lost["host"] == total([s["idle_ms"]])
     assert t["lost"]["usd_per_day"] == pytest.approx([2 * h for h in t["lost"]["gpu_hours_per_day"]])
     assert s["idle_ms"] * n == total(t["gaps"]["ms"])  # there are fewer than the table keeps
+    assert lost["host"] == total(t["lines"]["ms"])
 
     # rows of modules, with pseudo-rows, sum to busy and to all FLOPs
     modules = t["modules"]
@@ -320,6 +327,42 @@ def test_the_garbage_collector_is_evidence_of_the_host():
     found = analyse(r)
     assert us([found.summary["collect_ms"]]) == [6]
     assert "0.006 ms in Python's garbage collector" in found.tables["lost"]["evidence"][3]
+
+
+def test_every_gap_counts_for_its_line_however_many_there_are():
+    """1000 gaps of 0.2 ms, each sampled: those of line 7 are one in four, and none is among the longest 200 alone."""
+    operators = [Event(Kind.OP, "aten::mm", 300 * k * US, (300 * k + 100) * US, 1) for k in range(1001)]
+    sampled = np.arange(1000) * 300 * US + 150 * US
+    r = block(
+        operators, 300_100, device="cpu", places=(("a.py", 7), ("a.py", 8)), time_P=sampled,
+        place_P=(np.arange(1000) % 4 > 0).astype(np.int64),
+    )  # fmt: skip
+    found = analyse(r)
+    lines = found.tables["lines"]
+    assert list(zip(*lines.values())) == [("a.py", 8, "", 150, 750, 0.2), ("a.py", 7, "", 50, 250, 0.2)]
+    assert found.tables["lost"]["evidence"][3] == "150 ms at a.py:8; 50 ms at a.py:7"
+
+
+def test_a_gap_is_shared_out_by_the_samples_in_it_and_not_by_those_in_calls():
+    work = [*asked(1, "gemm", (2, 5), (10, 20)), *asked(2, "gemm", (80, 82), (90, 100))]
+    work.append(Event(Kind.RUNTIME, "cudaStreamSynchronize", 15 * US, 30 * US, 1, 9))
+    times = np.array([25, 40, 50, 60]) * US  # waiting at line 1, then Python at 2, 2 and 3
+    places = (("a.py", 1), ("a.py", 2), ("a.py", 3))
+    r = block(work, 100, places=places, time_P=times, place_P=np.array([0, 1, 1, 2]))
+    lines = analyse(r).tables["lines"]
+    rows = {(file, line): round(ms * 1000, 3) for file, line, ms in zip(lines["file"], lines["line"], lines["ms"])}
+    # 20-55 less the wait until 30; 55-82 less the launch from 80; and 0-2, too short to be sampled
+    assert rows == {("a.py", 2): 25, ("a.py", 3): 25, ("", 0): 2}
+
+
+def test_a_sample_that_waited_for_pythons_lock_stands_for_the_wait():
+    """Samples come every 5 ms, and later only while a line holds the lock: the second did from 5 ms on."""
+    r = block(
+        [Event(Kind.OP, "aten::mm", 20_000 * US, 20_001 * US, 1)], 20_001, device="cpu", places=(("a", 1), ("a", 2)),
+        time_P=np.array([1, 15]) * 1_000_000, place_P=np.array([0, 1]),
+    )  # fmt: skip
+    lines = analyse(r).tables["lines"]
+    assert column(lines, "line", "ms") == {1: 3.5, 2: 16.5}
 
 
 def test_dollars_need_a_price():

@@ -80,6 +80,65 @@ def test_the_users_steps_have_their_own_shapes():
     assert by(p.modules, "module").loc["layers.0.up", "calls"] == 3
 
 
+@pytest.mark.parametrize("warmup", [2, 3, 5])
+def test_marks_without_an_optimizer_have_the_shapes_of_one_step(warmup):
+    model, ids = Net(), torch.zeros(2, 8, dtype=torch.int64)
+    with profile(steps=2, warmup=warmup) as p:
+        for _ in range(warmup + 2):
+            model(ids).square().mean().backward()
+            p.step()
+    assert (p.summary["steps"], p.summary["warmup"]) == (2, warmup)
+    assert flops(p) == net_flops()
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_too_few_warmup_steps_for_shapes_are_said(warmup):
+    with profile(steps=2, warmup=warmup) as p:
+        train(warmup + 2)
+    assert p.summary["gflop_per_step"] is None
+    assert any("need warmup=2 or more" in note for note in p.notes)
+
+
+def test_the_optimizers_work_is_its_own():
+    model = Net()
+    with profile(steps=2, warmup=3) as p:
+        train(6, model)
+    shaped = recorded(p).shaped
+    names = shaped.timeline.names
+    assert "Optimizer.step#AdamW.step" in names
+    (moved,) = {
+        int(b) for b, name in zip(shaped.bytes_E, shaped.timeline.name_E) if names[name] == "aten::_fused_adamw_"
+    }
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert moved == pytest.approx(
+        8 * weights, rel=0.01
+    )  # weight, gradient and both moments, which its schema says it writes
+
+
+class Subclass(torch.optim.AdamW):  # torch calls its hooks behind this step and behind the one that it calls
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_an_optimizer_whose_step_calls_its_base_class_is_one_step():
+    model = Net()
+    with profile(steps=2, warmup=3) as p:
+        train(6, model, Subclass(model.parameters()))
+    assert (p.summary["steps"], flops(p)) == (2, net_flops())
+    assert by(p.modules, "module").loc["layers.0.up", "calls"] == 1
+
+
+def test_products_before_the_first_module_leave_flops_unknown():
+    weight, loss = torch.ones(8, 8, requires_grad=True), nn.MSELoss()
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    with profile(steps=2, warmup=3) as p:
+        for _ in range(6):
+            loss(torch.ones(4, 8) @ weight, torch.ones(4, 8)).backward()
+            optimizer.step()
+    assert p.summary["gflop_per_step"] is None
+    assert any("multiply before they call a module" in note for note in p.notes)
+
+
 @pytest.mark.parametrize("warmup", [1, 2, 4])
 def test_repeated_calls_have_the_shapes_of_one_call(warmup):
     model = Net()
@@ -118,6 +177,30 @@ def test_a_block_without_modules_or_inside_a_range_is_recorded_in_one_piece():
         assert p.summary["steps"] == 2
         assert p.summary["busy_ms"] > 0
         assert recorded(p).shaped is None
+
+
+def test_a_block_that_stops_calling_modules_is_recorded_in_one_piece():
+    x, calls = torch.ones(8, 8, requires_grad=True), nn.Identity()
+    optimizer = torch.optim.SGD([x], lr=1e-3)
+    with profile(steps=2, warmup=3) as p:
+        calls(x)
+        for _ in range(6):
+            optimizer.step()
+            (x @ x).sum().backward()
+    assert p.summary["steps"] == 2
+    assert p.summary["busy_ms"] > 0
+    assert p.summary["gflop_per_step"] is None
+
+
+def test_a_recording_that_never_began_again_is_said():
+    module, x = nn.Linear(4, 4), torch.ones(2, 4)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    with profile(steps=2, warmup=2) as p:
+        for step in range(5):
+            (module(x) if step == 0 else x @ module.weight).sum().backward()
+            optimizer.step()
+    assert p.summary["steps"] == 2
+    assert any("no module was called behind the warm-up" in note for note in p.notes)
 
 
 def test_a_step_inside_the_backward_pass_is_recorded():

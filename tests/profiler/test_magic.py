@@ -4,6 +4,8 @@ profile is kept."""
 import asyncio
 import gzip
 import json
+import re
+from pathlib import Path
 
 import pytest
 from IPython.core.completer import provisionalcompleter
@@ -12,7 +14,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from surokit.profiler import Profile, capture, watch
-from surokit.profiler.magic import load_ipython_extension
+from surokit.profiler.magic import ProfileMagics, load_ipython_extension
 
 
 @pytest.fixture(scope="module")
@@ -241,12 +243,27 @@ def test_help_says_what_it_does(shell, capsys):
     assert "where its time goes" in capsys.readouterr().out
 
 
+def test_the_page_lists_the_options():
+    page = (Path(__file__).parents[2] / "docs/profiling.md").read_text()
+    listed = set(re.findall(r"^\| `(--?[a-z-]+)", page, re.MULTILINE))
+    actions = [a for a in ProfileMagics.surogate_profile.parser._actions if a.option_strings]
+    assert listed == {a.option_strings[0] for a in actions}
+
+
 @pytest.mark.parametrize("start", ["%%surogate_profile", "%surogate_profile", "p = %surogate_profile"])
 def test_options_are_completed(shell, start):
     assert offered(shell, f"{start} --st") == {"--steps"}
     assert offered(shell, f"{start} --t") == {"--tokens", "--trace"}
     assert offered(shell, f"{start} -q --by mo") == {"module"}
+    assert offered(shell, f"{start} -q --by=mo") == {"module"}
     assert offered(shell, f"{start} --steps 3 --") >= {"--warmup", "--price", "--eager"}
+
+
+def test_loading_it_again_completes_once(shell):
+    before = len(shell.Completer.custom_matchers)
+    load_ipython_extension(shell)
+    assert len(shell.Completer.custom_matchers) == before
+    assert offered(shell, "%surogate_profile --st") == {"--steps"}
 
 
 def test_profiles_are_completed_as_outputs_and_statements_as_python(shell):

@@ -212,6 +212,30 @@ def test_no_event_inside_a_graphs_capture(monkeypatch):
     assert m.summary().steps == 3
 
 
+def test_an_optimizers_step_inside_a_graphs_capture_is_none(monkeypatch):
+    monkeypatch.setattr("surokit.profiler.monitor.capturing", lambda: True)
+    with Monitor(every=None) as m:
+        train(3)
+    assert repr(m) == "<Monitor before the first step>"
+
+
+def test_events_of_two_devices_are_no_time(monkeypatch):
+    device, clock = Device(monkeypatch), Clock()
+
+    def refuse(end):
+        raise ValueError("Events must be on the same device.")
+
+    device.done = -1.0
+    with Monitor(every=None, clock=clock) as m:
+        stepped(m, clock, [10.0] * 3)
+        for event in device.events:
+            event.elapsed_time = refuse
+        device.done = 1.0
+        stepped(m, clock, [10.0])
+        assert m._history.steps == 4
+    assert m.frame().device_ms.isna().all()
+
+
 def test_a_gpu_without_nvml_is_said_once(monkeypatch):
     Device(monkeypatch)
     clock = Clock()
@@ -234,6 +258,18 @@ def test_a_step_is_an_optimizers():
         train(12)
     assert m.summary().steps == 12
     assert m.frame().wall_ms.gt(0).all()
+
+
+def test_an_optimizer_whose_step_calls_its_base_class_counts_once():
+    class Subclass(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = Net()
+    torch.optim.AdamW(model.parameters())  # torch wraps a class's step when it is first used
+    with Monitor(every=None) as m:
+        train(12, model, Subclass(model.parameters()))
+    assert m.summary().steps == 12
 
 
 def test_of_several_optimizers_the_one_that_steps_most_often():

@@ -1,16 +1,18 @@
 """The pictures: what is drawn where, in which colour, small and well-formed whatever the recording."""
 
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from surokit.profiler.analysis import PHASES
 from surokit.profiler.capture import profile
-from surokit.profiler.picture import BLUE, CAUSE_COLORS, GREY, LEFT, VERMILION, WIDTH, own
+from surokit.profiler.picture import BLUE, CAUSE_COLORS, GREY, IN_TURN, LEFT, VERMILION, WIDTH, own, short_name
 from surokit.profiler.report import Profile
 from surokit.profiler.timeline import Event, Kind, Timeline
 from tests.profiler.models import train
-from tests.profiler.traces import gpu_recording
+from tests.profiler.traces import events, gpu_recording
 
 SVG = "{http://www.w3.org/2000/svg}"
 ROOM = WIDTH - LEFT - 8
@@ -145,6 +147,31 @@ def test_a_share_of_the_speed_of_light_is_shown_where_it_is_known():
     assert "42% memory" in p._repr_html_()
     assert "of light" in repr(p)
     assert "42%" in next(line for line in repr(p).splitlines() if line.startswith("  a "))
+
+
+def test_long_names_are_shortened_where_they_say_least():
+    kernel = (
+        "void at::native::vectorized_elementwise_kernel<4, "
+        + "at::native::functor<float>, " * 9
+        + "std::array<char*, 3ul> >"
+    )
+    shown = short_name(kernel, "kernel")
+    assert len(shown) == len(short_name(kernel, "module")) == 60
+    assert shown.startswith("void at::native::vectorized_el...")
+    assert shown.endswith("std::array<char*, 3ul> >")
+    assert short_name("model.layers.0.mlp.up", "module", 14) == "...rs.0.mlp.up"
+    renamed = [replace(e, name=kernel) if e.name == "gemm" else e for e in events()]
+    p = Profile(gpu_recording(timeline=Timeline.of(renamed)))
+    p.by = "kernel"
+    assert max(map(len, repr(p).splitlines())) < 200
+    assert "void at::native::vectorized_el..." in repr(p)
+
+
+def test_phases_are_drawn_in_the_order_of_a_step():
+    assert sorted(IN_TURN) == sorted(PHASES)
+    html = Profile(gpu_recording())._repr_html_()
+    at = [html.index(f"<title>{phase} ") for phase in ("copies", "forward", "backward", "sync", "other")]
+    assert at == sorted(at)
 
 
 def test_advice_is_numbered_and_its_code_is_code():

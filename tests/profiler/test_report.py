@@ -19,6 +19,7 @@ from surokit.calibration import calibrate
 from surokit.profiler.capture import profile
 from surokit.profiler.report import Profile
 from surokit.profiler.timeline import Event, Kind, Timeline
+from surokit.tables import three_digits
 from tests.profiler.models import train
 from tests.profiler.traces import events, gpu_recording
 
@@ -85,6 +86,19 @@ def test_bad_files_are_one_sentence(tmp_path, profile_):
         with pytest.raises(ValueError, match="cannot be read as a profile"):
             Profile.load(tmp_path / "bad.json")
     whole = profile_.save(tmp_path / "p.json").read_bytes()
+    stored = json.loads(whole)
+    timeline = {**stored["recording"]["timeline"], "names": ["one"]}
+    for wrong in (
+        {"recording": None},
+        {"by": "layer"},
+        {"light": 3},
+        {"eager": 3},
+        {"recording": {**stored["recording"], "timeline": timeline}},
+        {"recording": {**stored["recording"], "end_C": [[1]]}},
+    ):
+        (tmp_path / "wrong.json").write_text(json.dumps(stored | wrong))
+        with pytest.raises(ValueError, match="cannot be read as a profile"):
+            Profile.load(tmp_path / "wrong.json")
     (tmp_path / "cut.json").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="cannot be read as a profile"):
         Profile.load(tmp_path / "cut.json")
@@ -131,6 +145,11 @@ def test_diff(profile_):
     assert profile_.diff(profile_).change.abs().max() == 0
 
 
+def test_diff_with_a_path_says_how_to_read_it(profile_):
+    with pytest.raises(TypeError, match=r"another Profile, not 'before\.json'; Profile\.load"):
+        profile_.diff("before.json")
+
+
 def longer_by(us):
     """The same profile with its last kernel ending later: what is added is busy time of module a."""
     shifted = [replace(e, end_ns=e.end_ns + us * 1000) if e.name == "mul" else e for e in events()]
@@ -174,6 +193,13 @@ def test_diff_can_be_pickled_and_keeps_its_rows(profile_):
     assert again.after.tolist() == frame.after.tolist()
 
 
+def test_diff_with_other_columns_is_shown_as_a_dataframe(profile_):
+    frame = profile_.diff(longer_by(30))
+    frame["note"] = "mine"
+    assert "mine" in repr(frame)
+    assert "mine" in frame._repr_html_()
+
+
 def test_advice_is_found_by_number_rule_or_row(profile_):
     table = profile_.advice
     assert table.index.tolist() == list(range(1, len(table) + 1))
@@ -183,6 +209,10 @@ def test_advice_is_found_by_number_rule_or_row(profile_):
         assert (row["rule"], row["advice"], row["gain_ms"]) == (third["rule"], third["advice"], third["gain_ms"])
     for asked in (0, len(table) + 1, "no such rule"):
         with pytest.raises(LookupError, match=r"no advice .* it has 1 \("):
+            profile_.verify(asked, lambda: None)
+    assert profile_._advice_row(np.int64(1))["rule"] == table.loc[1, "rule"]
+    for asked in (None, 1.0, [1], table[table.rule == third["rule"]], {}):
+        with pytest.raises(TypeError, match=r"its number, its rule or one row of p\.advice"):
             profile_.verify(asked, lambda: None)
 
 
@@ -225,6 +255,18 @@ def test_a_running_profile_says_so():
         running.verify(1, lambda: None)
 
 
+def test_what_the_page_quotes_is_what_profiles_say():
+    root = Path(__file__).parents[2]
+    table = (root / "docs/profiling.md").read_text().partition("| what the profile says |")[2]
+    quoted = [row.split("|")[1].strip() for row in table.splitlines()[2:] if row.startswith("|")]
+    code = " ".join(path.read_text() for path in (root / "surokit/profiler").glob("*.py"))
+    said = re.sub(r'"\s*f?"', "", code)  # texts that are written over several lines
+    assert len(quoted) >= 8
+    for words in quoted:
+        (longest,) = sorted(re.split(r" ?\.\.\. ?|N |, or ", words), key=len)[-1:]
+        assert longest in said, words
+
+
 def test_dollars_are_shown_where_a_price_is_known(profile_):
     priced = Profile(gpu_recording(usd_per_gpu_hour=2.5))
     assert "USD" not in repr(profile_) + profile_._repr_html_()
@@ -240,6 +282,26 @@ def test_text_names_the_essentials(profile_):
     for word in ("hand made", "a GPU", "busy", "idle", "launches", "syncs", "copies", "host", "train.py:7"):
         assert word in text
     assert "CPU: idle" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.01234, "0.0123"), (0, "0"), (99.96, "100"), (999.4, "999"), (999.6, "1,000"), (-12_345, "-12,345")],
+)
+def test_numbers_have_three_digits_or_are_whole(value, text):
+    assert three_digits(value) == text
+
+
+def test_long_steps_are_written_without_exponents(profile_):
+    times = {"start_ns": 0, "end_ns": 9 * 10**9, "marks_ns": (3 * 10**9, 9 * 10**9)}
+    longer = [replace(e, start_ns=e.start_ns * 10**5, end_ns=e.end_ns * 10**5) for e in events()]
+    slow = Profile(gpu_recording(timeline=Timeline.of(longer), **times))
+    change = profile_.diff(slow)
+    shown = [slow._headline(), *slow._all_notes(), slow.timeline(), repr(change), change._repr_html_()]
+    assert slow.summary["wall_ms"] == 5000
+    assert "5,000 ms a step" in repr(slow)
+    assert not any(re.search(r"\de\+", text) for text in shown)
+    assert not re.search(r"\de\+", slow._repr_html_().partition("<b>Advice")[0])
 
 
 def test_html_is_well_formed_and_has_no_script(profile_):

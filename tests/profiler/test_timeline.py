@@ -157,19 +157,6 @@ def test_calls_nested_ten_thousand_deep():
     assert tl.innermost(start, end, at).tolist() == [0, depth - 1, depth - 1, 0, -1]
 
 
-@given(spans, spans, spans)
-def test_partition_gives_each_cell_to_the_first_layer(a, b, c):
-    layers = [(name, *columns(rows)) for name, rows in zip("abc", (a, b, c))]
-    parts = tl.partition(0, SPAN, layers)
-    left = np.ones(SPAN, bool)
-    for name, start, end in layers:
-        here = raster(start, end)[cells_of(0, SPAN)] & left
-        assert parts[name] == here.sum()
-        left &= ~here
-    assert parts["other"] == left.sum()
-    assert sum(parts.values()) == SPAN
-
-
 def test_nothing_at_all():
     none = np.empty(0, np.int64)
     part = tl.breakdown(none, none, 0, 100, none)

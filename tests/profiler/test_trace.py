@@ -80,6 +80,24 @@ def test_a_trace_that_torch_exported(tmp_path):
     assert {(timeline.names[n], start, length) for n, start, length in read} <= live  # to the nanosecond, since 1970
 
 
+def test_a_step_of_a_trace_is_one_turn_of_the_loop(written):
+    def turn(k, *names):
+        return [
+            {**GOOD, "cat": "user_annotation", "name": f"Optimizer.step#{name}", "ts": 100 * k + start, "dur": length}
+            for name, start, length in names
+        ]
+
+    gan = "Adam.step", 40, 10
+    critic = "SGD.step", 80, 10
+    both = [{**GOOD, "ts": 0}, *(e for k in range(3) for e in turn(k, gan, critic))]
+    assert written(both).marks_ns == (90_000, 190_000, 290_000)
+    often = [*both, *turn(0, ("Adam.step", 20, 10))]
+    assert written(often).marks_ns == (30_000, 50_000, 150_000, 250_000)
+    inside = "AdamW.step", 82, 5  # a class whose step calls its parent's
+    nested = [{**GOOD, "ts": 0}, *(e for k in range(3) for e in turn(k, inside, critic))]
+    assert written(nested).marks_ns == (90_000, 190_000, 290_000)
+
+
 def left_out(path):
     kept = ("cpu_op", "user_annotation")
     return sum(e.get("cat") not in kept or e["ph"] != "X" for e in json.loads(path.read_text())["traceEvents"])
@@ -483,9 +501,12 @@ def test_a_profile_survives_the_way_through_perfetto(tmp_path):
     document = json.loads((tmp_path / "t.json").read_text())
     shown = {e["cat"] for e in document["traceEvents"] if e["ph"] == "X"}
     assert {"cpu_op", "kernel", "module", "step"} <= shown
-    document["surokit"] = {"timeline": "of a version to come"}  # then it is a trace like another
-    (tmp_path / "t.json").write_text(json.dumps(document))
-    assert Profile.from_trace(tmp_path / "t.json").summary["busy_ms"] > 0
+    stored = document["surokit"]
+    for other in ({"timeline": "of a version to come"}, {**stored, "places": []}, {**stored, "back_to_back_ns": [[1]]}):
+        (tmp_path / "t.json").write_text(json.dumps({**document, "surokit": other}))
+        foreign = Profile.from_trace(tmp_path / "t.json")  # a trace like another
+        assert foreign.summary["busy_ms"] > 0
+        assert any("is damaged" in note for note in foreign.notes)
 
 
 def test_writing_streams(tmp_path):

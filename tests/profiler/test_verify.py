@@ -209,6 +209,26 @@ def test_fused_steps_are_the_same_steps():
         torch.testing.assert_close(a, b)
 
 
+def test_an_optimizer_whose_step_calls_torchs_is_tried_once():
+    """torch runs the hooks of both steps."""
+
+    class Mine(torch.optim.AdamW):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    model = small_layers(4)
+    optimizer, seen = Mine(model.parameters(), foreach=False), []
+    step = stepper(optimizer, model)
+
+    def noting():
+        seen.append(optimizer.param_groups[0]["fused"])
+        step()
+
+    verify(row("optimizer"), noting, rounds=2)
+    assert seen.count(True) == 3
+    assert (optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["foreach"]) == (None, False)
+
+
 def test_several_optimizers_and_those_without_a_fused_form():
     model = small_layers(8)
     first, second = model[:4].parameters(), model[4:].parameters()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import surokit.profiler.windows as module
+from surokit.profiler import tracer
 from surokit.profiler.windows import Windows, _read, activity, give_way, student
 from tests.train.toys import assert_same_state, make_session
 
@@ -149,9 +150,11 @@ def test_a_driver_that_records_nothing_turns_windows_off(monkeypatch):
     cpu = torch.profiler.ProfilerActivity.CPU  # which has no activity of a device
     monkeypatch.setattr(module, "ProfilerActivity", SimpleNamespace(CUDA=cpu))
     windows = Windows(every=4, steps=1)
-    windows.tick(3)
-    torch.ones(2).add(1)
-    assert windows.tick(4) is None
+    with torch.profiler.record_function("open"):
+        windows.tick(3)
+        torch.ones(2).add(1)
+        assert windows.tick(4) is None
+        assert not tracer.ranges_left()  # a GPU's window sees none
     assert windows.off
     assert "CUPTI refused" in windows.notes[0]
     assert windows.estimate().windows == 0
@@ -166,6 +169,49 @@ def test_a_dropped_window_leaves_no_profiler():
     assert not torch._C._autograd._profiler_enabled()
     assert windows.tick(4) is None
     assert windows.estimate().windows == 0
+
+
+def test_no_window_begins_while_a_range_that_an_earlier_one_saw_is_open():
+    windows = Windows(every=4, steps=1)
+    windows.tick(3)
+    with torch.profiler.record_function("epoch"):
+        torch.ones(2).add(1)
+        assert windows.tick(4) is not None
+        windows.tick(7)
+        assert not torch._C._autograd._profiler_enabled()
+        assert windows.notes == ["a range that an earlier window saw is open: that window was left out"]
+    windows.tick(11)
+    with torch.profiler.record_function("epoch"):
+        torch.ones(2).add(1)
+    assert windows.tick(12) is not None
+
+
+def test_no_window_begins_inside_the_backward_pass():
+    windows = Windows(every=4, steps=1)
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: windows.tick(3) and None)
+    x.sum().backward()
+    assert not torch._C._autograd._profiler_enabled()
+    assert windows.notes == ["the optimizer steps inside the backward pass, where no window begins or ends"]
+
+
+def test_no_window_begins_while_a_cuda_graph_is_recorded(monkeypatch):
+    monkeypatch.setattr(module, "capturing", lambda: True)
+    windows = Windows(every=4, steps=1)
+    windows.tick(3)
+    assert not torch._C._autograd._profiler_enabled()
+    assert windows.notes == []
+
+
+def test_what_fails_as_a_window_begins_leaves_no_profiler(monkeypatch):
+    def fail():
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(module, "synchronize", fail)
+    windows = Windows(every=4, steps=1)
+    windows.tick(3)
+    assert not torch._C._autograd._profiler_enabled()
+    assert windows.notes == ["windows are off: RuntimeError: CUDA error"]
 
 
 def test_a_window_gives_way():

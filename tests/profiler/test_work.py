@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import profiler as torch_profiler
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula, sdpa_flop_count
 
 import surokit as sk
@@ -32,8 +33,12 @@ def shaped(run) -> Shaped:
     raw = [e for e in trace.kineto_results.events() if e.name() != "[memory]"]
     raw.sort(key=lambda e: (e.start_ns(), -e.duration_ns()))
     events = [
-        Event(Kind.OP, e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.device_resource_id()) for e in raw
-    ]
+        Event(
+            Kind.OP, e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.device_resource_id(),
+            sequence=e.sequence_nr(),
+        )
+        for e in raw
+    ]  # fmt: skip
     return shaped_step(Timeline.of(events), [inputs_of(e) for e in raw])
 
 
@@ -108,6 +113,30 @@ def transformer(family, attention, **more):
     return language(AutoModelForCausalLM.from_config(config_of(family), attn_implementation=attention), **more)
 
 
+def checkpointed(reentrant, bias):
+    """Without reentrance torch stops the second forward pass of each part at its last product."""
+    parts = [nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32, bias=bias)) for _ in range(3)]
+    first = torch.randn(64, 32, requires_grad=True)
+
+    def step():
+        x = first
+        for part in parts:
+            x = x + checkpoint(part, x, use_reentrant=reentrant)
+        x.square().sum().backward()
+
+    return step
+
+
+def gradients_of_gradients():
+    x, up, down = (torch.randn(*shape, requires_grad=True) for shape in ((32, 64), (64, 128), (128, 64)))
+
+    def step():
+        (slope,) = torch.autograd.grad((torch.tanh(x @ up) @ down).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+
+    return step
+
+
 def lora():
     model = model_of(config_of("llama"))
     assert adapt(model, 4, ("q_proj", "v_proj", "down_proj"))
@@ -128,6 +157,10 @@ def unet():
         pytest.param(lambda: transformer("llama", "sdpa", accumulate=3), id="accumulation"),
         pytest.param(lambda: transformer("gpt2", "sdpa"), id="gpt2"),
         pytest.param(lora, id="lora"),
+        pytest.param(lambda: checkpointed(False, bias=True), id="checkpoints"),
+        pytest.param(lambda: checkpointed(False, bias=False), id="checkpoints of matrices alone"),
+        pytest.param(lambda: checkpointed(True, bias=True), id="reentrant checkpoints"),
+        pytest.param(gradients_of_gradients, id="gradients of gradients"),
         pytest.param(unet, id="unet"),
     ],
 )
