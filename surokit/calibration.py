@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surokit.environment import cores, cpu_model, front_end
+from surokit.environment import cores, cpu_model, float32_precision, front_end
 from surokit.kernels import native
 from surokit.planner.hardware import GPUS, Ceilings, Gpu, find_gpu
 
@@ -369,7 +369,7 @@ def _key(where: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
         "device": where.type,
-        "matmul": torch.get_float32_matmul_precision(),
+        "matmul": float32_precision(),
     }
     if where.type == "cuda":
         key |= {"gpu": torch.cuda.get_device_name(where), "index": where.index, "cuda": torch.version.cuda}

@@ -92,6 +92,17 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def float32_precision() -> str:
+    """torch's "highest", "high" or "medium" for float32 products; "high" where its newer switches say so, since torch then
+    refuses to be asked."""
+    import torch
+
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "high"
+
+
 @dataclass(frozen=True)
 class Finding:
     """One line of the doctor's table. `state` is ok, native, emulated, missing or low; `remedy` is empty where none is needed."""

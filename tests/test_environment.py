@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from surokit.environment import cores, cpu_model, doctor, front_end
+from surokit.environment import cores, cpu_model, doctor, float32_precision, front_end
 from surokit.recipe import recipes
 from surokit.tables import html_table, text_table
 
@@ -176,3 +176,14 @@ def test_tables():
     assert "&lt;a&gt;" in html
     assert "t &amp; t" in html
     assert '<th colspan="2"' in html
+
+
+def test_float32_precision_survives_torchs_new_switch():
+    before = torch.backends.cuda.matmul.fp32_precision
+    assert float32_precision() == torch.get_float32_matmul_precision() == "highest"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert float32_precision() == "high"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert float32_precision() == "highest"

@@ -60,7 +60,8 @@ def verdict(plan: Plan) -> tuple[str, bool]:
     limit = None if plan.gpu is None else plan.gpu.memory_gib
     if plan.gpu is None or limit is None:
         return f"Holds {needed} on each GPU{most}", False
-    room = f"of {plan.gpu.name}'s {limit:g} GiB"
+    owner = "the machine" if plan.gpu.device == "cpu" else plan.gpu.name
+    room = f"of {owner}'s {limit:g} GiB"
     if memory.gib > limit:
         return f"Does not fit: {needed} {room}{most}", True
     word = "Holds" if memory.left_out else "Fits:"

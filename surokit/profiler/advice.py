@@ -21,6 +21,7 @@ from surokit.profiler.observed import DATA_RANGES, Table, place_text
 
 WORTH = 0.01  # share of the step below which a rule keeps silent
 MOST_OF_IT = 0.5  # the least own share: on a busy machine the profiler's costs come out too high
+TINY_MS = 0.01  # an operator that takes less on a CPU does next to nothing
 EVERY = 20  # steps between two reads of a value that is only shown
 
 
@@ -112,7 +113,7 @@ def advise(summary: Mapping[str, Any], tables: Mapping[str, Table], settings: Ma
     """The advice table, largest gain first: rule, advice, evidence, gain_ms, file, line. `settings` are a Recording's, as a
     dict."""
     rows: list[Row] = []
-    if summary["wall_ms"]:
+    if summary["wall_ms"] and summary["activity"] != "unknown":
         seen = Seen(summary, tables, settings or {})
         found = [_bounded(seen, row) for rule in RULES for row in rule(seen)]
         found.sort(key=lambda row: -row.gain_ms)
@@ -143,6 +144,8 @@ _REMEDY_INSIDE = (  # where a library reads a value -> what the user can do abou
     ("torch/amp/grad_scaler", "train in bfloat16, which needs no GradScaler"),
     ("torch/optim/", "make the optimizer with fused=True or capturable=True, which keep its counters on the device"),
     ("torch/_tensor", "print or format the value every {n} steps"),
+    ("torch/autograd/", "it is the backward of an index by a mask: use torch.where, or multiply by the mask"),
+    ("transformers/trainer", "raise logging_steps and set logging_nan_inf_filter=False in TrainingArguments"),
 )
 
 
@@ -169,7 +172,7 @@ def _sync_remedy(call: str, inside: str, rule: str) -> str:
         if inside.startswith(prefix):
             return remedy.format(n=EVERY)
     if inside:
-        return f"call it every {EVERY} steps"
+        return "the library does it: look for a setting of it that reads less often"
     if rule == "synchronize":
         return "leave it out; to time a part, record CUDA events and read them at the end"
     if call in _SHAPED_BY_VALUES:
@@ -361,7 +364,8 @@ def casts(seen: Seen) -> Iterator[Row]:
     count, autocast = seen.called("_to_copy"), seen.settings.get("autocast", "")
     ms = seen.spent("_to_copy", _CASTS)
     in_optimizer = not autocast and count <= 6 * seen.called("addcdiv_")  # an optimizer's loop converts its own numbers
-    if count < 4 or in_optimizer or not seen.worth(ms, 2):
+    single = not seen.on_gpu and ms < TINY_MS * count  # counters and masks of a few elements: the price of an operator
+    if count < 4 or in_optimizer or single or not seen.worth(ms, 2):
         return
     if autocast:
         advice = (

@@ -17,6 +17,7 @@ A profile inside a running one has no tracer of its own: it is cut from the oute
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -25,6 +26,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from enum import IntEnum
 from itertools import pairwise
+from numbers import Integral, Real
 from types import TracebackType
 from typing import NamedTuple
 
@@ -69,7 +71,7 @@ def profile(
 
     Inside another profile's block it is read when that one ends. Where a torch profiler already runs, steps, modules and
     reads of device values are recorded, without operators and kernels, and the profile says so. Raises ValueError for
-    steps < 1, warmup < 0 or a negative price, and RuntimeError when the same block is entered while it runs.
+    steps < 1, warmup < 0, tokens <= 0 or a negative price, and RuntimeError when the same block is entered while it runs.
     """
     return Capture(
         steps,
@@ -169,10 +171,14 @@ class Capture:
         eager: bool = False,
         usd_per_gpu_hour: float | None = None,
     ) -> None:
-        if steps < 1 or warmup < 0:
-            raise ValueError(f"profile() needs steps >= 1 and warmup >= 0, not steps={steps}, warmup={warmup}")
-        if usd_per_gpu_hour is not None and not usd_per_gpu_hour >= 0:
-            raise ValueError(f"usd_per_gpu_hour is a price in dollars and cannot be {usd_per_gpu_hour}")
+        if not (_whole(steps) and _whole(warmup) and steps >= 1 and warmup >= 0):
+            raise ValueError(
+                f"profile() needs whole numbers steps >= 1 and warmup >= 0, not steps={steps!r}, warmup={warmup!r}"
+            )
+        if tokens is not None and not (_number(tokens) and tokens > 0):
+            raise ValueError(f"tokens are those of a step, a number above zero, and cannot be {tokens!r}")
+        if usd_per_gpu_hour is not None and not (_number(usd_per_gpu_hour) and usd_per_gpu_hour >= 0):
+            raise ValueError(f"usd_per_gpu_hour is a price in dollars and cannot be {usd_per_gpu_hour!r}")
         self._steps, self._warmup, self._tokens, self._name = steps, warmup, tokens, name
         self._sample, self._gpu, self._eager, self._usd = sample, gpu, eager, usd_per_gpu_hour
         self._open = False
@@ -363,6 +369,7 @@ class Capture:
             marks_ns=moments,
             warmup=warmup,
             thread=thread,
+            traced=recording.traced and thread == self._recorder.thread,
             tokens_per_step=self._tokens
             if self._tokens is not None
             else self._seen_tokens / max(len(marks), 1) or None,
@@ -379,6 +386,14 @@ class Capture:
             return part if by_user == (marks[0].who == _USER) else None
         whole = not marks and self._outer is None and self._stage == _Stage.SHAPED  # the block is the step
         return self._recorder.last_part if whole else None
+
+
+def _whole(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral)
+
+
+def _number(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
 def _multiplies_early(recording: Recording, marks_ns: tuple[int, ...]) -> bool:

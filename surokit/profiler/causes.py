@@ -222,10 +222,10 @@ def _sync_evidence(syncs: Table) -> str:
 def _host_evidence(o: Observed, lines: Table) -> str:
     by_place: dict[str, float] = defaultdict(float)
     for file, line, host_ms in zip(lines["file"], lines["line"], lines["ms"]):
-        by_place[place_text(file, line) if file else "lines too short to be sampled"] += host_ms
+        by_place[place_text(file, line) if file else "lines that no sample hit"] += host_ms
     found = [f"{t:.3g} ms at {place}" for place, t in sorted(by_place.items(), key=lambda item: -item[1])[:2]]
     data = tl.total(*tl.clip(*o.ranges_named(DATA_RANGES), o.hosts[0], o.hosts[-1]))
     for ns, where in ((collect_ns(o), "Python's garbage collector"), (data, "the data loader")):
         if ns >= WORTH_SAYING * o.wall_ns and ns:
-            found.append(f"{ms(ns) / o.steps:.3g} ms in {where}")
+            found.append(f"{where} took {ms(ns) / o.steps:.3g} ms in all")
     return "; ".join(found) or "none"

@@ -218,8 +218,8 @@ class Observed:
         self.waits = self.calls.take(self.named(self.calls, lambda n: n.partition("_")[0] in _SYNC_CALLS))
         if self.on_gpu:
             self.reads = self._with_their_waits([s for s in self.r.syncs if s.device != "cpu"])
-        else:  # an optimizer's step counters live on the CPU on purpose: no read of them waits for a device
-            self.reads = [s for s in self.r.syncs if not s.inside.startswith("torch/optim/")]
+        else:  # an optimizer's counters and a loader's seed live on the CPU on purpose: no read of them waits for a device
+            self.reads = [s for s in self.r.syncs if not s.inside.startswith(("torch/optim/", "torch/utils/data/"))]
         start, end = intervals(self.reads)
         self.sync = np.concatenate((self.waits.start_E, start)), np.concatenate((self.waits.end_E, end))
 

@@ -38,6 +38,7 @@ PHASE_COLORS = dict(zip(PHASES, (VERMILION, MUSTARD, PURPLE, BLUE, GREEN, ORANGE
 WIDTH, LEFT, LANE = 820, 84, 16
 TICKS = 100  # reads drawn on one picture
 ROWS = 12  # of the largest, in a table
+LEAST_GFLOP = 1e-6  # below it, what the subtraction of sums left
 ADVICE = 8  # pieces shown
 
 
@@ -198,10 +199,10 @@ def profile_html(shown: Shown) -> str:
         _figures(s),
         step_svg(shown, shown.middle),
         _phases(s),
-        "<p><b>Lost time</b></p>",
-        _lost_table(tables["lost"], s["wall_ms"] or 1.0),
     ]
-    if shown.by == "module":
+    if tables["lost"]["cause"]:
+        parts += ["<p><b>Lost time</b></p>", _lost_table(tables["lost"], s["wall_ms"] or 1.0)]
+    if shown.by == "module" and any(tables["modules"]["self_ms"]):
         parts += ["<p><b>Busy time by module</b></p>", _module_table(tables["modules"], s["busy_ms"], shown.light)]
     elif rows := largest(tables, shown.by, ROWS):
         parts += [f"<p><b>Busy time by {shown.by}</b></p>", _busy_table(rows, shown.by, s["busy_ms"])]
@@ -219,11 +220,13 @@ def profile_html(shown: Shown) -> str:
 
 def _figures(s: dict[str, Any]) -> str:
     wall = s["wall_ms"] or 1.0
-    figures = [(f"{three_digits(s['wall_ms'])} ms", "a step"), (f"{s['busy_ms'] / wall:.1%}", "busy")]
-    waits = ", ".join(
-        f"{w} wait {three_digits(s[f'{w}_wait_ms'])} ms" for w in ("host", "kernel", "other") if s[f"{w}_wait_ms"]
-    )
-    figures.append((f"{s['idle_ms'] / wall:.1%}", "idle" + (f" ({waits})" if waits else "")))
+    figures = [(f"{three_digits(s['wall_ms'])} ms", "a step")]
+    if s["activity"] != "unknown":
+        waits = ", ".join(
+            f"{w} wait {three_digits(s[f'{w}_wait_ms'])} ms" for w in ("host", "kernel", "other") if s[f"{w}_wait_ms"]
+        )
+        figures.append((f"{s['busy_ms'] / wall:.1%}", "busy"))
+        figures.append((f"{s['idle_ms'] / wall:.1%}", "idle" + (f" ({waits})" if waits else "")))
     figures += [(number, what) for number, _, what in (words.partition(" ") for words in rates(s))]
     return "".join(
         f'<span style="display:inline-block;margin:0 1.4em .5em 0"><b style="font-size:1.15em">{escape(number)}</b> '
@@ -240,7 +243,8 @@ def rates(s: dict[str, Any]) -> list[str]:
     if s.get("tflops"):
         tera = s["tflops"] >= 0.1
         found.append(f"{three_digits(s['tflops'])} TFLOP/s" if tera else f"{three_digits(1e3 * s['tflops'])} GFLOP/s")
-    found.append(f"{s['launches_per_step']:.0f} {'launches' if s['activity'] == 'gpu' else 'operators'} a step")
+    if s["activity"] != "unknown":
+        found.append(f"{s['launches_per_step']:.0f} {'launches' if s['activity'] == 'gpu' else 'operators'} a step")
     if s["syncs_per_step"]:
         found.append(f"{three_digits(s['syncs_per_step'])} {'sync' if s['syncs_per_step'] == 1 else 'syncs'} a step")
     if s["peak_gib"]:
@@ -319,7 +323,7 @@ def _module_table(modules: Table, busy_ms: float, light: dict[str, tuple[float, 
             f"{self_ms / busy:.1%}",
         ]
         if flops:
-            cells.append(three_digits(gflop[i]) if gflop[i] else "")
+            cells.append(three_digits(gflop[i]) if gflop[i] >= LEAST_GFLOP else "")
         if lights:
             share, bound = light.get(name, (None, ""))
             cells.append("" if share is None else f"{share:.0%} {escape(bound)}")

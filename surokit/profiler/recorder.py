@@ -72,6 +72,7 @@ class Recorder:
         self._sampler = Sampler(threading.get_ident()) if sample else None
         self.thread = threading.get_native_id()
         self._pending: bool | None = None  # whether the part that is put off records shapes
+        self._refused = False  # whether torch's profiler could not be started at all
         self._full = False  # whether all steps were seen
         self._hooks = ExitStack()  # what stays, passively, until the block ends
         self._watching = ExitStack()  # what ends with the recording
@@ -83,7 +84,8 @@ class Recorder:
         watch, watching = self.watch, self._watching
         plain = _time_op(), _time_module(), _time_read()
         give_way()
-        if not self._tracer.start(shaped):
+        self._refused = not self._tracer.start(shaped)
+        if self._refused:
             what = "another torch profiler is running" if profiling() else "a range of an earlier recording is open"
             self._note(f"{what}: {_WITHOUT_OPERATORS}")
         self._hooks.callback(torch_module.register_module_forward_pre_hook(self._before_module).remove)
@@ -112,7 +114,7 @@ class Recorder:
         """Ends a part, which is returned, and begins the next, at once or where the next module is called. None, and nothing
         is done, where ranges are open that the restart would break (all but the optimizer's own, when not `at_once`), and
         where no module was called since then, so that none may be."""
-        if threading.get_native_id() != self.thread:
+        if self._refused or threading.get_native_id() != self.thread:
             return None
         self.resume()
         if ranges_open() > (0 if at_once else 1) or not (at_once or self.watch.called_since(since_ns)):
@@ -251,6 +253,7 @@ class Recorder:
             costs=replace(self._costs, sample_ns=self._sampler.cost_ns() if self._sampler else 0.0),
             peak_bytes=_peak_bytes(),
             notes=tuple(notes),
+            traced=bool(parts),
             start_C=start_C,
             end_C=end_C,
         )

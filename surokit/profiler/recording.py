@@ -90,6 +90,7 @@ class Recording:
     peak_bytes: int = 0
     unprofiled_ns: int | None = None  # a step without the profiler, where one was timed
     notes: tuple[str, ...] = ()
+    traced: bool = True  # whether operators and device activity were recorded; without them busy time is unknown
     shaped: Shaped | None = None
     start_C: Int = field(default_factory=_none)
     end_C: Int = field(default_factory=_none)

@@ -183,7 +183,7 @@ class Profile:
         step: one step of the loop, called over and over: as it is, and with the advice tried, in turns.
         changed: the step with the change made, for advice that cannot be tried from outside.
         rounds, steps: turns, and calls in each.
-        Raises LookupError where there is no such advice, TypeError for what names none, ValueError where it needs `changed`.
+        Raises LookupError where there is no such advice, or a rule's name fits several rows, TypeError for what names none, ValueError where it needs `changed`.
         """
         row = self._advice_row(advice)
         from surokit.profiler.verify import verify
@@ -195,7 +195,11 @@ class Profile:
         table = self._analysis.tables["advice"]
         count = len(table["rule"])
         if isinstance(advice, str):
-            number = table["rule"].index(advice) if advice in table["rule"] else -1
+            found = [i for i, rule in enumerate(table["rule"]) if rule == advice]
+            if len(found) > 1:
+                numbers = ", ".join(str(i + 1) for i in found)
+                raise LookupError(f"the rule {advice!r} speaks more than once here: give one of the numbers {numbers}")
+            number = found[0] if found else -1
         elif isinstance(advice, SupportsIndex):  # numpy's integers too
             number = operator.index(advice) - 1
         elif hasattr(advice, "items") and isinstance(advice.get("rule"), str):
@@ -219,7 +223,7 @@ class Profile:
 
     def speed_of_light(self, gpu: Gpu | None = None) -> pd.DataFrame:
         """What each module would take at the rates that the device reaches, beside what it took: module, self_ms,
-        light_ms, share (light / self), bound ("compute", "memory" or "unknown"), gflop, gib. Shown with the modules
+        light_ms, share (light / self), bound ("compute", "memory", "overhead" or "unknown"), gflop, gib. Shown with the modules
         from then on.
 
         gpu: a row of the hardware table or the result of `sk.calibrate()`; None takes this machine's calibration, which
@@ -276,6 +280,8 @@ class Profile:
             if profile.by not in BY:
                 raise ValueError(f"it is broken down by {profile.by!r}")
             profile._shown()
+        except UnicodeDecodeError:
+            raise ValueError(f"{file} cannot be read as a profile: it is no text") from None
         except (
             OSError,
             EOFError,
@@ -358,9 +364,11 @@ class Profile:
             ("busy", f"{s['busy_ms']:.3f}", f"{s['busy_ms'] / wall:.1%}", ""),
             ("idle", f"{s['idle_ms']:.3f}", f"{s['idle_ms'] / wall:.1%}", waits),
         ]
-        lines.append(text_table(rows, header=("", "ms a step", "share", ""), right=(1, 2)))
-        lines.append(_lost_text(tables["lost"]))
-        top = largest(tables, self.by, 8)
+        traced = s["activity"] != "unknown"
+        if traced:
+            lines.append(text_table(rows, header=("", "ms a step", "share", ""), right=(1, 2)))
+            lines.append(_lost_text(tables["lost"]))
+        top = largest(tables, self.by, 8) if traced else []
         if top:
             known = shown.light if self.by == "module" else {}
             cells = [

@@ -14,7 +14,7 @@ def torch_settings() -> dict[str, str]:
     """float32_matmul_precision, cudnn.benchmark, deterministic, anomaly, threads, cores and allocator."""
     allocator = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # its new name and its old
     return {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "float32_matmul_precision": environment.float32_precision(),
         "cudnn.benchmark": str(torch.backends.cudnn.benchmark),
         "deterministic": str(torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic),
         "anomaly": str(torch.is_anomaly_enabled()),

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from surokit.tables import three_digits
+
 Floats = NDArray[np.float64]
 
 WARM_UP = 10  # steps, or a tenth of the run if that is less
@@ -168,10 +170,8 @@ def rows(s: Any, unit: str = "tokens/s", lost: str = "at least") -> list[tuple[s
 
 
 def number(value: float) -> str:
-    """Three digits, whole above 1000; "not measured" for NaN."""
-    if math.isnan(value):
-        return "not measured"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    """Three digits; "not measured" for NaN."""
+    return "not measured" if math.isnan(value) else three_digits(value)
 
 
 def percent(value: float, sign: str = "") -> str:

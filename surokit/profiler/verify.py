@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from surokit.environment import cores
@@ -214,7 +214,7 @@ def _no_garbage(row: Mapping[str, Any], step: Step) -> Trial:
 def _fused_optimizer(row: Mapping[str, Any], step: Step) -> Trial:
     """`fused=True` in the groups of every optimizer that steps and has such a form."""
     found: list[Optimizer] = []
-    handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: found.append(optimizer))
+    handle = watching.on_optimizer_step(found.append)
     try:
         step()
     finally:

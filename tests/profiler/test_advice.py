@@ -341,7 +341,7 @@ def _as_seen(what):
         (".item()", "torch/amp/grad_scaler.py:300", "bfloat16"),
         (".item()", "torch/optim/adam.py:12", "capturable=True"),
         (".item()", "torch/_tensor_str.py:12", "print or format"),
-        (".item()", "lightning/loop.py:9", "call it every 20 steps"),
+        (".item()", "lightning/loop.py:9", "setting of it that reads less often"),
     ],
 )
 def test_the_remedy_of_a_sync_suits_the_call(call, inside, words):

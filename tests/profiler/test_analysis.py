@@ -152,10 +152,11 @@ def test_wrappers_that_hide_python_do_not_count_as_work():
     assert not is_operator("MyFunctionBackward")
 
 
-def test_an_optimizers_own_counters_are_no_sync_points_on_a_cpu():
+def test_an_optimizers_counters_and_a_loaders_seed_are_no_sync_points_on_a_cpu():
     read = gpu_recording().syncs[0]
     ops = Timeline.of([Event(Kind.OP, "aten::a", 0, 95 * US)])
-    reads = (replace(read, device="cpu"), replace(read, device="cpu", inside="torch/optim/adam.py:12"))
+    insides = ("", "torch/optim/adam.py:12", "torch/utils/data/dataloader.py:693")
+    reads = tuple(replace(read, device="cpu", inside=inside) for inside in insides)
     found = analyse(Recording(ops, 0, 95 * US, syncs=reads))
     assert found.tables["syncs"]["line"] == [7]
     assert found.summary["syncs_per_step"] == 1

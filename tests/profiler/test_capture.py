@@ -1,5 +1,6 @@
 """Live profiles on a CPU: steps, modules, seeded faults with file and line, exceptions, and nothing left behind."""
 
+import math
 import threading
 import time
 import warnings
@@ -333,6 +334,13 @@ def test_beside_another_torch_profiler_steps_modules_and_reads_are_recorded():
     assert any("another torch profiler is running: operators and kernels were not recorded" in n for n in p.notes)
     assert p.summary["steps"] == 2
     assert p.syncs["count"].tolist() == [1]
+    assert not any("ran inside the block" in n for n in p.notes)
+    assert (p.summary["activity"], math.isnan(p.summary["busy_ms"])) == ("unknown", True)
+    assert p.summary["wall_ms"] > 0
+    assert (len(p.lost), len(p.gaps), len(p.advice)) == (0, 0, 0)
+    for shown in (repr(p), p._repr_html_()):
+        assert "nan" not in shown
+        assert "idle" not in shown.replace(">idle</text>", "")
     assert any(e.name == "aten::linear" for e in theirs.events())
     with profile() as p:
         train(1)
@@ -389,9 +397,20 @@ def test_a_range_that_somebody_keeps_is_closed_all_the_same():
     assert kept.record is not None
 
 
-@pytest.mark.parametrize("arguments", [{"steps": 0}, {"warmup": -1}])
-def test_bad_counts(arguments):
-    with pytest.raises(ValueError, match="steps >= 1 and warmup >= 0"):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"steps": 0}, "steps >= 1 and warmup >= 0"),
+        ({"steps": 2.5}, "whole numbers"),
+        ({"steps": "5"}, "steps='5'"),
+        ({"warmup": -1}, "steps >= 1 and warmup >= 0"),
+        ({"tokens": -5}, "above zero, and cannot be -5"),
+        ({"tokens": float("nan")}, "cannot be nan"),
+        ({"usd_per_gpu_hour": -1}, "price in dollars"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
         profile(**arguments)
 
 

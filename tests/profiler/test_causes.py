@@ -326,7 +326,7 @@ def test_the_garbage_collector_is_evidence_of_the_host():
     r = replace(traces.cpu_step(), start_C=np.array([92 * US, 300 * US]), end_C=np.array([98 * US, 310 * US]))
     found = analyse(r)
     assert us([found.summary["collect_ms"]]) == [6]
-    assert "0.006 ms in Python's garbage collector" in found.tables["lost"]["evidence"][3]
+    assert "Python's garbage collector took 0.006 ms" in found.tables["lost"]["evidence"][3]
 
 
 def test_every_gap_counts_for_its_line_however_many_there_are():

@@ -17,6 +17,7 @@ import torch
 
 from surokit.calibration import calibrate
 from surokit.profiler.capture import profile
+from surokit.profiler.picture import profile_html
 from surokit.profiler.report import Profile
 from surokit.profiler.timeline import Event, Kind, Timeline
 from surokit.tables import three_digits
@@ -85,6 +86,9 @@ def test_bad_files_are_one_sentence(tmp_path, profile_):
         (tmp_path / "bad.json").write_bytes(content)
         with pytest.raises(ValueError, match="cannot be read as a profile"):
             Profile.load(tmp_path / "bad.json")
+    (tmp_path / "bad.json").write_bytes(b"\x80\x81" * 40)
+    with pytest.raises(ValueError, match="it is no text"):
+        Profile.load(tmp_path / "bad.json")
     whole = profile_.save(tmp_path / "p.json").read_bytes()
     stored = json.loads(whole)
     timeline = {**stored["recording"]["timeline"], "names": ["one"]}
@@ -207,6 +211,10 @@ def test_advice_is_found_by_number_rule_or_row(profile_):
     for asked in (3, third["rule"], third, dict(third)):
         row = profile_._advice_row(asked)
         assert (row["rule"], row["advice"], row["gain_ms"]) == (third["rule"], third["advice"], third["gain_ms"])
+    rules = profile_._analysis.tables["advice"]["rule"]
+    rules.append(rules[0])
+    with pytest.raises(LookupError, match=rf"speaks more than once here: give one of the numbers 1, {len(rules)}"):
+        profile_.verify(rules.pop(), lambda: None)
     for asked in (0, len(table) + 1, "no such rule"):
         with pytest.raises(LookupError, match=r"no advice .* it has 1 \("):
             profile_.verify(asked, lambda: None)
@@ -221,6 +229,13 @@ def trained():
     with profile(steps=3, warmup=2) as p:
         train(5, each=lambda step, loss: loss.item())
     return p
+
+
+def test_rounding_is_no_flop(trained):
+    changed = {**trained._analysis.tables["modules"]}
+    changed["gflop"] = [1e-16 if g is None else g + 1e-16 for g in changed["gflop"]]
+    page = profile_html(replace(trained._shown(), tables={**trained._analysis.tables, "modules": changed}))
+    assert "e-1" not in page
 
 
 def test_verify_tries_a_piece_of_advice(trained):
