@@ -80,17 +80,19 @@ def step_svg(shown: Shown, step: int, title: str = "", span_ns: int = 0) -> str:
     begin, stop = shown.windows[step]
     span = max(stop - begin, span_ns, 1)
     lanes = _lanes(shown.recording, begin, stop)
-    gaps = _gap_lanes(shown, step, lanes)
+    rows = [[lane] for lane in lanes]
+    if shown.recording.traced:  # else idle time is unknown
+        rows.append(_gap_lanes(shown, step, lanes))
     scale = (WIDTH - LEFT - 8) / span
     title = title or f"step {step}, {three_digits((stop - begin) / 1e6)} ms"
-    height = 22 + (LANE + 5) * (len(lanes) + 1) + 18
+    height = 22 + (LANE + 5) * len(rows) + 18
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="100%" style="max-width:{WIDTH}px" '
         f'role="img" aria-label="{escape(title)}" font-family="sans-serif" font-size="11" fill="currentColor">',
         f'<text x="0" y="12">{escape(title)}</text>',
     ]
     y = 22
-    for row in [*([lane] for lane in lanes), gaps]:
+    for row in rows:
         parts.append(f'<text x="0" y="{y + 12}">{escape(row[0].label)}</text>')
         width = (stop - begin) * scale
         parts.append(

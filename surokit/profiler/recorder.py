@@ -292,7 +292,7 @@ def _time_read() -> float:
     return _fastest(lambda: x.item())
 
 
-def _fastest(run: Callable[[], object], batches: int = 5, calls: int = 40) -> float:
+def _fastest(run: Callable[[], object], batches: int = 25, calls: int = 40) -> float:
     """Nanoseconds of one call, the fastest of a few batches."""
     best = float("inf")
     for _ in range(batches):

@@ -183,7 +183,8 @@ class Profile:
         step: one step of the loop, called over and over: as it is, and with the advice tried, in turns.
         changed: the step with the change made, for advice that cannot be tried from outside.
         rounds, steps: turns, and calls in each.
-        Raises LookupError where there is no such advice, or a rule's name fits several rows, TypeError for what names none, ValueError where it needs `changed`.
+        Raises LookupError where there is no such advice, or a rule's name fits several rows, TypeError for what names none,
+        ValueError where it needs `changed`.
         """
         row = self._advice_row(advice)
         from surokit.profiler.verify import verify

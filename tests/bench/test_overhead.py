@@ -67,7 +67,12 @@ def test_turns_that_cannot_be(arguments, capsys):
 
 def test_the_command(monkeypatch, data, tmp_path, capsys):
     asked = []
-    monkeypatch.setattr(overhead, "run", lambda rounds, steps: asked.append((rounds, steps)) or data)
+
+    def run(*turns):
+        asked.append(turns)
+        return data
+
+    monkeypatch.setattr(overhead, "run", run)
     out = tmp_path / "raw.json"
     assert main(["overhead", "--rounds", "5", "--out", str(out)]) == 0
     assert asked == [(5, 4)]

@@ -340,7 +340,7 @@ def test_beside_another_torch_profiler_steps_modules_and_reads_are_recorded():
     assert (len(p.lost), len(p.gaps), len(p.advice)) == (0, 0, 0)
     for shown in (repr(p), p._repr_html_()):
         assert "nan" not in shown
-        assert "idle" not in shown.replace(">idle</text>", "")
+        assert "idle" not in shown
     assert any(e.name == "aten::linear" for e in theirs.events())
     with profile() as p:
         train(1)

@@ -444,9 +444,9 @@ def test_time_grows_in_proportion_to_the_events():
 
 def test_named_rows_cover_the_busy_time_of_an_ordinary_step():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 64))
     optimizer = torch.optim.AdamW(model.parameters())
-    x = torch.randn(256, 64)
+    x = torch.randn(2048, 64)
     with profile(steps=3, warmup=1) as p:
         for _ in range(4):
             loss = torch.nn.functional.mse_loss(model(x), x) * 2

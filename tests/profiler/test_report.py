@@ -214,7 +214,8 @@ def test_advice_is_found_by_number_rule_or_row(profile_):
     rules = profile_._analysis.tables["advice"]["rule"]
     rules.append(rules[0])
     with pytest.raises(LookupError, match=rf"speaks more than once here: give one of the numbers 1, {len(rules)}"):
-        profile_.verify(rules.pop(), lambda: None)
+        profile_.verify(rules[0], lambda: None)
+    rules.pop()
     for asked in (0, len(table) + 1, "no such rule"):
         with pytest.raises(LookupError, match=r"no advice .* it has 1 \("):
             profile_.verify(asked, lambda: None)
