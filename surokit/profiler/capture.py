@@ -249,7 +249,7 @@ class Capture:
         finally:
             _active = self._before
             for block in (self, *self._inner):
-                block._finish()
+                block._finish(error)
             self._recorder.keep(lambda part: False)
             self._shaped = None
 
@@ -334,11 +334,17 @@ class Capture:
             if self._end_ns is not None and all(block._end_ns is not None for block in self._inner):
                 self._recorder.stop()
 
-    def _finish(self) -> None:
+    def _finish(self, raised: BaseException | None) -> None:
         if self._end_ns is None:
             self._notes.append("the outer profile ended first: this one holds what ran until then")
             self._end(time.time_ns())
-        self.profile._finish(self._cut(), self._name)
+        try:
+            self.profile._finish(self._cut(), self._name)
+        except Exception as error:
+            if raised is None:
+                raise
+            # what the user's code raised must not be hidden behind it
+            raised.add_note(f"The profile of this block could not be made ({type(error).__name__}: {error}).")
 
     def _cut(self) -> Recording:
         assert self._end_ns is not None

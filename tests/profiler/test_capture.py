@@ -235,6 +235,18 @@ def test_an_exception_passes_on_and_the_profile_is_kept():
     assert any("ZeroDivisionError" in note for note in p.notes)
 
 
+def test_a_failing_analysis_does_not_hide_what_the_block_raised(monkeypatch):
+    def broken(*args):
+        raise KeyError("ours")
+
+    monkeypatch.setattr(Profile, "_finish", broken)
+    with pytest.raises(ZeroDivisionError, match="mine") as caught, profile():
+        raise ZeroDivisionError("mine")
+    assert "The profile of this block could not be made (KeyError: 'ours')." in caught.value.__notes__
+    with pytest.raises(KeyError, match="ours"), profile():
+        train(1)
+
+
 def test_an_exception_inside_a_module_leaves_its_parents_right():
     class Sometimes(nn.Module):
         def __init__(self):
