@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.autograd import profiler as torch_profiler
-from torch.cuda import synchronize as wait_for_device  # torch's own, also while the user's calls are noted
 from torch.profiler import ProfilerActivity
 
 from surokit.profiler.timeline import CATEGORIES, Event, Kind
 from surokit.profiler.work import Inputs, inputs_of
 
 _CLOCK = "surokit::clock"
+wait_for_device = torch.cuda.synchronize  # torch's own, also while the user's calls are noted or left out
 
 
 @dataclass(frozen=True, eq=False)

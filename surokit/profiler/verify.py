@@ -27,13 +27,14 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from surokit.environment import cores
 from surokit.profiler import watch as watching
+from surokit.profiler.tracer import wait_for_device
 from surokit.tables import html_table
 
 Step = Callable[[], object]
 Changed = Callable[[], AbstractContextManager[None]]  # entered around each trial call
 Times = np.ndarray[Any, np.dtype[np.float64]]  # milliseconds, a row for each turn
 _RESAMPLES = 2000
-_wait_for_device, _collect = torch.cuda.synchronize, gc.collect  # as they were: trials replace both
+_collect = gc.collect  # as it was: a trial replaces it
 
 
 @dataclass(frozen=True, repr=False)
@@ -144,7 +145,7 @@ def _timed(step: Step, context: Changed, steps: int) -> float:
 
 def _now() -> int:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        _wait_for_device()
+        wait_for_device()
     return time.perf_counter_ns()
 
 
