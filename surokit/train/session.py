@@ -29,9 +29,10 @@ from surokit.data import check_vocabulary
 from surokit.recipe import Recipe, find_recipe
 from surokit.train import checkpoint as checkpoints
 from surokit.train.diagnose import Finding, find_first_bad
+from surokit.train.engine import Engine
 from surokit.train.errors import NonFiniteError, ResumeError
 from surokit.train.meters import Watcher
-from surokit.train.optim import AdamW, Spec, gradient_norm, spec_from_dict, spec_to_dict
+from surokit.train.optim import AdamW, Spec, spec_from_dict, spec_to_dict
 from surokit.train.random_state import RandomState, kept, seeded
 from surokit.train.records import Late, Record, Records, read, wall_ms_in
 from surokit.train.schedule import Cosine, Schedule, schedule_from_dict, schedule_to_dict
@@ -59,8 +60,6 @@ if TYPE_CHECKING:
 Meter = Callable[["Session"], Mapping[str, Tensor | float]]
 Exist = Literal["new", "resume", "error"]
 
-# torch.compile's cold start takes one to two minutes on a CPU and less on a GPU, where steps are shorter too
-COMPILE_FROM_STEPS = {"cpu": 2000, "cuda": 500}
 DEVICE_COLUMNS = {"power_w", "sm_mhz", "throttled"}  # of the records on a GPU, where NVML gives them
 _STOP_FILE_EVERY_S = 0.5
 _ADAMW = Spec(AdamW, {"lr": 3e-4})
@@ -166,7 +165,7 @@ class Session:
                 self.report = convert.apply(model, recipe)
         self._spec = optimizer if isinstance(optimizer, Spec) else None
         self.optimizer = build_optimizer(optimizer, model)
-        self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._engine = Engine(model, self.optimizer, clip)
         self.records = Records(self.run_dir / "records.jsonl" if self.run_dir else None)
         self.evaluations: list[Evaluation] = []
         self.findings: list[Finding] = []
@@ -181,7 +180,6 @@ class Session:
         self._meters: list[Meter] = [m.attach() if isinstance(m, Attachable) else m for m in meters]
         self._device_watch = self._make_device_watch()
         self._subscribers: list[Subscriber] = []
-        self._forward: Callable[..., Any] | None = None
         self._random = RandomState.seeded(seed, self.device)
         self._working = False
         self._updating = False
@@ -211,7 +209,7 @@ class Session:
         deadline = math.inf if minutes is None else self._began + 60 * minutes
         reason = "done"
         self._clear_stop()
-        self._decide_compile(steps)
+        self._prepare(steps)
         self._tell("on_start", None if steps is None else self.steps + steps)
         try:
             with self._own_random_state(), self._interruptible(), self._loop():
@@ -267,20 +265,18 @@ class Session:
     def _step(self, batches: Sequence[Batch]) -> Record:
         for batch in batches:
             check_batch(batch)
-        if self._forward is None:
-            self._decide_compile(None)
-        assert self._forward is not None
+        self._prepare(None)
         if not self.model.training:
             self.model.train()
         random, start_s = RandomState.capture(self.device, torch_only=True), time.perf_counter()
         start = self._event()
         try:
-            parts = [self._on_device(batch) for batch in with_targets(batches)]
-            lr = self._set_lr()
+            parts = [self._engine.to_device(batch) for batch in with_targets(batches)]
+            lr = self._engine.set_rate(None if self.schedule is None else self.schedule(self.steps))
             with self._watched(parts):
-                loss, targets = self._gradients(parts)
+                loss, targets = self._engine.gradients(parts)
             self._updating = True
-            values = self._update(loss, targets)
+            values = self._engine.update(loss, targets)
             self.steps += 1
         except BaseException:
             self.model.zero_grad(set_to_none=True)
@@ -295,61 +291,6 @@ class Session:
         self._recent[record.step] = (parts, random)
         self._harvest()
         return record
-
-    def _gradients(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """Forward and backward of all parts: (mean loss over the labels that count, their number), both on the device."""
-        assert self._forward is not None
-        counts = [targets_in(batch) for batch in batches]
-        if len(batches) == 1:
-            loss = loss_of(self._forward(**batches[0]))
-            loss.backward()
-            return loss.detach().float(), counts[0]
-        total = torch.stack(counts).sum().clamp_min(1)
-        mean = torch.zeros((), device=self.device)
-        for batch, count in zip(batches, counts):
-            share = loss_of(self._forward(**batch)) * (count / total)
-            share.backward()
-            mean += share.detach()
-        return mean, total
-
-    @torch.no_grad()
-    def _update(self, loss: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Clips, masks what is not finite, and steps the optimizer, without asking the device."""
-        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not grads:
-            raise RuntimeError(
-                "No gradient reached any parameter of the optimizer: the loss does not depend on what is trained."
-            )
-        norm = gradient_norm(grads)
-        bad = (~(norm.isfinite() & loss.isfinite())).float()
-        scale = None if self.clip is None else (norm / self.clip).clamp_min(1.0)
-        optimizer: Any = self.optimizer
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.grad_scale, optimizer.found_inf = scale, bad
-            try:
-                optimizer.step()
-            finally:
-                optimizer.grad_scale = optimizer.found_inf = None
-        elif not bad.bool():  # an optimizer that cannot be masked: the host has to know
-            if scale is not None:
-                torch._foreach_div_(grads, scale)
-            optimizer.step()
-        else:
-            convert.roll_scales(self.model)  # as a masked step does
-        return {"loss": loss, "grad_norm": norm, "skipped": bad, "targets": targets}
-
-    def _set_lr(self) -> float:
-        """The first group's learning rate for this step. A tensor is filled, so that nothing that reads it recompiles."""
-        factor = None if self.schedule is None else self.schedule(self.steps)
-        for group, base in zip(self.optimizer.param_groups, self._base_lrs):
-            if factor is None:
-                continue
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(base * factor)
-            else:
-                group["lr"] = base * factor
-        first = self.optimizer.param_groups[0]["lr"]
-        return self._base_lrs[0] * (1.0 if factor is None else factor) if isinstance(first, Tensor) else float(first)
 
     def _record(
         self,
@@ -400,7 +341,7 @@ class Session:
         with ExitStack() as stack:
             for watcher in due:
                 stack.enter_context(watcher.watch(self.model))
-            if not due or self._forward is self.model:
+            if not due or not self._engine.compiled:
                 yield
                 return
             scaling = convert.scaling_state(self.model)
@@ -434,12 +375,6 @@ class Session:
                     stacklevel=2,
                 )
         return host
-
-    def _on_device(self, batch: Batch) -> Batch:
-        return {
-            name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in batch.items()
-        }
 
     def _event(self) -> torch.cuda.Event | None:
         if self.device.type != "cuda":
@@ -536,7 +471,7 @@ class Session:
         with self._aside(), torch.no_grad():
             for batch in source:
                 check_batch(batch)
-                batch = self._on_device(batch)
+                batch = self._engine.to_device(batch)
                 targets = targets_in(batch)
                 loss = loss_of(self.model(**batch))
                 # a batch without labels has a mean of nothing
@@ -645,7 +580,7 @@ class Session:
             "optimizer": spec_to_dict(self._spec, self.optimizer),
             "schedule": schedule_to_dict(self.schedule),
             "settings": {name: getattr(self, name) for name in _SETTINGS},
-            "compile": self.compile if self._forward is None else self._forward is not self.model,
+            "compile": self.compile if self._engine.forward is None else self._engine.compiled,
             "evaluations": [asdict(evaluation) for evaluation in self.evaluations],
             "environment": environment(),
         }
@@ -761,7 +696,7 @@ class Session:
             optimizer = self._spec.build(model.parameters())
             optimizer.state.update({p: state[p] for p in trained if p in state})
         elif self.schedule is not None:  # the schedule multiplies the rate that the optimizer began with
-            for group, base in zip(optimizer.param_groups, self._base_lrs):
+            for group, base in zip(optimizer.param_groups, self._engine.base_rates):
                 group["lr"] = base if not isinstance(group["lr"], Tensor) else group["lr"].fill_(base)
         settings = {name: getattr(self, name) for name in _SETTINGS}
         if run_dir is None:
@@ -899,14 +834,9 @@ class Session:
             return max(0, int(total) - self.steps)
         return steps
 
-    def _decide_compile(self, steps: int | None) -> None:
-        """Once, before the first step: compiled where asked for, or where the planned steps pay for the start."""
-        if self._forward is not None:
-            return
+    def _prepare(self, steps: int | None) -> None:
         planned = max(steps or 0, getattr(self.schedule, "steps", 0) - self.steps)
-        pays = planned >= COMPILE_FROM_STEPS.get(self.device.type, sys.maxsize)
-        wanted = pays if self.compile == "auto" else self.compile
-        self._forward = torch.compile(self.model, dynamic=False) if wanted else self.model
+        self._engine.prepare(planned, self.compile)
 
 
 _SETTINGS = ("accumulate", "clip", "seed", "eval_every", "save_every", "keep", "max_skipped")

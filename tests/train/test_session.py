@@ -706,7 +706,7 @@ class TestCompile:
 
         monkeypatch.setattr(torch, "compile", stand_in)
         session = make_session(compile=compile, schedule=Cosine(warmup=2, steps=schedule_steps))
-        session._decide_compile(steps)
+        session._prepare(steps)
         session.step(make_batches(1)[0])
         assert asked == ([{"dynamic": False}] if expected else [])
 
