@@ -7,12 +7,14 @@ silu(gate) is computed again in backward: keeping it would cost a third tensor o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from surokit.formats import E4M3, Format
 
-from . import quantize
+from .rows import quantized
 
 
 def forward(gate: Tensor, up: Tensor) -> Tensor:
@@ -21,27 +23,28 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def forward_quantized(
-    gate_TK: Tensor,
-    up_TK: Tensor,
-    format: Format = E4M3,
-    amax: Tensor | None = None,
-    floor: float = 0.0,
-    record: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Codes [T, K] of y and their decode scales; backward needs gate and up only.
+    gate_TK: Tensor, up_TK: Tensor, format: Format = E4M3, *, values: bool = False, **scaling: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes [T, K] of y and their decode scales; then y if `values`. Backward needs gate and up only.
 
-    amax None: a scale a row, a power of two, [T, 1]. amax [1, 1]: the one scale comes from it, [1, 1] (delayed scaling).
-    floor: the least amax that counts. record: float32 [1, 1], not negative; takes the maximum of itself and y's amax.
+    scaling: columns, pow2, floor, in_force, opened, record, as `quantized` in rows.py has them.
     """
     y_TK = forward(gate_TK, up_TK)
-    if record is not None and y_TK.numel():
-        torch.maximum(record, quantize.amax(y_TK), out=record)
-    return quantize.quantize(y_TK, format, int(amax is None), 0, amax is None, amax, floor)
+    return *quantized(y_TK, format, **scaling), y_TK if values else None
 
 
-def backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """dgate and dup; two tensors are allocated, both are returned."""
-    dup = torch.nn.functional.silu(gate).mul_(dy)
-    dsilu = dy * up
-    dgate: Tensor = torch.ops.aten.silu_backward.grad_input(dsilu, gate, grad_input=dsilu)
-    return dgate, dup
+def backward(dy: Tensor, gate: Tensor, up: Tensor, joint: bool = False, values: bool = False) -> tuple[Tensor, ...]:
+    """dgate and dup [..., K], or with `joint` the one tensor [..., 2K] that holds dgate before dup; and y again if `values`.
+
+    Without a joint tensor nothing is allocated but what is returned; with one, at most y's size beside it.
+    """
+    silu = torch.nn.functional.silu(gate)
+    if joint:
+        K = gate.shape[-1]
+        both = gate.new_empty((*gate.shape[:-1], 2 * K))
+        dgate, dup = torch.mul(dy, up, out=both[..., :K]), torch.mul(silu, dy, out=both[..., K:])
+    else:
+        dgate, dup = dy * up, silu * dy if values else silu.mul_(dy)
+    torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
+    made = (both,) if joint else (dgate, dup)
+    return (*made, silu.mul_(up)) if values else made

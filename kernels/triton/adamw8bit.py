@@ -2,9 +2,16 @@
 
 A program holds whole blocks of 256: it decodes the moments with the map, updates them, takes each block's new absmax and encodes
 them again. Map and borders between codes are the reference's own tables, four kilobytes that stay in cache.
+
+A launch takes many tensors, and their addresses as arguments: nothing is copied to the device, and a captured graph holds them
+itself. A program picks its own by comparing its number with the first program of each.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby, repeat
+from typing import Any
 
 import torch
 import triton
@@ -17,7 +24,12 @@ from .adamw import begin_step, moved
 from .quantize import magnitude_bits
 from .rows import check_dtypes, same_shape
 
-BLOCKS = 8  # of a program
+BLOCKS = 8  # of 256 that a program holds at once
+TENSORS = (
+    32  # of a launch, at most: with their addresses the arguments stay well below the 4 KiB that every driver takes
+)
+SPAN = 8  # times as much goes through a program one after the other where there are programs enough
+PROGRAMS = 2048  # that are enough: some for every multiprocessor
 
 
 @torch.no_grad()
@@ -65,34 +77,62 @@ def adamw8bit_(
     device = params[0].device
     tables = [table(signed, device) for signed in (True, False) for table in (dynamic_map, midpoints)]
     factors_N4, scale, masked = begin_step(steps, lr, beta1, beta2, weight_decay, grad_scale, found_inf)
-    for i, (p, grad, m, v, m_max, v_max, _) in enumerate(tensors):
-        if p.numel() == 0:
+    keys_N2 = None if keys is None else torch.stack(keys)
+    for part in _launches(params, grads):
+        ps, gs, *moments, _ = zip(*tensors[part])
+        dense = [p.contiguous() for p in ps]
+        columns = [dense, [g.contiguous() for g in gs], *moments]
+        tiles = [triton.cdiv(p.numel(), BLOCK * BLOCKS) for p in ps]
+        span = min(max(sum(tiles) // PROGRAMS, 1), SPAN)
+        firsts = [0, *accumulate(triton.cdiv(n, span) for n in tiles)]
+        if not firsts[-1]:
             continue
-        dense = p.contiguous()
-        update_blocks[(triton.cdiv(p.numel(), BLOCK * BLOCKS),)](
-            dense,
-            m,
-            v,
-            m_max,
-            v_max,
-            grad.contiguous(),
+        count = triton.next_power_of_2(len(ps))
+        part_keys = keys_N2[part] if keys_N2 is not None and ps[0].dtype == torch.bfloat16 else None
+        update_blocks[(firsts[-1],)](
+            *(_filled(column, count) for column in columns),
+            _filled([_odd(p.numel()) for p in ps], count),
+            _filled([_odd(first) for first in firsts], count),
             *tables,
-            factors_N4[i],
+            factors_N4[part],
             scale,
             masked,
-            keys[i] if keys is not None and p.dtype == torch.bfloat16 else None,
-            p.numel(),
+            part_keys,
+            span,
             beta1,
             1 - beta1,
             beta2,
             1 - beta2,
             eps,
+            COUNT=count,
+            ALIGNED=all(t.data_ptr() % 16 == t.numel() % 16 == 0 for column in columns[:4] for t in column),
             BLOCKS=BLOCKS,
             BLOCK=BLOCK,
             num_warps=8,
+            maxnreg=80 if part_keys is None else None,  # three programs a multiprocessor; draws would spill
         )
-        if dense is not p:
-            p.copy_(dense)
+        for p, copy in zip(ps, dense):
+            if copy is not p:
+                p.copy_(copy)
+
+
+def _launches(params: list[Tensor], grads: list[Tensor]) -> Iterator[slice]:
+    """Neighbours of the same dtypes, as many as a launch takes."""
+    start = 0
+    for _, same in groupby((p.dtype, grad.dtype) for p, grad in zip(params, grads)):
+        end = start + len(list(same))
+        yield from (slice(i, min(i + TENSORS, end)) for i in range(start, end, TENSORS))
+        start = end
+
+
+def _filled(values: Sequence[Any], count: int) -> tuple[Any, ...]:
+    """The first `count`, or all and the last one again."""
+    return (*values, *repeat(values[-1], count))[:count]
+
+
+def _odd(n: int) -> int:
+    """What stands for n among the arguments: Triton would compile anew for every one that is 1 or a multiple of 16."""
+    return 2 * n + 3
 
 
 @triton.jit
@@ -122,52 +162,63 @@ def encode(x, borders, SIGNED: tl.constexpr):
     return tl.where(number, code, 255).to(tl.uint8), absmax
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["span"])
 def update_blocks(
-    p,
-    m,
-    v,
-    m_max,
-    v_max,
-    grad,
-    m_map,
-    m_borders,
-    v_map,
-    v_borders,
-    factors,
-    grad_scale,
-    masked,
-    key,
-    n,
-    beta1,
-    one_minus_beta1,
-    beta2,
-    one_minus_beta2,
-    eps,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ps, gs, ms, vs, m_maxes, v_maxes, sizes, firsts, m_map, m_borders, v_map, v_borders, factors, grad_scale, masked, keys, span,
+    beta1, one_minus_beta1, beta2, one_minus_beta2, eps,
+    COUNT: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`span` times BLOCKS blocks of one of COUNT tensors: the last whose first program is not behind this one."""
     if tl.load(masked) == 0:
-        block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-        at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        inside, valid = at < n, block * BLOCK < n
-        g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) / tl.load(grad_scale)
-        m_old = (
-            tl.load(m_map + tl.load(m + at, mask=inside, other=0))
-            * tl.load(m_max + block, mask=valid, other=0.0)[:, None]
-        )
-        v_old = (
-            tl.load(v_map + tl.load(v + at, mask=inside, other=0))
-            * tl.load(v_max + block, mask=valid, other=0.0)[:, None]
-        )
-        # beyond the end the code 0 decodes to something
-        m_new = tl.where(inside, beta1 * m_old + one_minus_beta1 * g, 0.0)
-        v_new = tl.where(inside, beta2 * v_old + one_minus_beta2 * g * g, 0.0)
-        p_old = tl.load(p + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(p + at, moved(p_old, m_new, v_new, at, factors, key, eps), mask=inside)
-        m_code, m_top = encode(m_new, m_borders, True)
-        v_code, v_top = encode(v_new, v_borders, False)
-        tl.store(m + at, m_code, mask=inside)
-        tl.store(v + at, v_code, mask=inside)
-        tl.store(m_max + block, m_top, mask=valid)
-        tl.store(v_max + block, v_top, mask=valid)
+        program = 2 * tl.program_id(0) + 3
+        p, grad, m, v, m_max, v_max, n, first = ps[0], gs[0], ms[0], vs[0], m_maxes[0], v_maxes[0], sizes[0], firsts[0]
+        at_factors, key = factors, keys
+        for i in tl.static_range(1, COUNT):
+            here = program >= firsts[i]
+            p, grad = tl.where(here, ps[i], p), tl.where(here, gs[i], grad)
+            m, v = tl.where(here, ms[i], m), tl.where(here, vs[i], v)
+            m_max, v_max = tl.where(here, m_maxes[i], m_max), tl.where(here, v_maxes[i], v_max)
+            n, first = tl.where(here, sizes[i], n), tl.where(here, firsts[i], first)
+            at_factors = tl.where(here, factors + 4 * i, at_factors)
+            if keys is not None:
+                key = tl.where(here, keys + 2 * i, key)
+        n, start = (n - 3) >> 1, ((program - first) >> 1).to(tl.int64) * span
+        if ALIGNED:
+            p, grad, m, v = (
+                tl.multiple_of(p, 16),
+                tl.multiple_of(grad, 16),
+                tl.multiple_of(m, 16),
+                tl.multiple_of(v, 16),
+            )
+            n = tl.multiple_of(n, 16)
+        for tile in range(start, tl.minimum(start + span, tl.cdiv(n, BLOCKS * BLOCK))):
+            update_tile(
+                p, m, v, m_max, v_max, grad, m_map, m_borders, v_map, v_borders, at_factors, grad_scale, key, tile, n,
+                beta1, one_minus_beta1, beta2, one_minus_beta2, eps, BLOCKS, BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
+def update_tile(
+    p, m, v, m_max, v_max, grad, m_map, m_borders, v_map, v_borders, factors, grad_scale, key, tile, n,
+    beta1, one_minus_beta1, beta2, one_minus_beta2, eps, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tile * BLOCKS + tl.arange(0, BLOCKS)
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside, valid = at < n, block * BLOCK < n
+    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) / tl.load(grad_scale)
+    m_old = tl.load(m_map + tl.load(m + at, mask=inside, other=0))
+    m_old *= tl.load(m_max + block, mask=valid, other=0.0)[:, None]
+    v_old = tl.load(v_map + tl.load(v + at, mask=inside, other=0))
+    v_old *= tl.load(v_max + block, mask=valid, other=0.0)[:, None]
+    # beyond the end the code 0 decodes to something
+    m_new = tl.where(inside, beta1 * m_old + one_minus_beta1 * g, 0.0)
+    v_new = tl.where(inside, beta2 * v_old + one_minus_beta2 * g * g, 0.0)
+    p_old = tl.load(p + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(p + at, moved(p_old, m_new, v_new, at, factors, key, eps), mask=inside)
+    m_code, m_top = encode(m_new, m_borders, True)
+    v_code, v_top = encode(v_new, v_borders, False)
+    tl.store(m + at, m_code, mask=inside)
+    tl.store(v + at, v_code, mask=inside)
+    tl.store(m_max + block, m_top, mask=valid)
+    tl.store(v_max + block, v_top, mask=valid)

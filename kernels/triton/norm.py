@@ -1,13 +1,16 @@
 """RMSNorm, its gradient, and its result quantized as it is made; the formulas stand in kernels/reference/norm.py.
 
-Everything is computed in float32 and rounded once. A row is read once in each direction. The quantized form rounds y to the
-dtype of x first, so that fused and unfused runs have the same codes. The gradient of the weight is summed in two stages, a few
-programs a multiprocessor first, so it is the same in every run on a device.
+Everything is computed in float32 and rounded once. A row is read once in each direction, and the residual sum before the norm
+and the residual's gradient after it are part of that read. The quantized form rounds y to the dtype of x first, so that fused
+and unfused runs have the same codes. The gradient of the weight is summed in two stages, a few programs a multiprocessor first,
+so it is the same in every run on a device.
 
 T rows, K the width, P programs.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -15,22 +18,31 @@ import triton.language as tl
 from torch import Tensor
 
 from surokit.formats import E4M3, Format
+from surokit.kernels.reference.rows import quantized
 
-from .rows import quantization, same_shape, store_quantized, tile, unit_columns
+from .delayed import unknown
+from .rows import apart, largest, programs, quantization, same_shape, store_quantized, tile, unit_columns
 
-PROGRAMS_PER_MULTIPROCESSOR = 2  # of the backward pass: enough loads in flight, and little to add up afterwards
+WARPS = 16  # of a multiprocessor for the weight's gradient: what its registers hold, and few parts to add up afterwards
+PREFETCHED = 8192  # longest row of which the next one is fetched meanwhile: three of float32 fill shared memory
 
 
 def forward(x_TK: Tensor, w_K: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """y [T, K] in the dtype of x, and r [T, 1] in float32."""
-    T, K = x_TK.shape
-    x_TK, w_K = _checked(x_TK, w_K)
-    y_TK = torch.empty_like(x_TK, memory_format=torch.contiguous_format)
-    r_T1 = x_TK.new_empty((T, 1), dtype=torch.float32)
-    if y_TK.numel():
-        shape = tile(T, K)
-        forward_rows[(triton.cdiv(T, shape["ROWS"]),)](x_TK, w_K, y_TK, r_T1, x_TK.stride(0), T, K, eps, **shape)
+    _, y_TK, r_T1 = _forward(x_TK, None, w_K, eps)
     return y_TK, r_T1
+
+
+def add_forward(x_TK: Tensor, delta_TK: Tensor, w_K: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x + delta [T, K], rounded to the dtype of x, then its y and r as `forward` gives them."""
+    sum_TK, y_TK, r_T1 = _forward(x_TK, delta_TK, w_K, eps)
+    assert sum_TK is not None
+    return sum_TK, y_TK, r_T1
+
+
+def recompute(x_TK: Tensor, w_K: Tensor, r_T1: Tensor) -> Tensor:
+    """The y of `forward` once more, bit for bit, from what backward keeps."""
+    return _forward(x_TK, None, w_K, 0.0, r_T1.contiguous())[1]
 
 
 def forward_quantized(
@@ -38,42 +50,93 @@ def forward_quantized(
     w_K: Tensor,
     eps: float,
     format: Format = E4M3,
-    amax: Tensor | None = None,
-    floor: float = 0.0,
-    record: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [T, K] of y, their decode scales, and r [T, 1] for backward.
+    *,
+    delta: Tensor | None = None,
+    values: bool = False,
+    **scaling: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Codes [T, K] of y, their decode scales, and r [T, 1]; then x + delta [T, K] where a delta is given, and y if `values`.
 
-    amax None: a scale a row, a power of two, [T, 1]. amax [1, 1]: the one scale comes from it, [1, 1] (delayed scaling).
-    floor: the least amax that counts. record: float32 [1, 1], not negative; takes the maximum of itself and y's amax.
+    scaling: columns, pow2, floor, in_force, opened, record, as `quantized` in kernels/reference/rows.py has them.
+    """
+    if apart(x_TK, format):
+        sum_TK, y, r_T1 = _forward(x_TK, delta, w_K, eps)
+        return *quantized(y, format, **scaling), r_T1, sum_TK, y if values else None
+    shape = tile(x_TK.shape[1])
+    inputs, sum_TK = _inputs(x_TK, delta, w_K, eps)
+    tiles = programs(x_TK, shape)
+    codes_TK, scale_inv, first, outputs = quantization(x_TK, shape, format, **scaling)
+    r_T1 = x_TK.new_empty((len(x_TK), 1), dtype=torch.float32)
+    y_TK = _like(x_TK) if values else None
+    if first:
+        amax_rows[(first["PARTS"],)](**inputs, **first, tiles=tiles, **shape)
+    forward_rows_quantized[(tiles,)](**inputs, total=sum_TK, y=y_TK, r=r_T1, **outputs, **shape)
+    return codes_TK, scale_inv, r_T1, sum_TK, y_TK
+
+
+def backward(
+    dy_TK: Tensor,
+    x_TK: Tensor,
+    w_K: Tensor,
+    r_T1: Tensor,
+    residual: Tensor | None = None,
+    need_dw: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """dx [T, K] and dw [K], in the dtypes of x and w; dw is None unless `need_dw`.
+
+    residual [T, K]: another gradient of x, which is added before dx is rounded.
     """
     T, K = x_TK.shape
-    x_TK, w_K = _checked(x_TK, w_K)
-    r_T1 = x_TK.new_empty((T, 1), dtype=torch.float32)
-    codes_TK, scale_inv, outputs = quantization(x_TK, format, amax, floor, record)
-    shape = tile(T, K)
-    forward_rows_quantized[(max(1, triton.cdiv(T, shape["ROWS"])),)](
-        x_TK, w_K, r_T1, x_stride=x_TK.stride(0), T=T, K=K, eps=eps, **outputs, **shape
-    )
-    return codes_TK, scale_inv, r_T1
-
-
-def backward(dy_TK: Tensor, x_TK: Tensor, w_K: Tensor, r_T1: Tensor) -> tuple[Tensor, Tensor]:
-    """dx [T, K] and dw [K], in the dtypes of x and w."""
-    T, K = x_TK.shape
-    same_shape(x_TK, dy_TK)
+    same_shape(x_TK, dy_TK, *(() if residual is None else (residual,)))
     x_TK, w_K = _checked(x_TK, w_K)
     (dy_TK,) = unit_columns(dy_TK)
-    dx_TK = torch.empty_like(x_TK, memory_format=torch.contiguous_format)
+    if residual is not None:
+        (residual,) = unit_columns(residual)
+    dx_TK = _like(x_TK)
     if dx_TK.numel() == 0:
-        return dx_TK, torch.zeros_like(w_K)
-    shape = tile(T, K)
-    programs = min(triton.cdiv(T, shape["ROWS"]), PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(x_TK.device))
-    parts_PK = x_TK.new_empty((programs, K), dtype=torch.float32)
-    backward_rows[(programs,)](
-        dy_TK, x_TK, w_K, r_T1.contiguous(), dx_TK, parts_PK, dy_TK.stride(0), x_TK.stride(0), T, K, **shape
+        return dx_TK, torch.zeros_like(w_K) if need_dw else None
+    shape = tile(K)
+    count = programs(x_TK, shape)
+    parts_PK = None
+    if need_dw:
+        count = min(count, max(1, WARPS // shape["num_warps"]) * _multiprocessors(x_TK.device))
+        parts_PK = x_TK.new_empty((count, K), dtype=torch.float32)
+    strides = dy_TK.stride(0), x_TK.stride(0), 0 if residual is None else residual.stride(0)
+    stages = 2 if need_dw and shape["COLUMNS"] <= PREFETCHED else 1
+    backward_rows[(count,)](
+        dy_TK, x_TK, w_K, r_T1.contiguous(), residual, dx_TK, parts_PK, *strides, T, K, STAGES=stages, **shape
     )
-    return dx_TK, parts_PK.sum(0).to(w_K.dtype)
+    if parts_PK is None:
+        return dx_TK, None
+    dw_K = torch.empty_like(w_K)
+    sum_parts[(triton.cdiv(K, 32),)](parts_PK, dw_K, count, K, ROWS=128, COLUMNS=32)
+    return dx_TK, dw_K
+
+
+def _forward(
+    x_TK: Tensor, delta_TK: Tensor | None, w_K: Tensor, eps: float, r_T1: Tensor | None = None
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """x + delta where there is a delta, y, and r, which is computed unless it is given."""
+    inputs, sum_TK = _inputs(x_TK, delta_TK, w_K, eps)
+    known = r_T1 is not None
+    y_TK = _like(x_TK)
+    r_T1 = x_TK.new_empty((len(x_TK), 1), dtype=torch.float32) if r_T1 is None else r_T1
+    if y_TK.numel():
+        shape = tile(x_TK.shape[1])
+        grid = (programs(x_TK, shape),)
+        forward_rows[grid](**inputs, total=sum_TK, y=y_TK, r=r_T1, KNOWN=known, **shape)
+    return sum_TK, y_TK, r_T1
+
+
+def _inputs(x_TK: Tensor, delta_TK: Tensor | None, w_K: Tensor, eps: float) -> tuple[dict[str, Any], Tensor | None]:
+    """What every forward kernel reads, as keywords; and where x + delta goes, if there is a delta."""
+    x_TK, w_K = _checked(x_TK, w_K)
+    inputs = {"x": x_TK, "w": w_K, "x_stride": x_TK.stride(0), "T": len(x_TK), "K": len(w_K), "eps": eps}
+    if delta_TK is None:
+        return {**inputs, "delta": None, "delta_stride": 0}, None
+    same_shape(x_TK, delta_TK)
+    (delta_TK,) = unit_columns(delta_TK)
+    return {**inputs, "delta": delta_TK, "delta_stride": delta_TK.stride(0)}, _like(x_TK)
 
 
 def _checked(x_TK: Tensor, w_K: Tensor) -> list[Tensor]:
@@ -84,74 +147,125 @@ def _checked(x_TK: Tensor, w_K: Tensor) -> list[Tensor]:
     return unit_columns(x_TK, w_K)
 
 
+def _like(x_TK: Tensor) -> Tensor:
+    return torch.empty_like(x_TK, memory_format=torch.contiguous_format)
+
+
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit
-def normalize(x, w, r, x_stride, rows, columns, T, K, eps, DTYPE: tl.constexpr):
-    """y [ROWS, COLUMNS] in float32 as rounded to DTYPE; stores r. Elements outside are zeros (or their row's NaN)."""
+def normalize(x, delta, total, w, r, x_stride, delta_stride, rows, columns, T, K, eps, KNOWN: tl.constexpr):
+    """y [ROWS, COLUMNS] in float32 as rounded to the dtype of x. Elements outside are zeros (or their row's NaN).
+
+    delta None or to be added to x, total None or where x + delta goes; r None, where it goes, or with KNOWN where it is.
+    """
     inside = (rows[:, None] < T) & (columns[None, :] < K)
     x_tile = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     w_row = tl.load(w + columns, mask=columns < K, other=0.0).to(tl.float32)
-    mean_square = tl.sum(x_tile * x_tile, axis=1) / K
-    # tl.rsqrt would take a subnormal number for zero
-    r_rows = tl.div_rn(tl.full(mean_square.shape, 1.0, tl.float32), tl.sqrt_rn(mean_square + eps))
-    tl.store(r + rows, r_rows, mask=rows < T)
-    return (x_tile * r_rows[:, None] * w_row[None, :]).to(DTYPE).to(tl.float32)
+    if delta is not None:
+        at = delta + rows[:, None] * delta_stride + columns[None, :]
+        x_tile += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        x_tile = x_tile.to(x.dtype.element_ty).to(tl.float32)
+        if total is not None:
+            tl.store(total + rows[:, None] * K + columns[None, :], x_tile, mask=inside)
+    if KNOWN:
+        r_rows = tl.load(r + rows, mask=rows < T, other=0.0)
+    else:
+        mean_square = tl.sum(x_tile * x_tile, axis=1) / K
+        # tl.rsqrt would take a subnormal number for zero
+        r_rows = tl.div_rn(tl.full(mean_square.shape, 1.0, tl.float32), tl.sqrt_rn(mean_square + eps))
+        if r is not None:
+            tl.store(r + rows, r_rows, mask=rows < T)
+    return (x_tile * r_rows[:, None] * w_row[None, :]).to(x.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
-def forward_rows(x, w, y, r, x_stride, T, K, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def forward_rows(
+    x, delta, total, w, y, r, x_stride, delta_stride, T, K, eps,
+    KNOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
-    y_tile = normalize(x, w, r, x_stride, rows, columns, T, K, eps, x.dtype.element_ty)
+    y_tile = normalize(x, delta, total, w, r, x_stride, delta_stride, rows, columns, T, K, eps, KNOWN)
     tl.store(y + rows[:, None] * K + columns[None, :], y_tile, mask=(rows[:, None] < T) & (columns[None, :] < K))
 
 
 @triton.jit
-def forward_rows_quantized(
-    x,
-    w,
-    r,
-    codes,
-    scale_inv,
-    amax,
-    record,
-    floor,
-    x_stride,
-    T,
-    K,
-    eps,
-    MAX: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    LOWEST: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    y_tile = normalize(x, w, r, x_stride, rows, columns, T, K, eps, x.dtype.element_ty)
-    store_quantized(y_tile, rows, columns, codes, scale_inv, amax, record, floor, T, K, MAX, MANTISSA, LOWEST, GROUP)
+def amax_rows(
+    x, delta, w, x_stride, delta_stride, T, K, eps, tiles, in_force, parts, scale_inv, floor,
+    MAX: tl.constexpr, POW2: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The first launch of delayed scaling."""
+    if unknown(in_force, parts, scale_inv, floor, MAX, POW2, PARTS):
+        columns = tl.arange(0, COLUMNS)
+        top = 0
+        for at in range(tl.program_id(0), tiles, PARTS):
+            rows = at * ROWS + tl.arange(0, ROWS).to(tl.int64)
+            y_tile = normalize(x, delta, None, w, None, x_stride, delta_stride, rows, columns, T, K, eps, False)
+            top = tl.maximum(top, largest(y_tile, rows, T))
+        tl.store(parts + tl.program_id(0), top)
 
 
 @triton.jit
-def backward_rows(dy, x, w, r, dx, parts, dy_stride, x_stride, T, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def forward_rows_quantized(
+    x, delta, total, w, y, r, codes, scale_inv, in_force, opened, slot_stride, parts, floor, x_stride, delta_stride, T, K, eps,
+    MAX: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, RECORD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    y_tile = normalize(x, delta, total, w, r, x_stride, delta_stride, rows, columns, T, K, eps, False)
+    if y is not None:
+        tl.store(y + rows[:, None] * K + columns[None, :], y_tile, mask=(rows[:, None] < T) & (columns[None, :] < K))
+    store_quantized(
+        y_tile, rows, 0, codes, scale_inv, in_force, opened, slot_stride, parts, floor, T, K,
+        MAX, MANTISSA, LOWEST, POW2, BLOCK, GROUP, PARTS, SLOTS, RECORD,
+    )  # fmt: skip
+
+
+@triton.jit
+def backward_rows(
+    dy, x, w, r, residual, dx, parts, dy_stride, x_stride, residual_stride, T, K,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """parts None: no gradient of the weight, and a program for each tile. STAGES: 2 fetches the next rows meanwhile."""
     program = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)
-    w_row = tl.load(w + columns, mask=columns < K, other=0.0).to(tl.float32)
-    dw = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(program * ROWS, T, tl.num_programs(0) * ROWS):
+    if STAGES > 1:
+        w_row = tl.load(w + columns, mask=columns < K, other=0.0).to(tl.float32)
+    if parts is not None:
+        dw = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in tl.range(program * ROWS, T, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = first + tl.arange(0, ROWS).to(tl.int64)
         inside = (rows[:, None] < T) & (columns[None, :] < K)
         r_rows = tl.load(r + rows, mask=rows < T, other=0.0)
         h = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         h *= r_rows[:, None]
         g = tl.load(dy + rows[:, None] * dy_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        dw += g * h
+        if parts is not None:
+            dw += g * h
+        if STAGES == 1:  # a cache holds it as well, and the registers serve more warps
+            w_row = tl.load(w + columns, mask=columns < K, other=0.0).to(tl.float32)
         g *= w_row[None, :]
         mean_gh = tl.sum(g * h, axis=1) / K
         dx_tile = (g - h * mean_gh[:, None]) * r_rows[:, None]
+        if residual is not None:
+            at = residual + rows[:, None] * residual_stride + columns[None, :]
+            dx_tile += tl.load(at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + rows[:, None] * K + columns[None, :], dx_tile, mask=inside)
-    tl.store(parts + program * K + columns, tl.sum(dw, axis=0), mask=columns < K)
+    if parts is not None:
+        tl.store(parts + program * K + columns, tl.sum(dw, axis=0), mask=columns < K)
+
+
+@triton.jit
+def sum_parts(parts, dw, P, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, P, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        inside = (rows[:, None] < P) & (columns[None, :] < K)
+        total += tl.load(parts + rows[:, None] * K + columns[None, :], mask=inside, other=0.0)
+    tl.store(dw + columns, tl.sum(total, axis=0), mask=columns < K)

@@ -1,7 +1,7 @@
 """What the row-wise kernels share: a program holds whole rows, several where they are short, and can quantize what it computed.
 
-A row that stays in registers is read once, whatever is computed from it. About 4096 elements a program give every thread 16, in
-loads of 16 bytes. T rows, K columns.
+A row that stays in registers is read once, whatever is computed from it. Every thread holds 16 elements, or more of long rows, in
+loads of 16 bytes; four warps are a program where rows are short. T rows, K columns, C scales a row.
 """
 
 from __future__ import annotations
@@ -13,21 +13,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surokit.formats import Format
+from surokit.formats import E4M3, Format
 from surokit.kernels.reference.quantize import DTYPES
 
+from .delayed import amax_in_force, amaxes, settle
 from .quantize import cast_scaled, decode_scale, encode_scale, format_constants, magnitude_bits
 
-ELEMENTS = 4096  # of a program's tile, unless one row is longer
+ELEMENTS = 2048  # of a program's tile, unless one row is longer
 MAX_COLUMNS = 65536  # 64 elements a thread; beyond, nothing of a row would stay in registers
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def tile(T: int, K: int) -> dict[str, int]:
-    """Rows and columns (powers of two) of a program's tile and its number of warps, as keywords of a launch."""
-    if K > MAX_COLUMNS:
+def tile(K: int, longest: int = MAX_COLUMNS) -> dict[str, int]:
+    """Rows and columns (powers of two) of a program's tile and its number of warps, as keywords of a launch.
+
+    A tile spans rows of K elements, or `longest` columns of them where whole rows are not needed.
+    """
+    if K > MAX_COLUMNS == longest:
         raise ValueError(f"Rows of {K} elements do not fit a program: use kernels/reference beyond {MAX_COLUMNS}.")
-    columns = triton.next_power_of_2(max(K, 1))
+    columns = min(triton.next_power_of_2(max(K, 1)), longest)
     rows = max(1, ELEMENTS // columns)
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": min(max(rows * columns // 512, 1), 32)}
 
@@ -54,56 +58,101 @@ def same_shape(first: Tensor, *others: Tensor) -> None:
             raise ValueError(f"The operands need equal shapes, not {list(first.shape)} and {list(other.shape)}.")
 
 
+def apart(x_TK: Tensor, format: Format) -> bool:
+    """Whether what is computed from x is quantized in a second step: nothing is launched, or E4M3 where Triton has none."""
+    no_e4m3 = format == E4M3 and x_TK.is_cuda and torch.cuda.get_device_capability(x_TK.device) < (8, 9)
+    return no_e4m3 or not x_TK.numel()
+
+
 def quantization(
-    x_TK: Tensor, format: Format, amax: Tensor | None, floor: float, record: Tensor | None
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Codes and decode scales for a matrix like x [T, K], and the arguments that make `store_quantized` fill them."""
-    for name, given in (("amax", amax), ("record", record)):
-        if given is not None and (given.numel() != 1 or given.dtype != torch.float32):
-            raise ValueError(
-                f"`{name}` is one float32 number for the whole tensor, not {given.dtype} {list(given.shape)}."
-            )
+    x_TK: Tensor,
+    shape: dict[str, int],
+    format: Format,
+    *,
+    columns: int = 0,
+    pow2: bool = False,
+    floor: float = 0.0,
+    in_force: Tensor | None = None,
+    opened: Tensor | None = None,
+    record: bool = False,
+) -> tuple[Tensor, Tensor, dict[str, Any], dict[str, Any]]:
+    """Codes and decode scales for a matrix like x [T, K], and arguments of the launches that fill them, in tiles of `shape`.
+
+    The first arguments are those of delayed scaling's launch for a first amax, and empty where there is none; the second those
+    of `store_quantized`. Scales of blocks have their first dimension contiguous, as tensor cores read them.
+    """
+    if columns & (columns - 1):
+        raise ValueError(f"Triton kernels take scales of 2^n columns, not of {columns}: use kernels/reference.")
+    T, K = x_TK.shape
     codes_TK = torch.empty(x_TK.shape, dtype=DTYPES[format], device=x_TK.device)
-    scale_inv = x_TK.new_empty((x_TK.shape[0], 1) if amax is None else (1, 1), dtype=torch.float32)
-    return (
-        codes_TK,
-        scale_inv,
-        {
-            "codes": codes_TK,
-            "scale_inv": scale_inv,
-            "amax": amax,
-            "record": None if record is None else record.view(torch.int32),
-            "floor": floor,
-            **format_constants(format),
-            "GROUP": min(16 // x_TK.element_size(), triton.next_power_of_2(x_TK.shape[1])),
-        },
-    )
+    constants = {**format_constants(format), "POW2": pow2}
+    outputs: dict[str, Any] = {
+        **constants,
+        "codes": codes_TK,
+        "floor": floor,
+        "BLOCK": min(columns or shape["COLUMNS"], shape["COLUMNS"]),
+        "GROUP": min(16 // x_TK.element_size(), triton.next_power_of_2(K)),
+    }
+    if in_force is None and opened is None:
+        C = triton.cdiv(K, columns or K)
+        scale_inv = x_TK.new_empty((C, T) if C > 1 else (T, 1), dtype=torch.float32)
+        scale_inv = scale_inv.t() if C > 1 else scale_inv
+        none: dict[str, Any] = dict.fromkeys(("in_force", "opened", "parts"))
+        none |= dict.fromkeys(("slot_stride", "PARTS", "SLOTS", "RECORD"), 0)
+        return codes_TK, scale_inv, {}, {**outputs, **none, "scale_inv": scale_inv}
+    if in_force is None or opened is None:
+        raise ValueError(
+            "Delayed scaling takes both `in_force` and `opened`, or neither: give the two views of the slots."
+        )
+    scale_inv = x_TK.new_empty((1, 1), dtype=torch.float32)
+    slots = {**amaxes(in_force, opened, record, programs(x_TK, shape)), "scale_inv": scale_inv}
+    first = {name: slots[name] for name in ("in_force", "parts", "PARTS", "scale_inv")}
+    first |= {"floor": floor, "MAX": constants["MAX"], "POW2": pow2}
+    return codes_TK, scale_inv, first, {**outputs, **slots}
+
+
+def programs(x_TK: Tensor, shape: dict[str, int]) -> int:
+    """Tiles of a matrix, one a program."""
+    tiles: int = triton.cdiv(x_TK.shape[0], shape["ROWS"]) * triton.cdiv(x_TK.shape[1], shape["COLUMNS"])
+    return tiles
+
+
+@triton.jit
+def largest(y, rows, T):
+    """Bits of the largest magnitude of a tile that is zero (or NaN) outside T rows."""
+    return tl.max(tl.where(rows < T, tl.max(magnitude_bits(y), axis=1), 0), axis=0)
 
 
 @triton.jit
 def store_quantized(
-    y, rows, columns, codes, scale_inv, amax, record, floor, T, K,
-    MAX: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, GROUP: tl.constexpr,
+    y, rows, first, codes, scale_inv, in_force, opened, slot_stride, parts, floor, T, K,
+    MAX: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
-    """Store codes and decode scales of the float32 tile y [ROWS, COLUMNS], which is zero outside [T, K].
+    """Store codes and decode scales of the float32 tile y [ROWS, COLUMNS] at column `first`, which is zero outside [T, K].
 
-    amax None: a scale a row, a power of two; else the number in memory gives the scale of the whole tensor. record: None, or
-    bits of the largest magnitude so far, to be raised to that of y.
+    in_force None: a scale for each BLOCK columns of a row. Else delayed scaling, one for all, as in delayed.py.
     """
-    bits = tl.max(magnitude_bits(y), axis=1)
-    if record is not None:
-        tl.atomic_max(record, tl.max(tl.where(rows < T, bits, 0), axis=0), sem="relaxed")
-    if amax is None:
-        own = bits.to(tl.float32, bitcast=True)
-        scale = encode_scale(own, floor, MAX, True)
-        tl.store(scale_inv + rows, decode_scale(scale, own), mask=rows < T)
+    ROWS: tl.constexpr = y.shape[0]
+    COLUMNS: tl.constexpr = y.shape[1]
+    columns = first + tl.arange(0, COLUMNS)
+    if in_force is None:
+        blocks = first // BLOCK + tl.arange(0, COLUMNS // BLOCK)
+        y_blocks = tl.reshape(y, (ROWS, COLUMNS // BLOCK, BLOCK))
+        top = tl.max(magnitude_bits(y_blocks), axis=2).to(tl.float32, bitcast=True)
+        scale = encode_scale(top, floor, MAX, POW2)
+        there = (rows[:, None] < T) & (blocks[None, :] * BLOCK < K)
+        tl.store(scale_inv + blocks[None, :].to(tl.int64) * T + rows[:, None], decode_scale(scale, top), mask=there)
+        scaled = tl.reshape(y_blocks * scale[:, :, None], (ROWS, COLUMNS))
     else:
-        earlier = tl.load(amax + rows * 0)
-        scale = encode_scale(earlier, floor, MAX, False)
-        tl.store(scale_inv + rows, decode_scale(scale, earlier), mask=rows == 0)
-    rounded = cast_scaled(y * scale[:, None], None, None, codes, MAX, MANTISSA, LOWEST, False)
+        used = amax_in_force(parts, PARTS)
+        scaled = y * encode_scale(used, floor, MAX, POW2)
+    rounded = cast_scaled(scaled, None, None, codes, MAX, MANTISSA, LOWEST, False)
     inside = (rows[:, None] < T) & (columns[None, :] < K)
     # The compiler deals elements out to threads by a kernel's widest access. That would be 16 codes here, and a sum that led to y
     # would add in another order than where y itself is stored, and differ in a last bit. So codes go in groups as small as y's.
     at = tl.max_contiguous(rows[:, None] * K + columns[None, :], (1, GROUP))
     tl.store(codes + at, rounded, mask=inside)
+    if in_force is not None:
+        top = largest(y, rows, T)
+        settle(top, used, in_force, opened, slot_stride, parts, scale_inv, floor, MAX, POW2, PARTS, SLOTS, RECORD)

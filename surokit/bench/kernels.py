@@ -343,29 +343,52 @@ def fused(shape: tuple[int, int], device: torch.device) -> Iterator[Kernel]:
         return Kernel(name, ours, nbytes=nbytes, **more)
 
     # fused with a quantizer: bit for bit what the kernel's own two steps give, so that only its fusing is judged
-    def two_steps(forward: Callable[[], Any], amax: Tensor | None) -> Any:
+    def two_steps(forward: Callable[[], Any], scaling: dict[str, Any]) -> Any:
         y = next(_parts(forward()))
-        return quantize.quantize(y, E4M3, int(amax is None), 0, pow2=amax is None, amax=amax)
+        if "in_force" in scaling:
+            return quantize.quantize(y, E4M3, amax=scaling["in_force"].view(1, 1))
+        return quantize.quantize(y, E4M3, 1, scaling.get("columns", 0), pow2=True)
 
     yield kernel("norm", 4 * n, partial(t_norm.forward, x, w, 1e-5), partial(norm.forward, x, w, 1e-5))
-    for how, amax in (("per row", None), ("delayed", torch.full((1, 1), 4.0, device=device))):
-        for name, size, forward, arguments, both in (
-            ("norm", 3.0, t_norm.forward, (x, w, 1e-5), t_norm.forward_quantized),
-            ("swiglu", 5.0, t_swiglu.forward, (x, dy), t_swiglu.forward_quantized),
-        ):
-            call = partial(both, *arguments, E4M3, amax)
+    in_force, opened = torch.full((2, 1), 4.0, device=device).unbind()
+    scalings: dict[str, dict[str, Any]] = {
+        "per row": {"pow2": True},
+        "1x128": {"columns": 128, "pow2": True},
+        "delayed": {"in_force": in_force, "opened": opened, "record": True},
+    }
+    pairs: list[tuple[str, float, Callable[..., Any], Callable[..., Any]]] = [
+        ("norm", 3, partial(t_norm.forward, x, w, 1e-5), partial(t_norm.forward_quantized, x, w, 1e-5)),
+        (
+            "sum + norm",
+            7,
+            partial(t_norm.forward, x + dy, w, 1e-5),
+            partial(t_norm.forward_quantized, x, w, 1e-5, delta=dy),
+        ),
+        ("swiglu", 5, partial(t_swiglu.forward, x, dy), partial(t_swiglu.forward_quantized, x, dy)),
+    ]
+    for how, scaling in scalings.items():
+        for name, size, forward, both in pairs:
+            call = partial(both, **scaling)
             yield kernel(
                 f"{name} + quantize {how}",
                 size * n,
                 call,
-                wrong=bits(lambda call=call: call()[:2], partial(two_steps, partial(forward, *arguments), amax)),  # type: ignore[misc]
+                wrong=bits(lambda call=call: call()[:2], partial(two_steps, forward, scaling)),  # type: ignore[misc]
                 allowed=0.0,
                 gate=BANDWIDTH_GATE,
             )
     r = norm.forward(x, w, 1e-5)[1]
-    yield kernel("norm backward", 6 * n, partial(t_norm.backward, dy, x, w, r), partial(norm.backward, dy, x, w, r))
-    yield kernel("swiglu", 6 * n, partial(t_swiglu.forward, x, dy), partial(swiglu.forward, x, dy))
-    yield kernel("swiglu backward", 10 * n, partial(t_swiglu.backward, x, x, dy), partial(swiglu.backward, x, x, dy))
+    stream: dict[str, Any] = {"residual": x, "need_dw": False}
+    forms: list[tuple[str, float, Callable[..., Any], Callable[..., Any], list[Tensor], dict[str, Any]]] = [
+        ("norm, once more", 4, t_norm.recompute, norm.recompute, [x, w, r], {}),
+        ("norm backward", 6, t_norm.backward, norm.backward, [dy, x, w, r], {}),
+        ("norm backward + residual, frozen", 8, t_norm.backward, norm.backward, [dy, x, w, r], stream),
+        ("swiglu", 6, t_swiglu.forward, swiglu.forward, [x, dy], {}),
+        ("swiglu backward", 10, t_swiglu.backward, swiglu.backward, [x, x, dy], {}),
+        ("swiglu backward, joint", 10, t_swiglu.backward, swiglu.backward, [x, x, dy], {"joint": True}),
+    ]
+    for name, size, ours, theirs, arguments, options in forms:
+        yield kernel(name, size * n, partial(ours, *arguments, **options), partial(theirs, *arguments, **options))
 
     heads = x.view(1, M, K // 128, 128) if K % 128 == 0 else x.view(1, M, 1, K)
     angle = torch.arange(M * (heads.shape[-1] // 2), device=device).view(M, -1) % 100 / 50

@@ -16,30 +16,35 @@ from torch import Tensor
 
 from surokit.kernels import native
 from surokit.kernels.ops import OPERATIONS, best, only_reference, serving
-from surokit.kernels.reference import adamw, adamw8bit, loss, norm, rope, swiglu
+from surokit.kernels.reference import adamw, adamw8bit, delayed, loss, norm, qk, rope, swiglu
 from surokit.kernels.reference import quantize as tiles
 from surokit.kernels.reference import random as draws
 
 _ops = torch.ops.surokit
 
 
-# float operations of a model and an optimizer; they have no schema, since torch.compile fuses their formulas by itself
+# they have no schema: torch.compile fuses the formulas of a model and an optimizer by itself, and meets no amax in force
 FUSED = {
+    "quantize, delayed": delayed.quantize,
     "rms_norm": norm.forward,
+    "rms_norm of a sum": norm.add_forward,
+    "rms_norm, once more": norm.recompute,
     "rms_norm backward": norm.backward,
     "rms_norm, quantized": norm.forward_quantized,
     "swiglu": swiglu.forward,
     "swiglu backward": swiglu.backward,
     "swiglu, quantized": swiglu.forward_quantized,
     "rope": rope.rotate,
+    "qk_norm and rope": qk.forward,
+    "qk_norm and rope backward": qk.backward,
     "linear_cross_entropy": loss.forward,
     "adamw": adamw.adamw_,
     "adamw8bit": adamw8bit.adamw8bit_,
 }
 
 
-# AdamW takes torch's fused kernel, and layers quantize what a norm or SwiGLU gave them in a pass of its own
-NOT_TAKEN = {"rms_norm, quantized", "swiglu, quantized", "adamw"}
+# AdamW takes torch's fused kernel
+NOT_TAKEN = {"adamw"}
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ A test file `test_triton_<op>.py` says what to compile: calls of the op's public
         "per row": (FP8, lambda: quantize(matrix(), E4M3, 1, 0)),
     }
 
-`python -m tests.kernels.compiling` (one process, since Triton decides at import between interpreter and compiler) makes every
-call once for each of its architectures, on CPU tensors, with a driver that names that architecture and launches nothing. So what
-is compiled has the real constants, number of warps and alignment, and the PTX shows what a GPU will run. Results stay
-unwritten. `compiled()` starts that process for the file asked for and returns the PTX:
+`python -m tests.kernels.compiling OUT.json [op ...]` (one process, since Triton decides at import between interpreter and
+compiler) makes every call once for each of its architectures, on CPU tensors, with a driver that names that architecture and
+launches nothing. So what is compiled has the real constants, number of warps and alignment, and the PTX shows what a GPU will run.
+Results stay unwritten. `compiled()` starts that process for the file asked for and returns the PTX:
 
     compiled()["quantize", "per row", 90]["row_kernel"]     # file, launch, architecture; kernel -> PTX
+
+`python -m surokit.bench compiled` starts it too, and says what ptxas makes of each kernel (surokit/bench/compiled.py).
 
 Kernels without float8 E4M3 run on sm_80 as well (ANY), the others from sm_89 (FP8).
 """
@@ -69,11 +71,16 @@ class Compiled:
 
     def of(self, file: str) -> dict[tuple[str, int], dict[str, str]]:
         """Launch and architecture -> kernel -> PTX."""
-        return {(launch, arch): ptx for launch, arch, ptx, error in _rows(file) if not error}
+        return {(launch, arch): ptx for launch, arch, ptx, error, _ in _rows(file) if not error}
 
     def failures(self, file: str) -> dict[tuple[str, int], str]:
         """The message of every launch that does not compile."""
-        return {(launch, arch): error for launch, arch, _, error in _rows(file) if error}
+        return {(launch, arch): error for launch, arch, _, error, _ in _rows(file) if error}
+
+    def rows(self) -> list[tuple[str, Row]]:
+        """Everything: (file, row)."""
+        self.everything()
+        return [(path.stem, row) for path in FILES for row in _known[path.stem]]
 
     def everything(self) -> None:
         """Compile what is not yet, in one process."""
@@ -85,7 +92,8 @@ def compiled() -> Compiled:
     return Compiled()
 
 
-Row = tuple[str, int, dict[str, str], str]  # launch, architecture, kernel -> PTX, error
+# launch, architecture, kernel -> PTX, error, kernel -> (bytes of shared memory, warps) of each of its variants
+Row = tuple[str, int, dict[str, str], str, dict[str, list[tuple[int, int]]]]
 _known: dict[str, list[Row]] = {}
 
 
@@ -108,10 +116,10 @@ def _run(files: list[str]) -> None:
         for file in files:
             _known[file] = []
         for file, *row in json.loads(out.read_text(encoding="utf-8")):
-            _known[file].append((row[0], row[1], row[2], row[3]))
+            _known[file].append((row[0], row[1], row[2], row[3], row[4]))
 
 
-def _compile(paths: list[Path]) -> list[tuple[str, str, int, dict[str, str], str]]:
+def _compile(paths: list[Path]) -> list[tuple[str, *Row]]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -132,16 +140,18 @@ def _compile(paths: list[Path]) -> list[tuple[str, str, int, dict[str, str], str
             return 0
 
     found: dict[str, str] = {}
+    sizes: dict[str, list[tuple[int, int]]] = {}
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
         name = self.fn.__name__
         kernel = run(self, *args, grid=grid, warmup=True, **named)
         found[name] = found.get(name, "") + kernel.asm["ptx"]
+        sizes.setdefault(name, []).append((kernel.metadata.shared, kernel.metadata.num_warps))
         return kernel
 
     JITFunction.run = compile_only
-    results: list[tuple[str, str, int, dict[str, str], str]] = []
+    results: list[tuple[str, *Row]] = []
     for path in paths:
         test = ROOT / "tests" / "kernels" / f"test_triton_{path.stem}.py"
         if not test.exists():
@@ -149,18 +159,19 @@ def _compile(paths: list[Path]) -> list[tuple[str, str, int, dict[str, str], str
         try:
             launches: Launches = getattr(importlib.import_module(f"tests.kernels.{test.stem}"), "LAUNCHES", {})
         except Exception as error:
-            results.append((path.stem, "import", 0, {}, f"{type(error).__name__}: {error}"))
+            results.append((path.stem, "import", 0, {}, f"{type(error).__name__}: {error}", {}))
             continue
         for name, (architectures, call) in launches.items():
             for arch in architectures:
                 driver.set_active(Absent(arch))
                 found.clear()
+                sizes.clear()
                 message = ""
                 try:
                     call()
                 except Exception as error:
                     message = f"{type(error).__name__}: {error}"
-                results.append((path.stem, name, arch, dict(found), message))
+                results.append((path.stem, name, arch, dict(found), message, dict(sizes)))
     return results
 
 

@@ -22,6 +22,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -140,7 +141,8 @@ def _correct() -> None:
     def note_spans(self: Any, args_dev: Any, kwargs: Any) -> Any:
         args, named = init_args(self, args_dev, kwargs)
         spans.clear()
-        for tensor in (*args, *named.values()):
+        given = (*args, *named.values())
+        for tensor in chain.from_iterable(a if isinstance(a, tuple) else (a,) for a in given):
             tensor = getattr(tensor, "base", tensor)
             if isinstance(tensor, torch.Tensor) and tensor.numel():
                 extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))

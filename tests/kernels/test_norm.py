@@ -29,14 +29,40 @@ def test_forward_and_backward(shape, scale, dtype):
         assert (ours.double() - theirs).norm() <= tolerance * size.norm()
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (700, 512)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_residual_stream(shape, dtype):
+    """x + delta goes to the norm and on along the stream; its gradient comes from both."""
+    torch.manual_seed(0)
+    x, delta, dy, residual = (torch.randn(shape).to(dtype) for _ in range(4))
+    w = torch.randn(shape[1]).to(dtype)
+    total, y, r = norm.add_forward(x, delta, w, 1e-5)
+    assert torch.equal(total, x + delta)
+    exact = total.double().requires_grad_()
+    expected = torch.nn.functional.rms_norm(exact, (shape[1],), w.double(), 1e-5)
+    (exact_dx,) = torch.autograd.grad([expected, exact], exact, [dy.double(), residual.double()])
+    dx, dw = norm.backward(dy, total, w, r, residual)
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    terms = (r.double() * dy.double() * w.double()).norm() + residual.double().norm()
+    assert (y.double() - expected).norm() <= tolerance * expected.norm()
+    assert (dx.double() - exact_dx).norm() <= tolerance * terms
+    assert (dx.dtype, y.dtype, total.dtype) == (dtype,) * 3
+    assert torch.equal(dw, norm.backward(dy, total, w, r)[1])
+    frozen = norm.backward(dy, total, w, r, residual, need_dw=False)
+    assert torch.equal(frozen[0], dx)
+    assert frozen[1] is None
+    assert torch.equal(norm.recompute(total, w, r), y)
+
+
 def test_blocks_make_no_difference(monkeypatch):
     torch.manual_seed(0)
     x, dy, w = torch.randn(50, 64), torch.randn(50, 64), torch.randn(64)
     y, r = norm.forward(x, w, 1e-6)
-    dx, dw = norm.backward(dy, x, w, r)
+    dx, dw = norm.backward(dy, x, w, r, dy)
     monkeypatch.setattr(norm, "_rows", lambda T, K: 7)
     y2, r2 = norm.forward(x, w, 1e-6)
-    dx2, dw2 = norm.backward(dy, x, w, r2)
+    dx2, dw2 = norm.backward(dy, x, w, r2, dy)
     assert torch.equal(y, y2)
+    assert torch.equal(y, norm.recompute(x, w, r))
     assert torch.equal(r, r2)
     torch.testing.assert_close((dx, dw), (dx2, dw2))

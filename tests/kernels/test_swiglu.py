@@ -18,6 +18,9 @@ def test_forward_and_backward(shape, scale, dtype):
     copies = [t.clone() for t in (gate, up, dy)]
     y = swiglu.forward(gate, up)
     dgate, dup = swiglu.backward(dy, gate, up)
+    joint, again = swiglu.backward(dy, gate, up, joint=True, values=True)
+    assert torch.equal(again, y)
+    torch.testing.assert_close(joint, torch.cat((dgate, dup), -1), rtol=1e-5, atol=1e-6)
     tolerance = 1e-5 if dtype == torch.float32 else 5e-3
     for ours, theirs in ((y, expected), (dgate, exact_dgate), (dup, exact_dup)):
         assert ours.dtype == dtype

@@ -7,8 +7,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from surokit.kernels.reference import adamw8bit as reference
+from surokit.kernels.triton import adamw8bit as kernels
 from surokit.kernels.triton.adamw8bit import adamw8bit_, encode
 from tests.kernels.compiling import ANY, Launches, matrix
 from tests.kernels.interpreter import DEVICE
@@ -25,12 +27,15 @@ def state_of(p):
     return dict(zip(NAMES, ([x] for x in (*codes, *absmaxes, torch.zeros((), device=p.device)))))
 
 
-def launch(dtype, keys=None):
+def launch(dtype, keys=None, tensors=1):
     p = matrix(dtype=dtype)
-    adamw8bit_([p], [p], **state_of(p), **OPTIONS, keys=keys)
+    states = [state_of(p) for _ in range(tensors)]
+    lists = {name: [state[name][0] for state in states] for name in NAMES}
+    adamw8bit_([p] * tensors, [p] * tensors, **lists, **OPTIONS, keys=keys)
 
 
 LAUNCHES: Launches = {
+    "many": (ANY, lambda: launch(torch.bfloat16, tensors=70)),
     "bf16": (ANY, lambda: launch(torch.bfloat16)),
     "bf16, stochastic": (ANY, lambda: launch(torch.bfloat16, [KEY])),
     "float32": (ANY, lambda: launch(torch.float32)),
@@ -133,6 +138,70 @@ def test_strided_stochastic_and_masked():
     adamw8bit_([x], [bad], *([s] for s in state), **OPTIONS, keys=keys)
     assert x.isnan().all()
     assert state[2].isnan().all()
+
+
+def several(dtypes, sizes):
+    """Lists of parameters, gradients and states of these sizes, the dtypes taken in turn; every third parameter lies oddly."""
+    params, grads = [], []
+    for i, size in enumerate(sizes):
+        dtype = dtypes[i % len(dtypes)]
+        p = normal(size + 1, seed=i, dtype=dtype)
+        params.append(p[1:] if i % 3 == 2 and size % 16 else p[:-1].clone())
+        grads.append(normal(size, seed=100 + i, dtype=dtype))
+    states = [state_of(p) for p in params]
+    return params, grads, {name: [state[name][0] for state in states] for name in NAMES}
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "sizes", "span"),
+    [
+        ((torch.float32,), [256, 2304, 0, 16, 4096], 1),
+        ((torch.bfloat16, torch.bfloat16, torch.float32), [0, 1, 257, 4500, 0, 2049, 300, 0], 2),
+    ],
+    ids=["aligned", "odd"],
+)
+def test_many_tensors_in_a_launch_are_as_one_by_one(dtypes, sizes, span, monkeypatch):
+    """Other addresses and sizes, empty tensors at either end, more than a launch takes, several rounds of a program."""
+    keys = [(KEY + i).to(DEVICE) for i in range(len(sizes))]
+    params, grads, state = several(dtypes, sizes)
+    alone = several(dtypes, sizes)
+    for i in range(len(sizes)):
+        one = {name: [tensors[i]] for name, tensors in alone[2].items()}
+        adamw8bit_([alone[0][i]], [alone[1][i]], **one, **OPTIONS, keys=[keys[i]])
+    monkeypatch.setattr(kernels, "TENSORS", 4)
+    monkeypatch.setattr(kernels, "SPAN", span)
+    monkeypatch.setattr(kernels, "PROGRAMS", 1)
+    adamw8bit_(params, grads, **state, **OPTIONS, keys=keys)
+    for ours, theirs in zip((params, *state.values()), (alone[0], *alone[2].values())):
+        for a, b in zip(ours, theirs):
+            assert torch.equal(a, b)
+
+
+def test_many_tensors_take_a_few_launches_and_nothing_from_the_host(monkeypatch):
+    """What a captured graph could not hold: numbers read from the device, or brought to it after the first step."""
+
+    class Counted:
+        launches = 0
+
+        def __getitem__(self, grid):
+            self.launches += 1
+            return lambda *args, **options: None
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ops.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    ops: list[object] = []
+    params, grads, state = several((torch.bfloat16,), [300] * 70)
+    monkeypatch.setattr(kernels, "update_blocks", Counted())
+    adamw8bit_(params, grads, **state, **OPTIONS)
+    with Seen():
+        adamw8bit_(params, grads, **state, **OPTIONS)
+    assert kernels.update_blocks.launches == 2 * 3
+    moved = [op for op in ops if op in (torch.ops.aten.lift_fresh, torch.ops.aten._local_scalar_dense)]
+    # gradients and parameters that lie densely are not copied; begin_step takes a handful
+    assert (moved, len(ops) < len(params)) == ([], True), ops
 
 
 def test_errors_and_nothing_to_do():

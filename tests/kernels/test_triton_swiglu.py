@@ -1,31 +1,45 @@
-"""SwiGLU in Triton: relative error against float64, and the quantized form bit for bit against its two steps."""
+"""SwiGLU in Triton: relative error against float64, and every fused form bit for bit against its steps."""
+
+from functools import partial
 
 import pytest
 import torch
 
 from surokit.formats import E4M3, E5M2
-from surokit.kernels.reference import quantize
+from surokit.kernels.reference import delayed, quantize
 from surokit.kernels.reference import swiglu as reference
+from surokit.kernels.triton import delayed as launches
 from surokit.kernels.triton import swiglu as kernels
-from tests.kernels.compiling import ANY, FP8, Launches, matrix
+from tests.kernels.compiling import ANY, FP8, Launches, compiled, matrix
 from tests.kernels.interpreter import DEVICE
 
-ONE = torch.ones(1, 1)
+INF, NAN = float("inf"), float("nan")
+BLOCKS = {"columns": 128, "pow2": True}
+SIZES = (90, 120)  # for what differs from another launch in its sizes only
 
 
-def halves():
+def halves(K=512):
     """Gate and up as one product gives them."""
-    return matrix(256, 1024).chunk(2, 1)
+    return matrix(256, 2 * K).chunk(2, 1)
+
+
+def quantized(K=512, format=E4M3, slots=0, **options):
+    amaxes = {"in_force": torch.ones(slots), "opened": torch.ones(slots), "record": True} if slots else {}
+    kernels.forward_quantized(*halves(K), format, **amaxes, **options)
 
 
 LAUNCHES: Launches = {
     "forward": (ANY, lambda: kernels.forward(matrix(), matrix())),
     "forward, halves": (ANY, lambda: kernels.forward(*halves())),
     "backward": (ANY, lambda: kernels.backward(matrix(), matrix(), matrix())),
-    "quantized per row": (FP8, lambda: kernels.forward_quantized(*halves(), floor=1e-12)),
-    "quantized, wide": (FP8, lambda: kernels.forward_quantized(matrix(16, 14336), matrix(16, 14336))),
-    "quantized, delayed": (FP8, lambda: kernels.forward_quantized(matrix(), matrix(), E4M3, ONE, record=ONE.clone())),
-    "quantized, e5m2": (ANY, lambda: kernels.forward_quantized(matrix(), matrix(), E5M2, ONE)),
+    "backward, joint": (ANY, lambda: kernels.backward(matrix(), *halves(), joint=True, values=True)),
+    "quantized per row": (FP8, partial(quantized, 3072, floor=1e-12, pow2=True)),
+    "quantized per row, 12288": (SIZES, partial(quantized, 12288, values=True)),
+    "quantized, wide": (SIZES, partial(quantized, 28672)),
+    "quantized, blocks": (FP8, partial(quantized, 9728, **BLOCKS)),
+    "quantized, blocks, values": (FP8, partial(quantized, 12288, values=True, **BLOCKS)),
+    "quantized, delayed": (FP8, partial(quantized, 12288, slots=1)),
+    "quantized, e5m2": (ANY, partial(quantized, format=E5M2, slots=1)),
 }
 
 
@@ -61,48 +75,109 @@ def test_forward_and_backward(shape, scale, dtype):
         assert torch.equal(a, b)  # inputs are never written over
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (3, 520)])
+@pytest.mark.parametrize("shape", [(1,), (5, 7), (2, 3, 530)])
+@pytest.mark.parametrize("scale", [1.0, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("module", [kernels, reference], ids=["triton", "reference"])
+def test_joint_gradients_and_values(shape, scale, dtype, module):
+    gate, up, dy = inputs(*shape, dtype=dtype, scale=scale)
+    apart = module.backward(dy, gate, up)
+    copies = [t.clone() for t in (gate, up, dy)]
+    both = torch.cat((gate, up), -1)
+    for a, b in ((gate, up), (both[..., : shape[-1]], both[..., shape[-1] :])):
+        (joint,) = module.backward(dy, a, b, joint=True)
+        if module is kernels:
+            same(joint, torch.cat(apart, -1))
+        else:  # torch's exponential of strided float32 differs in a last bit
+            torch.testing.assert_close(joint, torch.cat(apart, -1), rtol=1e-6, atol=1e-6, equal_nan=True)
+        assert joint.is_contiguous()
+        y = module.forward(a, b)
+        for ours, theirs in zip(module.backward(dy, a, b, joint=True, values=True), (joint, y)):
+            same(ours, theirs)
+        for ours, theirs in zip(module.backward(dy, a, b, values=True), (*module.backward(dy, a, b), y)):
+            same(ours, theirs)
+    for a, b in zip(copies, (gate, up, dy)):
+        assert torch.equal(a, b)  # inputs are never written over
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (3, 1100)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("amax", [None, 4.0, 0.01, 0.0, float("inf"), float("nan")])
-def test_quantized_is_forward_then_quantize(shape, dtype, amax):
+@pytest.mark.parametrize(
+    ("columns", "pow2"), [(0, True), (0, False), (16, True), (128, True), (128, False), (2048, True)]
+)
+def test_quantized_is_forward_then_quantize(shape, dtype, columns, pow2):
     gate, up, _ = inputs(*shape, dtype=dtype)
     up[-1] *= 1e-20 if shape[0] > 1 else 1
-    given = None if amax is None else torch.tensor([[amax]], device=DEVICE)
-    record = torch.full((1, 1), 0.5, device=DEVICE)
-    codes, scales = kernels.forward_quantized(gate, up, E4M3, given, 1e-12, record)
+    up[:, : shape[1] // 3] = 0  # blocks of zeros
     y = kernels.forward(gate, up)
-    expected = quantize.quantize(y, E4M3, int(amax is None), 0, amax is None, given, 1e-12)
+    expected = quantize.quantize(y, E4M3, 1, columns, pow2, floor=1e-12)
+    for values in (False, True):
+        options = {"columns": columns, "pow2": pow2, "floor": 1e-12, "values": values}
+        codes, scales, again = kernels.forward_quantized(gate, up, **options)
+        same(codes, expected[0])
+        same(scales, expected[1])
+        assert scales.stride(0) == 1
+        assert torch.equal(again, y) if values else again is None
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (9, 1100)])
+@pytest.mark.parametrize("given", [0.0, 3.0, 0.01])
+@pytest.mark.parametrize(("format", "record"), [(E4M3, True), (E4M3, False), (E5M2, True)], ids=str)
+def test_delayed_is_forward_then_quantize(shape, given, format, record, monkeypatch):
+    monkeypatch.setattr(launches, "PARTS", 2)  # fewer than there are tiles
+    gate, up, _ = inputs(*shape)
+    gate[-1, -1] = up[-1, -1] = 8.0  # the last tile says what the amax is
+    y = kernels.forward(gate, up)
+    banks = [torch.tensor([[given] * 6, [1e-3, delayed.NOTHING] * 3], device=DEVICE) for _ in range(2)]
+    ours, theirs = ({"in_force": b[0, ::2], "opened": b[1, 1::2]} for b in banks)
+    codes, scale, again = kernels.forward_quantized(
+        gate, up, format, **ours, record=record, floor=1e-3, values=format == E5M2
+    )
+    expected = delayed.quantize(y, format, theirs["in_force"], theirs["opened"], record, False, 1e-3)
     same(codes, expected[0])
-    same(scales, expected[1])
-    assert record.item() == max(0.5, y.abs().max().item())
+    same(scale, expected[1])
+    same(*banks)
+    assert torch.equal(again, y) if format == E5M2 else again is None
 
 
-@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("value", [0.0, INF, NAN])
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("delayed", [False, True])
-def test_values_that_are_no_good_stay_visible(value, format, delayed):
-    gate, up, _ = inputs(5, 40)
+@pytest.mark.parametrize("scaling", ["row", "blocks", "known", "first"])
+def test_values_that_are_no_good_stay_visible(value, format, scaling):
+    gate, up, _ = inputs(5, 300)
     gate[2], up[2] = 1.0, 0.0
     up[2, 7] = value
-    given = torch.full((1, 1), 3.0, device=DEVICE) if delayed else None
-    record = torch.zeros(1, 1, device=DEVICE)
-    codes, scales = kernels.forward_quantized(gate, up, format, given, record=record)
     y = kernels.forward(gate, up)
-    expected = quantize.quantize(y, format, int(not delayed), 0, not delayed, given)
-    same(codes, expected[0])
+    if scaling in ("row", "blocks"):
+        options = BLOCKS if scaling == "blocks" else {"columns": 0, "pow2": False}
+        codes, scales, _ = kernels.forward_quantized(gate, up, format, **options)
+        expected = quantize.quantize(y, format, 1, options["columns"], options["pow2"])
+        same(codes, expected[0])
+    else:
+        banks = [torch.tensor([3.0 if scaling == "known" else 0.0, -1.0], device=DEVICE).split(1) for _ in range(2)]
+        _, scales, _ = kernels.forward_quantized(
+            gate, up, format, in_force=banks[0][0], opened=banks[0][1], record=True
+        )
+        expected = delayed.quantize(y, format, *banks[1], True)
+        for a, b in zip(*banks):
+            same(a, b)
     same(scales, expected[1])
-    same(record, quantize.amax(y))
-    assert record.isfinite() == (value == 0)
+    assert scales.isnan().any() == (value != 0)
 
 
 def test_the_definition_is_the_two_steps():
-    gate, up, _ = inputs(6, 40)
-    record = torch.zeros(1, 1, device=DEVICE)
-    codes, scales = reference.forward_quantized(gate, up, floor=1e-12, record=record)
+    gate, up, _ = inputs(6, 300)
     y = reference.forward(gate, up)
-    same(codes, quantize.quantize(y, E4M3, 1, 0, True, floor=1e-12)[0])
-    assert scales.shape == (6, 1)
-    assert record.item() == y.abs().max().item()
+    codes, scales, again = reference.forward_quantized(gate, up, floor=1e-12, values=True, **BLOCKS)
+    expected = quantize.quantize(y, E4M3, 1, 128, True, floor=1e-12)
+    for ours, theirs in zip((codes, scales, again), (*expected, y)):
+        same(ours, theirs)
+    slots = torch.tensor([[0.0], [-1.0]], device=DEVICE).unbind()
+    codes, _, again = reference.forward_quantized(gate, up, in_force=slots[0], opened=slots[1], record=True)
+    same(codes, quantize.quantize(y, E4M3)[0])
+    assert again is None
+    for slot in slots:
+        same(slot, quantize.amax(y).view(1))
 
 
 def test_strides_and_empty_tensors():
@@ -113,28 +188,42 @@ def test_strides_and_empty_tensors():
         assert torch.equal(kernels.forward(a, b), y)
         for ours, theirs in zip(kernels.backward(dy, a, b), gradients):
             assert torch.equal(ours, theirs)
-        for ours, theirs in zip(kernels.forward_quantized(a, b), kernels.forward_quantized(gate, up)):
-            assert torch.equal(ours.float(), theirs.float())
+        for options in ({}, {"columns": 16}):
+            ours, theirs = (kernels.forward_quantized(*pair, **options)[:2] for pair in ((a, b), (gate, up)))
+            for x, z in zip(ours, theirs):
+                same(x, z)
     one = dy[:1, :1].expand(9, 48)  # a gradient as sum() gives it
     assert torch.equal(kernels.backward(one, gate, up)[1], kernels.backward(one.contiguous(), gate, up)[1])
-    for none in (gate[:0], gate[:, :0]):
-        assert kernels.forward(none, none).shape == none.shape
-        assert [t.shape for t in kernels.backward(none, none, none)] == [none.shape] * 2
-    assert [tuple(t.shape) for t in kernels.forward_quantized(gate[:0], up[:0])] == [(0, 48), (0, 1)]
-    given = torch.full((1, 1), 2.0, device=DEVICE)
-    for a, b in zip(
-        kernels.forward_quantized(gate[:0], up[:0], amax=given),
-        reference.forward_quantized(gate[:0], up[:0], amax=given),
-    ):
-        same(a, b)
+    for module in (kernels, reference):
+        for none in (gate[:0], gate[:, :0]):
+            assert module.forward(none, none).shape == none.shape
+            assert [t.shape for t in module.backward(none, none, none, values=True)] == [none.shape] * 3
+            assert module.backward(none, none, none, joint=True)[0].shape == (none.shape[0], 2 * none.shape[1])
+    found = kernels.forward_quantized(gate[:0], up[:0], columns=16, values=True)
+    assert [tuple(t.shape) for t in found] == [(0, 48), (0, 3), (0, 48)]
 
 
 def test_errors():
-    gate, up, _ = inputs(4, 8)
-    for function in (kernels.forward, kernels.forward_quantized):
+    gate, up, dy = inputs(4, 8)
+    for function in (kernels.forward, kernels.forward_quantized, partial(kernels.backward, dy)):
         with pytest.raises(ValueError, match="equal shapes"):
             function(gate, up[:3])
         with pytest.raises(TypeError, match="use kernels/reference"):
             function(gate.double(), up.double())
-    with pytest.raises(ValueError, match="`record` is one float32 number"):
-        kernels.forward_quantized(gate, up, record=torch.zeros(1, 1, dtype=torch.float64, device=DEVICE))
+    with pytest.raises(ValueError, match=r"scales of 2\^n columns, not of 24"):
+        kernels.forward_quantized(gate, up, columns=24)
+
+
+def test_everything_moves_in_16_bytes_and_codes_in_8():
+    for launch, kernel, loads, stores in (
+        ("forward, halves", "forward_blocks", 2, {"v4.b32"}),
+        ("backward, joint", "backward_blocks", 3, {"v4.b32"}),
+        ("quantized per row, 12288", "forward_tiles_quantized", 8, {"v4.b32", "v2.b32", "b32"}),
+        ("quantized, blocks", "forward_tiles_quantized", 4, {"v2.b32", "b32"}),
+        ("quantized, delayed", "forward_tiles_quantized", 4, {"v2.b32", "b32"}),
+        ("quantized, delayed", "amax_tiles", 4, {"b32"}),
+    ):
+        ptx = compiled()["swiglu", launch, 90][kernel]
+        assert ptx.count("ld.global.v4.b32") == loads, (launch, kernel)
+        found = {line.split("st.global.")[1].split()[0] for line in ptx.splitlines() if "st.global." in line}
+        assert found == stores, (launch, kernel)
