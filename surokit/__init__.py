@@ -23,6 +23,8 @@ _NAMES: dict[str, str] = {
         "tuning": "tune",
         "environment": "doctor",
         "models": "Decoder DecoderConfig load save load_adapter save_adapter merge unmerge generate",
+        "models.fuse": "fuse",
+        "nn.fusion": "Fusion",
         "data": "text chat train_tokenizer load_tokenizer",
         "train": "Session AdamW AdamW8bit Cosine Record numerics",
         "live": "Live",

@@ -37,6 +37,8 @@ from surokit.models import merge as merge
 from surokit.models import save as save
 from surokit.models import save_adapter as save_adapter
 from surokit.models import unmerge as unmerge
+from surokit.models.fuse import fuse as fuse
+from surokit.nn.fusion import Fusion as Fusion
 from surokit.planner import CHINCHILLA as CHINCHILLA
 from surokit.planner import CHINCHILLA_REPLICATED as CHINCHILLA_REPLICATED
 from surokit.planner import KAPLAN as KAPLAN

@@ -21,14 +21,27 @@ from surokit.quantizer import Quantizer, kind_of
 
 
 def product(
-    a_MK: Tensor | Quantized, b_NK: Tensor | Quantized, dtype: torch.dtype, fast_accumulation: bool = False
+    a_MK: Tensor | Quantized,
+    b_NK: Tensor | Quantized,
+    dtype: torch.dtype,
+    fast_accumulation: bool = False,
+    onto: Tensor | None = None,
 ) -> Tensor:
-    """[M, N] = a b' in `dtype`. An operand that is not quantized takes part in `dtype`, the other one is decoded to it."""
+    """[M, N] = a b' in `dtype`. An operand that is not quantized takes part in `dtype`, the other one is decoded to it.
+
+    onto: [M, N] in `dtype`, to which the product is added in place, in the product itself where it can be.
+    """
     if isinstance(b_NK, Quantized) and isinstance(a_MK, Tensor) and decodes_on_the_way(a_MK, b_NK):
-        return b_NK.times(a_MK.to(dtype))
-    if not isinstance(a_MK, Quantized) or not isinstance(b_NK, Quantized):
+        y_MN = b_NK.times(a_MK.to(dtype))
+    elif isinstance(a_MK, Quantized) and isinstance(b_NK, Quantized):
+        y_MN = _of_codes(a_MK, b_NK, dtype, fast_accumulation)
+    else:
         a, b = (m.dequantize(dtype) if isinstance(m, Quantized) else m.to(dtype) for m in (a_MK, b_NK))
-        return a @ b.t()
+        return a @ b.t() if onto is None else onto.addmm_(a, b.t())
+    return y_MN if onto is None else onto.add_(y_MN)
+
+
+def _of_codes(a_MK: Quantized, b_NK: Quantized, dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
     kind = kind_of(a_MK.quantizer, b_NK.quantizer)
     if kind and native.available(kind, a_MK.codes.device) and a_MK.codes.numel() and b_NK.codes.numel():
         return _native(kind, a_MK, b_NK, dtype, fast_accumulation)

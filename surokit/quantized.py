@@ -247,13 +247,13 @@ class _Tiles:
     @staticmethod
     def encode(x_MK: Tensor, q: Quantizer, amax: Tensor | None, key: Tensor | None) -> Parts:
         rows, columns = q.scaling.tile()
-        return *kernels.quantize(x_MK, q.format.name, rows, columns, q.scaling.pow2, amax, _least_amax(q), key), ()
+        return *kernels.quantize(x_MK, q.format.name, rows, columns, q.scaling.pow2, amax, least_amax(q), key), ()
 
     @staticmethod
     def encode_both(x_MK: Tensor, q: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Codes and scales of x, and of x'."""
         rows, columns = q.scaling.tile()
-        return kernels.quantize_both(x_MK, q.format.name, rows, columns, q.scaling.pow2, _least_amax(q))
+        return kernels.quantize_both(x_MK, q.format.name, rows, columns, q.scaling.pow2, least_amax(q))
 
     @classmethod
     def encode_rotated(cls, x_MK: Tensor, q: Quantizer, amax: Tensor | None, key: Tensor | None) -> Parts:
@@ -348,7 +348,7 @@ _CODECS: dict[type[Scaling], type[_Tiles]] = {
 }
 
 
-def _least_amax(q: Quantizer) -> float:
+def least_amax(q: Quantizer) -> float:
     """torchao keeps a row's amax above 1e-12; TransformerEngine takes tensors and blocks as they are."""
     return 1e-12 if isinstance(q.scaling, PerRow) else 0.0
 

@@ -9,6 +9,7 @@ Matrices are [M, K] with K the dimension that the product contracts, so a per-ro
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -234,6 +235,13 @@ class Quantizer:
         """Whether a matrix and its transpose are quantized in one pass: tiles lie along K and nothing is drawn or rotated."""
         along = isinstance(self.scaling, PerRow | MX) or (isinstance(self.scaling, Block) and self.scaling.rows == 1)
         return along and self.rounding == "nearest" and not self.hadamard
+
+    def separates(self, dimension: Literal[0, 1], sizes: Sequence[int]) -> bool:
+        """Whether parts of these sizes, one after the other along a dimension (0: rows, 1: columns), have the same codes when they
+        are quantized as one matrix: no tile, rotation, draw or scale of scales may reach from one into another."""
+        tile = (self.scaling.tile()[dimension], self.hadamard if dimension == 1 else 0)
+        alone = isinstance(self.scaling, PerTensor | NV | NFBlock) or self.rounding == "stochastic"
+        return not alone and tile[0] != 0 and not any(size % step for size in sizes for step in tile if step)
 
     def same_codes(self, other: Quantizer) -> bool:
         """Whether a matrix that this quantizer stored can stand where `other` would quantize it: only the scales may differ."""

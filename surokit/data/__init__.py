@@ -4,6 +4,7 @@ Both tokenize a source once, group by group, and keep nothing but the tokens (tw
 
 - `text`: every document, then the end-of-text token, in one long row that is cut into sequences. No padding. Attention
   crosses from a document into the next one, as in pre-training; the end-of-text token is what tells them apart.
+  `documents=True` keeps them apart: a model that takes position_ids then sees each for itself.
 - `chat`: whole conversations, several to a sequence where they fit, padded; only the assistant's tokens count in the loss.
 
 Dimensions: S sequences, T length, N tokens.
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from surokit.data import conversations, sources
-from surokit.data.batches import Batches, check_positive, check_seed
+from surokit.data.batches import Batches, check_positive, check_seed, document_starts
 from surokit.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, train_tokenizer
 
 __all__ = ["Batches", "Tokenizer", "chat", "check_vocabulary", "load_tokenizer", "text", "train_tokenizer"]
@@ -32,6 +33,7 @@ def text(
     *,
     seed: int = 0,
     shuffle: bool = True,
+    documents: bool = False,
     column: str | None = None,
     split: str = "train",
 ) -> Batches:
@@ -45,6 +47,8 @@ def text(
         batch: sequences a batch.
         seed: of the order; another epoch has another order.
         shuffle: False keeps the text's order.
+        documents: keep the documents of a sequence apart: none sees another, and its first token is not trained on. A model
+            of transformers does that without a cache: Session tells it so, another loop has to (`use_cache=False`).
         column: of records; "text", or the only column of text, where not given.
         split: of a dataset that has splits.
 
@@ -60,8 +64,9 @@ def text(
             f"the tokenizer ({tokenizer.name}) has no end-of-text token to put between documents: name one as eos_token in "
             "its tokenizer_config.json"
         )
-    name, documents = sources.documents(source, column, split)
-    ids_N, count = _tokenize(documents, tokenizer)
+    name, texts = sources.documents(source, column, split)
+    ids_N, lengths = _tokenize(texts, tokenizer)
+    count = len(lengths)
     if count == 0:
         raise ValueError(f"there is no text in {name}")
     whole, rest = divmod(len(ids_N), length)
@@ -77,6 +82,7 @@ def text(
         batch=batch,
         seed=seed,
         shuffle=shuffle,
+        starts_SM=document_starts(np.cumsum([0, *lengths[:-1]]), whole, length) if documents else None,
         tokenizer=tokenizer,
         name=name,
         notes=tuple(notes),
@@ -93,6 +99,7 @@ def chat(
     template: str | None = None,
     seed: int = 0,
     shuffle: bool = True,
+    documents: bool = False,
     column: str | None = None,
     split: str = "train",
 ) -> Batches:
@@ -113,6 +120,7 @@ def chat(
         template: a Jinja chat template instead of the tokenizer's; without either, ChatML. Around the assistant's part it
             may have {% generation %} ... {% endgeneration %}.
         seed, shuffle, split: as for `text`.
+        documents: keep the conversations of a sequence apart, as `text` does its documents.
         column: of records; "messages", "conversations" or "conversation" where not given.
 
     Raises:
@@ -150,9 +158,11 @@ def chat(
     ids_ST = np.full((len(packed), length), padding, dtype=dtype)
     trained_ST = np.zeros((len(packed), length), dtype=np.bool_)
     filled_S = np.zeros(len(packed), dtype=np.int64)
+    firsts: list[int] = []
     for row, members in enumerate(packed):
         for member in members:
             ids_T, trained_T = kept[member]
+            firsts.append(row * length + int(filled_S[row]))
             here = slice(filled_S[row], filled_S[row] + len(ids_T))
             ids_ST[row, here], trained_ST[row, here] = ids_T, trained_T
             filled_S[row] += len(ids_T)
@@ -170,6 +180,7 @@ def chat(
         shuffle=shuffle,
         trained_ST=trained_ST,
         filled_S=filled_S,
+        starts_SM=document_starts(np.array(firsts), len(packed), length) if documents else None,
         tokenizer=tokenizer,
         name=name,
         notes=tuple(notes),
@@ -201,16 +212,14 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def _tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> tuple[NDArray[Any], int]:
-    """All documents' ids in a row, [N], each closed by the end-of-text token, and how many documents there were."""
+def _tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> tuple[NDArray[Any], list[int]]:
+    """All documents' ids in a row, [N], each closed by the end-of-text token, and how long each is."""
     opening = [] if tokenizer.opening_id is None else [tokenizer.opening_id]
     dtype = _dtype(tokenizer)
     parts: list[NDArray[Any]] = []
-    count = 0
     for group in sources.chunks(documents):
         parts += [np.array([*opening, *ids, tokenizer.eos_id], dtype=dtype) for ids in tokenizer.encode_batch(group)]
-        count += len(group)
-    return np.concatenate(parts) if parts else np.zeros(0, dtype), count
+    return np.concatenate(parts) if parts else np.zeros(0, dtype), [len(part) for part in parts]
 
 
 def _dtype(tokenizer: Tokenizer) -> type[np.unsignedinteger[Any]]:

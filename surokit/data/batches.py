@@ -4,7 +4,7 @@ The tokens lie in one compact array; an epoch is a permutation of its sequences 
 (epoch, batches handed out). So the order after a resume needs nothing but those two numbers. One thread prepares the
 batch after the one in use; the position counts what was handed out, never what was prepared.
 
-Dimensions: S sequences, B batch, T length.
+Dimensions: S sequences, B batch, T length, M documents (or conversations) a sequence at most.
 """
 
 import hashlib
@@ -26,7 +26,8 @@ _SPLIT_SEED = 20240229
 
 class Batches:
     """A re-iterable of {"input_ids": int64 [B, T], "labels": int64 [B, T]}; labels unshifted (the model shifts), -100
-    where a token is not trained on.
+    where a token is not trained on. Where documents are kept apart, also "position_ids": int64 [B, T], starting anew with each
+    document, and "documents": int32 [B, M], the first token of each, padded with T; no document's first token is trained on.
 
     Iteration goes on from the position and ends with the epoch: `for` after `for` gives epoch after epoch, each in its
     own order; a loop that was left early is continued by the next one. The half that `split` holds out is the exception:
@@ -40,6 +41,8 @@ class Batches:
         ids_ST: token ids, [S, T], an unsigned integer type.
         trained_ST: True where a token is trained on, [S, T]; None for all of them.
         filled_S: tokens that are not padding in each sequence, [S]; None where there is no padding.
+        starts_SM: first tokens of the documents of each sequence as `document_starts` gives them, [S, M], to keep documents
+            apart; None for sequences that are seen as one text.
         batch: sequences a batch, B.
         seed: of the order.
         shuffle: False keeps the sequences' own order in every epoch.
@@ -60,6 +63,7 @@ class Batches:
         shuffle: bool = True,
         trained_ST: NDArray[np.bool_] | None = None,
         filled_S: NDArray[np.int64] | None = None,
+        starts_SM: NDArray[np.int32] | None = None,
         tokenizer: Tokenizer | None = None,
         name: str = "tokens",
         notes: tuple[str, ...] = (),
@@ -69,7 +73,7 @@ class Batches:
         check_seed(seed)
         self.batch, self.length, self.seed, self.shuffle = batch, int(ids_ST.shape[1]), seed, shuffle
         self.tokenizer, self.name, self.notes = tokenizer, name, notes
-        self._ids_ST, self._trained_ST, self._filled_S = ids_ST, trained_ST, filled_S
+        self._ids_ST, self._trained_ST, self._filled_S, self._starts_SM = ids_ST, trained_ST, filled_S, starts_SM
         self._rows_S = np.arange(len(ids_ST))
         self._restarts = False
         self._epoch = self._index = self._loop = 0
@@ -91,13 +95,13 @@ class Batches:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits over the tokens, what is trained on, the tokenizer, length, batch, seed and shuffle."""
+        """16 hexadecimal digits over tokens, documents kept apart, what is trained on, tokenizer, length, batch, seed, shuffle."""
         digest = hashlib.blake2b(digest_size=8)
         tokenizer = None if self.tokenizer is None else self.tokenizer.fingerprint
         digest.update(
             repr((tokenizer, self.length, self.batch, self.seed, self.shuffle, self._ids_ST.dtype.str)).encode()
         )
-        for part in (self._ids_ST, self._trained_ST, self._rows_S):
+        for part in (self._ids_ST, self._trained_ST, self._rows_S, self._starts_SM):
             if part is not None:
                 digest.update(np.ascontiguousarray(part).data)
         return digest.hexdigest()
@@ -163,8 +167,13 @@ class Batches:
         rows_B = order_S[index * self.batch : (index + 1) * self.batch]
         ids_BT = self._ids_ST[rows_B].astype(np.int64)
         labels_BT = ids_BT.copy() if self._trained_ST is None else np.where(self._trained_ST[rows_B], ids_BT, -100)
-        made = {"input_ids": torch.from_numpy(ids_BT), "labels": torch.from_numpy(labels_BT)}
-        return {key: tensor.pin_memory() for key, tensor in made.items()} if pin else made
+        made = {"input_ids": ids_BT, "labels": labels_BT}
+        if self._starts_SM is not None:
+            starts_BM = self._starts_SM[rows_B]
+            made |= {"position_ids": _positions(starts_BM, self.length), "documents": starts_BM}
+            labels_BT[made["position_ids"] == 0] = -100  # its own document holds nothing to predict it from
+        tensors = {key: torch.from_numpy(array) for key, array in made.items()}
+        return {key: tensor.pin_memory() for key, tensor in tensors.items()} if pin else tensors
 
     # Derived ---------------------------------------------------------------------------------------------------------
 
@@ -229,6 +238,31 @@ class Batches:
         order = f"shuffled with seed {self.seed}" if self.shuffle else "in order"
         parts += [order, f"next: epoch {self._epoch} batch {self._index}"]
         return f"Batches({'; '.join(parts)})"
+
+
+def document_starts(firsts: NDArray[np.int64], sequences: int, length: int) -> NDArray[np.int32]:
+    """First tokens of the documents of each sequence, ascending and padded with `length`, [S, M].
+
+    Args:
+        firsts: of all documents in the row of all tokens, [N], ascending. A document that goes on in the next sequence
+            starts there anew.
+        sequences: S; what starts behind them is left out.
+        length: of a sequence, T.
+    """
+    all_firsts = np.union1d(firsts[firsts < sequences * length], np.arange(sequences) * length)
+    row_N, at_N = np.divmod(all_firsts, length)
+    count_S = np.bincount(row_N, minlength=sequences)
+    starts_SM = np.full((sequences, int(count_S.max())), length, dtype=np.int32)
+    starts_SM[row_N, np.arange(len(row_N)) - np.repeat(count_S.cumsum() - count_S, count_S)] = at_N
+    return starts_SM
+
+
+def _positions(starts_BM: NDArray[np.int32], length: int) -> NDArray[np.int64]:
+    """Each token's place in its document, [B, T]."""
+    first_BT = np.zeros((len(starts_BM), length + 1), dtype=np.int64)
+    np.put_along_axis(first_BT, starts_BM, starts_BM, axis=1)
+    positions_BT: NDArray[np.int64] = np.arange(length) - np.maximum.accumulate(first_BT[:, :length], axis=1)
+    return positions_BT
 
 
 def check_positive(name: str, value: Any) -> None:

@@ -5,6 +5,8 @@ decoder.py      Decoder
 checkpoint.py   load, save
 layouts.py      quantized weights as FP8, ModelOpt, MXFP4 and bitsandbytes folders have them
 folder.py       safetensors folders, read through memory mapping and written whole
+fuse.py         fuse: what is computed together, of a Decoder and of transformers' models
+foreign.py      what transformers' modules become when they are fused
 adapter.py      save_adapter, load_adapter, merge, unmerge
 generation.py   generate
 """

@@ -19,7 +19,7 @@ from torch import nn
 from surokit import convert, hub
 from surokit.errors import CheckpointError
 from surokit.models.config import DecoderConfig
-from surokit.models.decoder import Decoder
+from surokit.models.decoder import MLP, Attention, Decoder
 from surokit.models.folder import (
     INDEX,
     SIDECAR,
@@ -34,6 +34,7 @@ from surokit.models.folder import (
     written_whole,
 )
 from surokit.models.layouts import Layout, copied, layout_for, layout_of, stored_as
+from surokit.nn.joint import lay
 from surokit.nn.linear import Linear
 from surokit.quantized import quantize
 from surokit.recipe import Recipe, find_recipe
@@ -84,6 +85,9 @@ def load(
             if isinstance(module, Linear) and not (config.tied and module is model.lm_head):
                 for callback in callbacks:
                     callback(name, module)
+                reader = model.get_submodule(name.rpartition(".")[0])
+                if isinstance(reader, (Attention, MLP)):  # at once, so that no more than these exist twice
+                    lay(reader.readers, reader.fusion)
     model.model.rotary_emb.to_empty(device=target)
     if config.tied:
         model.tie_weights()

@@ -2,6 +2,10 @@
 
 Modules carry Hugging Face's names, so that state-dict keys are a checkpoint's keys. The loss never makes whole logits.
 
+Blocks, attention and MLPs hold a `fusion`, which says what is computed together (nn/fusion.py); `surokit.fuse` sets it. Norms
+then go with the layers that read them: `Attention` and `MLP` take a `Normed` instead of a tensor, and return what goes on beside
+the residual stream. Where somebody's hook wants to see a tensor that a fused step does not make, the step is not fused.
+
 B batch, T tokens, K width, H query heads, G key heads, D head width, V vocabulary.
 """
 
@@ -9,17 +13,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from surokit.models.config import DecoderConfig
-from surokit.nn.attention import attention
+from surokit.nn.attention import Documents, attention, visibility
+from surokit.nn.fusion import Fusion, fusion_for
+from surokit.nn.joint import lay, lay_in_forward
 from surokit.nn.linear import Linear
 from surokit.nn.loss import IGNORED, chunked_cross_entropy, linear_cross_entropy
 from surokit.nn.norm import RMSNorm
-from surokit.nn.rope import RotaryEmbedding, apply_rope
-from surokit.nn.swiglu import swiglu
+from surokit.nn.qk import split_heads
+from surokit.nn.rope import RotaryEmbedding
+from surokit.nn.sources import is_hooked
+from surokit.nn.stages import Gated, Normed, Plain, project
 
 __all__ = ["Decoder", "DecoderConfig", "KeyValueCache", "Output"]
 
@@ -68,13 +78,31 @@ class _Context:
     """What every block of one forward shares: rotary tables, visibility, cache."""
 
     def __init__(
-        self, cos: Tensor, sin: Tensor, masks: dict[int | None, Tensor | None], cache: KeyValueCache | None
+        self,
+        cos: Tensor,
+        sin: Tensor,
+        masks: dict[int | None, Tensor | Documents | None],
+        cache: KeyValueCache | None,
     ) -> None:
         self.cos, self.sin, self.masks, self.cache = cos, sin, masks, cache
 
 
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+
+def takes_normed(forward: Forward) -> Forward:
+    """Marks a forward that takes a `Normed` too, and then returns the stream beside its output."""
+    forward.takes_normed = True  # type: ignore[attr-defined]
+    return forward
+
+
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions, optional QK-norm and biases."""
+    """Grouped-query attention with rotary positions, optional QK-norm and biases.
+
+    Of x [B, T, K] it returns what is to be added to the residual stream; of a `Normed`, the stream and that.
+    """
+
+    fusion: Fusion | None = None
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -88,24 +116,40 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = RMSNorm(D, c.norm_eps), RMSNorm(D, c.norm_eps)
         self.qk_norm = c.qk_norm
 
-    def forward(self, x_BTK: Tensor, context: _Context) -> Tensor:
-        B, T, _ = x_BTK.shape
-        q, k, v = (p(x_BTK).view(B, T, -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, context.cos, context.sin), apply_rope(k, context.cos, context.sin)
+    @takes_normed
+    def forward(self, x_BTK: Tensor | Normed, context: _Context) -> Tensor | tuple[Tensor, Tensor]:
+        source, x = source_of(x_BTK)
+        B, T, _ = x.shape
+        fusion = fusion_for(self.fusion, x)
+        lay_in_forward(self.readers, fusion)
+        stream, parts, joint = project(source, self.readers, fusion)
+        norms = (self.q_norm, self.k_norm) if self.qk_norm else None
+        q, k, v = split_heads(parts, joint, self.head_dim, context.cos, context.sin, norms, fusion)
+        del parts, joint  # a name would hold them through attention
         causal = True
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
             causal = k.shape[1] == T
         mask = context.masks[self.window]
         y = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal, mask=mask)
-        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
-        return out
+        _, (out,), _ = project(Plain(y.transpose(1, 2).reshape(B, T, -1)), (self.o_proj,), fusion)
+        return out if stream is None else (stream, out)
+
+    @property
+    def readers(self) -> tuple[Linear, ...]:
+        """The layers that read x, which may lie side by side."""
+        return self.q_proj, self.k_proj, self.v_proj
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Attention:
+        super()._apply(fn, recurse)
+        lay(self.readers, self.fusion)
+        return self
 
 
 class MLP(nn.Module):
-    """down(silu(gate x) * up x)."""
+    """down(silu(gate x) * up x), of x [..., K] or, with the stream beside it, of a `Normed`."""
+
+    fusion: Fusion | None = None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -113,13 +157,36 @@ class MLP(nn.Module):
         self.up_proj = Linear(config.width, config.ffn, bias=config.mlp_bias)
         self.down_proj = Linear(config.ffn, config.width, bias=config.mlp_bias)
 
-    def forward(self, x_BTK: Tensor) -> Tensor:
-        y: Tensor = self.down_proj(swiglu(self.gate_proj(x_BTK), self.up_proj(x_BTK)))
-        return y
+    @takes_normed
+    def forward(self, x_BTK: Tensor | Normed) -> Tensor | tuple[Tensor, Tensor]:
+        source, x = source_of(x_BTK)
+        fusion = fusion_for(self.fusion, x)
+        lay_in_forward(self.readers, fusion)
+        stream, *made = project(source, self.readers, fusion)
+        _, (y,), _ = project(_gated(made), (self.down_proj,), fusion)
+        return y if stream is None else (stream, y)
+
+    @property
+    def readers(self) -> tuple[Linear, ...]:
+        """The layers that read x, which may lie side by side."""
+        return self.gate_proj, self.up_proj
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MLP:
+        super()._apply(fn, recurse)
+        lay(self.readers, self.fusion)
+        return self
+
+
+def _gated(made: list[Any]) -> Gated:
+    """Gate and up as a source; taken out of the caller's list, whose names would hold them through the product."""
+    joint, (gate, up) = made.pop(), made.pop()
+    return Gated(gate, up, joint)
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    fusion: Fusion | None = None
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -129,13 +196,34 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
 
     def forward(self, x_BTK: Tensor, context: _Context) -> Tensor:
-        x_BTK = x_BTK + self.self_attn(self.input_layernorm(x_BTK), context)
-        x_BTK = x_BTK + self.mlp(self.post_attention_layernorm(x_BTK))
-        return x_BTK
+        fusion = fusion_for(self.fusion, x_BTK)
+        x_BTK, y_BTK = after_norm(self.self_attn, self.input_layernorm, x_BTK, None, fusion, context)
+        x_BTK, y_BTK = after_norm(self.mlp, self.post_attention_layernorm, x_BTK, y_BTK, fusion)
+        return x_BTK + y_BTK
+
+
+def after_norm(
+    reader: nn.Module, norm: RMSNorm, x_BTK: Tensor, y_BTK: Tensor | None, fusion: Fusion, *context: object
+) -> tuple[Tensor, Tensor]:
+    """The residual stream x + y (x where y is None), and what `reader` makes of its norm; one step where nobody looks on."""
+    known = getattr(type(reader).forward, "takes_normed", False)  # somebody may have put another module there
+    if fusion.norm and known and not is_hooked(reader) and not is_hooked(norm):
+        stream, out = reader(Normed(x_BTK, norm, y_BTK), *context)
+        return stream, out
+    if y_BTK is not None:
+        x_BTK = x_BTK + y_BTK
+    return x_BTK, reader(norm(x_BTK), *context)
+
+
+def source_of(x: Tensor | Normed) -> tuple[Plain | Normed, Tensor]:
+    """What `project` reads, and a tensor of it that tells shape, dtype and device."""
+    return (x, x.stream) if isinstance(x, Normed) else (Plain(x), x)
 
 
 class Backbone(nn.Module):
     """Embedding, blocks and last norm: token ids [B, T] to hidden states [B, T, K]."""
+
+    fusion: Fusion | None = None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -147,19 +235,55 @@ class Backbone(nn.Module):
             config.rotary_width, config.rope_theta, config.max_length, config.rope_scaling
         )
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None, cache: KeyValueCache | None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        cache: KeyValueCache | None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         x_BTK: Tensor = self.embed_tokens(input_ids)
         T, start = input_ids.shape[1], cache.seen if cache else 0
         cos, sin = self.rotary_emb(T, x_BTK.dtype, position_ids, start)
         windows = {self.config.window_of(i) for i in range(self.config.layers)}
-        masks = {window: visible(T, start, window, position_ids, x_BTK.device) for window in windows}
+        device, dtype = x_BTK.device, x_BTK.dtype
+        masks = {window: visibility(T, start, window, position_ids, device, dtype, documents) for window in windows}
         context = _Context(cos, sin, masks, cache)
+        again = self.fusion is not None and self.fusion.recompute == "full" and torch.is_grad_enabled()
         for block in self.layers:
-            x_BTK = block(x_BTK, context)
+            x_BTK = twice(block, x_BTK, context) if again else block(x_BTK, context)
         if cache is not None:
             cache.seen += T
         out: Tensor = self.norm(x_BTK)
         return out
+
+
+def twice(block: nn.Module, x_BTK: Tensor, context: _Context) -> Tensor:
+    """The block's output, of which only the input is kept: backward computes the rest again."""
+    random = draws_in_forward(block)
+    y: Tensor = checkpoint(block, x_BTK, context, use_reentrant=False, preserve_rng_state=random)
+    return y
+
+
+def draws_in_forward(block: nn.Module) -> bool:
+    """Whether a forward takes random numbers: dropout, or a recipe that rounds an operand of the forward product at random."""
+    for module in block.modules():
+        if isinstance(module, nn.Dropout) and module.p and module.training:
+            return True
+        if isinstance(module, Linear) and module.precision is not None:
+            forward = module.precision.recipe.forward
+            if any(q is not None and q.rounding == "stochastic" for q in (forward.a, forward.b)):
+                return True
+    return False
+
+
+def loss_of(head: nn.Module, hidden_TK: Tensor, labels_T: Tensor, vocabulary: int) -> Tensor:
+    """Mean cross-entropy (0-d, float32) of head(hidden) against the labels that count; the logits are never whole."""
+    bare = isinstance(head, nn.Linear) and type(head) in (Linear, nn.Linear) and head.bias is None
+    if bare and not (isinstance(head, Linear) and (head.precision or head.storage or head.has_adapter)):
+        assert isinstance(head, nn.Linear)
+        return linear_cross_entropy(hidden_TK, head.weight, labels_T)
+    return chunked_cross_entropy(head, hidden_TK, labels_T, vocabulary, random=draws_in_forward(head))
 
 
 class Decoder(nn.Module):
@@ -169,7 +293,8 @@ class Decoder(nn.Module):
     in transformers: the token at t is predicted from those before it, -100 is not counted.
 
     Attention is causal over the whole row: documents packed into one row see each other, as in most pretraining. With
-    position_ids [B, T] that start anew at each document, attention stays within documents, as in transformers.
+    position_ids [B, T] that start anew at each document, attention stays within documents, as in transformers. `documents`
+    [B, M], the first token of each, padded with T, says the same and spares CUDA devices the mask.
 
     Weights start as small normal numbers (see `_initialize`), norms as 1, biases as 0.
     """
@@ -199,26 +324,21 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        documents: Tensor | None = None,
     ) -> Output:
-        """input_ids, labels and position_ids are int64 [B, T]; `cache` holds earlier tokens during generation.
+        """input_ids, labels and position_ids are int64 [B, T], documents int32 or int64 [B, M]; `cache` holds earlier tokens
+        during generation.
 
         Raises TypeError or ValueError for ids of another dtype or shape, or a sequence longer than the config's max_length.
         """
-        self.check(input_ids, labels, position_ids, cache)
-        hidden_BTK = self.model(input_ids, position_ids, cache)
+        self.check(input_ids, labels, position_ids, cache, documents)
+        hidden_BTK = self.model(input_ids, position_ids, cache, documents)
         if labels is None:
             return Output(None, hidden_BTK, self.lm_head, self.lm_head(hidden_BTK))
         # moving the labels instead of cutting the last hidden state off saves a copy and keeps the number of rows round
         next_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        loss = self._loss(hidden_BTK.flatten(0, 1), next_BT.flatten())
+        loss = loss_of(self.lm_head, hidden_BTK.flatten(0, 1), next_BT.flatten(), self.config.vocab)
         return Output(loss, hidden_BTK, self.lm_head)
-
-    def _loss(self, hidden_TK: Tensor, labels_T: Tensor) -> Tensor:
-        head = self.lm_head
-        plain = type(head) in (Linear, nn.Linear) and head.bias is None
-        if plain and not (isinstance(head, Linear) and (head.precision or head.storage or head.has_adapter)):
-            return linear_cross_entropy(hidden_TK, head.weight, labels_T)
-        return chunked_cross_entropy(head, hidden_TK, labels_T, self.config.vocab)
 
     def check(
         self,
@@ -226,6 +346,7 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        documents: Tensor | None = None,
     ) -> None:
         """Refuse what forward cannot take, by dtype and shape alone, so without waiting for a device."""
         if input_ids.dtype not in (torch.int64, torch.int32):
@@ -239,6 +360,10 @@ class Decoder(nn.Module):
                 )
             if other is not None and other.dtype != torch.int64:
                 raise TypeError(f"{name} is int64, not {other.dtype}: use .long().")
+        if documents is not None and (documents.ndim != 2 or len(documents) != len(input_ids)):
+            raise ValueError(
+                f"documents holds the first token of each document, [batch, documents], not {list(documents.shape)}."
+            )
         if cache is not None and torch.is_grad_enabled():
             raise ValueError("A cache keeps no gradients: call the model inside torch.no_grad().")
         length = input_ids.shape[1] + (cache.seen if cache else 0)
@@ -276,25 +401,3 @@ class Decoder(nn.Module):
             bias = getattr(module, "bias", None)
             if bias is not None:
                 bias.zero_()
-
-
-def visible(T: int, start: int, window: int | None, position_ids: Tensor | None, device: torch.device) -> Tensor | None:
-    """Which keys each of T queries from position `start` on sees: bool [T, S] or [B, 1, T, S] with S = start + T.
-
-    None where plain causal attention (or, for a single query, all keys) says the same. A window of w shows the query itself and
-    the w - 1 keys before it. position_ids [B, T] that do not go on by one start a new document.
-    """
-    S = start + T
-    if window is not None and window >= S:
-        window = None
-    if position_ids is None and window is None and (start == 0 or T == 1):
-        return None
-    query, key = torch.arange(start, S, device=device)[:, None], torch.arange(S, device=device)
-    mask = key <= query
-    if window is not None:
-        mask &= key > query - window
-    if position_ids is not None and start == 0:
-        new_BT = nn.functional.pad(position_ids.diff() != 1, (1, 0))
-        document_BT = new_BT.cumsum(-1)
-        mask = mask & (document_BT[:, None, :, None] == document_BT[:, None, None, :])
-    return mask

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,8 +27,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from surokit import kernels
+from surokit.kernels.reference import delayed as reference
+from surokit.kernels.reference.delayed import NOTHING
+from surokit.quantized import Quantized, quantize
+from surokit.quantizer import Quantizer
 
-NOTHING = -1.0  # in an open slot: no amax yet
+Slots = int | Sequence[int]  # of one operand; more than one where several layers read it
 
 _banks: weakref.WeakValueDictionary[int, DelayedScales] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -51,27 +56,56 @@ class DelayedScales:
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that read and record here
         self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.number = next(_numbers)
+        self.restored = 0  # how often the amaxes came from outside
         _watch(self)
 
     def __reduce__(self) -> Any:
         """Copies and pickles carry the amaxes; their layers make themselves known (Linear.__setstate__)."""
         return _restored, (*self.history_HS.shape, self.in_force_S.device, self.state_dict())
 
+    def quantize(self, slots: Slots, x_MK: Tensor, quantizer: Quantizer, record: bool) -> Quantized:
+        """x by the amax in force; with `record`, x's own amax is merged into the open slots of all layers that read x.
+
+        Decodes to NaN where x holds an inf or a NaN, which would otherwise be cut to an ordinary number.
+        """
+        slots = _several(slots)
+        if quantizer.rounding == "stochastic" or not self.spaced(slots):
+            own = kernels.amax(x_MK)
+            amaxes = [reference.settle(own, *self.views(slot, x_MK.device), record) for slot in slots]
+            return quantize(x_MK, quantizer, amax=amaxes[0])
+        if x_MK.itemsize > 4:
+            x_MK = x_MK.float()
+        form = kernels.best(reference.quantize, x_MK.device)
+        views = self.views(slots, x_MK.device)
+        parts = form(x_MK, quantizer.format, *views, record, quantizer.scaling.pow2)
+        return Quantized.of(quantizer, parts, (x_MK.shape[0], x_MK.shape[1]))
+
+    def views(self, slots: Slots, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The amaxes in force and the open slots of one operand, [S] each, to be read and written in place on `device`.
+
+        Raises ValueError for slots that are not `spaced`.
+        """
+        slots = _several(slots)
+        if not self.spaced(slots):
+            raise ValueError(f"Slots {list(slots)} are not evenly spaced, so no view holds them: quantize() takes any.")
+        if self.in_force_S.device != device:
+            self._move(device)
+        step = slots[1] - slots[0] if len(slots) > 1 else 1
+        where = slice(slots[0], slots[-1] + 1, step)
+        return self.in_force_S[where], self.open_S[where]
+
+    @staticmethod
+    def spaced(slots: Slots) -> bool:
+        """Whether the slots ascend in equal steps, so that a view of the bank holds them."""
+        steps = {later - slot for slot, later in itertools.pairwise(_several(slots))}
+        return not steps or (len(steps) == 1 and min(steps) > 0)
+
     def amax(self, slot: int, x: Tensor, record: bool) -> Tensor:
         """The amax [1, 1] that quantizes `x` now; with `record`, x's own amax is merged into the open slot.
 
-        NaN where x holds an inf or a NaN, which would otherwise be cut to an ordinary number.
+        NaN where x holds an inf or a NaN.
         """
-        if self.in_force_S.device != x.device:
-            self._move(x.device)
-        in_force, opened = (t[slot : slot + 1] for t in (self.in_force_S, self.open_S))
-        own = kernels.amax(x).view(1)
-        used = torch.where(in_force > 0, in_force, own)
-        if record:
-            usable = (own > 0) & (own < torch.inf)
-            in_force.copy_(torch.where((in_force > 0) | ~usable, in_force, own))
-            torch.maximum(opened, own, out=opened)
-        return (used + (own - own)).view(1, 1)
+        return reference.settle(kernels.amax(x), *self.views(slot, x.device), record)
 
     def roll(self, skipped: Tensor | None = None) -> None:
         """Close the step: push the open slots into the history and take the new maxima. Nothing recorded, nothing changed.
@@ -145,11 +179,16 @@ class DelayedScales:
         if len(state["cursor"]) == 2 and not state["cursor"][1]:  # the first version kept a flag beside zeros
             self.open_S.fill_(NOTHING)
         self.cursor.copy_(state["cursor"][:1])
+        self.restored += 1
 
     def _move(self, device: torch.device) -> None:
         self.history_HS, self.in_force_S, self.open_S, self.cursor = (
             t.to(device) for t in (self.history_HS, self.in_force_S, self.open_S, self.cursor)
         )
+
+
+def _several(slots: Slots) -> Sequence[int]:
+    return (slots,) if isinstance(slots, int) else slots
 
 
 def bank(number: int) -> DelayedScales | None:

@@ -10,6 +10,7 @@ T tokens (all leading dimensions), K in_features, N out_features, r rank of the 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from surokit.nn.frozen import Frozen
 from surokit.nn.products import Precision, three_products
 from surokit.quantized import Quantized, quantize
 from surokit.quantizer import Quantizer
@@ -45,6 +47,7 @@ class Linear(nn.Linear):
     keeps_decoded: bool = False  # forward keeps a stored weight that it decodes for backward
     lora_alpha: float = 0.0
     _before: _BeforeMerging | None = None
+    frozen: Frozen | None = None  # codes of its weight and its siblings', where a stage keeps them
     # submodules that are there only with an adapter; a class-level default would hide them
     lora_A: nn.Linear
     lora_B: nn.Linear
@@ -59,20 +62,26 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: kept codes belong to this layer's weight alone."""
+        return {name: value for name, value in self.__dict__.items() if name != "frozen"}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.precision is not None and self.precision.scales is not None:  # a copy's histories belong to its layers
             self.precision.scales.layers.add(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
+        self.frozen = None
+        super()._apply(fn, recurse)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         if self.precision is None and self.storage is None:
             y = F.linear(x, self.weight, self.bias)
         else:
             y = self._quantized(x)
-        if self.has_adapter:
-            h = self.lora_A(x) * (self.lora_alpha / self.lora_rank)
-            y = y + self.lora_B(h)
-        return y
+        return y + self.adapter(x) if self.has_adapter else y
 
     def _quantized(self, x: Tensor) -> Tensor:
         w: Tensor = self.weight
@@ -144,6 +153,12 @@ class Linear(nn.Linear):
         return self.precision is None or not self.precision.recipe.takes_codes(self.storage)
 
     # -- an adapter
+
+    def adapter(self, x: Tensor) -> Tensor:
+        """alpha / rank * B A x, [..., N]."""
+        h = self.lora_A(x) * (self.lora_alpha / self.lora_rank)
+        y: Tensor = self.lora_B(h)
+        return y
 
     @property
     def has_adapter(self) -> bool:

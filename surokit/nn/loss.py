@@ -63,15 +63,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *(g if g is None else g * dloss.to(g.dtype) for g in ctx.saved_tensors), None
 
 
-def chunked_cross_entropy(head: Callable[[Tensor], Tensor], x_TK: Tensor, labels_T: Tensor, vocabulary: int) -> Tensor:
+def chunked_cross_entropy(
+    head: Callable[[Tensor], Tensor], x_TK: Tensor, labels_T: Tensor, vocabulary: int, random: bool = True
+) -> Tensor:
     """The same loss through any head x [C, K] -> logits [C, V], for heads that are more than a weight (quantized, adapted).
 
-    A chunk's logits are computed again in backward instead of kept.
+    A chunk's logits are computed again in backward instead of kept. random: the head may draw random numbers, and draws the
+    same ones then; keeping their state is nothing that a CUDA graph can hold.
     """
     rows = reference.chunk_rows(len(labels_T), vocabulary, x_TK.device.type)
     total = x_TK.new_zeros((), dtype=torch.float32)
     for x_CK, labels_C in zip(x_TK.split(rows), labels_T.split(rows)):
-        total = total + checkpoint(_summed, head, x_CK, labels_C, use_reentrant=False)
+        total = total + checkpoint(_summed, head, x_CK, labels_C, use_reentrant=False, preserve_rng_state=random)
     return total / (labels_T != IGNORED).sum().clamp(min=1)
 
 

@@ -58,6 +58,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, r_T1 = ctx.saved_tensors
-        K = x.shape[-1]
-        dx_TK, dw_K = best(reference.backward, x.device)(dy.reshape(-1, K), x.reshape(-1, K), weight, r_T1)
+        dy_TK, x_TK = (t.reshape(-1, t.shape[-1]) for t in (dy, x))
+        backward = best(reference.backward, x.device)
+        dx_TK, dw_K = backward(dy_TK, x_TK, weight, r_T1, need_dw=ctx.needs_input_grad[1])
         return dx_TK.view(x.shape), dw_K, None

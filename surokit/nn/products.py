@@ -6,7 +6,8 @@
 
 Each is computed as a_MK b_NK' with the contracted dimension last, whatever its letters are. What forward keeps for backward is
 x as grad_weight will want it: its codes (one byte an element in FP8, half a byte in FP4), or nothing where the weight is
-frozen. The weight is quantized again in backward: it is there anyway, and keeping its codes would cost a byte a parameter.
+frozen. The weight is quantized again in backward: it is there anyway, and keeping its codes would cost a byte a parameter
+(nn/frozen.py keeps those of a frozen weight where a stage is asked to).
 
 To torch, forward and backward are one operation each (`torch.ops.surokit.products_forward`, `products_backward`): a compiled
 graph holds them whole and knows their shapes by running the same code on tensors without data. What a layer's recipe is travels
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -43,7 +44,8 @@ class Spec:
     storage: Quantizer | None = None
 
 
-_UNQUANTIZED = Recipe("bf16")
+UNQUANTIZED = Recipe("bf16")
+Operand = Tensor | Quantized
 _SPECS: dict[str, Spec] = {}
 
 
@@ -59,7 +61,7 @@ def key_of(spec: Spec) -> str:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _key(recipe: Recipe | None, storage: Quantizer | None) -> str:
-    return key_of(Spec(recipe or _UNQUANTIZED, storage))
+    return key_of(Spec(recipe or UNQUANTIZED, storage))
 
 
 _MOST_SCALES = max(len(scaling.stored_as) for scaling in Scaling.__subclasses__())
@@ -156,11 +158,10 @@ def _forward(
     record: bool,
 ) -> list[Tensor]:
     """y [T, N], then the codes and scales of x' [K, T] where grad_weight quantizes it."""
-    recipe, storage = _SPECS[spec].recipe, _SPECS[spec].storage
-    operand = _Operands(bank(scales), first_slot, record, x_TK.dtype)
-    w_NK = _weight(w, w_scales, storage, (out_features, x_TK.shape[1]))
-    x_q, x_kept = operand.both_ways("x", recipe.forward.a, recipe.grad_weight.b, x_TK, wants_dw)
-    y_TN = product(x_q, operand("w", recipe.forward.b, w_NK), x_TK.dtype, recipe.forward.fast_accumulation)
+    products = Products(_SPECS[spec].recipe, bank(scales), (first_slot,), record, x_TK.dtype)
+    x_q, x_kept = products.x(x_TK, wants_dw)
+    w_NK = weight(w, w_scales, _SPECS[spec].storage, (out_features, x_TK.shape[1]))
+    y_TN = products.forward(x_q, products.w(w_NK))
     return [y_TN, *(x_kept.parts if wants_dw and isinstance(x_kept, Quantized) else ())]
 
 
@@ -179,20 +180,15 @@ def _backward(
     record: bool,
 ) -> list[Tensor]:
     """dx [T, K] and dw [N, K], those that are wanted."""
-    recipe, storage = _SPECS[spec].recipe, _SPECS[spec].storage
-    operand = _Operands(bank(scales), first_slot, record, dy_TN.dtype)
-    dy_q, dy_t = operand.both_ways("dy", recipe.grad_input.a, recipe.grad_weight.a, dy_TN, wants_dw, wants_dx)
+    products = Products(_SPECS[spec].recipe, bank(scales), (first_slot,), record, dy_TN.dtype)
+    dy_q, dy_t = products.dy(dy_TN, wants_dx, wants_dw)
     grads = []
     if wants_dx:
-        gemm = recipe.grad_input
-        w_NK = _weight(w, w_scales, storage, (out_features, in_features))
-        w_KN = operand.transposed("w", gemm.b, w_NK, recorded=_delayed(recipe.forward.b))
-        grads.append(product(dy_q, w_KN, dy_TN.dtype, gemm.fast_accumulation))
+        w_NK = weight(w, w_scales, _SPECS[spec].storage, (out_features, in_features))
+        grads.append(products.grad_input(dy_q, products.w_t(w_NK)))
     if wants_dw:
-        gemm = recipe.grad_weight
-        shape_KT = in_features, dy_TN.shape[0]
-        x_KT = Quantized.of(gemm.b, tuple(kept), shape_KT) if gemm.b else kept[0].t()
-        grads.append(product(dy_t, x_KT, w.dtype, gemm.fast_accumulation))
+        x_KT = products.x_t(kept, (in_features, dy_TN.shape[0]))
+        grads.append(products.grad_weight(dy_t, x_KT, w.dtype))
     return grads
 
 
@@ -222,9 +218,8 @@ for _schema, _function, _position in (
     torch.library.register_fake(f"surokit::{_name}", _without_amaxes(_function, _position), lib=_LIBRARY)
 
 
-def _weight(
-    w: Tensor, scales: list[Tensor], storage: Quantizer | None, shape_NK: tuple[int, int]
-) -> Tensor | Quantized:
+def weight(w: Tensor, scales: Sequence[Tensor], storage: Quantizer | None, shape_NK: tuple[int, int]) -> Operand:
+    """A layer's weight [N, K] as it is held: numbers, or the codes and scales of a stored one."""
     return w if storage is None else Quantized.of(storage, (w, *scales), shape_NK)
 
 
@@ -234,14 +229,55 @@ def _delayed(q: Quantizer | None) -> bool:
 
 SLOTS = {"x": 0, "w": 1, "dy": 2}
 
-Operand = Tensor | Quantized
+
+class Products:
+    """What the three products of a layer make of their operands, and the products themselves.
+
+    firsts: where the layer keeps its amaxes; those of all layers that read this x, where it is quantized once for them.
+    """
+
+    def __init__(
+        self, recipe: Recipe, scales: DelayedScales | None, firsts: Sequence[int], record: bool, dtype: torch.dtype
+    ) -> None:
+        self.recipe, self.dtype = recipe, dtype
+        self._operand = _Operands(scales, firsts, record, dtype)
+
+    def x(self, x_TK: Tensor, wants_dw: bool) -> tuple[Operand, Operand]:
+        """x for forward, and x' for grad_weight where it is wanted."""
+        return self._operand.both_ways("x", self.recipe.forward.a, self.recipe.grad_weight.b, x_TK, wants_dw)
+
+    def x_t(self, kept: Sequence[Tensor], shape_KT: tuple[int, int]) -> Operand:
+        """x' again, from its codes and scales, or from x itself where nothing quantizes it."""
+        q = self.recipe.grad_weight.b
+        return Quantized.of(q, tuple(kept), shape_KT) if q else kept[0].t()
+
+    def w(self, w_NK: Operand) -> Operand:
+        return self._operand("w", self.recipe.forward.b, w_NK)
+
+    def w_t(self, w_NK: Operand) -> Operand:
+        """w' [K, N] for grad_input."""
+        return self._operand.transposed("w", self.recipe.grad_input.b, w_NK, recorded=_delayed(self.recipe.forward.b))
+
+    def dy(self, dy_TN: Tensor, wants_dx: bool, wants_dw: bool) -> tuple[Operand, Operand]:
+        """dy for grad_input, and dy' for grad_weight."""
+        recipe = self.recipe
+        return self._operand.both_ways("dy", recipe.grad_input.a, recipe.grad_weight.a, dy_TN, wants_dw, wants_dx)
+
+    def forward(self, x_q: Operand, w_q: Operand) -> Tensor:
+        return product(x_q, w_q, self.dtype, self.recipe.forward.fast_accumulation)
+
+    def grad_input(self, dy_q: Operand, w_t: Operand, onto: Tensor | None = None) -> Tensor:
+        return product(dy_q, w_t, self.dtype, self.recipe.grad_input.fast_accumulation, onto)
+
+    def grad_weight(self, dy_t: Operand, x_t: Operand, dtype: torch.dtype) -> Tensor:
+        return product(dy_t, x_t, dtype, self.recipe.grad_weight.fast_accumulation)
 
 
 class _Operands:
-    """Quantizes the operands of one layer, the delayed ones by the amax in force."""
+    """Quantizes the operands of a layer, the delayed ones by the amax in force."""
 
-    def __init__(self, scales: DelayedScales | None, first_slot: int, record: bool, dtype: torch.dtype) -> None:
-        self.scales, self.first_slot, self.record, self.dtype = scales, first_slot, record, dtype
+    def __init__(self, scales: DelayedScales | None, firsts: Sequence[int], record: bool, dtype: torch.dtype) -> None:
+        self.scales, self.firsts, self.record, self.dtype = scales, firsts, record, dtype
 
     def __call__(self, role: str, q: Quantizer | None, x_MK: Operand, recorded: bool = False) -> Operand:
         """The operand as `q` wants it. `recorded` says that the amax of this very tensor was recorded before."""
@@ -251,10 +287,10 @@ class _Operands:
             if x_MK.quantizer.same_codes(q):
                 return x_MK
             x_MK = x_MK.dequantize(self.dtype)
-        amax = None
         if q.delayed and self.scales is not None:
-            amax = self.scales.amax(self.first_slot + SLOTS[role], x_MK, self.record and not recorded)
-        return quantize(x_MK, q, amax=amax)
+            slots = [first + SLOTS[role] for first in self.firsts]
+            return self.scales.quantize(slots, x_MK, q, self.record and not recorded)
+        return quantize(x_MK, q)
 
     def transposed(self, role: str, q: Quantizer | None, x_MK: Operand, recorded: bool = False) -> Operand:
         """The operand x' [K, M]. Quantizing and transposing commute where the tiles are square."""

@@ -7,7 +7,8 @@ import torch
 
 import surokit as sk
 from surokit.models.checkpoint import load
-from surokit.models.decoder import Decoder, DecoderConfig, KeyValueCache, visible
+from surokit.models.decoder import Decoder, DecoderConfig, KeyValueCache
+from surokit.nn.attention import visible
 from surokit.nn.linear import Linear
 from tests.models.families import write
 
@@ -74,6 +75,8 @@ def test_packed_documents_with_positions_equal_documents_alone(tmp_path, ids):
     torch.testing.assert_close(
         packed, theirs(ids, position_ids=positions, use_cache=False).logits, atol=1e-5, rtol=1e-5
     )
+    starts = torch.tensor([[0, 7, 20], [0, 7, 20]])
+    assert torch.equal(model(ids, position_ids=positions, documents=starts).logits, packed)
     # without positions a row is one text
     assert not torch.allclose(model(ids).logits[:, 7:], alone[:, 7:])
 
@@ -114,6 +117,8 @@ def test_ids_that_are_refused(model, ids):
             model(bad)
     with pytest.raises(ValueError, match="labels .* another shape"):
         model(ids, labels=ids[:, 1:])
+    with pytest.raises(ValueError, match="documents holds the first token of each document"):
+        model(ids, documents=torch.tensor([0, 7]))
     with pytest.raises(TypeError, match="labels is int64"):
         model(ids, labels=ids.int())
     with pytest.raises(ValueError, match="has 65 tokens and the model is made for 64"):

@@ -247,3 +247,46 @@ def test_a_model_with_histories_can_be_pickled(tiny, batch):
     restored = next(p.scales for p in state.values() if p is not None)
     for key, value in convert.scaling_state(tiny).items():
         assert torch.equal(restored.state_dict()[key], value)
+
+
+@pytest.mark.parametrize("format", [sk.E4M3, sk.E5M2])
+@pytest.mark.parametrize("given", [0.0, 0.3])
+@pytest.mark.parametrize("slots", [2, (1, 4, 7), (7, 1, 4)], ids=str)
+def test_quantizing_is_taking_the_amax_and_quantizing_by_it(format, given, slots):
+    """Whether a view holds the slots of siblings or none does."""
+    q = sk.Quantizer(format, sk.PerTensor(history=4))
+    x = torch.randn(7, 33, generator=torch.Generator().manual_seed(0)).bfloat16()
+    banks = [DelayedScales(4, 9, None, torch.device("cpu")) for _ in range(2)]
+    for bank in banks:
+        bank.in_force_S.fill_(given)
+    several = [slots] if isinstance(slots, int) else slots
+    for record in (False, True):
+        ours = banks[0].quantize(slots, x, q, record)
+        amaxes = [banks[1].amax(slot, x, record) for slot in several]
+        theirs = sk.quantize(x, q, amax=amaxes[0])
+        assert torch.equal(ours.codes.view(torch.uint8), theirs.codes.view(torch.uint8))
+        assert torch.equal(ours.scales, theirs.scales)
+        states = [bank.state_dict() for bank in banks]
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert banks[0].open_S.gt(0).sum() == len(several)
+
+
+def test_a_delayed_operand_may_be_rounded_stochastically():
+    q = sk.Quantizer(sk.E4M3, sk.PerTensor(history=4), rounding="stochastic")
+    bank = DelayedScales(4, 1, None, torch.device("cpu"))
+    x = torch.rand(64, 64) + 1
+    torch.manual_seed(0)
+    codes = [bank.quantize(0, x, q, record=True).codes.view(torch.uint8) for _ in range(2)]
+    assert not torch.equal(*codes)
+    assert bank.open_S.item() == bank.in_force_S.item() == x.max()
+
+
+def test_views_hold_evenly_spaced_slots_only():
+    bank = DelayedScales(4, 9, None, torch.device("cpu"))
+    in_force, opened = bank.views((0, 3, 6), torch.device("cpu"))
+    in_force.fill_(2.0)
+    assert bank.in_force_S.tolist() == [2.0, 0.0, 0.0] * 3
+    assert opened.shape == (3,)
+    assert not any(bank.spaced(slots) for slots in ((0, 3, 7), (3, 0), (1, 1)))
+    with pytest.raises(ValueError, match=r"Slots \[0, 3, 7\] are not evenly spaced"):
+        bank.views((0, 3, 7), torch.device("cpu"))

@@ -1,0 +1,127 @@
+"""Codes of frozen weights, kept from step to step where a product would quantize the same numbers again and again.
+
+They stand beside a layer, in no state dict, and are never copied; each time they are wanted it is asked whether the weights are
+still the ones that were quantized: the same tensors at the same addresses, unchanged (torch counts changes in place, but not
+those through `.data`, after which a layer's `frozen` is to be set to None), and read by the same products.
+
+Delayed scaling quantizes a weight by the largest amax of its history. For a weight that does not change this is its own, if
+the history knows no other; only then are codes kept, and the open slots go on taking its amax, so that a history is what it would
+have been. Whether it is so is asked once, when the codes are first there; that waits for the device, nothing later does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from surokit import kernels
+from surokit.nn.delayed import DelayedScales
+from surokit.quantized import Quantized
+from surokit.quantizer import Quantizer
+
+Members = tuple[int, ...]  # which of the layers; more than one where their weights are one operand
+
+
+class Frozen:
+    """The codes of the weights of layers that read one x, as forward and (`transposed`) as grad_input multiply them.
+
+    what: everything else that the codes depend on, to be compared. slots: where delayed scaling keeps the weights' amaxes.
+    """
+
+    def __init__(
+        self, weights: Sequence[Tensor], what: Any, scales: DelayedScales | None = None, slots: Sequence[int] = ()
+    ) -> None:
+        self._state = _state(weights)
+        self._weights = tuple(weakref.ref(w) for w in weights)
+        self._what, self._scales, self._slots = what, scales, slots
+        self._restored = scales.restored if scales else 0
+        self._codes: dict[Members, Quantized] = {}
+        self._transposed: dict[Members, Quantized] = {}
+        self._amaxes_S: Tensor | None = None
+        self._stay: bool | None = True if scales is None else None  # whether codes may; None: not known yet
+
+    def serves(self, weights: Sequence[Tensor], what: Any, scales: DelayedScales | None = None) -> bool:
+        """Whether these are the weights that were quantized, for the same products."""
+        return (
+            len(weights) == len(self._weights)
+            and all(ref() is w for ref, w in zip(self._weights, weights))
+            and self._state == _state(weights)
+            and self._what == what
+            and self._scales is scales
+            and (scales is None or scales.restored == self._restored)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return sum(Q.nbytes for Q in (*self._codes.values(), *self._transposed.values()))
+
+    def codes(self, members: Members) -> Quantized | None:
+        return self._codes.get(members) if self._stay else None
+
+    def keep(self, members: Members, operand: Tensor | Quantized) -> None:
+        """Keep what forward multiplied, as soon as it is known to stay."""
+        if isinstance(operand, Quantized) and self._stay is not False and not _capturing(operand.codes):
+            self._codes[members] = operand
+
+    def transposed(self, members: Members, make: Callable[[], Tensor | Quantized], keep: bool) -> Tensor | Quantized:
+        """w' [K, N] for grad_input, from `make` unless it is kept; `keep` it."""
+        if members in self._transposed:
+            return self._transposed[members]
+        w_t = make()
+        if keep and self._stay and isinstance(w_t, Quantized) and not _capturing(w_t.codes):
+            w_t = self._transposed[members] = _contiguous(w_t)
+        return w_t
+
+    def note(self, weights: Sequence[Tensor], record: bool) -> None:
+        """Delayed scaling: merge the amaxes of kept codes into the open slots. After the first recorded pass, which quantized
+        as ever, it is told whether they may stay."""
+        if self._scales is None or not record or self._stay is False:
+            return
+        in_force_S, opened_S = self._scales.views(self._slots, weights[0].device)
+        if self._amaxes_S is not None:
+            torch.maximum(opened_S, self._amaxes_S, out=opened_S)
+            return
+        if _capturing(in_force_S):
+            return
+        own_S = torch.cat([kernels.amax(w).view(1) for w in weights])
+        history_HS = self._scales.history_HS[:, list(self._slots)]
+        constant = (own_S > 0) & (in_force_S == own_S) & (opened_S == own_S)
+        constant &= ((history_HS == 0) | (history_HS == own_S)).all(0)
+        self._stay = bool(constant.all())
+        if self._stay:
+            self._amaxes_S = own_S
+        else:
+            self._codes.clear()
+
+
+def in_one_process() -> bool:
+    """Whether the whole model is here: where it is sharded, a weight's memory is only borrowed for its layer's turn."""
+    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def can_stay(q: Quantizer | None) -> bool:
+    """Whether a weight quantized so has the same codes each time."""
+    return q is None or q.rounding == "nearest"
+
+
+def _capturing(t: Tensor) -> bool:
+    """Whether a CUDA graph is being recorded: what is computed then exists from its first replay on."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _state(weights: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    return tuple((w.data_ptr(), w._version) for w in weights)
+
+
+def _contiguous(Q: Quantized) -> Quantized:
+    """With codes in rows, as tensor cores want them, and not the view of a transpose."""
+    if Q.codes.is_contiguous():
+        return Q
+    return replace(Q, codes=kernels.transpose_fp8(Q.codes.t()), scales=Q.scales.contiguous())
