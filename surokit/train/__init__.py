@@ -1,6 +1,9 @@
 """Training: a Session owns a run.
 
 session.py       Session: the step, run, evaluate, save, resume, fork
+engine.py        forward, backward and update of a step, on the device alone
+capture.py       the same as CUDA graphs, or why not
+prefetch.py      batches to the device while it computes
 optim.py         AdamW, AdamW8bit, and the specification of an optimizer without its parameters
 schedule.py      Cosine
 stream.py        data as an endless stream with a position

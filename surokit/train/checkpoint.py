@@ -169,7 +169,7 @@ def distinct_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     holders: dict[tuple[Any, ...], str] = {}
-    storages: set[int] = set()
+    taken: dict[int, list[tuple[int, int]]] = {}  # bytes of each storage
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
@@ -181,9 +181,12 @@ def distinct_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str
             tied[name] = holders[key]
             continue
         holders[key] = name
-        # safetensors refuses views that share memory
-        tensors[name] = value.clone() if storage in storages and value.numel() else value.contiguous()
-        storages.add(storage)
+        # safetensors refuses views that overlap; those side by side in one storage it takes
+        dense = value.contiguous()
+        first, last = dense.data_ptr(), dense.data_ptr() + dense.nbytes
+        ranges = taken.setdefault(dense.untyped_storage().data_ptr(), [])
+        tensors[name] = dense.clone() if any(first < end and begin < last for begin, end in ranges) else dense
+        ranges.append((first, last))
     return tensors, tied
 
 

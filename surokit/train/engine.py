@@ -2,38 +2,58 @@
 
     parts -> gradients: forward and backward of each, accumulated -> update: norm, clip, mask, optimizer
 
-Nothing here reads the device: loss, norm and the mask of a step that is not finite stay there.
+Nothing here reads the device: loss, norm and the mask of a step that is not finite stay there. So on CUDA a step can be recorded
+and launched as graphs (capture.py), which gives the same numbers.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from surokit import convert
+from surokit.train.capture import Capture, CudaGraphs, DeviceGraphs, Graphs, takes_rates, warn_off, why_not
 from surokit.train.optim import gradient_norm
+from surokit.train.random_state import RandomState
 from surokit.train.setup import loss_of, targets_in
 from surokit.train.stream import Batch
 
-# torch.compile's cold start takes one to two minutes on a CPU and less on a GPU, where steps are shorter too
-COMPILE_FROM_STEPS = {"cpu": 2000, "cuda": 500}
+# torch.compile's cold start takes one to two minutes; on CUDA fused operations and graphs take its place
+COMPILE_FROM_STEPS = {"cpu": 2000}
 
 
 class Engine:
     """What computes the steps of one model with one optimizer.
 
-    clip: largest norm of all gradients together; None does not clip. `forward` is the model, or its compiled form.
+    clip: largest norm of all gradients together; None does not clip. graphs: whether steps become CUDA graphs where they can;
+    `device_graphs` makes them, CUDA's own unless given. `forward` is the model, or its compiled form.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        clip: float | None,
+        graphs: bool | Literal["auto"] = False,
+        device_graphs: DeviceGraphs | None = None,
+    ) -> None:
         self.model, self.optimizer, self.clip = model, optimizer, clip
         self.device = next(model.parameters()).device
         self.base_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.forward: Callable[..., Any] | None = None
+        self.wants_graphs = graphs
+        self._off = "switched off" if not graphs else "" if device_graphs else why_not(model)
+        if graphs is True and self._off:
+            warn_off(self._off)
+        self._graphs = None if self._off else Graphs(self, device_graphs or CudaGraphs(self.device))
+        # float32 numbers on the device, with graphs and without, so that both give the same
+        on_device = (self._graphs is not None or self.device.type == "cuda") and takes_rates(optimizer)
+        self._rates = [torch.empty((), device=self.device) for _ in self.base_rates] if on_device else []
 
     def prepare(self, steps: int, compile: bool | Literal["auto"]) -> None:
         """Before the first of so many planned steps: compiled where asked for, or where they pay for its start. Once."""
@@ -46,46 +66,89 @@ class Engine:
     def compiled(self) -> bool:
         return self.forward is not None and self.forward is not self.model
 
+    @property
+    def capture(self) -> Capture:
+        """Whether steps run as CUDA graphs, and why."""
+        return Capture("off", self._off) if self._graphs is None else self._graphs.capture
+
     def to_device(self, batch: Batch) -> Batch:
         return {
             name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in batch.items()
         }
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are trained."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
     def set_rate(self, factor: float | None) -> float:
         """Multiplies the rates that the optimizer began with; None leaves them. Returns the first group's.
 
         A tensor is filled, so that nothing that reads it recompiles.
         """
-        for group, base in zip(self.optimizer.param_groups, self.base_rates):
+        groups = self.optimizer.param_groups
+        for group, base in zip(groups, self.base_rates):
             if factor is None:
                 continue
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(base * factor)
             else:
                 group["lr"] = base * factor
-        first = self.optimizer.param_groups[0]["lr"]
+        for group, rate in zip(groups, self._rates):
+            if not _on(self.device, group["lr"]):
+                rate.fill_(float(group["lr"]))
+        first = groups[0]["lr"]
         return self.base_rates[0] * (1.0 if factor is None else factor) if isinstance(first, Tensor) else float(first)
 
     def gradients(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Forward and backward of all parts: (mean loss over the labels that count, their number), both on the device."""
-        assert self.forward is not None
+        if self._graphs is not None and self._graphs.ready(parts):
+            return self._graphs.gradients(parts)
+        random = RandomState.capture(self.device, torch_only=True)
+        try:
+            return self.eager(parts)
+        except torch.OutOfMemoryError:
+            if self._graphs is None or not self._graphs.make_room():
+                raise
+        # once more, without what graphs hold; delayed scales take the same amaxes again
+        self.model.zero_grad(set_to_none=True)
+        random.restore()
+        return self.eager(parts)
+
+    def eager(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        """The same, operation by operation."""
+        targets, weights = self.weights(parts)
+        if weights is None:
+            return self.part(parts[0]).float(), targets
+        mean = torch.zeros((), device=self.device)
+        for part, weight in zip(parts, weights):
+            mean += self.part(part, weight)
+        return mean, targets
+
+    def weights(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor | None]:
+        """Labels that count, and the share that each part's mean has in the step's; None for a single part."""
         counts = [targets_in(part) for part in parts]
         if len(parts) == 1:
-            loss = loss_of(self.forward(**parts[0]))
-            loss.backward()
-            return loss.detach().float(), counts[0]
+            return counts[0], None
         total = torch.stack(counts).sum().clamp_min(1)
-        mean = torch.zeros((), device=self.device)
-        for part, count in zip(parts, counts):
-            share = loss_of(self.forward(**part)) * (count / total)
-            share.backward()
-            mean += share.detach()
-        return mean, total
+        return total, torch.stack(counts) / total
 
-    @torch.no_grad()
+    def part(self, batch: Batch, weight: Tensor | None = None) -> Tensor:
+        """Forward and backward of one part; its loss, weighted, which needs no gradient any more."""
+        assert self.forward is not None
+        loss = loss_of(self.forward(**batch))
+        share = loss if weight is None else loss * weight
+        share.backward()
+        return share.detach()
+
     def update(self, loss: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Clips, masks what is not finite, and steps the optimizer; loss, grad_norm, skipped and targets on the device."""
+        norm, bad = (self._graphs.update() if self._graphs is not None else None) or self.change(loss)
+        return {"loss": loss, "grad_norm": norm, "skipped": bad, "targets": targets}
+
+    @torch.no_grad()
+    def change(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """The update of the gradients that are there: their norm, and 1 where it or the loss is not finite."""
         grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not grads:
             raise RuntimeError(
@@ -98,7 +161,8 @@ class Engine:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale, optimizer.found_inf = scale, bad
             try:
-                optimizer.step()
+                with self._device_rates():
+                    optimizer.step()
             finally:
                 optimizer.grad_scale = optimizer.found_inf = None
         elif not bad.bool():  # an optimizer that cannot be masked: the host has to know
@@ -107,4 +171,21 @@ class Engine:
             optimizer.step()
         else:
             convert.roll_scales(self.model)  # as a masked step does
-        return {"loss": loss, "grad_norm": norm, "skipped": bad, "targets": targets}
+        return norm, bad
+
+    @contextmanager
+    def _device_rates(self) -> Iterator[None]:
+        """While it lasts, the optimizer finds its rates on the device."""
+        given = [group["lr"] for group in self.optimizer.param_groups]
+        for group, rate in zip(self.optimizer.param_groups, self._rates):
+            if not _on(self.device, group["lr"]):
+                group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, lr in zip(self.optimizer.param_groups, given):
+                group["lr"] = lr
+
+
+def _on(device: torch.device, rate: Any) -> bool:
+    return isinstance(rate, Tensor) and rate.device == device

@@ -26,13 +26,16 @@ from torch import Tensor, nn
 
 from surokit import convert
 from surokit.data import check_vocabulary
+from surokit.models.fuse import Fusion, fuse, fusion_of
 from surokit.recipe import Recipe, find_recipe
 from surokit.train import checkpoint as checkpoints
+from surokit.train.capture import Capture
 from surokit.train.diagnose import Finding, find_first_bad
 from surokit.train.engine import Engine
 from surokit.train.errors import NonFiniteError, ResumeError
 from surokit.train.meters import Watcher
 from surokit.train.optim import AdamW, Spec, spec_from_dict, spec_to_dict
+from surokit.train.prefetch import Prefetch
 from surokit.train.random_state import RandomState, kept, seeded
 from surokit.train.records import Late, Record, Records, read, wall_ms_in
 from surokit.train.schedule import Cosine, Schedule, schedule_from_dict, schedule_to_dict
@@ -42,6 +45,7 @@ from surokit.train.setup import (
     check_settings,
     claim_folder,
     loss_of,
+    options_of,
     parts_of,
     peak_gib,
     rebuild_model,
@@ -120,7 +124,9 @@ class Session:
     save_every, keep: how often `run` saves, in steps (and when it ends), and how many checkpoints stay; None: all.
     run_dir: folder for records and checkpoints; None writes nothing. exist: what to do where it has content already:
         "new" takes the next free name, "resume" goes on from its latest checkpoint, "error" raises FileExistsError.
-    compile: True, False, or "auto": from 2000 planned steps on a CPU and 500 on a GPU, where it pays for its start.
+    compile: True, False, or "auto": from 2000 planned steps on a CPU, where it pays for its start.
+    graphs: "auto" records steps as CUDA graphs where they can be, which gives the same numbers; `session.graphs` says whether and
+        why not. True warns where they cannot be, False does without.
     meters: functions of the session, called after each update while gradients are still there; each returns 0-d
         tensors or floats by name, which become columns of the records. surokit.numerics(every=20) measures each layer's
         quantization, surokit.activity(every=200) the device's busy share.
@@ -145,11 +151,12 @@ class Session:
         run_dir: str | Path | None = None,
         exist: Exist = "new",
         compile: bool | Literal["auto"] = "auto",
+        graphs: bool | Literal["auto"] = "auto",
         meters: Sequence[Meter | Attachable] = (),
         max_skipped: int = 5,
     ) -> None:
         check_settings(
-            model, accumulate, clip, schedule, eval, eval_every, save_every, keep, run_dir, compile, max_skipped
+            model, accumulate, clip, schedule, eval, eval_every, save_every, keep, run_dir, compile, graphs, max_skipped
         )
         self.model = model
         self.device = next(model.parameters()).device
@@ -165,7 +172,9 @@ class Session:
                 self.report = convert.apply(model, recipe)
         self._spec = optimizer if isinstance(optimizer, Spec) else None
         self.optimizer = build_optimizer(optimizer, model)
-        self._engine = Engine(model, self.optimizer, clip)
+        self._engine = Engine(model, self.optimizer, clip, graphs)
+        self._prefetch = Prefetch(self.device)
+        self._options = options_of(model)
         self.records = Records(self.run_dir / "records.jsonl" if self.run_dir else None)
         self.evaluations: list[Evaluation] = []
         self.findings: list[Finding] = []
@@ -268,10 +277,11 @@ class Session:
         self._prepare(None)
         if not self.model.training:
             self.model.train()
+        stalled = self._prefetch.begin()
         random, start_s = RandomState.capture(self.device, torch_only=True), time.perf_counter()
         start = self._event()
         try:
-            parts = [self._engine.to_device(batch) for batch in with_targets(batches)]
+            parts = [self._prefetch({**batch, **self._options}) for batch in with_targets(batches)]
             lr = self._engine.set_rate(None if self.schedule is None else self.schedule(self.steps))
             with self._watched(parts):
                 loss, targets = self._engine.gradients(parts)
@@ -285,8 +295,11 @@ class Session:
         finally:
             self._updating = False
         end = self._event()
+        self._prefetch.launched()
         host = self._read_meters(values)
         self.model.zero_grad(set_to_none=True)
+        if not stalled:
+            self.data.waited_ms = 0.0  # for a batch, while the device had work
         record = self._record(batches, lr, values, host, (start_s, time.perf_counter()), (start, end))
         self._recent[record.step] = (parts, random)
         self._harvest()
@@ -471,7 +484,7 @@ class Session:
         with self._aside(), torch.no_grad():
             for batch in source:
                 check_batch(batch)
-                batch = self._engine.to_device(batch)
+                batch = self._engine.to_device({**batch, **self._options})
                 targets = targets_in(batch)
                 loss = loss_of(self.model(**batch))
                 # a batch without labels has a mean of nothing
@@ -533,10 +546,17 @@ class Session:
         recipe = self.recipe
         return "" if recipe is None or not recipe.quantized else convert.emulation(recipe, self.device) or "native"
 
+    @property
+    def graphs(self) -> Capture:
+        """Whether steps run as CUDA graphs ("on", "waiting", "off"), and why."""
+        return self._engine.capture
+
     def __repr__(self) -> str:
         recipe = f"{self.recipe.name} " if self.recipe else ""
+        graphs = f", graphs {self.graphs}" if self.device.type == "cuda" else ""
         return (
-            f"<Session {recipe}{type(self.model).__name__} on {self.device}, {self.steps} steps done, {self.run_dir}>"
+            f"<Session {recipe}{type(self.model).__name__} on {self.device}, {self.steps} steps done, {self.run_dir}"
+            f"{graphs}>"
         )
 
     # -- keeping
@@ -581,6 +601,8 @@ class Session:
             "schedule": schedule_to_dict(self.schedule),
             "settings": {name: getattr(self, name) for name in _SETTINGS},
             "compile": self.compile if self._engine.forward is None else self._engine.compiled,
+            "graphs": self._engine.wants_graphs,
+            "fusion": asdict(fusion) if (fusion := fusion_of(self.model)) else None,
             "evaluations": [asdict(evaluation) for evaluation in self.evaluations],
             "environment": environment(),
         }
@@ -598,8 +620,9 @@ class Session:
         """The session of a run directory's latest checkpoint, or of one checkpoint, ready to go on bit for bit.
 
         model: a fresh one of the same shape; None rebuilds a surokit.Decoder from the checkpoint. data: what the run was
-        started with. recipe: the checkpoint's, which is applied where `model` has none yet. changes: arguments of Session
-        that shall differ, and those a checkpoint cannot hold (eval, meters, an optimizer or a schedule of your own).
+        started with. recipe: the checkpoint's, which is applied where `model` has none yet, and so is its fusion. changes:
+        arguments of Session that shall differ, and those a checkpoint cannot hold (eval, meters, an optimizer or a schedule
+        of your own).
 
         FileNotFoundError, CheckpointError, or ResumeError that names what does not match.
         """
@@ -612,7 +635,9 @@ class Session:
             model = rebuild_model(found)
         if convert.recipe_of(model) is None and saved is not None:
             convert.apply(model, saved)
-        settings = {**meta["settings"], "compile": meta["compile"], **changes}
+        if meta.get("fusion") and fusion_of(model) is None:
+            fuse(model, Fusion(**meta["fusion"]))
+        settings = {**meta["settings"], "compile": meta["compile"], "graphs": meta.get("graphs", "auto"), **changes}
         try:
             settings.setdefault("optimizer", spec_from_dict(meta["optimizer"]) if "optimizer" not in changes else None)
             settings.setdefault("schedule", schedule_from_dict(meta["schedule"]) if "schedule" not in changes else None)
@@ -709,6 +734,7 @@ class Session:
             schedule=self.schedule,
             run_dir=run_dir,
             compile=self.compile,
+            graphs=self._engine.wants_graphs,
             meters=[settings_of(m) for m in self._meters] if meters is None else meters,
             **settings,
         )

@@ -5,6 +5,7 @@ Every refusal of a setting is here, so that the session itself only trains.
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ def check_settings(
     keep: int | None,
     run_dir: Any,
     compile: Any,
+    graphs: Any,
     max_skipped: int,
 ) -> None:
     if not isinstance(model, nn.Module):
@@ -54,6 +56,8 @@ def check_settings(
         )
     if compile not in (True, False, "auto"):
         raise ValueError(f"Session(compile={compile!r}): True, False or 'auto'.")
+    if graphs not in (True, False, "auto"):
+        raise ValueError(f"Session(graphs={graphs!r}): True, False or 'auto'.")
     if eval is not None:
         check_source(eval)
     elif eval_every:
@@ -67,6 +71,13 @@ def check_settings(
 def vocabulary_of(model: nn.Module) -> int:
     """Rows of the model's token embedding, its largest one; a model without embeddings takes any token."""
     return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=sys.maxsize)
+
+
+def options_of(model: nn.Module) -> dict[str, Any]:
+    """What forward is told beside the batch: a model of transformers that keeps keys and values, as it does unless told not to,
+    takes a packed row for one document, and its cache has no use in training."""
+    caches = getattr(getattr(model, "config", None), "use_cache", False)
+    return {"use_cache": False} if caches and "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
 def build_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:

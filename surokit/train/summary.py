@@ -31,7 +31,7 @@ class Summary:
     sampled_idle_frac: the mean over the windows of surokit.activity, None without them.
     goodput: step time that was neither skipped nor waiting for data over run_s. lost_gpu_hours: run_s less the busy time of the
     steps that count, at least (of the CPU where there is no GPU); lost_usd at the price given. mfu: share of `peak`; None where
-    there is no peak to name, and `peak` says why.
+    there is no peak to name, and `peak` says why. graphs: whether steps ran as CUDA graphs, and why not; "" where there is no CUDA.
     """
 
     recipe: str
@@ -65,6 +65,7 @@ class Summary:
     usd_per_1e9_tokens: float | None
     loss: float
     eval_loss: float | None
+    graphs: str
 
     def as_dict(self) -> dict[str, Any]:
         """Every field; plain numbers and strings."""
@@ -79,6 +80,7 @@ class Summary:
         out = [
             ("recipe", f"{self.recipe}{f' ({self.numerics})' if self.numerics else ''}"),
             ("device", self.device),
+            *([("graphs", self.graphs)] if self.graphs else []),
             ("steps", f"{self.steps}{skipped}; {number(self.tokens)} tokens"),
             ("wall", f"{self.run_s:.1f} s, of it {self.step_s:.1f} s in steps{redone}"),
             *figures[:-2],
@@ -145,6 +147,7 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
         usd_per_1e9_tokens=price,
         loss=float(losses[-1]) if len(losses) else math.nan,
         eval_loss=session.evaluations[-1].loss if session.evaluations else None,
+        graphs=str(session.graphs) if session.device.type == "cuda" else "",
     )
 
 

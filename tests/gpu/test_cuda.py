@@ -3,6 +3,7 @@
 Needs torch, triton, numpy, safetensors and pytest; run by `make test-gpu`.
 """
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -130,16 +131,30 @@ def test_the_benchmark_of_the_kernels_finds_all_of_them_right(tmp_path):
     assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows)
 
 
-def test_the_benchmark_writes_its_raw_result(tmp_path):
-    import json
+def test_the_benchmark_measures_on_this_device(tmp_path, monkeypatch):
+    """Its real path at a small shape: processes, the checks of fused and replayed steps on this device, turns, a profile."""
+    from surokit.bench import gpu, gpu_table, systems
+    from surokit.bench.configurations import MODELS, Configuration, Group, Part
 
-    from surokit.bench.__main__ import main
-
-    out = tmp_path / "gpu.json"
-    assert (
-        main(["gpu", "--recipes", "bf16", "fp8", "--rounds", "1", "--steps", "1", "--layers", "2", "--out", str(out)])
-        == 0
-    )
-    data = json.loads(out.read_text())
-    assert [s["name"] for s in data["systems"]] == ["bf16", "fp8"]
-    assert all(s["tokens_per_s"][0] > 0 and 0 <= s["idle"] <= 1 for s in data["systems"])
+    shape = {**MODELS["0.6b"], "layers": 2, "width": 512, "heads": 4, "kv_heads": 2, "ffn": 1024, "vocab": 4096}
+    monkeypatch.setattr(systems, "MODELS", {"0.6b": shape})
+    pace = gpu.Pace()
+    monkeypatch.setattr(gpu, "Pace", lambda: dataclasses.replace(pace, turn_s=0.5, ceilings_s=1.0, check_length=256))
+    small = Group("small", (Configuration("0.6b", "bf16"), Configuration("0.6b", "fp8")), 1)
+    monkeypatch.setattr(gpu, "PARTS", {"small": Part("small", "", 1, (small,))})
+    data = gpu.run(["small"], out=tmp_path / "gpu.json")
+    found = data["gpu"]
+    assert not [(key, each["failed"]) for key, each in found.items() if "failed" in each]
+    for recipe in ("bf16", "fp8"):
+        checked = found[f"correct/0.6b lora {recipe}"]
+        assert checked["fused"]["ok"], checked["fused"]
+        assert checked["graphs"]["ok"], checked["graphs"]
+        assert checked["graphs"]["captured"], checked["graphs"]["reason"]
+        turn = found[f"turn/small/0/{recipe}"]
+        assert turn["tokens_per_s"] > 0
+        assert turn["graphs"] == "captured"
+        assert 0 < turn["peak_mib"] <= turn["reserved_mib"]
+        profile = found[f"profile/small/{recipe}"]
+        assert 0 <= profile["idle"] <= 1
+        assert profile["graph_launches"] > 0
+    assert "0.6b lora fp8" in gpu_table.table(data)

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import surokit as sk
+from surokit.models.fuse import fusion_of
 from surokit.train import AdamW, CheckpointError, Cosine, ResumeError, Session
 from surokit.train import checkpoint as checkpoints
 from tests.train.test_session import Trap
@@ -82,6 +83,26 @@ class TestContinuing:
         ours, theirs = sk.convert.scaling_state(whole.model), sk.convert.scaling_state(again.model)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+    def test_with_a_fusion(self, tmp_path: Path) -> None:
+        def fresh(seed: int) -> sk.Decoder:
+            torch.manual_seed(seed)
+            config = sk.DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, vocab=64, ffn=48)
+            return sk.Decoder(config, dtype=torch.bfloat16)
+
+        fusion = sk.Fusion(recompute="selective")
+        models = fresh(0), fresh(0)
+        for model in models:
+            sk.fuse(model, fusion)
+        whole, half = make_session(models[0]), make_session(models[1], run_dir=tmp_path / "run")
+        whole.run(6)
+        half.run(3)
+        half.save()
+        for given in (None, fresh(1)):
+            again = Session.resume(tmp_path / "run", given, data=make_batches())
+            assert fusion_of(again.model) == fusion
+            again.run(3)
+            assert_same_state(whole, again)
 
     def test_in_the_constructor(self, tmp_path: Path) -> None:
         whole, half = make_session(), make_session(run_dir=tmp_path / "run")
@@ -166,20 +187,24 @@ class TestContent:
         again.run(2)
         assert_same_state(session, again)
 
-    def test_views_of_one_tensor(self) -> None:
+    def test_views_of_one_tensor(self, tmp_path: Path) -> None:
         class Views(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
                 both = torch.arange(8.0)
                 self.register_buffer("low", both[:4])
                 self.register_buffer("high", both[4:])
+                self.register_buffer("middle", both[2:6])
                 self.register_buffer("turned", torch.arange(6.0).reshape(2, 3).t())
 
         tensors, tied = checkpoints.distinct_tensors(Views())
         assert not tied
         assert tensors["high"].tolist() == [4, 5, 6, 7]
-        assert len({t.untyped_storage().data_ptr() for t in tensors.values()}) == 3
+        assert tensors["middle"].tolist() == [2, 3, 4, 5]
+        assert len({t.untyped_storage().data_ptr() for t in tensors.values()}) == 3  # low and high go as they lie
         assert all(t.is_contiguous() for t in tensors.values())
+        save_file(tensors, tmp_path / "views.safetensors")
+        assert load_file(tmp_path / "views.safetensors")["high"].tolist() == [4, 5, 6, 7]
 
     def test_what_stands_in_it(self, tmp_path: Path) -> None:
         session = make_session(run_dir=tmp_path / "run", recipe="fp8-rowwise")

@@ -1,0 +1,553 @@
+"""A step as CUDA graphs: recorded once, checked against the eager step, then launched whole; or a reason why not.
+
+    first    forward and backward of a step's first part: gradients are written
+    next     the same for each further part: gradients are added
+    update   norm, clip, mask, optimizer, and the roll of delayed scales
+
+A graph is kernels with their addresses, so everything a step reads or writes stays where it is: batches are copied into
+tensors of the graph's own, gradients are the same tensors every step, and the learning rate is a tensor on the device. What the
+host decided while recording (a branch, a number) is frozen. Therefore the first steps of a shape are ordinary ones, hooks and
+whatever else would be called only once keep a step eager, and what the graphs rest on (addresses, settings, modes) is compared
+before each step: where it changed, they are recorded anew.
+
+A replay draws the random numbers that the eager step would draw: the generator's offset moves on by as much.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from surokit.nn.delayed import banks_of
+from surokit.train.optim import AdamW
+from surokit.train.random_state import kept
+from surokit.train.stream import Batch
+
+if TYPE_CHECKING:
+    from surokit.train.engine import Engine
+
+WARMUP = 2  # eager steps of a shape before it is recorded: lazily made state, tuned and loaded kernels
+SHAPES = 4  # that are remembered
+ANEW = 3  # times that graphs are recorded again after something changed under them
+TOLERANCE = 0.02  # of a gradient's norm: atomic additions take another order every time, in the eager step too
+SMALL = 1 << 28  # bytes of gradients that may be there twice
+_PLAIN = (bool, int, float, str, type(None))
+_INTERNAL = vars(nn.Module()).keys() - {"training"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Whether a session's steps run as CUDA graphs ("on"), will ("waiting") or do not ("off"), and why; in `session.graphs`."""
+
+    state: Literal["off", "waiting", "on"]
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.state}: {self.why}"
+
+
+class Refused(Exception):
+    """Why a step cannot be a graph."""
+
+
+class DeviceGraphs(Protocol):
+    """What capturing needs of a device. `mended` counts what puts an end to all graphs that were recorded before."""
+
+    mended: int
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """Work in here is carried out where it will be recorded, and raises where it waits for the device."""
+
+    def record(self, work: Callable[[], Any]) -> Callable[[], None]:
+        """Records what `work` does on the device, without doing it; the result does it."""
+
+    def free_bytes(self) -> int:
+        """Memory that is left."""
+
+    def clear(self) -> None:
+        """Nothing that was recorded will be replayed again."""
+
+
+class CudaGraphs:
+    """CUDA graphs of one device, recorded on a stream of their own and in one memory pool."""
+
+    mended = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        current, mode = torch.cuda.current_stream(self.device), torch.cuda.get_sync_debug_mode()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Synchronization debug mode")
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+                current.wait_stream(self.stream)
+
+    def record(self, work: Callable[[], Any]) -> Callable[[], None]:
+        gc.collect()  # cycles may hold a step's memory
+        state = torch.cuda.get_rng_state(self.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # the stream by itself too: where a capture fails, torch's context leaves its own in force. Other threads, which
+            # prepare batches for instance, may go on with what a capture forbids
+            with (
+                torch.cuda.device(self.device),
+                torch.cuda.stream(self.stream),
+                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
+            ):
+                work()
+        except BaseException:
+            self._mend(state)
+            raise
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def clear(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()
+
+    def _mend(self, state: Tensor) -> None:
+        """A capture that fails can leave torch's allocator and generator as if it went on: they are told that it does not.
+
+        The generator gets another state then, which graphs that were recorded before do not know: `mended` says so.
+        """
+        with suppress(Exception):
+            torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
+        generator = torch.cuda.default_generators[self.device.index]
+        try:
+            torch.empty(1, device=self.device).uniform_()
+        except RuntimeError:
+            generator.graphsafe_set_state(torch.Generator(self.device))
+            CudaGraphs.mended += 1
+        generator.set_state(state)
+
+
+def warn_off(why: str) -> None:
+    """For who asked for graphs and does not get them."""
+    warnings.warn(f"Steps do not run as CUDA graphs: {why}. session.graphs says so too.", stacklevel=2)
+
+
+def why_not(model: nn.Module) -> str:
+    """What keeps a model's steps from ever being graphs; "" where nothing is known to."""
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1:
+        return f"the model is on several devices ({', '.join(sorted(map(str, devices)))})"
+    device = devices.pop()
+    if device.type != "cuda":
+        return f"CUDA graphs need a CUDA device, and the model is on {device}"
+    if any(hasattr(p, "to_local") for p in model.parameters()):
+        return "the model's parameters are sharded over processes, and their exchange is not recorded"
+    return ""
+
+
+class Graphs:
+    """The graphs of one engine. `ready` before each step says whether they compute it; then `gradients`, and `update`."""
+
+    def __init__(self, engine: Engine, device: DeviceGraphs) -> None:
+        self._engine, self._device = engine, device
+        self._refused = ""  # once that is said, every step is eager
+        self._seen: Counter[Hashable] = Counter()
+        self._eager: Counter[str] = Counter()
+        self._times = 0
+        self._loss = torch.zeros((), device=engine.device)
+        self._weight = torch.ones((), device=engine.device)  # of the part in the making
+        self._clear()
+
+    def _clear(self) -> None:
+        self._inputs: dict[Hashable, dict[str, Tensor]] = {}
+        self._parts: dict[tuple[Hashable, bool], Callable[[], None]] = {}  # by shape, and whether it is a step's first
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._change: Callable[[], None] | None = None
+        self._changed: tuple[Tensor, Tensor] | None = None
+        self._update_refused = ""
+        self._rests_on: list[Any] = []
+        self._held: list[Any] = []  # so that what it was recorded with is not freed, nor its id given to another
+        self._error = 0.0
+        self._replayed = False
+
+    def _forget(self) -> None:
+        self._clear()
+        self._device.clear()
+
+    @property
+    def capture(self) -> Capture:
+        if self._refused:
+            return Capture("off", self._refused)
+        if not self._parts:
+            return Capture("waiting", f"the first {WARMUP} steps of a shape are eager")
+        recorded = "forward and backward" if self._update_refused else "forward, backward and update"
+        shapes = f" of {len(self._inputs)} shapes" if len(self._inputs) > 1 else ""
+        equal = "equal to the eager step" if self._error == 0 else f"within {self._error:.0e} of the eager step"
+        said = [f"{recorded}{shapes}, {equal}"]
+        if self._update_refused:
+            said.append(f"the update is eager: {self._update_refused}")
+        said += [f"{n} step{'s' * (n > 1)} eager: {why}" for why, n in self._eager.items()]
+        return Capture("on", "; ".join(said))
+
+    # -- a step
+
+    def ready(self, parts: Sequence[Batch]) -> bool:
+        """Whether graphs compute this step's gradients. Records them where it is time to, which leaves no trace in the run."""
+        self._replayed = False
+        if self._refused:
+            return False
+        keys = [_shape(part) for part in parts]
+        wanted = {(key, i == 0): part for i, (key, part) in enumerate(zip(keys, parts))}  # a first one first
+        missing = [graph for graph in wanted if graph not in self._parts]
+        if missing and any(self._seen[key] < WARMUP for key, _ in missing):
+            self._seen.update(set(keys))
+            return False
+        if torch.is_autocast_enabled(self._engine.device.type):
+            return self._stays_eager("autocast is on, whose copies of weights a graph would keep")
+        rests_on, _, hooked = self._look()
+        if hooked:
+            return self._stays_eager(f"hooks on {hooked}, which a graph would not call")
+        if self._parts and rests_on != self._rests_on:
+            self._times += 1
+            if self._times > ANEW:
+                self._refuse(f"what the graphs rest on (weights, settings, modes) changed {self._times} times")
+                return False
+            self._forget()
+            self._seen.clear()
+            return self._stays_eager("weights, settings or modes changed, and the graphs are recorded anew")
+        if len({key for key, _ in missing} | self._inputs.keys()) > SHAPES:
+            return self._stays_eager(f"a shape beyond the {SHAPES} that are remembered")
+        return not missing or self._try_to_record(parts, {graph: wanted[graph] for graph in missing}, rests_on)
+
+    def gradients(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        """As the engine's: mean loss and number of labels that count; the gradients are in the parameters. Valid for one step."""
+        targets, weights = self._engine.weights(parts)
+        for i, part in enumerate(parts):
+            key = _shape(part)
+            for name, held in self._inputs[key].items():
+                held.copy_(part[name], non_blocking=True)
+            self._weight.fill_(1.0) if weights is None else self._weight.copy_(weights[i])
+            self._parts[key, i == 0]()
+        self._attach()
+        self._replayed = True
+        return self._loss, targets
+
+    def update(self) -> tuple[Tensor, Tensor] | None:
+        """Norm and mask after the update of what `gradients` gave; None where that is the engine's to do."""
+        if not self._replayed or self._change is None:
+            return None
+        self._change()
+        return self._changed
+
+    def make_room(self) -> bool:
+        """Gives up graphs that leave no memory for an eager step; False where there are none."""
+        if not self._parts:
+            return False
+        self._refuse("they left no memory for a step that had to be eager")
+        return True
+
+    def _stays_eager(self, why: str) -> bool:
+        self._eager[why] += 1
+        return False
+
+    def _refuse(self, why: str) -> None:
+        self._refused = why
+        self._forget()
+        if self._engine.wants_graphs is True:
+            warn_off(why)
+
+    def _attach(self) -> None:
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = gradient
+
+    # -- recording
+
+    def _try_to_record(
+        self, parts: Sequence[Batch], wanted: dict[tuple[Hashable, bool], Batch], rests_on: list[Any]
+    ) -> bool:
+        try:
+            return self._record(parts, wanted, rests_on) or self._stays_eager(
+                "not finite, so graphs could not be checked"
+            )
+        except Exception as error:
+            why = reason_of(error)
+        except BaseException:
+            self._forget()
+            raise
+        self._refuse(why)  # out here, where the error does not hold a step's memory
+        return False
+
+    def _record(self, parts: Sequence[Batch], wanted: dict[tuple[Hashable, bool], Batch], rests_on: list[Any]) -> bool:
+        """Eagerly, recorded, replayed: the same batches have to give the same. Everything but the graphs is undone.
+
+        False where a step that is not finite leaves nothing to compare.
+        """
+        engine = self._engine
+        with self._undone():
+            before = _host_random(engine.device)
+            with self._device.rehearsal():
+                loss, _ = engine.eager(parts)
+            if _host_random(engine.device) != before:
+                raise Refused("the model draws random numbers on the host, which a graph would freeze")
+            if self._look()[0] != rests_on:
+                raise Refused("a forward changes attributes of the model, which a graph would freeze")
+            # on the host, because a large model has no room for a second set of gradients
+            expected = {p: p.grad.cpu() for p in engine.parameters() if p.grad is not None}
+            expected_loss = loss.cpu()
+        if any(gradient.layout != torch.strided for gradient in expected.values()):
+            raise Refused("some gradients are sparse")
+        if not all(bool(t.isfinite().all()) for t in (expected_loss, *expected.values())):
+            return False
+        with self._undone():
+            for (key, first), part in wanted.items():
+                self._parts[key, first] = self._record_part(key, first, part)
+        with self._undone():
+            loss, _ = self.gradients(parts)
+            difference = self._difference(loss, expected_loss, expected)
+        if not difference <= TOLERANCE:  # a NaN is refused too
+            raise Refused(f"replayed gradients differ from the eager ones by {difference:.1g} of their norm")
+        self._error = max(self._error, difference)
+        if self._change is None and not self._update_refused:
+            try:
+                self._record_update()
+            except Refused as why:
+                self._change, self._update_refused = None, str(why)
+        self._rests_on, self._held, _ = self._look()
+        return True
+
+    def _record_part(self, key: Hashable, first: bool, part: Batch) -> Callable[[], None]:
+        """The first graph makes the gradients, which all others write or add to: small ones together, in few launches, large
+        ones where they come about, since there is no room for them twice."""
+        engine = self._engine
+        if key not in self._inputs:
+            self._inputs[key] = {name: v.clone() for name, v in part.items() if isinstance(v, Tensor)}
+        batch = {**part, **self._inputs[key]}
+        held = list(self._gradients.values())
+        apart = not held or sum(g.nbytes for g in held) <= SMALL
+        there: dict[nn.Parameter, Tensor] = {}
+        if not apart:
+            self._attach()
+
+        def work() -> None:
+            if first:
+                self._loss.zero_()
+                if not apart:
+                    torch._foreach_zero_(held)
+            self._loss.add_(engine.part(batch, self._weight))
+            there.update((p, p.grad) for p in engine.parameters() if p.grad is not None)
+            if held and apart and there.keys() == self._gradients.keys():
+                (torch._foreach_copy_ if first else torch._foreach_add_)(held, [there[p] for p in self._gradients])
+
+        replay = self._device.record(work)
+        if not held:
+            self._gradients = there
+        elif there.keys() != self._gradients.keys() or not (
+            apart or all(self._gradients[p] is gradient for p, gradient in there.items())
+        ):
+            raise Refused("which parameters get a gradient, or where, depends on the batch")
+        engine.model.zero_grad(set_to_none=True)
+        return replay
+
+    def _record_update(self) -> None:
+        """As for the gradients, bit by bit: nothing in an update takes another order."""
+        engine = self._engine
+        optimizer = engine.optimizer
+        if why := _no_update(optimizer):
+            raise Refused(why)
+        if len(optimizer.param_groups) > len(engine.base_rates):
+            raise Refused("parameter groups were added, whose learning rates are the host's")
+        state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+        changing = [*(p.detach() for group in optimizer.param_groups for p in group["params"]), *state]
+        changing += self._gradients.values()  # torch's fused AdamW leaves them clipped
+        size = sum(t.nbytes for t in changing)
+        if 3 * size > self._device.free_bytes():
+            raise Refused(
+                f"there is no room to check it, {3 * size / 2**30:.1f} GiB; it takes few launches of a long step"
+            )
+        changing += _amaxes(engine.model)
+        before = [t.clone() for t in changing]
+
+        def put_back() -> None:
+            for t, old in zip(changing, before):
+                t.copy_(old)
+
+        self._attach()
+        try:
+            try:
+                with self._device.rehearsal():
+                    norm, bad = engine.change(self._loss)
+            except Exception as error:
+                raise Refused(reason_of(error)) from error
+            expected = [norm.clone(), bad.clone(), *(t.clone() for t in changing)]
+            put_back()
+            results: list[Tensor] = []
+            change = self._device.record(lambda: results.extend(engine.change(self._loss)))
+            change()
+            if not all(_same_bits(a, b) for a, b in zip([*results, *changing], expected, strict=True)):
+                raise Refused("a replayed update differs from the eager one")
+        finally:
+            put_back()
+            engine.model.zero_grad(set_to_none=True)
+        self._change, self._changed = change, (results[0], results[1])
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """What forward and backward leave behind is taken back: buffers, delayed scales, random states, gradients."""
+        model = self._engine.model
+        held = [*model.buffers(), *_amaxes(model)]
+        before = [t.clone() for t in held]
+        model.zero_grad(set_to_none=True)
+        with kept(self._engine.device):
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for t, old in zip(held, before):
+                        t.copy_(old)
+                model.zero_grad(set_to_none=True)
+
+    def _difference(self, loss: Tensor, expected_loss: Tensor, expected: dict[nn.Parameter, Tensor]) -> float:
+        """Largest difference of a gradient, as a share of its norm or, if that is more, of a thousandth of all; 0: every bit."""
+        if expected.keys() != self._gradients.keys():
+            return torch.inf
+        pairs = [(self._gradients[p], there.to(self._gradients[p].device)) for p, there in expected.items()]
+        pairs.append((loss, expected_loss.to(loss.device)))
+        if all(_same_bits(a, b) for a, b in pairs):
+            return 0.0
+        norms = torch.stack([b.float().norm() for _, b in pairs])
+        gaps = torch.stack([(a.float() - b.float()).norm() for a, b in pairs])
+        return float((gaps / norms.clamp_min(1e-3 * norms.norm())).max())
+
+    def _look(self) -> tuple[list[Any], list[Any], str]:
+        """What the graphs rest on, as numbers; the objects whose ids these are; what has hooks, "". Host work of some
+        microseconds a module, while the device computes."""
+        found: list[Any] = [self._device.mended]
+        objects: list[Any] = []
+        hooked = ""
+
+        def note(value: Any) -> None:
+            if type(value) in _PLAIN:
+                found.append(value)
+            else:
+                found.append(id(value))
+                objects.append(value)
+
+        for module in self._engine.model.modules():
+            for name, value in vars(module).items():
+                if name not in _INTERNAL:
+                    note(value)
+            for p in module._parameters.values():
+                if p is not None:  # codes of a frozen weight may be kept, so its values count
+                    found += (p.data_ptr(), True if p.requires_grad else p._version)
+                    if p._backward_hooks or p._post_accumulate_grad_hooks:
+                        hooked = f"a parameter of {type(module).__name__}"
+            for buffer in module._buffers.values():
+                found.append(None if buffer is None else buffer.data_ptr())
+            if any(getattr(module, hooks) for hooks in _HOOKS):
+                hooked = type(module).__name__
+        if self._change is None:
+            return found, objects, hooked
+        optimizer = self._engine.optimizer
+        for group in optimizer.param_groups:
+            for name, value in group.items():
+                if isinstance(value, tuple):
+                    found.append(value)
+                elif name != "params" and (name != "lr" or isinstance(value, Tensor)):
+                    note(value)
+            for p in group["params"]:
+                found.append(id(p))
+                found += [v.data_ptr() if isinstance(v, Tensor) else v for v in optimizer.state.get(p, {}).values()]
+        return found, objects, hooked
+
+
+def _amaxes(model: nn.Module) -> list[Tensor]:
+    """What delayed scaling remembers."""
+    return [t for bank in banks_of(model) for t in (bank.history_HS, bank.in_force_S, bank.open_S, bank.cursor)]
+
+
+def _shape(part: Mapping[str, Any]) -> Hashable:
+    """What a graph fixes of a batch: shapes, dtypes, and entries that are no tensors."""
+    entries: list[Hashable] = []
+    for name, value in part.items():
+        if isinstance(value, Tensor):
+            entries.append((name, tuple(value.shape), value.dtype))
+        else:
+            entries.append((name, value if isinstance(value, Hashable) else id(value)))
+    return tuple(entries)
+
+
+def _no_update(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer's step is not recorded; "" where it can be."""
+    name = type(optimizer).__name__
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"{name} has step hooks, which a graph would not call"
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return f"{name} cannot be masked on the device, so the host reads it every step"
+    if not takes_rates(optimizer):
+        return f"{name} is recorded with capturable=True only"
+    return ""
+
+
+def takes_rates(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's step reads learning rates from the device: ours, and torch's that are made for graphs."""
+    return isinstance(optimizer, AdamW) or all(group.get("capturable") for group in optimizer.param_groups)
+
+
+def _host_random(device: torch.device) -> list[Any]:
+    """The host's random states. Where the device is the host, torch's generator is the device's, which a graph follows."""
+    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
+    torch_cpu = torch.get_rng_state().numpy().tobytes() if device.type != "cpu" else b""
+    return [random.getstate(), numpy["state"]["key"].tobytes(), numpy["state"]["pos"], torch_cpu]
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+
+
+def reason_of(error: BaseException) -> str:
+    """One clause that says why recording failed."""
+    chain: list[BaseException] = [error]
+    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(before)
+    said = " ".join(map(str, chain))
+    if isinstance(error, Refused):
+        return str(error)
+    if any(isinstance(e, torch.OutOfMemoryError) for e in chain):
+        return "there is not enough memory to hold graphs beside the eager step"
+    if "synchronizing" in said or "stream is capturing" in said or "StreamCaptureUnsupported" in said:
+        return f"the step waits for the device{_place(chain[-1])}: something reads a value on the host, as .item() does"
+    if "current_seed" in said or "get_offset" in said or "philox_offset" in said:
+        return "the step reads the random state, as torch's checkpoint does unless it has preserve_rng_state=False"
+    first = str(chain[-1]).strip().splitlines() or [""]
+    return f"recording failed ({type(chain[-1]).__name__}: {first[0][:200]})"
+
+
+def _place(error: BaseException) -> str:
+    """ " in file.py, line n": the innermost frame that is neither torch's nor of this folder; "" where there is none."""
+    ours, torchs = Path(__file__).parent, Path(torch.__file__).parent
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if ours not in path.parents and torchs not in path.parents and path.suffix == ".py":
+            return f" in {path.name}, line {frame.lineno}"
+    return ""
