@@ -101,9 +101,12 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--dtype": "dtype of weights and gradients",
         "--logits": "fused with the loss, or whole",
         "--layers": "whose layers compute: surokit or transformers",
+        "--fusion": "none, or fused: operations computed together",
+        "--transposed": "W' of frozen quantized weights: cached, or 'on the fly'",
     }.items():
         given.add_argument(name, help=text)
     given.add_argument("--lora", type=_number, metavar="RANK", help="freeze the recipe's base and train an adapter")
+    given.add_argument("--graphs", action="store_true", default=None, help="a step captured as CUDA graphs")
     given.add_argument("--master", action="store_true", default=None, help="float32 masters of the weights")
     given.add_argument(
         "--inference", dest="training", action="store_false", default=None, help="a forward pass and its KV cache"

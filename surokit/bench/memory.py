@@ -13,9 +13,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from surokit.bench.result import markdown
+from surokit.planner.flops import Recompute
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ class Setting:
 
     `family` is "decoder" for ours, or "llama" and "qwen3" for transformers'. `recipe` is a name; `rank` adds an adapter.
     `states` is the moments' dtype; None is the weights' own. A part has `batch` sequences of `length` tokens; `accumulate` of them.
+    `fusion` "fused" is `sk.fuse`, which our "selective" recompute needs.
     """
 
     name: str
@@ -45,7 +47,7 @@ class Setting:
     batch: int = 2
     length: int = 256
     accumulate: int = 1
-    recompute: Literal["none", "full"] = "none"
+    recompute: Recompute = "none"
     layers: int = 4
     width: int = 256
     heads: int = 8
@@ -53,6 +55,9 @@ class Setting:
     ffn: int = 704
     vocab: int = 4096
     tied: bool = False
+    qk_norm: bool = False
+    fusion: Literal["none", "fused"] = "none"
+    transposed: Literal["cached"] | None = None
 
     @property
     def theirs(self) -> bool:
@@ -124,6 +129,33 @@ class Meter:
 
 _FEW: dict[str, Any] = {"width": 512, "ffn": 1376, "batch": 1, "length": 64}  # weights outweigh what passes
 _LONE: dict[str, Any] = {"vocab": 256, "layers": 8}  # layers outweigh the loss
+
+
+def _fused() -> Iterator[Setting]:
+    """A fused step with each recompute, all weights trained and adapters: layers outweigh the loss."""
+    options: dict[str, Any] = {"fusion": "fused", "qk_norm": True, "vocab": 512, "layers": 6}
+    for recipe, rank in ((None, 0), ("fp8", 0), ("fp8-rowwise", 0), ("bf16", 8), ("fp8", 8), ("qfp8", 8)):
+        name = f"fused {recipe or 'bf16'}" + (" + LoRA" if rank else "")
+        for recompute in get_args(Recompute):
+            how = "" if recompute == "none" else f", {recompute} recompute"
+            yield Setting(name + how, recipe=recipe, rank=rank, recompute=recompute, **options)
+    yield Setting("fused bf16, without QK-norm", **{**options, "qk_norm": False})
+    yield Setting("fused fp8 + LoRA, W' cached", recipe="fp8", rank=8, transposed="cached", **options)
+    yield Setting("fused qfp8 + LoRA, few tokens", recipe="qfp8", rank=8, fusion="fused", **_FEW)
+    yield Setting("fused llama bf16", family="llama", fusion="fused", **_LONE)
+    yield Setting(
+        "fused llama bf16 + LoRA, selective recompute",
+        family="llama",
+        recipe="bf16",
+        rank=8,
+        recompute="selective",
+        fusion="fused",
+        **_LONE,
+    )
+
+
+#: What `run` measures beside: fused steps.
+FUSED = tuple(_fused())
 #: What `run` measures: ours, then transformers' own layers.
 SETTINGS = (
     Setting("bf16"),
@@ -189,16 +221,17 @@ SETTINGS = (
 
 
 def run(names: Sequence[str] | None = None, device: str | None = None) -> dict[str, Any]:
-    """Measure and predict the named settings (default: all of SETTINGS); the raw result."""
+    """Measure and predict the named settings (default: all of SETTINGS; "fused": all of FUSED); the raw result."""
     import torch
 
-    known = {setting.name: setting for setting in SETTINGS}
-    unknown = [name for name in names or () if name not in known]
+    known = {setting.name: setting for setting in (*SETTINGS, *FUSED)}
+    names = [setting.name for setting in FUSED] if names == ["fused"] else names or [s.name for s in SETTINGS]
+    unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"There is no setting {unknown[0]!r}: known are {', '.join(known)}.")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     found = []
-    for name in names or known:
+    for name in names:
         found.append((known[name], measure(known[name], device)))
         print(f"{name}: {found[-1][1].peak / MIB:.1f} MiB", file=sys.stderr)
     return result(found, device)
@@ -296,18 +329,20 @@ def model_of(setting: Setting, device: str = "cpu") -> nn.Module:
     model: nn.Module
     if setting.theirs:
         model = _theirs(setting).to(device=device, dtype=dtype)
-        if setting.recompute == "full":
+        if setting.recompute == "full" and setting.fusion == "none":
             # transformers' new name, and the one before it
             for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
                 if (enable := getattr(model, name, None)) is not None:
                     enable()
                     break
     else:
-        sizes = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "tied")
+        sizes = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "tied", "qk_norm")
         config = sk.DecoderConfig(**{name: getattr(setting, name) for name in sizes}, max_length=setting.length)
         model = sk.Decoder(config, device=device, dtype=dtype)
     if (recipe := recipe_of(setting)) is not None:
         sk.apply(model, recipe)
+    if setting.fusion == "fused":
+        sk.fuse(model, recompute=setting.recompute, frozen="transposed" if setting.transposed else "codes")
     return model
 
 
@@ -358,6 +393,8 @@ def planned(setting: Setting, device: str = "cpu") -> Any:
         "accumulate": setting.accumulate,
         "recompute": setting.recompute,
         "layers": "transformers" if setting.theirs else "surokit",
+        "fusion": setting.fusion,
+        "transposed": setting.transposed,
         "gpu": "cpu" if device == "cpu" else "H100",  # any: it says that the GPU's kernels run
     }
     return plan(config_of(setting), **options)
@@ -366,7 +403,7 @@ def planned(setting: Setting, device: str = "cpu") -> Any:
 def config_of(setting: Setting) -> dict[str, Any]:
     """The sizes of a setting's model as a config.json has them."""
     return {
-        "model_type": setting.family if setting.theirs else "llama",
+        "model_type": setting.family if setting.theirs else "qwen3" if setting.qk_norm else "llama",
         "num_hidden_layers": setting.layers,
         "hidden_size": setting.width,
         "num_attention_heads": setting.heads,

@@ -30,6 +30,7 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple, Protocol
 
 from surokit.planner.flops import Placement, Recompute, frozen
+from surokit.planner.fusing import Fused
 from surokit.planner.shape import Shape
 from surokit.planner.tape import KEPT, LOGITS, Moment, Tape, Value
 
@@ -78,6 +79,8 @@ class Step(Protocol):
     def layers(self) -> Literal["surokit", "transformers"]: ...
     @property
     def training(self) -> bool: ...
+    @property
+    def fusion(self) -> Fused: ...
 
 
 @dataclass(frozen=True)
@@ -104,13 +107,15 @@ def replay(
     width: int,
     gradients_there: bool = False,
     weight_share: float = 1.0,
+    layers: type[Ours] | None = None,
 ) -> Activations:
-    """Forward and, in training, backward of `batch` sequences of `length` tokens, weights and activations of `width` bytes."""
+    """Forward and, in training, backward of `batch` sequences of `length` tokens, weights and activations of `width` bytes.
+
+    layers: whose, ours or transformers' by the step without it.
+    """
     tape = Tape(gradients_there=gradients_there, weight_share=weight_share, records=step.training)
-    model = (_Theirs if step.layers == "transformers" else _Ours)(
-        tape, shape, recipe, step, places, batch, length, width
-    )
-    return model.replay()
+    kind = layers or (_Theirs if step.layers == "transformers" else Ours)
+    return kind(tape, shape, recipe, step, places, batch, length, width).replay()
 
 
 class _Model:
@@ -443,7 +448,7 @@ class _Model:
         return loss
 
 
-class _Ours(_Model):
+class Ours(_Model):
     """surokit/models/decoder.py and surokit/nn."""
 
     def norm(self, x: Value, features: int, *, keep_name: bool = False, heads: int = 1) -> Value:
@@ -535,7 +540,7 @@ class _Ours(_Model):
         return self.tape.run((gate, up), gate.bytes, keeps=(gate, up), drops=(gate, up))
 
 
-class _Theirs(_Ours):
+class _Theirs(Ours):
     """transformers' own: Llama's layers, and where other families differ."""
 
     def norm(self, x: Value, features: int, *, keep_name: bool = False, heads: int = 1) -> Value:

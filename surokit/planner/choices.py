@@ -44,7 +44,8 @@ def asked_gib(plan: Plan, gib: float | None) -> float:
     return room
 
 
-def _known_gib(plan: Plan, gib: float | None) -> float | None:
+def known_gib(plan: Plan, gib: float | None) -> float | None:
+    """The same, None where it is not known."""
     if gib is None and (plan.gpu is None or plan.gpu.memory_gib is None):
         return None
     return asked_gib(plan, gib)
@@ -92,7 +93,7 @@ def compare_recipes(
     plan: Plan, names: Iterable[str | Recipe] | None = None, *, gib: float | None = None
 ) -> tuple[Choice, ...]:
     """The rows of `recipes`, without pandas."""
-    room = _known_gib(plan, gib)
+    room = known_gib(plan, gib)
     rows = []
     bases: dict[Recipe, tuple[float | None, str]] = {}
     for recipe, baseline in _candidates(plan, names):
@@ -347,12 +348,14 @@ def _remedies(plan: Plan, room: float) -> Iterator[tuple[str, dict[str, Any], st
         if frozen(plan.recipe):
             traffic = "traffic between GPUs: the frozen weights too, gathered in every pass"
         yield "zero=3", {"zero": 3}, traffic
+    if s.training and s.recompute == "none" and s.fusion:
+        yield "recompute='selective'", {"recompute": "selective"}, "time: norms and SwiGLU again"
     if s.training and s.recompute != "full" and plan.shape is not None:
         again = plan.but(recompute="full")
         share = again.compute.recompute / again.compute.model if again.compute else 0.0
         costs = f"time: {share:.0%} more FLOPs"
         if s.layers == "surokit":
-            costs += "; sk.Decoder has no switch for it yet"
+            costs += "; sk.fuse(model, recompute='full')"
         yield "recompute='full'", {"recompute": "full"}, costs
     if s.training and s.master and not frozen(plan.recipe):
         yield "master=False", {"master": False}, "precision: updates below the weights' own step are rounded away"
@@ -466,7 +469,7 @@ def _memory_binding(plan: Plan) -> Binding:
     m = plan.memory
     term = m.largest
     loosens = ""
-    for how, changes, costs in _remedies(plan, _known_gib(plan, None) or 0.0):
+    for how, changes, costs in _remedies(plan, known_gib(plan, None) or 0.0):
         less = plan.but(**changes).memory
         left, (what, there) = _kind(less, term)[1], _kind(m, term)
         if left <= 0.8 * there and less.gib < m.gib:

@@ -34,15 +34,17 @@ Pass = Literal["forward", "recompute", "backward", "optimizer"]
 class Kernel:
     """One kind of kernel: model FLOPs and bytes of one launch or group of launches, and what kind of product it is.
 
-    `part` is forward, grad_input or grad_weight for a product; quantize, turn or decode for what comes around it.
+    `part` is forward, grad_input or grad_weight for a product; quantize, turn or decode for what comes around it, of the operand
+    `role`: x, w or dy ("" where both are meant).
     """
 
     step: Pass
     part: str
     flop: float
     bytes: float
-    launches: int = 1
+    launches: float = 1
     kind: Kind | None = None
+    role: str = ""
 
 
 def linear_kernels(
@@ -126,15 +128,15 @@ class _Layer:
         """An operand as one product wants it, and its transpose as another does."""
         size = self.elements(role)
         if plain and transposed and q is not None and q == q_t and q.both_in_one_pass:
-            yield _quantize(step, q, size, self.width, ways=2)
+            yield quantize(step, role, q, size, self.width, ways=2)
             return
         if plain and q is not None:
-            yield _quantize(step, q, size, self.width)
+            yield quantize(step, role, q, size, self.width)
         if transposed and q_t is not None:
             if plain and q == q_t and q_t.transposable:
-                yield _turn(step, q_t, size)
+                yield turn(step, role, q_t, size)
             else:
-                yield _quantize(step, q_t, size, self.width)
+                yield quantize(step, role, q_t, size, self.width)
 
     def _weight(self, step: Pass, q: Any, *, transposed: bool) -> Iterator[Kernel]:
         size = self.elements("w")
@@ -143,21 +145,23 @@ class _Layer:
             as_stored = q is not None and storage.same_codes(q) and (not transposed or storage.transposable)
             if as_stored:
                 if transposed:
-                    yield _turn(step, storage, size)
+                    yield turn(step, "w", storage, size)
                 return
             kept = self.recipe.keeps_decoded and not self.recipe.takes_codes(storage)
             if step != "backward" or not kept:
-                yield Kernel(step, "decode", 0.0, size * (storage.bits / 8 + self.width))
+                yield Kernel(step, "decode", 0.0, size * (storage.bits / 8 + self.width), role="w")
         if q is not None:
-            yield _quantize(step, q, size, self.width)
+            yield quantize(step, "w", q, size, self.width)
             if transposed and q.transposable:
-                yield _turn(step, q, size)
+                yield turn(step, "w", q, size)
 
 
-def _quantize(step: Pass, q: Any, elements: float, width: int, ways: int = 1) -> Kernel:
+def quantize(step: Pass, role: str, q: Any, elements: float, width: int, ways: int = 1) -> Kernel:
     """One operand's codes and scales, in `ways` orientations."""
     reads = _reads(q, ways)
-    return Kernel(step, "quantize", 0.0, elements * (reads * width + ways * q.bits / 8), reads)
+    # a delayed scale's first launch reads the operand only where no amax is in force yet (kernels/triton/delayed.py)
+    launches = 2 if q.delayed else reads
+    return Kernel(step, "quantize", 0.0, elements * (reads * width + ways * q.bits / 8), launches, role=role)
 
 
 def _reads(q: Any, ways: int) -> int:
@@ -173,6 +177,6 @@ def _reads(q: Any, ways: int) -> int:
             return 1
 
 
-def _turn(step: Pass, q: Any, elements: float) -> Kernel:
+def turn(step: Pass, role: str, q: Any, elements: float) -> Kernel:
     """The transposed copy of codes: read and written once, in their own width."""
-    return Kernel(step, "turn", 0.0, elements * 2 * q.format.bits / 8)
+    return Kernel(step, "turn", 0.0, elements * 2 * q.format.bits / 8, role=role)

@@ -202,6 +202,8 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         yield "every GPU is taken to hold all states: give zero=1, 2 or 3 to shard them over the GPUs"
     if setup.gpus == 1 and setup.zero:
         yield f"zero={setup.zero} shards nothing on one GPU: give gpus="
+    if setup.training and setup.recompute == "selective" and setup.layers == "surokit" and not setup.fusion:
+        yield "recompute='selective' computes nothing again in an unfused step of our layers: give fusion='fused'"
     if (
         setup.training
         and setup.optimizer == "adamw"

@@ -40,6 +40,8 @@ from surokit.planner.activations import LOSS_ELEMENTS as LOSS_ELEMENTS
 from surokit.planner.activations import LOSS_MIN_ROWS as LOSS_MIN_ROWS
 from surokit.planner.activations import Activations, replay
 from surokit.planner.flops import Placement, Recompute, frozen, operand_bits, placements
+from surokit.planner.fused_layers import FusedLayers
+from surokit.planner.fusing import UNFUSED, Fused
 from surokit.planner.shape import Shape, built_here
 from surokit.planner.tape import GRADIENTS, KEPT, LOGITS, PASSING, Moment
 
@@ -147,7 +149,8 @@ class Setup:
     """What memory depends on besides shape and recipe.
 
     `zero` is the ZeRO stage over `gpus`: 1 shards optimizer states, 2 gradients too, 3 weights too. `batch` is
-    sequences on one GPU, `length` tokens of each.
+    sequences on one GPU, `length` tokens of each. `fusion` is what is computed together, `graphs` whether a step is captured as
+    CUDA graphs.
     """
 
     dtype: str = "bf16"
@@ -165,6 +168,8 @@ class Setup:
     layers: Layers = "surokit"
     accumulate: int = 1
     slack: float = SLACK
+    fusion: Fused = UNFUSED
+    graphs: bool = False
 
 
 def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Setup) -> Memory:
@@ -239,6 +244,8 @@ def _weights(
                 f"{adapter:,} x {width} bytes, rank {recipe.adapter.rank}{sharded}",
             )
         )
+    if setup.fusion.frozen != "no" and frozen(recipe) and setup.training:
+        terms += _codes(recipe, setup, places)
     if setup.training and (history := _history(recipe)):
         slots = 3 * sum(p.quantized for p in places)
         how = f"{slots:,} operands x {history:,} steps in float32, with those in force and the open ones"
@@ -252,13 +259,38 @@ def _weights(
                 held, how = -(-count // shape.layers), "one layer's stored weights; recompute lets the others go"
             else:
                 held, how = count, "every stored weight, kept from forward to backward"
-        terms.append(Term("dequantized weight", held * width, False, how))
+        elif setup.fusion and recipe.takes_codes(storage):
+            turned = setup.fusion.frozen != "transposed" and setup.training
+            held, how = (
+                largest * storage.format.bits / 8 / width * turned,
+                "the largest stored weight's codes, turned for its product",
+            )
+        if held:
+            terms.append(Term("dequantized weight", held * width, False, how))
     elif largest and not stepping:
         how = "codes of the largest weight and their transpose, made for its product and let go"
         terms.append(Term("quantized copies", 2 * largest * operand_bits(recipe.forward) / 8, False, how))
     if setup.gpus > 1 and setup.zero >= 2 and setup.training and (found := _gathered(shape, recipe, setup, places)):
         terms.append(found)
     return terms, adapter if frozen(recipe) else parameters
+
+
+def _codes(recipe: Any, setup: Setup, places: tuple[Placement, ...]) -> list[Term]:
+    """What a fused step keeps of frozen weights that are quantized for their products: their codes, those of W' too."""
+    found = []
+    for name, product in (("codes of frozen weights", "forward"), ("codes of W'", "grad_input")):
+        q = getattr(getattr(recipe, product, None), "b", None)
+        turned = product == "grad_input"
+        if q is None or (turned and setup.fusion.frozen != "transposed"):
+            continue
+        storage = recipe.storage  # whose codes are there; others would cost the memory that storing it saved
+        if storage is not None and not (turned and storage.same_codes(q) and storage.transposable):
+            continue
+        size = sum(stored_bytes(q, p.weight.n, p.weight.k) * p.quantized for p in places)
+        if size:
+            how = "and not turned for each product" if turned else "and not quantized for each product"
+            found.append(Term(name, size, True, f"kept in {q}, scales included, {how}"))
+    return found
 
 
 def _history(recipe: Any) -> int:
@@ -334,6 +366,7 @@ def _with_step(
         width=DTYPE_BYTES[setup.dtype],
         gradients_there=there,
         weight_share=1 / _shards(setup, 2)[0],
+        layers=FusedLayers if setup.fusion else None,
     )
     gradients = next((t for t in terms if t.name == "gradients"), None)
     fixed = sum(t.bytes for t in terms if t.counted and t is not gradients)
@@ -373,7 +406,9 @@ def _passing(shape: Shape, passing: Activations, peak: Moment, setup: Setup) -> 
         how = f"{tokens:,} tokens: each layer's input, and one layer whole while it is computed again"
     else:
         how = f"{tokens:,} tokens x {passing.kept / tokens / shape.layers:,.0f} bytes a token and layer"
-        how += "; fused attention keeps no scores to drop" if setup.recompute == "selective" else ""
+        if setup.recompute == "selective":
+            again = "outputs of norm and SwiGLU are computed again, where they are kept as numbers"
+            how += "; " + (again if setup.fusion else "fused attention keeps no scores to drop")
     if passing.scores and setup.training:
         how += "; all of attention's scores, for want of a fused kernel"
     if setup.training:

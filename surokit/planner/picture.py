@@ -29,7 +29,7 @@ _INK, _SOFT, _GRID = "#1c1f23", "#5f6670", "#e4e7eb"
 # group -> (colour, first words of the terms' names in it), in the order in which a bar stacks them
 _GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "weights": ("#0072B2", ("weights",)),
-    "copies of weights": ("#56B4E9", ("dequantized", "quantized", "gathered")),
+    "copies of weights": ("#56B4E9", ("dequantized", "quantized", "gathered", "codes")),
     "adapter": ("#CC79A7", ("adapter",)),
     "gradients": ("#D55E00", ("gradient",)),
     "optimizer": ("#009E73", ("optimizer", "master")),

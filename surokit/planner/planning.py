@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from surokit.planner import arguments, choices, figures, picture, questions
+from surokit.planner import arguments, choices, faster, figures, picture, questions
 from surokit.planner import check as checking
 from surokit.planner.check import Check
 from surokit.planner.cost import Price, Time, Work, count_time, exact, read_price
@@ -29,12 +29,13 @@ from surokit.planner.flops import (
     product_kinds,
     trained_parameters,
 )
+from surokit.planner.fusing import Transposed, read_fusion
 from surokit.planner.hardware import Gpu, find_gpu
 from surokit.planner.lines import Line, as_html, as_text, plan_answers, plan_lines, plan_notes
 from surokit.planner.memory import DTYPE_BYTES, SLACK, Layers, Memory, Setup, count_memory
 from surokit.planner.offload import Host, Offload, host_of, predict_offload
 from surokit.planner.roofline import Estimate, estimate_step
-from surokit.planner.shape import Shape
+from surokit.planner.shape import Shape, built_here
 from surokit.planner.subject import Subject, read_subject
 from surokit.tables import data_frame
 
@@ -154,6 +155,10 @@ class Plan:
         """What would make the plan fit, cheapest first, and what each leaves."""
         return choices.fitting(self, gib=gib)
 
+    def faster(self, *, gib: float | None = None) -> faster.Faster:
+        """What fusing, CUDA graphs, less recompute and a cached W' are planned to give, and which of them to choose."""
+        return faster.faster(self, gib=gib)
+
     def binds(self) -> choices.Binds:
         """The term that memory depends on most, what takes the most time, and what to do about either."""
         return choices.binds(self)
@@ -269,6 +274,9 @@ def plan(
     slack: float = SLACK,
     between_gb_s: float | None = None,
     training: bool = True,
+    fusion: Any = "none",
+    graphs: bool = False,
+    transposed: Transposed | None = None,
 ) -> Plan:
     """Plan a run: FLOPs, time, cost, and the memory of one GPU.
 
@@ -283,7 +291,8 @@ def plan(
     usd_per_gpu_hour    a price, a range (1.8, 3.2) or a dated `Price`; none is assumed
     recipe      a Recipe or its name; its adapter and storage decide what trains and how weights are held
     attention   "causal" counts the keys that a token sees, "full" all of them
-    recompute   "none", "selective" (attention's products) or "full" (each layer's forward)
+    recompute   "none", "full" (each layer's forward) or "selective": the outputs of norm and SwiGLU of our fused layers;
+                attention's products in transformers' layers
     optimizer   "adamw", "adamw8bit", "sgd" (no state), or an optimizer of ours; `state_dtype` is that of its moments,
                 the weights' own without it
     dtype       of weights and gradients (bf16; a live model's own); `master` adds float32 masters
@@ -295,6 +304,10 @@ def plan(
     slack       share on top of the bytes that tensors take: fragmentation and workspace
     between_gb_s    GB/s that one GPU has between nodes, in one direction; a step beyond 8 GPUs communicates over it
     training    False counts a forward pass, and the KV cache in place of training's states
+    fusion      "none", "fused" or a Fusion: which operations are computed together (sk.fuse)
+    graphs      whether a step is captured as CUDA graphs: the host launches once, a kernel follows the other at once
+    transposed  W' of a frozen weight that is quantized for its products: "cached", or turned "on the fly"; without it, as
+                `fusion` says
 
     Raises ValueError or TypeError, in one sentence with the remedy, for figures that cannot be meant.
     """
@@ -310,6 +323,8 @@ def plan(
     _choice("recompute", recompute, ("none", "selective", "full"))
     _choice("logits", logits, (None, "fused", "whole"))
     _choice("layers", layers, (None, "surokit", "transformers"))
+    _choice("transposed", transposed, (None, "cached", "on the fly"))
+    fused, recompute = read_fusion(fusion, transposed, recompute)
     accumulate = arguments.integer("accumulate", accumulate)
     slack = 0.0 if slack == 0 else arguments.share("slack", slack)
     between_gb_s = None if between_gb_s is None else arguments.number("between_gb_s", between_gb_s)
@@ -334,6 +349,11 @@ def plan(
     subject = read_subject(what)
     shape, parameters = subject.shape, subject.parameters
     layers = layers or subject.layers
+    if fused and shape is not None and not built_here(shape):
+        raise ValueError(f"surokit fuses no layers of {shape.family}: leave fusion= out.")
+    kind = subject.device if device is None else device.device
+    if graphs and kind == "cpu":
+        raise ValueError("CUDA graphs need a GPU: leave graphs= out, or give gpu='H100' or the like.")
     setup = Setup(
         dtype=_dtype(dtype if dtype is not None else subject.dtype),
         optimizer=_optimizer(optimizer),
@@ -344,13 +364,18 @@ def plan(
         batch=batch,
         length=length,
         recompute=recompute,
-        logits=logits or ("whole" if layers == "transformers" else "fused"),
+        logits=logits or ("whole" if layers == "transformers" and not fused else "fused"),
         training=training,
-        device=subject.device if device is None else device.device,
+        device=kind,
         layers=layers,
         accumulate=accumulate,
         slack=slack,
+        fusion=fused,
+        graphs=bool(graphs),
     )
+    # our layers compute norms and SwiGLU again, which are no products
+    ours = layers == "surokit" or bool(fused)
+    repeated: Recompute = "none" if recompute == "selective" and ours else recompute
     factor = 2 if not training else 4 if frozen(recipe) else 6
     compute = None
     carried = on_gpu(recipe, device)
@@ -358,7 +383,7 @@ def plan(
     recompute_share = 0.0
     if shape is not None:
         compute = count_flops(
-            shape, length=length, recipe=carried, attention=attention, recompute=recompute, training=training
+            shape, length=length, recipe=carried, attention=attention, recompute=repeated, training=training
         )
         per_token = Fraction(compute.model)
         recompute_share = compute.recompute / compute.model
@@ -394,6 +419,8 @@ def plan(
     if step_tokens is not None:
         times = f" x {accumulate}" if accumulate > 1 else ""
         parts.append(f"{batch} x {length}{times} tokens a step" + (" and GPU" if gpus > 1 else ""))
+    if fused or graphs:
+        parts.append(" ".join([*(["fused"] if fused else []), *(["in CUDA graphs"] if graphs else [])]))
     if device is not None or gpus > 1:
         parts.append(f"{gpus:,} x {device.name if device else 'GPU'}")
     draft = Plan(
@@ -410,7 +437,7 @@ def plan(
         flops_per_step=None if work.step is None else float(work.step),
         compute=compute,
         time=time,
-        memory=count_memory(shape, parameters, recipe, setup),
+        memory=count_memory(shape, parameters, carried if fused else recipe, setup),
         factor=factor,
         notes=subject.notes,
         subject=subject,

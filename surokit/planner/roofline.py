@@ -12,6 +12,9 @@ the step as a whole: rows are what each part takes alone, and may sum to more th
 itself, so there both sums add up; and there quantizing is arithmetic, slower than the copy that it is taken for, so that a
 quantized recipe's estimate is optimistic at measured rates too.
 
+A step that is captured as CUDA graphs costs the host next to nothing; then the device starts its kernels itself, one in about a
+microsecond (`GRAPH_LAUNCH_US`, assumed and not measured), and that takes the place of the host's launch time.
+
 Rates of large square products are an upper end: real shapes reach less. Fused attention reaches less than products do, by a
 published share of the dense peak: FlashAttention-2, which torch takes, 35 % on an H100 (arXiv 2407.08608) and 50 to 73 % on an A100
 (arXiv 2307.08691).
@@ -20,18 +23,19 @@ published share of the dense peak: FlashAttention-2, which torch takes, 35 % on 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from surokit.formats import TENSOR_CORES, Kind
 from surokit.planner import arguments, figures
 from surokit.planner.communication import GPUS_A_NODE, Communication, communicate
 from surokit.planner.flops import Compute, on_gpu, placements
+from surokit.planner.fused import FusedStep
 from surokit.planner.hardware import Gpu
 from surokit.planner.layers import Pass
 from surokit.planner.memory import DTYPE_BYTES, Setup
 from surokit.planner.shape import Shape
-from surokit.planner.traffic import GROUPS, Load, loads
+from surokit.planner.traffic import GROUPS, Load, Step, loads
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,6 +45,8 @@ Bound = Literal["compute", "memory", "launch"]
 #: cores' own instructions (Hopper; data-center Blackwell is taken alike), the middle of 50 to 73 % where it does (Ampere, Ada, and
 #: GeForce Blackwell, which has Ampere's instructions). Without a capability attention is taken as fast as products.
 ATTENTION_SHARE: tuple[tuple[tuple[int, int], float], ...] = (((12, 0), 0.6), ((9, 0), 0.35), ((8, 0), 0.6))
+#: Microseconds that a device takes to start a kernel of a CUDA graph; assumed.
+GRAPH_LAUNCH_US = 1.0
 _PROCESSOR_QUANTIZES = "quantizing is taken at the memory's bandwidth, which a processor does not reach"
 
 
@@ -49,7 +55,7 @@ class Rates:
     """What a GPU is taken to reach: TFLOPS of products by kind and of attention, TB/s, and microseconds a launch (None: unknown).
 
     `measured` says whether products and bandwidth were calibrated; `ahead` whether the host launches ahead of what computes, as a
-    GPU's does; `how` is where they come from, in words.
+    GPU's does; `how` is where they come from, in words. With `graphs`, `launch_us` is what a kernel of a CUDA graph takes to start.
     """
 
     products: dict[Kind | None, float]
@@ -59,6 +65,7 @@ class Rates:
     measured: bool
     how: str
     ahead: bool = True
+    graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,13 +229,14 @@ class Estimate:
                 )
         if self.launch_ms is not None:
             count = sum(row.launches for row in self.rows)
-            how = f"{figures.count(count)} launches of {self.rates.launch_us:.3g} us"
+            what = "launches of" if not self.rates.graphs else "kernels of CUDA graphs, each assumed to start in"
+            how = f"{figures.count(count)} {what} {self.rates.launch_us:.3g} us"
             if not self.rates.ahead:
                 how += ", added to the rest"
+            elif self.launch_ms <= device:
+                how += ", hidden behind the device"
             else:
-                how += (
-                    ": the host is what the step waits for" if self.launch_ms > device else ", hidden behind the device"
-                )
+                how += ": " + ("that" if self.rates.graphs else "the host") + " is what the step waits for"
             rows.append(("  launches", self.launch_ms, "ms", self.kind, how))
         if self.communication.bytes and self.communication.exposed_ms is not None:
             how = f"of {self.communication.ms:,.1f} ms: {self.communication.how}"
@@ -270,8 +278,11 @@ def estimate_step(
     assert setup.length is not None
     rates = rates_of(gpu, setup.dtype)
     assert isinstance(rates, Rates)
+    if setup.graphs:
+        rates = replace(rates, launch_us=GRAPH_LAUNCH_US, graphs=True)
     recipe = on_gpu(recipe, gpu)
-    rows = tuple(_row(load, rates) for load in loads(shape, compute, recipe, setup, gpu, trained_parameters))
+    kind = FusedStep if setup.fusion else Step
+    rows = tuple(_row(load, rates) for load in loads(shape, compute, recipe, setup, gpu, trained_parameters, kind))
     width = DTYPE_BYTES[setup.dtype]
     passes = {
         step: sum(row.device_ms for row in rows if row.step == step) for step in ("forward", "recompute", "backward")

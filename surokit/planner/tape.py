@@ -39,7 +39,7 @@ class _Gradient:
 class _Step:
     """One operation that backward will undo."""
 
-    output: Value
+    outputs: tuple[Value, ...]
     inputs: tuple[Value, ...]
     kept: tuple[Value, ...]
     weight: float
@@ -102,10 +102,43 @@ class Tape:
         trains: it has a weight that trains, counted elsewhere; scratch, back_scratch: temporaries; passes: backward hands its
         gradient on without a copy; drops: what Python names no longer afterwards.
         """
+        sizes = (size,)
+        return self._run(inputs, sizes, keeps, extra, weight, scratch, back_scratch, trains, passes, kind, drops)[0]
+
+    def run_many(
+        self,
+        inputs: Iterable[Value],
+        sizes: Iterable[float],
+        *,
+        keeps: Iterable[Value] = (),
+        extra: float = 0.0,
+        weight: float = 0.0,
+        scratch: float = 0.0,
+        back_scratch: float = 0.0,
+        drops: Iterable[Value] = (),
+    ) -> tuple[Value, ...]:
+        """One operation with several outputs, whose gradients its backward takes together."""
+        return self._run(inputs, sizes, keeps, extra, weight, scratch, back_scratch, False, False, KEPT, drops)
+
+    def _run(
+        self,
+        inputs: Iterable[Value],
+        sizes: Iterable[float],
+        keeps: Iterable[Value],
+        extra: float,
+        weight: float,
+        scratch: float,
+        back_scratch: float,
+        trains: bool,
+        passes: bool,
+        kind: str,
+        drops: Iterable[Value],
+    ) -> tuple[Value, ...]:
         read = tuple(inputs)
         needs = trains or weight > 0 or any(v.needs for v in read)
-        out = Value(size, kind, needs, 1)
-        self._add(kind, size)
+        out = tuple([Value(size, kind, needs, 1) for size in sizes])
+        for value in out:
+            self._add(kind, value.bytes)
         if needs:
             self._seen_weight += weight
         keeps_now = needs and self._records
@@ -126,7 +159,7 @@ class Tape:
     def keep(self, value: Value) -> None:
         """The operation that made `value` last keeps it too: its backward reads its own output."""
         step = self._steps[-1] if self._steps and self._records else None
-        if step is not None and step.output is value:
+        if step is not None and value in step.outputs:
             value.holders += 1
             step.kept = (*step.kept, value)
 
@@ -153,7 +186,7 @@ class Tape:
         if not out.needs:
             self.drop(x)
         else:
-            self._steps.append(_Step(out, (x,) if x.needs else (), (x,), 0.0, 0.0, False, again=layer))
+            self._steps.append(_Step((out,), (x,) if x.needs else (), (x,), 0.0, 0.0, False, again=layer))
         return out
 
     def repeated(self, layer: Callable[[Value], Value], x: Value, times: int) -> Value:
@@ -170,7 +203,7 @@ class Tape:
             self._add(KEPT, kept)
             out = Value(x.bytes, x.kind, x.needs, 1)
             if x.needs and self._records:
-                self._steps.append(_Step(out, (x,), (), 0.0, 0.0, True, lump=(kept, weight)))
+                self._steps.append(_Step((out,), (x,), (), 0.0, 0.0, True, lump=(kept, weight)))
             # the same bytes under another name
             x.holders -= 1
             if x.holders:
@@ -193,7 +226,11 @@ class Tape:
             self._undo(self._steps.pop())
 
     def _undo(self, step: _Step) -> None:
-        gradient = self._gradients.pop(step.output, None)
+        gradient = self._gradients.pop(step.outputs[0], None)
+        more: list[_Gradient] = []
+        if len(step.outputs) > 1:
+            more = [g for value in step.outputs[1:] if (g := self._gradients.pop(value, None)) is not None]
+            gradient = gradient or (more.pop() if more else None)
         if gradient is None:  # nothing that the loss depends on
             self._release(step.kept)
             return
@@ -220,6 +257,8 @@ class Tape:
             self._weight(step.weight)
             self._touch(step.scratch)
             self._let_go(gradient)
+            for one in more:
+                self._let_go(one)
             self._release(step.kept)
             for value, one in zip(step.inputs, made):
                 self._hand_on(value, one)

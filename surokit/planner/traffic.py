@@ -15,7 +15,8 @@ A tensor that several weights read has as many gradients, which autograd sums tw
 adapter adds a reader, and its own sum to the output. `transformers` composes norm, rotary positions and activation from small
 operators; their bytes an element were counted through torch's dispatcher, and a test counts them again.
 
-Everything is eager: torch.compile and CUDA graphs launch less, and fuse some of what moves.
+That is the eager step, one operation after the other; fused.py has the one that `Setup.fusion` computes together. CUDA graphs
+change what a launch costs, not how many kernels there are (roofline.py); torch.compile is not planned.
 
 Fused attention reads query, key and value and writes its output; its backward forms the scores again, one product more than
 model FLOPs count (FlashAttention, arXiv 2205.14135), so its FLOPs here are 5/4 of these.
@@ -40,6 +41,7 @@ GROUPS = ("products", "attention", "head and loss", "elementwise", "adapter", "q
 # torch's fused optimizer kernels take about so many tensors, and so many elements, a launch (multi_tensor_apply: 36 tensors of
 # four lists, 320 blocks of 65,536 elements).
 _TENSORS_A_LAUNCH, _ELEMENTS_A_LAUNCH = 36, 320 * 65536
+_TENSORS_8BIT = 32  # of our own 8-bit kernel (kernels/triton/adamw8bit.py)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class _Elementwise:
     trained: float | None = None
 
 
-def _moves(layers: str, width: int) -> dict[str, _Elementwise]:
+def data_moves(layers: str, width: int) -> dict[str, _Elementwise]:
     if layers == "surokit":
         return {
             "norm": _Elementwise(2 * width, 3 * width, (1, 3)),
@@ -87,10 +89,16 @@ def _moves(layers: str, width: int) -> dict[str, _Elementwise]:
 
 
 def loads(
-    shape: Shape, compute: Compute, recipe: Any, setup: Setup, gpu: Gpu, trained_parameters: float
+    shape: Shape,
+    compute: Compute,
+    recipe: Any,
+    setup: Setup,
+    gpu: Gpu,
+    trained_parameters: float,
+    kind: type[Step] | None = None,
 ) -> Iterator[Load]:
-    """Everything that one optimizer step launches on one GPU, its micro-batches together."""
-    step = _Step(shape, compute, recipe, setup, gpu)
+    """Everything that one optimizer step launches on one GPU, its micro-batches together; `kind` is that of the micro-batch."""
+    step = (kind or Step)(shape, compute, recipe, setup, gpu)
     every = [*step.products(), *step.attention(), *step.between(), *step.embedding(), *step.loss()]
     for load in every:
         if load.bytes or load.flop:
@@ -100,7 +108,7 @@ def loads(
         yield from _update(shape, setup, trained_parameters, step.tensors)
 
 
-class _Step:
+class Step:
     """One micro-batch: forward and backward of `batch` x `length` tokens."""
 
     def __init__(self, shape: Shape, compute: Compute, recipe: Any, setup: Setup, gpu: Gpu) -> None:
@@ -118,7 +126,7 @@ class _Step:
         self.blind = int(self.backward and not self.base_trains)
         # what a calibration measured may be a processor, whatever the plan was made for
         self.device = "cpu" if gpu.device == "cpu" else setup.device
-        self.moves = _moves(setup.layers, self.width)
+        self.moves = data_moves(setup.layers, self.width)
         rows = max(LOSS_MIN_ROWS, LOSS_ELEMENTS[self.device] // shape.vocab)
         self.chunks = -(-self.tokens // rows) if setup.training and setup.logits == "fused" else 1
 
@@ -151,18 +159,7 @@ class _Step:
         # matrices that a micro-batch touches (experts may see none of few tokens), and how often: once a chunk of the loss
         touched = min(float(p.count), max(1.0, active * self.tokens))
         pieces = self.chunks if head else 1
-        rows = self.tokens * active / touched / pieces
-        stored = quantized and getattr(self.recipe, "storage", None) is not None
-        kernels = linear_kernels(
-            self.recipe if quantized else None,
-            p.n,
-            p.k,
-            rows,
-            trains=p.grad_weight > 0,
-            gpu=self.gpu,
-            width=self.width,
-            stored=stored and not (head and self.shape.tied),
-        )
+        kernels = self._kernels(p, quantized, self.tokens * active / touched / pieces)
         chunked = head and self.backward and place is not None and (place.quantized > 0 or place.rank > 0)
         repeated = 1.0 if chunked else p.recompute / p.forward
         # a grouped product serves a block's experts with one launch
@@ -187,6 +184,20 @@ class _Step:
             if kernel.step == "forward" and repeated:
                 parts = load.flop * repeated, load.bytes * repeated, load.launches * repeated
                 yield replace(load, step="recompute", flop=parts[0], bytes=parts[1], launches=parts[2])
+
+    def _kernels(self, p: Product, quantized: bool, rows: float) -> Iterator[Kernel]:
+        """The kernels of one of a product's matrices for `rows` tokens."""
+        stored = quantized and getattr(self.recipe, "storage", None) is not None
+        return linear_kernels(
+            self.recipe if quantized else None,
+            p.n,
+            p.k,
+            rows,
+            trains=p.grad_weight > 0,
+            gpu=self.gpu,
+            width=self.width,
+            stored=stored and not (p.module == "lm_head" and self.shape.tied),
+        )
 
     @staticmethod
     def _share(kernel: Kernel, p: Product) -> float:
@@ -336,7 +347,7 @@ def _update(shape: Shape, setup: Setup, trained: float, tensors: int) -> Iterato
     p = 2 * e if not setup.master else 8 + e  # the parameter, or its float32 master and a copy of it
     moments = {"adamw": 4 * state, "adamw8bit": 4 * (1 + 4 / 256)}.get(setup.optimizer, 0)
     moved = p + e + moments
-    launches = tensors if setup.optimizer == "adamw8bit" else foreach
+    launches = -(-tensors // _TENSORS_8BIT) if setup.optimizer == "adamw8bit" else foreach
     if setup.optimizer == "adamw" and state != e and not setup.master:
         # torch's kernel wants one dtype: parameters and gradients are widened first, and parameters narrowed afterwards
         moved = (e + 4) + (e + 4) + 7 * 4 + (4 + e)

@@ -21,6 +21,7 @@ from surokit.nn.delayed import banks_of
 from surokit.nn.linear import Linear
 from surokit.planner import memory as module
 from surokit.planner import plan, tape
+from surokit.planner.flops import Recompute
 from surokit.planner.tape import Tape
 from surokit.recipe import BF16, FP8, FP8_ROWWISE, PROJECTIONS, QFP8
 from surokit.train import AdamW, AdamW8bit
@@ -370,6 +371,15 @@ def test_the_meter_counts_what_is_allocated():
     assert meter.peaks == [("first", 1_024_000 + 512_000), ("second", 1_024_000)]
 
 
+FUSED: dict[str, Any] = {"fusion": "fused", "qk_norm": True, "vocab": 512, "layers": 3}
+STEPS: tuple[tuple[str | None, int, int, tuple[Recompute, ...]], ...] = (
+    (None, 0, 128, ("none", "full")),
+    ("fp8", 0, 128, ("none",)),
+    ("bf16", 8, 128, ("selective",)),
+    ("qfp8", 8, 256, ("none",)),
+)
+
+
 @pytest.mark.parametrize(
     "setting",
     [
@@ -388,6 +398,12 @@ def test_the_meter_counts_what_is_allocated():
         Setting("float32 moments", states="fp32", batch=1, length=64, layers=2),
         Setting("llama, recompute", family="llama", recompute="full", layers=4, vocab=512, length=128),
         Setting("qwen3 + LoRA", family="qwen3", recipe="bf16", rank=4, layers=2),
+        *(
+            Setting(f"fused {recipe}, {how}", recipe=recipe, rank=rank, length=length, recompute=how, **FUSED)
+            for recipe, rank, length, hows in STEPS
+            for how in hows
+        ),
+        Setting("fused fp8 + LoRA, W' cached", recipe="fp8", rank=8, transposed="cached", **FUSED),
     ],
     ids=lambda setting: setting.name,
 )
@@ -520,19 +536,24 @@ def test_one_gpu_shards_nothing_and_float32_weights_are_their_own_masters():
     assert not any("ZeRO" in t.how for t in alone.terms)
 
 
-RAW = json.loads((Path(__file__).parents[2] / "docs/measurements/memory-cpu.json").read_text())
+RAW, RAW_FUSED = (
+    json.loads((Path(__file__).parents[2] / "docs" / "measurements" / name).read_text(encoding="utf-8"))
+    for name in ("memory-cpu.json", "memory-fused-cpu.json")
+)
 
 
-def test_the_committed_measurements_are_many_and_near():
-    assert len(RAW["memory"]) >= 20
-    assert [row["name"] for row in RAW["memory"]] == [setting.name for setting in bench.SETTINGS]
-    ratios = {row["name"]: bench.ratio(row) for row in RAW["memory"]}
+@pytest.mark.parametrize(("raw", "settings"), [(RAW, bench.SETTINGS), (RAW_FUSED, bench.FUSED)], ids=["eager", "fused"])
+def test_the_committed_measurements_are_many_and_near(raw, settings):
+    assert len(raw["memory"]) >= 20
+    assert [row["name"] for row in raw["memory"]] == [setting.name for setting in settings]
+    ratios = {row["name"]: bench.ratio(row) for row in raw["memory"]}
     assert {name: r for name, r in ratios.items() if not 0.9 < r < 1.1} == {}
-    assert RAW["environment"]["torch"]
-    assert bench.table(RAW).count("\n") > 20
+    assert raw["environment"]["torch"]
+    assert bench.table(raw).count("\n") > 20
 
 
-def test_the_committed_predictions_are_todays():
-    for row in RAW["memory"]:
+@pytest.mark.parametrize("raw", [RAW, RAW_FUSED], ids=["eager", "fused"])
+def test_the_committed_predictions_are_todays(raw):
+    for row in raw["memory"]:
         setting = Setting(name=row["name"], **row["setting"])
         assert bench.predicted(setting) == pytest.approx(row["predicted"], rel=1e-3), setting.name

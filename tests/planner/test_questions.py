@@ -568,7 +568,7 @@ def test_fitting_shows_itself():
     text = repr(found)
     assert text.startswith(f"{found.gib:,.1f} GiB into 80.0 GiB: ")
     assert (
-        "time: 31% more FLOPs; sk.Decoder has no switch for it yet" in text
+        "time: 31% more FLOPs; sk.fuse(model, recompute='full')" in text
     )  # 2 N of 6 N without the head, and with attention
     assert "Decoder" not in repr(fitting(plan(LLAMA_8B, **FULL, layers="transformers")))
     assert found._repr_html_().count("<tr>") == found._repr_html_().count("</tr>") == 1 + len(found.remedies)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import surokit as sk
 from surokit.nn import products
+from surokit.nn.delayed import DelayedScales
 from surokit.planner import plan
 from surokit.planner.communication import communicate, efficiency, fit_speedup, loss_at_doublings
 from surokit.planner.configs import read_shape
@@ -25,7 +26,7 @@ from surokit.planner.layers import linear_kernels
 from surokit.planner.memory import Setup
 from surokit.planner.roofline import Rates, estimate_step, rates_of, recipe_gain, why_no_estimate
 from surokit.planner.shape import Shape
-from surokit.planner.traffic import _moves, loads
+from surokit.planner.traffic import data_moves, loads
 from surokit.quantized import Quantized, quantize, quantize_both
 from tests.planner.families import FAMILIES, fields
 from tests.planner.families import QWEN3_8B as CONFIG_8B
@@ -150,6 +151,14 @@ def test_quantization_is_what_a_layer_really_does(recipe, trains, monkeypatch):
 
     monkeypatch.setattr(products, "quantize", counted(quantize, lambda x, args: ("quantize", x.numel(), 1)))
     monkeypatch.setattr(products, "quantize_both", counted(quantize_both, lambda x, args: ("quantize", x.numel(), 2)))
+    delayed = DelayedScales.quantize
+    monkeypatch.setattr(
+        DelayedScales,
+        "quantize",
+        lambda self, slots, x, *rest: counted(
+            lambda x, *rest: delayed(self, slots, x, *rest), lambda x, args: ("quantize", x.numel(), 1)
+        )(x, *rest),
+    )
     size = lambda x, args: ("turn", x.rows * x.columns, 1)  # noqa: E731
     monkeypatch.setattr(Quantized, "t", counted(Quantized.t, size))
     monkeypatch.setattr(
@@ -220,7 +229,7 @@ def test_what_transformers_moves_between_products(dtype):
     from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
     T, K = 256, 1024
-    moves = _moves("transformers", dtype.itemsize)
+    moves = data_moves("transformers", dtype.itemsize)
 
     def both(function, *xs):
         leaves = [x.to(dtype).clone().requires_grad_() for x in xs]

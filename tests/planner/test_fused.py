@@ -1,0 +1,411 @@
+"""A fused step as planned, against what the fused step really calls, and against arithmetic by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import surokit as sk
+from surokit.nn import norm, products, qk, sources, stages, swiglu
+from surokit.nn.delayed import DelayedScales
+from surokit.nn.fusion import OFF, Fusion
+from surokit.planner import plan as planner_plan
+from surokit.planner.flops import count_flops
+from surokit.planner.fused import FusedStep
+from surokit.planner.fusing import UNFUSED, Fused, comes_quantized, read_fusion
+from surokit.planner.hardware import find_gpu
+from surokit.planner.memory import Setup
+from surokit.planner.roofline import GRAPH_LAUNCH_US
+from surokit.planner.shape import Shape
+from surokit.planner.traffic import Load, loads
+from surokit.quantized import Quantized
+from surokit.recipe import QFP8
+from tests.planner.families import QWEN3_8B as CONFIG_8B
+from tests.planner.test_roofline import reached, trained
+
+SMALL = Shape(3, 128, 4, 2, 32, 256, 512, qk_norm=True, family="qwen3")
+TOKENS = 2 * 64
+NATIVE_QFP8 = QFP8.natively()
+RECIPES = {
+    "bf16": sk.BF16,
+    "bf16 + LoRA": sk.BF16.lora(4),
+    "fp8": sk.FP8,
+    "fp8 + LoRA": sk.FP8.lora(4),
+    "fp8-block": sk.FP8_BLOCK,
+    "fp8-block + LoRA": sk.FP8_BLOCK.lora(4),
+    "qfp8 + LoRA": NATIVE_QFP8.lora(4),
+}
+FUSIONS = [Fusion(), *(Fusion().without(name) for name in ("norm", "gate", "joint", "adapters", "qk", "frozen"))]
+PRODUCTS = ("forward", "grad_input", "grad_weight")
+
+
+def planned(shape: Shape, recipe: Any, fusion: Any, **setup: Any) -> list[Load]:
+    """What a micro-batch is planned to launch, on a GPU with native FP8."""
+    fused, recompute = read_fusion(fusion, None, setup.pop("recompute", "none"))
+    compute = count_flops(shape, length=64, recipe=recipe, recompute="none" if recompute == "selective" else recompute)
+    made = Setup(batch=2, length=64, recompute=recompute, fusion=fused, device="cpu", **setup)
+    return list(loads(shape, compute, recipe, made, find_gpu("H100"), trained(shape, recipe), FusedStep))
+
+
+def launches(rows: list[Load], *parts: str, module: str = "") -> float:
+    return sum(r.launches for r in rows if r.part in parts and r.step != "optimizer" and module in r.module)
+
+
+class Seen(TorchDispatchMode):
+    """Calls of operators, and of the kernels behind them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        for module in (sources, qk, norm, swiglu):
+            chosen = module.best
+            name = module.__name__.rpartition(".")[2]
+
+            def best(function, device, chosen=chosen, name=name):
+                self.calls[f"{name}: {function.__module__.rpartition('.')[2]}.{function.__name__}"] += 1
+                return chosen(function, device)
+
+            monkeypatch.setattr(module, "best", best)
+        for owner, name in ((products, "quantize"), (products, "quantize_both"), (Quantized, "t")):
+            monkeypatch.setattr(owner, name, self.counted(name, getattr(owner, name)))
+        monkeypatch.setattr(DelayedScales, "quantize", self.counted("quantize", DelayedScales.quantize))
+        add = stages._Backward.add
+
+        def added(backward, dx):  # what came by way of an x that others read too
+            self.calls["sum"] += backward.wants_dx
+            add(backward, dx)
+
+        monkeypatch.setattr(stages._Backward, "add", added)
+
+    def counted(self, name, function):
+        def wrapper(*args, **kwargs):
+            self.calls[name] += 1
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_"):
+            self.calls["product"] += 1
+        if name == "add" and out.ndim == 3:
+            self.calls["sum"] += 1
+        return out
+
+    def kernels(self, *names: str) -> int:
+        """Calls of kernels whose file and function match."""
+        return sum(n for key, n in self.calls.items() if any(name in key for name in names))
+
+
+def second_step(recipe: Any, fusion: Fusion, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """What the second forward and backward call: by then codes of frozen weights are kept."""
+    s = SMALL
+    torch.manual_seed(0)
+    config = sk.DecoderConfig(
+        layers=s.layers,
+        width=s.width,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        ffn=s.ffn,
+        vocab=s.vocab,
+        tied=False,
+        qk_norm=True,
+    )
+    model = sk.Decoder(config, dtype=torch.bfloat16)
+    sk.apply(model, recipe.keep_small(0))
+    sk.fuse(model, fusion)
+    ids = torch.randint(0, s.vocab, (2, 64))
+    model(ids, labels=ids).loss.backward()
+    with monkeypatch.context() as patched, Seen(patched) as seen:
+        model(ids, labels=ids).loss.backward()
+    return seen
+
+
+@pytest.mark.parametrize("fusion", FUSIONS, ids=str)
+@pytest.mark.parametrize("recipe", ["bf16", "bf16 + LoRA"])
+def test_products_and_sums_are_those_that_a_fused_step_calls(recipe, fusion, monkeypatch):
+    seen, rows = second_step(RECIPES[recipe], fusion, monkeypatch), planned(SMALL, RECIPES[recipe], fusion)
+    assert seen.calls["product"] == launches(rows, *PRODUCTS)
+    scales = launches(rows, "sum", module="adapter's scale")
+    assert seen.calls["sum"] == launches(rows, "sum") - scales
+
+
+@pytest.mark.parametrize("fusion", [f for f in FUSIONS if f.qk and f.adapters], ids=str)
+@pytest.mark.parametrize("recipe", ["fp8", "fp8 + LoRA", "fp8-block", "fp8-block + LoRA", "qfp8 + LoRA"])
+def test_operands_are_quantized_as_often_as_planned(recipe, fusion, monkeypatch):
+    chosen = RECIPES[recipe]
+    seen, rows = second_step(chosen, fusion, monkeypatch), planned(SMALL, chosen, fusion)
+    assert chosen.forward.a is not None
+    delayed = chosen.forward.a.delayed
+    asked = seen.calls["quantize"] + seen.calls["quantize_both"]
+    assert asked == launches(rows, "quantize") / (2 if delayed else 1)
+    assert seen.calls["t"] == launches(rows, "turn")
+    # one for each norm and gate that gives codes itself
+    assert seen.kernels("forward_quantized") == _gives_codes(rows, fusion, chosen)
+
+
+def _gives_codes(rows: list[Load], fusion: Fusion, recipe: Any) -> int:
+    if not recipe.frozen_base and recipe.grad_weight.b is not None and not recipe.forward.a.transposable:
+        return 0  # both orientations are made in one pass over the values
+    return SMALL.layers * (2 * fusion.norm + fusion.gate)
+
+
+@pytest.mark.parametrize("fusion", FUSIONS, ids=str)
+def test_kernels_between_the_products_are_those_that_are_called(fusion, monkeypatch):
+    seen, rows = second_step(sk.BF16.lora(4), fusion, monkeypatch), planned(SMALL, sk.BF16.lora(4), fusion)
+    forward = [r for r in rows if r.step == "forward" and r.part == "move"]
+    assert seen.kernels("norm.forward", "norm.add_forward") == sum(
+        r.launches for r in forward if "norm" in r.module and (r.module != "q and k")
+    )
+    assert seen.kernels("swiglu.forward") == sum(r.launches for r in forward if r.module == "swiglu")
+    assert seen.kernels("qk.forward") == sum(r.launches for r in forward if r.module == "q and k")
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("fusion", FUSIONS, ids=str)
+def test_fusing_computes_the_same_and_moves_and_launches_less(recipe, fusion):
+    fused, unfused = planned(SMALL, recipe, fusion), planned(SMALL, recipe, OFF)
+    everything = planned(SMALL, recipe, Fusion())
+    assert sum(r.flop for r in fused) == pytest.approx(sum(r.flop for r in unfused))
+    assert all(r.bytes >= 0 and r.launches >= 0 for r in fused)
+    for name in ("bytes", "launches"):
+        all_, some, none = (sum(getattr(r, name) for r in rows) for rows in (everything, fused, unfused))
+        assert all_ <= some <= none
+
+
+def test_nothing_fused_is_the_step_as_it_was():
+    for recipe in RECIPES.values():
+        compute = count_flops(SMALL, length=64, recipe=recipe)
+        setup, gpu = Setup(batch=2, length=64, fusion=UNFUSED), find_gpu("H100")
+        rest = SMALL, compute, recipe, setup, gpu, trained(SMALL, recipe)
+        for name in ("bytes", "launches", "flop"):
+            plain, off = (sum(getattr(r, name) for r in loads(*rest, kind)) for kind in (None, FusedStep))
+            assert off == pytest.approx(plain), (recipe.name, name)
+
+
+def test_bytes_by_hand():
+    """A block's second norm, SwiGLU and QK-norm of an FP8 model whose weights train: values are not written."""
+    rows = {(r.module, r.step): r for r in planned(SMALL, sk.FP8, Fusion()) if r.group == "elementwise"}
+    blocks, K, F, qk_width = 3, 128, 256, 128 + 64
+    # stream and delta read, sum and codes written; dy, sum and the stream's gradient read, one gradient written
+    assert rows["norm of mlp", "forward"].bytes == TOKENS * blocks * K * (2 + 2 + 2 + 1)
+    assert rows["norm of mlp", "backward"].bytes == TOKENS * blocks * K * 4 * 2
+    assert rows["norm of attention", "forward"].bytes == TOKENS * blocks * K * (2 + 1)
+    assert rows["swiglu", "forward"].bytes == TOKENS * blocks * F * (2 + 2 + 1)
+    assert rows["swiglu", "backward"].bytes == TOKENS * blocks * F * 5 * 2
+    assert rows["q and k", "forward"].bytes == TOKENS * blocks * qk_width * 2 * 2
+    assert rows["q and k", "backward"].bytes == TOKENS * blocks * qk_width * 3 * 2
+    assert rows["residual", "forward"].bytes == TOKENS * blocks * K * 3 * 2
+    # an adapter reads values
+    lora = {(r.module, r.step): r for r in planned(SMALL, sk.FP8.lora(4), Fusion()) if r.group == "elementwise"}
+    assert lora["swiglu", "forward"].bytes == TOKENS * blocks * F * (2 + 2 + 1 + 2)
+    again = {
+        (r.module, r.step): r
+        for r in planned(SMALL, sk.FP8.lora(4), Fusion(), recompute="selective")
+        if r.step == "recompute"
+    }
+    assert again["swiglu", "recompute"].bytes == TOKENS * blocks * F * 2
+    assert again["norm of mlp", "recompute"].bytes == TOKENS * blocks * K * 2 * 2
+    assert [r.launches for r in again.values()] == [3, 3, 0]
+
+
+def test_joint_products_and_adapters_by_hand():
+    rows = {(r.module, r.part): r for r in planned(SMALL, sk.BF16.lora(4), Fusion())}
+    gate, up = rows["mlp.gate_proj", "forward"], rows["mlp.up_proj", "forward"]
+    blocks, K, F = 3, 128, 256
+    assert gate.bytes == blocks * 2 * (TOKENS * K + F * K + TOKENS * F)
+    assert up.bytes == blocks * 2 * (F * K + TOKENS * F)  # x was read with the first
+    assert (gate.launches, up.launches) == (3, 0)
+    first, second = rows["mlp.gate_proj.lora_A", "forward"], rows["mlp.up_proj.lora_A", "forward"]
+    assert first.bytes - second.bytes == blocks * 2 * TOKENS * K
+    # B is added into y
+    assert rows["mlp.up_proj.lora_B", "forward"].bytes == blocks * 2 * (TOKENS * 4 + F * 4 + 2 * TOKENS * F)
+
+
+def test_codes_of_frozen_weights_are_not_made_again():
+    weights = 3 * sum(w.n * w.k for w in SMALL.projections)
+
+    def moved(recipe, frozen, part):
+        rows = planned(SMALL, recipe, dataclasses.replace(Fusion(), frozen=frozen))
+        return sum(r.bytes for r in rows if r.part == part)
+
+    fp8 = sk.FP8.lora(4)
+    # of W in forward, and in backward where its input wants a gradient
+    blind = sum(w.n * w.k for w in SMALL.projections if w.reads == "attention")
+    assert moved(fp8, "no", "quantize") - moved(fp8, "codes", "quantize") == (2 + 1) * (2 * weights - blind)
+    assert moved(fp8, "codes", "turn") == 2 * (weights - blind)
+    assert moved(fp8, "transposed", "turn") == 0
+    stored = RECIPES["qfp8 + LoRA"]
+    assert moved(stored, "no", "turn") == moved(stored, "codes", "turn") == 2 * (weights - blind)
+    assert moved(stored, "transposed", "turn") == 0
+
+
+# -- as a plan
+
+
+def plan(what: Any, **options: Any) -> Any:
+    """A plan whose parts are known to be there."""
+    return planner_plan(what, **options)
+
+
+QWEN3_8B: dict[str, Any] = dict(CONFIG_8B)
+RUN: dict[str, Any] = {"batch": 2, "length": 2048, "accumulate": 4}
+
+
+def test_a_plan_with_w_transposed_cached():
+    lora = sk.QFP8.lora(16)
+    folded = plan(QWEN3_8B, recipe=lora, gpu=reached(790), fusion="fused", **RUN)
+    cached = folded.but(transposed="cached")
+    parameters = sum(w.n * w.k * w.count for w in folded.shape.projections)
+    assert cached.memory["codes of W'"].bytes == pytest.approx(parameters, rel=0.001)  # a byte each
+    assert cached.memory["codes of W'"].exact
+    more = cached.memory.gib - folded.memory.gib
+    assert 6.4 < more / 1.1 < 6.5  # less the copy that is turned on the fly
+    assert 0.005 < 1 - cached.estimate.step_ms / folded.estimate.step_ms < 0.03
+    fp8 = plan(QWEN3_8B, recipe=sk.FP8.lora(16), gpu=reached(790), fusion="fused", transposed="cached", **RUN)
+    for name in ("codes of frozen weights", "codes of W'"):
+        assert fp8.memory[name].bytes == pytest.approx(parameters, rel=0.001)
+    on_the_fly = fp8.but(transposed="on the fly")
+    assert on_the_fly.memory["codes of frozen weights"].bytes == fp8.memory["codes of frozen weights"].bytes
+    with pytest.raises(KeyError):
+        on_the_fly.memory["codes of W'"]
+    for recipe in (sk.BF16.lora(16), sk.FP8, sk.QNF4.lora(16)):  # nothing frozen is quantized for its products
+        both = [
+            plan(QWEN3_8B, recipe=recipe, gpu=reached(790), fusion="fused", transposed=how, **RUN)
+            for how in (None, "cached")
+        ]
+        assert both[0].memory == both[1].memory
+        assert both[0].estimate.step_ms == both[1].estimate.step_ms
+
+
+def test_graphs_cost_the_host_nothing():
+    slow = reached(790, launch_us=20)
+    eager = plan(QWEN3_8B, recipe=sk.BF16, gpu=slow, batch=1, length=64)
+    captured = eager.but(graphs=True)
+    count = sum(row.launches for row in eager.estimate.rows)
+    assert eager.estimate.launch_ms == pytest.approx(count * 20e-3)
+    assert captured.estimate.launch_ms == pytest.approx(count * GRAPH_LAUNCH_US / 1e3)
+    assert captured.estimate.device_ms == eager.estimate.device_ms
+    assert captured.estimate.step_ms < eager.estimate.step_ms
+    assert "kernels of CUDA graphs, each assumed to start in 1 us, hidden behind the device" in str(captured.lines())
+    assert captured.title.endswith("in CUDA graphs, 1 x H200")
+    sheet = plan(QWEN3_8B, gpu="H200", batch=1, length=64, graphs=True)
+    assert sheet.estimate.launch_ms is not None  # needs no calibration
+    assert not any("launches are left out" in note for note in sheet.all_notes)
+    tiny = plan({**QWEN3_8B, "hidden_size": 64, "intermediate_size": 64}, gpu=slow, batch=1, length=1, graphs=True)
+    assert "is what the step waits for" in str(tiny.lines())
+    with pytest.raises(ValueError, match="CUDA graphs need a GPU"):
+        plan(QWEN3_8B, gpu="cpu", graphs=True)
+
+
+def test_what_makes_a_step_faster():
+    unfused = plan(QWEN3_8B, recipe=sk.QFP8.lora(16), gpu=reached(790, launch_us=5), recompute="full", **RUN)
+    found = unfused.faster()
+    assert [way.how for way in found.ways] == [
+        "fusion='fused'",
+        "graphs=True",
+        "recompute='none'",
+        "transposed='cached'",
+    ]
+    assert [way.taken for way in found.ways] == [True, False, True, True]
+    assert found.ways[1].why == "no faster here"
+    saved = sum(way.saves_ms for way in found.ways if way.taken)
+    assert found.plan.estimate.step_ms == pytest.approx(unfused.estimate.step_ms - saved)
+    assert found.plan.memory.gib == pytest.approx(unfused.memory.gib + sum(w.adds_gib for w in found.ways if w.taken))
+    assert (
+        found.ways[-1].words
+        == f"transposed='cached': {found.ways[-1].adds_gib:+.1f} GiB, -{found.ways[-1].saves_ms:.1f} ms"
+    )
+    text = repr(found)
+    assert text.startswith("fusion='fused', recompute='none', transposed='cached': ")
+    assert "one after the other" in text
+    assert "<table" in found._repr_html_()
+    assert list(found.table().columns) == ["way", "step_ms", "saves_ms", "gib", "adds_gib", "taken", "why"]
+    # no room for what recompute saved, nor for W'
+    tight = unfused.faster(gib=unfused.memory.gib + 1)
+    assert [way.why for way in tight.ways] == ["taken", "no faster here", "does not fit", "does not fit"]
+    assert found.plan.faster().ways[0].how == "graphs=True"
+    assert "gets no faster by any of these" in repr(found.plan.faster())
+    sheet = unfused.but(gpu="H200").faster()
+    assert sheet.ways[1].why == "not known: what a launch costs is measured by sk.calibrate()"
+    slow = unfused.but(gpu=reached(790, launch_us=100)).faster()
+    assert slow.ways[1].taken
+    with pytest.raises(ValueError, match=r"faster\(\) cannot tell: A step's time needs its tokens"):
+        plan(QWEN3_8B, gpu="H200").faster()
+    with pytest.raises(ValueError, match=r"faster\(\) cannot tell: .*plan with a config"):
+        plan(8e9, gpu="H200").faster()
+
+
+def test_selective_is_what_our_layers_compute_again():
+    """Norms and gates, no product; transformers' layers have the older meaning, attention's products."""
+    ours = plan(QWEN3_8B, recipe="fp8", recompute="selective", fusion="fused", gpu="H200", **RUN)
+    assert ours.compute.recompute == 0
+    theirs = plan(QWEN3_8B, recompute="selective", layers="transformers", gpu="H200", **RUN)
+    assert theirs.compute.recompute > 0
+    unfused = plan(QWEN3_8B, recompute="selective", gpu="H200", **RUN)
+    assert unfused.compute.recompute == 0
+    assert unfused.memory.gib == plan(QWEN3_8B, gpu="H200", **RUN).memory.gib
+    assert any("computes nothing again in an unfused step" in note for note in unfused.notes)
+    assert not any("computes nothing again" in note for note in ours.notes)
+    none, some, full = (
+        plan(QWEN3_8B, recipe=sk.BF16.lora(16), recompute=how, fusion="fused", gpu="H200", **RUN)
+        for how in ("none", "selective", "full")
+    )
+    assert none.memory.gib > some.memory.gib > full.memory.gib
+    assert none.estimate.step_ms < some.estimate.step_ms < full.estimate.step_ms
+    assert [r.how for r in none.fitting(gib=36).remedies if "recompute" in r.how] == [
+        "recompute='selective'",
+        "recompute='full'",
+    ]
+
+
+def test_a_fusion_is_read_by_its_fields():
+    assert read_fusion("none", None, "full") == (UNFUSED, "full")
+    assert read_fusion("fused", None, "none") == (Fused(), "none")
+    assert read_fusion(Fusion(), None, "none") == (Fused(), "none")
+    assert read_fusion(OFF, None, "none") == (UNFUSED, "none")
+    assert not UNFUSED
+    assert Fused()
+    chosen = Fusion(gate=False, frozen="transposed", recompute="selective")
+    assert read_fusion(chosen, None, "none") == (Fused(gate=False, frozen="transposed"), "selective")
+    assert read_fusion(chosen, "on the fly", "full") == (Fused(gate=False), "full")
+    assert read_fusion(Fusion(), "cached", "none")[0].frozen == "transposed"
+    names = {f.name for f in dataclasses.fields(Fusion)}
+    assert names == {f.name for f in dataclasses.fields(Fused)} | {"recompute"}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"fusion": "all"}, ValueError, "fusion='all' is unknown: use 'none', 'fused', or a Fusion"),
+        ({"fusion": 1}, TypeError, "fusion=1 is no Fusion: use 'none', 'fused', or sk.Fusion"),
+        ({"transposed": "kept"}, ValueError, "transposed='kept' is unknown: use None, 'cached', 'on the fly'"),
+        ({"transposed": "cached"}, ValueError, "give fusion='fused' too"),
+    ],
+)
+def test_what_cannot_be_meant(options, error, message):
+    with pytest.raises(error, match=message):
+        plan(QWEN3_8B, **options)
+
+
+def test_other_families_are_not_fused():
+    config = {**QWEN3_8B, "model_type": "gemma2"}
+    with pytest.raises(ValueError, match="surokit fuses no layers of gemma2: leave fusion= out"):
+        plan(config, fusion="fused")
+    theirs = plan(QWEN3_8B, layers="transformers", fusion="fused", batch=1, length=64, gpu="H100")
+    ours = plan(QWEN3_8B, fusion="fused", batch=1, length=64, gpu="H100")
+    assert theirs.memory.gib == ours.memory.gib
+    assert theirs.estimate.step_ms == ours.estimate.step_ms
+
+
+@pytest.mark.parametrize("name", sk.recipes)
+def test_what_comes_quantized_is_what_the_layers_say(name):
+    q = sk.recipes[name].forward.a
+    assert comes_quantized(q) == sources.Coded.possible(q, torch.zeros(1, dtype=torch.bfloat16))
