@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
 MIN_FREE_GIB ?= 4
 PYTEST := $(PY) -m pytest
 
-.PHONY: help quickstart lab test test-gpu soak lint docs clean
+.PHONY: help quickstart lab test test-gpu bench-gpu soak lint docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,6 +41,12 @@ test-gpu: ## tests on a CUDA device, every Triton kernel among them (GPU_PY=pyth
 		$(GPU_PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@$(GPU_PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "There is no CUDA device: make test runs without one.")'
 	@$(GPU_PY) -m pytest tests/gpu tests/profiler/test_gpu.py tests/kernels/test_triton_*.py -m "not soak" -q -rs
+
+MINUTES ?= 24
+GPU_OUT ?= gpu.json
+bench-gpu: ## the tests, then everything that is measured on a GPU, in the order that matters (MINUTES=24, GPU_OUT=gpu.json)
+	@$(MAKE) --no-print-directory test-gpu || echo "Not all tests passed. What follows checks each recipe before its speed." >&2
+	@$(GPU_PY) -m surokit.bench gpu --minutes $(MINUTES) --out $(GPU_OUT)
 
 soak: $(VENV)/.test ## long runs: full counts, large fuzz, many kills; raw output goes to docs/measurements
 	@$(PYTEST) -m soak -q

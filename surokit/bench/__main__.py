@@ -4,23 +4,110 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 
 def main(argv: list[str] | None = None) -> int:
+    arguments = vars(_parser().parse_args(argv))
+    command, out = arguments.pop("command"), arguments.get("out")
+    if command == "tables":
+        return _fill(arguments["pages"])
+    if arguments.pop("list", False):
+        from surokit.bench.configurations import PARTS
+
+        print("\n".join(f"{part.name:12} about {part.minutes:2} minutes: {part.words}" for part in PARTS.values()))
+        return 0
+    try:
+        data, table = _measured(command, arguments)
+    except (ValueError, RuntimeError, ImportError) as error:
+        print(f"surokit.bench: {error}", file=sys.stderr)
+        return 2
+    print(table(data))
+    if out and command not in AS_THEY_GO:
+        from surokit.bench import result
+
+        result.write(data, out)
+        print(f"raw result: {out}")
+    return 0
+
+
+AS_THEY_GO = ("gpu", "peers")  # these write what they measure at once, wherever their call ends
+
+
+def _measured(command: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], str]]:
+    """(raw result, what makes its table): the module of that name has `run` and `table`."""
+    module = import_module(f"surokit.bench.{command}")
+    if command not in AS_THEY_GO:
+        arguments.pop("out")
+    if shape := arguments.pop("shape", None):
+        arguments["shape"] = tuple(shape)
+    data = module.run(**arguments)
+    if command == "cpu":
+        from surokit.bench.result import table
+
+        return data, table
+    return data, module.shown if command == "gpu" else module.table
+
+
+def _fill(pages: list[Path]) -> int:
+    from surokit.bench import result
+
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        page.write_text(result.filled(text, page.parent), encoding="utf-8")
+        for picture, data in result.pictures(text, page.parent).items():
+            import_module(f"surokit.bench.{'peers' if 'peers' in data else 'study'}").draw(data, picture)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m surokit.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     cpu = commands.add_parser("cpu", help="a small decoder beside transformers on the CPU: tokens/s, memory, loss")
-    cpu.add_argument("--systems", nargs="+", help="which systems to run (default: all)")
+    cpu.add_argument("--systems", nargs="+", dest="names", help="which systems to run (default: all)")
     cpu.add_argument("--rounds", type=int, default=8, help="how often the systems take turns (default 8)")
     cpu.add_argument("--steps", type=int, default=4, help="steps in a turn (default 4)")
 
-    gpu = commands.add_parser("gpu", help="LoRA on a Qwen3-0.6B shape: tokens/s, memory, idle share for each recipe")
-    gpu.add_argument("--recipes", nargs="+", default=["bf16", "fp8", "qfp8"])
-    gpu.add_argument("--rounds", type=int, default=4)
-    gpu.add_argument("--steps", type=int, default=8)
-    gpu.add_argument("--layers", type=int, help="fewer layers than the model's 28, for a quick look")
+    gpu = commands.add_parser("gpu", help="Qwen3 shapes on a GPU: recipes, techniques and Unsloth, beside the bars")
+    gpu.add_argument(
+        "--part", nargs="+", default=[], metavar="NAME", help="of its parts (default: all that is missing)"
+    )
+    gpu.add_argument(
+        "--minutes", type=float, default=8.0, help="how long this call may take (default 8); call it again"
+    )
+    gpu.add_argument("--new", action="store_true", help="begin a new file where --out is taken")
+    gpu.add_argument("--again", action="store_true", help="measure once more what failed")
+    gpu.add_argument(
+        "--list", action="store_true", help="only list the parts, in their order, with about how long each is"
+    )
+    gpu.add_argument(
+        "--rehearse", action="store_true", help="every line of it on a processor; the numbers mean nothing"
+    )
+
+    peers = commands.add_parser("peers", help="the same work in other libraries: equal settings, and each at its best")
+    peers.add_argument("--systems", nargs="+", help="which systems to run (default: all that are installed)")
+    peers.add_argument("--models", nargs="+", default=["0.6b"], help="0.6b, 1.7b, 4b, 8b (default 0.6b)")
+    peers.add_argument("--train", choices=("lora", "full"), default="lora")
+    peers.add_argument("--settings", nargs="+", choices=("equal", "best"), default=["equal", "best"])
+    peers.add_argument("--rounds", type=int, default=4, help="how often the systems take turns (default 4)")
+    peers.add_argument("--steps", type=int, default=4, help="steps in a turn (default 4)")
+    peers.add_argument("--minutes", type=float, default=8.0, help="how long this call may take (default 8)")
+    peers.add_argument(
+        "--rehearse", action="store_true", help="on a processor with a tiny shape; the numbers mean nothing"
+    )
+
+    predicted = commands.add_parser(
+        "predicted", help="planned time, memory and launches of the targets' table: predictions"
+    )
+
+    compiled = commands.add_parser(
+        "compiled", help="what the Triton kernels compile to without a GPU: registers, spills"
+    )
+    compiled.add_argument("--arch", type=int, default=90, help="compute capability times ten (default 90)")
 
     tables = commands.add_parser(
         "tables", help="fill the marked places of Markdown files with the tables and pictures of their raw results"
@@ -44,62 +131,12 @@ def main(argv: list[str] | None = None) -> int:
     )
 
     memory = commands.add_parser("memory", help="bytes of one training step, as planned and as torch allocates them")
-    memory.add_argument("--settings", nargs="+", help="which settings to run (default: all)")
+    memory.add_argument("--settings", nargs="+", dest="names", help="which settings to run (default: all)")
     memory.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
 
-    for command in (cpu, gpu, watching, overhead, kernels, memory):
+    for command in (cpu, gpu, peers, predicted, compiled, watching, overhead, kernels, memory):
         command.add_argument("--out", type=Path, help="write the raw result to this JSON file")
-    arguments = parser.parse_args(argv)
-
-    from surokit.bench import result
-
-    table = result.table
-    if arguments.command == "tables":
-        for page in arguments.pages:
-            text = page.read_text(encoding="utf-8")
-            page.write_text(result.filled(text, page.parent), encoding="utf-8")
-            for picture, data in result.pictures(text, page.parent).items():
-                from surokit.bench.study import draw
-
-                draw(data, picture)
-        return 0
-    try:
-        if arguments.command == "cpu":
-            from surokit.bench.cpu import run as run_cpu
-
-            data = run_cpu(arguments.systems, arguments.rounds, arguments.steps)
-        elif arguments.command == "watching":
-            from surokit.bench.watching import run as run_watching
-            from surokit.bench.watching import table
-
-            data = run_watching(arguments.steps)
-        elif arguments.command == "overhead":
-            from surokit.bench.overhead import run as run_overhead
-            from surokit.bench.overhead import table
-
-            data = run_overhead(arguments.rounds, arguments.steps)
-        elif arguments.command == "memory":
-            from surokit.bench.memory import run as run_memory
-            from surokit.bench.memory import table
-
-            data = run_memory(arguments.settings, arguments.device)
-        elif arguments.command == "kernels":
-            from surokit.bench.kernels import run as run_kernels
-            from surokit.bench.kernels import table
-
-            data = run_kernels(arguments.rounds, arguments.shape and tuple(arguments.shape), arguments.only)
-        else:
-            from surokit.bench.gpu import run as run_gpu
-
-            data = run_gpu(arguments.recipes, arguments.rounds, arguments.steps, arguments.layers)
-    except (ValueError, RuntimeError, ImportError) as error:
-        print(f"surokit.bench: {error}", file=sys.stderr)
-        return 2
-    print(table(data))
-    if arguments.out:
-        result.write(data, arguments.out)
-        print(f"raw result: {arguments.out}")
-    return 0
+    return parser
 
 
 if __name__ == "__main__":

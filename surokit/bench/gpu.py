@@ -1,103 +1,389 @@
-"""LoRA fine-tuning of a Qwen3-0.6B shape with random weights on a CUDA GPU, one recipe beside the other.
+"""Training steps on a GPU, measured: Qwen3 shapes with random weights on packed text, recipe beside recipe, Unsloth beside them.
 
-Recipes take turns (A B A B ...) on one device, each with its own model, warm-up excluded. The idle share comes from a profile
-of a few steps after the timed turns. Runs where only torch, triton, numpy and safetensors are installed.
+    python -m surokit.bench gpu --out gpu.json
+
+One command, called again until nothing is left. A call is bounded by --minutes; each finished measurement is in the file before the
+next begins, and a call goes on with what is missing. In this order: does the fast step compute what the plain one does (a recipe
+that fails gets no speed); what the device reaches; then the parts of configurations.py, the one that has to be known first.
+
+Every system is a process of its own, which waits while another runs. Those of a group take turns, A B A B: they stay as long as the
+device has room for them together; the others are built and warmed up anew for each turn, and the table says which. A ratio is taken
+within a round. Memory is planned before, and what does not fit is left out with the reason. A rehearsal runs every line of it on a
+processor, with a tiny shape, few steps and no process; its numbers mean nothing and no table takes them.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from surokit.bench.result import result
+from surokit.bench import gpu_table
+from surokit.bench.book import Book, next_free
+from surokit.bench.configurations import PARTS, Configuration, Group, Part, Work
+from surokit.bench.process import Failed, left_s
+from surokit.bench.systems import Systems
+from surokit.planner.hardware import Gpu
 
-# Qwen3-0.6B: https://huggingface.co/Qwen/Qwen3-0.6B, config.json
-SHAPE: dict[str, Any] = {
-    "layers": 28,
-    "width": 1024,
-    "heads": 16,
-    "kv_heads": 8,
-    "head_dim": 128,
-    "ffn": 3072,
-    "vocab": 151936,
-}
-BATCH, LENGTH, ACCUMULATE, RANK = 2, 2048, 4, 16
-WARM_UP = 3
+table = gpu_table.table
+shown = gpu_table.shown
+VERSION = 1  # of the measurements: a change of what is measured begins a new file
+
+ROOM = 0.9  # of the device's memory: what plans may come to together
+CONTEXT_GIB = 1.0  # a process takes beside what it allocates: CUDA's context and its libraries
+LATE_S = 240.0  # what takes so much longer than it should has failed
+OPENS_S = 75.0  # to start a process and take its first steps, as long as none was measured
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR")  # what compilers keep
 
 
-def run(names: list[str], rounds: int, steps: int, layers: int | None = None) -> dict[str, Any]:
-    """Run the recipes in turn and return the raw result. Raises RuntimeError without a CUDA device."""
+@dataclass(frozen=True)
+class Pace:
+    """How long things are measured. warm_up: steps that do not count, the first one among them."""
+
+    turn_s: float = 4.0
+    most_steps: int = 200
+    warm_up: int = 8
+    profile: int = 3
+    ceilings_s: float = 12.0
+    sustained_minutes: float = 5.0
+    sample_every: int = 200
+    check_length: int = 512
+    check_steps: int = 8
+    rounds: int = 99  # at most, whatever a group asks for
+    profiles: int = 9999
+
+
+REHEARSAL = Pace(
+    turn_s=0.0,
+    most_steps=1,
+    warm_up=2,
+    profile=1,
+    ceilings_s=0.05,
+    sustained_minutes=0.005,
+    sample_every=8,
+    check_length=48,
+    check_steps=3,
+    rounds=1,
+    profiles=2,
+)
+
+
+class OutOfTime(Exception):
+    """This call ends before the next measurement; nothing is lost."""
+
+
+def run(
+    part: Iterable[str] = (),
+    minutes: float = 8.0,
+    out: Path | None = None,
+    new: bool = False,
+    again: bool = False,
+    rehearse: bool = False,
+) -> dict[str, Any]:
+    """Measure what is missing of the parts (all of them where none is named) for so many minutes; returns the raw file's data.
+
+    out: the file, "gpu.json" unless given, and its turns beside it as CSV. new: the next free name instead. again: what failed is
+    measured once more. Raises RuntimeError without a CUDA device, ValueError for a part that is not there or a file that was
+    measured elsewhere.
+    """
     import torch
 
-    import surokit as sk
-    from surokit.recipe import find_recipe
-
-    if not torch.cuda.is_available():
-        raise RuntimeError("There is no CUDA device: `python -m surokit.bench cpu` runs without one.")
-    shape = {**SHAPE, "layers": layers or SHAPE["layers"]}
-    sessions: dict[str, sk.Session] = {}
-    systems: dict[str, dict[str, Any]] = {}
+    names = list(part) or list(PARTS)
     for name in names:
-        torch.manual_seed(0)
-        with torch.device("cuda"):
-            model = sk.Decoder(sk.DecoderConfig(**shape, tied=True, qk_norm=True, rope_theta=1e6, max_length=LENGTH))
-        sessions[name] = sk.Session(
-            model.to(torch.bfloat16),
-            list(_batches(shape["vocab"], 8 * ACCUMULATE)),
-            optimizer=sk.AdamW(lr=1e-4),
-            recipe=find_recipe(name).lora(rank=RANK),
-            accumulate=ACCUMULATE,
-            schedule=None,
-            compile=False,
+        if name not in PARTS:
+            raise ValueError(f"There is no part {name!r}: known are {', '.join(PARTS)}.")
+    if not minutes > 0:
+        raise ValueError(f"minutes={minutes}: a number above zero; 8 is usual.")
+    if not rehearse and not torch.cuda.is_available():
+        raise RuntimeError(
+            "There is no CUDA device: `python -m surokit.bench cpu` runs without one, and --rehearse runs all of this on a CPU."
         )
-        systems[name] = {"name": name, "tokens_per_s": [], "losses": [], "peak_mib": 0.0}
-        systems[name]["first_step_s"] = _timed(sessions[name], 1, systems[name])
-        _timed(sessions[name], WARM_UP - 1, systems[name])
-    tokens = BATCH * LENGTH * ACCUMULATE
-    for turn in range(rounds):
-        for name, session in sessions.items():
-            seconds = _timed(session, steps, systems[name])
-            systems[name]["tokens_per_s"].append(round(steps * tokens / seconds, 1))
-        print(f"turn {turn + 1} of {rounds}", file=sys.stderr)
-    for name, session in sessions.items():
-        with sk.profile() as p:
-            session.run(3)
-        systems[name]["idle"] = p.summary["idle_ms"] / p.summary["wall_ms"]
-        systems[name]["profile"] = p.summary
-    settings = {
-        **shape,
-        "lora rank": RANK,
-        "batch": f"{BATCH} x {LENGTH} x {ACCUMULATE}",
-        "turns": f"{rounds} of {steps} steps",
+    out = out or Path("gpu-rehearsal.json" if rehearse else "gpu.json")
+    work = Work(batch=1, length=32, accumulate=2, rank=4) if rehearse else Work()
+    head = {"benchmark": "gpu", "rehearsal": rehearse, "version": VERSION, "settings": asdict(work)}
+    call = {"minutes": minutes, "parts": names}
+    book = Book(next_free(out) if new else out, "gpu", head, call)
+    if again:
+        book.forget(*[key for key, found in book.found.items() if "failed" in found or found["what"] == "plan"])
+    pace = REHEARSAL if rehearse else Pace()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Systems(work, pace.warm_up, rehearse, Path(folder)) as systems,
+    ):
+        bench = Bench(book, systems, pace, time.monotonic() + 60 * minutes)
+        try:
+            for name in names:
+                bench.part(PARTS[name])
+        except OutOfTime as end:
+            print(f"{end} Call it again to go on.", file=sys.stderr)
+        else:
+            print(f"Nothing is left of {', '.join(names)}.", file=sys.stderr)
+        finally:
+            gpu_table.write_csv(book.data, book.path.with_suffix(".csv"))
+    print(f"raw result: {book.path}", file=sys.stderr)
+    return book.data
+
+
+class Bench:
+    """One call: the file, the systems, and the clock at which it ends (of time.monotonic)."""
+
+    def __init__(self, book: Book, systems: Systems, pace: Pace, ends_s: float) -> None:
+        self.book, self.systems, self.pace, self._ends_s = book, systems, pace, ends_s
+        self.work = systems.work
+        self._alone: set[str] = set()  # of the group, those that are built anew for each turn
+        self._answered: dict[str, dict[str, Any]] = {}
+
+    def part(self, part: Part) -> None:
+        self._prepare([c for c in part.configurations() if not c.peer])
+        for group in part.groups:
+            self._group(group)
+        for c in part.starts:
+            self._start(c)
+        for c in part.sustained:
+            self._sustain(c)
+
+    def _measure(
+        self, key: str, need_s: float, work: Callable[[float], Mapping[str, Any]], what: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What the file has under `key`, else what `work(until when)` finds, or why it failed or was left out.
+
+        What was left out is tried again in the next call. Raises OutOfTime where fewer than `need_s` seconds are left.
+        """
+        if self._done(key):
+            return self.book[key]
+        left = left_s(self._ends_s)
+        if left < need_s:
+            raise OutOfTime(f"Next is {key}, about {need_s:.0f} s, and {left:.0f} s are left.")
+        print(key, file=sys.stderr)
+        try:
+            found = work(time.monotonic() + min(left, need_s + LATE_S))
+        except Failed as problem:
+            if problem.why == "late" and left < need_s + LATE_S:
+                raise OutOfTime(f"{key} did not end within this call.") from None
+            found = {"left_out" if problem.why == "missing" else "failed": str(problem)}
+        return self.book.put(key, {**what, **found})
+
+    def _done(self, key: str) -> bool:
+        return key in self.book and "left_out" not in self.book[key]
+
+    # -- before speed
+
+    def _prepare(self, configurations: Iterable[Configuration]) -> None:
+        """Correctness, then ceilings, of what these train."""
+        requests: dict[str, tuple[dict[str, Any], float]] = {}
+        for c in configurations:
+            what = {"shape": self.systems.shape(c.model), "recipe": c.recipe, "train": c.train, "rank": self.work.rank}
+            sizes = {"length": self.pace.check_length, "steps": self.pace.check_steps}
+            requests[_correct(c)] = {"check": {**what, **sizes}}, 30.0
+        requests["ceilings/device"] = {"device": self.pace.ceilings_s}, 10 + self.pace.ceilings_s
+        for model in dict.fromkeys(c.model for c in configurations):
+            shape = {"model": self.systems.shape(model), "tokens": self.work.batch * self.work.length}
+            requests[f"ceilings/{model}"] = {**shape, "seconds": self.pace.ceilings_s / 3}, self.pace.ceilings_s
+        try:
+            for key, (request, need_s) in requests.items():
+                self._measure(key, need_s, partial(self._prepared, request), {"what": key.partition("/")[0]})
+        finally:
+            self.systems.close("")
+
+    def _prepared(self, request: Mapping[str, Any], until_s: float) -> dict[str, Any]:
+        asked = json.dumps(request)
+        try:
+            if asked not in self._answered:  # the models of a rehearsal are all the same
+                self._answered[asked] = self.systems.preparing(until_s).ask(request, left_s(until_s))
+            return self._answered[asked]
+        except Failed:  # an error on the device may stay in its process
+            self.systems.close("")
+            raise
+
+    def _reason_against(self, c: Configuration) -> str:
+        """Why a configuration gets no speed; "" where it may run."""
+        if self.systems.rehearse and c.compile:
+            return "Left out of a rehearsal: the compiler takes longer than all the rest."
+        plan = self._plan(c)
+        if plan["memory_gib"] is not None and plan["gib"] + CONTEXT_GIB > plan["memory_gib"]:
+            return f"It needs {plan['gib']:.0f} GiB as planned, and the device has {plan['memory_gib']:.0f}."
+        if c.peer:
+            return ""
+        checked = self.book[_correct(c)]
+        if "failed" in checked:
+            return f"Its check failed: {checked['failed']}"
+        if c.fused and not checked["fused"]["ok"]:
+            return f"Fused, it is not what it is apart: see {_correct(c)} in the raw file."
+        if c.graphs and not checked["graphs"]["ok"]:
+            return f"Replayed as graphs, it is not what it is launched one by one: see {_correct(c)} in the raw file."
+        return ""
+
+    def _plan(self, c: Configuration) -> dict[str, Any]:
+        """Memory, FLOPs and the predicted time of a step, at the rates that the device reached."""
+        key = f"plan/{c.name}"
+        if key not in self.book:
+            self.book.put(key, {"what": "plan", **planned(c, self.systems.shape(c.model), self.work, self._gpu())})
+        return self.book[key]
+
+    def _gpu(self) -> Gpu | None:
+        found = self.book["ceilings/device"]
+        return Gpu.from_json(json.dumps(found["gpu"])) if "gpu" in found else None
+
+    # -- turns
+
+    def _group(self, group: Group) -> None:
+        """Its rounds; in the last one each system is profiled after its turn."""
+        ready, rounds = [], min(group.rounds, self.pace.rounds)
+        for c in group.configurations:
+            if reason := self._reason_against(c):
+                self._leave_out(_key("turn", group, c, 0), c, reason, group=group.name)
+            else:
+                ready.append(c)
+        if ready:
+            sizes_gib = [self._plan(c)["gib"] + CONTEXT_GIB for c in ready]
+            room_gib = ROOM * (self._plan(ready[0])["memory_gib"] or math.inf)
+            self._alone = {c.name for c in ready[resident(sizes_gib, room_gib) :]}
+        try:
+            for number in range(rounds):
+                for c in ready:
+                    self._turn(group, c, number, last=number == rounds - 1)
+        finally:
+            self.systems.close()
+
+    def _turn(self, group: Group, c: Configuration, number: int, last: bool) -> None:
+        what = {"group": group.name, "round": number, "name": c.name, "system": c.system, "configuration": c.to_dict()}
+        before = [self.book[key] for n in range(number) if (key := _key("turn", group, c, n)) in self.book]
+        if any("failed" in turn or "left_out" in turn for turn in before):
+            return
+        need_s = self.pace.turn_s + (2.0 if c.name in self.systems.open else self._opens_s(c.model))
+        found = self._measure(
+            _key("turn", group, c, number), need_s, partial(self._timed, group, c), {"what": "turn", **what}
+        )
+        profile = last and not c.peer and "failed" not in found and self._profiles() < self.pace.profiles
+        if profile and not self._done(key := f"profile/{group.name}/{c.system}"):
+            self._measure(key, need_s, partial(self._profiled, c), {"what": "profile", **what})
+        if c.name in self._alone or "failed" in found:
+            self.systems.close(c.name)
+
+    def _timed(self, group: Group, c: Configuration, until_s: float) -> dict[str, Any]:
+        """As many steps as a turn has time for; where the device had no room beside others, all are alone from here on."""
+        new = c.name not in self.systems.open
+        began_s = time.monotonic()
+        try:
+            opened = self.systems.training(c, until_s)
+        except Failed as problem:
+            if problem.why != "memory" or not self.systems.open:
+                raise
+            self._alone = {each.name for each in group.configurations}
+            self.systems.close()
+            opened = self.systems.training(c, until_s)
+        opened_s = time.monotonic() - began_s
+        steps = max(1, min(self.pace.most_steps, round(self.pace.turn_s / opened.each_s)))
+        found = opened.system.ask({"steps": steps}, left_s(until_s))
+        if not all(map(math.isfinite, found["losses"])):
+            raise Failed("Its loss is not finite, so its speed means nothing.")
+        found |= {"tokens_per_s": found["tokens"] / found["seconds"], "alone": c.name in self._alone}
+        return {**found, "first": {**opened.first, "opened_s": opened_s}} if new else found
+
+    def _profiled(self, c: Configuration, until_s: float) -> dict[str, Any]:
+        return self.systems.training(c, until_s).system.ask({"profile": self.pace.profile}, left_s(until_s))
+
+    def _profiles(self) -> int:
+        return sum(each["what"] == "profile" for each in self.book.found.values())
+
+    def _opens_s(self, model: str) -> float:
+        """What a system of this model takes until it is warm: the longest so far, and a quarter."""
+        took = [
+            each["first"]["opened_s"]
+            for each in self.book.found.values()
+            if "first" in each and each["configuration"]["model"] == model
+        ]
+        return 1.25 * max(took) if took else OPENS_S
+
+    def _leave_out(self, key: str, c: Configuration, reason: str, **what: Any) -> None:
+        if not self._done(key):
+            about = {"what": key.partition("/")[0], "name": c.name, "system": c.system, "configuration": c.to_dict()}
+            self.book.put(key, {**about, **what, "left_out": reason})
+
+    # -- alone
+
+    def _start(self, c: Configuration) -> None:
+        """Seconds from the start of a process to its first step and to its last step of warm-up: caches empty, then full."""
+        self._single(f"start/{c.name}", c, 3 * self._opens_s(c.model), partial(self._started, c))
+
+    def _started(self, c: Configuration, until_s: float) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            caches = {name: f"{folder}/{name}" for name in CACHES}
+            for state in ("empty", "full"):
+                began_s = time.monotonic()
+                first = self.systems.training(c, until_s, environment=caches).first
+                self.systems.close(c.name)
+                found[state] = {**first, "all_s": time.monotonic() - began_s}
+        return found
+
+    def _sustain(self, c: Configuration) -> None:
+        minutes = self.pace.sustained_minutes
+        self._single(f"sustained/{c.name}", c, 60 * minutes + self._opens_s(c.model), partial(self._sustained, c))
+
+    def _sustained(self, c: Configuration, until_s: float) -> dict[str, Any]:
+        opened = self.systems.training(c, until_s, self.pace.sample_every)
+        return opened.system.ask({"minutes": self.pace.sustained_minutes}, left_s(until_s))
+
+    def _single(self, key: str, c: Configuration, need_s: float, work: Callable[[float], Mapping[str, Any]]) -> None:
+        if reason := self._reason_against(c):
+            return self._leave_out(key, c, reason)
+        try:
+            what = {"what": key.partition("/")[0], "name": c.name, "system": c.system, "configuration": c.to_dict()}
+            self._measure(key, need_s, work, what)
+        finally:
+            self.systems.close()
+        return None
+
+
+def resident(sizes_gib: Sequence[float], room_gib: float) -> int:
+    """How many of the first systems stay where they are, so that there is room for the largest of the others beside them."""
+    if sum(sizes_gib) <= room_gib:
+        return len(sizes_gib)
+    count = 0
+    while count < len(sizes_gib) - 1 and sum(sizes_gib[: count + 1]) + max(sizes_gib[count + 1 :]) <= room_gib:
+        count += 1
+    return count
+
+
+def planned(c: Configuration, shape: Mapping[str, Any], work: Work, gpu: Gpu | None) -> dict[str, Any]:
+    """What `surokit.plan` says of a configuration; a peer is planned as ours is."""
+    import surokit as sk
+    from surokit.bench.correct import recipe_of
+    from surokit.bench.worker import fusion_of
+
+    plan = sk.plan(
+        sk.DecoderConfig(**shape, max_length=work.length),
+        recipe=recipe_of(c.recipe, c.train, work.rank, work.alpha),
+        batch=work.batch,
+        length=work.length,
+        accumulate=work.accumulate,
+        recompute=c.recompute,
+        optimizer=c.optimizer,
+        fusion="none" if c.peer else fusion_of(c),
+        gpu=gpu,
+    )
+    estimate = plan.estimate
+    return {
+        "gib": plan.memory.gib,
+        "memory_gib": None if gpu is None else gpu.memory_gib,
+        "flops_per_token": plan.flops_per_token,
+        "peak_tflops": None if gpu is None else gpu.bf16_tflops,
+        "predicted_tokens_per_s": None if estimate is None else estimate.tokens_per_s,
+        "floor_ms": None if estimate is None else estimate.floor_ms,
     }
-    return result("gpu: LoRA, random weights, eager", settings, list(systems.values()), names[0])
 
 
-def _timed(session: Any, steps: int, system: dict[str, Any]) -> float:
-    """Seconds for so many steps, the device waited for at both ends; peak memory of this session's turn."""
-    import torch
-
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    session.run(steps)
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    # other sessions' weights are resident too: what this turn adds, and the weights of this session themselves
-    own = sum(p.nbytes for p in session.model.parameters())
-    added = torch.cuda.max_memory_allocated() - before
-    system["peak_mib"] = max(system["peak_mib"], round((own + added) / 2**20, 1))
-    system["losses"].append(float(session.records.column("loss")[-1]))
-    return seconds
+def _correct(c: Configuration) -> str:
+    return f"correct/{c.model} {c.train} {c.recipe}"
 
 
-def _batches(vocab: int, count: int) -> Iterator[dict[str, Any]]:
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(count):
-        ids = torch.randint(vocab, (BATCH, LENGTH), generator=generator)
-        yield {"input_ids": ids, "labels": ids}
+def _key(what: str, group: Group, c: Configuration, number: int) -> str:
+    return f"{what}/{group.name}/{number}/{c.system}"

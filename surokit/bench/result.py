@@ -99,9 +99,11 @@ def markdown(data: Mapping[str, Any], head: Sequence[str], rows: Sequence[Sequen
 
 
 def write(data: Mapping[str, Any], path: Path) -> None:
-    """The raw result as indented JSON."""
+    """The raw result as indented JSON, whole or not at all: a reader never finds half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    beside.replace(path)
 
 
 _PLACE = re.compile(r"(<!-- table: (?P<raw>\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -122,7 +124,7 @@ def filled(text: str, folder: Path) -> str:
 
 def _table_for(data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
     """The table of a raw file, by what it holds."""
-    for part in ("kernels", "study", "memory", "overhead"):
+    for part in ("kernels", "study", "memory", "overhead", "gpu", "peers", "predicted", "compiled"):
         if part in data:
             module = import_module(f"surokit.bench.{part}")
             return cast("Callable[[Mapping[str, Any]], str]", module.table)

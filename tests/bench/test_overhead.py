@@ -68,13 +68,13 @@ def test_turns_that_cannot_be(arguments, capsys):
 def test_the_command(monkeypatch, data, tmp_path, capsys):
     asked = []
 
-    def run(*turns):
+    def run(**turns):
         asked.append(turns)
         return data
 
     monkeypatch.setattr(overhead, "run", run)
     out = tmp_path / "raw.json"
     assert main(["overhead", "--rounds", "5", "--out", str(out)]) == 0
-    assert asked == [(5, 4)]
+    assert asked == [{"rounds": 5, "steps": 4}]
     assert "always-on" in capsys.readouterr().out
     assert json.loads(out.read_text())["step_ms"] == data["step_ms"]

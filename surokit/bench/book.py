@@ -1,0 +1,126 @@
+"""The raw file of a benchmark that takes several calls: each finished measurement is written at once, the next call goes on.
+
+A measurement is a dict under a key. What was measured on another device, or with other versions or sources, does not belong in the
+same file: the difference is named. Numbers that are not finite become null, so that any reader of JSON can read it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import math
+import subprocess
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from surokit.bench import result
+from surokit.environment import environment
+
+#: What has to be the same in all calls. `source` is a fingerprint of the code that is measured.
+SAME = ("device", "cuda_capability", "torch", "triton", "cuda", "source")
+
+
+class Book:
+    """A raw file at `path`, new or gone on with.
+
+    head: what the file says beside its measurements ("benchmark", "settings", ...); equal in every call. part: the key that holds
+    them. Raises ValueError, which names the difference, for a file of another benchmark, device, version or source.
+    """
+
+    def __init__(self, path: Path, part: str, head: Mapping[str, Any], call: Mapping[str, Any]) -> None:
+        self.path, self.part = path, part
+        here = {**environment(), "source": source(), "commit": commit()}
+        self.data: dict[str, Any] = {**head, "environment": here, "calls": [], part: {}}
+        if path.exists():
+            self.data = self._read(head, here)
+        self.calls = len(self.data["calls"])
+        self.data["calls"].append({"date": here["date"], "commit": here["commit"], **call})
+
+    def _read(self, head: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+            there = data["environment"] | {name: data[name] for name in head}
+            data["calls"], data[self.part]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{self.path} is no file of this benchmark: give another --out.") from None
+        now = {**here, **json.loads(json.dumps(head))}
+        for name in (*head, *SAME):
+            if there.get(name) != now.get(name):
+                raise ValueError(
+                    f"{self.path} was measured with {name} {there.get(name)!r}, and here it is {now.get(name)!r}: give another "
+                    "--out, or --new for the next free name."
+                )
+        assert isinstance(data, dict)
+        return data
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.found
+
+    def __getitem__(self, key: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.found[key]
+        return found
+
+    @property
+    def found(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.data[self.part]
+        return found
+
+    def put(self, key: str, value: Mapping[str, Any]) -> dict[str, Any]:
+        """Keeps a measurement with its date and call, and writes the file."""
+        date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        self.found[key] = _finite({**value, "call": self.calls, "date": date})
+        result.write(self.data, self.path)
+        return self[key]
+
+    def forget(self, *keys: str) -> None:
+        for key in keys:
+            self.found.pop(key, None)
+
+
+def next_free(path: Path) -> Path:
+    """`path`, or where it is taken path-2, path-3, ..."""
+    free, number = path, 1
+    while free.exists():
+        number += 1
+        free = path.with_stem(f"{path.stem}-{number}")
+    return free
+
+
+def source() -> str:
+    """16 hexadecimal digits over the code that is measured: the package without its benchmarks, and its kernels."""
+    digest = hashlib.blake2b(digest_size=8)
+    roots = ["surokit", "surokit.kernels.reference", "surokit.kernels.triton", "surokit.kernels.cuda"]
+    for root in roots:
+        folder = Path(str(files(root)))
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder)
+            if path.suffix in (".py", ".cu", ".cuh") and name.parts[0] != "bench":
+                digest.update(f"{root}/{name.as_posix()}\0".encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def commit() -> str | None:
+    """The commit of the sources, "+" behind it where files differ; None where there is no repository."""
+    folder = Path(str(files("surokit"))).parent
+
+    def git(*words: str) -> str:
+        ran = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True)
+        return ran.stdout.strip()
+
+    try:
+        head = git("rev-parse", "--short=12", "HEAD")
+        return head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,69 @@
+"""What a device reaches at best: a copy, large products, and the products of one model's shapes.
+
+The rates of the device are `surokit.calibrate`'s. The products are those of a forward pass over one micro-batch, in bfloat16 and
+in FP8 with one scale an operand: what the layers of that model can hope for, which is less than a large square product reaches.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surokit import calibration
+from surokit.kernels import native
+
+
+def device_ceilings(device: torch.device, seconds: float) -> dict[str, Any]:
+    """{"gpu": what Gpu.to_json() says, "notes": what could not be measured}: rates beside the datasheet's."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gpu = calibration.calibrate(device, seconds, cache=False, progress=False)
+    return {"gpu": json.loads(gpu.to_json()), "notes": [str(w.message) for w in caught]}
+
+
+def products_of(shape: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """The matrices of a model, (in, out) features, siblings that read one input side by side."""
+    width, heads, keys = shape["width"], shape["heads"] * shape["head_dim"], shape["kv_heads"] * shape["head_dim"]
+    return {
+        "q, k, v": (width, heads + 2 * keys),
+        "o": (heads, width),
+        "gate, up": (width, 2 * shape["ffn"]),
+        "down": (shape["ffn"], width),
+        "head": (width, shape["vocab"]),
+    }
+
+
+def model_ceilings(shape: Mapping[str, Any], tokens: int, device: torch.device, seconds: float) -> dict[str, Any]:
+    """{"tokens", "products": [{"product", "k", "n", "bf16_tflops", "fp8_tflops"}]}; fp8 None where it is emulated."""
+    fp8 = native.available("tensor", device)
+    kinds = ("bf16", "fp8") if fp8 else ("bf16",)
+    matrices = products_of(shape)
+    rows = []
+    for name, (k, n) in matrices.items():
+        row: dict[str, Any] = {"product": name, "k": k, "n": n, "bf16_tflops": None, "fp8_tflops": None}
+        for kind in kinds:
+            call = _product(kind, tokens, k, n, device)
+            each_s = calibration._median_s(call, device, seconds / len(matrices) / len(kinds))
+            row[f"{kind}_tflops"] = float(f"{2 * tokens * k * n / each_s / 1e12:.4g}")
+        rows.append(row)
+    return {"tokens": tokens, "products": rows}
+
+
+def _product(kind: str, tokens: int, k: int, n: int, device: torch.device) -> Any:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(rows: int) -> Tensor:
+        # normal numbers, as in training: a chip's clock depends on the bits that flip
+        return torch.randn(rows, k, device=device, generator=generator).to(torch.bfloat16)
+
+    x_TK, w_NK = normal(tokens), normal(n)
+    if kind == "bf16":
+        return lambda: torch.mm(x_TK, w_NK.t())
+    one = torch.ones(1, 1, device=device)
+    x_q, w_q = x_TK.to(torch.float8_e4m3fn), w_NK.to(torch.float8_e4m3fn)
+    return lambda: native.scaled_mm(x_q, one, w_q, one, out_dtype=torch.bfloat16)

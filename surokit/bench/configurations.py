@@ -1,0 +1,236 @@
+"""What is measured on a GPU: models, configurations, the parts of the benchmark in their order.
+
+    Configuration("0.6b", "fp8")                            LoRA of rank 16, everything that is fast switched on
+    Configuration("0.6b", "fp8", without=("norm",))         the same with one technique off
+    PARTS["must"]                                           the groups that have to be measured first
+
+A group is measured together: its configurations take turns, and ratios are taken within a turn. Plain data: no torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from surokit.bench.targets import TARGETS, Target
+
+Train = Literal["lora", "full"]
+
+# https://huggingface.co/Qwen/Qwen3-0.6B and its sisters -1.7B, -4B, -8B, config.json
+_QWEN3 = {"kv_heads": 8, "head_dim": 128, "vocab": 151936, "qk_norm": True, "rope_theta": 1e6, "norm_eps": 1e-6}
+MODELS: dict[str, dict[str, Any]] = {
+    "0.6b": {**_QWEN3, "layers": 28, "width": 1024, "heads": 16, "ffn": 3072, "tied": True},
+    "1.7b": {**_QWEN3, "layers": 28, "width": 2048, "heads": 16, "ffn": 6144, "tied": True},
+    "4b": {**_QWEN3, "layers": 36, "width": 2560, "heads": 32, "ffn": 9728, "tied": True},
+    "8b": {**_QWEN3, "layers": 36, "width": 4096, "heads": 32, "ffn": 12288, "tied": False},
+}
+#: The same architecture for a rehearsal on a processor.
+TINY: dict[str, Any] = {
+    **_QWEN3,
+    **{"layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "ffn": 64, "vocab": 256, "tied": True},
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a step, the same for every system: sequences of `length` tokens, `batch` of them, `accumulate` times."""
+
+    batch: int = 2
+    length: int = 2048
+    accumulate: int = 4
+    rank: int = 16
+    alpha: float = 32.0
+    lr: float = 1e-4
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length * self.accumulate
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.length} x {self.accumulate}"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One system: a model, a recipe, what trains, and how the step is carried out.
+
+    without: fields of surokit.nn.fusion.Fusion that are switched off; frozen, recompute: its other two. graphs: steps as CUDA
+    graphs. compile: torch.compile instead. prefetch: batches on a stream of their own. attention: "" lets the layer choose,
+    "flash" and "efficient" are scaled_dot_product_attention's. documents: attention stays within each document of a row.
+    optimizer: "adamw" or "adamw8bit". peer: the name of another library, which then trains the same in bfloat16.
+    """
+
+    model: str
+    recipe: str = "bf16"
+    train: Train = "lora"
+    without: tuple[str, ...] = ()
+    frozen: Literal["no", "codes", "transposed"] = "codes"
+    recompute: Literal["none", "selective", "full"] = "none"
+    graphs: bool = True
+    compile: bool = False
+    prefetch: bool = True
+    attention: Literal["", "flash", "efficient"] = ""
+    documents: bool = False
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    peer: str = ""
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What is not as it is by default, in words."""
+        words = ["nothing fused"] if set(self.without) == set(FUSIONS) else [f"without {name}" for name in self.without]
+        words += [f"frozen={self.frozen}"] if self.frozen != "codes" else []
+        words += [f"recompute={self.recompute}"] if self.recompute != "none" else []
+        words += ["eager"] if not self.graphs and not self.compile else []
+        words += ["torch.compile"] if self.compile else []
+        words += ["without prefetch"] if not self.prefetch else []
+        words += [f"{self.attention} attention"] if self.attention else []
+        words += ["documents apart"] if self.documents else []
+        words += [self.optimizer] if self.optimizer != "adamw" else []
+        return tuple(words)
+
+    @property
+    def system(self) -> str:
+        """Its name within a group."""
+        name = f"{self.peer} {self.recipe}" if self.peer else self.recipe
+        return ", ".join((name, *self.changes))
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.train} {self.system}"
+
+    @property
+    def fused(self) -> bool:
+        """Whether anything is computed together that torch would compute apart."""
+        return not self.peer and not self.compile and set(self.without) != set(FUSIONS)
+
+    def but(self, **changes: Any) -> Configuration:
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Configuration:
+        return Configuration(**{**data, "without": tuple(data["without"])})
+
+
+FUSIONS = ("norm", "gate", "joint", "adapters", "qk")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Configurations that take turns for so many rounds; the first is what the others are held against."""
+
+    name: str
+    configurations: tuple[Configuration, ...]
+    rounds: int = 4
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some groups, or some other measurement, under a name. minutes: about how long it takes on an H200."""
+
+    name: str
+    words: str
+    minutes: int
+    groups: tuple[Group, ...] = ()
+    starts: tuple[Configuration, ...] = ()
+    sustained: tuple[Configuration, ...] = ()
+
+    def configurations(self) -> Iterator[Configuration]:
+        for group in self.groups:
+            yield from group.configurations
+        yield from self.starts
+        yield from self.sustained
+
+
+def _beside_unsloth(model: str, rounds: int) -> Group:
+    ours = tuple(Configuration(model, recipe) for recipe in ("bf16", "fp8", "qfp8"))
+    peer = Configuration(model, "bf16", peer="unsloth")
+    return Group(f"{model} lora", (*ours, peer), rounds)
+
+
+def _apart(name: str, base: Configuration, *changes: dict[str, Any], rounds: int = 2) -> Group:
+    """A configuration and the same with each of the changes."""
+    return Group(name, (base, *(base.but(**change) for change in changes)), rounds)
+
+
+def _parts() -> Iterator[Part]:
+    small, large = Configuration("0.6b", "fp8"), Configuration("8b", "qfp8")
+    yield Part(
+        "must", "LoRA on 0.6B and 8B, beside Unsloth", 12, (_beside_unsloth("0.6b", 4), _beside_unsloth("8b", 3))
+    )
+    yield Part(
+        "sizes", "LoRA on 1.7B and 4B, beside Unsloth", 10, (_beside_unsloth("1.7b", 3), _beside_unsloth("4b", 3))
+    )
+    yield Part(
+        "full",
+        "every weight trained: 0.6B, and 8B with bfloat16 states",
+        7,
+        tuple(
+            Group(f"{m} full", (Configuration(m, "bf16", "full"), Configuration(m, "fp8", "full")), 3)
+            for m in ("0.6b", "8b")
+        ),
+    )
+    yield Part(
+        "four-bit",
+        "LoRA over QFP4 and QNF4",
+        7,
+        tuple(
+            Group(f"{m} lora, four bits", tuple(Configuration(m, r) for r in ("bf16", "qfp4", "qnf4")), 2)
+            for m in ("0.6b", "8b")
+        ),
+    )
+    yield Part(
+        "techniques",
+        "each technique switched off in turn",
+        16,
+        (
+            _apart("0.6b lora fp8: fusion", small, *({"without": (name,)} for name in FUSIONS), {"without": FUSIONS}),
+            _apart(
+                "0.6b lora fp8: the step",
+                small,
+                {"graphs": False},
+                {"graphs": False, "without": FUSIONS},
+                {"graphs": False, "compile": True},
+                {"prefetch": False},
+                {"recompute": "selective"},
+                {"recompute": "full"},
+            ),
+            _apart(
+                "0.6b lora fp8: attention",
+                small,
+                {"attention": "flash"},
+                {"attention": "efficient"},
+                {"documents": True},
+            ),
+            _apart(
+                "8b lora qfp8: memory",
+                large,
+                {"frozen": "transposed"},
+                {"frozen": "no"},
+                {"recompute": "selective"},
+                {"recompute": "full"},
+            ),
+        ),
+    )
+    yield Part("sustained", "five minutes without a pause", 7, sustained=(small,))
+    yield Part(
+        "start",
+        "time to the first step, caches empty and full",
+        4,
+        starts=(small, small.but(graphs=False, compile=True)),
+    )
+
+
+#: In the order in which they are measured; correctness and ceilings come before any of them.
+PARTS: dict[str, Part] = {part.name: part for part in _parts()}
+
+
+def target_of(configuration: Configuration) -> Target | None:
+    """The bar of a configuration; None for a peer, and where something is not as it is by default."""
+    if configuration.peer or configuration.changes:
+        return None
+    own = (configuration.model, configuration.train, configuration.recipe)
+    return next((t for t in TARGETS if (t.model, t.train, t.recipe) == own), None)

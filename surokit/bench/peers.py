@@ -1,0 +1,532 @@
+"""Ours beside other libraries at the same work, at equal settings and each at its documented best.
+
+A race is a pair of processes that take turns on one device, the baseline and one system (A B A B), so a ratio is taken within a
+turn and only two models are in memory. The baseline is Unsloth where it runs, else transformers with Liger's kernels, else
+transformers alone. The first step and the warm-up come before the turns; how long the first step took is told apart. Speed alone
+proves nothing, so every race also tells how far the losses went from the baseline's on the same rows, the loss on rows that
+nobody trained on, and the ratio of tokens/s times the ratio of the steps that each needed to the same training loss.
+
+A call ends after so many minutes; with the same --out another call goes on with what is left. See rivals.py for the systems.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from surokit.bench import rivals
+from surokit.bench.book import Book
+from surokit.bench.configurations import MODELS, TINY, Work
+from surokit.bench.corpus import corpus
+from surokit.bench.process import Failed, Worker
+from surokit.bench.result import markdown, spread, write
+from surokit.bench.targets import OVER_UNSLOTH
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BASELINES = ("unsloth", "liger", "transformers")
+WARM_UP = 5  # steps before the turns: compilers, autotuning and the capture of graphs are done then
+EQUAL = {"recompute": "none", "optimizer": "AdamW with moments in the parameters' dtype", "data": "packed rows, causal"}
+HELD_OUT = 4  # micro-batches
+GRACE_S = 40.0  # beyond the minutes of a call, for what was begun
+WEIGHTS_S = 240.0  # at most, to write a model's weights
+SMOOTHED = 4  # steps
+#: How far losses may go from the baseline's: the first one, before anything was learned, and any of them.
+BOUNDS = {True: (0.005, 0.01), False: (0.02, 0.03)}
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is raced together: a model's shape by name, what is trained, and the settings."""
+
+    model: str
+    train: str
+    settings: str
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.train} {self.settings}"
+
+    def key(self, system: str) -> str:
+        return f"{self}: {system}"
+
+
+def run(
+    systems: Sequence[str] | None = None,
+    models: Sequence[str] = ("0.6b",),
+    train: str = "lora",
+    settings: Sequence[str] = ("equal", "best"),
+    rounds: int = 4,
+    steps: int = 4,
+    minutes: float = 8.0,
+    rehearse: bool = False,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Race the systems (default: all) and return the raw result, which is in `out` too, beside a .csv, a .md and a .png.
+
+    rehearse: everything on the CPU at a tiny shape, with the systems that run there. Raises ValueError for a name that is not
+    known or a file of other work, RuntimeError without a GPU.
+    """
+    names = list(systems or rivals.SYSTEMS)
+    for asked, known in ((names, list(rivals.SYSTEMS)), (models, list(MODELS))):
+        unknown = [name for name in asked if name not in known]
+        if unknown:
+            raise ValueError(f"There is no {unknown[0]!r}: known are {', '.join(known)}.")
+    if min(rounds, steps) < 1 or not minutes > 0:
+        raise ValueError(f"rounds={rounds}, steps={steps}, minutes={minutes:g}: each is above 0.")
+    _check_device(rehearse)
+    work = Work(batch=2, length=32, accumulate=2, rank=4, alpha=8.0, lr=1e-2) if rehearse else Work(lr=3e-4)
+    head = {
+        "benchmark": f"peers: the same work in other libraries{', rehearsed' if rehearse else ''}",
+        "settings": {**asdict(work), **EQUAL, "turns": f"{rounds} of {steps} steps", "warm-up steps": WARM_UP},
+    }
+    end = time.monotonic() + 60 * minutes
+    with tempfile.TemporaryDirectory() as folder:
+        book = Book(out or Path(folder) / "peers.json", "peers", head, {"minutes": minutes})
+        book.data["missing"], book.data["left"] = {}, []
+        for model in ("tiny",) if rehearse else models:
+            groups = [Group(model, train, setting) for setting in settings]
+            races = [_Race(group, names, rounds, steps, end, book) for group in groups]
+            _run_model(model, [race for race in races if race.pending], work, "cpu" if rehearse else "cuda")
+        write(book.data, book.path)
+        if out is not None:
+            write_csv(book.data, out.with_suffix(".csv"))
+            out.with_suffix(".md").write_text(table(book.data) + "\n", encoding="utf-8")
+            if shown(book.data):
+                draw(book.data, out.with_suffix(".png"))
+        return book.data
+
+
+def _run_model(model: str, races: Sequence[_Race], work: Work, device: str) -> None:
+    """Races of one shape, all with the same weights and rows, which are written first."""
+    if not any(race.has_time for race in races):
+        for race in races:
+            race.leave()
+        return
+    shape = TINY if model == "tiny" else MODELS[model]
+    with tempfile.TemporaryDirectory() as folder:
+        _tell(f"{model}: random weights")
+        given = {"model": shape, **asdict(work), **_files(Path(folder), shape, work, device)}
+        for race in races:
+            race.run({**given, "train": race.group.train, "settings": race.group.settings})
+
+
+def _check_device(rehearse: bool) -> None:
+    import torch
+
+    if not rehearse and not torch.cuda.is_available():
+        raise RuntimeError("There is no CUDA device: --rehearse runs everything at a tiny shape on the CPU.")
+
+
+def _files(folder: Path, shape: Mapping[str, Any], work: Work, device: str) -> dict[str, Any]:
+    ids_ST, _ = corpus(shape["vocab"], work.length, work.batch)
+    held = HELD_OUT * work.batch
+    rows = {"tokens": ids_ST[:-held], "held_out": ids_ST[-held:]}
+    for name, ids in rows.items():
+        np.save(folder / f"{name}.npy", ids.astype(np.int32))
+    weights = {"model": shape, "device": device, "seed": 0, "weights": str(folder / "weights"), "length": work.length}
+    if device == "cpu":
+        rivals.write_weights(weights)
+    else:  # in another process, because what this one takes of the device it never gives back
+        _worker("weights", weights, WEIGHTS_S).close()
+    return {**weights, "recompute": "none", **{name: str(folder / f"{name}.npy") for name in rows}}
+
+
+def _worker(name: str, work: Mapping[str, Any], timeout_s: float) -> Worker:
+    return Worker([sys.executable, "-m", "surokit.bench.peers", "--worker", name, json.dumps(work)], name, timeout_s)
+
+
+def _tell(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+class _Running:
+    """A system that has made its first step and its warm-up, and what it said."""
+
+    def __init__(self, name: str, work: Mapping[str, Any], end: float) -> None:
+        self.name, self.work, self.end = name, work, end
+        self.worker = _worker(name, work, self._left_s())
+        try:
+            self.ready = self.worker.ready
+            self.losses: list[float] = []
+            self.peak_mib = self.reserved_mib = 0.0
+            self.first_step_s = self.take(1)["seconds"]
+            self.warm_up_s = self.first_step_s + self.take(WARM_UP - 1)["seconds"]
+        except BaseException:
+            self.worker.close()
+            raise
+
+    def take(self, steps: int) -> dict[str, Any]:
+        answer = self.worker.ask({"steps": steps}, self._left_s())
+        self.losses += answer["losses"]
+        self.peak_mib = max(self.peak_mib, answer["peak_mib"])
+        self.reserved_mib = max(self.reserved_mib, answer.get("reserved_mib", 0.0))
+        return answer
+
+    def rate(self, steps: int) -> float:
+        answer = self.take(steps)
+        return float(round(answer["tokens"] / answer["seconds"], 1))
+
+    def held_out(self) -> float | None:
+        loss: float | None = self.worker.ask({"evaluate": True}, self._left_s())["loss"]
+        return loss
+
+    def told(self) -> dict[str, Any]:
+        batch, length, accumulate = (self.work[name] for name in ("batch", "length", "accumulate"))
+        kept = {name: self.ready[name] for name in ("build_s", "trained", "note", "versions")}
+        measured = {name: getattr(self, name) for name in ("first_step_s", "warm_up_s", "peak_mib", "reserved_mib")}
+        return {"batch": f"{batch} x {length} x {accumulate}", **measured, **kept}
+
+    def _left_s(self) -> float:
+        return max(self.end - time.monotonic(), 0.0) + GRACE_S
+
+
+class _Race:
+    """The races of a group that are not in the book yet."""
+
+    def __init__(self, group: Group, names: Sequence[str], rounds: int, steps: int, end: float, book: Book) -> None:
+        self.group, self.rounds, self.steps, self.end, self.book = group, rounds, steps, end, book
+        able = [n for n in names if group.train in rivals.SYSTEMS[n].trains]
+        self.pending = [n for n in able if group.key(n) not in book]
+        # a group keeps the baseline that it began with
+        before = [e["baseline"] for e in shown(book.data) if _group(e) == group]
+        self.baselines = tuple(dict.fromkeys(before)) or BASELINES
+
+    @property
+    def has_time(self) -> bool:
+        return time.monotonic() < self.end
+
+    def leave(self) -> None:
+        """What is pending is left for another call."""
+        self.book.data["left"] += [self.group.key(name) for name in self.pending]
+
+    def run(self, work: Mapping[str, Any]) -> None:
+        """Until nothing is pending or the time is up."""
+        needed_s = 0.0
+        while self.pending and time.monotonic() + needed_s <= self.end:
+            began = time.monotonic()
+            baseline = next((found for name in self.baselines if (found := self._start(name, work))), None)
+            if baseline is None:
+                break
+            needed_s = time.monotonic() - began
+            with baseline.worker:
+                if self._against(baseline, work, needed_s):
+                    break
+        self.leave()
+
+    def _against(self, baseline: _Running, work: Mapping[str, Any], needed_s: float) -> bool:
+        """Pairs with one baseline while there is time; False where it does not run any more."""
+        rates: list[float] = []
+        held_out: list[float | None] = []
+        for name in [n for n in self.pending if n != baseline.name]:
+            began = time.monotonic()
+            if began + needed_s > self.end:
+                break
+            if not self._pair(name, work, baseline, rates, held_out):
+                return False
+            needed_s = time.monotonic() - began
+        if self.group.key(baseline.name) not in self.book:
+            self._alone(baseline, rates, held_out)
+        return True
+
+    def _start(self, name: str, work: Mapping[str, Any]) -> _Running | None:
+        """The system after its warm-up, with the largest micro-batch that fits where it is at its best; None where it cannot."""
+        key, lacking = self.group.key(name), rivals.missing(rivals.SYSTEMS[name], work)
+        if lacking:
+            self._miss(name, lacking)
+        if lacking or (key in self.book and "failed" in self.book[key]):
+            return None
+        shapes = _shapes(work)
+        for batch, accumulate in shapes:
+            _tell(f"{key}: {batch} x {work['length']} x {accumulate}")
+            try:
+                return _Running(name, {**work, "batch": batch, "accumulate": accumulate}, self.end)
+            except Failed as failure:
+                if failure.why == "memory" and (batch, accumulate) != shapes[-1]:
+                    continue
+                self._fail(name, failure)
+                break
+        return None
+
+    def _miss(self, name: str, why: str) -> None:
+        self.book.data["missing"][name] = why
+        self._done(name)
+
+    def _fail(self, name: str, failure: Failed) -> None:
+        _tell(f"{self.group.key(name)}: {failure}")
+        if failure.why == "missing":
+            self._miss(name, str(failure))
+            return
+        if failure.why == "late" and time.monotonic() >= self.end:
+            return  # the call's time was up: another goes on
+        self.book.put(self.group.key(name), {**asdict(self.group), "system": name, "failed": str(failure)})
+        self._done(name)
+
+    def _done(self, name: str) -> None:
+        self.pending = [n for n in self.pending if n != name]
+
+    def _pair(
+        self, name: str, work: Mapping[str, Any], baseline: _Running, rates: list[float], held_out: list[float | None]
+    ) -> bool:
+        """Race a system against the baseline; whether the baseline still runs."""
+        system = self._start(name, work)
+        if system is None:
+            return True
+        own: list[float] = []
+        beside: list[float] = []
+        turning = baseline
+        with system.worker:
+            try:
+                for turn in range(self.rounds):
+                    if turn > 1 and time.monotonic() > self.end:
+                        break
+                    for turning, found in ((baseline, beside), (system, own)):
+                        found.append(turning.rate(self.steps))
+                if not held_out and len(baseline.losses) == len(system.losses):
+                    turning = baseline
+                    held_out.append(baseline.held_out())
+                turning = system
+                loss = system.held_out()
+            except Failed as failure:
+                self._fail(name, Failed(f"{turning.name}, both models being in memory: {failure}", failure.why))
+                return turning is system
+        rates += beside
+        entry = {"tokens_per_s": own, "baseline_tokens_per_s": beside, "losses": system.losses, "held_out": loss}
+        self._put(name, baseline.name, {**entry, **system.told()})
+        return True
+
+    def _alone(self, baseline: _Running, rates: list[float], held_out: list[float | None]) -> None:
+        """The baseline's own entry: all its turns, and its losses of as many steps as a system makes."""
+        try:
+            while len(rates) < self.rounds:
+                rates.append(baseline.rate(self.steps))
+            loss = held_out[0] if held_out else baseline.held_out()
+        except Failed as failure:
+            self._fail(baseline.name, failure)
+            return
+        losses = baseline.losses[: WARM_UP + self.rounds * self.steps]
+        entry = {"tokens_per_s": rates, "baseline_tokens_per_s": rates, "losses": losses, "held_out": loss}
+        self._put(baseline.name, baseline.name, {**entry, **baseline.told()})
+
+    def _put(self, name: str, baseline: str, measured: Mapping[str, Any]) -> None:
+        entry = {**asdict(self.group), "system": name, "baseline": baseline, **measured}
+        self.book.put(self.group.key(name), entry)
+        self._done(name)
+
+
+def _shapes(work: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Micro-batches and how many of them: as given, or at its best all tokens of a step at once, then in halves."""
+    batch, accumulate = work["batch"], work["accumulate"]
+    if work["settings"] == "equal":
+        return [(batch, accumulate)]
+    pieces = [n for n in (1, 2, 4, 8) if n < accumulate and accumulate % n == 0]
+    return [*((batch * accumulate // n, n) for n in pieces), (batch, accumulate)]
+
+
+# -- what follows from the raw result
+
+
+def shown(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The races that were run to their end, in groups, each group's baseline first."""
+    found = [entry for entry in data["peers"].values() if "failed" not in entry]
+    groups = list(dict.fromkeys(_group(entry) for entry in found))
+    return sorted(found, key=lambda e: (groups.index(_group(e)), e["system"] != e["baseline"]))
+
+
+def _group(entry: Mapping[str, Any]) -> Group:
+    return Group(entry["model"], entry["train"], entry["settings"])
+
+
+def _entry_of_baseline(data: Mapping[str, Any], entry: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    found: Mapping[str, Any] | None = data["peers"].get(_group(entry).key(entry["baseline"]))
+    return None if found is None or "failed" in found else found
+
+
+def ratios(entry: Mapping[str, Any]) -> list[float]:
+    """tokens/s over the baseline's, turn by turn."""
+    return [a / b for a, b in zip(entry["tokens_per_s"], entry["baseline_tokens_per_s"])]
+
+
+def gaps(entry: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[float]:
+    """How far each step's loss lies from the baseline's, as a share of it; nan where there is none."""
+    nan = float("nan")
+    return [
+        abs(a - b) / abs(b) if a is not None and b is not None else nan
+        for a, b in zip(entry["losses"], baseline["losses"])
+    ]
+
+
+def agrees(entry: Mapping[str, Any], baseline: Mapping[str, Any]) -> bool:
+    """Whether the same was computed: the first loss and all losses within their bounds, and equally many numbers trained."""
+    first, all_of_them = BOUNDS[rivals.SYSTEMS[entry["system"]].exact]
+    found = gaps(entry, baseline)
+    return bool(found) and found[0] <= first and all(gap <= all_of_them for gap in found)
+
+
+def steps_to(losses: Sequence[float], level: float) -> int | None:
+    """Steps until the mean of the last few losses is at the level for the first time; None where it never is."""
+    for last in range(SMOOTHED, len(losses) + 1):
+        if statistics.mean(losses[last - SMOOTHED : last]) <= level:
+            return last
+    return None
+
+
+def matched(entry: Mapping[str, Any], baseline: Mapping[str, Any]) -> float | None:
+    """The ratio of tokens/s times the baseline's steps over this one's, to the lowest training loss that both reach."""
+    count = min(len(entry["losses"]), len(baseline["losses"]))
+    own, other = entry["losses"][:count], baseline["losses"][:count]
+    if count < SMOOTHED or None in own or None in other:
+        return None
+    level = max(statistics.mean(losses[-SMOOTHED:]) for losses in (own, other))
+    needed, other_needed = steps_to(own, level), steps_to(other, level)
+    if needed is None or other_needed is None:
+        return None
+    return statistics.median(ratios(entry)) * other_needed / needed
+
+
+def over_unsloth(data: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
+    """(mean over the models of the median ratio to Unsloth, how many models) of each recipe of ours: LoRA, equal settings, and
+    only where the losses agree."""
+    found: dict[str, list[float]] = {}
+    for entry in shown(data):
+        library, _, recipe = entry["system"].partition(" ")
+        equal = entry["train"] == "lora" and entry["settings"] == "equal" and entry["baseline"] == "unsloth"
+        baseline = _entry_of_baseline(data, entry)
+        if library == "surokit" and equal and baseline is not None and agrees(entry, baseline):
+            found.setdefault(recipe, []).append(statistics.median(ratios(entry)))
+    return {recipe: (statistics.mean(values), len(values)) for recipe, values in found.items()}
+
+
+def table(data: Mapping[str, Any]) -> str:
+    """A Markdown table of all races, and under it the bars, what differs, failed, is missing and is left."""
+    head = [
+        "work",
+        "system",
+        "micro-batches",
+        "tokens/s (median, range)",
+        "x baseline (median, range)",
+        "loss-matched x",
+    ]
+    head += ["peak MiB", "x", "first step, warm-up s", "first, largest loss gap", "held-out loss", "what it is"]
+    rows, notes = [], list(_bars(data))
+    for entry in shown(data):
+        baseline = _entry_of_baseline(data, entry)
+        low, mid, high = spread(entry["tokens_per_s"])
+        r_low, r_mid, r_high = spread(ratios(entry))
+        is_baseline = entry["system"] == entry["baseline"]
+        memory = gap = exact = ""
+        if baseline is not None and not is_baseline:
+            found = gaps(entry, baseline)
+            ratio = matched(entry, baseline)
+            memory = f"{entry['peak_mib'] / baseline['peak_mib']:.2f}"
+            gap = f"{found[0]:.2%}, {max(found):.2%}"
+            exact = "" if ratio is None else f"{ratio:.2f}"
+            notes += _differences(entry, baseline)
+        rows.append(
+            [
+                str(_group(entry)),
+                entry["system"] + (" (baseline)" if is_baseline else ""),
+                entry["batch"],
+                f"{mid:,.0f} ({low:,.0f} to {high:,.0f})",
+                "" if is_baseline else f"{r_mid:.2f} ({r_low:.2f} to {r_high:.2f})",
+                exact,
+                f"{entry['peak_mib']:,.0f}",
+                memory,
+                f"{entry['first_step_s']:.1f}, {entry['warm_up_s']:.1f}",
+                gap,
+                "" if entry["held_out"] is None else f"{entry['held_out']:.4f}",
+                ", ".join([entry["note"], *(f"{name} {number}" for name, number in entry["versions"].items())]),
+            ]
+        )
+    failed = {key: e["failed"] for key, e in data["peers"].items() if "failed" in e}
+    notes += [f"{key} failed: {why}" for key, why in failed.items()]
+    notes += [f"{name} took no part: {why}." for name, why in data.get("missing", {}).items()]
+    if data.get("left"):
+        notes.append(f"Not raced yet, the same command goes on: {', '.join(data['left'])}.")
+    return "\n".join([markdown(data, head, rows), *(f"\n{note}" for note in notes)])
+
+
+def _bars(data: Mapping[str, Any]) -> Iterator[str]:
+    for recipe, (mean, models) in over_unsloth(data).items():
+        bar = f"; the bar is {OVER_UNSLOTH[recipe][0]:g}" if recipe in OVER_UNSLOTH else ""
+        yield f"surokit {recipe}: {mean:.2f} x Unsloth at equal settings, mean of {models} model{'s' * (models > 1)}{bar}."
+
+
+def _differences(entry: Mapping[str, Any], baseline: Mapping[str, Any]) -> Iterator[str]:
+    name = _group(entry).key(entry["system"])
+    if not agrees(entry, baseline):
+        yield f"{name} does not compute what {entry['baseline']} does: its losses differ too much for its speed to count."
+    if entry["trained"] != baseline["trained"]:
+        yield f"{name} trains {entry['trained']:,} numbers, {entry['baseline']} {baseline['trained']:,}."
+
+
+def write_csv(data: Mapping[str, Any], path: Path) -> None:
+    """A row for every turn."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(
+            ["model", "train", "settings", "system", "baseline", "turn", "tokens_per_s", "baseline_tokens_per_s"]
+        )
+        for entry in shown(data):
+            named = [entry[name] for name in ("model", "train", "settings", "system", "baseline")]
+            for turn, rates in enumerate(zip(entry["tokens_per_s"], entry["baseline_tokens_per_s"])):
+                rows.writerow([*named, turn, *rates])
+
+
+def draw(data: Mapping[str, Any], path: Path) -> None:
+    """The loss curves as PNG; says nothing where matplotlib is not installed."""
+    try:
+        picture = figure(data)
+    except ImportError:
+        return
+    picture.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def figure(data: Mapping[str, Any]) -> Figure:
+    """A column a group: losses laid over each other, and under them each one's gap to the baseline in percent of it."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure as Picture
+
+    entries = shown(data)
+    groups = list(dict.fromkeys(_group(entry) for entry in entries))
+    with rc_context({"font.family": "DejaVu Sans", "font.size": 9}):
+        picture = Picture(figsize=(1 + 4.2 * len(groups), 5.2), layout="constrained")
+        axes = picture.subplots(2, len(groups), sharex="col", squeeze=False, height_ratios=(3, 2))
+        for column, group in enumerate(groups):
+            losses, apart = axes[:, column]
+            for entry in entries:
+                if _group(entry) != group:
+                    continue
+                baseline = _entry_of_baseline(data, entry)
+                is_baseline = entry["system"] == entry["baseline"]
+                style = {"color": "black", "linewidth": 2.5, "alpha": 0.35} if is_baseline else {"linewidth": 1.1}
+                own = [float("nan") if loss is None else loss for loss in entry["losses"]]
+                (line,) = losses.plot(range(1, len(own) + 1), own, label=entry["system"], **style)
+                if baseline is not None and not is_baseline:
+                    found = [100 * gap for gap in gaps(entry, baseline)]
+                    apart.plot(range(1, len(found) + 1), found, color=line.get_color(), linewidth=1.1)
+            losses.set_title(str(group), loc="left", fontsize=10)
+            losses.legend(frameon=False, fontsize=8)
+            apart.set_xlabel("step")
+            for axis in (losses, apart):
+                axis.spines[["top", "right"]].set_visible(False)
+        axes[0, 0].set_ylabel("training loss")
+        axes[1, 0].set_ylabel("gap to the baseline, %")
+        picture.draw_without_rendering()  # texts take their font from here
+    return picture
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4 or sys.argv[1] != "--worker":
+        raise SystemExit("python -m surokit.bench peers is the command; this module is started by it.")
+    sys.exit(rivals.serve(sys.argv[2], json.loads(sys.argv[3])))

@@ -1,0 +1,196 @@
+"""What the planner expects of the fused step on an H100 and an H200, beside the bars of speed. Nothing here is measured.
+
+Every configuration of the targets' table is planned with fusing, CUDA graphs and the codes of frozen weights kept, at three sets of
+rates: cautious ones, which make the prediction; those that large products and copies are said to reach; and the datasheet's, which
+no run reaches. What is assumed goes into the raw file. Where a step does not fit the GPU, it is planned with the first recompute
+that makes it fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from surokit.bench.configurations import MODELS, Work
+from surokit.bench.result import markdown
+from surokit.bench.targets import DEVICE, TARGETS, Target
+from surokit.planner import Ceilings, Gpu, Plan, find_gpu
+from surokit.planner.roofline import ATTENTION_SHARE, GRAPH_LAUNCH_US, Estimate
+
+DEVICES = ("H200", "H100")
+#: Shares of the datasheet's rates: (bf16 products, fp8 products, bandwidth), and where they come from.
+RATES: dict[str, tuple[tuple[float, float, float], str]] = {
+    "cautious": (
+        (622 / 989, 1054 / 1979, 0.8),
+        "622 TFLOPS of bf16 and 1,054 of fp8 products, as an estimate of an 8B model implies that was made elsewhere; 80 % of "
+        "the bandwidth",
+    ),
+    "reached": (
+        (790 / 989, 790 / 989, 4.3 / 4.8),
+        "about 790 of 989 TFLOPS and 4.3 of 4.8 TB/s, reported of an H200 for large square products and copies; fp8 by the "
+        "same share",
+    ),
+}
+#: What else is assumed, in words.
+ASSUMED = {
+    "attention": f"{dict(ATTENTION_SHARE)[9, 0]:.0%} of the bf16 peak, FlashAttention-2's on an H100 (arXiv 2407.08608); cuDNN's "
+    "there is 1.6 to 1.7 times as fast",
+    "launches": f"none but a gap of {GRAPH_LAUNCH_US:g} us after each kernel of a CUDA graph, a guess",
+    "overlap": "none: kernels run one after the other; batches come on a stream of their own and cost nothing",
+    "shapes": "products of all shapes at one rate: those of small models reach less",
+}
+
+
+def run(devices: Sequence[str] = DEVICES) -> dict[str, Any]:
+    """The raw result: a row for each device and target."""
+    from surokit.environment import environment
+
+    rows = [row for device in devices for row in _rows(find_gpu(device))]
+    return {
+        "benchmark": "predicted by the planner, not measured",
+        "settings": {
+            "step": f"{Work()} tokens, LoRA of rank {Work().rank}, fused, CUDA graphs, codes of frozen weights kept"
+        },
+        "environment": environment(),
+        "assumed": {**{f"{name} rates": words for name, (_, words) in RATES.items()}, **ASSUMED},
+        "predicted": rows,
+    }
+
+
+def at(rates: str, gpu: Gpu) -> Gpu:
+    """The GPU with the rates that a set takes it to reach."""
+    (bf16, fp8, bandwidth), words = RATES[rates]
+    assert gpu.bf16_tflops is not None
+    assert gpu.fp8_tflops is not None
+    assert gpu.bandwidth_tb_s is not None
+    ceilings = Ceilings(
+        measured=f"nothing, but assumed: {words}",
+        bf16_tflops=gpu.bf16_tflops * bf16,
+        fp8_tflops=gpu.fp8_tflops * fp8,
+        bandwidth_tb_s=gpu.bandwidth_tb_s * bandwidth,
+    )
+    return replace(gpu, ceilings=ceilings)
+
+
+def planned(target: Target, gpu: Gpu, **options: Any) -> Plan:
+    """The plan of a target's configuration on a GPU; options are those of `sk.plan`."""
+    import surokit as sk
+    from surokit.recipe import find_recipe
+
+    work = Work()
+    recipe = find_recipe(target.recipe)
+    if target.train == "lora":
+        recipe = recipe.lora(work.rank, work.alpha)
+    config = sk.DecoderConfig(**MODELS[target.model], max_length=work.length)
+    options = {"batch": work.batch, "length": work.length, "accumulate": work.accumulate, **options}
+    return sk.plan(config, recipe=recipe, gpu=gpu, **options)
+
+
+def _rows(gpu: Gpu) -> Iterator[dict[str, Any]]:
+    bf16: dict[tuple[str, str], float | None] = {}
+    for target in TARGETS:
+        row = _row(target, gpu)
+        key = target.model, target.train
+        if target.recipe == "bf16":
+            bf16[key] = row["tokens_per_s"]
+        if gpu.name == DEVICE:
+            row["bars"] = dict(zip(("gate", "target", "stretch"), target.bars(bf16[key])))
+            row["bars in words"] = list(target.words())
+        yield row
+
+
+def _row(target: Target, gpu: Gpu) -> dict[str, Any]:
+    cautious = at("cautious", gpu)
+    plan = planned(target, cautious, fusion="fused", graphs=True)
+    recompute = next((how for how in ("none", "selective") if plan.but(recompute=how).fits()), "full")
+    plan, unfused = plan.but(recompute=recompute), planned(target, cautious, recompute=recompute)
+    cached = plan.but(transposed="cached")
+    step, kernels = _estimate(plan), _kernels(plan)
+    step_ms, fits = _step_ms(plan), plan.fits()
+    assert step.peak_tflops is not None
+    return {
+        "gpu": gpu.name,
+        **{name: getattr(target, name) for name in ("model", "train", "recipe")},
+        "recompute": recompute,
+        "fits": fits,
+        "tokens_per_s": step.tokens / step_ms * 1e3 if fits else None,
+        "tokens_per_s at reached rates": step.tokens / _step_ms(plan.but(gpu=at("reached", gpu))) * 1e3
+        if fits
+        else None,
+        "tokens_per_s at peak rates": _estimate(plan.but(gpu=gpu)).tokens_per_s if fits else None,
+        "step_ms": step_ms,
+        "mfu": step.model_flop / step_ms / 1e9 / step.peak_tflops,
+        "ms by phase": {**step.by_pass(), "gaps": step_ms - step.step_ms},
+        "ms by group": step.by_group(),
+        "ms unfused, of the device": _estimate(unfused).device_ms,
+        "gib": plan.memory.gib,
+        "peak_gib": plan.memory.peak_gib,
+        "kernels": kernels,
+        "kernels unfused": _kernels(unfused),
+        "W' cached": {
+            "adds_gib": cached.memory.gib - plan.memory.gib,
+            "saves_ms": step_ms - _step_ms(cached),
+        },
+    }
+
+
+def _estimate(plan: Plan) -> Estimate:
+    assert plan.estimate is not None
+    return plan.estimate
+
+
+def _kernels(plan: Plan) -> int:
+    return round(sum(row.launches for row in _estimate(plan).rows))
+
+
+def _step_ms(plan: Plan) -> float:
+    """A step with a gap after each kernel."""
+    return _estimate(plan).step_ms + _kernels(plan) * GRAPH_LAUNCH_US / 1e3
+
+
+def table(data: Mapping[str, Any]) -> str:
+    """A Markdown table: a row for each device and configuration, every figure a prediction, the bars beside."""
+    head = [
+        *("GPU", "model", "trains", "recipe", "predicted k tokens/s", "at reached rates", "at peak rates, at most"),
+        *("gate", "target", "stretch", "predicted to reach", "ms a step", *_PHASES),
+        *("GiB", "kernels a step", "unfused", "W' cached"),
+    ]
+    return "\n".join([markdown(data, head, [_cells(row) for row in data["predicted"]]), "", *_assumptions(data)])
+
+
+_PHASES = ("forward", "recompute", "backward", "optimizer", "gaps")
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    cached = row["W' cached"]
+    speeds = (row[name] for name in ("tokens_per_s", "tokens_per_s at reached rates", "tokens_per_s at peak rates"))
+    return [
+        *(row["gpu"], row["model"], row["train"], f"`{row['recipe']}`"),
+        *map(_k, speeds),
+        *row.get("bars in words", ["", "", ""]),
+        _passes(row),
+        f"{row['step_ms']:,.1f}",
+        *(f"{row['ms by phase'][name]:,.1f}" if row["ms by phase"][name] else "" for name in _PHASES),
+        f"{row['gib']:.1f}" + ("" if row["recompute"] == "none" else f", recompute {row['recompute']}"),
+        *(f"{row[name]:,}" for name in ("kernels", "kernels unfused")),
+        f"{cached['adds_gib']:+.1f} GiB, {-cached['saves_ms']:+.1f} ms" if cached["adds_gib"] else "",
+    ]
+
+
+def _k(tokens_per_s: float | None) -> str:
+    return "does not fit" if tokens_per_s is None else f"{tokens_per_s / 1e3:.1f}"
+
+
+def _passes(row: Mapping[str, Any]) -> str:
+    """The highest bar that the prediction passes."""
+    if "bars" not in row or row["tokens_per_s"] is None:
+        return ""
+    passed = [name for name, bar in row["bars"].items() if bar is not None and row["tokens_per_s"] >= bar]
+    return passed[-1] if passed else "none"
+
+
+def _assumptions(data: Mapping[str, Any]) -> list[str]:
+    return ["Every figure is a prediction, at these assumptions:", ""] + [
+        f"- {k}: {v}" for k, v in data["assumed"].items()
+    ]

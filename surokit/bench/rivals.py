@@ -1,0 +1,463 @@
+"""The same work in other libraries and in ours, each in a process of its own: what `bench peers` starts.
+
+    python -m surokit.bench.peers --worker unsloth '{"model": {...}, "batch": 2, "length": 2048, ...}'
+
+Every system loads the same weights from one folder, trains on the same rows in the same order, and starts from the same adapters
+(drawn from each layer's name), so that losses can be laid over each other. Other libraries get a plain loop, which is the fastest
+form of what their trainers do: tokens that are on the device already, a fused AdamW, clipping, and no wait within a turn.
+
+A work is a dict:
+    model               the fields of a DecoderConfig
+    batch, length, accumulate, lr, seed
+    train               "lora" (with rank, alpha) or "full"
+    recompute           "none" or "full"
+    settings            "equal": nothing beyond what the library does by itself; "best": as its documentation recommends for speed
+    tokens              an .npy file of rows [S, T]; micro-batch i of a run takes rows i * batch .. modulo S
+    held_out            optional: rows [S, T] for {"evaluate": true}
+    weights             optional: a folder written by surokit.save; without one, random weights from the seed
+    device              "cuda" or "cpu"
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+from zlib import crc32
+
+import numpy as np
+
+Work = Mapping[str, Any]
+CLIP, BETAS, DECAY = 1.0, (0.9, 0.95), 0.1
+_PROJECTION = re.compile(r"layers\.\d+\.\w+\.\w+_proj")
+
+
+class Runner(Protocol):
+    """A model under training. `steps` returns each step's loss; `evaluate` the mean loss on the held-out rows; form: in words."""
+
+    model: Any
+    form: str
+
+    def steps(self, count: int) -> list[float]: ...
+
+    def evaluate(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class System:
+    """A library in one form. packages: what has to be installed, the first that is not is what a reader is told; beside: what
+    may be, and would change its speed.
+    """
+
+    build: Callable[[Work, str], Runner]
+    words: str
+    packages: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    trains: tuple[str, ...] = ("lora", "full")
+    cpu: bool = True
+    exact: bool = True  # computes in bfloat16 throughout, so its losses are held to a narrow bound
+
+
+def missing(system: System, work: Work) -> str | None:
+    """Why the system cannot do the work here; None where it can."""
+    for package in system.packages:
+        try:
+            version(package)
+        except PackageNotFoundError:
+            return f"{package} is not installed"
+    if work["train"] not in system.trains:
+        return f"it has no {work['train']} training here"
+    if work["device"] == "cpu" and not system.cpu:
+        return "it needs a GPU"
+    return None
+
+
+# -- systems
+
+
+def _transformers(work: Work, folder: str) -> Runner:
+    compiled = work["settings"] == "best"
+    model = _pretrained(work, folder)
+    if compiled:
+        model.compile()
+    return Loop(model, work, "compiled" if compiled else "eager")
+
+
+def _pretrained(work: Work, folder: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model.config.use_cache = False
+    model.to(work["device"]).train()
+    if work["recompute"] == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return _with_peft(model, work) if work["train"] == "lora" else model
+
+
+def _with_peft(model: Any, work: Work) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    from surokit.recipe import PROJECTIONS
+
+    config = LoraConfig(
+        r=work["rank"], lora_alpha=work["alpha"], lora_dropout=0.0, target_modules=list(PROJECTIONS), bias="none"
+    )
+    if work["recompute"] == "full":
+        model.enable_input_require_grads()
+    # adapters in the model's dtype, as ours are; by default they would be float32, which is slower
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def _liger(work: Work, folder: str) -> Runner:
+    import_module("liger_kernel.transformers").apply_liger_kernel_to_qwen3()
+    return Loop(_pretrained(work, folder), work, "eager")
+
+
+def _torchao(work: Work, folder: str) -> Runner:
+    """As its page says: dynamic scales per tensor, its fastest form; the head stays; always compiled, on a GPU."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model = _pretrained(work, folder)
+    on_cpu = work["device"] == "cpu"
+    config = Float8LinearConfig(emulate=True) if on_cpu else Float8LinearConfig.from_recipe_name("tensorwise")
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: "lm_head" not in name, config=config)
+    if not on_cpu:
+        model.compile()
+    return Loop(model, work, "eager, emulated" if on_cpu else "compiled")
+
+
+def _unsloth(work: Work, folder: str) -> Runner:
+    """In bfloat16 autocast, as its trainer runs it. At equal settings its adapters are bfloat16 as everyone's, at its best float32
+    with AdamW of 8 bits, as in its notebooks.
+    """
+    import torch
+
+    from surokit.recipe import PROJECTIONS
+
+    for name in ("HF_HUB_OFFLINE", "UNSLOTH_DISABLE_STATISTICS"):
+        os.environ.setdefault(name, "1")
+    _write_tokenizer(Path(folder))
+    os.chdir(folder)  # where it writes what it compiles
+    fast = import_module("unsloth").FastLanguageModel  # before transformers, which it changes
+    again, best = work["recompute"] == "full", work["settings"] == "best"
+    model, _ = fast.from_pretrained(
+        model_name=folder,
+        max_seq_length=work["length"],
+        dtype=torch.bfloat16,
+        load_in_4bit=False,
+        full_finetuning=work["train"] == "full",
+        float32_mixed_precision=False,
+        use_gradient_checkpointing=again,
+    )
+    if work["train"] == "lora":
+        model = fast.get_peft_model(
+            model,
+            r=work["rank"],
+            target_modules=list(PROJECTIONS),
+            lora_alpha=work["alpha"],
+            lora_dropout=0,  # what its fused adapters ask for
+            bias="none",
+            use_gradient_checkpointing=again,
+            random_state=work["seed"],
+        )
+        for parameter in model.parameters():
+            if parameter.requires_grad and not best:
+                parameter.data = parameter.data.bfloat16()
+    fast.for_training(model, use_gradient_checkpointing=again)
+    return Loop(model, work, "its own kernels", eight_bit=best, autocast=True)
+
+
+def _surokit(recipe: str) -> Callable[[Work, str], Runner]:
+    return lambda work, folder: Ours(work, folder, recipe)
+
+
+_HF = ("transformers", "peft")
+SYSTEMS: dict[str, System] = {  # in the order in which they are raced
+    "surokit bf16": System(_surokit("bf16"), "Session"),
+    "surokit fp8": System(_surokit("fp8"), "Session", exact=False),
+    "surokit qfp8": System(_surokit("qfp8"), "Session", trains=("lora",), exact=False),
+    "unsloth": System(
+        _unsloth,
+        "FastLanguageModel",
+        ("unsloth", "unsloth_zoo", "bitsandbytes"),
+        (*_HF, "trl", "xformers", "flash_attn"),
+        cpu=False,
+    ),
+    "transformers": System(_transformers, "AutoModelForCausalLM, PEFT for LoRA", _HF),
+    "liger": System(_liger, "transformers, PEFT for LoRA, Liger's kernels", ("liger_kernel", *_HF), cpu=False),
+    "torchao float8": System(
+        _torchao, "transformers, float8 per tensor", ("torchao", "transformers"), trains=("full",), exact=False
+    ),
+}
+
+
+# -- loops
+
+
+class Loop:
+    """A plain training loop around a model of transformers' kind."""
+
+    def __init__(self, model: Any, work: Work, form: str, *, eight_bit: bool = False, autocast: bool = False) -> None:
+        import torch
+
+        self.autocast = autocast
+        self.form = f"{form}, AdamW of 8 bits" if eight_bit else form
+        self.model, self.work, self.taken = model, work, 0
+        self.device = next(model.parameters()).device
+        _set_adapters(model)
+        self.rows = torch.from_numpy(np.load(work["tokens"]).astype(np.int64)).to(self.device)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        matrices = [p for p in self.parameters if p.ndim > 1]
+        groups = [
+            {"params": matrices, "weight_decay": DECAY},
+            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        if eight_bit:
+            self.optimizer = import_module("bitsandbytes").optim.AdamW8bit(groups, lr=work["lr"], betas=BETAS)
+        else:
+            fused = self.device.type == "cuda"
+            self.optimizer = torch.optim.AdamW(groups, lr=work["lr"], betas=BETAS, fused=fused)
+
+    def steps(self, count: int) -> list[float]:
+        losses = [self._step() for _ in range(count)]
+        return [float(loss) for loss in losses]
+
+    def _step(self) -> Any:
+        import torch
+
+        total: Any = 0.0
+        for _ in range(self.work["accumulate"]):
+            loss = self._loss(self.rows, self.taken) / self.work["accumulate"]
+            loss.backward()
+            total = total + loss.detach()
+            self.taken += 1
+        torch.nn.utils.clip_grad_norm_(self.parameters, CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+    def _loss(self, rows: Any, index: int) -> Any:
+        import torch
+
+        batch = self.work["batch"]
+        first = index % (len(rows) // batch) * batch
+        ids = rows[first : first + batch]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            return self.model(input_ids=ids, labels=ids).loss
+
+    def evaluate(self) -> float:
+        import torch
+
+        rows = torch.from_numpy(np.load(self.work["held_out"]).astype(np.int64)).to(self.device)
+        with torch.no_grad():
+            losses = [self._loss(rows, i) for i in range(len(rows) // self.work["batch"])]
+        return float(sum(losses) / len(losses))
+
+
+class Ours:
+    """A session with everything as it is by default."""
+
+    def __init__(self, work: Work, folder: str, recipe: str) -> None:
+        import torch
+
+        import surokit as sk
+        from surokit.recipe import find_recipe
+
+        self.work, self.form = work, "by default"
+        chosen = find_recipe(recipe)
+        if work["train"] == "lora":
+            chosen = chosen.lora(rank=work["rank"], alpha=work["alpha"])
+        self.model = sk.load(folder, dtype=torch.bfloat16, device=work["device"])
+        sk.apply(self.model, chosen)
+        _set_adapters(self.model)
+        if work["recompute"] != "none":
+            sk.fuse(self.model, recompute=work["recompute"])
+        self.session = sk.Session(
+            self.model,
+            self._batches("tokens"),
+            optimizer=sk.AdamW(lr=work["lr"], betas=BETAS, weight_decay=DECAY),
+            accumulate=work["accumulate"],
+            clip=CLIP,
+            schedule=None,
+            compile=False,
+        )
+
+    def _batches(self, name: str) -> Any:
+        from surokit.data import Batches
+
+        return Batches(np.load(self.work[name]), batch=self.work["batch"], shuffle=False, name="text")
+
+    def steps(self, count: int) -> list[float]:
+        self.session.run(count)
+        losses: list[float] = self.session.records.column("loss")[-count:].tolist()
+        return losses
+
+    def evaluate(self) -> float:
+        return self.session.evaluate(self._batches("held_out"))
+
+
+def _set_adapters(model: Any) -> None:
+    """A of every adapter by its layer's name, uniform as torch.nn.Linear's weights, B zero: the same in every library."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                layer = _PROJECTION.search(name)
+                assert layer is not None, name
+                drawn = torch.Generator().manual_seed(crc32(layer[0].encode()))
+                bound = parameter.shape[1] ** -0.5
+                parameter.copy_((torch.rand(parameter.shape, generator=drawn) * 2 - 1) * bound)
+            elif "lora_B" in name:
+                parameter.zero_()
+
+
+# -- a worker
+
+
+class Worker:
+    """Builds a system and answers requests: {"steps": n}, {"evaluate": true}, {"profile": n}."""
+
+    def __init__(self, name: str, work: Work) -> None:
+        self.work, self.cuda = work, work["device"] == "cuda"
+        began = time.perf_counter()
+        self.runner = SYSTEMS[name].build(work, work["weights"])
+        trained = [p for p in self.runner.model.parameters() if p.requires_grad]
+        self.first = {
+            "ready": True,
+            "build_s": time.perf_counter() - began,
+            "trained": sum(p.numel() for p in trained),
+            "note": f"{SYSTEMS[name].words}, {self.runner.form}; trains {_dtypes(trained)}",
+            "versions": versions(SYSTEMS[name].packages + SYSTEMS[name].beside),
+        }
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if "steps" in request:
+            return self._steps(int(request["steps"]))
+        if "evaluate" in request:
+            try:
+                return {"loss": self.runner.evaluate()}
+            except Exception as error:  # its speed was measured all the same
+                return {"loss": None, "why": f"{type(error).__name__}: {error}".splitlines()[0]}
+        return {}
+
+    def _steps(self, count: int) -> dict[str, Any]:
+        import torch
+
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        losses = self.runner.steps(count)
+        if self.cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        tokens = count * self.work["batch"] * self.work["length"] * self.work["accumulate"]
+        return {"seconds": seconds, "steps": count, "tokens": tokens, "losses": losses, **self._memory()}
+
+    def _memory(self) -> dict[str, float]:
+        import torch
+
+        if not self.cuda:
+            return {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+        found = {
+            "peak_mib": torch.cuda.max_memory_allocated() / 2**20,
+            "reserved_mib": torch.cuda.max_memory_reserved() / 2**20,
+        }
+        torch.cuda.empty_cache()  # room for the system that takes the next turn; not within the time
+        return found
+
+
+def serve(name: str, work: Work) -> int:
+    """Answer requests from stdin; whatever prints, in Python or below it, goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def say(answer: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+
+    if name == "weights":
+        write_weights(work)
+        say({"ready": True})
+        return 0
+    if name not in SYSTEMS:
+        say({"missing": f"there is no system {name!r}: known are {', '.join(SYSTEMS)}"})
+        return 0
+    lacking = missing(SYSTEMS[name], work)
+    if lacking:
+        say({"missing": f"{name}: {lacking}"})
+        return 0
+    try:
+        with tempfile.TemporaryDirectory() as own:
+            worker = Worker(name, with_weights(work, own))
+            say(worker.first)
+            for line in sys.stdin:
+                say(worker.answer(json.loads(line)))
+    except Exception as error:
+        with suppress(BrokenPipeError):
+            say({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+        raise
+    return 0
+
+
+def with_weights(work: Work, folder: str) -> Work:
+    """The work, with weights of its own in `folder` where it brings none."""
+    if not work.get("weights"):
+        work = {**work, "weights": folder}
+        write_weights(work)
+    return work
+
+
+def write_weights(work: Work) -> None:
+    """A checkpoint with random bfloat16 weights of work["model"] in work["weights"], which all libraries load."""
+    import torch
+
+    import surokit as sk
+
+    torch.manual_seed(work["seed"])
+    config = sk.DecoderConfig(**{"max_length": work["length"], **work["model"]})
+    sk.save(sk.Decoder(config, device=work["device"], dtype=torch.bfloat16), work["weights"])
+    if work["device"] == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """Unsloth loads no model without a tokenizer; nothing is tokenized with this one."""
+    if (folder / "tokenizer.json").exists():
+        return
+    from surokit.data import train_tokenizer
+
+    special = ("<|endoftext|>", "<|pad|>")
+    tokenizer = train_tokenizer(["Call me Ishmael."], 280, special=special)
+    tokenizer.save(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token": special[1], "eos_token": special[0]}))
+
+
+def _dtypes(parameters: list[Any]) -> str:
+    return " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
+
+
+def versions(packages: tuple[str, ...]) -> dict[str, str]:
+    return {package: version(package) for package in packages if _installed(package)}
+
+
+def _installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True

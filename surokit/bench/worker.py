@@ -1,0 +1,213 @@
+"""What runs inside a process of `bench gpu`: one system that trains, or the checks and ceilings that come before speed.
+
+    python -m surokit.bench.worker '{"kind": "train", "configuration": {...}, ...}'
+
+It says one JSON line when it is ready and one for every line that it is asked; see process.py. Everything else that is printed goes
+to stderr. A rehearsal calls `serve` in its own process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+import surokit as sk
+from surokit.bench import ceilings, correct
+from surokit.bench.configurations import FUSIONS, Configuration, Work
+from surokit.convert import apply
+from surokit.data import Batches
+from surokit.nn.fusion import OFF, Fusion
+from surokit.train.prefetch import Prefetch
+from surokit.train.stream import Batch
+
+Answers = Callable[[Mapping[str, Any]], dict[str, Any]]
+_SDP = {"": (True, True), "flash": (False, True), "efficient": (False, False)}  # cuDNN's attention, flash attention
+
+
+def serve(task: Mapping[str, Any]) -> tuple[dict[str, Any], Answers]:
+    """(the first line, what answers a request) of a task: {"kind": "train" | "prepare", "device": "cuda" | "cpu", ...}."""
+    device = torch.device(task["device"])
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    if task["kind"] == "train":
+        training = Training(task, device)
+        return {"ready": True, "build_s": training.build_s, "note": training.note}, training.answer
+    return {"ready": True}, lambda request: _prepare(request, device)
+
+
+def _prepare(request: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Ceilings and correctness: {"device": seconds}, {"model": shape, ...}, {"check": {...}}."""
+    if "device" in request:
+        return ceilings.device_ceilings(device, request["device"])
+    if "model" in request:
+        return ceilings.model_ceilings(request["model"], request["tokens"], device, request["seconds"])
+    return correct.check(device=device, **request["check"])
+
+
+class _WhenNeeded(Prefetch):
+    """A batch is copied when its step begins, on the stream that computes; the host waits for it."""
+
+    def __call__(self, batch: Batch) -> Batch:
+        return {name: v.to(self.device) if isinstance(v, torch.Tensor) else v for name, v in batch.items()}
+
+
+class Training:
+    """A session of one configuration on random weights. Its clock starts before the weights are made."""
+
+    def __init__(self, task: Mapping[str, Any], device: torch.device) -> None:
+        c, work = Configuration.from_dict(task["configuration"]), Work(**task["work"])
+        self.device, self.work = device, work
+        self._profiled: sk.Profile | None = None
+        self._choose_attention(c)
+        began = time.perf_counter()
+        torch.manual_seed(0)
+        config = sk.DecoderConfig(**task["shape"], max_length=work.length)
+        model = sk.Decoder(config, device=device, dtype=torch.bfloat16)
+        apply(model, correct.recipe_of(c.recipe, c.train, work.rank, work.alpha))
+        report = sk.fuse(model, fusion_of(c))
+        optimizer = sk.AdamW if c.optimizer == "adamw" else sk.AdamW8bit
+        self.session = sk.Session(
+            model,
+            self._batches(task["tokens"], task["documents"] if c.documents else None),
+            optimizer=optimizer(lr=work.lr),
+            accumulate=work.accumulate,
+            schedule=None,
+            compile=c.compile,
+            graphs="auto" if c.graphs else False,
+            meters=[sk.activity(every=task["sample_every"]) if task["sample_every"] else self._mark],
+        )
+        if not c.prefetch:  # no argument of a session: nobody else has a reason to want this
+            self.session._prefetch = _WhenNeeded(device)
+        self.wait()
+        self.build_s = time.perf_counter() - began
+        self.note = report.line
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what making the weights took
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def _choose_attention(self, c: Configuration) -> None:
+        cudnn, flash = _SDP[c.attention]
+        if c.attention and self.device.type == "cuda":  # a process of its own; a rehearsal's goes on
+            torch.backends.cuda.enable_cudnn_sdp(cudnn)
+            torch.backends.cuda.enable_flash_sdp(flash)
+
+    def _batches(self, tokens: str, documents: str | None) -> Batches:
+        starts_SM = None if documents is None else np.load(documents)
+        return Batches(
+            np.load(tokens).astype(np.uint32), batch=self.work.batch, shuffle=False, starts_SM=starts_SM, name="text"
+        )
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if "steps" in request:
+            return self._steps(request["steps"])
+        if "profile" in request:
+            return self._profile(request["profile"])
+        return self._sustain(request["minutes"])
+
+    def _steps(self, steps: int) -> dict[str, Any]:
+        self.wait()
+        began = time.perf_counter()
+        self.session.run(steps)
+        self.wait()
+        seconds = time.perf_counter() - began
+        return {
+            "seconds": seconds,
+            "steps": steps,
+            "tokens": steps * self.work.tokens,
+            "losses": self.session.records.column("loss")[-steps:].tolist(),
+            "graphs": self._graphs(),
+            **self._memory(),
+        }
+
+    def _graphs(self) -> str:
+        return correct.not_captured(self.session) or "captured"
+
+    def _memory(self) -> dict[str, float]:
+        """Since the weights are made: a graph's memory is handed out once, while it is recorded, and not by its replays."""
+        if self.device.type != "cuda":
+            return {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+        peak, reserved = (
+            torch.cuda.max_memory_allocated(self.device),
+            torch.cuda.max_memory_reserved(self.device),
+        )
+        return {"peak_mib": peak / 2**20, "reserved_mib": reserved / 2**20}
+
+    def _mark(self, session: sk.Session) -> dict[str, float]:
+        """A meter: ends a step of the profile that runs. A replayed graph calls no optimizer that would."""
+        if self._profiled is not None:
+            self._profiled.step()
+        return {}
+
+    def _profile(self, steps: int) -> dict[str, Any]:
+        with sk.profile(steps, warmup=2, tokens=self.work.tokens, sample=False) as p:
+            self._profiled = p
+            self.session.run(steps + 2)
+            self._profiled = None
+        s = p.summary
+        return {
+            "idle": s["idle_ms"] / s["wall_ms"],
+            "launches": s["launches_per_step"],
+            "graph_launches": s["graph_launches_per_step"],
+            "syncs": s["syncs_per_step"],
+            "busy_ms": s["busy_ms"],
+            "wall_ms": s["wall_ms"],
+            "graphs": self._graphs(),
+            "notes": list(p.notes),
+        }
+
+    def _sustain(self, minutes: float) -> dict[str, Any]:
+        self.session.run(minutes=minutes)
+        s = self.session.summary()
+        kept = (
+            "tokens_per_s",
+            "tokens_per_s_p5",
+            "tokens_per_s_p95",
+            "drift",
+            "idle_frac",
+            "sampled_idle_frac",
+            "steps",
+        )
+        return {"minutes": s.run_s / 60, **{name: getattr(s, name) for name in kept}, **self._memory()}
+
+
+def fusion_of(c: Configuration) -> Fusion:
+    if c.compile:  # the compiler fuses by itself
+        return OFF
+    fusion = Fusion(frozen=c.frozen, recompute=c.recompute).without(*c.without)
+    assert set(FUSIONS) | {"frozen", "recompute"} == set(fusion.__dataclass_fields__)
+    return fusion
+
+
+def main(argv: list[str]) -> int:
+    # answers go where stdout was; whatever prints, in Python or below it, goes to stderr
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def say(answer: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+
+    try:
+        first, answer = serve(json.loads(argv[1]))
+        say(first)
+        for line in sys.stdin:
+            say(answer(json.loads(line)))
+    except Exception as error:
+        say({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,105 @@
+"""What ptxas makes of the kernels: none spills on an H100, by more than a stated bound."""
+
+import json
+
+import pytest
+
+from surokit.bench import compiled as bench
+from tests.kernels.compiling import ROOT, compiled
+
+ARCH = 90
+# bytes of a thread that may go to local memory and come back; one search over scales, of a storage that no step quantizes again
+SPILLED = {("nvfp4", "16x16 mae"): 1024}
+
+
+@pytest.fixture(scope="module")
+def data():
+    whole = [
+        (file, row) for file, row in compiled().rows() if not row[3]
+    ]  # failures are tests/kernels/test_compiled.py's
+    return bench.result(whole, ARCH)
+
+
+def test_no_kernel_spills(data):
+    found: dict[tuple[str, str], int] = {}
+    for row in data["compiled"]:
+        key = row["file"], row["launch"]
+        found[key] = max(found.get(key, 0), row["spill_stores"] + row["spill_loads"])
+    assert len(found) > 60
+    assert {key: spilled for key, spilled in found.items() if spilled > SPILLED.get(key, 0)} == {}
+    assert all(found[key] for key in SPILLED), "what no longer spills needs no bound"
+
+
+def test_every_kernel_fits_a_multiprocessor(data):
+    assert all(8 <= row["resident_warps"] <= 64 for row in data["compiled"])
+    assert all(16 <= row["registers"] <= 255 for row in data["compiled"])
+
+
+def test_the_table_has_a_row_a_kernel(data):
+    table = bench.table(data)
+    kernels = {(row["file"], row["kernel"]) for row in data["compiled"]}
+    assert all(f"| {file} | `{kernel}` |" in table for file, kernel in kernels)
+    assert table.count("\n") == len(kernels) + 3
+    assert "kernels, compiled and not run; for sm_90" in table
+
+
+# a kernel that keeps 280 floats at once, where a thread has 255 registers
+SPILLS = """
+.version 8.4
+.target sm_90a
+.address_size 64
+.visible .entry spills(.param .u64 p) .maxntid 128
+{{
+    .reg .b64 %p; .reg .f32 %f<{n}>; .reg .f32 %s;
+    ld.param.u64 %p, [p];
+    {loads}
+    bar.sync 0;
+    mov.f32 %s, 0f00000000;
+    {sums}
+    st.global.f32 [%p], %s;
+    ret;
+}}
+"""
+
+
+def test_a_spill_is_found():
+    n = 280
+    loads = "\n".join(f"ld.volatile.global.f32 %f{i}, [%p+{4 * i}];" for i in range(n))
+    sums = "\n".join(f"fma.rn.f32 %s, %s, %f{i}, %f{n - 1 - i};" for i in range(n))
+    (one,) = bench.assemble(SPILLS.format(n=n, loads=loads, sums=sums), ARCH, [(4096, 4)])
+    assert one.kernel == "spills"
+    assert one.registers == 255
+    assert one.spilled > 100
+    few = SPILLS.format(n=8, loads="\n".join(loads.split("\n")[:8]), sums="")
+    (other,) = bench.assemble(few, ARCH, [(0, 4)])
+    assert (other.spilled, other.stack) == (0, 0)
+    both = bench.assemble(few + few, ARCH, [(0, 4), (1024, 8)])
+    assert [(b.registers, b.shared, b.warps) for b in both] == [(other.registers, 0, 4), (other.registers, 1024, 8)]
+    with pytest.raises(RuntimeError, match="ptxas refuses a kernel for sm_90a"):
+        bench.assemble(".version 8.4\n.target sm_90a\nnonsense", ARCH, [(0, 4)])
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "warps", "resident"),
+    [
+        (32, 0, 4, 64),  # as many as there are
+        (255, 0, 4, 8),  # 65536 registers / 8192 a warp
+        (33, 0, 4, 48),  # registers are handed out by 256 a warp: 40 a thread, 51 warps, 12 blocks
+        (32, 100 * 1024, 8, 16),  # two blocks in 228 KiB
+        (32, 0, 1, 32),  # 32 blocks at most
+    ],
+)
+def test_resident_warps_by_hand(registers, shared, warps, resident):
+    assert bench.resident(90, registers, shared, warps) == resident
+
+
+def test_an_unknown_architecture_is_refused():
+    with pytest.raises(ValueError, match="arch=75 is none that kernels are compiled for: use 80, 89, 90, 100, 120"):
+        bench.run(75)
+
+
+def test_the_committed_file_names_kernels_that_exist():
+    raw = json.loads((ROOT / "docs" / "measurements" / "kernels-compiled.json").read_text(encoding="utf-8"))
+    files = {path.stem for path in (ROOT / "kernels" / "triton").glob("*.py")}
+    assert {row["file"] for row in raw["compiled"]} <= files
+    assert bench.table(raw).startswith("| file | kernel |")

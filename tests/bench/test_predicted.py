@@ -1,0 +1,116 @@
+"""Predictions: every row of the targets' table, at rates that are said, and nothing in them that was measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from surokit.bench import predicted as bench
+from surokit.bench.configurations import MODELS, Work
+from surokit.bench.targets import TARGETS, Target
+from surokit.planner import find_gpu
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def data():
+    return bench.run()
+
+
+def rows_of(data, gpu):
+    return {(row["model"], row["train"], row["recipe"]): row for row in data["predicted"] if row["gpu"] == gpu}
+
+
+def test_there_is_a_row_for_every_target_on_both_gpus(data):
+    wanted = {(t.model, t.train, t.recipe) for t in TARGETS}
+    for gpu in bench.DEVICES:
+        assert set(rows_of(data, gpu)) == wanted
+    assert len(data["predicted"]) == len(bench.DEVICES) * len(TARGETS)
+
+
+def test_cautious_rates_are_slower_than_reached_ones_and_these_than_peaks(data):
+    names = ("tokens_per_s", "tokens_per_s at reached rates", "tokens_per_s at peak rates")
+    for row in data["predicted"]:
+        low, middle, high = (row[name] for name in names)
+        assert 0 < low < middle < high
+        assert 0 < row["mfu"] < 1.5  # of the bf16 peak, which products in fp8 may pass
+        assert sum(row["ms by phase"].values()) == pytest.approx(row["step_ms"], rel=1e-3)
+        assert row["tokens_per_s"] == pytest.approx(Work().tokens / row["step_ms"] * 1e3)
+        assert row["kernels"] < row["kernels unfused"]
+
+
+def test_a_row_by_hand(data):
+    """The products of the 8B model's LoRA step: forward and the gradient of the input, at 622 TFLOPS, but for the first block's."""
+    model, row = MODELS["8b"], rows_of(data, "H200")["8b", "lora", "bf16"]
+    K, F, q, kv = (
+        model["width"],
+        model["ffn"],
+        model["heads"] * model["head_dim"],
+        model["kv_heads"] * model["head_dim"],
+    )
+    block, read = K * (q + 2 * kv) + K * q + 3 * K * F, K * (q + 2 * kv)
+    flop = 2 * Work().tokens * (2 * model["layers"] * block - read)
+    assert row["ms by group"]["products"] == pytest.approx(flop / 622e12 * 1e3, rel=0.01)
+    gaps = row["ms by phase"]["gaps"]
+    assert gaps == pytest.approx(row["kernels"] * 1e-3)
+
+
+def test_bars_stand_beside_the_h200_alone(data):
+    rows = rows_of(data, "H200")
+    assert all("bars" in row for row in rows.values())
+    assert not any("bars" in row for row in rows_of(data, "H100").values())
+    assert rows["8b", "lora", "fp8"]["bars"] == {"gate": 11_600, "target": 18_000, "stretch": 22_800}
+    own = rows["0.6b", "lora", "bf16"]["tokens_per_s"]
+    assert rows["0.6b", "lora", "qfp8"]["bars"]["gate"] == pytest.approx(0.9 * own)
+    assert rows["0.6b", "lora", "qnf4"]["bars"]["stretch"] == own
+
+
+def test_what_does_not_fit_is_planned_with_recompute(data):
+    full = rows_of(data, "H100")["8b", "full", "bf16"]
+    assert (full["recompute"], full["fits"]) == ("full", True)
+    assert full["gib"] < 80
+    assert full["ms by phase"]["recompute"] > 0
+    assert {row["recompute"] for row in rows_of(data, "H200").values()} == {"none"}
+    # and where nothing makes it fit there is no speed
+    target = Target("8b", "full", "bf16", 1, 1, 1)
+    none = bench._row(target, find_gpu("L4"))
+    assert none["fits"] is False
+    assert none["tokens_per_s"] is None
+    text = bench.table({**data, "predicted": [none]})
+    assert "does not fit" in text
+
+
+def test_the_table_calls_itself_a_prediction_and_names_what_it_assumes(data):
+    table = bench.table(data)
+    assert "predicted by the planner, not measured" in table
+    assert "Every figure is a prediction, at these assumptions:" in table
+    assert all(f"- {name}: {words}" in table for name, words in data["assumed"].items())
+    assert all(words in table for words in ("622 TFLOPS", "1 us after each kernel", "overlap: none"))
+    assert "measured" not in table.replace("not measured", "")
+    lines = table.splitlines()
+    columns = lines[0].count("|")
+    assert all(line.count("|") == columns for line in lines if line.startswith("|"))
+    passed = dict(zip(TARGETS, (line.split("|")[11].strip() for line in lines[2:])))
+    rows = rows_of(data, "H200")
+    for target, word in passed.items():
+        row = rows[target.model, target.train, target.recipe]
+        names = [name for name, bar in row["bars"].items() if row["tokens_per_s"] >= bar]
+        assert word == (names[-1] if names else "none")
+
+
+def test_w_transposed_is_weighed(data):
+    row = rows_of(data, "H200")["8b", "lora", "qfp8"]
+    assert 6 < row["W' cached"]["adds_gib"] < 8
+    assert 0 < row["W' cached"]["saves_ms"] < 0.05 * row["step_ms"]
+    assert rows_of(data, "H200")["8b", "lora", "bf16"]["W' cached"] == {"adds_gib": 0, "saves_ms": 0}
+
+
+def test_the_committed_predictions_are_todays(data):
+    raw = json.loads((ROOT / "docs" / "measurements" / "predicted.json").read_text(encoding="utf-8"))
+    assert raw["assumed"] == data["assumed"]
+    for row, now in zip(raw["predicted"], data["predicted"], strict=True):
+        key = row["gpu"], row["model"], row["train"], row["recipe"]
+        assert key == (now["gpu"], now["model"], now["train"], now["recipe"])
+        for name in ("step_ms", "gib", "kernels", "kernels unfused"):
+            assert row[name] == pytest.approx(now[name], rel=1e-3), (key, name)
