@@ -40,6 +40,16 @@ def test_operands_in_different_bases_are_turned_back():
     torch.testing.assert_close(y, rotated.dequantize() @ plain.dequantize().t())
 
 
+@pytest.mark.parametrize("q", [(None, None), (E4M3_ROW, E4M3_ROW), (E4M3_ROW, None), (None, E4M3_ROW)], ids=str)
+def test_a_product_is_added_in_place(q):
+    generator = torch.Generator().manual_seed(1)
+    sums, *operands = (torch.randn(s, generator=generator) for s in ((8, 16), (8, 64), (16, 64)))
+    a, b = (x if each is None else sk.quantize(x, each) for x, each in zip(operands, q))
+    expected = sums + product.product(a, b, torch.float32)
+    assert product.product(a, b, torch.float32, onto=sums) is sums
+    torch.testing.assert_close(sums, expected)
+
+
 @pytest.mark.parametrize("name", ["qfp8", "qfp4", "qnf4"])
 def test_a_weight_decoded_on_the_way_gives_the_same_product(name, monkeypatch):
     x, w = (torch.randn(s, generator=torch.Generator().manual_seed(1)).bfloat16() for s in ((5, 192), (33, 192)))

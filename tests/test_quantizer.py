@@ -137,6 +137,22 @@ def test_square_tiles_turn_without_rounding(q, shape):
 
 
 @pytest.mark.parametrize("q", EVERY_QUANTIZER, ids=str)
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_parts_that_separate_have_the_codes_of_the_whole(q, dimension):
+    told = set()
+    for step in (1, 3, 16, 32, 64, 128):
+        sizes = [step, 2 * step, step]
+        parts = [100.0**i * torch.randn((n, 64) if dimension == 0 else (24, n)) for i, n in enumerate(sizes)]
+        told.add(q.separates(dimension, sizes))
+        if q.separates(dimension, sizes):
+            whole, apart = torch.cat(parts, dimension), [sk.quantize(part, q).dequantize() for part in parts]
+            assert torch.equal(sk.quantize(whole, q).dequantize(), torch.cat(apart, dimension))
+    whole_tensor = isinstance(q.scaling, sk.PerTensor | sk.NV | sk.NFBlock) or q.rounding == "stochastic"
+    along_rows = isinstance(q.scaling, sk.PerRow) and dimension == 1
+    assert (True in told) != (whole_tensor or along_rows)
+
+
+@pytest.mark.parametrize("q", EVERY_QUANTIZER, ids=str)
 def test_zeros_stay_zeros(q):
     assert (sk.quantize(torch.zeros(40, 72), q, seed=0).dequantize() == 0).all()
 
