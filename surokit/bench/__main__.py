@@ -12,7 +12,20 @@ from typing import Any
 
 def main(argv: list[str] | None = None) -> int:
     arguments = vars(_parser().parse_args(argv))
-    command, out = arguments.pop("command"), arguments.get("out")
+    command = arguments.pop("command")
+    try:
+        return _run(command, arguments)
+    except KeyboardInterrupt:
+        kept = command == "gpu" or (command == "peers" and arguments.get("out"))
+        words = "what was finished is in the file, and the same command goes on" if kept else "nothing is kept"
+        print(f"surokit.bench: stopped; {words}.", file=sys.stderr)
+        return 130
+    except (ValueError, RuntimeError, ImportError, OSError) as error:
+        print(f"surokit.bench: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(command: str, arguments: dict[str, Any]) -> int:
     if command == "tables":
         return _fill(arguments["pages"])
     if arguments.pop("list", False):
@@ -20,15 +33,13 @@ def main(argv: list[str] | None = None) -> int:
 
         print("\n".join(f"{part.name:12} about {part.minutes:2} minutes: {part.words}" for part in PARTS.values()))
         return 0
-    try:
-        data, table = _measured(command, arguments)
-    except (ValueError, RuntimeError, ImportError) as error:
-        print(f"surokit.bench: {error}", file=sys.stderr)
-        return 2
-    print(table(data))
-    if out and command not in AS_THEY_GO:
+    if out := arguments.get("out"):
         from surokit.bench import result
 
+        result.check_writable(out)  # before anything is measured
+    data, table = _measured(command, arguments)
+    print(table(data))
+    if out and command not in AS_THEY_GO:
         result.write(data, out)
         print(f"raw result: {out}")
     return 0

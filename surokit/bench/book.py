@@ -31,6 +31,7 @@ class Book:
     """
 
     def __init__(self, path: Path, part: str, head: Mapping[str, Any], call: Mapping[str, Any]) -> None:
+        result.check_writable(path)
         self.path, self.part = path, part
         here = {**environment(), "source": source(), "commit": commit()}
         self.data: dict[str, Any] = {**head, "environment": here, "calls": [], part: {}}

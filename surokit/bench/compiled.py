@@ -145,7 +145,16 @@ def result(rows: Iterable[tuple[str, Sequence[Any]]], arch: int = 90) -> dict[st
 
 def table(data: Mapping[str, Any]) -> str:
     """A Markdown table: a row for each kernel of a file, over the variants that its launches make."""
-    head = ["file", "kernel", "variants", "registers", "spilled bytes", "shared bytes", "warps of a block", "resident"]
+    head = [
+        "file",
+        "kernel",
+        "variants",
+        "registers",
+        "spilled bytes",
+        "shared bytes",
+        "warps of a block",
+        "resident warps",
+    ]
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in data["compiled"]:
         groups.setdefault((row["file"], row["kernel"]), []).append(row)

@@ -139,7 +139,7 @@ def _graphs(config: sk.DecoderConfig, recipe: Recipe, steps: int, device: torch.
             compile=False,
             graphs="auto" if name == "graphs" else False,
         )
-        session.run(steps)
+        run(session, steps)
         runs[name] = {column: session.records.column(column).tolist() for column in REPLAYED}
         reason = not_captured(session)
     gaps, noise = _gaps(runs["graphs"], runs["eager"]), _gaps(runs["again"], runs["eager"])
@@ -152,6 +152,14 @@ def _graphs(config: sk.DecoderConfig, recipe: Recipe, steps: int, device: torch.
         "noise": noise,
         "runs": runs,
     }
+
+
+def run(session: sk.Session, steps: int) -> None:
+    """So many steps, all of them: a session takes an interrupt for itself, and a rehearsal, in its process, ends too."""
+    before = session.steps
+    session.run(steps)
+    if session.steps < before + steps:
+        raise KeyboardInterrupt
 
 
 def _gaps(a: Mapping[str, list[float]], b: Mapping[str, list[float]]) -> dict[str, float]:

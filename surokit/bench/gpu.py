@@ -354,11 +354,12 @@ def resident(sizes_gib: Sequence[float], room_gib: float) -> int:
 
 
 def planned(c: Configuration, shape: Mapping[str, Any], work: Work, gpu: Gpu | None) -> dict[str, Any]:
-    """What `surokit.plan` says of a configuration; a peer is planned as ours is."""
+    """What `surokit.plan` says of a configuration; a peer's memory is planned as ours with nothing fused."""
     import surokit as sk
     from surokit.bench.correct import recipe_of
     from surokit.bench.worker import fusion_of
 
+    unplanned = bool(c.peer) or c.compile  # neither another library's step nor a compiled one is planned
     plan = sk.plan(
         sk.DecoderConfig(**shape, max_length=work.length),
         recipe=recipe_of(c.recipe, c.train, work.rank, work.alpha),
@@ -368,6 +369,7 @@ def planned(c: Configuration, shape: Mapping[str, Any], work: Work, gpu: Gpu | N
         recompute=c.recompute,
         optimizer=c.optimizer,
         fusion="none" if c.peer else fusion_of(c),
+        graphs=c.graphs and not unplanned and gpu is not None and gpu.device != "cpu",
         gpu=gpu,
     )
     estimate = plan.estimate
@@ -376,7 +378,9 @@ def planned(c: Configuration, shape: Mapping[str, Any], work: Work, gpu: Gpu | N
         "memory_gib": None if gpu is None else gpu.memory_gib,
         "flops_per_token": plan.flops_per_token,
         "peak_tflops": None if gpu is None else gpu.bf16_tflops,
-        "predicted_tokens_per_s": None if estimate is None else estimate.tokens_per_s,
+        "predicted_tokens_per_s": estimate.tokens_per_s
+        if estimate is not None and estimate.rates.measured and not unplanned
+        else None,
         "floor_ms": None if estimate is None else estimate.floor_ms,
     }
 

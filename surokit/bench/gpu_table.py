@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surokit.bench.configurations import Configuration, target_of
+from surokit.bench.configurations import MODELS, Configuration, target_of
 from surokit.bench.result import markdown, spread
 from surokit.bench.targets import DEVICE, LEAST_OF_BF16, MOST_DRIFT, MOST_IDLE, OVER_UNSLOTH, SOURCE, TARGETS
 
@@ -137,9 +137,9 @@ _HEAD = (
         "stretch",
         "reached",
         "x Unsloth BF16",
-        "x own BF16",
+        "x our BF16",
     ),
-    *("MFU", "of light", "idle", "launches", "peak / reserved GiB", "first step s", "loss gap", "note"),
+    *("MFU", "of light", "of predicted", "idle", "launches", "peak / reserved GiB", "first step s", "loss gap", "note"),
 )
 
 
@@ -161,7 +161,7 @@ def _targets_table(data: Mapping[str, Any], groups: Mapping[str, list[Row]]) -> 
                     continue
                 shown.add(own)
             words = target.words() if target else ("", "", "")
-            reached = "" if target is None else _reached(row, target.bars(bf16.tokens_per_s if bf16 else None), data)
+            reached = "" if target is None else _reached(row, target.bars(_own_bf16(row, bf16)), data)
             lines.append(
                 [c.name, _rate(row), *words, reached, _times(row, unsloth), _times(row, bf16), *_rest(row, bf16)]
             )
@@ -188,9 +188,15 @@ def _bf16(group: Sequence[Row]) -> Row | None:
     return next((row for row in group if row.configuration.recipe == "bf16" and not row.configuration.peer), None)
 
 
+def _own_bf16(row: Row, bf16: Row | None) -> float | None:
+    """bfloat16's tokens/s as the turns beside this row's say: a share of it is then the ratio that the table shows."""
+    ratios = row.ratios(bf16)
+    return row.tokens_per_s / statistics.median(ratios) if ratios and row.tokens_per_s is not None else None
+
+
 def _reached(row: Row, bars: Sequence[float | None], data: Mapping[str, Any]) -> str:
     """The highest bar that was reached, on the device that the bars are for."""
-    if row.tokens_per_s is None or DEVICE not in data["environment"]["device"]:
+    if row.tokens_per_s is None or DEVICE not in data["environment"]["device"].split():  # a GH200 is another one
         return ""
     held = [
         name for name, bar in zip(("gate", "target", "stretch"), bars) if bar is not None and row.tokens_per_s >= bar
@@ -217,6 +223,7 @@ def _rest(row: Row, bf16: Row | None) -> list[str]:
     floor_ms, rate = row.plan.get("floor_ms"), row.tokens_per_s
     tokens = row.turns[0]["tokens"] / row.turns[0]["steps"] if row.turns else 0
     light = None if floor_ms is None or rate is None else floor_ms / (tokens / rate * 1e3)
+    predicted = row.plan.get("predicted_tokens_per_s")
     gap = row.loss_gap(bf16)
     first = row.first
     graphs = row.turns[-1].get("graphs", "captured") if row.turns else "captured"
@@ -230,6 +237,7 @@ def _rest(row: Row, bf16: Row | None) -> list[str]:
     return [
         _share(row.mfu),
         _share(light),
+        "" if rate is None or predicted is None else f"{rate / predicted:.0%}",
         _share(row.profile.get("idle")),
         ""
         if row.profile.get("launches") is None
@@ -256,13 +264,14 @@ def _techniques_table(groups: Mapping[str, list[Row]]) -> str:
         "idle",
         "launches",
         "peak / reserved GiB",
+        "loss gap",
         "note",
     )
     lines = [head, ("---",) * len(head)]
     for group in groups.values():
         if any(row.configuration.changes for row in group):
             for row in group:
-                idle, launches, peak, _, gap, note = _rest(row, group[0])[2:]
+                idle, launches, peak, _, gap, note = _rest(row, group[0])[3:]
                 lines.append(
                     (row.configuration.name, _rate(row), _times(row, group[0]), idle, launches, peak, gap, note)
                 )
@@ -306,7 +315,10 @@ def _beside_unsloth(groups: Mapping[str, list[Row]]) -> Iterator[str]:
         if means:
             mean = statistics.mean(means.values())
             verdict = "goal reached" if mean >= goal else "bar reached" if mean >= bar else "below the bar"
-            yield f"{recipe} over Unsloth BF16, mean of {', '.join(means)}: {mean:.2f} x (bar {bar}, goal {goal}): {verdict}"
+            so_far = "" if means.keys() == MODELS.keys() else " so far, on these models alone"
+            yield (
+                f"{recipe} over Unsloth BF16, mean of {', '.join(means)}: {mean:.2f} x (bar {bar}, goal {goal}): {verdict}{so_far}"
+            )
     for recipe, bar in LEAST_OF_BF16.items():
         for group in groups.values():
             mine = next(
@@ -364,9 +376,10 @@ def _correctness(name: str, each: Mapping[str, Any]) -> str:
     fused, graphs = each["fused"], each["graphs"]
     right = {True: "right", False: "WRONG"}
     far = f"worst gradient {fused['worst']['fused']:.2%} from float32, apart {fused['worst']['apart']:.2%}"
-    replay = "the same bits" if graphs["same_bits"] else "close"
-    replay = replay if graphs["captured"] else f"not captured: {graphs['reason']}"
-    return f"{name}: fused {right[fused['ok']]} ({far}); graphs {right[graphs['ok']]} ({replay})"
+    replay = f"{right[graphs['ok']]} ({'the same bits' if graphs['same_bits'] else 'close'})"
+    if not graphs["captured"]:
+        replay = f"none to check: {graphs['reason']}"
+    return f"{name}: fused {right[fused['ok']]} ({far}); graphs {replay}"
 
 
 # -- CSV

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 BASELINES = ("unsloth", "liger", "transformers")
 WARM_UP = 5  # steps before the turns: compilers, autotuning and the capture of graphs are done then
+AGAIN = 1  # step of each turn that is not timed: memory that was given back for the other's turn is taken again
 EQUAL = {"recompute": "none", "optimizer": "AdamW with moments in the parameters' dtype", "data": "packed rows, causal"}
 HELD_OUT = 4  # micro-batches
 GRACE_S = 40.0  # beyond the minutes of a call, for what was begun
@@ -88,7 +89,13 @@ def run(
     work = Work(batch=2, length=32, accumulate=2, rank=4, alpha=8.0, lr=1e-2) if rehearse else Work(lr=3e-4)
     head = {
         "benchmark": f"peers: the same work in other libraries{', rehearsed' if rehearse else ''}",
-        "settings": {**asdict(work), **EQUAL, "turns": f"{rounds} of {steps} steps", "warm-up steps": WARM_UP},
+        "rehearsal": rehearse,
+        "settings": {
+            **asdict(work),
+            **EQUAL,
+            "turns": f"{rounds} of {steps} steps after {AGAIN} untimed",
+            "warm-up steps": WARM_UP,
+        },
     }
     end = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory() as folder:
@@ -166,15 +173,15 @@ class _Running:
             self.worker.close()
             raise
 
-    def take(self, steps: int) -> dict[str, Any]:
-        answer = self.worker.ask({"steps": steps}, self._left_s())
+    def take(self, steps: int, before: int = 0) -> dict[str, Any]:
+        answer = self.worker.ask({"steps": steps, "before": before}, self._left_s())
         self.losses += answer["losses"]
         self.peak_mib = max(self.peak_mib, answer["peak_mib"])
         self.reserved_mib = max(self.reserved_mib, answer.get("reserved_mib", 0.0))
         return answer
 
     def rate(self, steps: int) -> float:
-        answer = self.take(steps)
+        answer = self.take(steps, AGAIN)
         return float(round(answer["tokens"] / answer["seconds"], 1))
 
     def held_out(self) -> float | None:
@@ -196,6 +203,9 @@ class _Race:
 
     def __init__(self, group: Group, names: Sequence[str], rounds: int, steps: int, end: float, book: Book) -> None:
         self.group, self.rounds, self.steps, self.end, self.book = group, rounds, steps, end, book
+        for name in names:
+            if group.train not in rivals.SYSTEMS[name].trains:
+                book.data["missing"][name] = f"it has no {group.train} training here"
         able = [n for n in names if group.train in rivals.SYSTEMS[n].trains]
         self.pending = [n for n in able if group.key(n) not in book]
         # a group keeps the baseline that it began with
@@ -314,7 +324,7 @@ class _Race:
         except Failed as failure:
             self._fail(baseline.name, failure)
             return
-        losses = baseline.losses[: WARM_UP + self.rounds * self.steps]
+        losses = baseline.losses[: WARM_UP + self.rounds * (AGAIN + self.steps)]
         entry = {"tokens_per_s": rates, "baseline_tokens_per_s": rates, "losses": losses, "held_out": loss}
         self._put(baseline.name, baseline.name, {**entry, **baseline.told()})
 
@@ -408,7 +418,10 @@ def over_unsloth(data: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """A Markdown table of all races, and under it the bars, what differs, failed, is missing and is left."""
+    """A Markdown table of all races, and under it the bars, what differs, failed, is missing and is left.
+
+    That of a rehearsal says in its first line that its numbers mean nothing.
+    """
     head = [
         "work",
         "system",
@@ -418,6 +431,7 @@ def table(data: Mapping[str, Any]) -> str:
         "loss-matched x",
     ]
     head += ["peak MiB", "x", "first step, warm-up s", "first, largest loss gap", "held-out loss", "what it is"]
+    above = ["A rehearsal on a processor: its numbers mean nothing.\n"] if data["rehearsal"] else []
     rows, notes = [], list(_bars(data))
     for entry in shown(data):
         baseline = _entry_of_baseline(data, entry)
@@ -453,7 +467,7 @@ def table(data: Mapping[str, Any]) -> str:
     notes += [f"{name} took no part: {why}." for name, why in data.get("missing", {}).items()]
     if data.get("left"):
         notes.append(f"Not raced yet, the same command goes on: {', '.join(data['left'])}.")
-    return "\n".join([markdown(data, head, rows), *(f"\n{note}" for note in notes)])
+    return "\n".join([*above, markdown(data, head, rows), *(f"\n{note}" for note in notes)])
 
 
 def _bars(data: Mapping[str, Any]) -> Iterator[str]:

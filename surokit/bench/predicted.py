@@ -1,9 +1,10 @@
 """What the planner expects of the fused step on an H100 and an H200, beside the bars of speed. Nothing here is measured.
 
 Every configuration of the targets' table is planned with fusing, CUDA graphs and the codes of frozen weights kept, at three sets of
-rates: cautious ones, which make the prediction; those that large products and copies are said to reach; and the datasheet's, which
-no run reaches. What is assumed goes into the raw file. Where a step does not fit the GPU, it is planned with the first recompute
-that makes it fit.
+rates: assumed ones, which make the prediction; those that large products and copies are said to reach; and the datasheet's, which
+no run reaches. The assumed ones fit a model of 8B: the products of small ones reach less. Attention is taken as FlashAttention-2's
+in all three. What is assumed goes into the raw file. Where a step does not fit the GPU, it is planned with the first recompute that
+makes it fit.
 """
 
 from __future__ import annotations
@@ -21,24 +22,26 @@ from surokit.planner.roofline import ATTENTION_SHARE, GRAPH_LAUNCH_US, Estimate
 DEVICES = ("H200", "H100")
 #: Shares of the datasheet's rates: (bf16 products, fp8 products, bandwidth), and where they come from.
 RATES: dict[str, tuple[tuple[float, float, float], str]] = {
-    "cautious": (
+    "assumed": (
         (622 / 989, 1054 / 1979, 0.8),
-        "622 TFLOPS of bf16 and 1,054 of fp8 products, as an estimate of an 8B model implies that was made elsewhere; 80 % of "
-        "the bandwidth",
+        "622 TFLOPS of bf16 products (63 % of the peak) and 1,054 of fp8 products (53 %), from an estimate for a model of 8B; 80 % "
+        "of the bandwidth",
     ),
-    "reached": (
+    "large products'": (
         (790 / 989, 790 / 989, 4.3 / 4.8),
-        "about 790 of 989 TFLOPS and 4.3 of 4.8 TB/s, reported of an H200 for large square products and copies; fp8 by the "
-        "same share",
+        "about 790 of 989 TFLOPS and 4.3 of 4.8 TB/s, reported of an H200 for large square products and copies, by others; fp8 "
+        "by the same share",
     ),
 }
 #: What else is assumed, in words.
 ASSUMED = {
+    "peak rates": "the datasheet's for products and bandwidth, no gaps; no bound where attention is faster than assumed",
     "attention": f"{dict(ATTENTION_SHARE)[9, 0]:.0%} of the bf16 peak, FlashAttention-2's on an H100 (arXiv 2407.08608); cuDNN's "
     "there is 1.6 to 1.7 times as fast",
     "launches": f"none but a gap of {GRAPH_LAUNCH_US:g} us after each kernel of a CUDA graph, a guess",
     "overlap": "none: kernels run one after the other; batches come on a stream of their own and cost nothing",
-    "shapes": "products of all shapes at one rate: those of small models reach less",
+    "shapes": "products of all shapes and scales at one rate: those of small models reach less, and so may fp8 ones with a scale a "
+    "block, which are QFP8's",
 }
 
 
@@ -101,10 +104,10 @@ def _rows(gpu: Gpu) -> Iterator[dict[str, Any]]:
 
 
 def _row(target: Target, gpu: Gpu) -> dict[str, Any]:
-    cautious = at("cautious", gpu)
-    plan = planned(target, cautious, fusion="fused", graphs=True)
+    assumed = at("assumed", gpu)
+    plan = planned(target, assumed, fusion="fused", graphs=True)
     recompute = next((how for how in ("none", "selective") if plan.but(recompute=how).fits()), "full")
-    plan, unfused = plan.but(recompute=recompute), planned(target, cautious, recompute=recompute)
+    plan, unfused = plan.but(recompute=recompute), planned(target, assumed, recompute=recompute)
     cached = plan.but(transposed="cached")
     step, kernels = _estimate(plan), _kernels(plan)
     step_ms, fits = _step_ms(plan), plan.fits()
@@ -115,7 +118,7 @@ def _row(target: Target, gpu: Gpu) -> dict[str, Any]:
         "recompute": recompute,
         "fits": fits,
         "tokens_per_s": step.tokens / step_ms * 1e3 if fits else None,
-        "tokens_per_s at reached rates": step.tokens / _step_ms(plan.but(gpu=at("reached", gpu))) * 1e3
+        "tokens_per_s at large products' rates": step.tokens / _step_ms(plan.but(gpu=at("large products'", gpu))) * 1e3
         if fits
         else None,
         "tokens_per_s at peak rates": _estimate(plan.but(gpu=gpu)).tokens_per_s if fits else None,
@@ -152,9 +155,9 @@ def _step_ms(plan: Plan) -> float:
 def table(data: Mapping[str, Any]) -> str:
     """A Markdown table: a row for each device and configuration, every figure a prediction, the bars beside."""
     head = [
-        *("GPU", "model", "trains", "recipe", "predicted k tokens/s", "at reached rates", "at peak rates, at most"),
-        *("gate", "target", "stretch", "predicted to reach", "ms a step", *_PHASES),
-        *("GiB", "kernels a step", "unfused", "W' cached"),
+        *("GPU", "model", "trains", "recipe", "predicted k tokens/s", "at large products' rates", "at peak rates"),
+        *("gate", "target", "stretch", "predicted to reach", "MFU", "ms a step", *_PHASES),
+        *("GiB", "kernels a step", "kernels unfused", "W' cached"),
     ]
     return "\n".join([markdown(data, head, [_cells(row) for row in data["predicted"]]), "", *_assumptions(data)])
 
@@ -164,12 +167,15 @@ _PHASES = ("forward", "recompute", "backward", "optimizer", "gaps")
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     cached = row["W' cached"]
-    speeds = (row[name] for name in ("tokens_per_s", "tokens_per_s at reached rates", "tokens_per_s at peak rates"))
+    speeds = (
+        row[name] for name in ("tokens_per_s", "tokens_per_s at large products' rates", "tokens_per_s at peak rates")
+    )
     return [
         *(row["gpu"], row["model"], row["train"], f"`{row['recipe']}`"),
         *map(_k, speeds),
         *row.get("bars in words", ["", "", ""]),
         _passes(row),
+        f"{row['mfu']:.0%}",
         f"{row['step_ms']:,.1f}",
         *(f"{row['ms by phase'][name]:,.1f}" if row["ms by phase"][name] else "" for name in _PHASES),
         f"{row['gib']:.1f}" + ("" if row["recompute"] == "none" else f", recompute {row['recompute']}"),
@@ -191,6 +197,5 @@ def _passes(row: Mapping[str, Any]) -> str:
 
 
 def _assumptions(data: Mapping[str, Any]) -> list[str]:
-    return ["Every figure is a prediction, at these assumptions:", ""] + [
-        f"- {k}: {v}" for k, v in data["assumed"].items()
-    ]
+    head = "Every figure is a prediction, MFU of the dense bf16 peak whatever the recipe, at these assumptions:"
+    return [head, ""] + [f"- {k}: {v}" for k, v in data["assumed"].items()]

@@ -5,7 +5,8 @@
     worker.ask({"steps": 8}, timeout_s=60)       one line to its stdin, one line from its stdout
     worker.close()
 
-An answer is a dict. {"error": "..."} and {"missing": "..."} become a Failed, and so does a process that ends or takes too long.
+An answer is a dict. {"error": "..."} and {"missing": "..."} become a Failed, and so does a process that ends or takes too long. The
+other end is `serve`, in that process.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self
+
+Answers = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 _END_S = 20.0  # for a process to end by itself once it is told nothing more
 
@@ -46,6 +50,42 @@ def understood(answer: dict[str, Any]) -> dict[str, Any]:
     if "error" in answer:
         raise Failed(str(answer["error"]))
     return answer
+
+
+def serve(start: Callable[[], tuple[Mapping[str, Any], Answers | None]]) -> int:
+    """Says the first line that `start` gives, then the answer to each line of stdin, if there is anything to ask.
+
+    Answers go where stdout was; whatever else prints, in Python or below it, goes to stderr.
+    """
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def say(answer: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
+
+    try:
+        first, answer = start()
+        say(first)
+        if answer is not None:
+            for line in sys.stdin:
+                say(answer(json.loads(line)))
+    except Exception as error:
+        with suppress(BrokenPipeError):
+            say({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+        raise
+    return 0
+
+
+def peak_memory(cuda: bool) -> dict[str, float]:
+    """MiB of this process at its fullest: what tensors took and what the allocator had taken for them; on a CPU all of it."""
+    if not cuda:
+        import resource
+
+        return {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    import torch
+
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return {"peak_mib": peak / 2**20, "reserved_mib": reserved / 2**20}
 
 
 class Worker:

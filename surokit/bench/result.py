@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -104,6 +105,18 @@ def write(data: Mapping[str, Any], path: Path) -> None:
     beside = path.with_name(path.name + ".new")
     beside.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     beside.replace(path)
+
+
+def check_writable(path: Path) -> None:
+    """ValueError, one sentence, where no result could be written there."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give --out the name of a file.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error.strerror}): give another --out.") from None
 
 
 _PLACE = re.compile(r"(<!-- table: (?P<raw>\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)

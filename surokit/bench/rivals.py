@@ -23,12 +23,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -37,6 +34,8 @@ from typing import Any, Protocol
 from zlib import crc32
 
 import numpy as np
+
+from surokit.bench import process
 
 Work = Mapping[str, Any]
 CLIP, BETAS, DECAY = 1.0, (0.9, 0.95), 0.1
@@ -325,11 +324,13 @@ def _set_adapters(model: Any) -> None:
                 parameter.zero_()
 
 
-# -- a worker
+# -- a process
 
 
-class Worker:
-    """Builds a system and answers requests: {"steps": n}, {"evaluate": true}, {"profile": n}."""
+class Racing:
+    """Builds a system and answers requests: {"steps": n} or {"steps": n, "before": m}, of which m more are not timed,
+    {"evaluate": true}, {"profile": n}.
+    """
 
     def __init__(self, name: str, work: Work) -> None:
         self.work, self.cuda = work, work["device"] == "cuda"
@@ -346,7 +347,7 @@ class Worker:
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if "steps" in request:
-            return self._steps(int(request["steps"]))
+            return self._steps(int(request["steps"]), int(request.get("before", 0)))
         if "evaluate" in request:
             try:
                 return {"loss": self.runner.evaluate()}
@@ -354,14 +355,16 @@ class Worker:
                 return {"loss": None, "why": f"{type(error).__name__}: {error}".splitlines()[0]}
         return {}
 
-    def _steps(self, count: int) -> dict[str, Any]:
+    def _steps(self, count: int, before: int = 0) -> dict[str, Any]:
         import torch
 
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
+        losses = self.runner.steps(before) if before else []
+        if self.cuda:
             torch.cuda.synchronize()
         began = time.perf_counter()
-        losses = self.runner.steps(count)
+        losses += self.runner.steps(count)
         if self.cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
@@ -369,48 +372,30 @@ class Worker:
         return {"seconds": seconds, "steps": count, "tokens": tokens, "losses": losses, **self._memory()}
 
     def _memory(self) -> dict[str, float]:
-        import torch
+        found = process.peak_memory(self.cuda)
+        if self.cuda:
+            import torch
 
-        if not self.cuda:
-            return {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
-        found = {
-            "peak_mib": torch.cuda.max_memory_allocated() / 2**20,
-            "reserved_mib": torch.cuda.max_memory_reserved() / 2**20,
-        }
-        torch.cuda.empty_cache()  # room for the system that takes the next turn; not within the time
+            torch.cuda.empty_cache()  # room for the system that takes the next turn; not within the time
         return found
 
 
 def serve(name: str, work: Work) -> int:
-    """Answer requests from stdin; whatever prints, in Python or below it, goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    """Be the process of a system, or of "weights", which writes them and ends."""
+    with tempfile.TemporaryDirectory() as own:
+        return process.serve(lambda: _start(name, work, own))
 
-    def say(answer: Mapping[str, Any]) -> None:
-        answers.write(json.dumps(answer) + "\n")
 
+def _start(name: str, work: Work, own: str) -> tuple[dict[str, Any], process.Answers | None]:
     if name == "weights":
         write_weights(work)
-        say({"ready": True})
-        return 0
+        return {"ready": True}, None
     if name not in SYSTEMS:
-        say({"missing": f"there is no system {name!r}: known are {', '.join(SYSTEMS)}"})
-        return 0
-    lacking = missing(SYSTEMS[name], work)
-    if lacking:
-        say({"missing": f"{name}: {lacking}"})
-        return 0
-    try:
-        with tempfile.TemporaryDirectory() as own:
-            worker = Worker(name, with_weights(work, own))
-            say(worker.first)
-            for line in sys.stdin:
-                say(worker.answer(json.loads(line)))
-    except Exception as error:
-        with suppress(BrokenPipeError):
-            say({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
-        raise
-    return 0
+        return {"missing": f"there is no system {name!r}: known are {', '.join(SYSTEMS)}"}, None
+    if lacking := missing(SYSTEMS[name], work):
+        return {"missing": f"{name}: {lacking}"}, None
+    racing = Racing(name, with_weights(work, own))
+    return racing.first, racing.answer
 
 
 def with_weights(work: Work, folder: str) -> Work:

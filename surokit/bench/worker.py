@@ -2,25 +2,23 @@
 
     python -m surokit.bench.worker '{"kind": "train", "configuration": {...}, ...}'
 
-It says one JSON line when it is ready and one for every line that it is asked; see process.py. Everything else that is printed goes
-to stderr. A rehearsal calls `serve` in its own process.
+It says one JSON line when it is ready and one for every line that it is asked; see process.py. A rehearsal
+calls `serve` in its own process.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 import surokit as sk
-from surokit.bench import ceilings, correct
+from surokit.bench import ceilings, correct, process
 from surokit.bench.configurations import FUSIONS, Configuration, Work
 from surokit.convert import apply
 from surokit.data import Batches
@@ -28,11 +26,10 @@ from surokit.nn.fusion import OFF, Fusion
 from surokit.train.prefetch import Prefetch
 from surokit.train.stream import Batch
 
-Answers = Callable[[Mapping[str, Any]], dict[str, Any]]
 _SDP = {"": (True, True), "flash": (False, True), "efficient": (False, False)}  # cuDNN's attention, flash attention
 
 
-def serve(task: Mapping[str, Any]) -> tuple[dict[str, Any], Answers]:
+def serve(task: Mapping[str, Any]) -> tuple[dict[str, Any], process.Answers]:
     """(the first line, what answers a request) of a task: {"kind": "train" | "prepare", "device": "cuda" | "cpu", ...}."""
     device = torch.device(task["device"])
     if device.type == "cuda":
@@ -119,7 +116,7 @@ class Training:
     def _steps(self, steps: int) -> dict[str, Any]:
         self.wait()
         began = time.perf_counter()
-        self.session.run(steps)
+        correct.run(self.session, steps)
         self.wait()
         seconds = time.perf_counter() - began
         return {
@@ -136,13 +133,7 @@ class Training:
 
     def _memory(self) -> dict[str, float]:
         """Since the weights are made: a graph's memory is handed out once, while it is recorded, and not by its replays."""
-        if self.device.type != "cuda":
-            return {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
-        peak, reserved = (
-            torch.cuda.max_memory_allocated(self.device),
-            torch.cuda.max_memory_reserved(self.device),
-        )
-        return {"peak_mib": peak / 2**20, "reserved_mib": reserved / 2**20}
+        return process.peak_memory(self.device.type == "cuda")
 
     def _mark(self, session: sk.Session) -> dict[str, float]:
         """A meter: ends a step of the profile that runs. A replayed graph calls no optimizer that would."""
@@ -153,7 +144,7 @@ class Training:
     def _profile(self, steps: int) -> dict[str, Any]:
         with sk.profile(steps, warmup=2, tokens=self.work.tokens, sample=False) as p:
             self._profiled = p
-            self.session.run(steps + 2)
+            correct.run(self.session, steps + 2)
             self._profiled = None
         s = p.summary
         return {
@@ -191,22 +182,7 @@ def fusion_of(c: Configuration) -> Fusion:
 
 
 def main(argv: list[str]) -> int:
-    # answers go where stdout was; whatever prints, in Python or below it, goes to stderr
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-
-    def say(answer: Mapping[str, Any]) -> None:
-        answers.write(json.dumps(answer) + "\n")
-
-    try:
-        first, answer = serve(json.loads(argv[1]))
-        say(first)
-        for line in sys.stdin:
-            say(answer(json.loads(line)))
-    except Exception as error:
-        say({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
-        raise
-    return 0
+    return process.serve(lambda: serve(json.loads(argv[1])))
 
 
 if __name__ == "__main__":

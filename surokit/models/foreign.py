@@ -148,7 +148,8 @@ class FusedLayer(Part):
     def forward(self, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
         again = self.fusion is not None and self.fusion.recompute == "full" and not args
         # not where transformers' own checkpointing is on: once is enough
-        if again and self.training and torch.is_grad_enabled() and not self.gradient_checkpointing:
+        again = again and self.training and torch.is_grad_enabled() and not self.gradient_checkpointing
+        if again and not _sees_more(past_key_values, self.self_attn):
             # a second forward must not extend the cache again, so there is none, as with transformers' own checkpointing
             call = {**kwargs, "past_key_values": None, "use_cache": False}
             random = draws_in_forward(self) or getattr(self.self_attn, "attention_dropout", 0) > 0
@@ -220,6 +221,11 @@ class FusedCausalLM(Part):
         )
 
 
+def _sees_more(cache: Any, attention: nn.Module) -> bool:
+    """Whether a cache holds keys of earlier tokens for this attention: those of a prefix that is tuned, for example."""
+    return cache is not None and bool(cache.get_seq_length(getattr(attention, "layer_idx", 0)))
+
+
 def half(table: Tensor) -> Tensor:
     """cos or sin as we take it, [B, T, D/2] or [T, D/2], of [B, T, D] whose halves are equal."""
     table = table[..., : table.shape[-1] // 2]
@@ -287,7 +293,16 @@ def _late_class() -> type[Any]:
             self.__dict__["_logits"] = value
 
         def __getitem__(self, key: Any) -> Any:
-            return self.logits if key == "logits" else super().__getitem__(key)
+            if isinstance(key, str):
+                return self.logits if key == "logits" else super().__getitem__(key)
+            return self.loss if key == 0 else self.to_tuple()[key]
+
+        def get(self, key: Any, default: Any = None) -> Any:
+            return self.logits if key == "logits" else super().get(key, default)
+
+        def to_tuple(self) -> tuple[Any, ...]:
+            loss, *rest = super().to_tuple()
+            return loss, self.logits, *rest
 
     return Late
 

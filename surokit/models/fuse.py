@@ -3,7 +3,7 @@
     surokit.fuse(model)                          everything, as a model on CUDA does by default if it is a Decoder
     surokit.fuse(model, recompute="full")        the same, but of each block only the input is kept for backward
     surokit.fuse(model, surokit.Fusion().without("gate"))
-    surokit.fuse(model, OFF)                     every forward as it was
+    surokit.fuse(model, surokit.Fusion.OFF)      every forward as it was
 
 Of transformers' models it takes norms and MLPs by what they compute, and attention, decoder layers and the loss of the families
 that models/foreign.py knows. No class is changed for other models, and no parameter or state-dict key for this one.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,12 +99,20 @@ def fuse(model: nn.Module, fusion: Fusion = _EVERYTHING, **changes: Any) -> Fuse
 
     In a training step of a fused transformers model the output's `logits` are computed only if they are read.
 
-    Raises TypeError for a field that `Fusion` does not have, ValueError for a value it does not know.
+    Raises TypeError for what is no module or no `Fusion`, and for a field that it does not have, ValueError for a value it does not
+    know.
     """
-    try:
-        fusion = replace(fusion, **changes)
-    except TypeError as error:
-        raise TypeError(f"fuse() takes the fields of surokit.Fusion, not {', '.join(changes)}: {error}.") from None
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fuse() takes a torch.nn.Module, not a {type(model).__name__}.")
+    if not isinstance(fusion, Fusion):
+        raise TypeError(f"fuse() takes a surokit.Fusion, not {fusion!r}: Fusion.OFF brings every forward back.")
+    known = [f.name for f in fields(Fusion)]
+    if strange := [name for name in changes if name not in known]:
+        raise TypeError(f"fuse() takes the fields of surokit.Fusion ({', '.join(known)}), not {', '.join(strange)}.")
+    fusion = replace(fusion, **changes)
+    for layer in model.modules():
+        if isinstance(layer, Linear):  # kept codes are made again where they are still wanted
+            layer.frozen = None
     rows = [row for name, module in list(model.named_modules()) if (row := _fuse(name, module, fusion))]
     if fusion.joint and any(p.is_cuda for p in model.parameters()):
         torch.cuda.empty_cache()  # the memory that weights were moved from comes in other sizes than what a step asks for

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -200,6 +201,24 @@ def banks_of(model: nn.Module) -> list[DelayedScales]:
     """The histories that layers of `model` use, in the order in which they were made."""
     modules = set(model.modules())
     return [scales for _, scales in sorted(_banks.items()) if any(layer in modules for layer in scales.layers)]
+
+
+def amaxes_of(model: nn.Module) -> list[Tensor]:
+    """All that the histories of `model` consist of; not copies."""
+    return [t for bank in banks_of(model) for t in (bank.history_HS, bank.in_force_S, bank.open_S, bank.cursor)]
+
+
+@contextmanager
+def kept_amaxes(model: nn.Module) -> Iterator[None]:
+    """Whatever forward and backward record inside, afterwards the histories are what they were, as if they had always been: codes
+    that frozen weights keep stay theirs."""
+    held = amaxes_of(model)
+    before = [t.clone() for t in held]
+    try:
+        yield
+    finally:
+        for t, old in zip(held, before):
+            t.copy_(old)
 
 
 def _restored(history: int, slots: int, device: torch.device, state: dict[str, Tensor]) -> DelayedScales:

@@ -1,8 +1,8 @@
 """Codes of frozen weights, kept from step to step where a product would quantize the same numbers again and again.
 
 They stand beside a layer, in no state dict, and are never copied; each time they are wanted it is asked whether the weights are
-still the ones that were quantized: the same tensors at the same addresses, unchanged (torch counts changes in place, but not
-those through `.data`, after which a layer's `frozen` is to be set to None), and read by the same products.
+still the ones that were quantized: the same tensors in the same memory, unchanged (torch counts changes in place, but not those
+through `.data`, after which a layer's `frozen` is to be set to None), and read by the same products.
 
 Delayed scaling quantizes a weight by the largest amax of its history. For a weight that does not change this is its own, if
 the history knows no other; only then are codes kept, and the open slots go on taking its amax, so that a history is what it would
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from surokit import kernels
 from surokit.nn.delayed import DelayedScales
@@ -39,6 +40,8 @@ class Frozen:
     ) -> None:
         self._state = _state(weights)
         self._weights = tuple(weakref.ref(w) for w in weights)
+        # memory that is freed is soon given out again: what is still referred to is not taken for another
+        self._storages = [StorageWeakRef(w.untyped_storage()) for w in weights]
         self._what, self._scales, self._slots = what, scales, slots
         self._restored = scales.restored if scales else 0
         self._codes: dict[Members, Quantized] = {}
@@ -116,8 +119,8 @@ def _capturing(t: Tensor) -> bool:
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _state(weights: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
-    return tuple((w.data_ptr(), w._version) for w in weights)
+def _state(weights: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
+    return tuple((w.untyped_storage()._cdata, w.data_ptr(), w._version) for w in weights)
 
 
 def _contiguous(Q: Quantized) -> Quantized:

@@ -10,7 +10,7 @@ Codes and scales are bit for bit those of the separate operations; sums may be t
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 
@@ -32,8 +32,11 @@ class Fusion:
     recompute: what backward computes again instead of keeping: nothing; the outputs of RMSNorm and SwiGLU; or a whole block,
         of which only the input is kept.
 
-    Raises ValueError for a word that `frozen` or `recompute` do not know.
+    `Fusion.OFF` fuses nothing. Raises ValueError for a word that `frozen` or `recompute` do not know, TypeError where the others
+    are neither True nor False.
     """
+
+    OFF: ClassVar[Fusion]
 
     norm: bool = True
     gate: bool = True
@@ -47,6 +50,9 @@ class Fusion:
         for name, known in (("frozen", get_args(Frozen)), ("recompute", get_args(Recompute))):
             if getattr(self, name) not in known:
                 raise ValueError(f"Fusion({name}={getattr(self, name)!r}): {name} is one of {', '.join(known)}.")
+        for name in ("norm", "gate", "joint", "adapters", "qk"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"Fusion({name}={getattr(self, name)!r}): {name} is True or False.")
 
     def without(self, *names: str) -> Fusion:
         """The same with these switched off: `frozen` keeps nothing then, and `recompute` computes nothing again.
@@ -69,6 +75,7 @@ class Fusion:
 
 _OFF = "no", "none"
 OFF = Fusion(norm=False, gate=False, joint=False, adapters=False, qk=False, frozen="no", recompute="none")
+Fusion.OFF = OFF
 
 
 def fusion_for(chosen: Fusion | None, x: torch.Tensor) -> Fusion:

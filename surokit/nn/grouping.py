@@ -220,7 +220,7 @@ def _frozen(
     fusion: Fusion,
 ) -> Frozen | None:
     """Where the first layer keeps the codes of the group's weights; None where there are none to keep."""
-    weights = [t.w for t in tensors]
+    weights = [t.w for t in tensors] + [s for layer in layers for s in layer.w_scales]
     b, b_t, storage = recipe.forward.b, recipe.grad_input.b, layers[0].storage
     worth = b is not None or (b_t is not None and fusion.frozen == "transposed")
     if storage is not None:  # it holds its codes; others beside them would cost the memory that storing it saved

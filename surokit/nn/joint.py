@@ -75,8 +75,9 @@ def lay_in_forward(layers: Sequence[nn.Module], fusion: Fusion) -> None:
     """The same as a forward begins, for layers that a recipe, a load or a copy has taken apart since.
 
     Nothing is moved in a process group: a sharded model's parameters are whole for a moment only, in memory that is not theirs.
+    Nor in inference mode, where nothing could be; the first forward outside it does.
     """
-    if not fusion.joint or (dist.is_available() and dist.is_initialized()):
+    if not fusion.joint or torch.is_inference_mode_enabled() or (dist.is_available() and dist.is_initialized()):
         return
     seen = vars(layers[0])
     if seen.get(LAID) != _addresses(layers):  # every forward comes by here

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from surokit.kernels import best
@@ -56,6 +57,7 @@ class _RMSNorm(torch.autograd.Function):
         return y_TK.view(x.shape)
 
     @staticmethod
+    @once_differentiable  # a kernel's result has no graph: an error is better than a gradient that is silently missing
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, r_T1 = ctx.saved_tensors
         dy_TK, x_TK = (t.reshape(-1, t.shape[-1]) for t in (dy, x))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from surokit.kernels import best
 from surokit.kernels.reference import qk as reference
@@ -68,6 +69,7 @@ class _Apart(torch.autograd.Function):
         return q_out, k_out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
         cos, sin, *kept = ctx.saved_tensors
         q, k, wq, wk, rq, rk = kept or (None,) * 6
@@ -103,6 +105,7 @@ class _Joint(torch.autograd.Function):
         return q_out, k_out, v
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> Any:
         cos, sin, *kept = ctx.saved_tensors
         joint, wq, wk, rq, rk = kept or (None,) * 5

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from surokit.kernels import best
 from surokit.kernels.reference import rope as reference
@@ -111,6 +112,7 @@ class _Rotate(torch.autograd.Function):
         return best(reference.rotate, x.device)(x, cos, sin)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         return best(reference.rotate, dy.device)(dy, cos, sin, back=True), None, None

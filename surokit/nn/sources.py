@@ -165,7 +165,10 @@ Source = Normed | Gated | Plain
 
 
 def is_hooked(module: nn.Module, but_forward_hooks: bool = False) -> bool:
-    """Whether a call of the module is more than its class' forward; `but_forward_hooks` says that these do not count."""
+    """Whether a call of the module is more than its class' forward; `but_forward_hooks` says that these do not count.
+
+    Hooks on all modules, as profilers have them, do not count: they see the modules that are called.
+    """
     hooks = [module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
     if not but_forward_hooks:
         hooks.append(module._forward_hooks)

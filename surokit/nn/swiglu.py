@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from surokit.kernels import best
@@ -27,6 +28,7 @@ class _SwiGLU(torch.autograd.Function):
         return best(reference.forward, gate.device)(gate, up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         gate, up = ctx.saved_tensors
         return best(reference.backward, dy.device)(dy, gate, up)

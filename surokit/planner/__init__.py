@@ -3,13 +3,14 @@
 what is planned     subject.py   a number of parameters, a config, a model: read once
                     configs.py   every family's config.json as a Shape
                     shape.py     the sizes of a decoder, and the matrices they make
-                    fusing.py    which operations of a step are one
+                    fusion.py    which operations of a step are one
 what it computes    flops.py     FLOPs a token, product by product
 what it holds       memory.py    bytes of one GPU, term by term, at the fullest moment of a step
-                    activations.py, tape.py     that step, replayed operation by operation; fused_layers.py: a fused one
+                    activations.py, tape.py     that step, replayed operation by operation; fused_activations.py: a fused one
 what it takes       hardware.py  GPUs, their peaks with sources (hardware.csv), what a calibration reached
                     cost.py      time and money of a run at a rate; goodput
-                    roofline.py  a step's time from rates and bandwidths; traffic.py: what it asks of them; fused.py: a fused one
+                    roofline.py  a step's time from rates and bandwidths
+                    traffic.py   what it asks of them; fused_traffic.py: a fused one
                     layers.py    one linear layer of it
                     communication.py, offload.py, energy.py
 asked backwards     questions.py what is the most that fits, how many GPUs, how many tokens

@@ -30,7 +30,7 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple, Protocol
 
 from surokit.planner.flops import Placement, Recompute, frozen
-from surokit.planner.fusing import Fused
+from surokit.planner.fusion import Fused
 from surokit.planner.shape import Shape
 from surokit.planner.tape import KEPT, LOGITS, Moment, Tape, Value
 

@@ -93,6 +93,8 @@ def faster(plan: Plan, *, gib: float | None = None) -> Faster:
         raise ValueError(f"faster() cannot tell: {missing}")
     ways = []
     for how, changes in _ways(plan):
+        if "transposed" in changes and not now.setup.fusion:
+            continue  # only a fused step keeps W'
         tried = now.but(**changes)
         before, after = now.estimate, tried.estimate
         assert before is not None

@@ -40,8 +40,8 @@ from surokit.planner.activations import LOSS_ELEMENTS as LOSS_ELEMENTS
 from surokit.planner.activations import LOSS_MIN_ROWS as LOSS_MIN_ROWS
 from surokit.planner.activations import Activations, replay
 from surokit.planner.flops import Placement, Recompute, frozen, operand_bits, placements
-from surokit.planner.fused_layers import FusedLayers
-from surokit.planner.fusing import UNFUSED, Fused
+from surokit.planner.fused_activations import FusedLayers
+from surokit.planner.fusion import UNFUSED, Fused
 from surokit.planner.shape import Shape, built_here
 from surokit.planner.tape import GRADIENTS, KEPT, LOGITS, PASSING, Moment
 

@@ -29,7 +29,7 @@ from surokit.planner.flops import (
     product_kinds,
     trained_parameters,
 )
-from surokit.planner.fusing import Transposed, read_fusion
+from surokit.planner.fusion import Transposed, read_fusion
 from surokit.planner.hardware import Gpu, find_gpu
 from surokit.planner.lines import Line, as_html, as_text, plan_answers, plan_lines, plan_notes
 from surokit.planner.memory import DTYPE_BYTES, SLACK, Layers, Memory, Setup, count_memory

@@ -30,7 +30,7 @@ from surokit.formats import TENSOR_CORES, Kind
 from surokit.planner import arguments, figures
 from surokit.planner.communication import GPUS_A_NODE, Communication, communicate
 from surokit.planner.flops import Compute, on_gpu, placements
-from surokit.planner.fused import FusedStep
+from surokit.planner.fused_traffic import FusedStep
 from surokit.planner.hardware import Gpu
 from surokit.planner.layers import Pass
 from surokit.planner.memory import DTYPE_BYTES, Setup

@@ -15,22 +15,21 @@ A replay draws the random numbers that the eager step would draw: the generator'
 
 from __future__ import annotations
 
-import gc
 import random
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from surokit.nn.delayed import banks_of
+from surokit.nn.delayed import amaxes_of, kept_amaxes
+from surokit.nn.products import Precision
+from surokit.train.cuda_graphs import Refused, Stale, reason_of
 from surokit.train.optim import AdamW
 from surokit.train.random_state import kept
 from surokit.train.stream import Batch
@@ -59,10 +58,6 @@ class Capture:
         return f"{self.state}: {self.why}"
 
 
-class Refused(Exception):
-    """Why a step cannot be a graph."""
-
-
 class DeviceGraphs(Protocol):
     """What capturing needs of a device. `mended` counts what puts an end to all graphs that were recorded before."""
 
@@ -79,71 +74,6 @@ class DeviceGraphs(Protocol):
 
     def clear(self) -> None:
         """Nothing that was recorded will be replayed again."""
-
-
-class CudaGraphs:
-    """CUDA graphs of one device, recorded on a stream of their own and in one memory pool."""
-
-    mended = 0
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
-
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        current, mode = torch.cuda.current_stream(self.device), torch.cuda.get_sync_debug_mode()
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Synchronization debug mode")
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                yield
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
-                current.wait_stream(self.stream)
-
-    def record(self, work: Callable[[], Any]) -> Callable[[], None]:
-        gc.collect()  # cycles may hold a step's memory
-        state = torch.cuda.get_rng_state(self.device)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # the stream by itself too: where a capture fails, torch's context leaves its own in force. Other threads, which
-            # prepare batches for instance, may go on with what a capture forbids
-            with (
-                torch.cuda.device(self.device),
-                torch.cuda.stream(self.stream),
-                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
-            ):
-                work()
-        except BaseException:
-            self._mend(state)
-            raise
-        replay: Callable[[], None] = graph.replay
-        return replay
-
-    def free_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self.device)[0])
-
-    def clear(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-        torch.cuda.empty_cache()
-
-    def _mend(self, state: Tensor) -> None:
-        """A capture that fails can leave torch's allocator and generator as if it went on: they are told that it does not.
-
-        The generator gets another state then, which graphs that were recorded before do not know: `mended` says so.
-        """
-        with suppress(Exception):
-            torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
-        generator = torch.cuda.default_generators[self.device.index]
-        try:
-            torch.empty(1, device=self.device).uniform_()
-        except RuntimeError:
-            generator.graphsafe_set_state(torch.Generator(self.device))
-            CudaGraphs.mended += 1
-        generator.set_state(state)
 
 
 def warn_off(why: str) -> None:
@@ -221,19 +151,13 @@ class Graphs:
         if missing and any(self._seen[key] < WARMUP for key, _ in missing):
             self._seen.update(set(keys))
             return False
-        if torch.is_autocast_enabled(self._engine.device.type):
-            return self._stays_eager("autocast is on, whose copies of weights a graph would keep")
+        if why := _in_force(self._engine.device):
+            return self._stays_eager(why)
         rests_on, _, hooked = self._look()
         if hooked:
             return self._stays_eager(f"hooks on {hooked}, which a graph would not call")
         if self._parts and rests_on != self._rests_on:
-            self._times += 1
-            if self._times > ANEW:
-                self._refuse(f"what the graphs rest on (weights, settings, modes) changed {self._times} times")
-                return False
-            self._forget()
-            self._seen.clear()
-            return self._stays_eager("weights, settings or modes changed, and the graphs are recorded anew")
+            return self._anew("weights, settings or modes changed")
         if len({key for key, _ in missing} | self._inputs.keys()) > SHAPES:
             return self._stays_eager(f"a shape beyond the {SHAPES} that are remembered")
         return not missing or self._try_to_record(parts, {graph: wanted[graph] for graph in missing}, rests_on)
@@ -269,6 +193,16 @@ class Graphs:
         self._eager[why] += 1
         return False
 
+    def _anew(self, why: str) -> bool:
+        """Graphs are recorded again after as many eager steps as at first, unless that was done too often."""
+        self._times += 1
+        if self._times > ANEW:
+            self._refuse(f"{why}, {self._times} times")
+            return False
+        self._forget()
+        self._seen.clear()
+        return self._stays_eager(f"{why}, and the graphs are recorded anew")
+
     def _refuse(self, why: str) -> None:
         self._refused = why
         self._forget()
@@ -289,11 +223,13 @@ class Graphs:
                 "not finite, so graphs could not be checked"
             )
         except Exception as error:
-            why = reason_of(error)
+            why, later = reason_of(error), isinstance(error, Stale)
         except BaseException:
             self._forget()
             raise
-        self._refuse(why)  # out here, where the error does not hold a step's memory
+        if later:  # out here, where the error does not hold a step's memory
+            return self._anew(why)
+        self._refuse(why)
         return False
 
     def _record(self, parts: Sequence[Batch], wanted: dict[tuple[Hashable, bool], Batch], rests_on: list[Any]) -> bool:
@@ -383,7 +319,7 @@ class Graphs:
             raise Refused(
                 f"there is no room to check it, {3 * size / 2**30:.1f} GiB; it takes few launches of a long step"
             )
-        changing += _amaxes(engine.model)
+        changing += amaxes_of(engine.model)
         before = [t.clone() for t in changing]
 
         def put_back() -> None:
@@ -413,15 +349,15 @@ class Graphs:
     def _undone(self) -> Iterator[None]:
         """What forward and backward leave behind is taken back: buffers, delayed scales, random states, gradients."""
         model = self._engine.model
-        held = [*model.buffers(), *_amaxes(model)]
-        before = [t.clone() for t in held]
+        buffers = list(model.buffers())
+        before = [t.clone() for t in buffers]
         model.zero_grad(set_to_none=True)
-        with kept(self._engine.device):
+        with kept(self._engine.device), kept_amaxes(model):
             try:
                 yield
             finally:
                 with torch.no_grad():
-                    for t, old in zip(held, before):
+                    for t, old in zip(buffers, before):
                         t.copy_(old)
                 model.zero_grad(set_to_none=True)
 
@@ -429,13 +365,13 @@ class Graphs:
         """Largest difference of a gradient, as a share of its norm or, if that is more, of a thousandth of all; 0: every bit."""
         if expected.keys() != self._gradients.keys():
             return torch.inf
-        pairs = [(self._gradients[p], there.to(self._gradients[p].device)) for p, there in expected.items()]
-        pairs.append((loss, expected_loss.to(loss.device)))
-        if all(_same_bits(a, b) for a, b in pairs):
-            return 0.0
-        norms = torch.stack([b.float().norm() for _, b in pairs])
-        gaps = torch.stack([(a.float() - b.float()).norm() for a, b in pairs])
-        return float((gaps / norms.clamp_min(1e-3 * norms.norm())).max())
+        rows, same = [], True
+        for found, there in [(loss, expected_loss), *((self._gradients[p], there) for p, there in expected.items())]:
+            there = there.to(found.device)  # one after the other, as there may be no room for all
+            same = same and _same_bits(found, there)
+            rows.append(torch.stack([(found - there).float().norm(), there.float().norm()]))
+        gaps, norms = torch.stack(rows).unbind(1)
+        return 0.0 if same else float((gaps / norms.clamp_min(1e-3 * norms.norm())).max())
 
     def _look(self) -> tuple[list[Any], list[Any], str]:
         """What the graphs rest on, as numbers; the objects whose ids these are; what has hooks, "". Host work of some
@@ -450,6 +386,8 @@ class Graphs:
             else:
                 found.append(id(value))
                 objects.append(value)
+                if isinstance(value, Precision) and value.scales is not None:
+                    found.append(value.scales.restored)
 
         for module in self._engine.model.modules():
             for name, value in vars(module).items():
@@ -479,11 +417,6 @@ class Graphs:
         return found, objects, hooked
 
 
-def _amaxes(model: nn.Module) -> list[Tensor]:
-    """What delayed scaling remembers."""
-    return [t for bank in banks_of(model) for t in (bank.history_HS, bank.in_force_S, bank.open_S, bank.cursor)]
-
-
 def _shape(part: Mapping[str, Any]) -> Hashable:
     """What a graph fixes of a batch: shapes, dtypes, and entries that are no tensors."""
     entries: list[Hashable] = []
@@ -493,6 +426,17 @@ def _shape(part: Mapping[str, Any]) -> Hashable:
         else:
             entries.append((name, value if isinstance(value, Hashable) else id(value)))
     return tuple(entries)
+
+
+def _in_force(device: torch.device) -> str:
+    """What the caller has switched on that a graph would keep or pass by; "" where there is nothing."""
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is on, whose copies of weights a graph would keep"
+    if torch.is_anomaly_enabled():
+        return "detect_anomaly is on, which a graph would not ask"
+    if torch._C._len_torch_dispatch_stack():
+        return "a mode that sees every operation is on, which a graph would not ask"
+    return ""
 
 
 def _no_update(optimizer: torch.optim.Optimizer) -> str:
@@ -523,31 +467,3 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
-
-
-def reason_of(error: BaseException) -> str:
-    """One clause that says why recording failed."""
-    chain: list[BaseException] = [error]
-    while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(before)
-    said = " ".join(map(str, chain))
-    if isinstance(error, Refused):
-        return str(error)
-    if any(isinstance(e, torch.OutOfMemoryError) for e in chain):
-        return "there is not enough memory to hold graphs beside the eager step"
-    if "synchronizing" in said or "stream is capturing" in said or "StreamCaptureUnsupported" in said:
-        return f"the step waits for the device{_place(chain[-1])}: something reads a value on the host, as .item() does"
-    if "current_seed" in said or "get_offset" in said or "philox_offset" in said:
-        return "the step reads the random state, as torch's checkpoint does unless it has preserve_rng_state=False"
-    first = str(chain[-1]).strip().splitlines() or [""]
-    return f"recording failed ({type(chain[-1]).__name__}: {first[0][:200]})"
-
-
-def _place(error: BaseException) -> str:
-    """ " in file.py, line n": the innermost frame that is neither torch's nor of this folder; "" where there is none."""
-    ours, torchs = Path(__file__).parent, Path(torch.__file__).parent
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if ours not in path.parents and torchs not in path.parents and path.suffix == ".py":
-            return f" in {path.name}, line {frame.lineno}"
-    return ""

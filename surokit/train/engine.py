@@ -11,17 +11,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from surokit import convert
-from surokit.train.capture import Capture, CudaGraphs, DeviceGraphs, Graphs, takes_rates, warn_off, why_not
+from surokit.train.capture import Capture, DeviceGraphs, Graphs, takes_rates, warn_off, why_not
+from surokit.train.cuda_graphs import CudaGraphs
 from surokit.train.optim import gradient_norm
 from surokit.train.random_state import RandomState
 from surokit.train.setup import loss_of, targets_in
 from surokit.train.stream import Batch
+
+T = TypeVar("T")
 
 # torch.compile's cold start takes one to two minutes; on CUDA fused operations and graphs take its place
 COMPILE_FROM_STEPS = {"cpu": 2000}
@@ -104,19 +107,24 @@ class Engine:
         """Forward and backward of all parts: (mean loss over the labels that count, their number), both on the device."""
         if self._graphs is not None and self._graphs.ready(parts):
             return self._graphs.gradients(parts)
+        return self.with_room(self.eager, parts)
+
+    def with_room(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
+        """What the work gives. Graphs that leave it no memory are given up, and it begins again with the same random numbers."""
         random = RandomState.capture(self.device, torch_only=True)
         try:
-            return self.eager(parts)
+            return work(*args, **options)
         except torch.OutOfMemoryError:
             if self._graphs is None or not self._graphs.make_room():
                 raise
-        # once more, without what graphs hold; delayed scales take the same amaxes again
-        self.model.zero_grad(set_to_none=True)
-        random.restore()
-        return self.eager(parts)
+        random.restore()  # out here, where the error does not hold a step's memory
+        return work(*args, **options)
 
     def eager(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """The same, operation by operation."""
+        """The gradients, operation by operation; what others left in .grad is no part of them."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
         targets, weights = self.weights(parts)
         if weights is None:
             return self.part(parts[0]).float(), targets

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from surokit import convert
 from surokit.data import check_vocabulary
 from surokit.models.fuse import Fusion, fuse, fusion_of
+from surokit.nn.delayed import kept_amaxes
 from surokit.recipe import Recipe, find_recipe
 from surokit.train import checkpoint as checkpoints
 from surokit.train.capture import Capture
@@ -45,7 +46,7 @@ from surokit.train.setup import (
     check_settings,
     claim_folder,
     loss_of,
-    options_of,
+    options_for_documents,
     parts_of,
     peak_gib,
     rebuild_model,
@@ -174,7 +175,7 @@ class Session:
         self.optimizer = build_optimizer(optimizer, model)
         self._engine = Engine(model, self.optimizer, clip, graphs)
         self._prefetch = Prefetch(self.device)
-        self._options = options_of(model)
+        self._for_documents = options_for_documents(model)
         self.records = Records(self.run_dir / "records.jsonl" if self.run_dir else None)
         self.evaluations: list[Evaluation] = []
         self.findings: list[Finding] = []
@@ -281,7 +282,7 @@ class Session:
         random, start_s = RandomState.capture(self.device, torch_only=True), time.perf_counter()
         start = self._event()
         try:
-            parts = [self._prefetch({**batch, **self._options}) for batch in with_targets(batches)]
+            parts = [self._prefetch(self._with_options(batch)) for batch in with_targets(batches)]
             lr = self._engine.set_rate(None if self.schedule is None else self.schedule(self.steps))
             with self._watched(parts):
                 loss, targets = self._engine.gradients(parts)
@@ -304,6 +305,9 @@ class Session:
         self._recent[record.step] = (parts, random)
         self._harvest()
         return record
+
+    def _with_options(self, batch: Batch) -> Batch:
+        return {**batch, **self._for_documents} if "position_ids" in batch else batch
 
     def _record(
         self,
@@ -357,12 +361,9 @@ class Session:
             if not due or not self._engine.compiled:
                 yield
                 return
-            scaling = convert.scaling_state(self.model)
-            with kept(self.device):
+            with kept(self.device), kept_amaxes(self.model):
                 loss_of(self.model(**parts[0])).backward()
             self.model.zero_grad(set_to_none=True)
-            if scaling:
-                convert.load_scaling_state(self.model, scaling)
         yield
 
     @property
@@ -421,14 +422,9 @@ class Session:
                 )
 
     def _explain(self, step: int, batches: Sequence[Batch], random: RandomState) -> None:
-        scaling = convert.scaling_state(self.model)
-        try:
-            with kept(self.device):
-                random.restore()
-                finding = find_first_bad(self.model, batches, step)
-        finally:
-            if scaling:
-                convert.load_scaling_state(self.model, scaling)
+        with kept(self.device), kept_amaxes(self.model):
+            random.restore()
+            finding = self._engine.with_room(find_first_bad, self.model, batches, step)
         self.findings.append(finding)
         self._pause_clock()
         if len(self.findings) == 1:
@@ -484,9 +480,9 @@ class Session:
         with self._aside(), torch.no_grad():
             for batch in source:
                 check_batch(batch)
-                batch = self._engine.to_device({**batch, **self._options})
+                batch = self._engine.to_device(self._with_options(batch))
                 targets = targets_in(batch)
-                loss = loss_of(self.model(**batch))
+                loss = loss_of(self._engine.with_room(self.model, **batch))
                 # a batch without labels has a mean of nothing
                 total += torch.where(targets > 0, loss.to(total.dtype) * targets, 0)
                 count += targets

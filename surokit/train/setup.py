@@ -73,9 +73,10 @@ def vocabulary_of(model: nn.Module) -> int:
     return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=sys.maxsize)
 
 
-def options_of(model: nn.Module) -> dict[str, Any]:
-    """What forward is told beside the batch: a model of transformers that keeps keys and values, as it does unless told not to,
-    takes a packed row for one document, and its cache has no use in training."""
+def options_for_documents(model: nn.Module) -> dict[str, Any]:
+    """What forward is told beside a batch with position_ids: a model of transformers that keeps keys and values, as it does unless
+    told not to, takes a packed row for one document. Told not to, it looks for documents, which waits for the device.
+    """
     caches = getattr(getattr(model, "config", None), "use_cache", False)
     return {"use_cache": False} if caches and "use_cache" in inspect.signature(model.forward).parameters else {}
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import sys
 from typing import Any
 
@@ -23,6 +24,7 @@ from surokit.train.session import Session
 
 CPU = torch.device("cpu")
 PLAN = {"gib": 5.0, "memory_gib": 80.0, "flops_per_token": 3e9, "peak_tflops": 989.0, "floor_ms": 50.0}
+PLAN |= {"predicted_tokens_per_s": 50e3}
 
 
 @pytest.fixture(autouse=True)
@@ -414,8 +416,38 @@ def test_bad_arguments_are_one_sentence(capsys, tmp_path):
     assert "There is no part 'nonsense': known are must, sizes," in capsys.readouterr().err
     assert main(["gpu", "--minutes", "0", "--rehearse"]) == 2
     assert "minutes=0.0: a number above zero" in capsys.readouterr().err
+    (tmp_path / "a file").touch()
+    for out, why in ((tmp_path, "is a folder"), (tmp_path / "a file" / "gpu.json", "cannot be written")):
+        for command in (["gpu", "--rehearse"], ["predicted"]):
+            assert main([*command, "--out", str(out)]) == 2
+            assert f"{out} {why}" in capsys.readouterr().err
+    assert main(["tables", str(tmp_path / "none.md")]) == 2
+    assert "none.md" in capsys.readouterr().err
     assert main(["gpu", "--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(PARTS)
+
+
+def test_an_interrupted_call_says_what_is_kept(capsys, monkeypatch, tmp_path):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "run", interrupted)
+    assert main(["gpu", "--rehearse", "--out", str(tmp_path / "gpu.json")]) == 130
+    assert "stopped; what was finished is in the file, and the same command goes on." in capsys.readouterr().err
+
+
+def test_a_session_that_was_interrupted_measures_nothing():
+    ids = torch.randint(32, (2, 8))
+    model = sk.Decoder(sk.DecoderConfig(layers=1, width=16, heads=1, kv_heads=1, vocab=32, ffn=32))
+
+    def stops(session):
+        session.stop()
+        return {}
+
+    session = sk.Session(model, [{"input_ids": ids, "labels": ids}], schedule=None, meters=[stops])
+    with pytest.raises(KeyboardInterrupt):
+        correct.run(session, 5)
+    assert session.steps < 5
 
 
 # -- processes
@@ -606,20 +638,36 @@ def test_what_was_measured_stands_beside_the_bars(data):
     assert bf16[6] == "3.00 (2.00 to 3.05)"
     assert bf16[8] == f"{61e3 * 3e9 / 989e12:.1%}"
     assert bf16[9] == f"{50 / (16384 / 61e3 * 1e3):.1%}"
-    assert bf16[10:14] == ["1.2%", "8", "10.0 / 12.0", "3.5"]
+    assert bf16[10:15] == ["122%", "1.2%", "8", "10.0 / 12.0", "3.5"]
     qfp8 = line_of(text, "| 0.6b lora qfp8 |")
     assert qfp8[2:6] == ["0.9 x BF16", "90k", "125k", "gate"]  # 57 of 61 is more than 0.9
     assert qfp8[7].startswith("0.93")
-    assert qfp8[14:] == ["0.00%", "no graphs: the model has hooks"]
+    assert qfp8[15:] == ["0.00%", "no graphs: the model has hooks"]
     assert line_of(text, "| 8b full fp8 |")[1:5] == ["not measured", "9.5k", "14k", "17k"]
     assert text.count("not measured") == len(TARGETS) - 3
     assert "NVIDIA H200" in text
     assert "commit abc" in text
 
 
+def test_every_row_has_a_cell_for_each_heading(data):
+    tables = re.findall(r"(?m)(?:^\|.*\n)+", gpu_table.table(data))
+    assert len(tables) == 2
+    assert all(len({line.count("|") for line in text.splitlines()}) == 1 for text in tables)
+
+
+def test_a_share_of_bf16_is_judged_by_the_ratio_that_is_shown(data):
+    for number, rates in enumerate(((50e3, 56e3), (60e3, 50e3), (70e3, 62e3))):  # medians: 0.93; turn by turn: 0.89
+        for recipe, rate in zip(("bf16", "qfp8"), rates):
+            data["gpu"][f"turn/0.6b lora/{number}/{recipe}"]["tokens_per_s"] = rate
+    qfp8 = line_of(gpu_table.table(data), "| 0.6b lora qfp8 |")
+    assert qfp8[7].startswith("0.89")
+    assert qfp8[5] == "no"
+
+
 def test_bars_of_another_device_are_not_reached(data):
-    data["environment"]["device"] = "NVIDIA H100 80GB HBM3"
-    assert line_of(gpu_table.table(data), "| 0.6b lora bf16 |")[5] == ""
+    for device in ("NVIDIA H100 80GB HBM3", "NVIDIA GH200 120GB"):
+        data["environment"]["device"] = device
+        assert line_of(gpu_table.table(data), "| 0.6b lora bf16 |")[5] == ""
 
 
 def test_techniques_are_held_against_the_first_of_their_group(data):
@@ -630,7 +678,10 @@ def test_techniques_are_held_against_the_first_of_their_group(data):
 
 def test_verdicts_stand_below(data):
     text = gpu_table.table(data)
-    assert "- qfp8 over Unsloth BF16, mean of 0.6b: 2.80 x (bar 1.5, goal 2.0): goal reached" in text
+    assert (
+        "- qfp8 over Unsloth BF16, mean of 0.6b: 2.80 x (bar 1.5, goal 2.0): goal reached so far, on these models alone"
+        in text
+    )
     assert "- 0.6b lora qfp8: 0.93 x its own BF16 (at least 0.9): holds" in text
     assert "idle 1.3% (below 2%: holds), drift -4.1% (within 3%: does not hold)" in text
     assert "- 0.6b lora qfp8: peak 10.0 GiB, below Unsloth BF16's 10.0: does not hold" in text

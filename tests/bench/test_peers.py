@@ -42,7 +42,7 @@ def test_transformers_and_ours_compute_the_same_from_the_same(files, train):
     work = {**files, "train": train}
     losses, held_out, trained = {}, {}, {}
     for name in ("transformers", "surokit bf16"):
-        worker = rivals.Worker(name, work)
+        worker = rivals.Racing(name, work)
         answer = worker.answer({"steps": 5})
         assert answer["steps"] == 5
         assert answer["tokens"] == 5 * WORK.tokens
@@ -60,7 +60,7 @@ def test_all_systems_start_from_the_same_adapters(files):
     pytest.importorskip("peft")
     first = {}
     for name in ("transformers", "surokit qfp8"):
-        model = rivals.Worker(name, {**files, "train": "lora"}).runner.model
+        model = rivals.Racing(name, {**files, "train": "lora"}).runner.model
         named = ((rivals._PROJECTION.findall(n), p) for n, p in model.named_parameters() if "lora_A" in n)
         first[name] = {layer: p for (layer,), p in named}
         assert all((p == 0).all() for n, p in model.named_parameters() if "lora_B" in n)
@@ -119,8 +119,9 @@ class Fake:
         if ("turn", self.name) in self.broken and self.step > 2:
             raise Failed("it ended")
         count = request["steps"]
-        losses = [5.0 - 0.1 * (self.step + i) for i in range(count)]
-        self.step += count
+        made = count + request.get("before", 0)
+        losses = [5.0 - 0.1 * (self.step + i) for i in range(made)]
+        self.step += made
         tokens = count * self.work["batch"] * self.work["length"] * self.work["accumulate"]
         seconds = tokens / (200.0 if self.name.startswith("s") else 100.0)
         return {"seconds": seconds, "steps": count, "tokens": tokens, "losses": losses, "peak_mib": 50.0}
@@ -158,7 +159,7 @@ def test_systems_take_turns_with_the_baseline(fake, tmp_path):
     entries = peers.shown(data)
     assert [e["system"] for e in entries] == [t, s, "surokit fp8"]
     assert [peers.ratios(e) for e in entries] == [[1.0] * 4, [2.0] * 2, [2.0] * 2]
-    assert all(len(e["losses"]) == peers.WARM_UP + 2 * 2 for e in entries)
+    assert all(len(e["losses"]) == peers.WARM_UP + 2 * (peers.AGAIN + 2) for e in entries)
     assert all(peers.agrees(e, entries[0]) for e in entries)
     assert peers.matched(entries[1], entries[0]) == 2.0
     assert data["missing"].keys() == {"unsloth", "liger"}  # if not for want of a package, then of a GPU
@@ -168,6 +169,7 @@ def test_systems_take_turns_with_the_baseline(fake, tmp_path):
 def test_the_table_the_turns_and_the_picture(fake, tmp_path):
     data = fake(tmp_path)
     text = peers.table(data)
+    assert text.startswith("A rehearsal on a processor: its numbers mean nothing.\n\n| work |")
     assert "| tiny lora equal | transformers (baseline) | 2 x 32 x 2 | 100 (100 to 100) |  |" in text
     assert (
         "| tiny lora equal | surokit bf16 | 2 x 32 x 2 | 200 (200 to 200) | 2.00 (2.00 to 2.00) | 2.00 | 50 | 1.00 |"
@@ -253,7 +255,7 @@ def entry(
 
 def raw(*entries):
     found = {peers._group(e).key(e["system"]): e for e in entries}
-    return {"benchmark": "peers", "settings": {}, "environment": {"device": "H200"}, "peers": found}
+    return {"benchmark": "peers", "rehearsal": False, "settings": {}, "environment": {"device": "H200"}, "peers": found}
 
 
 def test_speed_is_matched_by_the_steps_to_a_loss():
@@ -319,6 +321,6 @@ def test_a_rehearsal_in_processes(tmp_path):
     baseline, ours = peers.shown(data)
     assert peers.agrees(ours, baseline)
     assert ours["held_out"] == pytest.approx(baseline["held_out"], rel=0.005)
-    assert len(ours["losses"]) == peers.WARM_UP + 2
+    assert len(ours["losses"]) == peers.WARM_UP + 2 * (peers.AGAIN + 1)
     assert 0 < ours["first_step_s"] < ours["warm_up_s"]
     assert "does not compute" not in peers.table(data)

@@ -3,6 +3,7 @@
 With --rehearse the bodies run on the CPU, with the stand-in of tests/train/replay.py.
 """
 
+import gc
 import time
 
 import numpy as np
@@ -147,6 +148,31 @@ def test_where_it_fails_the_run_goes_on(model, device):
     after.run(6)
     assert after.graphs.state == "on", after.graphs
     assert losses(after) == pytest.approx(losses(toy_run(device)), rel=1e-4)
+
+
+def test_memory_of_a_capture_that_fails_comes_back(cuda):
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(cuda)
+    session = toy_session(cuda, Forbidden(), clip=None)
+    session.run(6)
+    assert session.graphs.state == "off", session.graphs
+    del session
+    gc.collect()
+    torch.cuda.empty_cache()  # raises where a pool was given back twice
+    assert torch.cuda.memory_reserved(cuda) - before < 64 * 2**20  # workspaces of cuBLAS
+
+
+def test_what_holds_autograd_on_another_stream_delays_recording(cuda):
+    session = toy_session(cuda)
+    batch = {name: t.to(cuda) for name, t in make_batches(1)[0].items()}
+    held = session.model(**batch).loss
+    session.run(WARMUP + 1)
+    print(session.graphs)
+    assert session.graphs.state == "waiting", session.graphs
+    del held
+    session.run(WARMUP + 2)
+    assert session.graphs.state == "on", session.graphs
+    assert "1 step eager: autograd waits for another stream" in session.graphs.why
 
 
 def toy_run(device):

@@ -252,6 +252,9 @@ def test_logits_are_made_when_they_are_read():
     assert out["loss"] is out.loss
     assert out.logits is out.logits is out["logits"]
     assert error(out.logits.detach(), whole.logits.detach()) < 1e-5
+    assert out.get("logits") is out[1] is out[:2][1] is out.to_tuple()[1] is out.logits
+    assert out[0] is out.loss
+    assert out[2] is out.to_tuple()[2] is out.past_key_values
     out.logits.sum().backward()
     assert model.lm_head.weight.grad is not None
     for other in (model(input_ids=IDS), model.eval()(input_ids=IDS, labels=LABELS)):
@@ -390,13 +393,29 @@ def test_a_transformers_that_computes_otherwise(monkeypatch):
         foreign.computes_alike.cache_clear()
 
 
+def test_codes_are_kept_no_longer_than_they_are_wanted():
+    model = family("llama2")
+    sk.apply(model, sk.FP8_BLOCK.lora(rank=4))
+    fuse(model)
+    trained(model)
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    assert any(layer.frozen for layer in layers)
+    fuse(model, OFF)
+    trained(model)
+    assert not any(vars(layer).get("frozen") for layer in layers)
+
+
 def test_fields_it_does_not_have():
     model = family("llama2")
-    with pytest.raises(TypeError, match="fields of surokit.Fusion, not nrom"):
+    with pytest.raises(TypeError, match="fields of surokit.Fusion .norm, .*recompute., not nrom"):
         fuse(model, nrom=False)
     with pytest.raises(ValueError, match="recompute is one of none, selective, full"):
         fuse(model, recompute="half")
     assert type(model.model.layers[0].mlp) is LlamaMLP
+    with pytest.raises(TypeError, match="takes a surokit.Fusion, not None: Fusion.OFF"):
+        fuse(model, None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="torch.nn.Module, not a str"):
+        fuse("llama")  # type: ignore[arg-type]
 
 
 def test_loads_into_a_decoder_as_ever(tmp_path):

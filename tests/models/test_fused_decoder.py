@@ -238,6 +238,18 @@ def test_it_stays_together_where_it_moves():
     assert all_side_by_side(model)
 
 
+def test_laid_by_the_first_forward_that_may():
+    model = decoder()
+    for module in model.modules():
+        if isinstance(module, (Attention, MLP)):
+            module.fusion = Fusion()
+    with torch.inference_mode():
+        model(IDS)
+    assert not all_side_by_side(model)
+    model(IDS)
+    assert all_side_by_side(model)
+
+
 @pytest.mark.parametrize("recipe", [sk.BF16, sk.QFP8, sk.QNF4], ids=recipe_id)
 def test_saved_as_ever(tmp_path, recipe):
     models = {}

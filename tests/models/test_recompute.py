@@ -151,6 +151,20 @@ def test_compiled():
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
 
 
+def test_earlier_keys_in_a_cache_are_seen():
+    """A block that is computed again starts without a cache, so one that has something to see there is not."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.Qwen3Config(**sizes, head_dim=8, num_hidden_layers=2, vocab_size=96, pad_token_id=None)
+    model = transformers.Qwen3ForCausalLM(config).train()
+    losses = []
+    for recompute in ("none", "full"):
+        fuse(model, recompute=recompute)
+        with torch.no_grad():
+            cache = model(IDS[:, :9]).past_key_values
+        losses.append(model(IDS[:, 9:], labels=IDS[:, 9:], past_key_values=cache).loss)
+    assert torch.equal(*losses)
+
+
 @pytest.mark.parametrize("own", [False, True], ids=["ours", "transformers' own beside it"])
 def test_of_a_transformers_model(own):
     torch.manual_seed(0)

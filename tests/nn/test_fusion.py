@@ -9,7 +9,7 @@ from surokit.nn.fusion import OFF, Fusion, fusion_for
 
 
 def test_everything_is_on_by_itself_and_off_in_off():
-    assert Fusion().without(*(f.name for f in fields(Fusion))) == OFF
+    assert Fusion().without(*(f.name for f in fields(Fusion))) == OFF == Fusion.OFF
     for field in fields(Fusion):
         less = Fusion(frozen="transposed", recompute="full").without(field.name)
         assert getattr(less, field.name) == getattr(OFF, field.name)
@@ -37,6 +37,8 @@ def test_unknown_words_are_named():
         Fusion(frozen="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="recompute='some'.*one of none, selective, full"):
         Fusion(recompute="some")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="norm='no'.*True or False"):
+        Fusion(norm="no")  # type: ignore[arg-type]
 
 
 def test_where_it_holds():

@@ -39,6 +39,22 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(attention, (leaf(1, 4, 5, 6), leaf(1, 2, 5, 6), leaf(1, 2, 5, 6)))
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: rms_norm(x, torch.ones(8)),
+        lambda x: swiglu(x, x),
+        lambda x: apply_rope(x, torch.ones(3, 4), torch.ones(3, 4)),
+    ],
+    ids=["norm", "swiglu", "rope"],
+)
+def test_a_gradient_of_the_gradient_is_an_error(fn):
+    x = leaf(2, 3, 4, 8, dtype=torch.float32)
+    (dx,) = torch.autograd.grad(fn(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
 def test_little_is_kept_for_backward():
     x, w, y = leaf(64, 256, dtype=torch.bfloat16), leaf(256, dtype=torch.bfloat16), leaf(64, 256, dtype=torch.bfloat16)
     assert saved_bytes(rms_norm, x, w) == 64 * 4  # a number a row

@@ -86,6 +86,15 @@ def test_what_backward_keeps(joint):
     assert sum(t.numel() for t in held) == 2 * T * D // 2  # the tables
 
 
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_gradient_of_the_gradient_is_an_error(joint):
+    x = torch.randn(B, T, sum(SIZES), requires_grad=True)
+    q, _, _ = split_heads(x.split(SIZES, -1), x if joint else None, D, *tables(), norms(), Fusion())
+    (dx,) = torch.autograd.grad(q.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
 def test_frozen_norms_and_two_epsilons():
     for options in ({"frozen": True}, {"eps": (1e-5, 1e-2)}):
         for a, b in zip(computed(Fusion(), True, True, **options), computed(OFF, False, True, **options)):

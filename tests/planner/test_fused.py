@@ -16,8 +16,8 @@ from surokit.nn.delayed import DelayedScales
 from surokit.nn.fusion import OFF, Fusion
 from surokit.planner import plan as planner_plan
 from surokit.planner.flops import count_flops
-from surokit.planner.fused import FusedStep
-from surokit.planner.fusing import UNFUSED, Fused, comes_quantized, read_fusion
+from surokit.planner.fused_traffic import FusedStep
+from surokit.planner.fusion import UNFUSED, Fused, comes_quantized, read_fusion
 from surokit.planner.hardware import find_gpu
 from surokit.planner.memory import Setup
 from surokit.planner.roofline import GRAPH_LAUNCH_US
@@ -331,6 +331,10 @@ def test_what_makes_a_step_faster():
     # no room for what recompute saved, nor for W'
     tight = unfused.faster(gib=unfused.memory.gib + 1)
     assert [way.why for way in tight.ways] == ["taken", "no faster here", "does not fit", "does not fit"]
+    tighter = unfused.faster(gib=unfused.memory.gib - 1)
+    assert not any(way.taken for way in tighter.ways)
+    assert "fusion='fused'" in [way.how for way in tighter.ways]
+    assert "transposed='cached'" not in [way.how for way in tighter.ways]
     assert found.plan.faster().ways[0].how == "graphs=True"
     assert "gets no faster by any of these" in repr(found.plan.faster())
     sheet = unfused.but(gpu="H200").faster()

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import surokit as sk
-from surokit.train import AdamW, AdamW8bit, Cosine, Session
+from surokit.train import AdamW, AdamW8bit, Cosine, Session, cuda_graphs
 from surokit.train import capture as capturing
 from surokit.train.engine import Engine
-from tests.train.replay import Replays, graphed
+from tests.train.replay import NoReads, Replays, graphed
 from tests.train.toys import VOCAB, Toy, assert_same_state, make_batches, make_session
 
 Make = Callable[[], Session]
@@ -206,6 +206,31 @@ def test_a_step_that_is_not_finite_checks_nothing() -> None:
     assert graphs.graphs.why.endswith("1 step eager: not finite, so graphs could not be checked")
 
 
+def test_codes_of_frozen_weights_outlive_a_search() -> None:
+    """What was kept before it is still right after it: nothing is recorded anew, whoever runs forward next."""
+
+    def make() -> Session:
+        class Bursts(nn.Module):
+            def __init__(self, model: nn.Module) -> None:
+                super().__init__()
+                self.model = model
+
+            def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+                return SimpleNamespace(loss=self.model(input_ids, labels).loss / (input_ids[0, 0] != 1).float() ** 8)
+
+        inner = fused(decoder(sk.FP8.lora(rank=4)))
+        data: Any = inner.data.source
+        for number, batch in enumerate(data):
+            batch["input_ids"][0, 0] = int(number == 3)
+        return Session(Bursts(inner.model), data, optimizer=AdamW(lr=torch.tensor(3e-3)), eval=data[:1], eval_every=2)
+
+    eager, graphs, _ = pair(make)
+    with pytest.warns(UserWarning, match="not finite"):
+        assert_same_run(eager, graphs, 12)
+    assert graphs.graphs.why == "forward, backward and update, equal to the eager step"
+    assert [e.loss for e in graphs.evaluations] == [e.loss for e in eager.evaluations]
+
+
 class TestShapes:
     def test_several_share_gradients_and_update(self) -> None:
         """Parts of one step may differ in shape, too."""
@@ -282,6 +307,50 @@ class TestEagerStepsBetween:
         assert_same_run(eager, graphs, 2)
         assert "2 steps eager: autocast is on" in graphs.graphs.why
 
+    def test_anomalies_are_looked_for(self) -> None:
+        session = graphed(toy(recipe=sk.FP8_ROWWISE))
+        session.run(4)
+        with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
+            session.run(1)
+        assert "1 step eager: detect_anomaly is on" in session.graphs.why
+
+    def test_modes_see_every_operation(self) -> None:
+        session = graphed(toy())
+        session.run(4)
+        with NoReads():
+            session.step(make_batches(1)[0])
+        assert "1 step eager: a mode that sees every operation is on" in session.graphs.why
+
+    def test_gradients_that_others_left_are_no_part_of_a_step(self) -> None:
+        eager, graphs, _ = pair(toy)
+        clean = toy()
+        for _ in range(3):
+            for session in (eager, graphs):
+                session.model(**make_batches(1)[0]).loss.backward()
+            assert_same_run(eager, graphs, 2)
+        clean.run(6)
+        assert clean.records.column("grad_norm").tolist() == graphs.records.column("grad_norm").tolist()
+
+    @pytest.mark.parametrize("what", ["evaluate", "explain"])
+    def test_memory_for_other_work_is_made(self, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        session = graphed(toy())
+        session.run(4)
+        forward, graphs = session.model.forward, session._engine._graphs
+        assert graphs is not None
+
+        def full(*args: Any, **options: Any) -> Any:
+            if graphs._parts:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return forward(*args, **options)
+
+        monkeypatch.setattr(session.model, "forward", full)
+        if what == "evaluate":
+            assert session.evaluate(make_batches(1)) > 0
+        else:
+            with pytest.warns(UserWarning, match="a replay of the batch was finite"):
+                session._explain(4, make_batches(1), session._random)
+        assert "left no memory" in str(session.graphs)
+
     def test_memory_for_one_is_made(self) -> None:
         class Large(Toy):
             """Has room for an eager step where no graph is."""
@@ -346,9 +415,16 @@ class TestWhatChangesUnderGraphs:
     def training(session: Session) -> None:
         session.model.get_parameter("hidden.weight").requires_grad_(False)
 
-    @pytest.mark.parametrize("change", ["weight_decay", "rate", "moments", "weights", "dropout", "mode", "training"])
+    @staticmethod
+    def scales(session: Session) -> None:
+        state = sk.convert.scaling_state(session.model)
+        sk.convert.load_scaling_state(session.model, state)
+
+    @pytest.mark.parametrize(
+        "change", ["weight_decay", "rate", "moments", "weights", "dropout", "mode", "training", "scales"]
+    )
     def test_is_seen(self, change: str) -> None:
-        eager, graphs, _ = pair(lambda: toy(schedule=None))
+        eager, graphs, _ = pair(lambda: toy(schedule=None, recipe=sk.FP8 if change == "scales" else None))
         assert_same_run(eager, graphs, 4)
         for session in (eager, graphs):
             getattr(self, change)(session)
@@ -432,6 +508,51 @@ class Forgets(Replays):
         return lambda: None
 
 
+class HeldFirst(Replays):
+    """A loss of an earlier forward is held the first times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def rehearsal(self) -> Any:
+        self.times -= 1
+        if self.times >= 0:
+            raise cuda_graphs.Stale("autograd waits for another stream")
+        return super().rehearsal()
+
+
+def test_what_passes_is_waited_for() -> None:
+    eager, graphs = toy(), graphed(toy(), HeldFirst(1))
+    assert_same_run(eager, graphs, 7)
+    assert graphs.graphs.state == "on"
+    assert graphs.graphs.why.endswith(
+        "1 step eager: autograd waits for another stream, and the graphs are recorded anew"
+    )
+    eager, graphs = toy(), graphed(toy(), HeldFirst(99))
+    assert_same_run(eager, graphs, 20)
+    assert str(graphs.graphs) == f"off: autograd waits for another stream, {capturing.ANEW + 1} times"
+
+
+def test_gradients_are_compared_one_after_the_other() -> None:
+    """There may be no room for them all: 0 where every bit is the same, else the largest share of a norm."""
+    session = graphed(toy())
+    graphs = session._engine._graphs
+    assert graphs is not None
+    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    graphs._gradients = {a: torch.tensor([3.0, 4.0]), b: torch.tensor([0.0, 1e-4])}
+    loss, expected = torch.tensor(1.0), {a: torch.tensor([3.0, 4.0]), b: torch.tensor([0.0, 1e-4])}
+    assert graphs._difference(loss, loss, expected) == 0.0
+    expected[a][0] += 0.05
+    assert graphs._difference(loss, loss, expected) == pytest.approx(0.05 / expected[a].norm().item())
+    expected[a][0] = 3.0
+    expected[b].neg_()  # of a tensor far below all others a thousandth of all counts
+    assert graphs._difference(loss, loss, expected) == pytest.approx(2e-4 / (1e-3 * 26**0.5), rel=1e-3)
+    graphs._gradients[a][0] = math.nan
+    assert not graphs._difference(loss, loss, expected) <= capturing.TOLERANCE
+    assert graphs._difference(loss, loss, {}) == math.inf
+
+
 def test_the_line_that_waits_is_named() -> None:
     def forward() -> None:
         raise RuntimeError("called a synchronizing CUDA operation")
@@ -439,10 +560,10 @@ def test_the_line_that_waits_is_named() -> None:
     with pytest.raises(RuntimeError) as caught:
         forward()
     line = forward.__code__.co_firstlineno + 1
-    assert capturing.reason_of(caught.value) == (
+    assert cuda_graphs.reason_of(caught.value) == (
         f"the step waits for the device in test_capture.py, line {line}: something reads a value on the host, as .item() does"
     )
-    assert capturing.reason_of(ValueError("odd\nand more")) == "recording failed (ValueError: odd)"
+    assert cuda_graphs.reason_of(ValueError("odd\nand more")) == "recording failed (ValueError: odd)"
 
 
 class Invalid(Replays):
@@ -663,6 +784,13 @@ class FakeCuda:
             def replay(self) -> None:
                 fake.log.append("replay")
 
+            def pool(self) -> Any:
+                if broken:
+                    raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+
+            def reset(self) -> None:
+                fake.log.append("reset")
+
         class Context:
             def __init__(self, *args: Any, **options: Any) -> None:
                 self.options = options
@@ -704,7 +832,11 @@ class FakeCuda:
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch, "empty", empty)
         monkeypatch.setattr(torch, "Generator", lambda device: None)
-        monkeypatch.setattr(capturing.CudaGraphs, "mended", 0)
+        monkeypatch.setattr(cuda_graphs.CudaGraphs, "mended", 0)
+        for name in ("endAllocateTo", "release"):
+            monkeypatch.setattr(
+                torch._C, f"_cuda_{name}Pool", lambda *_, name=name: fake.log.append(name), raising=False
+            )
 
 
 class TestCudaGraphs:
@@ -712,7 +844,7 @@ class TestCudaGraphs:
 
     def test_a_rehearsal_is_where_recording_will_be(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cuda = FakeCuda(monkeypatch)
-        graphs = capturing.CudaGraphs(self.device)
+        graphs = cuda_graphs.CudaGraphs(self.device)
         with graphs.rehearsal():
             assert cuda.mode == "error"
         assert cuda.mode == 0
@@ -723,20 +855,47 @@ class TestCudaGraphs:
 
     def test_what_is_recorded_is_replayed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cuda = FakeCuda(monkeypatch)
-        replay = capturing.CudaGraphs(self.device).record(lambda: cuda.log.append("work"))
+        replay = cuda_graphs.CudaGraphs(self.device).record(lambda: cuda.log.append("work"))
         replay()
         assert cuda.log == ["capture, thread_local", "work", "replay"]
+
+    def test_a_parameter_that_is_tied_to_another_stream_is_found_before_a_capture(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        FakeCuda(monkeypatch)
+        graphs = cuda_graphs.CudaGraphs(self.device)
+        with pytest.raises(cuda_graphs.Stale, match="another stream"), graphs.rehearsal():
+            warnings.warn(f"{cuda_graphs.STALE} the stream of the node that produced the gradient.", stacklevel=1)
+        with graphs.rehearsal():
+            warnings.warn("Was said in the steps before.", stacklevel=1)
+        assert not torch.is_warn_always_enabled()
 
     @pytest.mark.parametrize("stuck", [False, True])
     def test_a_capture_that_fails_leaves_the_generator_at_work(
         self, stuck: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         cuda = FakeCuda(monkeypatch, broken=True, stuck=stuck)
-        graphs = capturing.CudaGraphs(self.device)
+        graphs = cuda_graphs.CudaGraphs(self.device)
         with pytest.raises(RuntimeError, match="during capture"):
             graphs.record(lambda: None)
-        assert cuda.log[1:] == ["generator gets another state"] * stuck + ["generator set to state"]
+        mended = ["generator gets another state"] * stuck + ["generator set to state"]
+        assert cuda.log[1:] == ["reset", "endAllocateTo", *mended]
         assert graphs.mended == stuck
+
+    @pytest.mark.parametrize(
+        ("version", "broken", "given_back"),
+        [("2.11.0+cu128", True, 1), ("2.11.0+cu128", False, 0), ("2.13.0+cu128", True, 0)],
+    )
+    def test_memory_of_a_capture_that_fails_is_given_back_once(
+        self, version: str, broken: bool, given_back: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An interrupt ends a capture in order, and torch gives all back itself; so do versions from 2.13 on, or leak."""
+        cuda = FakeCuda(monkeypatch, broken=broken)
+        monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+        with pytest.raises((RuntimeError, KeyboardInterrupt)):
+            cuda_graphs.CudaGraphs(self.device).record(interrupt)
+        assert cuda.log.count("release") == given_back
+        assert cuda.log.index("reset") < cuda.log.index("endAllocateTo")
 
     def test_a_generator_that_was_mended_ends_older_graphs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of every session: they would go on drawing from the state that it had."""

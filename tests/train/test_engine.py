@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,27 @@ def test_a_read_is_noticed() -> None:
 def test_what_counts_as_a_read(call: Any) -> None:
     with NoReads(), pytest.raises(RuntimeError, match="synchronizing"):
         call(torch.ones(4))
+
+
+def test_only_packed_rows_go_without_a_cache() -> None:
+    """Without one transformers looks for documents, and waits for the device to find none."""
+
+    class Caches(Toy):
+        config = SimpleNamespace(use_cache=True)
+
+        def forward(
+            self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Any = None, use_cache: Any = None
+        ) -> Any:
+            told.append(use_cache)
+            return super().forward(input_ids, labels)
+
+    told: list[Any] = []
+    batch = make_batches(1)[0]
+    session = make_session(Caches())
+    for given in (batch, {**batch, "position_ids": torch.arange(12).repeat(len(batch["input_ids"]), 1)}):
+        session.step(given)
+        session.evaluate([given])
+    assert told == [None, None, False, False]
 
 
 class TestRates:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from surokit.planner.flops import Compute, Placement, Product
-from surokit.planner.fusing import comes_quantized
+from surokit.planner.fusion import comes_quantized
 from surokit.planner.hardware import Gpu
 from surokit.planner.layers import Kernel, Pass, turn
 from surokit.planner.memory import Setup
