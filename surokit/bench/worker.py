@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -177,7 +178,7 @@ def fusion_of(c: Configuration) -> Fusion:
     if c.compile:  # the compiler fuses by itself
         return OFF
     fusion = Fusion(frozen=c.frozen, recompute=c.recompute).without(*c.without)
-    assert set(FUSIONS) | {"frozen", "recompute"} == set(fusion.__dataclass_fields__)
+    assert set(FUSIONS) | {"frozen", "recompute"} == {f.name for f in fields(fusion)}
     return fusion
 
 

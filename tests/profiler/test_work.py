@@ -461,7 +461,8 @@ def test_an_optimizer_reads_four_tensors_and_writes_three(fused):
     for each in p:
         each.grad = torch.ones_like(each)
     optimizer.step()
-    moved = sum(by_name(shaped(optimizer.step)).values())
+    # hooks on optimizers, as of a model that another test left, are not the optimizer's own work
+    moved = sum(v for name, v in by_name(shaped(optimizer.step)).items() if not fused or name == "aten::_fused_adamw_")
     least = 4 * 7 * 2060  # parameter, gradient and two averages read, all but the gradient written
     assert least <= moved
     if fused:
