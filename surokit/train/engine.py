@@ -74,12 +74,6 @@ class Engine:
         """Whether steps run as CUDA graphs, and why."""
         return Capture("off", self._off) if self._graphs is None else self._graphs.capture
 
-    def to_device(self, batch: Batch) -> Batch:
-        return {
-            name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in batch.items()
-        }
-
     def parameters(self) -> list[nn.Parameter]:
         """Those that are trained."""
         return [p for p in self.model.parameters() if p.requires_grad]

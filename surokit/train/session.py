@@ -480,7 +480,7 @@ class Session:
         with self._aside(), torch.no_grad():
             for batch in source:
                 check_batch(batch)
-                batch = self._engine.to_device(self._with_options(batch))
+                batch = self._prefetch(self._with_options(batch))
                 targets = targets_in(batch)
                 loss = loss_of(self._engine.with_room(self.model, **batch))
                 # a batch without labels has a mean of nothing
