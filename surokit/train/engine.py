@@ -105,11 +105,13 @@ class Engine:
 
     def with_room(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
         """What the work gives. Graphs that leave it no memory are given up, and it begins again with the same random numbers."""
+        if self._graphs is None:
+            return work(*args, **options)
         random = RandomState.capture(self.device, torch_only=True)
         try:
             return work(*args, **options)
         except torch.OutOfMemoryError:
-            if self._graphs is None or not self._graphs.make_room():
+            if not self._graphs.make_room():
                 raise
         random.restore()  # out here, where the error does not hold a step's memory
         return work(*args, **options)
