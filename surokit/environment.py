@@ -48,8 +48,8 @@ _LOW_DISK_GIB = 5
 def environment() -> dict[str, Any]:
     """Versions and device of this process, as plain data.
 
-    Keys: surokit, python, torch, triton, cuda, device, cuda_capability, cpu, cores, platform, date. What is not there is
-    None; `device` is the GPU's name, or "cpu". Imports torch; takes a millisecond once that is loaded.
+    Keys: surokit, python, torch, triton, cuda, device, cuda_capability, cpu, cpu_bf16, cores, platform, date. What is not
+    there is None; `device` is the GPU's name, or "cpu". Imports torch; takes a millisecond once that is loaded.
     """
     import torch
 
@@ -66,6 +66,7 @@ def environment() -> dict[str, Any]:
         "device": device,
         "cuda_capability": capability,
         "cpu": cpu_model(),
+        "cpu_bf16": cpu_bf16(),
         "cores": cores(),
         "platform": platform.platform(),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -85,6 +86,14 @@ def cpu_model() -> str:
         if found:
             return found
     return platform.processor() or platform.machine()
+
+
+def cpu_bf16() -> str | None:
+    """The widest instructions for bf16 products that Linux says this processor has, None where it has none: with "amx_bf16" they
+    are several times faster than with "avx512_bf16", on processors that share a name."""
+    info = Path("/proc/cpuinfo")
+    words = set(info.read_text(encoding="utf-8", errors="replace").split()) if info.is_file() else set()
+    return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in words), None)
 
 
 def cores() -> int:

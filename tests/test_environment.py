@@ -28,8 +28,23 @@ def test_environment_is_plain_data():
     assert found["cpu"] == cpu_model() != ""
     assert datetime.datetime.fromisoformat(found["date"]).tzinfo is not None
     assert (found["device"] == "cpu") is not torch.cuda.is_available()
-    keys = "surokit python torch triton cuda device cuda_capability cpu cores platform date"
+    keys = "surokit python torch triton cuda device cuda_capability cpu cpu_bf16 cores platform date"
     assert list(found) == keys.split()
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ("flags : fpu avx512f avx512_bf16 amx_bf16 amx_tile", "amx_bf16"),
+        ("flags : fpu avx512f avx512_bf16", "avx512_bf16"),
+        ("Features : fp asimd bf16", "bf16"),
+        ("flags : fpu avx2", None),
+    ],
+)
+def test_the_widest_bf16_instructions(monkeypatch, tmp_path, flags, found):
+    (tmp_path / "cpuinfo").write_text(flags)
+    monkeypatch.setattr(module, "Path", lambda _: tmp_path / "cpuinfo")
+    assert module.cpu_bf16() == found
 
 
 def test_importing_it_loads_nothing():

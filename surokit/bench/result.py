@@ -94,7 +94,8 @@ def markdown(data: Mapping[str, Any], head: Sequence[str], rows: Sequence[Sequen
     lines = ["| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows]]
     device = environment["device"]
     if device == "cpu":
-        device = f"{environment['cpu']}, {environment['cores']} cores"
+        bf16 = f", {environment['cpu_bf16']}" if environment.get("cpu_bf16") else ""
+        device = f"{environment['cpu']}, {environment['cores']} cores{bf16}"
     foot = f"{data['benchmark']}; {settings}; {device}, torch {environment.get('torch')}, {environment.get('date')}"
     return "\n".join([*lines, "", foot])
 
