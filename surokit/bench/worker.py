@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,9 @@ import torch
 
 import surokit as sk
 from surokit.bench import ceilings, correct, process
-from surokit.bench.configurations import FUSIONS, Configuration, Work
+from surokit.bench.configurations import Configuration, Work
 from surokit.convert import apply
 from surokit.data import Batches
-from surokit.nn.fusion import OFF, Fusion
-from surokit.train.prefetch import Prefetch
-from surokit.train.stream import Batch
 
 _SDP = {"": (True, True), "flash": (False, True), "efficient": (False, False)}  # cuDNN's attention, flash attention
 
@@ -50,11 +46,17 @@ def _prepare(request: Mapping[str, Any], device: torch.device) -> dict[str, Any]
     return correct.check(device=device, **request["check"])
 
 
-class _WhenNeeded(Prefetch):
-    """A batch is copied when its step begins, on the stream that computes; the host waits for it."""
+class _WhenNeeded:
+    """Batches that are copied when their step begins, on the stream that computes; the host waits for it. A session then finds
+    them where it would take them to, and prefetches nothing.
+    """
 
-    def __call__(self, batch: Batch) -> Batch:
-        return {name: v.to(self.device) if isinstance(v, torch.Tensor) else v for name, v in batch.items()}
+    def __init__(self, batches: Batches, device: torch.device) -> None:
+        self.batches, self.device = batches, device
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for batch in self.batches:
+            yield {name: tensor.to(self.device) for name, tensor in batch.items()}
 
 
 class Training:
@@ -70,11 +72,12 @@ class Training:
         config = sk.DecoderConfig(**task["shape"], max_length=work.length)
         model = sk.Decoder(config, device=device, dtype=torch.bfloat16)
         apply(model, correct.recipe_of(c.recipe, c.train, work.rank, work.alpha))
-        report = sk.fuse(model, fusion_of(c))
+        report = sk.fuse(model, c.fusion)
         optimizer = sk.AdamW if c.optimizer == "adamw" else sk.AdamW8bit
+        batches = self._batches(task["tokens"], task["documents"] if c.documents else None)
         self.session = sk.Session(
             model,
-            self._batches(task["tokens"], task["documents"] if c.documents else None),
+            batches if c.prefetch else _WhenNeeded(batches, device),
             optimizer=optimizer(lr=work.lr),
             accumulate=work.accumulate,
             schedule=None,
@@ -82,8 +85,6 @@ class Training:
             graphs="auto" if c.graphs else False,
             meters=[sk.activity(every=task["sample_every"]) if task["sample_every"] else self._mark],
         )
-        if not c.prefetch:  # no argument of a session: nobody else has a reason to want this
-            self.session._prefetch = _WhenNeeded(device)
         self.wait()
         self.build_s = time.perf_counter() - began
         self.note = report.line
@@ -172,14 +173,6 @@ class Training:
             "steps",
         )
         return {"minutes": s.run_s / 60, **{name: getattr(s, name) for name in kept}, **self._memory()}
-
-
-def fusion_of(c: Configuration) -> Fusion:
-    if c.compile:  # the compiler fuses by itself
-        return OFF
-    fusion = Fusion(frozen=c.frozen, recompute=c.recompute).without(*c.without)
-    assert set(FUSIONS) | {"frozen", "recompute"} == {f.name for f in fields(fusion)}
-    return fusion
 
 
 def main(argv: list[str]) -> int:

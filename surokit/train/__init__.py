@@ -1,28 +1,40 @@
 """Training: a Session owns a run.
 
 session.py       Session: the step, run, evaluate, save, resume, fork
+control.py       how a run is stopped
 engine.py        forward, backward and update of a step, on the device alone
 capture.py       the same as CUDA graphs, or why not
 prefetch.py      batches to the device while it computes
 optim.py         AdamW, AdamW8bit, and the specification of an optimizer without its parameters
 schedule.py      Cosine
 stream.py        data as an endless stream with a position
+measuring.py     what each step measured: meters, time, the device's state
 meters.py        numerics: each layer's quantization, measured during training
-records.py       Record, Records: what each step measured
+records.py       Record, Records: the numbers of each step
+telling.py       subscribers, told of each step once its values have arrived
 diagnose.py      which layer was not finite
+looking.py       evaluation and samples, without a trace in the run
+keeping.py       save, resume, fork: what of a session outlasts a run
 checkpoint.py    checkpoints on disk, whole or not at all
 random_state.py  the random generators' state as a value
 summary.py       a run in one table
 errors.py        NonFiniteError, ResumeError
 """
 
-from surokit.train.errors import CheckpointError, NonFiniteError, ResumeError
-from surokit.train.meters import numerics
-from surokit.train.optim import AdamW, AdamW8bit, Spec
-from surokit.train.records import Record, Records
-from surokit.train.schedule import Cosine
-from surokit.train.session import Evaluation, Session
-from surokit.train.summary import Summary
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from surokit.train.errors import CheckpointError, NonFiniteError, ResumeError
+    from surokit.train.looking import Evaluation
+    from surokit.train.meters import numerics
+    from surokit.train.optim import AdamW, AdamW8bit, Spec
+    from surokit.train.records import Record, Records
+    from surokit.train.schedule import Cosine
+    from surokit.train.session import Session
+    from surokit.train.summary import Summary
 
 __all__ = [
     "AdamW",
@@ -39,3 +51,28 @@ __all__ = [
     "Summary",
     "numerics",
 ]
+
+# A name is imported when it is first used: what only reads a run's folder needs no torch.
+_MODULES = {
+    "CheckpointError": "errors",
+    "NonFiniteError": "errors",
+    "ResumeError": "errors",
+    "numerics": "meters",
+    "AdamW": "optim",
+    "AdamW8bit": "optim",
+    "Spec": "optim",
+    "Record": "records",
+    "Records": "records",
+    "Cosine": "schedule",
+    "Evaluation": "looking",
+    "Session": "session",
+    "Summary": "summary",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"surokit.train has no {name!r}")
+    value = getattr(import_module(f"surokit.train.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

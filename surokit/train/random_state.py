@@ -80,6 +80,39 @@ class RandomState:
         return RandomState(device, data["python"], numpy, data["cpu"], cuda)
 
 
+class OwnRandom:
+    """The random state of one session: in force only while it works, when the caller's is kept."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._device = device
+        self._state = RandomState.seeded(seed, device)
+        self._working = False
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        if self._working:
+            yield
+            return
+        with kept(self._device):
+            self._state.restore()
+            self._working = True
+            try:
+                yield
+            finally:
+                self._working = False
+                self._state = RandomState.capture(self._device)
+
+    @property
+    def state(self) -> RandomState:
+        """As it is now."""
+        return RandomState.capture(self._device) if self._working else self._state
+
+    @state.setter
+    def state(self, state: RandomState) -> None:
+        assert not self._working, "a state is put in place between two pieces of work"
+        self._state = state
+
+
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Inside, the states that `seed` gives are in force; those before come back."""

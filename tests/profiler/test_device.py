@@ -193,8 +193,8 @@ class Latest:
 
 def test_a_session_on_a_gpu_records_it(monkeypatch):
     session, watch = make_session(), Latest()
-    assert session._device_watch is None
-    monkeypatch.setattr(session, "_device_watch", watch)
+    assert session.measuring.watch is None
+    monkeypatch.setattr(session.measuring, "watch", watch)
     session.run(3)
     assert watch.calls == ["start", "stop"]
     frame = session.records.frame()

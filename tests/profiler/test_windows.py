@@ -273,7 +273,7 @@ def test_a_window_does_not_outlive_the_run_and_holds_no_evaluation(batch):
 
 def test_a_fork_gets_a_meter_of_its_own():
     session = make_session(meters=[activity(every=6)])
-    (mine,), (its,) = session._meters, session.fork()._meters
+    (mine,), (its,) = session.measuring.meters, session.fork().measuring.meters
     assert isinstance(its, module.ActivityMeter)
     assert its is not mine
     assert its.value == activity(every=6)

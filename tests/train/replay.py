@@ -213,5 +213,5 @@ def _storage(ref: StorageWeakRef) -> torch.UntypedStorage:
 
 def graphed(session: Session, device: Replays | None = None) -> Session:
     """The session with graphs of the stand-in."""
-    session._engine = Engine(session.model, session.optimizer, session.clip, "auto", device or Replays())
+    session.engine = Engine(session.model, session.optimizer, session.clip, "auto", device or Replays())
     return session

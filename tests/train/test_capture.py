@@ -335,7 +335,7 @@ class TestEagerStepsBetween:
     def test_memory_for_other_work_is_made(self, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
         session = graphed(toy())
         session.run(4)
-        forward, graphs = session.model.forward, session._engine._graphs
+        forward, graphs = session.model.forward, session.engine._graphs
         assert graphs is not None
 
         def full(*args: Any, **options: Any) -> Any:
@@ -348,7 +348,7 @@ class TestEagerStepsBetween:
             assert session.evaluate(make_batches(1)) > 0
         else:
             with pytest.warns(UserWarning, match="a replay of the batch was finite"):
-                session._explain(4, make_batches(1), session._random)
+                session.arrivals.explain(4, make_batches(1), session.random.state)
         assert "left no memory" in str(session.graphs)
 
     def test_memory_for_one_is_made(self) -> None:
@@ -537,7 +537,7 @@ def test_what_passes_is_waited_for() -> None:
 def test_gradients_are_compared_one_after_the_other() -> None:
     """There may be no room for them all: 0 where every bit is the same, else the largest share of a norm."""
     session = graphed(toy())
-    graphs = session._engine._graphs
+    graphs = session.engine._graphs
     assert graphs is not None
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     graphs._gradients = {a: torch.tensor([3.0, 4.0]), b: torch.tensor([0.0, 1e-4])}
@@ -650,7 +650,7 @@ class TestRefused:
         with pytest.warns(UserWarning, match="do not run as CUDA graphs: CUDA graphs need a CUDA device"):
             toy(graphs=True)
         session = toy(model=Counts())
-        session._engine = Engine(session.model, session.optimizer, 1.0, True, Replays())
+        session.engine = Engine(session.model, session.optimizer, 1.0, True, Replays())
         with pytest.warns(UserWarning, match="changes attributes"):
             session.run(4)
 
@@ -686,7 +686,7 @@ class TestRecordingLeavesNoTrace:
     def test_an_interrupt_between_two_replays(self) -> None:
         eager, graphs, _ = pair(lambda: toy(accumulate=2))
         assert_same_run(eager, graphs, 4)
-        parts = graphs._engine._graphs._parts  # type: ignore[union-attr]
+        parts = graphs.engine._graphs._parts  # type: ignore[union-attr]
         key = next(key for key in parts if not key[1])
         replay, parts[key] = parts[key], interrupt
         with pytest.raises(KeyboardInterrupt):
@@ -708,7 +708,7 @@ class TestKept:
         first.save()
         second = toy(recipe=sk.FP8)
         resumed = Session.resume(tmp_path / "run", second.model, data=second.data.source)
-        assert resumed._engine.wants_graphs == "auto"
+        assert resumed.engine.wants_graphs == "auto"
         graphed(resumed).run(3)
         assert_same_state(whole, resumed)
         assert resumed.graphs.state == "on"
@@ -755,7 +755,7 @@ def test_an_update_that_is_wrong_by_a_bit_is_not_used() -> None:
 def test_the_host_looks_quickly() -> None:
     """What is compared before each step grows with the modules: two milliseconds for 28 blocks would be a twentieth of a step."""
     session = decoder(layers=4)
-    graphs = graphed(session)._engine._graphs
+    graphs = graphed(session).engine._graphs
     assert graphs is not None
     found, _, hooked = graphs._look()
     modules = sum(1 for _ in session.model.modules())

@@ -128,7 +128,7 @@ class TestRates:
 def test_a_session_with_rates_on_the_device_follows_one_with_numbers() -> None:
     """float32 against float64 learning rates: a last bit now and then."""
     one, two = (make_session(schedule=Cosine(warmup=2, steps=8)) for _ in range(2))
-    two._engine = Engine(two.model, two.optimizer, two.clip, "auto", Replays())
+    two.engine = Engine(two.model, two.optimizer, two.clip, "auto", Replays())
     for session in (one, two):
         session.run(8)
     assert two.records.column("loss") == pytest.approx(one.records.column("loss"), rel=1e-5)

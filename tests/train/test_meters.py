@@ -7,7 +7,8 @@ import torch
 
 import surokit as sk
 from surokit.train.meters import Numerics, Row, numerics
-from surokit.widgets.panel import Panel, picture, summary_text
+from surokit.widgets.panel import Panel
+from surokit.widgets.picture import picture, summary_text
 from surokit.widgets.state import PanelState
 from tests.conftest import Tiny
 from tests.train.toys import assert_same_state
@@ -94,7 +95,7 @@ def test_no_other_step_pays_for_it():
         hooks.append(sum(len(m._forward_hooks) for m in session.model.modules()))
         return {}
 
-    s._meters.insert(0, count)
+    s.measuring.meters.insert(0, count)
     s.run(6)
     assert hooks == [0] * 6  # gone when the step is over
     sampled = [not math.isnan(v) for v in s.records.column("worst_sqnr_db")]
@@ -149,7 +150,7 @@ def test_a_planted_outlier_is_named_first():
 class Nothing:
     every_s = 0.0
 
-    def show(self, state, final):
+    def show(self, states, final):
         pass
 
 
@@ -263,7 +264,7 @@ def test_a_healthy_run_gives_no_alarm(recipe, seed, blocks):
 @pytest.mark.parametrize("recipe", ["fp4", "fp8"])
 def test_a_nan_is_named_whatever_was_unusual_before(recipe):
     s = decoder_session(recipe, 0, 4)
-    s._watchers[0].first_bad = "model.layers.0.mlp.down_proj forward, step 1: 19 % underflow, median 8 %"
+    s.measuring.watchers[0].first_bad = "model.layers.0.mlp.down_proj forward, step 1: 19 % underflow, median 8 %"
     panel = Panel(PanelState("run"), view=Nothing())
     panel.state.first_bad = s.first_bad
     s.subscribe(panel)
@@ -297,7 +298,7 @@ def test_compiled_sessions_are_measured_aside(recipe, monkeypatch):
     plain, measured = (session(recipe, m, compile=True) for m in ([], [numerics(every=2)]))
     for s in (plain, measured):
         s.run(3)
-        assert s._engine.compiled
+        assert s.engine.compiled
     assert losses(plain) == losses(measured)
     assert_same_state(plain, measured)
     assert set(measured.layers().step) == {2}
@@ -306,7 +307,7 @@ def test_compiled_sessions_are_measured_aside(recipe, monkeypatch):
 
 def test_a_meter_that_fails_is_dropped_and_the_step_is_done():
     s = session(meters=[numerics(every=1)])
-    s._watchers[0]._judge = lambda *args: 1 / 0
+    s.measuring.watchers[0]._judge = lambda *args: 1 / 0
     with pytest.warns(UserWarning, match="The meter numerics failed"):
         s.run(2)
     assert s.steps == 2

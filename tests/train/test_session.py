@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import surokit as sk
-from surokit.train import Cosine, Record, Session
-from surokit.train import session as session_module
+from surokit.train import Cosine, Record, Session, control
 from surokit.train.stream import Batch
 from tests.train.toys import VOCAB, Toy, assert_same_state, make_batches, make_session, moments, weights
 
@@ -386,7 +385,7 @@ class TestInterrupt:
         assert session.steps == 3
 
     def test_a_stop_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(session_module, "_STOP_FILE_EVERY_S", 0.0)
+        monkeypatch.setattr(control, "LOOK_EVERY_S", 0.0)
         session = make_session(Trap(2, (tmp_path / "run" / "stop").touch), run_dir=tmp_path / "run")
         session.run(8)
         assert session.steps == 2
@@ -556,7 +555,7 @@ class TestNotFinite:
         """A twin that is never told that steps were skipped goes the same way."""
         batches = self.poisoned(5, range(1, 3))
         one, two = (make_session(self.overflowing(), batches) for _ in range(2))
-        two._explain = lambda *args: two.findings.append(None)  # type: ignore[method-assign, arg-type]
+        two.arrivals.explain = lambda *args: two.findings.append(None)  # type: ignore[method-assign, arg-type]
         with pytest.warns(UserWarning, match="step 2"):
             one.run(5)
         two.run(5)
@@ -567,7 +566,7 @@ class TestNotFinite:
         batches = make_batches(4)
         batches[2]["labels"][:] = -100  # no label counts: the loss is a mean of nothing
         one, two = (make_session(Toy(dropout=0.0), batches, recipe="fp8") for _ in range(2))
-        two._explain = lambda *args: None  # type: ignore[method-assign]
+        two.arrivals.explain = lambda *args: None  # type: ignore[method-assign]
         with pytest.warns(UserWarning, match="step 3"):
             one.run(3)
         two.run(3)

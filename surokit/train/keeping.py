@@ -1,0 +1,183 @@
+"""What outlasts a run or leaves it: checkpoints of a session, a session from a checkpoint, a twin.
+
+A checkpoint holds all that the next step depends on. Settings that it cannot hold (data, evaluation, meters, functions of your
+own) are given again. How it gets to the disk, whole or not at all, is checkpoint.py's business.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from surokit import convert
+from surokit.models.fuse import Fusion, fuse, fusion_of
+from surokit.recipe import Recipe, find_recipe
+from surokit.train import checkpoint as checkpoints
+from surokit.train.errors import ResumeError
+from surokit.train.measuring import Attachable, Meter, settings_of
+from surokit.train.optim import spec_from_dict, spec_to_dict
+from surokit.train.random_state import RandomState, seeded
+from surokit.train.records import read, wall_ms_in
+from surokit.train.schedule import schedule_from_dict, schedule_to_dict
+from surokit.train.setup import another_recipe, rebuild_model
+
+if TYPE_CHECKING:
+    from surokit.train.session import Session
+
+SETTINGS = ("accumulate", "clip", "seed", "eval_every", "save_every", "keep", "max_skipped")
+
+
+def save(session: Session) -> Path:
+    """Writes a checkpoint of the session as it is now, between two steps; its folder."""
+    if session.run_dir is None:
+        raise ValueError("There is nowhere to save to: give Session(run_dir=...).")
+    state = {
+        "optimizer": session.optimizer.state_dict(),
+        "scaling": convert.scaling_state(session.model),
+        "data": session.data.state_dict(),
+        "random": session.random.state.to_dict(),
+    }
+    config = getattr(session.model, "config", None)
+    to_hf = getattr(config, "to_hf", None)
+    folder = session.run_dir / "checkpoints"
+    return checkpoints.save(folder, session.model, state, _meta(session), to_hf() if to_hf else None, session.keep)
+
+
+def _meta(session: Session) -> dict[str, Any]:
+    from surokit.environment import environment
+
+    engine, model = session.engine, session.model
+    return {
+        "step": session.steps,
+        "tokens": session.tokens,
+        "elapsed_s": session.elapsed_s,
+        "run_s": session.run_s,
+        "recipe": session.recipe.to_dict() if session.recipe else None,
+        "model": f"{type(model).__module__}.{type(model).__qualname__}",
+        "trainable": [name for name, p in model.named_parameters() if p.requires_grad],
+        "data": session.data.fingerprint,
+        "optimizer": spec_to_dict(session.spec, session.optimizer),
+        "schedule": schedule_to_dict(session.schedule),
+        "settings": {name: getattr(session, name) for name in SETTINGS},
+        "compile": session.compile if engine.forward is None else engine.compiled,
+        "graphs": engine.wants_graphs,
+        "fusion": asdict(fusion) if (fusion := fusion_of(model)) else None,
+        "evaluations": [asdict(evaluation) for evaluation in session.evaluations],
+        "environment": environment(),
+    }
+
+
+def model_of(found: checkpoints.Checkpoint, model: nn.Module | None, recipe: Recipe | str | None) -> nn.Module:
+    """The model of a checkpoint with its recipe and fusion, but not its weights yet; `model` where one is given."""
+    meta = found.meta
+    saved = Recipe.from_dict(meta["recipe"]) if meta["recipe"] else None
+    if recipe is not None and find_recipe(recipe) != saved:
+        raise another_recipe(saved, find_recipe(recipe))
+    if model is None:
+        model = rebuild_model(found)
+    if convert.recipe_of(model) is None and saved is not None:
+        convert.apply(model, saved)
+    if meta.get("fusion") and fusion_of(model) is None:
+        fuse(model, Fusion(**meta["fusion"]))
+    return model
+
+
+def settings_in(found: checkpoints.Checkpoint, changes: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of Session: the checkpoint's, and `changes`."""
+    meta = found.meta
+    settings = {**meta["settings"], "compile": meta["compile"], "graphs": meta.get("graphs", "auto"), **changes}
+    try:
+        settings.setdefault("optimizer", spec_from_dict(meta["optimizer"]) if "optimizer" not in changes else None)
+        settings.setdefault("schedule", schedule_from_dict(meta["schedule"]) if "schedule" not in changes else None)
+    except ValueError as error:
+        raise ResumeError(str(error)) from error
+    return settings
+
+
+def load(session: Session, found: checkpoints.Checkpoint) -> None:
+    """Takes on a checkpoint's state. Everything is checked before anything changes, except what the parts refuse."""
+    meta = found.meta
+    saved = Recipe.from_dict(meta["recipe"]) if meta["recipe"] else None
+    if saved != session.recipe:
+        raise another_recipe(saved, session.recipe)
+    own = session.data.fingerprint
+    if meta["data"] != own:
+        raise ResumeError(
+            f"The data is not what the run was started with (fingerprint {own or 'unknown'}, in the checkpoint "
+            f"{meta['data'] or 'unknown'}): pass the same source, tokenizer, length, batch and seed, or start a new run."
+        )
+    trainable = [name for name, p in session.model.named_parameters() if p.requires_grad]
+    if trainable != meta["trainable"]:
+        differing = sorted(set(trainable) ^ set(meta["trainable"]))
+        raise ResumeError(f"Other parameters are trained than in the checkpoint: {', '.join(differing[:20])}.")
+    state = found.state()
+    checkpoints.load_model(found, session.model)
+    groups = session.optimizer.param_groups
+    options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    try:
+        session.optimizer.load_state_dict(state["optimizer"])
+        convert.load_scaling_state(session.model, state["scaling"])
+    except ValueError as error:
+        raise ResumeError(f"The checkpoint's optimizer or scaling state does not fit: {error}") from error
+    for group, own_options in zip(session.optimizer.param_groups, options):
+        group.update(own_options)  # what this session was given holds
+    session.data.load_state_dict(state["data"])
+    session.random.state = RandomState.from_dict(state["random"], session.device)
+    session.take_up(meta)
+    if session.records.path is not None and session.records.path.exists():
+        rows = read(session.records.path)
+        before = rows["step"] <= session.steps
+        session.records.restore({name: column[before] for name, column in rows.items()})
+        session.step_s = float(rows["wall_ms"][before].sum()) / 1e3
+        session.redone_s = wall_ms_in(session.records.path) / 1e3 - session.step_s
+
+
+def fork(
+    session: Session,
+    recipe: Recipe | str | None,
+    run_dir: str | Path | None,
+    meters: Sequence[Meter | Attachable] | None,
+) -> Session:
+    """A twin of the session as it is now, between two steps."""
+    model, optimizer = copy.deepcopy((session.model, session.optimizer))
+    if recipe is not None and find_recipe(recipe) != session.recipe:
+        with seeded(session.seed, session.device):
+            convert.apply(model, recipe)
+    trained = {p for p in model.parameters() if p.requires_grad}
+    if trained != {p for group in optimizer.param_groups for p in group["params"]}:
+        if session.spec is None:
+            raise ValueError(
+                f"The recipe trains other parameters than the optimizer {type(optimizer).__name__} was built for: "
+                "make the session with a specification such as surokit.AdamW(lr=3e-4)."
+            )
+        state = optimizer.state
+        optimizer = session.spec.build(model.parameters())
+        optimizer.state.update({p: state[p] for p in trained if p in state})
+    elif session.schedule is not None:  # the schedule multiplies the rate that the optimizer began with
+        for group, base in zip(optimizer.param_groups, session.engine.base_rates):
+            group["lr"] = base if not isinstance(group["lr"], Tensor) else group["lr"].fill_(base)
+    settings = {name: getattr(session, name) for name in SETTINGS}
+    if run_dir is None:
+        settings["save_every"] = None
+    twin = type(session)(
+        model,
+        session.data.source,
+        optimizer=optimizer,
+        eval=session.eval,
+        schedule=session.schedule,
+        run_dir=run_dir,
+        compile=session.compile,
+        graphs=session.engine.wants_graphs,
+        meters=[settings_of(m) for m in session.measuring.meters] if meters is None else meters,
+        **settings,
+    )
+    twin.spec = session.spec
+    twin.steps, twin.tokens, twin.elapsed_s = session.steps, session.tokens, session.elapsed_s
+    twin.data.load_state_dict(session.data.state_dict())
+    twin.random.state = session.random.state
+    return twin

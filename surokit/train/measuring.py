@@ -1,0 +1,186 @@
+"""What a session measures of its steps: meters, the time between steps, events on the device, the device's own state.
+
+Nothing here waits for the device. A meter that raises is dropped with a warning: no measurement can stop a run.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from surokit.nn.delayed import kept_amaxes
+from surokit.train.engine import Engine
+from surokit.train.meters import Watcher
+from surokit.train.random_state import kept
+from surokit.train.records import Late, Record
+from surokit.train.setup import loss_of, peak_gib
+from surokit.train.stream import Batch
+
+if TYPE_CHECKING:
+    from surokit.profiler.device import DeviceWatch
+    from surokit.train.session import Session
+
+Meter = Callable[["Session"], Mapping[str, Tensor | float]]
+
+DEVICE_COLUMNS = {"power_w", "sm_mhz", "throttled"}  # of the records on a GPU, where NVML gives them
+
+
+@runtime_checkable
+class Attachable(Protocol):
+    """A meter's settings: each session attaches one of its own, which keeps them as `value`. It may also have `paused()`, called
+    when something that is no step has happened."""
+
+    def attach(self) -> Meter: ...
+
+
+def settings_of(meter: Meter) -> Meter | Attachable:
+    value = getattr(meter, "value", None)
+    return value if isinstance(value, Attachable) else meter
+
+
+class Mark(NamedTuple):
+    """A moment of the host, and where the device's work stood then (CUDA)."""
+
+    host_s: float
+    event: torch.cuda.Event | None
+
+
+class Measuring:
+    """The meters of one session and its clock between steps. `watch` reads the device's state in a thread, on a GPU."""
+
+    def __init__(self, device: torch.device, meters: Sequence[Meter | Attachable]) -> None:
+        self.device = device
+        self.meters: list[Meter] = [m.attach() if isinstance(m, Attachable) else m for m in meters]
+        self.watch = _device_watch(device)
+        self._before: Mark | None = (
+            None  # the end of the step before, or the beginning of the loop; None outside of one
+        )
+
+    @property
+    def watchers(self) -> list[Watcher]:
+        return [meter for meter in self.meters if isinstance(meter, Watcher)]
+
+    # -- time
+
+    @contextmanager
+    def loop(self) -> Iterator[None]:
+        """While it lasts, the time between steps counts as theirs."""
+        if self.watch is not None:
+            self.watch.start()
+        self._before = Mark(time.perf_counter(), None)
+        try:
+            yield
+        finally:
+            self._before = None
+            self._pause_meters()
+            if self.watch is not None:
+                self.watch.stop()
+
+    def restart(self) -> None:
+        """What was done since the last step is not the next step's time."""
+        self._pause_meters()
+        if self._before is not None:
+            self._before = Mark(time.perf_counter(), None)
+
+    def _pause_meters(self) -> None:
+        for meter in self.meters:
+            if (paused := getattr(meter, "paused", None)) is not None:
+                paused()
+
+    def mark(self) -> Mark:
+        """Now."""
+        if self.device.type != "cuda":
+            return Mark(time.perf_counter(), None)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return Mark(time.perf_counter(), event)
+
+    # -- a step
+
+    @contextmanager
+    def watched(self, engine: Engine, step: int, parts: Sequence[Batch]) -> Iterator[None]:
+        """Lets the watchers that are due see this step's operands.
+
+        A compiled graph calls no hooks: there the step's first part is computed a second time, uncompiled and aside.
+        """
+        due = [watcher for watcher in self.watchers if watcher.due(step)]
+        model = engine.model
+        with ExitStack() as stack:
+            for watcher in due:
+                stack.enter_context(watcher.watch(model))
+            if not due or not engine.compiled:
+                yield
+                return
+            with kept(self.device), kept_amaxes(model):
+                loss_of(model(**parts[0])).backward()
+            model.zero_grad(set_to_none=True)
+        yield
+
+    def read(self, session: Session, values: dict[str, Tensor]) -> dict[str, float]:
+        """Calls the meters: adds their tensors to `values`, returns their floats."""
+        host: dict[str, float] = {}
+        for meter in list(self.meters):
+            try:
+                with torch.no_grad():
+                    for name, value in meter(session).items():
+                        if isinstance(value, Tensor):
+                            values[name] = value.detach().reshape(()).to(self.device)
+                        else:
+                            host[name] = float(value)
+            except Exception as error:
+                self.meters.remove(meter)
+                warnings.warn(
+                    f"The meter {getattr(meter, '__name__', meter)} failed and is left out from step {session.steps} on "
+                    f"({type(error).__name__}: {error}).",
+                    stacklevel=2,
+                )
+        return host
+
+    def record(
+        self,
+        session: Session,
+        batches: Sequence[Batch],
+        lr: float,
+        values: Mapping[str, Tensor],
+        host: dict[str, float],
+        start: Mark,
+        end: Mark,
+    ) -> Record:
+        """The record of the step that the session has just counted, which `start` and `end` enclose."""
+        end_s = time.perf_counter()  # with the meters, which are the step's
+        before, in_loop = self._before or start, self._before is not None
+        wall_s = end_s - before.host_s
+        if self.device.type != "cuda" and in_loop and wall_s > 0:
+            host["idle_frac"] = 1 - (end_s - start.host_s) / wall_s
+        if self.watch is not None:
+            latest = self.watch.latest  # once: its thread puts another in its place
+            host.update((name, latest[name]) for name in DEVICE_COLUMNS & latest.keys())
+        session.elapsed_s += wall_s
+        session.step_s += wall_s
+        if in_loop:
+            self._before = Mark(end_s, end.event)
+        return Record(
+            step=session.steps,
+            lr=lr,
+            tokens=sum(batch["input_ids"].numel() for batch in batches),
+            wall_ms=wall_s * 1e3,
+            stall_ms=session.data.waited_ms if in_loop else 0.0,
+            peak_gib=peak_gib(self.device),
+            elapsed_s=session.elapsed_s,
+            late=Late(values, host, start.event, end.event, before.event if in_loop else None),
+        )
+
+
+def _device_watch(device: torch.device) -> DeviceWatch | None:
+    """Power, clock and throttling of a GPU become columns of the records, read once a second by a thread."""
+    if device.type != "cuda":
+        return None
+    from surokit.profiler.device import DeviceWatch
+
+    return DeviceWatch(device.index)

@@ -1,0 +1,138 @@
+"""run.json in a run's folder: what the run is, how it stands, and a heartbeat, for whoever has nothing but the folder.
+
+    {"info": {...}, "state": "running", "heartbeat": 1789000000.0, "step": 120, "events": [{"step": 80, "kind": "note", ...}]}
+
+state: "running", "paused", or how the last run ended: "done", "interrupted", "stopped: <why>", "failed: <Type: message>".
+heartbeat: seconds since 1970 when it was written. The training thread writes it: at the start, when a run pauses or goes on, at
+the end, and between steps at most every two seconds. A step, an evaluation or a checkpoint that takes longer is silence, so
+a heartbeat that is some seconds old does not mean that the run has gone.
+events: what Health saw and what `session.note` said, as dicts of step, kind, text and suggestion; the last `EVENTS` of them.
+
+It is written whole, under another name and renamed, so a reader never sees half of it. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+FILE = "run.json"
+EVERY_S = 2.0
+EVENTS = 100
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a run is, in plain values.
+
+    title: its name on a panel. recipe: the algebra or the name of its recipe, "" for a model as given. numerics: "native", or
+    what is emulated; "" for bf16. model: the class of the model. device: a GPU's name, or "cpu". gpus: how many work on it, 0 on
+    a CPU. total: the step it is planned to end at, None where it is planned by time. tokens_per_step: elements of input_ids.
+    flops_per_token: of the model, forward and backward (an MFU's numerator), and peak_tflops: what one GPU could do in bf16;
+    `peak` is that rate's name, or why there is none. usd_per_gpu_hour: as given, never assumed. resumes: the next run() goes
+    on from where one ends. started: seconds since 1970 when this run began.
+    """
+
+    title: str = ""
+    recipe: str = ""
+    numerics: str = ""
+    model: str = ""
+    device: str = ""
+    gpus: int = 0
+    total: int | None = None
+    tokens_per_step: int | None = None
+    flops_per_token: float | None = None
+    peak_tflops: float | None = None
+    peak: str = ""
+    usd_per_gpu_hour: float | None = None
+    resumes: bool = False
+    run_dir: str | None = None
+    pid: int = 0
+    host: str = ""
+    started: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field; plain numbers and strings."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> RunInfo:
+        """Inverse of `to_dict`; unknown names are ignored, missing ones have their defaults."""
+        return RunInfo(**{f.name: data[f.name] for f in fields(RunInfo) if f.name in data})
+
+
+@dataclass(frozen=True)
+class Status:
+    """The content of run.json."""
+
+    info: RunInfo = field(default_factory=RunInfo)
+    state: str = "running"
+    heartbeat: float = 0.0
+    step: int = 0
+    events: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended, as far as it could say so itself."""
+        return self.state not in ("running", "paused")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "events": list(self.events)}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Status:
+        """Inverse of `to_dict`; unknown names are ignored, missing ones have their defaults."""
+        found = {f.name: data[f.name] for f in fields(Status) if f.name in data}
+        found["info"] = RunInfo.from_dict(found.get("info") or {})
+        found["events"] = tuple(dict(event) for event in found.get("events") or ())
+        return Status(**found)
+
+
+def read_status(run_dir: str | Path) -> Status | None:
+    """What a run's folder says of it; None where there is no run.json or what is there is none."""
+    try:
+        data = json.loads((Path(run_dir) / FILE).read_text(encoding="utf-8"))
+        return Status.from_dict(data)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
+class StatusFile:
+    """Keeps run.json of one run. A disk that does not take it costs one warning; training goes on.
+
+    clock: seconds since 1970.
+    """
+
+    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time) -> None:
+        self.path = run_dir / FILE
+        self._clock = clock
+        self._due = 0.0
+        self._warned = False
+
+    def beat(
+        self, info: RunInfo, state: str, step: int, events: Sequence[Mapping[str, Any]], now: bool = False
+    ) -> None:
+        """Writes what is given if that is due, or `now`."""
+        clock = self._clock()
+        if not now and 0 <= self._due - clock <= EVERY_S:  # a clock that was set back does not silence it
+            return
+        self._due = clock + EVERY_S
+        status = Status(info, state, clock, step, tuple(dict(event) for event in events[-EVENTS:]))
+        beside = self.path.with_name(f".{FILE}.{os.getpid()}")
+        try:
+            beside.write_text(json.dumps(status.to_dict()), encoding="utf-8")
+            beside.replace(self.path)
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"{self.path} cannot be written ({error.strerror}); training goes on, and who reads the folder sees an old "
+                    "state of the run.",
+                    stacklevel=2,
+                )

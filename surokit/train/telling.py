@@ -1,0 +1,110 @@
+"""What a session tells: records to its subscribers once their values have arrived, and the reason of a step that was masked.
+
+Values arrive some steps after their step, and nothing here waits for them unless it is asked to. A subscriber that raises is
+dropped with a warning: no front end can stop a run.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from surokit.nn.delayed import kept_amaxes
+from surokit.train.diagnose import find_first_bad
+from surokit.train.errors import NonFiniteError
+from surokit.train.random_state import RandomState, kept
+from surokit.train.records import Record
+from surokit.train.stream import Batch
+
+if TYPE_CHECKING:
+    from surokit.train.session import Session
+
+
+class Subscriber(Protocol):
+    """Told of every step once its values have arrived, and of the end of a run: "done", "interrupted", "failed: ...".
+
+    A subscriber may also have on_start(total), the step a run is planned to end at, on_eval(step, loss), and on_sample(sample)
+    for what `numerics` measured. One that raises is dropped with a warning.
+    """
+
+    def on_step(self, record: Record) -> None: ...
+
+    def on_end(self, reason: str) -> None: ...
+
+
+class Subscribers:
+    """Who is told."""
+
+    def __init__(self) -> None:
+        self._all: list[Subscriber] = []
+
+    def add(self, subscriber: Subscriber) -> None:
+        self._all.append(subscriber)
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Calls `method` of those who have it."""
+        for subscriber in list(self._all):
+            try:
+                if (call := getattr(subscriber, method, None)) is not None:
+                    call(*args)
+            except Exception as error:
+                self._all.remove(subscriber)
+                warnings.warn(
+                    f"The subscriber {type(subscriber).__name__} failed and is dropped ({type(error).__name__}: {error}); "
+                    "training goes on.",
+                    stacklevel=2,
+                )
+
+
+class Arrivals:
+    """The steps of one session whose values are on their way, with what it takes to look into one that was not finite."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._replayable: dict[int, tuple[Sequence[Batch], RandomState]] = {}
+        self._bad_in_a_row = 0
+
+    def expect(self, record: Record, batches: Sequence[Batch], random: RandomState) -> None:
+        """A step's batches and the random state it began with are held until its record has arrived."""
+        self._replayable[record.step] = (batches, random)
+
+    def harvest(self, wait: bool = False) -> None:
+        """Hands arrived records on, and looks into those whose step was masked. NonFiniteError after several in a row."""
+        session = self._session
+        for record in session.records.harvest(wait):
+            batches, random = (
+                self._replayable.pop(record.step) if record.step in self._replayable else ((), session.random.state)
+            )
+            session.subscribers.tell("on_step", record)
+            for sample in [watcher.arrived(record.step) for watcher in session.measuring.watchers]:
+                if sample is not None:
+                    session.subscribers.tell("on_sample", sample)
+            if not record.skipped:
+                self._bad_in_a_row = 0
+                continue
+            self._bad_in_a_row += 1
+            if self._bad_in_a_row == 1:
+                self.explain(record.step, batches, random)
+            if self._bad_in_a_row >= session.max_skipped:
+                self._bad_in_a_row = 0
+                raise NonFiniteError(
+                    f"{session.max_skipped} steps in a row were not finite, first {session.findings[-1]}. None of them changed "
+                    "the model: save() and evaluate() work. Lower the learning rate, look at the data, or keep that "
+                    "layer in bf16 with recipe.keep()."
+                )
+
+    def explain(self, step: int, batches: Sequence[Batch], random: RandomState) -> None:
+        """Replays a step to find the layer and product that went bad first; nothing of the run changes."""
+        session = self._session
+        with kept(session.device), kept_amaxes(session.model):
+            random.restore()
+            finding = session.engine.with_room(find_first_bad, session.model, batches, step)
+        session.findings.append(finding)
+        session.measuring.restart()
+        if len(session.findings) == 1:
+            warnings.warn(
+                f"A step that is not finite was left out, {finding}. Later ones are in session.findings; "
+                f"{session.max_skipped} in a row end the run.",
+                stacklevel=2,
+            )
