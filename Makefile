@@ -36,11 +36,15 @@ test: $(VENV)/.test ## all tests: lint, types, units, notebooks
 
 # the environment at hand will do if it has torch, triton, numpy, safetensors and pytest; the package is added without anything else
 GPU_PY ?= $(if $(wildcard $(PY)),$(PY),python3)
+# tests that are marked as needing a GPU stand beside others as well, where only they are run
+GPU_MARKED = $(filter-out tests/gpu/%,$(shell grep -rl --include='test_*.py' 'mark\.gpu' tests | sort))
 test-gpu: ## tests on a CUDA device, every Triton kernel among them (GPU_PY=python3 takes another environment than .venv)
 	@$(GPU_PY) -c 'import surokit.kernels.reference' 2>/dev/null || \
 		$(GPU_PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@$(GPU_PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "There is no CUDA device: make test runs without one.")'
-	@$(GPU_PY) -m pytest tests/gpu tests/profiler/test_gpu.py tests/kernels/test_triton_*.py -m "not soak" -q -rs
+	@failed=0; \
+	$(GPU_PY) -m pytest tests/gpu tests/kernels/test_triton_*.py -m "not soak" -q -rs || failed=1; \
+	$(GPU_PY) -m pytest $(GPU_MARKED) -m "gpu and not soak" -q -rs || failed=1; exit $$failed
 
 MINUTES ?= 24
 GPU_OUT ?= gpu.json

@@ -29,9 +29,7 @@ def _run(command: str, arguments: dict[str, Any]) -> int:
     if command == "tables":
         return _fill(arguments["pages"])
     if arguments.pop("list", False):
-        from surokit.bench.configurations import PARTS
-
-        print("\n".join(f"{part.name:12} about {part.minutes:2} minutes: {part.words}" for part in PARTS.values()))
+        print(import_module(f"surokit.bench.{command}").listing(**arguments))
         return 0
     if out := arguments.get("out"):
         from surokit.bench import result
@@ -108,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     peers.add_argument("--steps", type=int, default=4, help="steps in a turn (default 4)")
     peers.add_argument("--minutes", type=float, default=8.0, help="how long this call may take (default 8)")
     peers.add_argument(
+        "--list", action="store_true", help="only say what would be raced, what is missing, how long it takes"
+    )
+    peers.add_argument(
         "--rehearse", action="store_true", help="on a processor with a tiny shape; the numbers mean nothing"
     )
 
@@ -146,7 +147,9 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
 
     for command in (cpu, gpu, peers, predicted, compiled, watching, overhead, kernels, memory):
-        command.add_argument("--out", type=Path, help="write the raw result to this JSON file")
+        command.add_argument(
+            "--out", type=Path, help="write the raw result to this JSON file, in a folder that is there"
+        )
     return parser
 
 

@@ -64,6 +64,10 @@ class Book:
         found: dict[str, Any] = self.found[key]
         return found
 
+    def done(self, key: str) -> bool:
+        """Whether nothing is left to do under this key: it was measured, or failed."""
+        return key in self and "left_out" not in self[key]
+
     @property
     def found(self) -> dict[str, Any]:
         found: dict[str, Any] = self.data[self.part]

@@ -9,6 +9,7 @@ follows how many warps a multiprocessor can hold.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -112,17 +113,30 @@ def run(arch: int = 90) -> dict[str, Any]:
     """
     if arch not in _WARPS:
         raise ValueError(f"arch={arch} is none that kernels are compiled for: use {', '.join(map(str, _WARPS))}.")
+    return result(launches(), arch)
+
+
+def launches(*files: str) -> list[tuple[str, list[Any]]]:
+    """What the launches of these files of kernels/triton, or of all, compile to: (file, row) with the row's launch, architecture,
+    kernel -> PTX, error, and kernel -> sizes of its variants.
+
+    tests/kernels/compiling.py compiles them, in a process of its own without Triton's interpreter. Raises RuntimeError outside a
+    checkout, and where that process fails.
+    """
     if not (ROOT / "tests" / "kernels" / "compiling.py").exists():
         raise RuntimeError("The launches to compile are in tests/kernels: run this in a checkout of the repository.")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "ptx.json"
-        subprocess.run([sys.executable, "-m", "tests.kernels.compiling", str(out)], cwd=ROOT, check=True)
-        rows = json.loads(out.read_text(encoding="utf-8"))
-    return result(((file, row) for file, *row in rows), arch)
+        command = [sys.executable, "-m", "tests.kernels.compiling", str(out), *files]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+        if done.returncode:
+            raise RuntimeError(f"Compiling ended with exit status {done.returncode}:\n{done.stderr[-4000:]}")
+        return [(file, row) for file, *row in json.loads(out.read_text(encoding="utf-8"))]
 
 
 def result(rows: Iterable[tuple[str, Sequence[Any]]], arch: int = 90) -> dict[str, Any]:
-    """The raw result of what tests/kernels/compiling.py compiled: (file, (launch, architecture, kernel -> PTX, error, sizes))."""
+    """The raw result of what `launches` gives."""
     import triton
 
     from surokit.environment import environment

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from surokit.bench.targets import TARGETS, Target
+
+if TYPE_CHECKING:
+    from surokit.nn.fusion import Fusion
 
 Train = Literal["lora", "full"]
 
@@ -103,6 +106,15 @@ class Configuration:
     def fused(self) -> bool:
         """Whether anything is computed together that torch would compute apart."""
         return not self.peer and not self.compile and set(self.without) != set(FUSIONS)
+
+    @property
+    def fusion(self) -> Fusion:
+        """What `surokit.fuse` is given: nothing for a peer, nor for torch's compiler, which fuses by itself."""
+        from surokit.nn.fusion import OFF, Fusion
+
+        if self.peer or self.compile:
+            return OFF
+        return Fusion(frozen=self.frozen, recompute=self.recompute).without(*self.without)
 
     def but(self, **changes: Any) -> Configuration:
         return replace(self, **changes)

@@ -8,17 +8,18 @@ has only imported torch.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from surokit.bench.process import Answers, Worker, left_s, serve
 from surokit.bench.result import result
+from surokit.bench.turns import Running, Turns
 
 SHAPE: dict[str, Any] = {"layers": 8, "width": 512, "heads": 8, "kv_heads": 8, "vocab": 8192, "ffn": 1376}
 BATCH, LENGTH = 4, 512
@@ -28,11 +29,13 @@ SYSTEMS = {
     "transformers": "LlamaForCausalLM + torch.optim.AdamW",
     "surokit": "Session, BF16, eager",
     "transformers, compiled": "torch.compile of the model",
+    "surokit, fused": "Session, BF16, eager, after sk.fuse(model)",
     "surokit, compiled": "Session, BF16, compile=True",
     "surokit fp8": "emulated on a CPU: for numerics, not for speed",
     "surokit fp8-rowwise": "emulated on a CPU: for numerics, not for speed",
 }
 WARM_UP = 3
+LATE_S = 900.0  # what takes so long has failed
 
 
 def run(names: list[str] | None, rounds: int, steps: int) -> dict[str, Any]:
@@ -41,26 +44,29 @@ def run(names: list[str] | None, rounds: int, steps: int) -> dict[str, Any]:
     unknown = [n for n in names if n not in SYSTEMS]
     if unknown:
         raise ValueError(f"There is no system {unknown[0]!r}: known are {', '.join(SYSTEMS)}.")
-    found: dict[str, dict[str, Any]] = {
-        name: {"name": name, "note": SYSTEMS[name], "tokens_per_s": [], "losses": []} for name in names
-    }
+    rates: dict[str, list[float]] = {name: [] for name in names}
+
+    def start(name: str, until_s: float) -> Running:
+        worker = Worker([sys.executable, "-m", "surokit.bench.cpu", name, folder], name, left_s(until_s))
+        return Running(worker, WARM_UP, until_s)
+
     with tempfile.TemporaryDirectory() as folder:
         _write_weights(Path(folder))
         floor_mib = _bare_torch_mib()
-        with _workers(names, folder) as workers:
-            for name, ask in workers.items():
-                first = ask(1)
-                found[name]["first_step_s"] = first["seconds"]
-                found[name]["losses"] += first["losses"] + ask(WARM_UP - 1)["losses"]
-                print(f"{name}: first step {first['seconds']:.1f} s", file=sys.stderr)
-            for turn in range(rounds):
-                for name, ask in workers.items():
-                    answer = ask(steps)
-                    rate = steps * BATCH * LENGTH / answer["seconds"]
-                    found[name]["tokens_per_s"].append(round(rate, 1))
-                    found[name]["losses"] += answer["losses"]
-                    found[name]["peak_mib"] = round(answer["peak_mib"] - floor_mib, 1)
-                print(f"turn {turn + 1} of {rounds}", file=sys.stderr)
+        with closing(Turns(start)) as turns:
+            for name in names:
+                print(f"{name}: first step {turns.opened(name, _soon()).first_step_s:.1f} s", file=sys.stderr)
+            for turn, name in turns.rounds(names, rounds):
+                seconds = turns.open[name].take(steps, _soon())["seconds"]
+                rates[name].append(round(steps * BATCH * LENGTH / seconds, 1))
+                print(f"turn {turn + 1} of {rounds}: {name}", file=sys.stderr)
+            systems = [
+                {
+                    **{"name": name, "note": SYSTEMS[name], "tokens_per_s": rates[name], "losses": running.losses},
+                    **{"first_step_s": running.first_step_s, "peak_mib": round(running.peak_mib - floor_mib, 1)},
+                }
+                for name, running in turns.open.items()
+            ]
     settings = {
         **SHAPE,
         "batch": f"{BATCH} x {LENGTH}",
@@ -68,7 +74,7 @@ def run(names: list[str] | None, rounds: int, steps: int) -> dict[str, Any]:
         "turns": f"{rounds} of {steps} steps",
         "warm-up steps": WARM_UP,
     }
-    return result("cpu: sustained training steps", settings, list(found.values()), BASELINE)
+    return result("cpu: sustained training steps", settings, systems, BASELINE)
 
 
 def _write_weights(folder: Path) -> None:
@@ -94,38 +100,8 @@ def peak_mib() -> float:
     raise RuntimeError("This system does not report VmHWM: the memory part of the benchmark needs Linux.")
 
 
-@contextmanager
-def _workers(names: list[str], folder: str) -> Iterator[dict[str, Callable[[int], dict[str, Any]]]]:
-    """A process for each system; calling one makes it take so many steps and report."""
-    processes = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", "surokit.bench.cpu", name, folder],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for name in names
-    }
-
-    def ask(name: str, steps: int) -> dict[str, Any]:
-        process = processes[name]
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(f"{steps}\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"The process of {name!r} ended with exit status {process.wait()}; its error is above.")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    try:
-        yield {name: (lambda steps, name=name: ask(name, steps)) for name in names}  # type: ignore[misc]
-    finally:
-        for process in processes.values():
-            if process.stdin:
-                process.stdin.close()
-            process.wait()
+def _soon() -> float:
+    return time.monotonic() + LATE_S
 
 
 # -- inside a worker
@@ -168,13 +144,16 @@ def _transformers(folder: str, compiled: bool) -> Callable[[dict[str, Any]], flo
     return step
 
 
-def _surokit(folder: str, recipe: str, compiled: bool) -> Callable[[dict[str, Any]], float]:
+def _surokit(folder: str, recipe: str, compiled: bool, fused: bool) -> Callable[[dict[str, Any]], float]:
     import torch
 
     import surokit as sk
 
+    model = sk.load(folder, dtype=torch.bfloat16)
+    if fused:
+        sk.fuse(model)
     session = sk.Session(
-        sk.load(folder, dtype=torch.bfloat16),
+        model,
         [next(_batches())],
         optimizer=sk.AdamW(lr=LEARNING_RATE, betas=BETAS, weight_decay=DECAY),
         recipe=recipe,
@@ -185,21 +164,24 @@ def _surokit(folder: str, recipe: str, compiled: bool) -> Callable[[dict[str, An
     return lambda batch: float(session.step(batch).loss)
 
 
-def _work(name: str, folder: str) -> None:
-    compiled = name.endswith("compiled")
-    if name.startswith("transformers"):
-        step = _transformers(folder, compiled)
+def _start(name: str, folder: str) -> tuple[dict[str, Any], Answers]:
+    """(a first line, what answers {"steps": n}) of a system: "surokit fp8", "surokit, fused", ..."""
+    system, *how = name.split(", ")
+    library, _, recipe = system.partition(" ")
+    if library == "transformers":
+        step = _transformers(folder, "compiled" in how)
     else:
-        recipe = name.removeprefix("surokit").strip()
-        step = _surokit(folder, recipe if recipe in ("fp8", "fp8-rowwise") else "bf16", compiled)
+        step = _surokit(folder, recipe or "bf16", "compiled" in how, "fused" in how)
     batches = _batches()
-    for line in sys.stdin:
-        todo = [next(batches) for _ in range(int(line))]
-        start = time.perf_counter()
+
+    def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+        todo = [next(batches) for _ in range(request["steps"])]
+        began = time.perf_counter()
         losses = [step(batch) for batch in todo]
-        seconds = time.perf_counter() - start
-        print(json.dumps({"seconds": seconds, "losses": losses, "peak_mib": peak_mib()}), flush=True)
+        return {"seconds": time.perf_counter() - began, "losses": losses, "peak_mib": peak_mib()}
+
+    return {"ready": True}, answer
 
 
 if __name__ == "__main__":
-    _work(*sys.argv[1:])
+    sys.exit(serve(lambda: _start(*sys.argv[1:])))

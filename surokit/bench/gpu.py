@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from surokit.bench.book import Book, next_free
 from surokit.bench.configurations import PARTS, Configuration, Group, Part, Work
 from surokit.bench.process import Failed, left_s
 from surokit.bench.systems import Systems
+from surokit.bench.turns import Call, OutOfTime, Running, System, Turns
 from surokit.planner.hardware import Gpu
 
 table = gpu_table.table
@@ -75,10 +77,6 @@ REHEARSAL = Pace(
 )
 
 
-class OutOfTime(Exception):
-    """This call ends before the next measurement; nothing is lost."""
-
-
 def run(
     part: Iterable[str] = (),
     minutes: float = 8.0,
@@ -113,10 +111,8 @@ def run(
     if again:
         book.forget(*[key for key, found in book.found.items() if "failed" in found or found["what"] == "plan"])
     pace = REHEARSAL if rehearse else Pace()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Systems(work, pace.warm_up, rehearse, Path(folder)) as systems,
-    ):
+    with tempfile.TemporaryDirectory() as folder:
+        systems = Systems(work, pace.warm_up, rehearse, Path(folder))
         bench = Bench(book, systems, pace, time.monotonic() + 60 * minutes)
         try:
             for name in names:
@@ -131,13 +127,17 @@ def run(
     return book.data
 
 
+def listing(**_: Any) -> str:
+    """The parts in their order, with about how long each takes."""
+    return "\n".join(f"{part.name:12} about {part.minutes:2} minutes: {part.words}" for part in PARTS.values())
+
+
 class Bench:
     """One call: the file, the systems, and the clock at which it ends (of time.monotonic)."""
 
     def __init__(self, book: Book, systems: Systems, pace: Pace, ends_s: float) -> None:
-        self.book, self.systems, self.pace, self._ends_s = book, systems, pace, ends_s
-        self.work = systems.work
-        self._alone: set[str] = set()  # of the group, those that are built anew for each turn
+        self.book, self.systems, self.pace, self.work = book, systems, pace, systems.work
+        self.call = Call(ends_s, late_s=LATE_S)
         self._answered: dict[str, dict[str, Any]] = {}
 
     def part(self, part: Part) -> None:
@@ -156,22 +156,9 @@ class Bench:
 
         What was left out is tried again in the next call. Raises OutOfTime where fewer than `need_s` seconds are left.
         """
-        if self._done(key):
+        if self.book.done(key):
             return self.book[key]
-        left = left_s(self._ends_s)
-        if left < need_s:
-            raise OutOfTime(f"Next is {key}, about {need_s:.0f} s, and {left:.0f} s are left.")
-        print(key, file=sys.stderr)
-        try:
-            found = work(time.monotonic() + min(left, need_s + LATE_S))
-        except Failed as problem:
-            if problem.why == "late" and left < need_s + LATE_S:
-                raise OutOfTime(f"{key} did not end within this call.") from None
-            found = {"left_out" if problem.why == "missing" else "failed": str(problem)}
-        return self.book.put(key, {**what, **found})
-
-    def _done(self, key: str) -> bool:
-        return key in self.book and "left_out" not in self.book[key]
+        return self.book.put(key, {**what, **self.call.tried(key, need_s, work)})
 
     # -- before speed
 
@@ -186,20 +173,18 @@ class Bench:
         for model in dict.fromkeys(c.model for c in configurations):
             shape = {"model": self.systems.shape(model), "tokens": self.work.batch * self.work.length}
             requests[f"ceilings/{model}"] = {**shape, "seconds": self.pace.ceilings_s / 3}, self.pace.ceilings_s
-        try:
+        with closing(Turns[str, System](lambda _, until_s: self.systems.preparing(until_s))) as process:
             for key, (request, need_s) in requests.items():
-                self._measure(key, need_s, partial(self._prepared, request), {"what": key.partition("/")[0]})
-        finally:
-            self.systems.close("")
+                self._measure(key, need_s, partial(self._prepared, process, request), {"what": key.partition("/")[0]})
 
-    def _prepared(self, request: Mapping[str, Any], until_s: float) -> dict[str, Any]:
+    def _prepared(self, process: Turns[str, System], request: Mapping[str, Any], until_s: float) -> dict[str, Any]:
         asked = json.dumps(request)
         try:
             if asked not in self._answered:  # the models of a rehearsal are all the same
-                self._answered[asked] = self.systems.preparing(until_s).ask(request, left_s(until_s))
+                self._answered[asked] = process.opened("", until_s).ask(request, left_s(until_s))
             return self._answered[asked]
         except Failed:  # an error on the device may stay in its process
-            self.systems.close("")
+            process.close()
             raise
 
     def _reason_against(self, c: Configuration) -> str:
@@ -235,60 +220,45 @@ class Bench:
 
     def _group(self, group: Group) -> None:
         """Its rounds; in the last one each system is profiled after its turn."""
-        ready, rounds = [], min(group.rounds, self.pace.rounds)
+        ready: list[Configuration] = []
         for c in group.configurations:
             if reason := self._reason_against(c):
                 self._leave_out(_key("turn", group, c, 0), c, reason, group=group.name)
             else:
                 ready.append(c)
-        if ready:
-            sizes_gib = [self._plan(c)["gib"] + CONTEXT_GIB for c in ready]
-            room_gib = ROOM * (self._plan(ready[0])["memory_gib"] or math.inf)
-            self._alone = {c.name for c in ready[resident(sizes_gib, room_gib) :]}
-        try:
-            for number in range(rounds):
-                for c in ready:
-                    self._turn(group, c, number, last=number == rounds - 1)
-        finally:
-            self.systems.close()
+        sizes_gib = [self._plan(c)["gib"] + CONTEXT_GIB for c in ready]
+        room_gib = ROOM * (next((self._plan(c)["memory_gib"] for c in ready), None) or math.inf)
+        rounds = min(group.rounds, self.pace.rounds)
+        with closing(Turns(self.systems.training, alone=ready[resident(sizes_gib, room_gib) :])) as turns:
+            for number, c in turns.rounds(ready, rounds):
+                self._turn(turns, group, c, number, last=number == rounds - 1)
 
-    def _turn(self, group: Group, c: Configuration, number: int, last: bool) -> None:
-        what = {"group": group.name, "round": number, "name": c.name, "system": c.system, "configuration": c.to_dict()}
-        before = [self.book[key] for n in range(number) if (key := _key("turn", group, c, n)) in self.book]
-        if any("failed" in turn or "left_out" in turn for turn in before):
-            return
-        need_s = self.pace.turn_s + (2.0 if c.name in self.systems.open else self._opens_s(c.model))
+    def _turn(self, turns: _Turns, group: Group, c: Configuration, number: int, last: bool) -> None:
+        what = {"group": group.name, "round": number, **_about(c)}
+        need_s = self.pace.turn_s + (2.0 if c in turns.open else self._opens_s(c.model))
         found = self._measure(
-            _key("turn", group, c, number), need_s, partial(self._timed, group, c), {"what": "turn", **what}
+            _key("turn", group, c, number), need_s, partial(self._timed, turns, c), {"what": "turn", **what}
         )
-        profile = last and not c.peer and "failed" not in found and self._profiles() < self.pace.profiles
-        if profile and not self._done(key := f"profile/{group.name}/{c.system}"):
-            self._measure(key, need_s, partial(self._profiled, c), {"what": "profile", **what})
-        if c.name in self._alone or "failed" in found:
-            self.systems.close(c.name)
+        if "failed" in found or "left_out" in found:
+            return turns.drop(c)
+        if last and not c.peer and self._profiles() < self.pace.profiles:
+            key = f"profile/{group.name}/{c.system}"
+            self._measure(key, need_s, partial(self._profiled, turns, c), {"what": "profile", **what})
 
-    def _timed(self, group: Group, c: Configuration, until_s: float) -> dict[str, Any]:
-        """As many steps as a turn has time for; where the device had no room beside others, all are alone from here on."""
-        new = c.name not in self.systems.open
-        began_s = time.monotonic()
-        try:
-            opened = self.systems.training(c, until_s)
-        except Failed as problem:
-            if problem.why != "memory" or not self.systems.open:
-                raise
-            self._alone = {each.name for each in group.configurations}
-            self.systems.close()
-            opened = self.systems.training(c, until_s)
+    def _timed(self, turns: _Turns, c: Configuration, until_s: float) -> dict[str, Any]:
+        """As many steps as a turn has time for."""
+        new, began_s = c not in turns.open, time.monotonic()
+        running = turns.opened(c, until_s)
         opened_s = time.monotonic() - began_s
-        steps = max(1, min(self.pace.most_steps, round(self.pace.turn_s / opened.each_s)))
-        found = opened.system.ask({"steps": steps}, left_s(until_s))
+        first = {"first": {**_first(running), "opened_s": opened_s}} if new else {}
+        steps = max(1, min(self.pace.most_steps, round(self.pace.turn_s / running.each_s)))
+        found = running.take(steps, until_s)
         if not all(map(math.isfinite, found["losses"])):
             raise Failed("Its loss is not finite, so its speed means nothing.")
-        found |= {"tokens_per_s": found["tokens"] / found["seconds"], "alone": c.name in self._alone}
-        return {**found, "first": {**opened.first, "opened_s": opened_s}} if new else found
+        return {**found, "tokens_per_s": found["tokens"] / found["seconds"], "alone": turns.alone(c), **first}
 
-    def _profiled(self, c: Configuration, until_s: float) -> dict[str, Any]:
-        return self.systems.training(c, until_s).system.ask({"profile": self.pace.profile}, left_s(until_s))
+    def _profiled(self, turns: _Turns, c: Configuration, until_s: float) -> dict[str, Any]:
+        return turns.opened(c, until_s).system.ask({"profile": self.pace.profile}, left_s(until_s))
 
     def _profiles(self) -> int:
         return sum(each["what"] == "profile" for each in self.book.found.values())
@@ -303,9 +273,8 @@ class Bench:
         return 1.25 * max(took) if took else OPENS_S
 
     def _leave_out(self, key: str, c: Configuration, reason: str, **what: Any) -> None:
-        if not self._done(key):
-            about = {"what": key.partition("/")[0], "name": c.name, "system": c.system, "configuration": c.to_dict()}
-            self.book.put(key, {**about, **what, "left_out": reason})
+        if not self.book.done(key):
+            self.book.put(key, {"what": key.partition("/")[0], **_about(c), **what, "left_out": reason})
 
     # -- alone
 
@@ -319,8 +288,8 @@ class Bench:
             caches = {name: f"{folder}/{name}" for name in CACHES}
             for state in ("empty", "full"):
                 began_s = time.monotonic()
-                first = self.systems.training(c, until_s, environment=caches).first
-                self.systems.close(c.name)
+                with closing(self.systems.training(c, until_s, environment=caches)) as running:
+                    first = _first(running)
                 found[state] = {**first, "all_s": time.monotonic() - began_s}
         return found
 
@@ -329,18 +298,34 @@ class Bench:
         self._single(f"sustained/{c.name}", c, 60 * minutes + self._opens_s(c.model), partial(self._sustained, c))
 
     def _sustained(self, c: Configuration, until_s: float) -> dict[str, Any]:
-        opened = self.systems.training(c, until_s, self.pace.sample_every)
-        return opened.system.ask({"minutes": self.pace.sustained_minutes}, left_s(until_s))
+        with closing(self.systems.training(c, until_s, self.pace.sample_every)) as running:
+            return running.system.ask({"minutes": self.pace.sustained_minutes}, left_s(until_s))
 
     def _single(self, key: str, c: Configuration, need_s: float, work: Callable[[float], Mapping[str, Any]]) -> None:
         if reason := self._reason_against(c):
-            return self._leave_out(key, c, reason)
-        try:
-            what = {"what": key.partition("/")[0], "name": c.name, "system": c.system, "configuration": c.to_dict()}
-            self._measure(key, need_s, work, what)
-        finally:
-            self.systems.close()
-        return None
+            self._leave_out(key, c, reason)
+        else:
+            self._measure(key, need_s, work, {"what": key.partition("/")[0], **_about(c)})
+
+
+_Turns = Turns[Configuration, Running]
+
+
+def _about(c: Configuration) -> dict[str, Any]:
+    return {"name": c.name, "system": c.system, "configuration": c.to_dict()}
+
+
+def _first(running: Running) -> dict[str, Any]:
+    """What it took until a system was warm, and its losses until then."""
+    names = ("first_step_s", "warm_up_s", "warm_up_steps")
+    ready = running.system.ready
+    return {
+        "build_s": ready.get("build_s"),
+        **{name: getattr(running, name) for name in names},
+        "losses": running.losses[: running.warm_up_steps],
+        "note": ready.get("note", ""),
+        "versions": ready.get("versions", {}),
+    }
 
 
 def resident(sizes_gib: Sequence[float], room_gib: float) -> int:
@@ -357,7 +342,6 @@ def planned(c: Configuration, shape: Mapping[str, Any], work: Work, gpu: Gpu | N
     """What `surokit.plan` says of a configuration; a peer's memory is planned as ours with nothing fused."""
     import surokit as sk
     from surokit.bench.correct import recipe_of
-    from surokit.bench.worker import fusion_of
 
     unplanned = bool(c.peer) or c.compile  # neither another library's step nor a compiled one is planned
     plan = sk.plan(
@@ -368,7 +352,7 @@ def planned(c: Configuration, shape: Mapping[str, Any], work: Work, gpu: Gpu | N
         accumulate=work.accumulate,
         recompute=c.recompute,
         optimizer=c.optimizer,
-        fusion="none" if c.peer else fusion_of(c),
+        fusion=c.fusion,
         graphs=c.graphs and not unplanned and gpu is not None and gpu.device != "cpu",
         gpu=gpu,
     )

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from surokit.bench.configurations import MODELS, Configuration, target_of
-from surokit.bench.result import markdown, spread
-from surokit.bench.targets import DEVICE, LEAST_OF_BF16, MOST_DRIFT, MOST_IDLE, OVER_UNSLOTH, SOURCE, TARGETS
+from surokit.bench.result import grid, markdown, spread
+from surokit.bench.targets import DEVICE, LEAST_OF_BF16, MEANING, MOST_DRIFT, MOST_IDLE, OVER_UNSLOTH, SOURCE, TARGETS
 
 _NONE = "not measured"
 
@@ -267,7 +267,7 @@ def _techniques_table(groups: Mapping[str, list[Row]]) -> str:
         "loss gap",
         "note",
     )
-    lines = [head, ("---",) * len(head)]
+    lines: list[tuple[str, ...]] = []
     for group in groups.values():
         if any(row.configuration.changes for row in group):
             for row in group:
@@ -275,7 +275,7 @@ def _techniques_table(groups: Mapping[str, list[Row]]) -> str:
                 lines.append(
                     (row.configuration.name, _rate(row), _times(row, group[0]), idle, launches, peak, gap, note)
                 )
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return grid(head, lines)
 
 
 # -- lines below
@@ -283,7 +283,7 @@ def _techniques_table(groups: Mapping[str, list[Row]]) -> str:
 
 def _lines(data: Mapping[str, Any], groups: Mapping[str, list[Row]]) -> Iterator[str]:
     found = data["gpu"]
-    yield f"Bars are for one {DEVICE}. {SOURCE}"
+    yield f"{MEANING} {SOURCE}"
     yield from _beside_unsloth(groups)
     for key, each in found.items():
         kind, _, name = key.partition("/")

@@ -17,8 +17,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +30,10 @@ from surokit.bench import rivals
 from surokit.bench.book import Book
 from surokit.bench.configurations import MODELS, TINY, Work
 from surokit.bench.corpus import corpus
-from surokit.bench.process import Failed, Worker
+from surokit.bench.process import Failed, left_s
 from surokit.bench.result import markdown, spread, write
 from surokit.bench.targets import OVER_UNSLOTH
+from surokit.bench.turns import Call, OutOfTime, Running, Turns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,6 +46,8 @@ HELD_OUT = 4  # micro-batches
 GRACE_S = 40.0  # beyond the minutes of a call, for what was begun
 WEIGHTS_S = 240.0  # at most, to write a model's weights
 SMOOTHED = 4  # steps
+#: That a race takes on an H200, roughly; not measured.
+MINUTES = {"0.6b": 1.5, "1.7b": 2.0, "4b": 3.0, "8b": 4.0}
 #: How far losses may go from the baseline's: the first one, before anything was learned, and any of them.
 BOUNDS = {True: (0.005, 0.01), False: (0.02, 0.03)}
 
@@ -78,14 +83,11 @@ def run(
     rehearse: everything on the CPU at a tiny shape, with the systems that run there. Raises ValueError for a name that is not
     known or a file of other work, RuntimeError without a GPU.
     """
-    names = list(systems or rivals.SYSTEMS)
-    for asked, known in ((names, list(rivals.SYSTEMS)), (models, list(MODELS))):
-        unknown = [name for name in asked if name not in known]
-        if unknown:
-            raise ValueError(f"There is no {unknown[0]!r}: known are {', '.join(known)}.")
+    names = _names(systems, models)
     if min(rounds, steps) < 1 or not minutes > 0:
         raise ValueError(f"rounds={rounds}, steps={steps}, minutes={minutes:g}: each is above 0.")
-    _check_device(rehearse)
+    if not rehearse and not _has_cuda():
+        raise RuntimeError("There is no CUDA device: --rehearse runs everything at a tiny shape on the CPU.")
     work = Work(batch=2, length=32, accumulate=2, rank=4, alpha=8.0, lr=1e-2) if rehearse else Work(lr=3e-4)
     head = {
         "benchmark": f"peers: the same work in other libraries{', rehearsed' if rehearse else ''}",
@@ -97,13 +99,13 @@ def run(
             "warm-up steps": WARM_UP,
         },
     }
-    end = time.monotonic() + 60 * minutes
+    call = Call(time.monotonic() + 60 * minutes, GRACE_S)
     with tempfile.TemporaryDirectory() as folder:
         book = Book(out or Path(folder) / "peers.json", "peers", head, {"minutes": minutes})
         book.data["missing"], book.data["left"] = {}, []
         for model in ("tiny",) if rehearse else models:
             groups = [Group(model, train, setting) for setting in settings]
-            races = [_Race(group, names, rounds, steps, end, book) for group in groups]
+            races = [_Race(group, names, rounds, steps, call, book) for group in groups]
             _run_model(model, [race for race in races if race.pending], work, "cpu" if rehearse else "cuda")
         write(book.data, book.path)
         if out is not None:
@@ -114,25 +116,64 @@ def run(
         return book.data
 
 
+def listing(
+    systems: Sequence[str] | None = None,
+    models: Sequence[str] = ("0.6b",),
+    train: str = "lora",
+    settings: Sequence[str] = ("equal", "best"),
+    rehearse: bool = False,
+    **_: Any,
+) -> str:
+    """What `run` would race here, what the rest lacks, and about how long it takes."""
+    names = _names(systems, models)
+    work = {"train": train, "device": "cpu" if rehearse else "cuda"}
+    lacking = {name: rivals.missing(rivals.SYSTEMS[name], work) for name in [*names, *BASELINES]}
+    baseline = next((name for name in BASELINES if lacking[name] is None), None)
+    lines = [] if rehearse or _has_cuda() else ["There is no CUDA device here. On one, with these packages:"]
+    for name in names:
+        system, why = rivals.SYSTEMS[name], lacking[name]
+        found = ", ".join(f"{package} {number}" for package, number in rivals.versions(system.packages).items())
+        lines.append(f"{name:16} {'yes' if why is None else f'no: {why}':34} {system.words}{found and f' ({found})'}")
+    wanted = sorted({package for name in names for package in rivals.SYSTEMS[name].packages})
+    if absent := [package for package in wanted if package not in rivals.versions(wanted)]:
+        pinned = [f"'{package}=={rivals.WRITTEN_FOR[package]}'" for package in absent]
+        torch = [f"'torch=={number}'" for number in rivals.versions(["torch"]).values()]  # which shall stay what it is
+        lines.append(f"To install what is missing: pip install {' '.join(pinned + torch)}")
+    if baseline is None:
+        return "\n".join([*lines, f"Nothing can be raced: one of {', '.join(BASELINES)} has to be there."])
+    able = sum(lacking[name] is None for name in names if name != baseline)
+    minutes = len(settings) * able * sum(MINUTES[model] for model in models)
+    races = f"{len(settings) * (1 if rehearse else len(models)) * able} races against {baseline}"
+    return "\n".join([*lines, races + ("" if rehearse else f", about {minutes:.0f} minutes on an H200 by an estimate")])
+
+
+def _names(systems: Sequence[str] | None, models: Sequence[str]) -> list[str]:
+    names = list(systems or rivals.SYSTEMS)
+    for asked, known in ((names, list(rivals.SYSTEMS)), (models, list(MODELS))):
+        unknown = [name for name in asked if name not in known]
+        if unknown:
+            raise ValueError(f"There is no {unknown[0]!r}: known are {', '.join(known)}.")
+    return names
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def _run_model(model: str, races: Sequence[_Race], work: Work, device: str) -> None:
     """Races of one shape, all with the same weights and rows, which are written first."""
-    if not any(race.has_time for race in races):
+    if not any(left_s(race.call.ends_s) for race in races):
         for race in races:
             race.leave()
         return
     shape = TINY if model == "tiny" else MODELS[model]
     with tempfile.TemporaryDirectory() as folder:
-        _tell(f"{model}: random weights")
+        print(f"{model}: random weights", file=sys.stderr, flush=True)
         given = {"model": shape, **asdict(work), **_files(Path(folder), shape, work, device)}
         for race in races:
             race.run({**given, "train": race.group.train, "settings": race.group.settings})
-
-
-def _check_device(rehearse: bool) -> None:
-    import torch
-
-    if not rehearse and not torch.cuda.is_available():
-        raise RuntimeError("There is no CUDA device: --rehearse runs everything at a tiny shape on the CPU.")
 
 
 def _files(folder: Path, shape: Mapping[str, Any], work: Work, device: str) -> dict[str, Any]:
@@ -145,64 +186,46 @@ def _files(folder: Path, shape: Mapping[str, Any], work: Work, device: str) -> d
     if device == "cpu":
         rivals.write_weights(weights)
     else:  # in another process, because what this one takes of the device it never gives back
-        _worker("weights", weights, WEIGHTS_S).close()
+        rivals.worker("weights", weights, WEIGHTS_S).close()
     return {**weights, "recompute": "none", **{name: str(folder / f"{name}.npy") for name in rows}}
 
 
-def _worker(name: str, work: Mapping[str, Any], timeout_s: float) -> Worker:
-    return Worker([sys.executable, "-m", "surokit.bench.peers", "--worker", name, json.dumps(work)], name, timeout_s)
+class _Racing(Running):
+    """A system that has made its first step and its warm-up on this work, with its tokens/s of each turn."""
 
+    def __init__(self, name: str, work: Mapping[str, Any], until_s: float) -> None:
+        super().__init__(rivals.worker(name, work, left_s(until_s)), WARM_UP, until_s)
+        self.name, self.work, self.until_s = name, work, until_s
+        self.rates: list[float] = []
+        self.held: list[float | None] = []
 
-def _tell(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
-
-
-class _Running:
-    """A system that has made its first step and its warm-up, and what it said."""
-
-    def __init__(self, name: str, work: Mapping[str, Any], end: float) -> None:
-        self.name, self.work, self.end = name, work, end
-        self.worker = _worker(name, work, self._left_s())
-        try:
-            self.ready = self.worker.ready
-            self.losses: list[float] = []
-            self.peak_mib = self.reserved_mib = 0.0
-            self.first_step_s = self.take(1)["seconds"]
-            self.warm_up_s = self.first_step_s + self.take(WARM_UP - 1)["seconds"]
-        except BaseException:
-            self.worker.close()
-            raise
-
-    def take(self, steps: int, before: int = 0) -> dict[str, Any]:
-        answer = self.worker.ask({"steps": steps, "before": before}, self._left_s())
-        self.losses += answer["losses"]
-        self.peak_mib = max(self.peak_mib, answer["peak_mib"])
-        self.reserved_mib = max(self.reserved_mib, answer.get("reserved_mib", 0.0))
-        return answer
-
-    def rate(self, steps: int) -> float:
-        answer = self.take(steps, AGAIN)
-        return float(round(answer["tokens"] / answer["seconds"], 1))
+    def turn(self, steps: int) -> None:
+        answer = self.take(steps, self.until_s, before=AGAIN)
+        self.rates.append(round(answer["tokens"] / answer["seconds"], 1))
 
     def held_out(self) -> float | None:
-        loss: float | None = self.worker.ask({"evaluate": True}, self._left_s())["loss"]
-        return loss
+        """The loss on rows that nobody trained on, as it was when this was asked for first."""
+        if not self.held:
+            self.held.append(self.system.ask({"evaluate": True}, left_s(self.until_s))["loss"])
+        return self.held[0]
 
-    def told(self) -> dict[str, Any]:
+    def entry(self, baseline: str, beside: list[float], losses: list[float]) -> dict[str, Any]:
         batch, length, accumulate = (self.work[name] for name in ("batch", "length", "accumulate"))
-        kept = {name: self.ready[name] for name in ("build_s", "trained", "note", "versions")}
-        measured = {name: getattr(self, name) for name in ("first_step_s", "warm_up_s", "peak_mib", "reserved_mib")}
-        return {"batch": f"{batch} x {length} x {accumulate}", **measured, **kept}
-
-    def _left_s(self) -> float:
-        return max(self.end - time.monotonic(), 0.0) + GRACE_S
+        return {
+            **{"baseline": baseline, "tokens_per_s": self.rates, "baseline_tokens_per_s": beside},
+            **{"losses": losses, "held_out": self.held_out(), "batch": f"{batch} x {length} x {accumulate}"},
+            **{"first_step_s": self.first_step_s, "warm_up_s": self.first_step_s + self.warm_up_s},
+            **{"peak_mib": self.peak_mib, "reserved_mib": self.reserved_mib},
+            **{name: self.system.ready[name] for name in ("build_s", "trained", "note", "versions")},
+        }
 
 
 class _Race:
     """The races of a group that are not in the book yet."""
 
-    def __init__(self, group: Group, names: Sequence[str], rounds: int, steps: int, end: float, book: Book) -> None:
-        self.group, self.rounds, self.steps, self.end, self.book = group, rounds, steps, end, book
+    def __init__(self, group: Group, names: Sequence[str], rounds: int, steps: int, call: Call, book: Book) -> None:
+        self.group, self.rounds, self.steps, self.call, self.book = group, rounds, steps, call, book
+        self.need_s = 0.0  # what the next race takes, if it is like the last
         for name in names:
             if group.train not in rivals.SYSTEMS[name].trains:
                 book.data["missing"][name] = f"it has no {group.train} training here"
@@ -212,126 +235,97 @@ class _Race:
         before = [e["baseline"] for e in shown(book.data) if _group(e) == group]
         self.baselines = tuple(dict.fromkeys(before)) or BASELINES
 
-    @property
-    def has_time(self) -> bool:
-        return time.monotonic() < self.end
-
     def leave(self) -> None:
         """What is pending is left for another call."""
         self.book.data["left"] += [self.group.key(name) for name in self.pending]
 
     def run(self, work: Mapping[str, Any]) -> None:
         """Until nothing is pending or the time is up."""
-        needed_s = 0.0
-        while self.pending and time.monotonic() + needed_s <= self.end:
-            began = time.monotonic()
-            baseline = next((found for name in self.baselines if (found := self._start(name, work))), None)
-            if baseline is None:
-                break
-            needed_s = time.monotonic() - began
-            with baseline.worker:
-                if self._against(baseline, work, needed_s):
-                    break
+        with suppress(OutOfTime):
+            while self.pending:
+                with closing(Turns(partial(self._started, work))) as turns:
+                    baseline = next((name for name in self.baselines if self._runs(turns, name)), None)
+                    if baseline is None:
+                        break
+                    self._against(turns, baseline)
         self.leave()
 
-    def _against(self, baseline: _Running, work: Mapping[str, Any], needed_s: float) -> bool:
-        """Pairs with one baseline while there is time; False where it does not run any more."""
-        rates: list[float] = []
-        held_out: list[float | None] = []
-        for name in [n for n in self.pending if n != baseline.name]:
-            began = time.monotonic()
-            if began + needed_s > self.end:
-                break
-            if not self._pair(name, work, baseline, rates, held_out):
-                return False
-            needed_s = time.monotonic() - began
-        if self.group.key(baseline.name) not in self.book:
-            self._alone(baseline, rates, held_out)
-        return True
-
-    def _start(self, name: str, work: Mapping[str, Any]) -> _Running | None:
-        """The system after its warm-up, with the largest micro-batch that fits where it is at its best; None where it cannot."""
-        key, lacking = self.group.key(name), rivals.missing(rivals.SYSTEMS[name], work)
-        if lacking:
-            self._miss(name, lacking)
-        if lacking or (key in self.book and "failed" in self.book[key]):
-            return None
-        shapes = _shapes(work)
-        for batch, accumulate in shapes:
-            _tell(f"{key}: {batch} x {work['length']} x {accumulate}")
-            try:
-                return _Running(name, {**work, "batch": batch, "accumulate": accumulate}, self.end)
-            except Failed as failure:
-                if failure.why == "memory" and (batch, accumulate) != shapes[-1]:
-                    continue
-                self._fail(name, failure)
-                break
-        return None
-
-    def _miss(self, name: str, why: str) -> None:
-        self.book.data["missing"][name] = why
-        self._done(name)
-
-    def _fail(self, name: str, failure: Failed) -> None:
-        _tell(f"{self.group.key(name)}: {failure}")
-        if failure.why == "missing":
-            self._miss(name, str(failure))
-            return
-        if failure.why == "late" and time.monotonic() >= self.end:
-            return  # the call's time was up: another goes on
-        self.book.put(self.group.key(name), {**asdict(self.group), "system": name, "failed": str(failure)})
-        self._done(name)
-
-    def _done(self, name: str) -> None:
-        self.pending = [n for n in self.pending if n != name]
-
-    def _pair(
-        self, name: str, work: Mapping[str, Any], baseline: _Running, rates: list[float], held_out: list[float | None]
-    ) -> bool:
-        """Race a system against the baseline; whether the baseline still runs."""
-        system = self._start(name, work)
-        if system is None:
-            return True
-        own: list[float] = []
-        beside: list[float] = []
-        turning = baseline
-        with system.worker:
-            try:
-                for turn in range(self.rounds):
-                    if turn > 1 and time.monotonic() > self.end:
-                        break
-                    for turning, found in ((baseline, beside), (system, own)):
-                        found.append(turning.rate(self.steps))
-                if not held_out and len(baseline.losses) == len(system.losses):
-                    turning = baseline
-                    held_out.append(baseline.held_out())
-                turning = system
-                loss = system.held_out()
-            except Failed as failure:
-                self._fail(name, Failed(f"{turning.name}, both models being in memory: {failure}", failure.why))
-                return turning is system
-        rates += beside
-        entry = {"tokens_per_s": own, "baseline_tokens_per_s": beside, "losses": system.losses, "held_out": loss}
-        self._put(name, baseline.name, {**entry, **system.told()})
-        return True
-
-    def _alone(self, baseline: _Running, rates: list[float], held_out: list[float | None]) -> None:
-        """The baseline's own entry: all its turns, and its losses of as many steps as a system makes."""
+    def _against(self, turns: Turns[str, _Racing], baseline: str) -> None:
+        """Everything that is pending against a baseline, as long as that runs; then what the baseline is by itself."""
+        late: OutOfTime | None = None
         try:
-            while len(rates) < self.rounds:
-                rates.append(baseline.rate(self.steps))
-            loss = held_out[0] if held_out else baseline.held_out()
-        except Failed as failure:
-            self._fail(baseline.name, failure)
-            return
-        losses = baseline.losses[: WARM_UP + self.rounds * (AGAIN + self.steps)]
-        entry = {"tokens_per_s": rates, "baseline_tokens_per_s": rates, "losses": losses, "held_out": loss}
-        self._put(baseline.name, baseline.name, {**entry, **baseline.told()})
+            for name in [n for n in self.pending if n != baseline]:
+                self._tried(name, partial(self._pair, turns, name, baseline))
+                if baseline not in turns.open:
+                    return
+        except OutOfTime as end:  # what was raced is nothing without the baseline's own entry
+            late = end
+        if baseline in turns.open and self.group.key(baseline) not in self.book:
+            self._tried(baseline, lambda _: self._own(turns.open[baseline]), begun=True)
+        if late is not None:
+            raise late
 
-    def _put(self, name: str, baseline: str, measured: Mapping[str, Any]) -> None:
-        entry = {**asdict(self.group), "system": name, "baseline": baseline, **measured}
-        self.book.put(self.group.key(name), entry)
-        self._done(name)
+    def _tried(self, name: str, race: Callable[[float], Mapping[str, Any]], begun: bool = False) -> None:
+        """Keeps what `race(until when)` finds of a system, or why it finds nothing. Raises OutOfTime."""
+        key, began_s = self.group.key(name), time.monotonic()
+        found = self.call.tried(key, None if begun else self.need_s, race)
+        self.need_s = time.monotonic() - began_s
+        if "left_out" in found:
+            self.book.data["missing"][name] = found["left_out"]
+        elif found:
+            self.book.put(key, {**asdict(self.group), "system": name, **found})
+        if found:
+            self.pending = [n for n in self.pending if n != name]
+
+    def _runs(self, turns: Turns[str, _Racing], name: str) -> bool:
+        """Whether it can be a baseline: then it is open."""
+
+        def start(until_s: float) -> dict[str, Any]:
+            turns.opened(name, until_s)
+            return {}  # nothing to keep yet
+
+        if "failed" not in self.book.found.get(self.group.key(name), {}):
+            self._tried(name, start)
+        return name in turns.open
+
+    def _started(self, work: Mapping[str, Any], name: str, until_s: float) -> _Racing:
+        """The system after its warm-up, with the largest micro-batch that fits where it is at its best."""
+        if lacking := rivals.missing(rivals.SYSTEMS[name], work):
+            raise Failed(lacking, "missing")
+        *larger, given = ({**work, "batch": batch, "accumulate": count} for batch, count in _shapes(work))
+        for each in larger:
+            try:
+                return _Racing(name, each, until_s)
+            except Failed as failure:
+                if failure.why != "memory":
+                    raise
+        return _Racing(name, given, until_s)
+
+    def _pair(self, turns: Turns[str, _Racing], name: str, baseline: str, until_s: float) -> dict[str, Any]:
+        """A system against the baseline, in turns; of the two, the one that failed is closed."""
+        system, beside = turns.opened(name, until_s), turns.opened(baseline, until_s)
+        before, turning = len(beside.rates), baseline
+        try:
+            for number, turning in turns.rounds((baseline, name), self.rounds):
+                if number > 1 and turning == baseline and not left_s(self.call.ends_s):
+                    break
+                turns.opened(turning, until_s).turn(self.steps)
+            for turning in (baseline, name):
+                if len(turns.open[turning].losses) == len(system.losses):
+                    turns.open[turning].held_out()
+        except Failed as failure:
+            turns.close(turning)
+            raise Failed(f"{turning}, both models being in memory: {failure}", failure.why) from None
+        finally:
+            turns.close(name)
+        return system.entry(baseline, beside.rates[before:], system.losses)
+
+    def _own(self, baseline: _Racing) -> dict[str, Any]:
+        """The baseline's own entry: all its turns, and its losses of as many steps as a system makes."""
+        while len(baseline.rates) < self.rounds:
+            baseline.turn(self.steps)
+        losses = baseline.losses[: WARM_UP + self.rounds * (AGAIN + self.steps)]
+        return baseline.entry(baseline.name, baseline.rates, losses)
 
 
 def _shapes(work: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from surokit.bench.configurations import MODELS, Work
-from surokit.bench.result import markdown
-from surokit.bench.targets import DEVICE, TARGETS, Target
+from surokit.bench.result import grid, markdown
+from surokit.bench.targets import DEVICE, MEANING, TARGETS, Target
 from surokit.planner import Ceilings, Gpu, Plan, find_gpu
-from surokit.planner.roofline import ATTENTION_SHARE, GRAPH_LAUNCH_US, Estimate
+from surokit.planner.roofline import ATTENTION_SHARE, GAP_US, Estimate
 
 DEVICES = ("H200", "H100")
 #: Shares of the datasheet's rates: (bf16 products, fp8 products, bandwidth), and where they come from.
@@ -38,7 +38,7 @@ ASSUMED = {
     "peak rates": "the datasheet's for products and bandwidth, no gaps; no bound where attention is faster than assumed",
     "attention": f"{dict(ATTENTION_SHARE)[9, 0]:.0%} of the bf16 peak, FlashAttention-2's on an H100 (arXiv 2407.08608); cuDNN's "
     "there is 1.6 to 1.7 times as fast",
-    "launches": f"none but a gap of {GRAPH_LAUNCH_US:g} us after each kernel of a CUDA graph, a guess",
+    "launches": f"none but a gap of {GAP_US:g} us after each kernel of a CUDA graph, a guess",
     "overlap": "none: kernels run one after the other; batches come on a stream of their own and cost nothing",
     "shapes": "products of all shapes and scales at one rate: those of small models reach less, and so may fp8 ones with a scale a "
     "block, which are QFP8's",
@@ -109,22 +109,20 @@ def _row(target: Target, gpu: Gpu) -> dict[str, Any]:
     recompute = next((how for how in ("none", "selective") if plan.but(recompute=how).fits()), "full")
     plan, unfused = plan.but(recompute=recompute), planned(target, assumed, recompute=recompute)
     cached = plan.but(transposed="cached")
-    step, kernels = _estimate(plan), _kernels(plan)
-    step_ms, fits = _step_ms(plan), plan.fits()
-    assert step.peak_tflops is not None
+    step, kernels, fits = _estimate(plan), _kernels(plan), plan.fits()
     return {
         "gpu": gpu.name,
         **{name: getattr(target, name) for name in ("model", "train", "recipe")},
         "recompute": recompute,
         "fits": fits,
-        "tokens_per_s": step.tokens / step_ms * 1e3 if fits else None,
-        "tokens_per_s at large products' rates": step.tokens / _step_ms(plan.but(gpu=at("large products'", gpu))) * 1e3
+        "tokens_per_s": step.tokens_per_s if fits else None,
+        "tokens_per_s at large products' rates": _estimate(plan.but(gpu=at("large products'", gpu))).tokens_per_s
         if fits
         else None,
-        "tokens_per_s at peak rates": _estimate(plan.but(gpu=gpu)).tokens_per_s if fits else None,
-        "step_ms": step_ms,
-        "mfu": step.model_flop / step_ms / 1e9 / step.peak_tflops,
-        "ms by phase": {**step.by_pass(), "gaps": step_ms - step.step_ms},
+        "tokens_per_s at peak rates": _estimate(plan.but(gpu=gpu, graphs=False)).tokens_per_s if fits else None,
+        "step_ms": step.step_ms,
+        "mfu": step.mfu,
+        "ms by phase": {**step.by_pass(), "gaps": step.gaps_ms},
         "ms by group": step.by_group(),
         "ms unfused, of the device": _estimate(unfused).device_ms,
         "gib": plan.memory.gib,
@@ -133,7 +131,7 @@ def _row(target: Target, gpu: Gpu) -> dict[str, Any]:
         "kernels unfused": _kernels(unfused),
         "W' cached": {
             "adds_gib": cached.memory.gib - plan.memory.gib,
-            "saves_ms": step_ms - _step_ms(cached),
+            "saves_ms": step.step_ms - _estimate(cached).step_ms,
         },
     }
 
@@ -147,36 +145,45 @@ def _kernels(plan: Plan) -> int:
     return round(sum(row.launches for row in _estimate(plan).rows))
 
 
-def _step_ms(plan: Plan) -> float:
-    """A step with a gap after each kernel."""
-    return _estimate(plan).step_ms + _kernels(plan) * GRAPH_LAUNCH_US / 1e3
-
-
 def table(data: Mapping[str, Any]) -> str:
-    """A Markdown table: a row for each device and configuration, every figure a prediction, the bars beside."""
-    head = [
-        *("GPU", "model", "trains", "recipe", "predicted k tokens/s", "at large products' rates", "at peak rates"),
-        *("gate", "target", "stretch", "predicted to reach", "MFU", "ms a step", *_PHASES),
-        *("GiB", "kernels a step", "kernels unfused", "W' cached"),
+    """Markdown: predicted speed beside the bars, where the time and the memory go, and what is assumed."""
+    rows = data["predicted"]
+    speed = [
+        *(*_NAMES, "predicted k tokens/s", "at large products' rates", "at peak rates"),
+        *("gate", "target", "stretch", "predicted to reach"),
     ]
-    return "\n".join([markdown(data, head, [_cells(row) for row in data["predicted"]]), "", *_assumptions(data)])
+    step = [
+        *(*_NAMES, "MFU", "ms a step", *_PHASES, "GiB"),
+        *("kernels a step", "kernels unfused", "with W' cached"),
+    ]
+    return "\n\n".join(
+        [
+            markdown(data, speed, [_speed(row) for row in rows]),
+            MEANING,
+            grid(step, [_step(row) for row in rows]),
+            "\n".join(_assumptions(data)),
+        ]
+    )
 
 
+_NAMES = ("GPU", "model", "trains", "recipe")
 _PHASES = ("forward", "recompute", "backward", "optimizer", "gaps")
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
+def _name(row: Mapping[str, Any]) -> list[str]:
+    return [row["gpu"], row["model"], row["train"], f"`{row['recipe']}`"]
+
+
+def _speed(row: Mapping[str, Any]) -> list[str]:
+    rates = ("tokens_per_s", "tokens_per_s at large products' rates", "tokens_per_s at peak rates")
+    bars = row.get("bars in words", ["", "", ""])
+    return [*_name(row), *(_k(row[name]) for name in rates), *bars, _passes(row)]
+
+
+def _step(row: Mapping[str, Any]) -> list[str]:
     cached = row["W' cached"]
-    speeds = (
-        row[name] for name in ("tokens_per_s", "tokens_per_s at large products' rates", "tokens_per_s at peak rates")
-    )
     return [
-        *(row["gpu"], row["model"], row["train"], f"`{row['recipe']}`"),
-        *map(_k, speeds),
-        *row.get("bars in words", ["", "", ""]),
-        _passes(row),
-        f"{row['mfu']:.0%}",
-        f"{row['step_ms']:,.1f}",
+        *(*_name(row), f"{row['mfu']:.0%}", f"{row['step_ms']:,.1f}"),
         *(f"{row['ms by phase'][name]:,.1f}" if row["ms by phase"][name] else "" for name in _PHASES),
         f"{row['gib']:.1f}" + ("" if row["recompute"] == "none" else f", recompute {row['recompute']}"),
         *(f"{row[name]:,}" for name in ("kernels", "kernels unfused")),
@@ -197,5 +204,9 @@ def _passes(row: Mapping[str, Any]) -> str:
 
 
 def _assumptions(data: Mapping[str, Any]) -> list[str]:
-    head = "Every figure is a prediction, MFU of the dense bf16 peak whatever the recipe, at these assumptions:"
+    head = (
+        "Every figure is a prediction: milliseconds of forward, of what backward computes again, of backward, of the optimizer and "
+        "of the gaps between kernels; MFU of the dense bf16 peak whatever the recipe; with W' cached, the transpose of frozen "
+        "weights is kept. Assumed are:"
+    )
     return [head, ""] + [f"- {k}: {v}" for k, v in data["assumed"].items()]

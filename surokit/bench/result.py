@@ -91,13 +91,17 @@ def markdown(data: Mapping[str, Any], head: Sequence[str], rows: Sequence[Sequen
     """A Markdown table with the line under it: what was measured, how, where and when."""
     environment = data["environment"]
     settings = ", ".join(f"{key} {value}" for key, value in data["settings"].items())
-    lines = ["| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows]]
     device = environment["device"]
     if device == "cpu":
         bf16 = f", {environment['cpu_bf16']}" if environment.get("cpu_bf16") else ""
         device = f"{environment['cpu']}, {environment['cores']} cores{bf16}"
     foot = f"{data['benchmark']}; {settings}; {device}, torch {environment.get('torch')}, {environment.get('date')}"
-    return "\n".join([*lines, "", foot])
+    return f"{grid(head, rows)}\n\n{foot}"
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table alone."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
 
 
 def write(data: Mapping[str, Any], path: Path) -> None:
@@ -112,8 +116,9 @@ def check_writable(path: Path) -> None:
     """ValueError, one sentence, where no result could be written there."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder: give --out the name of a file.")
+    if not path.parent.exists():
+        raise ValueError(f"There is no folder {path.parent}: make it first, or give another --out.")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
@@ -138,7 +143,7 @@ def filled(text: str, folder: Path) -> str:
 
 def _table_for(data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
     """The table of a raw file, by what it holds."""
-    for part in ("kernels", "study", "memory", "overhead", "gpu", "peers", "predicted", "compiled"):
+    for part in ("kernels", "study", "memory", "overhead", "gpu", "peers", "predicted", "compiled", "front_ends"):
         if part in data:
             module = import_module(f"surokit.bench.{part}")
             return cast("Callable[[Mapping[str, Any]], str]", module.table)

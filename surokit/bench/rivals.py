@@ -23,9 +23,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -71,9 +72,7 @@ class System:
 def missing(system: System, work: Work) -> str | None:
     """Why the system cannot do the work here; None where it can."""
     for package in system.packages:
-        try:
-            version(package)
-        except PackageNotFoundError:
+        if not _installed(package):
             return f"{package} is not installed"
     if work["train"] not in system.trains:
         return f"it has no {work['train']} training here"
@@ -182,6 +181,11 @@ def _surokit(recipe: str) -> Callable[[Work, str], Runner]:
     return lambda work, folder: Ours(work, folder, recipe)
 
 
+#: The versions whose documentation and code the systems below were written by.
+WRITTEN_FOR = {
+    **{"unsloth": "2026.10.9", "unsloth_zoo": "2026.10.9", "bitsandbytes": "0.50.2", "liger_kernel": "0.8.5"},
+    **{"transformers": "5.23.0", "peft": "0.21.2", "torchao": "0.18.0"},
+}
 _HF = ("transformers", "peft")
 SYSTEMS: dict[str, System] = {  # in the order in which they are raced
     "surokit bf16": System(_surokit("bf16"), "Session"),
@@ -380,6 +384,12 @@ class Racing:
         return found
 
 
+def worker(name: str, work: Work, timeout_s: float) -> process.Worker:
+    """The process of a system."""
+    argv = [sys.executable, "-m", "surokit.bench.peers", "--worker", name, json.dumps(work)]
+    return process.Worker(argv, name, timeout_s)
+
+
 def serve(name: str, work: Work) -> int:
     """Be the process of a system, or of "weights", which writes them and ends."""
     with tempfile.TemporaryDirectory() as own:
@@ -436,7 +446,7 @@ def _dtypes(parameters: list[Any]) -> str:
     return " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
 
 
-def versions(packages: tuple[str, ...]) -> dict[str, str]:
+def versions(packages: Sequence[str]) -> dict[str, str]:
     return {package: version(package) for package in packages if _installed(package)}
 
 

@@ -1,4 +1,4 @@
-"""The systems of `bench gpu`: started, warmed up, kept open while they take turns, closed.
+"""The systems of `bench gpu`, started and warmed up.
 
 A system of ours is a process of surokit.bench.worker, another library's one of surokit.bench.peers; all of them read the same
 tokens from the same file. In a rehearsal ours live in this process, on the CPU and with a tiny shape.
@@ -9,25 +9,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
+from surokit.bench import rivals
 from surokit.bench.configurations import MODELS, TINY, Configuration, Work
 from surokit.bench.process import Failed, Worker, left_s, understood
+from surokit.bench.turns import Running, System
 
 _ROWS = 2048  # of tokens, at least: so long an epoch that its end is rare
-
-
-class System(Protocol):
-    """What answers: process.Worker, or Here."""
-
-    ready: dict[str, Any]
-
-    def ask(self, request: Mapping[str, Any], timeout_s: float = ...) -> dict[str, Any]: ...
-
-    def close(self) -> None: ...
 
 
 class Here:
@@ -49,25 +40,12 @@ class Here:
         del self._answer
 
 
-@dataclass
-class Opened:
-    """A system that trains and is warm. first: what it took until then, and the losses on the way; each_s: of a step."""
-
-    system: System
-    first: dict[str, Any]
-    each_s: float
-
-
 class Systems:
-    """Those of one call, under their names; leaving the block closes what is open. folder: for tokens.
-
-    until_s, of time.monotonic, is when a system has to have answered.
-    """
+    """Starts those of one call. folder: for tokens. until_s, of time.monotonic, is when a system has to have answered."""
 
     def __init__(self, work: Work, warm_up: int, rehearse: bool, folder: Path) -> None:
         self.work, self.warm_up, self.rehearse, self.folder = work, warm_up, rehearse, folder
         self.device = "cpu" if rehearse else "cuda"
-        self.open: dict[str, Opened] = {}
         self._missing: dict[str, str] = {}
 
     def shape(self, model: str) -> dict[str, Any]:
@@ -75,51 +53,14 @@ class Systems:
 
     def training(
         self, c: Configuration, until_s: float, sample_every: int = 0, environment: Mapping[str, str] | None = None
-    ) -> Opened:
-        """The open system of that name, or a new one after its warm-up. Raises Failed."""
-        if c.name not in self.open:
-            system = self._peer(c, until_s) if c.peer else self._ours(self._task(c, sample_every), until_s, environment)
-            try:
-                self.open[c.name] = self._warm(system, until_s)
-            except BaseException:
-                system.close()
-                raise
-        return self.open[c.name]
-
-    def _warm(self, system: System, until_s: float) -> Opened:
-        first = system.ask({"steps": 1}, left_s(until_s))
-        second = system.ask({"steps": max(1, self.warm_up - 1)}, left_s(until_s))
-        steady = system.ask({"steps": max(1, self.warm_up // 4)}, left_s(until_s))
-        took = {
-            "build_s": system.ready.get("build_s"),
-            "first_step_s": first["seconds"],
-            "warm_up_s": second["seconds"],
-            "warm_up_steps": 1 + second["steps"],
-            "losses": first["losses"] + second["losses"],
-            "note": system.ready.get("note", ""),
-            "versions": system.ready.get("versions", {}),
-        }
-        return Opened(system, took, max(steady["seconds"] / steady["steps"], 1e-6))
+    ) -> Running:
+        """A new system after its warm-up. Raises Failed."""
+        system = self._peer(c, until_s) if c.peer else self._ours(self._task(c, sample_every), until_s, environment)
+        return Running(system, self.warm_up, until_s, steady=max(1, self.warm_up // 4))
 
     def preparing(self, until_s: float) -> System:
-        """The process of checks and ceilings."""
-        if "" not in self.open:
-            self.open[""] = Opened(self._ours({"kind": "prepare"}, until_s), {}, 0.0)
-        return self.open[""].system
-
-    def close(self, name: str | None = None) -> None:
-        """The system of that name, or all."""
-        for each in list(self.open) if name is None else [name]:
-            if each in self.open:
-                self.open.pop(each).system.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        """A process of checks and ceilings."""
+        return self._ours({"kind": "prepare"}, until_s)
 
     def _task(self, c: Configuration, sample_every: int) -> dict[str, Any]:
         tokens, documents = self._corpus(self.shape(c.model)["vocab"])
@@ -153,9 +94,8 @@ class Systems:
             "device": self.device,
             "seed": 0,
         }
-        argv = [sys.executable, "-m", "surokit.bench.peers", "--worker", c.peer, json.dumps(task)]
         try:
-            return Worker(argv, c.peer, left_s(until_s))
+            return rivals.worker(c.peer, task, left_s(until_s))
         except Failed as problem:
             if problem.why == "missing":  # it will be missing the next time too
                 self._missing[c.peer] = str(problem)

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 DEVICE = "H200"
+MEANING = (
+    f"Bars, in tokens/s on one {DEVICE}: the gate is the least that is asked for, the target what is aimed at, the stretch what a "
+    "roofline allows; `0.9 x BF16` is a share of what the same model makes in BF16."
+)
 SOURCE = (
     "Gates at 0.6B: 2.5 x what Surogate's docs/reference/benchmarks.md gives for Unsloth BF16 on an H200; the others: Surogate's "
     "own figures on an H100. Targets and stretch goals: a roofline at 790 TFLOPS bf16 and 4.3 TB/s. Steps of 2 x 2048 x 4 tokens, "

@@ -16,8 +16,8 @@ from surokit.bench.__main__ import main
 from surokit.bench.configurations import PARTS, TINY, Configuration, Group, Work
 from surokit.bench.corpus import corpus
 from surokit.bench.process import Failed, Worker
-from surokit.bench.systems import Opened
 from surokit.bench.targets import TARGETS
+from surokit.bench.turns import OutOfTime, Running
 from surokit.environment import environment
 from surokit.nn.fusion import OFF
 from surokit.train.session import Session
@@ -110,7 +110,7 @@ class FakeSystems:
     """Systems whose steps take a second each on a clock of their own. `rules` say what goes wrong, by name."""
 
     def __init__(self, clock, **rules):
-        self.work, self.rehearse, self.open = Work(), False, {}
+        self.work, self.rehearse, self.open = Work(), False, set()
         self.clock, self.rules, self.said = clock, rules, []
 
     def shape(self, model):
@@ -120,18 +120,9 @@ class FakeSystems:
         return Answering(self, "prepare")
 
     def training(self, c, until_s, sample_every=0, environment=None):
-        if c.name not in self.open:
-            self._wrong("open", c.name)
-            self.clock.now += 10
-            self.said.append(f"open {c.system}")
-            first = {"first_step_s": 2.0, "build_s": 1.0, "losses": [5.0, 4.0]}
-            self.open[c.name] = Opened(Answering(self, c.name), first, 1.0)
-        return self.open[c.name]
-
-    def close(self, name=None):
-        for each in [name] if name else list(self.open):
-            if self.open.pop(each, None):
-                self.said.append(f"close {each.split(' ', 2)[2]}")
+        self._wrong("open", c.name)
+        self.said.append(f"open {c.system}")
+        return Running(Answering(self, c.name), 8, until_s, steady=2)
 
     def _wrong(self, where, name):
         rule = self.rules.get(where, {}).get(name)
@@ -141,8 +132,9 @@ class FakeSystems:
 
 class Answering:
     def __init__(self, systems, name):
-        self.systems, self.name = systems, name
-        self.ready: dict[str, Any] = {}
+        self.systems, self.name, self.steps = systems, name, 0
+        self.ready: dict[str, Any] = {"build_s": 1.0}
+        systems.open.add(name)
 
     def ask(self, request, timeout_s=0.0):
         self.systems._wrong("ask", self.name)
@@ -156,13 +148,20 @@ class Answering:
             return {"tokens": 1, "products": []}
         if "profile" in request:
             return {"idle": 0.01, "launches": 0.0, "graph_launches": 3.0}
-        self.systems.clock.now += request["steps"]
-        self.systems.said.append(self.name.split(" ", 2)[2])
+        if self.steps >= WARM:
+            self.systems.said.append(self.name.split(" ", 2)[2])
         steps = request["steps"]
-        return {"seconds": steps, "steps": steps, "tokens": 16384 * steps, "losses": [3.0], "peak_mib": 2048.0}
+        self.steps += steps
+        self.systems.clock.now += steps
+        return {"seconds": steps, "steps": steps, "tokens": 16384 * steps, "losses": [3.0] * steps, "peak_mib": 2048.0}
 
     def close(self):
-        pass
+        self.systems.open.discard(self.name)
+        if self.name != "prepare":
+            self.systems.said.append(f"close {self.name.split(' ', 2)[2]}")
+
+
+WARM = 10  # steps of a system before its first turn: eight of warm-up, two more
 
 
 class Clock:
@@ -175,7 +174,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("surokit.bench.gpu.time.monotonic", clock)
+    monkeypatch.setattr("surokit.bench.turns.time.monotonic", clock)
     monkeypatch.setattr(gpu, "planned", lambda c, *rest: PLAN)
     return clock
 
@@ -282,7 +281,7 @@ def test_a_call_ends_in_time_and_the_next_goes_on(tmp_path, clock, monkeypatch):
     group = group_of("bf16", "fp8", rounds=3)
     monkeypatch.setattr(gpu, "OPENS_S", 20.0)
     bench = bench_of(tmp_path, clock, seconds=30)  # the first one took 14
-    with pytest.raises(gpu.OutOfTime, match="Next is turn/g/0/fp8, about 16 s, and 16 s are left"):
+    with pytest.raises(OutOfTime, match="Next is turn/g/0/fp8, about 16 s, and 16 s are left"):
         measure(bench, group)
     assert bench.systems.said == ["open bf16", "bf16", "close bf16"]
     kept = bench.book["turn/g/0/bf16"]
@@ -342,7 +341,7 @@ def test_what_was_measured_says_how_long_the_next_start_takes(tmp_path, clock):
 
 def test_late_with_little_time_is_no_failure(tmp_path, clock):
     bench = bench_of(tmp_path, clock, seconds=300, open={"0.6b lora bf16": lambda systems: Failed("late", "late")})
-    with pytest.raises(gpu.OutOfTime, match="turn/g/0/bf16 did not end within this call"):
+    with pytest.raises(OutOfTime, match="turn/g/0/bf16 did not end within this call"):
         measure(bench, group_of("bf16"))
     assert "turn/g/0/bf16" not in bench.book
     bench = bench_of(tmp_path, clock, open={"0.6b lora bf16": lambda systems: Failed("too late", "late")})
@@ -417,10 +416,16 @@ def test_bad_arguments_are_one_sentence(capsys, tmp_path):
     assert main(["gpu", "--minutes", "0", "--rehearse"]) == 2
     assert "minutes=0.0: a number above zero" in capsys.readouterr().err
     (tmp_path / "a file").touch()
-    for out, why in ((tmp_path, "is a folder"), (tmp_path / "a file" / "gpu.json", "cannot be written")):
+    there = tmp_path / "there" / "gpu.json"
+    for out, why in (
+        (tmp_path, f"{tmp_path} is a folder"),
+        (tmp_path / "a file" / "gpu.json", "cannot be written"),
+        (there, f"There is no folder {there.parent}: make it first, or give another --out."),
+    ):
         for command in (["gpu", "--rehearse"], ["predicted"]):
             assert main([*command, "--out", str(out)]) == 2
-            assert f"{out} {why}" in capsys.readouterr().err
+            assert why in capsys.readouterr().err
+    assert not there.parent.exists()
     assert main(["tables", str(tmp_path / "none.md")]) == 2
     assert "none.md" in capsys.readouterr().err
     assert main(["gpu", "--list"]) == 0
@@ -491,16 +496,16 @@ def test_what_a_process_cannot_do_is_one_sentence(tmp_path, line, message, why):
 def test_a_worker_trains_in_a_process_of_its_own(tmp_path):
     from surokit.bench.systems import Systems
 
-    with Systems(Work(1, 16, 1, 4), 2, True, tmp_path) as systems:
-        task = systems._task(Configuration("0.6b", "bf16"), 0) | {"device": "cpu"}
-        with Worker([sys.executable, "-m", "surokit.bench.worker", json.dumps(task)], "ours") as worker:
-            assert worker.ready["build_s"] > 0
-            answer = worker.ask({"steps": 2})
-            assert answer["tokens"] == 2 * 16
-            with pytest.raises(Failed, match="ValueError: run"):
-                worker.ask({"steps": "two"})
-        here = systems.training(Configuration("0.6b", "bf16"), 60.0)
-        assert here.first["losses"] == pytest.approx(answer["losses"], rel=1e-3)
+    systems = Systems(Work(1, 16, 1, 4), 2, True, tmp_path)
+    task = systems._task(Configuration("0.6b", "bf16"), 0) | {"device": "cpu"}
+    with Worker([sys.executable, "-m", "surokit.bench.worker", json.dumps(task)], "ours") as worker:
+        assert worker.ready["build_s"] > 0
+        answer = worker.ask({"steps": 2})
+        assert answer["tokens"] == 2 * 16
+        with pytest.raises(Failed, match="ValueError: run"):
+            worker.ask({"steps": "two"})
+    here = systems.training(Configuration("0.6b", "bf16"), 60.0)
+    assert here.losses[:2] == pytest.approx(answer["losses"], rel=1e-3)
 
 
 # -- right or wrong
@@ -543,7 +548,7 @@ def test_a_replay_of_something_old_is_found(monkeypatch, what):
     kept = []
 
     def stale(self, batches):
-        if self._engine.wants_graphs == "auto":  # as a graph that was recorded with the first step's values
+        if self.engine.wants_graphs == "auto":  # as a graph that was recorded with the first step's values
             kept.append(batches)
             if what == "batch":
                 batches = kept[0]

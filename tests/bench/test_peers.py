@@ -13,9 +13,11 @@ import torch
 
 import surokit as sk
 from surokit.bench import book, peers, rivals
+from surokit.bench.__main__ import main
 from surokit.bench.configurations import TINY, Work
 from surokit.bench.corpus import corpus
 from surokit.bench.process import Failed
+from surokit.bench.turns import Call, OutOfTime
 
 WORK = Work(batch=2, length=32, accumulate=2, rank=4, alpha=8.0, lr=1e-2)
 
@@ -145,7 +147,7 @@ def fake(monkeypatch):
     def race(tmp_path, systems=("transformers", "surokit bf16", "surokit fp8"), broken=(), **keywords):
         monkeypatch.setattr(book, "source", lambda: "the same")
         monkeypatch.setattr(book, "commit", lambda: None)
-        monkeypatch.setattr(peers, "_worker", lambda name, work, timeout_s: Fake(name, work, timeout_s, broken))
+        monkeypatch.setattr(rivals, "worker", lambda name, work, timeout_s: Fake(name, work, timeout_s, broken))
         settings = {"settings": ("equal",), "rounds": 2, "steps": 2, **keywords}
         return peers.run(list(systems), rehearse=True, out=tmp_path / "peers.json", **settings)
 
@@ -210,6 +212,20 @@ def test_what_there_is_no_time_for_is_left_and_said(fake, tmp_path):
     assert len(data["left"]) == 3
     assert "Not raced yet, the same command goes on: tiny lora equal: transformers," in peers.table(data)
     assert fake(tmp_path)["left"] == []
+
+
+def test_where_the_time_ends_between_two_races_the_baseline_is_kept(fake, tmp_path, monkeypatch):
+    tried = Call.tried
+
+    def until_fp8(self, key, need_s, work):
+        if key.endswith("fp8"):
+            raise OutOfTime("no time")
+        return tried(self, key, need_s, work)
+
+    monkeypatch.setattr(Call, "tried", until_fp8)
+    data = fake(tmp_path)
+    assert [e["system"] for e in peers.shown(data)] == ["transformers", "surokit bf16"]
+    assert data["left"] == ["tiny lora equal: surokit fp8"]
 
 
 def test_at_its_best_a_system_takes_the_largest_micro_batch_that_fits(fake, tmp_path):
@@ -308,6 +324,23 @@ def test_bad_input_is_one_sentence():
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="no CUDA device: --rehearse"):
             peers.run()
+
+
+def test_what_would_be_raced_is_listed(monkeypatch, capsys):
+    monkeypatch.setattr(peers, "_has_cuda", lambda: True)
+    monkeypatch.setattr(rivals, "_installed", lambda package: package not in ("unsloth", "torchao"))
+    monkeypatch.setattr(rivals, "version", lambda package: "1.2")
+    assert main(["peers", "--list", "--models", "0.6b", "8b", "--settings", "equal"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[:7]] == list(rivals.SYSTEMS)
+    unsloth = next(line for line in lines if line.startswith("unsloth "))
+    assert "no: unsloth is not installed" in unsloth
+    assert "bitsandbytes 1.2" in unsloth
+    assert lines[7] == "To install what is missing: pip install 'torchao==0.18.0' 'unsloth==2026.10.9' 'torch==1.2'"
+    assert lines[8] == "8 races against liger, about 22 minutes on an H200 by an estimate"
+    monkeypatch.setattr(rivals, "_installed", lambda package: False)
+    assert "Nothing can be raced: one of unsloth, liger, transformers has to be there." in peers.listing()
+    assert {p for s in rivals.SYSTEMS.values() for p in s.packages} == set(rivals.WRITTEN_FOR)
 
 
 # -- all of it

@@ -54,7 +54,7 @@ def test_a_page_is_filled_from_its_raw_file(data, tmp_path):
     assert page.read_text() == once
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/recipes.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/recipes.md", "docs/speed.md"])
 def test_tables_in_the_docs_are_those_of_the_raw_files(page):
     path = ROOT / page
     text = path.read_text(encoding="utf-8")

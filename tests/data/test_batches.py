@@ -335,12 +335,6 @@ def test_batches_are_pinned_where_cuda_is(monkeypatch):
     assert batch["labels"][:, 0].tolist() == [1000, 1004]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_batches_are_really_pinned_on_a_gpu_machine():
-    assert all(tensor.is_pinned() for tensor in next(iter(numbered(4, 2))).values())
-
-
 # Bad input, words --------------------------------------------------------------------------------------------------------
 
 

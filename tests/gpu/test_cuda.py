@@ -6,11 +6,13 @@ Needs torch, triton, numpy, safetensors and pytest; run by `make test-gpu`.
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import surokit as sk
+from surokit.data import Batches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
@@ -35,6 +37,12 @@ def test_codes_equal_the_reference_bit_for_bit(stem, mode, quantizer):
             continue
         codes = sk.quantize(vectors[f"{case}.input"].cuda(), quantizer).codes.view(torch.uint8).cpu()
         assert torch.equal(codes, vectors[name]), case
+
+
+def test_batches_are_pinned():
+    """tests/data/test_batches.py knows the rest of them, and packages that are not everywhere."""
+    batches = Batches(np.arange(16, dtype=np.uint32).reshape(4, 4), batch=2)
+    assert all(tensor.is_pinned() for tensor in next(iter(batches)).values())
 
 
 def test_every_bfloat16_casts_as_on_the_cpu():

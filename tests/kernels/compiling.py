@@ -13,7 +13,7 @@ Results stay unwritten. `compiled()` starts that process for the file asked for 
 
     compiled()["quantize", "per row", 90]["row_kernel"]     # file, launch, architecture; kernel -> PTX
 
-`python -m surokit.bench compiled` starts it too, and says what ptxas makes of each kernel (surokit/bench/compiled.py).
+`python -m surokit.bench compiled` says what ptxas makes of each kernel; surokit/bench/compiled.py starts the process for both.
 
 Kernels without float8 E4M3 run on sm_80 as well (ANY), the others from sm_89 (FP8).
 """
@@ -23,16 +23,15 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from surokit.bench import compiled as bench
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(p for p in (ROOT / "kernels" / "triton").glob("*.py") if p.stem != "__init__")
@@ -106,17 +105,10 @@ def _rows(file: str) -> list[Row]:
 def _run(files: list[str]) -> None:
     if not files:
         return
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "ptx.json"
-        command = [sys.executable, "-m", "tests.kernels.compiling", str(out), *files]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-        if done.returncode:
-            raise RuntimeError(f"compiling failed:\n{done.stderr[-4000:]}")
-        for file in files:
-            _known[file] = []
-        for file, *row in json.loads(out.read_text(encoding="utf-8")):
-            _known[file].append((row[0], row[1], row[2], row[3], row[4]))
+    found: dict[str, list[Row]] = {file: [] for file in files}
+    for file, (launch, arch, kernels, error, sizes) in bench.launches(*files):
+        found[file].append((launch, arch, kernels, error, sizes))
+    _known.update(found)
 
 
 def _compile(paths: list[Path]) -> list[tuple[str, *Row]]:

@@ -1,0 +1,156 @@
+"""Systems that take turns, A B A B: how everything is timed here that is held against something else.
+
+    with closing(Turns(start)) as turns:
+        for number, name in turns.rounds(("ours", "theirs"), 4):
+            answer = turns.opened(name, until_s).take(8, until_s)
+
+A system is a process, or what answers like one. It is started and warmed up when its first turn comes, and then waits while others
+run. Where the device has no room for all of them at once, some are built anew for each of their turns. A `Call` is the time that
+there is: what does not fit into it is left to another call, and what a system cannot do is kept in words. What a turn asks for, and
+what is stored of it, is the benchmark's own.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Generic, Protocol, TypeVar
+
+from surokit.bench.process import Failed, left_s
+
+
+class OutOfTime(Exception):
+    """This call ends before the next measurement; nothing is lost."""
+
+
+class System(Protocol):
+    """What answers: process.Worker, or a system in this process."""
+
+    ready: dict[str, Any]
+
+    def ask(self, request: Mapping[str, Any], timeout_s: float = ...) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+class Running:
+    """A system after its first step and its warm-up, with all its losses and its peaks of memory. Raises Failed.
+
+    until_s, of time.monotonic, is when it has to have answered. steady: steps behind the warm-up that say how long one takes.
+    """
+
+    def __init__(self, system: System, warm_up: int, until_s: float, steady: int = 0) -> None:
+        self.system = system
+        self.losses: list[float] = []
+        self.peak_mib = self.reserved_mib = self.each_s = 0.0
+        with ExitStack() as failing:
+            failing.callback(system.close)
+            self.first_step_s: float = self.take(1, until_s)["seconds"]
+            self.warm_up_s: float = self.take(max(1, warm_up - 1), until_s)["seconds"]  # behind the first step
+            self.warm_up_steps = len(self.losses)
+            if steady:
+                self.each_s = self.take(steady, until_s)["seconds"] / steady
+            failing.pop_all()
+
+    def take(self, steps: int, until_s: float, **more: Any) -> dict[str, Any]:
+        """What it answers to so many steps."""
+        answer = self.system.ask({"steps": steps, **more}, left_s(until_s))
+        self.losses += answer["losses"]
+        self.peak_mib = max(self.peak_mib, answer["peak_mib"])
+        self.reserved_mib = max(self.reserved_mib, answer.get("reserved_mib", 0.0))
+        return answer
+
+    def close(self) -> None:
+        self.system.close()
+
+
+class Closes(Protocol):
+    def close(self) -> None: ...
+
+
+K = TypeVar("K", bound=Hashable)
+S = TypeVar("S", bound=Closes)
+
+
+class Turns(Generic[K, S]):
+    """Systems by name.
+
+    start: (name, until when) -> a system that is warm; it may raise Failed. alone: names of those that are built anew for each
+    turn; None where nothing may be, since what a system has learned counts.
+    """
+
+    def __init__(self, start: Callable[[K, float], S], alone: Collection[K] | None = None) -> None:
+        self.open: dict[K, S] = {}
+        self._start, self._alone, self._crowded = start, alone, False
+        self._dropped: set[K] = set()
+
+    def opened(self, name: K, until_s: float) -> S:
+        """The open system of that name, or a new one; where there is no room for it beside others, all are alone from here on."""
+        if name not in self.open:
+            try:
+                self.open[name] = self._start(name, until_s)
+            except Failed as problem:
+                if problem.why != "memory" or self._alone is None or not self.open:
+                    raise
+                self._crowded = True
+                self.close()
+                self.open[name] = self._start(name, until_s)
+        return self.open[name]
+
+    def rounds(self, names: Iterable[K], count: int) -> Iterator[tuple[int, K]]:
+        """(round, whose turn it is): A B A B, without what is dropped on the way."""
+        for number, name in product(range(count), names):
+            if name not in self._dropped:
+                yield number, name
+                if self.alone(name):
+                    self.close(name)
+
+    def alone(self, name: K) -> bool:
+        return self._crowded or name in (self._alone or ())
+
+    def drop(self, name: K) -> None:
+        """It takes no more turns."""
+        self._dropped.add(name)
+        self.close(name)
+
+    def close(self, name: K | None = None) -> None:
+        """The system of that name, or all."""
+        for each in list(self.open) if name is None else [name]:
+            if each in self.open:
+                self.open.pop(each).close()
+
+
+@dataclass(frozen=True)
+class Call:
+    """The time of one call. ends_s, of time.monotonic: when nothing new is begun; what was begun may take grace_s more.
+
+    late_s: what takes so much longer than it should has failed.
+    """
+
+    ends_s: float
+    grace_s: float = 0.0
+    late_s: float = math.inf
+
+    def tried(self, key: str, need_s: float | None, work: Callable[[float], Mapping[str, Any]]) -> dict[str, Any]:
+        """What `work(until when)` finds, else {"left_out": why} of what is missing here, or {"failed": why}.
+
+        Raises OutOfTime where fewer than `need_s` seconds are left (None: it was begun before), and where more time might have been
+        all that it wanted.
+        """
+        left, last_s = left_s(self.ends_s), self.ends_s + self.grace_s
+        if need_s is not None and (left < need_s or not left):
+            raise OutOfTime(f"Next is {key}, about {need_s:.0f} s, and {left:.0f} s are left.")
+        print(key, file=sys.stderr, flush=True)
+        until_s = min(last_s, time.monotonic() + (need_s or 0.0) + self.late_s)
+        try:
+            return dict(work(until_s))
+        except Failed as problem:
+            if problem.why == "late" and until_s >= last_s:
+                raise OutOfTime(f"{key} did not end within this call.") from None
+            print(f"{key}: {problem}", file=sys.stderr, flush=True)
+            return {"left_out" if problem.why == "missing" else "failed": str(problem)}
