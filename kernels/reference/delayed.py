@@ -4,6 +4,8 @@
     codes, decode scale = quantize(x, used)
     recorded: the open slots take the larger of themselves and own; where nothing was in force, own comes into force
 
+One scale serves x and x', whose codes are then the same, turned (`quantize_both`).
+
 Layers that read the same x are siblings: their slots record together and so hold the same, and the first one counts. What
 becomes of the open slots when a step closes is the caller's: `surokit.nn.delayed` pushes them into a history.
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from surokit.formats import Format
 
 from . import quantize as tiles
+from .transpose import transpose_fp8
 
 NOTHING = -1.0  # in an open slot: no amax yet
 
@@ -39,6 +42,20 @@ def quantize(
     """
     used = settle(tiles.amax(x_MK), in_force_S, opened_S, record)
     return tiles.quantize(x_MK, format, 0, 0, pow2, used, floor)
+
+
+def quantize_both(
+    x_MK: Tensor,
+    format: Format,
+    in_force_S: Tensor,
+    opened_S: Tensor,
+    record: bool,
+    pow2: bool = False,
+    floor: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize`, and the codes of x' [K, M] in rows of their own with the same decode scale."""
+    codes_MK, scale_inv = quantize(x_MK, format, in_force_S, opened_S, record, pow2, floor)
+    return codes_MK, scale_inv, transpose_fp8(codes_MK), scale_inv
 
 
 def settle(own: Tensor, in_force_S: Tensor, opened_S: Tensor, record: bool) -> Tensor:

@@ -57,10 +57,11 @@ def forward_quantized(
     delta: Tensor | None = None,
     values: bool = False,
     **scaling: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Any, ...]:
     """Codes [T, K] of y, their decode scales, and r [T, 1]; then x + delta [T, K] where a delta is given, and y if `values`.
 
-    scaling: columns, pow2, floor, in_force, opened, record, as `quantized` in rows.py has them.
+    scaling: columns, pow2, floor, in_force, opened, record, both, as `quantized` in rows.py has them. With `both` codes [K, T] and
+    their decode scales come before r.
     """
     sum_TK = None if delta is None else (x_TK + delta).to(x_TK.dtype)
     y_TK, r_T1 = forward(x_TK if sum_TK is None else sum_TK, w_K, eps)

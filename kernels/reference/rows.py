@@ -19,16 +19,19 @@ def quantized(
     in_force: Tensor | None = None,
     opened: Tensor | None = None,
     record: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Codes [T, K] and decode scales, as separate operations give them.
+    both: bool = False,
+) -> tuple[Tensor, ...]:
+    """Codes [T, K] and decode scales, as separate operations give them; with `both` those of y' [K, T] too.
 
     columns, pow2, floor: a scale for each row (0) or for each `columns` elements of it, [T, C]; see quantize.py.
     in_force and opened [S], record: delayed scaling, one scale for all of y, [1, 1]; see delayed.py.
     """
     if in_force is None and opened is None:
-        return quantize.quantize(y_TK, format, 1, columns, pow2, floor=floor)
+        one_scale_a_part = quantize.quantize_both if both else quantize.quantize
+        return one_scale_a_part(y_TK, format, 1, columns, pow2, floor=floor)
     if in_force is None or opened is None:
         raise ValueError(
             "Delayed scaling takes both `in_force` and `opened`, or neither: give the two views of the slots."
         )
-    return delayed.quantize(y_TK, format, in_force, opened, record, pow2, floor)
+    one_scale = delayed.quantize_both if both else delayed.quantize
+    return one_scale(y_TK, format, in_force, opened, record, pow2, floor)

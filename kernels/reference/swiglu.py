@@ -24,10 +24,11 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
 
 def forward_quantized(
     gate_TK: Tensor, up_TK: Tensor, format: Format = E4M3, *, values: bool = False, **scaling: Any
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes [T, K] of y and their decode scales; then y if `values`. Backward needs gate and up only.
+) -> tuple[Any, ...]:
+    """Codes [T, K] of y and their decode scales, with `both` those of y' [K, T] too; then y if `values`. Backward needs gate and up
+    only.
 
-    scaling: columns, pow2, floor, in_force, opened, record, as `quantized` in rows.py has them.
+    scaling: columns, pow2, floor, in_force, opened, record, both, as `quantized` in rows.py has them.
     """
     y_TK = forward(gate_TK, up_TK)
     return *quantized(y_TK, format, **scaling), y_TK if values else None

@@ -9,6 +9,8 @@ The decode scale is known before the pass: launch 1 stores it where an amax is i
 that meets an inf or a NaN overwrites it with NaN. Program 0 of launch 2 puts a first amax in force, which is why the others read
 what launch 1 found there. So no third launch is needed, and no order among programs matters.
 
+The codes of x' have the same scale, and are stored from the same tile (`quantize_both`).
+
 Kernels that quantize what they have just computed (norm, SwiGLU) do the same with `unknown`, `amax_in_force` and `settle`. A
 magnitude is compared as the integer of its bits, as in quantize.py; an open slot without anything holds -1, whose bits are
 below those of any magnitude.
@@ -33,6 +35,7 @@ from .quantize import block_shape, cast_scaled, decode_scale, encode_scale, form
 
 NEEDS = (8, 9)  # compute capability: before it Triton has no E4M3
 PARTS = 256  # programs of the first launch, at most
+SIDE = 64  # of a block that is stored in both orientations: whole sectors of 32 bytes either way
 SLOTS_LIE_ANYWHERE = ("in_force", "opened")  # one compiled kernel for slots at multiples of 16 bytes and for others
 
 
@@ -50,12 +53,39 @@ def quantize(
     in_force_S, opened_S: float32 [S] of one stride, the amaxes in force (0: none) and the open slots of all layers that read x;
     written in place with `record`. Where x holds an inf or a NaN the decode scale is NaN and the codes are of no account.
     """
-    M, K = x_MK.shape
     if not x_MK.numel():
         return reference.quantize(x_MK, format, in_force_S, opened_S, record, pow2, floor)
-    codes = torch.empty((M, K), dtype=DTYPES[format], device=x_MK.device)
+    codes = torch.empty(x_MK.shape, dtype=DTYPES[format], device=x_MK.device)
+    return codes, _quantize(x_MK, format, in_force_S, opened_S, record, pow2, floor, codes, None, block_shape(x_MK))
+
+
+def quantize_both(
+    x_MK: Tensor,
+    format: Format,
+    in_force_S: Tensor,
+    opened_S: Tensor,
+    record: bool,
+    pow2: bool = False,
+    floor: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize`, and the codes of x' [K, M] from the same read, with the same decode scale."""
+    if not x_MK.numel():
+        return reference.quantize_both(x_MK, format, in_force_S, opened_S, record, pow2, floor)
+    M, K = x_MK.shape
+    codes, codes_t = (torch.empty(shape, dtype=DTYPES[format], device=x_MK.device) for shape in ((M, K), (K, M)))
+    block = min(SIDE, triton.next_power_of_2(M)), min(SIDE, triton.next_power_of_2(K))
+    scale_inv = _quantize(x_MK, format, in_force_S, opened_S, record, pow2, floor, codes, codes_t, block)
+    return codes, scale_inv, codes_t, scale_inv
+
+
+def _quantize(
+    x_MK: Tensor, format: Format, in_force_S: Tensor, opened_S: Tensor, record: bool, pow2: bool, floor: float,
+    codes: Tensor, codes_t: Tensor | None, block: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """Fills the codes, in blocks of this shape, and gives their decode scale."""
+    M, K = x_MK.shape
     scale_inv = torch.empty((1, 1), dtype=torch.float32, device=x_MK.device)
-    BM, BK = block_shape(x_MK)
+    BM, BK = block
     blocks = triton.cdiv(M, BM) * triton.cdiv(K, BK)
     launch = amaxes(in_force_S, opened_S, record, blocks)
     options: dict[str, Any] = {
@@ -63,8 +93,8 @@ def quantize(
     }  # fmt: skip
     strides = x_MK.stride()
     amax_parts[(launch["PARTS"],)](x_MK, M, K, *strides, blocks, **options)
-    encode_and_record[(blocks,)](x_MK, codes, M, K, *strides, **options)
-    return codes, scale_inv
+    encode_and_record[(blocks,)](x_MK, codes, codes_t, M, K, *strides, **options)
+    return scale_inv
 
 
 def amaxes(in_force_S: Tensor, opened_S: Tensor, record: bool, blocks: int) -> dict[str, Any]:
@@ -157,11 +187,11 @@ def amax_parts(
 
 @triton.jit(do_not_specialize_on_alignment=SLOTS_LIE_ANYWHERE)
 def encode_and_record(
-    x, codes, M, K, stride_m, stride_k, in_force, opened, slot_stride, parts, scale_inv, floor,
+    x, codes, codes_t, M, K, stride_m, stride_k, in_force, opened, slot_stride, parts, scale_inv, floor,
     PARTS: tl.constexpr, SLOTS: tl.constexpr, RECORD: tl.constexpr, MAX: tl.constexpr, MANTISSA: tl.constexpr,
     LOWEST: tl.constexpr, POW2: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Launch 2."""
+    """Launch 2. codes_t None, or where the codes of x' [K, M] go."""
     across = tl.cdiv(K, BK)
     row = tl.program_id(0) // across * BM + tl.arange(0, BM)
     column = tl.program_id(0) % across * BK + tl.arange(0, BK)
@@ -171,9 +201,9 @@ def encode_and_record(
     top = tl.max(tl.max(magnitude_bits(x_tile), axis=1), axis=0)
     used = amax_in_force(parts, PARTS)
     scale = encode_scale(used, floor, MAX, POW2)
-    tl.store(
-        codes + wide_row * K + wide_column,
-        cast_scaled(x_tile * scale, None, None, codes, MAX, MANTISSA, LOWEST, False),
-        mask=inside,
-    )
+    tile = cast_scaled(x_tile * scale, None, None, codes, MAX, MANTISSA, LOWEST, False)
+    tl.store(codes + wide_row * K + wide_column, tile, mask=inside)
+    if codes_t is not None:
+        at_t = column[:, None].to(tl.int64) * M + row[None, :]
+        tl.store(codes_t + at_t, tl.trans(tile), mask=(column < K)[:, None] & (row < M)[None, :])
     settle(top, used, in_force, opened, slot_stride, parts, scale_inv, floor, MAX, POW2, PARTS, SLOTS, RECORD)

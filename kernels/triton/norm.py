@@ -2,8 +2,9 @@
 
 Everything is computed in float32 and rounded once. A row is read once in each direction, and the residual sum before the norm
 and the residual's gradient after it are part of that read. The quantized form rounds y to the dtype of x first, so that fused
-and unfused runs have the same codes. The gradient of the weight is summed in two stages, a few programs a multiprocessor first,
-so it is the same in every run on a device.
+and unfused runs have the same codes. In both orientations a program makes a few rows one after the other and then turns their
+codes, which a cache still holds: nothing but the second codes is moved more. The gradient of the weight is summed in two
+stages, a few programs a multiprocessor first, so it is the same in every run on a device.
 
 T rows, K the width, P programs.
 """
@@ -24,6 +25,7 @@ from .delayed import unknown
 from .rows import apart, largest, programs, quantization, same_shape, store_quantized, tile, unit_columns
 
 WARPS = 16  # of a multiprocessor for the weight's gradient: what its registers hold, and few parts to add up afterwards
+HIGH = 16  # rows of a program that stores transposed codes too: 16 bytes of a column at once
 PREFETCHED = 8192  # longest row of which the next one is fetched meanwhile: three of float32 fill shared memory
 
 
@@ -54,10 +56,11 @@ def forward_quantized(
     delta: Tensor | None = None,
     values: bool = False,
     **scaling: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Any, ...]:
     """Codes [T, K] of y, their decode scales, and r [T, 1]; then x + delta [T, K] where a delta is given, and y if `values`.
 
-    scaling: columns, pow2, floor, in_force, opened, record, as `quantized` in kernels/reference/rows.py has them.
+    scaling: columns, pow2, floor, in_force, opened, record, both, as `quantized` in kernels/reference/rows.py has them. `both` is
+    for delayed scales; codes [K, T] and their decode scale then come before r.
     """
     if apart(x_TK, format):
         sum_TK, y, r_T1 = _forward(x_TK, delta, w_K, eps)
@@ -65,13 +68,21 @@ def forward_quantized(
     shape = tile(x_TK.shape[1])
     inputs, sum_TK = _inputs(x_TK, delta, w_K, eps)
     tiles = programs(x_TK, shape)
-    codes_TK, scale_inv, first, outputs = quantization(x_TK, shape, format, **scaling)
+    parts, first, outputs = quantization(x_TK, shape, format, **scaling)
     r_T1 = x_TK.new_empty((len(x_TK), 1), dtype=torch.float32)
     y_TK = _like(x_TK) if values else None
     if first:
         amax_rows[(first["PARTS"],)](**inputs, **first, tiles=tiles, **shape)
-    forward_rows_quantized[(tiles,)](**inputs, total=sum_TK, y=y_TK, r=r_T1, **outputs, **shape)
-    return codes_TK, scale_inv, r_T1, sum_TK, y_TK
+    outputs |= {"total": sum_TK, "y": y_TK, "r": r_T1}
+    if scaling.get("both"):
+        high = max(HIGH, shape["ROWS"])
+        chunk = min(shape["COLUMNS"], 512 * shape["num_warps"] // high)  # 16 codes a thread
+        stages = 2 if shape["COLUMNS"] <= PREFETCHED else 1
+        grid = (triton.cdiv(len(x_TK), high),)
+        forward_rows_both[grid](**inputs, **outputs, **shape, HIGH=high, CHUNK=chunk, STAGES=stages)
+    else:
+        forward_rows_quantized[(tiles,)](**inputs, **outputs, **shape)
+    return *parts, r_T1, sum_TK, y_TK
 
 
 def backward(
@@ -210,7 +221,8 @@ def amax_rows(
 
 @triton.jit
 def forward_rows_quantized(
-    x, delta, total, w, y, r, codes, scale_inv, in_force, opened, slot_stride, parts, floor, x_stride, delta_stride, T, K, eps,
+    x, delta, total, w, y, r, codes, scale_inv, codes_t, scale_inv_t, in_force, opened, slot_stride, parts, floor,
+    x_stride, delta_stride, T, K, eps,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, RECORD: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -221,9 +233,43 @@ def forward_rows_quantized(
     if y is not None:
         tl.store(y + rows[:, None] * K + columns[None, :], y_tile, mask=(rows[:, None] < T) & (columns[None, :] < K))
     store_quantized(
-        y_tile, rows, 0, codes, scale_inv, in_force, opened, slot_stride, parts, floor, T, K,
+        y_tile, rows, 0, codes, scale_inv, codes_t, scale_inv_t, in_force, opened, slot_stride, parts, floor, T, K,
         MAX, MANTISSA, LOWEST, POW2, BLOCK, GROUP, PARTS, SLOTS, RECORD,
     )  # fmt: skip
+
+
+@triton.jit
+def forward_rows_both(
+    x, delta, total, w, y, r, codes, scale_inv, codes_t, scale_inv_t, in_force, opened, slot_stride, parts, floor,
+    x_stride, delta_stride, T, K, eps,
+    MAX: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, HIGH: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As forward_rows_quantized, HIGH rows a program, which then turns the codes that it has just stored: a cache holds them."""
+    first = tl.program_id(0).to(tl.int64) * HIGH
+    columns = tl.arange(0, COLUMNS)
+    for row in tl.range(first, tl.minimum(first + HIGH, T), ROWS, num_stages=STAGES):
+        rows = row + tl.arange(0, ROWS)
+        y_tile = normalize(x, delta, total, w, r, x_stride, delta_stride, rows, columns, T, K, eps, False)
+        if y is not None:
+            tl.store(
+                y + rows[:, None] * K + columns[None, :], y_tile, mask=(rows[:, None] < T) & (columns[None, :] < K)
+            )
+        store_quantized(
+            y_tile, rows, 0, codes, scale_inv, None, None, in_force, opened, slot_stride, parts, floor, T, K,
+            MAX, MANTISSA, LOWEST, POW2, BLOCK, GROUP, PARTS, SLOTS, RECORD,
+        )  # fmt: skip
+    tl.debug_barrier()  # what other threads of the program stored is there to be read
+    down = first + tl.arange(0, HIGH)
+    for column in range(0, K, CHUNK):
+        across = column + tl.arange(0, CHUNK)
+        inside = (down[:, None] < T) & (across[None, :] < K)
+        # in groups as they were stored, for the reason that stands in store_quantized
+        at = tl.max_contiguous(down[:, None] * K + across[None, :], (1, GROUP))
+        tile = tl.load(codes + at, mask=inside, other=0.0)
+        at_t = across[:, None].to(tl.int64) * T + down[None, :]
+        tl.store(codes_t + at_t, tl.trans(tile), mask=(across[:, None] < K) & (down[None, :] < T))
 
 
 @triton.jit

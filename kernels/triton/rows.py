@@ -75,31 +75,44 @@ def quantization(
     in_force: Tensor | None = None,
     opened: Tensor | None = None,
     record: bool = False,
-) -> tuple[Tensor, Tensor, dict[str, Any], dict[str, Any]]:
+    both: bool = False,
+) -> tuple[tuple[Tensor, ...], dict[str, Any], dict[str, Any]]:
     """Codes and decode scales for a matrix like x [T, K], and arguments of the launches that fill them, in tiles of `shape`.
 
     The first arguments are those of delayed scaling's launch for a first amax, and empty where there is none; the second those
-    of `store_quantized`. Scales of blocks have their first dimension contiguous, as tensor cores read them.
+    of `store_quantized`. Scales of blocks have their first dimension contiguous, as tensor cores read them. With `both`, codes and
+    decode scales of the transpose [K, T] follow; blocks are then to be as long as tiles are high.
     """
     if columns & (columns - 1):
         raise ValueError(f"Triton kernels take scales of 2^n columns, not of {columns}: use kernels/reference.")
+    delayed = in_force is not None or opened is not None
+    if both and not delayed and columns != shape["ROWS"]:
+        raise ValueError(
+            "This kernel gives codes in both orientations with a delayed scale only: compute y and use quantize_both."
+        )
     T, K = x_TK.shape
     codes_TK = torch.empty(x_TK.shape, dtype=DTYPES[format], device=x_TK.device)
+    codes_KT = torch.empty((K, T), dtype=DTYPES[format], device=x_TK.device) if both else None
     constants = {**format_constants(format), "POW2": pow2}
     outputs: dict[str, Any] = {
         **constants,
         "codes": codes_TK,
+        "codes_t": codes_KT,
         "floor": floor,
         "BLOCK": min(columns or shape["COLUMNS"], shape["COLUMNS"]),
         "GROUP": min(16 // x_TK.element_size(), triton.next_power_of_2(K)),
     }
-    if in_force is None and opened is None:
+    if not delayed:
         C = triton.cdiv(K, columns or K)
         scale_inv = x_TK.new_empty((C, T) if C > 1 else (T, 1), dtype=torch.float32)
         scale_inv = scale_inv.t() if C > 1 else scale_inv
         none: dict[str, Any] = dict.fromkeys(("in_force", "opened", "parts"))
         none |= dict.fromkeys(("slot_stride", "PARTS", "SLOTS", "RECORD"), 0)
-        return codes_TK, scale_inv, {}, {**outputs, **none, "scale_inv": scale_inv}
+        outputs |= {**none, "scale_inv": scale_inv, "scale_inv_t": None}
+        if codes_KT is None:
+            return (codes_TK, scale_inv), {}, outputs
+        scale_inv_t = x_TK.new_empty((triton.cdiv(T, columns), K), dtype=torch.float32).t()
+        return (codes_TK, scale_inv, codes_KT, scale_inv_t), {}, outputs | {"scale_inv_t": scale_inv_t}
     if in_force is None or opened is None:
         raise ValueError(
             "Delayed scaling takes both `in_force` and `opened`, or neither: give the two views of the slots."
@@ -108,7 +121,8 @@ def quantization(
     slots = {**amaxes(in_force, opened, record, programs(x_TK, shape)), "scale_inv": scale_inv}
     first = {name: slots[name] for name in ("in_force", "parts", "PARTS", "scale_inv")}
     first |= {"floor": floor, "MAX": constants["MAX"], "POW2": pow2}
-    return codes_TK, scale_inv, first, {**outputs, **slots}
+    parts = (codes_TK, scale_inv) if codes_KT is None else (codes_TK, scale_inv, codes_KT, scale_inv)
+    return parts, first, {**outputs, **slots, "scale_inv_t": None}
 
 
 def programs(x_TK: Tensor, shape: dict[str, int]) -> int:
@@ -125,13 +139,14 @@ def largest(y, rows, T):
 
 @triton.jit
 def store_quantized(
-    y, rows, first, codes, scale_inv, in_force, opened, slot_stride, parts, floor, T, K,
+    y, rows, first, codes, scale_inv, codes_t, scale_inv_t, in_force, opened, slot_stride, parts, floor, T, K,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
     """Store codes and decode scales of the float32 tile y [ROWS, COLUMNS] at column `first`, which is zero outside [T, K].
 
     in_force None: a scale for each BLOCK columns of a row. Else delayed scaling, one for all, as in delayed.py.
+    codes_t None, or where the transposed codes [K, T] go; their scales are then each for all ROWS of a column.
     """
     ROWS: tl.constexpr = y.shape[0]
     COLUMNS: tl.constexpr = y.shape[1]
@@ -153,6 +168,15 @@ def store_quantized(
     # would add in another order than where y itself is stored, and differ in a last bit. So codes go in groups as small as y's.
     at = tl.max_contiguous(rows[:, None] * K + columns[None, :], (1, GROUP))
     tl.store(codes + at, rounded, mask=inside)
+    if codes_t is not None:
+        if in_force is None:
+            top_t = tl.max(magnitude_bits(y), axis=0).to(tl.float32, bitcast=True)
+            scale_t = encode_scale(top_t, floor, MAX, POW2)
+            block = tl.max(rows, axis=0) // ROWS
+            tl.store(scale_inv_t + block * K + columns, decode_scale(scale_t, top_t), mask=columns < K)
+            rounded = cast_scaled(y * scale_t[None, :], None, None, codes, MAX, MANTISSA, LOWEST, False)
+        at_t = columns[:, None].to(tl.int64) * T + rows[None, :]
+        tl.store(codes_t + at_t, tl.trans(rounded), mask=(columns[:, None] < K) & (rows[None, :] < T))
     if in_force is not None:
         top = largest(y, rows, T)
         settle(top, used, in_force, opened, slot_stride, parts, scale_inv, floor, MAX, POW2, PARTS, SLOTS, RECORD)

@@ -1,7 +1,8 @@
 """SwiGLU, y = silu(gate) up, its gradient, and y quantized as it is made; the formulas stand in kernels/reference/swiglu.py.
 
 Everything is computed in float32 and rounded once. gate and up may be the two halves of one product: rows with any stride need
-no copy. The quantized form rounds y to the inputs' dtype first, so that fused and unfused runs have the same codes.
+no copy. The quantized form rounds y to the inputs' dtype first, so that fused and unfused runs have the same codes. Nothing but
+their scales ties the elements of y together, so a program may hold a tile that is stored in both orientations.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from .delayed import unknown
 from .rows import apart, largest, programs, quantization, same_shape, store_quantized, tile, unit_columns
 
 BLOCK = 1024
+# tiles that are stored in both orientations: whole sectors of 32 bytes either way
+UPRIGHT = {"ROWS": 32, "COLUMNS": 128, "num_warps": 8}
+SQUARE = {"ROWS": 128, "COLUMNS": 128, "num_warps": 16}
 
 
 def forward(gate: Tensor, up: Tensor) -> Tensor:
@@ -53,10 +57,12 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor, joint: bool = False, values: 
 
 def forward_quantized(
     gate_TK: Tensor, up_TK: Tensor, format: Format = E4M3, *, values: bool = False, **scaling: Any
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes [T, K] of y and their decode scales; then y if `values`. Backward needs gate and up only.
+) -> tuple[Any, ...]:
+    """Codes [T, K] of y and their decode scales, with `both` those of y' [K, T] too; then y if `values`. Backward needs gate and up
+    only.
 
-    scaling: columns, pow2, floor, in_force, opened, record, as `quantized` in kernels/reference/rows.py has them.
+    scaling: columns, pow2, floor, in_force, opened, record, both, as `quantized` in kernels/reference/rows.py has them; `both` with
+    delayed scales or blocks of 16 to 128 columns.
     """
     if apart(gate_TK, format):
         y = forward(gate_TK, up_TK)
@@ -69,15 +75,17 @@ def forward_quantized(
     shape = tile(K) if whole_rows else tile(K, BLOCK)
     if shape["COLUMNS"] == 16384:  # 32 warps fill a multiprocessor, which then loads nothing while they compute
         shape["num_warps"] = 16
+    if scaling.get("both"):
+        shape = SQUARE if columns == 128 else {**UPRIGHT, "ROWS": columns} if 16 <= columns < 128 else UPRIGHT
     tiles = programs(gate_TK, shape)
-    codes_TK, scale_inv, first, outputs = quantization(gate_TK, shape, format, **scaling)
+    parts, first, outputs = quantization(gate_TK, shape, format, **scaling)
     y_TK = torch.empty_like(gate_TK, memory_format=torch.contiguous_format) if values else None
     strides = {"gate_stride": gate_TK.stride(0), "up_stride": up_TK.stride(0)}
     inputs = {"gate": gate_TK, "up": up_TK, **strides, "T": T, "K": K}
     if first:
         amax_tiles[(first["PARTS"],)](**inputs, **first, tiles=tiles, **shape)
     forward_tiles_quantized[(tiles,)](**inputs, y=y_TK, **outputs, **shape)
-    return codes_TK, scale_inv, y_TK
+    return *parts, y_TK
 
 
 def _as_rows(*tensors: Tensor, whole: bool = True) -> list[Tensor]:
@@ -152,7 +160,8 @@ def amax_tiles(
 
 @triton.jit
 def forward_tiles_quantized(
-    gate, up, y, codes, scale_inv, in_force, opened, slot_stride, parts, floor, gate_stride, up_stride, T, K,
+    gate, up, y, codes, scale_inv, codes_t, scale_inv_t, in_force, opened, slot_stride, parts, floor,
+    gate_stride, up_stride, T, K,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, RECORD: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -165,6 +174,6 @@ def forward_tiles_quantized(
     if y is not None:
         tl.store(y + rows[:, None] * K + columns[None, :], y_tile, mask=(rows[:, None] < T) & (columns[None, :] < K))
     store_quantized(
-        y_tile, rows, first, codes, scale_inv, in_force, opened, slot_stride, parts, floor, T, K,
+        y_tile, rows, first, codes, scale_inv, codes_t, scale_inv_t, in_force, opened, slot_stride, parts, floor, T, K,
         MAX, MANTISSA, LOWEST, POW2, BLOCK, GROUP, PARTS, SLOTS, RECORD,
     )  # fmt: skip

@@ -26,6 +26,7 @@ _ops = torch.ops.surokit
 # they have no schema: torch.compile fuses the formulas of a model and an optimizer by itself, and meets no amax in force
 FUSED = {
     "quantize, delayed": delayed.quantize,
+    "quantize, delayed, both ways": delayed.quantize_both,
     "rms_norm": norm.forward,
     "rms_norm of a sum": norm.add_forward,
     "rms_norm, once more": norm.recompute,

@@ -28,7 +28,8 @@ class Fusion:
     adapters: one product for the A of all layers that read one input; B is added into their output.
     qk: the normalization of queries and keys and their rotation, in one pass.
     frozen: what is kept of a frozen weight that is quantized for its products: nothing (it is quantized every time), its codes,
-        or its codes and those of its transpose, which the gradient's product reads.
+        or its codes and those of its transpose, which the gradient's product reads. A stored weight is its codes already; one whose
+        products take decoded values (QFP8 without native blocks) is decoded for each of them, whatever is said here.
     recompute: what backward computes again instead of keeping: nothing; the outputs of RMSNorm and SwiGLU; or a whole block,
         of which only the input is kept.
 

@@ -6,8 +6,10 @@
 
 Each is computed as a_MK b_NK' with the contracted dimension last, whatever its letters are. What forward keeps for backward is
 x as grad_weight will want it: its codes (one byte an element in FP8, half a byte in FP4), or nothing where the weight is
-frozen. The weight is quantized again in backward: it is there anyway, and keeping its codes would cost a byte a parameter
-(nn/frozen.py keeps those of a frozen weight where a stage is asked to).
+frozen. Tensor cores read both operands along the sum, so on such a device the codes of x', dy' and w' are written in rows of
+their own by what makes them (`in_rows`); elsewhere they are views. The weight is quantized again in backward: it is there
+anyway, and keeping its codes would cost a byte a parameter (nn/frozen.py keeps those of a frozen weight where a stage is asked
+to).
 
 To torch, forward and backward are one operation each (`torch.ops.surokit.products_forward`, `products_backward`): a compiled
 graph holds them whole and knows their shapes by running the same code on tensors without data. What a layer's recipe is travels
@@ -30,10 +32,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from surokit.nn.delayed import DelayedScales, bank
-from surokit.product import product
+from surokit.product import computes, product
 from surokit.quantized import Quantized, quantize, quantize_both
 from surokit.quantizer import Quantizer, Scaling
-from surokit.recipe import Recipe
+from surokit.recipe import Gemm, Recipe
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,12 @@ def _delayed(q: Quantizer | None) -> bool:
 SLOTS = {"x": 0, "w": 1, "dy": 2}
 
 
+def in_rows(gemm: Gemm, device: torch.device) -> bool:
+    """Whether codes of a transpose are to lie in rows of their own: tensor cores read both operands along the sum. What makes the
+    codes then writes them so; to turn them afterwards, for every product that takes them, would be a pass of its own."""
+    return computes(gemm.a, gemm.b, device)
+
+
 class Products:
     """What the three products of a layer make of their operands, and the products themselves.
 
@@ -244,7 +252,9 @@ class Products:
 
     def x(self, x_TK: Tensor, wants_dw: bool) -> tuple[Operand, Operand]:
         """x for forward, and x' for grad_weight where it is wanted."""
-        return self._operand.both_ways("x", self.recipe.forward.a, self.recipe.grad_weight.b, x_TK, wants_dw)
+        grad_weight = self.recipe.grad_weight
+        rows = wants_dw and in_rows(grad_weight, x_TK.device)
+        return self._operand.both_ways("x", self.recipe.forward.a, grad_weight.b, x_TK, rows, wants_dw)
 
     def x_t(self, kept: Sequence[Tensor], shape_KT: tuple[int, int]) -> Operand:
         """x' again, from its codes and scales, or from x itself where nothing quantizes it."""
@@ -256,12 +266,15 @@ class Products:
 
     def w_t(self, w_NK: Operand) -> Operand:
         """w' [K, N] for grad_input."""
-        return self._operand.transposed("w", self.recipe.grad_input.b, w_NK, recorded=_delayed(self.recipe.forward.b))
+        grad_input = self.recipe.grad_input
+        rows = isinstance(w_NK, Tensor) and in_rows(grad_input, w_NK.device)
+        return self._operand.transposed("w", grad_input.b, w_NK, rows, recorded=_delayed(self.recipe.forward.b))
 
     def dy(self, dy_TN: Tensor, wants_dx: bool, wants_dw: bool) -> tuple[Operand, Operand]:
         """dy for grad_input, and dy' for grad_weight."""
-        recipe = self.recipe
-        return self._operand.both_ways("dy", recipe.grad_input.a, recipe.grad_weight.a, dy_TN, wants_dw, wants_dx)
+        into_x, into_w = self.recipe.grad_input.a, self.recipe.grad_weight.a
+        rows = wants_dw and in_rows(self.recipe.grad_weight, dy_TN.device)
+        return self._operand.both_ways("dy", into_x, into_w, dy_TN, rows, wants_dw, wants_dx)
 
     def forward(self, x_q: Operand, w_q: Operand) -> Tensor:
         return product(x_q, w_q, self.dtype, self.recipe.forward.fast_accumulation)
@@ -292,9 +305,11 @@ class _Operands:
             return self.scales.quantize(slots, x_MK, q, self.record and not recorded)
         return quantize(x_MK, q)
 
-    def transposed(self, role: str, q: Quantizer | None, x_MK: Operand, recorded: bool = False) -> Operand:
-        """The operand x' [K, M]. Quantizing and transposing commute where the tiles are square."""
-        if q is not None and q.transposable:
+    def transposed(
+        self, role: str, q: Quantizer | None, x_MK: Operand, rows: bool = False, recorded: bool = False
+    ) -> Operand:
+        """The operand x' [K, M], with `rows` in rows of its own. Quantizing and transposing commute where the tiles are square."""
+        if q is not None and q.transposable and (q.packed or not rows):
             return self(role, q, x_MK, recorded).t()
         if isinstance(x_MK, Quantized):
             x_MK = x_MK.dequantize(self.dtype)
@@ -306,15 +321,30 @@ class _Operands:
         q: Quantizer | None,
         q_t: Quantizer | None,
         x_MK: Tensor,
+        rows: bool,
         wants_transposed: bool,
         wants_plain: bool = True,
     ) -> tuple[Operand, Operand]:
-        """x [M, K] as one product wants it and x' [K, M] as another does, in one pass over x where that is possible."""
-        if wants_plain and wants_transposed and q is not None and q == q_t and q.both_in_one_pass:
-            return quantize_both(x_MK, q)
+        """x [M, K] as one product wants it and x' [K, M] as another does, in one pass over x where that is possible.
+
+        rows: codes of x' that are those of x lie in rows of their own."""
+        if wants_plain and wants_transposed and q is not None and q == q_t:
+            if q.both_in_one_pass:
+                return quantize_both(x_MK, q)
+            if rows and q.transposable and not q.packed:
+                return self._same_both_ways(role, q, x_MK)
         plain: Operand = self(role, q, x_MK) if wants_plain else x_MK
         if not wants_transposed:
             return plain, x_MK
         if isinstance(plain, Quantized) and plain.quantizer == q_t and q_t.transposable:
             return plain, plain.t()
-        return plain, self.transposed(role, q_t, x_MK, recorded=wants_plain and _delayed(q))
+        return plain, self.transposed(role, q_t, x_MK, rows, recorded=wants_plain and _delayed(q))
+
+    def _same_both_ways(self, role: str, q: Quantizer, x_MK: Tensor) -> tuple[Quantized, Quantized]:
+        slots = [first + SLOTS[role] for first in self.firsts]
+        if not q.delayed or self.scales is None:
+            return quantize_both(x_MK, q)
+        if self.scales.spaced(slots):
+            return self.scales.quantize_both(slots, x_MK, q, self.record)
+        plain = self.scales.quantize(slots, x_MK, q, self.record)
+        return plain, plain.t()

@@ -36,6 +36,7 @@ class Coded:
     quantizer: Quantizer
     amaxes: tuple[Tensor, Tensor] | None = None
     record: bool = False
+    both: bool = False  # codes of x' too, in rows of their own
 
     @staticmethod
     def possible(q: Quantizer | None, x: Tensor) -> bool:
@@ -57,10 +58,13 @@ class Coded:
         given: dict[str, Any] = {"columns": q.scaling.tile()[1], "pow2": q.scaling.pow2, "floor": least_amax(q)}
         if self.amaxes is not None:
             given |= {"in_force": self.amaxes[0], "opened": self.amaxes[1], "record": self.record}
-        return given
+        return given | {"both": True} if self.both else given
 
-    def of(self, codes_TK: Tensor, scales: Tensor) -> Quantized:
-        return Quantized.of(self.quantizer, (codes_TK, scales), (codes_TK.shape[0], codes_TK.shape[1]))
+    def of(self, codes_TK: Tensor, *scales: Tensor) -> tuple[Quantized, Quantized | None]:
+        """Codes and scales as the kernels give them; with `both`, those of x' follow."""
+        shape = codes_TK.shape[0], codes_TK.shape[1]
+        codes = Quantized.of(self.quantizer, (codes_TK, scales[0]), shape)
+        return codes, Quantized.of(self.quantizer, scales[1:], shape[::-1]) if self.both else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +73,7 @@ class Made:
 
     x_TK: Tensor | None
     codes: Quantized | None
+    codes_t: Quantized | None  # of x'
     kept: Kept
     stream: Tensor | None = None
 
@@ -77,6 +82,10 @@ class Form(Protocol):
     """A source inside a stage: what happens to its tensors."""
 
     gives_codes: ClassVar[bool]
+
+    def gives_both(self, q: Quantizer) -> bool:
+        """Whether it gives the codes of x and of x' in one pass."""
+        ...
 
     def forward(self, tensors: Tensors, coded: Coded | None, values: bool) -> Made: ...
 
@@ -189,20 +198,24 @@ class _Norm:
     gives_codes: ClassVar[bool] = True
     eps: float
 
+    def gives_both(self, q: Quantizer) -> bool:
+        return q.delayed  # a scale for a part of a column would wait for the norms of all its rows
+
     def forward(self, tensors: Tensors, coded: Coded | None, values: bool) -> Made:
         stream, w_K, delta = tensors
-        stream_TK, delta_TK, sum_TK, codes = _rows(stream), None if delta is None else _rows(delta), None, None
+        stream_TK, delta_TK, sum_TK = _rows(stream), None if delta is None else _rows(delta), None
+        codes = codes_t = None
         if coded is not None:
             *parts, r_T1, sum_TK, x_TK = best(norms.forward_quantized, stream.device)(
                 stream_TK, w_K, self.eps, coded.quantizer.format, delta=delta_TK, values=values, **coded.arguments()
             )
-            codes = coded.of(*parts)
+            codes, codes_t = coded.of(*parts)
         elif delta_TK is not None:
             sum_TK, x_TK, r_T1 = best(norms.add_forward, stream.device)(stream_TK, delta_TK, w_K, self.eps)
         else:
             x_TK, r_T1 = best(norms.forward, stream.device)(stream_TK, w_K, self.eps)
         out = stream if sum_TK is None else sum_TK.view(stream.shape)
-        return Made(x_TK, codes, (out, w_K, r_T1), out)
+        return Made(x_TK, codes, codes_t, (out, w_K, r_T1), out)
 
     def backward(
         self, kept: Kept, dx_TK: Tensor | None, dstream: Tensor | None, wants: tuple[bool, ...], again: bool
@@ -227,13 +240,16 @@ class _Gate:
 
     gives_codes: ClassVar[bool] = True
 
+    def gives_both(self, q: Quantizer) -> bool:
+        return q.delayed or (q.both_in_one_pass and 0 < q.scaling.tile()[1] <= 128)
+
     def forward(self, tensors: Tensors, coded: Coded | None, values: bool) -> Made:
         gate, up = _halves(tensors)
         if coded is None:
-            return Made(best(gates.forward, gate.device)(gate, up), None, tensors)
+            return Made(best(gates.forward, gate.device)(gate, up), None, None, tensors)
         form = best(gates.forward_quantized, gate.device)
         *parts, x_TK = form(gate, up, coded.quantizer.format, values=values, **coded.arguments())
-        return Made(x_TK, coded.of(*parts), tensors)
+        return Made(x_TK, *coded.of(*parts), tensors)
 
     def backward(
         self, kept: Kept, dx_TK: Tensor | None, dstream: Tensor | None, wants: tuple[bool, ...], again: bool
@@ -260,8 +276,11 @@ class _Itself:
     gives_codes: ClassVar[bool] = False
     shape: torch.Size
 
+    def gives_both(self, q: Quantizer) -> bool:
+        return False
+
     def forward(self, tensors: Tensors, coded: Coded | None, values: bool) -> Made:
-        return Made(_rows(tensors[0]), None, ())
+        return Made(_rows(tensors[0]), None, None, ())
 
     def backward(
         self, kept: Kept, dx_TK: Tensor | None, dstream: Tensor | None, wants: tuple[bool, ...], again: bool

@@ -26,7 +26,7 @@ from surokit.nn.frozen import Members
 from surokit.nn.fusion import Fusion
 from surokit.nn.grouping import Group, Held, Plan, is_ours, plan_of, stacked, tensors_of
 from surokit.nn.linear import Linear
-from surokit.nn.products import SLOTS, Operand, Products
+from surokit.nn.products import SLOTS, Operand, Products, in_rows
 from surokit.nn.sources import Coded, Gated, Normed, Plain, Source
 
 __all__ = ["Gated", "Normed", "Plain", "Source", "project"]
@@ -88,8 +88,8 @@ def _is_coded(plan: Plan, group: Group, like: Tensor) -> bool:
     q, q_t = group.recipe.forward.a, group.recipe.grad_weight.b
     if q is None or not plan.form.gives_codes or not Coded.possible(q, like):
         return False
-    if group.keeps_codes and not (q == q_t and q.transposable):  # both orientations are made in one pass over x
-        return False
+    if group.keeps_codes and not (q == q_t and (q.transposable or plan.form.gives_both(q))):
+        return False  # both orientations are made in one pass over x
     return not q.delayed or (group.scales is not None and group.scales.spaced(_slots(plan, group)))
 
 
@@ -101,7 +101,8 @@ def _asked(plan: Plan, group: Group, like: Tensor) -> Coded:
     q, scales = group.recipe.forward.a, group.scales
     assert q is not None
     amaxes = scales.views(_slots(plan, group), like.device) if q.delayed and scales is not None else None
-    return Coded(q, amaxes, group.record)
+    turned = not q.transposable or in_rows(group.recipe.grad_weight, like.device)
+    return Coded(q, amaxes, group.record, both=group.keeps_codes and turned and plan.form.gives_both(q))
 
 
 def _output(plan: Plan, group: Group, held: Sequence[Held], members: Members, x_q: Operand) -> Tensor:
@@ -153,7 +154,7 @@ class _Stage(torch.autograd.Function):
         for group in plan.groups:
             if group is coded:
                 x_q: Any = made.codes
-                x_t: Any = x_q.t() if group.keeps_codes else None
+                x_t: Any = x_q.t() if group.keeps_codes and made.codes_t is None else made.codes_t
             else:
                 x_q, x_t = plan.products(group, group.members).x(x_TK, group.trains)
             x_codes.append(x_t.parts if group.keeps_codes else ())

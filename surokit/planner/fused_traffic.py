@@ -7,7 +7,9 @@
     adapter                 the A of these in one product; B is added into y, A's gradient into dx
     frozen quantized W      its codes are kept; W' is turned for each product, or kept too
 
-x itself is written where an adapter, a product or a gradient wants values, its codes where one wants these.
+x itself is written where an adapter, a product or a gradient wants values, its codes where one wants these. A product that the
+GPU computes itself reads both operands along the sum: codes of a transpose come so from the kernel that makes the codes, which
+writes them twice and reads nothing twice; only W that is kept as codes, or stored so, is turned for its product.
 Products compute what they compute unfused; what changes is how often an operand is read, and how many kernels there are.
 """
 
@@ -41,9 +43,11 @@ class FusedStep(Step):
                 self.groups.setdefault(place.weight.reads, []).append(place)
         self.x_codes: Any = getattr(getattr(recipe, "forward", None), "a", None)
         self.x_bytes = self.x_codes.bits / 8 if self.x_codes is not None else float(self.width)
-        x_t = getattr(getattr(recipe, "grad_weight", None), "b", None)
-        # whether the gradient of a weight takes the codes of x that forward had, turned
+        x_t: Any = getattr(getattr(recipe, "grad_weight", None), "b", None)
+        # whether the gradient of a weight takes the codes of x that forward had, turned; or codes that only a gate gives too
         self.turns_x = x_t is not None and x_t == self.x_codes and x_t.transposable
+        both = x_t is not None and x_t == self.x_codes and x_t.both_in_one_pass
+        self.gate_gives_both = both and 0 < x_t.scaling.tile()[1] <= 128
         self.codes_come = comes_quantized(self.x_codes) and (not self.base_trains or x_t is None or self.turns_x)
 
     # -- what norm and SwiGLU write
@@ -59,11 +63,20 @@ class FusedStep(Step):
         return self._together(reads) or f.joint or f.adapters or f.frozen != "no"
 
     def _writes_codes(self, reads: str) -> bool:
-        return self._together(reads) and self.codes_come
+        return self._together(reads) and (self.codes_come or self._writes_both_scales(reads))
+
+    def _writes_both_scales(self, reads: str) -> bool:
+        """Whether x is made with codes of it and of its transpose that have scales of their own."""
+        return self.gate_gives_both and reads == "mlp product" and comes_quantized(self.x_codes) and self.base_trains
+
+    def _in_rows(self, product: str) -> bool:
+        """Whether codes of a transpose for this product are written where the codes are made."""
+        return self.gpu.multiplies(getattr(getattr(self.recipe, product, None), "kind", None))
 
     def _wants_values(self, reads: str) -> bool:
         """Whether an adapter or a weight's gradient reads values where products read codes."""
-        return any(place.rank for place in self.groups[reads]) or (self.base_trains and not self.turns_x)
+        from_codes = self.turns_x or self._writes_both_scales(reads)
+        return any(place.rank for place in self.groups[reads]) or (self.base_trains and not from_codes)
 
     def _written(self, reads: str) -> tuple[float, float]:
         """(share of the blocks in which codes of this tensor are made with it, share in which its values are)."""
@@ -105,7 +118,8 @@ class FusedStep(Step):
         codes, values = self._written(reads)
         # a delayed scale takes a launch more, as in layers.py
         launches = 1 + (codes if self.x_codes is not None and self.x_codes.delayed else 0.0)
-        bytes_ = (forward + values) * e + codes * self.x_bytes
+        twice = self.base_trains and (self._in_rows("grad_weight") or self._writes_both_scales(reads))
+        bytes_ = (forward + values) * e + codes * self.x_bytes * (2 if twice else 1)
         back = 3 if normed and self.base_trains else 1
         yield from self._one(name, blocks, blocks * width, bytes_, backward * e, (launches, back), blind=blind)
         if self.setup.recompute == "selective" and self.backward and self._wants_values(reads):
@@ -145,7 +159,23 @@ class FusedStep(Step):
             return kernels
         if adapter:
             return self._adapter(adapter, place, p, rows, kernels) if self.fusion.adapters else kernels
-        return self._layer(place, p, quantized, rows, kernels) if self._staged(place.weight.reads) else kernels
+        if self._staged(place.weight.reads):
+            kernels = self._layer(place, p, quantized, rows, kernels)
+        return self._without_turns(list(kernels)) if self.fusion else iter(kernels)
+
+    def _without_turns(self, kernels: list[Kernel]) -> Iterator[Kernel]:
+        """What makes the codes of an operand writes those of the transpose in rows of their own (surokit/nn/products.py)."""
+        made = {(k.step, k.role) for k in kernels if k.part == "quantize"}
+        for role, product in (("x", "grad_weight"), ("dy", "grad_weight"), ("w", "grad_input")):
+            if not self._in_rows(product):
+                made = {key for key in made if key[1] != role}
+        turned = {(k.step, k.role): k.bytes / 2 for k in kernels if k.part == "turn" and (k.step, k.role) in made}
+        for kernel in kernels:
+            key = kernel.step, kernel.role
+            if kernel.part == "quantize" and kernel.role != "w":  # of W the transpose alone is wanted
+                yield replace(kernel, bytes=kernel.bytes + turned.get(key, 0.0))
+            elif not (kernel.part == "turn" and key in turned):
+                yield kernel
 
     def _layer(
         self, place: Placement, p: Product, quantized: bool, rows: float, kernels: Iterator[Kernel]
@@ -154,10 +184,11 @@ class FusedStep(Step):
         like = [o for o in self.groups[reads] if (o.quantized > 0 if quantized else o.quantized < o.weight.count)]
         leads, joined = like[0] is place, {part: self._joins(part, quantized, like) for part in _PRODUCTS}
         x = rows * p.k * (self.x_bytes if quantized else e)
-        if quantized and leads and self._writes_codes(reads) and self.base_trains and self.turns_x:
+        coded = quantized and self._writes_codes(reads)
+        if coded and leads and self.base_trains and self.turns_x and not self._in_rows("grad_weight"):
             yield turn("forward", "x", self.x_codes, rows * p.k)
         for kernel in kernels:
-            if kernel.role == "x" and (not leads or (quantized and self._writes_codes(reads))):
+            if kernel.role == "x" and (not leads or coded):
                 continue
             if kernel.role == "w" and self._kept(kernel):
                 continue

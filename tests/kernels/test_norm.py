@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from surokit.kernels.reference import norm
+from surokit.formats import E4M3
+from surokit.kernels.reference import delayed, norm, quantize
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 33), (700, 512), (3, 4096)])
@@ -66,3 +67,23 @@ def test_blocks_make_no_difference(monkeypatch):
     assert torch.equal(y, norm.recompute(x, w, r))
     assert torch.equal(r, r2)
     torch.testing.assert_close((dx, dw), (dx2, dw2))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (37, 300)])
+def test_codes_of_both_orientations(shape):
+    torch.manual_seed(0)
+    x, delta, w = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16(), torch.randn(shape[1]).bfloat16()
+    total, y, r = norm.add_forward(x, delta, w, 1e-5)
+    for slots in (None, torch.tensor([[0.0], [-1.0]])):
+        twin = None if slots is None else slots.clone()
+        scaling = {"columns": 16} if slots is None else {"in_force": slots[0], "opened": slots[1], "record": True}
+        found = norm.forward_quantized(x, w, 1e-5, delta=delta, values=True, both=True, **scaling)
+        if twin is None:
+            expected = quantize.quantize_both(y, E4M3, 1, 16)
+        else:
+            expected = delayed.quantize_both(y, E4M3, twin[0], twin[1], True)
+            assert torch.equal(slots, twin)
+            assert torch.equal(found[2].float(), found[0].float().t())
+        for ours, theirs in zip(found, (*expected, r, total, y), strict=True):
+            assert torch.equal(ours.float(), theirs.float())
+        assert found[2].is_contiguous()

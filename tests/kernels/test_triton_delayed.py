@@ -7,7 +7,7 @@ from surokit.formats import E4M3, E5M2
 from surokit.kernels.reference import delayed as reference
 from surokit.kernels.triton import delayed as kernels
 from tests.kernels.compiling import ANY, FP8, Launches, compiled, matrix
-from tests.kernels.interpreter import DEVICE
+from tests.kernels.interpreter import DEVICE, poisoned
 
 INF, NAN = float("inf"), float("nan")
 
@@ -30,6 +30,12 @@ LAUNCHES: Launches = {
     "e4m3, siblings": ((90,), lambda: launch(E4M3, siblings=3)),
     "e5m2": (ANY, lambda: launch(E5M2)),
     "float32": ((90,), lambda: launch(E4M3, torch.float32, pow2=True)),
+    "both": (FP8, lambda: kernels.quantize_both(matrix(), E4M3, torch.ones(3), torch.ones(3), True)),
+    "both, e5m2": (ANY, lambda: kernels.quantize_both(matrix(), E5M2, torch.ones(1), torch.ones(1), True)),
+    "both, float32": (
+        (90,),
+        lambda: kernels.quantize_both(matrix(dtype=torch.float32), E4M3, torch.ones(1), torch.ones(1), True),
+    ),
     "transposed": (
         (90,),
         lambda: kernels.quantize(matrix().t(), E4M3, torch.ones(1), torch.ones(1), False),
@@ -64,6 +70,29 @@ def check(x, given, format=E4M3, record=True, opened=reference.NOTHING, **option
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
 def test_is_the_definition(shape, given, format):
     check(inputs(*shape), (given,), format)
+
+
+def check_both(x, given, format=E4M3, record=True):
+    ours, theirs = slots(*given), slots(*given)
+    with poisoned():
+        found = kernels.quantize_both(x, format, *ours[:2], record)
+    for a, b in zip(found, reference.quantize_both(x, format, *theirs[:2], record), strict=True):
+        same(a, b)
+    same(ours[2], theirs[2])
+    for a, b in zip(found, reference.quantize(x, format, *slots(*given)[:2], record)):
+        same(a, b)
+    assert found[2].is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (33, 70), (130, 136), (3, 700)])
+@pytest.mark.parametrize("given", [(0.0,), (3.0, 3.0)])
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
+def test_codes_of_the_transpose_are_the_codes_turned(shape, given, format):
+    x = inputs(*shape)
+    for record in (True, False):
+        check_both(x, given, format, record)
+    for view in (x.t(), x[:, ::2], x[1:], x[:0], x[:, :0]):
+        check_both(view, given, format)
 
 
 @pytest.mark.parametrize("given", [0.0, 1e-4, 0.01, 1e30, INF])
@@ -125,7 +154,7 @@ def test_errors():
 
 def test_one_wide_pass_over_the_operand():
     """The second launch reads and writes sixteen bytes a thread, and raises a slot only where it has to."""
-    for launch, group in (("e4m3", "v4.b32"), ("float32", "v4.b32")):
+    for launch, group in (("e4m3", "v4.b32"), ("float32", "v4.b32"), ("both, e5m2", "v4.b32")):
         ptx = compiled()["delayed", launch, 90]["encode_and_record"]
         assert f"ld.global.{group}" in ptx
         assert f"st.global.{group}" in ptx

@@ -13,7 +13,7 @@ from surokit.kernels.triton import delayed as launches
 from surokit.kernels.triton import norm as kernels
 from surokit.kernels.triton import rows
 from tests.kernels.compiling import ANY, FP8, Launches, compiled, matrix
-from tests.kernels.interpreter import DEVICE
+from tests.kernels.interpreter import DEVICE, poisoned
 
 INF, NAN = float("inf"), float("nan")
 BLOCKS = {"columns": 128, "pow2": True}
@@ -60,6 +60,13 @@ LAUNCHES: Launches = {
     "quantized, delayed": (FP8, partial(quantized, slots=1)),
     "quantized, delayed, of a sum": (FP8, partial(quantized, 4096, slots=3, sum=True)),
     "quantized, e5m2": (ANY, partial(quantized, format=E5M2, slots=1)),
+    "both": (FP8, partial(quantized, 1024, slots=3, sum=True, both=True)),
+    "both, 4096": (FP8, partial(quantized, 4096, slots=3, sum=True, both=True)),
+    "both, values": (SIZES, partial(quantized, 5120, slots=1, values=True, both=True)),
+    "both, wide": (SIZES, partial(quantized, 16384, slots=1, sum=True, both=True)),
+    "both, float32": (SIZES, partial(quantized, 4096, dtype=torch.float32, slots=1, sum=True, both=True)),
+    "both, narrow": (SIZES, partial(quantized, 64, slots=1, both=True)),
+    "both, e5m2": (ANY, partial(quantized, format=E5M2, slots=1, both=True)),
 }
 
 SHAPES = [(1, 1), (7, 33), (11, 512), (1, 2100)]
@@ -202,20 +209,47 @@ def test_delayed_is_forward_then_quantize(shape, given, format, record, monkeypa
             assert a is b is None or torch.equal(a, b)
 
 
-def test_rows_beyond_the_last_say_nothing():
+@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (16, 64), (37, 300), (33, 2100)])
+@pytest.mark.parametrize("given", [0.0, 3.0])
+@pytest.mark.parametrize(("format", "record"), [(E4M3, True), (E4M3, False), (E5M2, True)], ids=str)
+def test_codes_of_the_transpose_are_the_codes_turned(shape, given, format, record):
+    x, delta, w = inputs(*shape)
+    for added in (None, delta):
+        banks = [torch.tensor([[given] * 3, [delayed.NOTHING] * 3], device=DEVICE) for _ in range(3)]
+        slots = [{"in_force": bank[0], "opened": bank[1], "record": record} for bank in banks]
+        options = {"delta": added, "values": added is None}
+        with poisoned():
+            both = kernels.forward_quantized(x, w, 1e-5, format, both=True, **options, **slots[0])
+        one = kernels.forward_quantized(x, w, 1e-5, format, **options, **slots[1])
+        y = apart(x, added, w)[2]
+        steps = delayed.quantize_both(y, format, banks[2][0], banks[2][1], record)
+        for ours, theirs in zip((*both[:2], *both[4:]), one):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                same(ours, theirs)
+        for ours, theirs in zip(both, steps):
+            same(ours, theirs)
+        assert both[2].is_contiguous()
+        for bank in banks[1:]:
+            same(banks[0], bank)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_rows_beyond_the_last_say_nothing(both):
     """A tile has more rows than there are, and where eps is zero they are zero by zero."""
     x, _, w = inputs(3, 300)
     in_force, opened = torch.tensor([[0.0], [-1.0]], device=DEVICE).unbind()
-    scale = kernels.forward_quantized(x, w, 0.0, in_force=in_force, opened=opened, record=True)[1]
+    scale = kernels.forward_quantized(x, w, 0.0, in_force=in_force, opened=opened, record=True, both=both)[1]
     for slot in (in_force, opened, 448 * scale.view(1)):
         torch.testing.assert_close(slot, quantize.amax(kernels.forward(x, w, 0.0)[0]).view(1))
 
 
 @pytest.mark.parametrize("value", [0.0, INF, NAN])
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("scaling", ["row", "blocks", "known", "first"])
+@pytest.mark.parametrize("scaling", ["row", "blocks", "known", "first", "known, both", "first, both"])
 def test_values_that_are_no_good_stay_visible(value, format, scaling):
-    x, _, w = inputs(5, 300)
+    scaling, both = scaling.partition(", ")[::2]
+    x, _, w = inputs(19, 300)
     x[2] = 0.0
     x[2, 7] = value
     y, _ = kernels.forward(x, w, 1e-5)
@@ -226,7 +260,7 @@ def test_values_that_are_no_good_stay_visible(value, format, scaling):
         same(codes, expected[0])
     else:
         banks = [torch.tensor([3.0 if scaling == "known" else 0.0, -1.0], device=DEVICE).split(1) for _ in range(2)]
-        slots = {"in_force": banks[0][0], "opened": banks[0][1], "record": True}
+        slots = {"in_force": banks[0][0], "opened": banks[0][1], "record": True, "both": bool(both)}
         _, scales, *_ = kernels.forward_quantized(x, w, 1e-5, format, **slots)
         expected = delayed.quantize(y, format, *banks[1], True)
         for a, b in zip(*banks):
@@ -278,6 +312,9 @@ def test_strides_and_no_rows():
     assert kernels.backward(none, none, w, r[:0], need_dw=False)[1] is None
     found = kernels.forward_quantized(none, w, 1e-5, columns=16, delta=none, values=True)
     assert [tuple(t.shape) for t in found] == [(0, 48), (0, 3), (0, 1), (0, 48), (0, 48)]
+    slots = {"in_force": torch.ones(1, device=DEVICE), "opened": torch.ones(1, device=DEVICE)}
+    found = kernels.forward_quantized(none, w, 1e-5, both=True, **slots)
+    assert [tuple(t.shape) for t in found[:5]] == [(0, 48), (1, 1), (48, 0), (1, 1), (0, 1)]
 
 
 def test_errors():
@@ -299,6 +336,9 @@ def test_errors():
     for module in (kernels, reference):
         with pytest.raises(ValueError, match="both `in_force` and `opened`"):
             module.forward_quantized(x, w, 1e-5, in_force=torch.ones(1, device=DEVICE))
+    for options in ({}, BLOCKS):
+        with pytest.raises(ValueError, match="both orientations with a delayed scale only"):
+            kernels.forward_quantized(x, w, 1e-5, both=True, **options)
     with pytest.raises(ValueError, match="do not fit"):
         kernels.forward(x.new_ones(1, 65537), x.new_ones(65537), 1e-5)
 
@@ -314,6 +354,7 @@ def test_gpus_without_e4m3_quantize_in_a_second_step(monkeypatch):
     monkeypatch.setattr(kernels, "forward_rows_quantized", None)  # is not launched
     for ours, theirs in zip(kernels.forward_quantized(x, w, 1e-5, delta=delta, values=True, **BLOCKS), fused):
         same(ours, theirs)
+    assert len(kernels.forward_quantized(x, w, 1e-5, both=True, **BLOCKS)) == len(fused) + 2
 
 
 def stores(launch, kernel="forward_rows_quantized"):
@@ -334,6 +375,10 @@ def test_fused_and_unfused_sum_in_one_order():
     assert stores("forward", "forward_rows") == {"b32", "v4.b32"}
     for launch in ("quantized, blocks of a sum", "quantized, delayed, of a sum"):
         assert stores(launch) == {"b32", "v2.b32", "v4.b32"}  # codes, and the sum (and y) in 16 bytes a thread
+    # in both orientations as well, beside 16 transposed codes a thread
+    for launch in ("both", "both, 4096", "both, values", "both, wide", "both, narrow"):
+        assert stores(launch, "forward_rows_both") == {"b32", "v2.b32", "v4.b32"}, launch
+    assert stores("both, float32", "forward_rows_both") == {"b32", "v4.b32"}
 
 
 def test_everything_is_read_in_16_bytes_and_the_next_rows_in_advance():
@@ -347,3 +392,13 @@ def test_everything_is_read_in_16_bytes_and_the_next_rows_in_advance():
         assert ptx.count("ld.global.v4.b32") == 2 * tensors, launch  # 16 elements a thread
     for launch, ahead in (("backward, 4096", True), ("backward, frozen", False), ("backward, wide", False)):
         assert ("cp.async" in compiled()["norm", launch, 90]["backward_rows"]) == ahead, launch
+    for launch, ahead in (("both", True), ("both, 4096", True), ("both, wide", False)):
+        assert ("cp.async" in compiled()["norm", launch, 90]["forward_rows_both"]) == ahead, launch
+
+
+def test_a_program_waits_before_it_turns_what_it_stored():
+    for launch in ("both", "both, 4096", "both, narrow"):
+        ptx = compiled()["norm", launch, 90]["forward_rows_both"]
+        body = ptx[: ptx.rindex("ret;")]
+        stored, turned = body.index("st.global.v2.b32"), body.rindex("ld.global")
+        assert "bar.sync" in body[stored:turned]

@@ -11,7 +11,7 @@ from surokit.kernels.reference import swiglu as reference
 from surokit.kernels.triton import delayed as launches
 from surokit.kernels.triton import swiglu as kernels
 from tests.kernels.compiling import ANY, FP8, Launches, compiled, matrix
-from tests.kernels.interpreter import DEVICE
+from tests.kernels.interpreter import DEVICE, poisoned
 
 INF, NAN = float("inf"), float("nan")
 BLOCKS = {"columns": 128, "pow2": True}
@@ -40,6 +40,11 @@ LAUNCHES: Launches = {
     "quantized, blocks, values": (FP8, partial(quantized, 12288, values=True, **BLOCKS)),
     "quantized, delayed": (FP8, partial(quantized, 12288, slots=1)),
     "quantized, e5m2": (ANY, partial(quantized, format=E5M2, slots=1)),
+    "both, delayed": (FP8, partial(quantized, 12288, slots=1, both=True)),
+    "both, delayed, values": (SIZES, partial(quantized, 3072, slots=1, values=True, both=True)),
+    "both, blocks": (FP8, partial(quantized, 12288, both=True, **BLOCKS)),
+    "both, short blocks": (SIZES, partial(quantized, 3072, both=True, columns=16)),
+    "both, e5m2": (ANY, partial(quantized, format=E5M2, slots=1, both=True)),
 }
 
 
@@ -140,10 +145,46 @@ def test_delayed_is_forward_then_quantize(shape, given, format, record, monkeypa
     assert torch.equal(again, y) if format == E5M2 else again is None
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (37, 300), (200, 140)])
+@pytest.mark.parametrize("given", [0.0, 3.0])
+@pytest.mark.parametrize(("format", "record"), [(E4M3, True), (E4M3, False), (E5M2, True)], ids=str)
+def test_codes_of_the_transpose_are_the_codes_turned(shape, given, format, record):
+    gate, up, _ = inputs(*shape)
+    banks = [torch.tensor([[given] * 3, [delayed.NOTHING] * 3], device=DEVICE) for _ in range(2)]
+    with poisoned():
+        *parts, again = kernels.forward_quantized(
+            gate, up, format, both=True, values=record, in_force=banks[0][0], opened=banks[0][1], record=record
+        )
+    y = kernels.forward(gate, up)
+    for ours, theirs in zip(parts, delayed.quantize_both(y, format, banks[1][0], banks[1][1], record), strict=True):
+        same(ours, theirs)
+    same(*banks)
+    assert torch.equal(again, y) if record else again is None
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (37, 300), (200, 140)])
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize(("columns", "pow2"), [(16, True), (64, False), (128, True), (128, False)])
+def test_blocks_of_both_orientations_have_scales_of_their_own(shape, format, columns, pow2):
+    gate, up, _ = inputs(*shape)
+    up[:, : shape[1] // 3] = 0  # columns of zeros
+    up[-1] *= 1e-20 if shape[0] > 1 else 1
+    up[shape[0] // 2, -1] = INF
+    options = {"columns": columns, "pow2": pow2, "floor": 1e-12}
+    with poisoned():
+        *parts, again = kernels.forward_quantized(gate, up, format, both=True, **options)
+    expected = quantize.quantize_both(kernels.forward(gate, up), format, 1, **options)
+    for ours, theirs in zip(parts, expected, strict=True):
+        same(ours, theirs)
+    assert again is None
+    assert parts[1].stride(0) == parts[3].stride(0) == 1  # as tensor cores read them
+
+
 @pytest.mark.parametrize("value", [0.0, INF, NAN])
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("scaling", ["row", "blocks", "known", "first"])
+@pytest.mark.parametrize("scaling", ["row", "blocks", "known", "first", "known, both", "first, both"])
 def test_values_that_are_no_good_stay_visible(value, format, scaling):
+    scaling, both = scaling.partition(", ")[::2]
     gate, up, _ = inputs(5, 300)
     gate[2], up[2] = 1.0, 0.0
     up[2, 7] = value
@@ -155,8 +196,8 @@ def test_values_that_are_no_good_stay_visible(value, format, scaling):
         same(codes, expected[0])
     else:
         banks = [torch.tensor([3.0 if scaling == "known" else 0.0, -1.0], device=DEVICE).split(1) for _ in range(2)]
-        _, scales, _ = kernels.forward_quantized(
-            gate, up, format, in_force=banks[0][0], opened=banks[0][1], record=True
+        _, scales, *_ = kernels.forward_quantized(
+            gate, up, format, in_force=banks[0][0], opened=banks[0][1], record=True, both=bool(both)
         )
         expected = delayed.quantize(y, format, *banks[1], True)
         for a, b in zip(*banks):
@@ -201,6 +242,8 @@ def test_strides_and_empty_tensors():
             assert module.backward(none, none, none, joint=True)[0].shape == (none.shape[0], 2 * none.shape[1])
     found = kernels.forward_quantized(gate[:0], up[:0], columns=16, values=True)
     assert [tuple(t.shape) for t in found] == [(0, 48), (0, 3), (0, 48)]
+    found = kernels.forward_quantized(gate[:0], up[:0], columns=16, both=True)
+    assert [tuple(t.shape) for t in found[:4]] == [(0, 48), (0, 3), (48, 0), (48, 0)]
 
 
 def test_errors():
@@ -212,6 +255,9 @@ def test_errors():
             function(gate.double(), up.double())
     with pytest.raises(ValueError, match=r"scales of 2\^n columns, not of 24"):
         kernels.forward_quantized(gate, up, columns=24)
+    for columns in (0, 256):
+        with pytest.raises(ValueError, match="both orientations with a delayed scale only"):
+            kernels.forward_quantized(gate, up, columns=columns, both=True)
 
 
 def test_everything_moves_in_16_bytes_and_codes_in_8():
@@ -222,6 +268,8 @@ def test_everything_moves_in_16_bytes_and_codes_in_8():
         ("quantized, blocks", "forward_tiles_quantized", 4, {"v2.b32", "b32"}),
         ("quantized, delayed", "forward_tiles_quantized", 4, {"v2.b32", "b32"}),
         ("quantized, delayed", "amax_tiles", 4, {"b32"}),
+        ("both, delayed", "forward_tiles_quantized", 4, {"v4.b32", "v2.b32", "b32"}),  # 16 transposed codes
+        ("both, blocks", "forward_tiles_quantized", 8, {"v4.b32", "v2.b32", "b32"}),
     ):
         ptx = compiled()["swiglu", launch, 90][kernel]
         assert ptx.count("ld.global.v4.b32") == loads, (launch, kernel)

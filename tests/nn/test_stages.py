@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import surokit as sk
 from surokit.convert import scaling_state
 from surokit.nn import products, stages
+from surokit.nn.delayed import DelayedScales
 from surokit.nn.fusion import OFF, Fusion
 from surokit.nn.joint import lay_layers
 from surokit.nn.linear import Linear
@@ -18,6 +19,7 @@ from surokit.nn.norm import RMSNorm
 from surokit.nn.products import Operand
 from surokit.nn.stages import Gated, Normed, Plain, project
 from surokit.quantized import Quantized
+from surokit.quantizer import kind_of
 from surokit.recipe import ROLES
 from tests.kernels.interpreter import INTERPRETED, correct, poisoned
 
@@ -479,6 +481,50 @@ def test_a_bias_that_trains_beside_one_that_does_not():
     compare(found[1], found[0], 1e-6)
 
 
+# -- codes of transposes in rows, as tensor cores read them
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch):
+    """Operands as for a device that multiplies codes itself; the products are emulated all the same."""
+    monkeypatch.setattr(products, "computes", lambda a, b, device: kind_of(a, b) is not None)
+
+
+TRAINED = [sk.FP8, sk.FP8_CURRENT, sk.FP8_ROWWISE, sk.FP8_BLOCK, sk.MXFP8, sk.FP4.keep_last(0), *MIXED]
+IN_ROWS = [(kind, recipe) for kind in ("normed", "gated", "plain") for recipe in TRAINED]
+IN_ROWS += [("normed", r.lora(4)) for r in (sk.FP8, sk.FP8_BLOCK)] + [("normed", sk.FP8.store(sk.QNF4).lora(4))]
+
+
+@pytest.mark.parametrize(("kind", "recipe"), IN_ROWS, ids=lambda v: v if isinstance(v, str) else named(v))
+@pytest.mark.parametrize("fusion", [OFF, Fusion().without("joint"), Fusion(recompute="selective")], ids=str)
+def test_operands_in_rows_have_the_same_codes(kind, recipe, fusion, operands, request):
+    """Over two parts of a step: codes, scales and histories bit for bit, whether a transpose is a view or lies in rows."""
+    runs = []
+    for cores in (False, True):
+        if cores:
+            request.getfixturevalue("tensor_cores")
+        stage, found = Stage(recipe, kind, torch.bfloat16), []
+        for part in range(2):
+            operands |= {name: [] for name in operands}
+            gradients = run(stage, fusion, part)
+            factors = [decoded(side) for pairs in operands.values() for pair in pairs for side in pair]
+            found.append((factors, gradients))
+        runs.append((found, scaling_state(stage)))
+    (views, state), (rows, state_in_rows) = runs
+    assert all(torch.equal(state[key], state_in_rows[key]) for key in state)
+    for (factors, gradients), (others, other_gradients) in zip(views, rows, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(factors, others, strict=True))
+        compare(other_gradients, gradients, 2**-7)  # a product of other strides may sum in another order
+
+
+@pytest.mark.usefixtures("tensor_cores")
+def test_slots_that_are_not_spaced_are_turned_afterwards(monkeypatch):
+    monkeypatch.setattr(DelayedScales, "spaced", staticmethod(lambda slots: isinstance(slots, int) or len(slots) == 1))
+    stage = Stage(sk.FP8, dtype=torch.bfloat16)
+    expected = run(copy.deepcopy(stage), OFF)
+    compare(run(stage, Fusion()), expected, 2**-7)
+
+
 # -- what is kept
 
 
@@ -657,9 +703,13 @@ def through_triton(monkeypatch):
         ("joint", sk.FP8_ROWWISE.lora(4), True),
         ("normed", sk.FP8_BLOCK.lora(4), True),
         ("normed", sk.FP8_BLOCK, False),  # both orientations of x in one pass
+        ("joint", sk.FP8_BLOCK, True),
     ],
 )
-def test_through_the_kernels_of_a_gpu(recipe, kind, from_codes, through_triton):
+@pytest.mark.parametrize("cores", [False, True])
+def test_through_the_kernels_of_a_gpu(recipe, kind, from_codes, cores, through_triton, request):
+    if cores:
+        request.getfixturevalue("tensor_cores")
     # the same kernels on both sides: whatever they round, they round alike
     expected = run(Stage(recipe, kind, rows=(128, 128)), OFF)
     through_triton.clear()
@@ -667,3 +717,22 @@ def test_through_the_kernels_of_a_gpu(recipe, kind, from_codes, through_triton):
     producer = "norm" if kind == "normed" else "swiglu"
     assert (f"{producer}.forward_quantized" in through_triton) == from_codes
     assert f"{producer}.backward" in through_triton
+
+
+@pytest.mark.parametrize(("kind", "recipe"), [("normed", sk.FP8), ("gated", sk.FP8), ("gated", sk.FP8_BLOCK)])
+@pytest.mark.usefixtures("tensor_cores", "through_triton")
+def test_only_the_transposed_codes_are_kept(kind, recipe, operands):
+    """They come from the kernel that makes x, in rows, and serve the gradients of all weights without a copy each."""
+    stage = Stage(recipe, kind, torch.bfloat16, rows=(128,) * 3)
+    tokens, scales = SHAPE[0] * SHAPE[1], 4 if recipe is sk.FP8 else 4 * K
+    assert kept_bytes(copy.deepcopy(stage), Fusion()) == tokens * K + scales + (tokens * 4 if kind == "normed" else 0)
+    run(stage, Fusion())
+    x_t = {pair[1].codes.data_ptr(): pair[1] for pair in operands["grad_weight"]}
+    assert len(x_t) == 1
+    for product, side in (("forward", 0), ("forward", 1), ("grad_input", 0), ("grad_input", 1), ("grad_weight", 0)):
+        assert all(pair[side].codes.is_contiguous() for pair in operands[product]), (product, side)
+    (codes,) = x_t.values()
+    assert codes.shape == (K, tokens)
+    assert codes.codes.is_contiguous()
+    if recipe is sk.FP8:
+        assert torch.equal(codes.codes.float(), operands["forward"][0][0].codes.float().t())
