@@ -1,12 +1,14 @@
 """The planner: FLOPs, memory, time and money of a run, before a GPU is touched. No torch here.
 
 what is planned     subject.py   a number of parameters, a config, a model: read once
+                    live.py      what a live model or a session says of itself
                     configs.py   every family's config.json as a Shape
                     shape.py     the sizes of a decoder, and the matrices they make
                     fusion.py    which operations of a step are one
 what it computes    flops.py     FLOPs a token, product by product
 what it holds       memory.py    bytes of one GPU, term by term, at the fullest moment of a step
-                    activations.py, tape.py     that step, replayed operation by operation; fused_activations.py: a fused one
+                    activations.py, tape.py     that step, replayed operation by operation; fused_activations.py: a fused one,
+                    their_activations.py: transformers'
 what it takes       hardware.py  GPUs, their peaks with sources (hardware.csv), what a calibration reached
                     cost.py      time and money of a run at a rate; goodput
                     roofline.py  a step's time from rates and bandwidths
@@ -14,7 +16,7 @@ what it takes       hardware.py  GPUs, their peaks with sources (hardware.csv), 
                     layers.py    one linear layer of it
                     communication.py, offload.py, energy.py
 asked backwards     questions.py what is the most that fits, how many GPUs, how many tokens
-                    choices.py   which recipe, what binds, what makes it fit; faster.py: what makes it faster
+                    choices.py   which recipe; remedies.py: what binds, what makes it fit; faster.py: what makes it faster
 beside reality      check.py     a plan beside a measurement (measured.py reads it)
                     published.py published runs (published.csv)
 how loss scales     scaling.py   published laws; scaling_fit.py: a fit to your own runs

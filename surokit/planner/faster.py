@@ -99,14 +99,15 @@ def faster(plan: Plan, *, gib: float | None = None) -> Faster:
         before, after = now.estimate, tried.estimate
         assert before is not None
         assert after is not None
-        saves = before.step_ms - after.step_ms
+        unknown = how == "graphs=True" and before.rates.launch_us is None
+        saves = 0.0 if unknown else before.step_ms - after.step_ms
         fits = room is None or tried.memory.gib <= room
         worth = saves > _LEAST_MS
         why = "taken" if worth and fits else "does not fit" if worth else "no faster here"
-        if how == "graphs=True" and before.rates.launch_us is None:
+        if unknown:
             why = "not known: what a launch costs is measured by sk.calibrate()"
         more = tried.memory.gib - now.memory.gib
-        ways.append(Way(how, changes, after.step_ms, saves, tried.memory.gib, more, worth and fits, why))
+        ways.append(Way(how, changes, before.step_ms - saves, saves, tried.memory.gib, more, worth and fits, why))
         now = tried if worth and fits else now
     first = plan.estimate
     assert first is not None

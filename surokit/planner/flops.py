@@ -119,6 +119,20 @@ class Placement:
         return self.rank * (self.weight.n + self.weight.k) * self.weight.count
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What trains of a live model, as it is held: parameters, bytes, their dtype where they have one.
+
+    `adapter_bytes` are those of adapters, frozen ones too; `peft` the dtype of adapters that PEFT computes, None where ours do.
+    """
+
+    parameters: int
+    bytes: int
+    dtype: str | None
+    adapter_bytes: int = 0
+    peft: str | None = None
+
+
 def placements(shape: Shape, recipe: Any) -> tuple[Placement, ...]:
     """What `recipe` does to the matrices of the layers and the head; the head last.
 
@@ -206,15 +220,15 @@ def count_flops(
     """
     places = placements(shape, recipe)
     base_trains = training and not frozen(recipe)
-    flow = _gradients(shape, places, base_trains, training)
+    flow = gradients(shape, places, base_trains=base_trains, training=training)
     products = [*_weights(places, recipe, base_trains, training, flow, recompute)]
     if length is not None:
         products += _attention(shape, length, attention, flow, training and recompute != "none")
     return Compute(tuple(products), attention, recompute)
 
 
-def _gradients(
-    shape: Shape, places: tuple[Placement, ...], base_trains: bool, training: bool
+def gradients(
+    shape: Shape, places: tuple[Placement, ...], *, base_trains: bool, training: bool = True
 ) -> Mapping[str, frozenset[int]]:
     """The layers in which a tensor has a gradient, by its name: all where the base trains, else those with an adapter before it."""
     weights = [(p.weight, set(p.weight.layers), p.rank > 0) for p in places if p.weight.kind != "head"]

@@ -39,8 +39,8 @@ _WORDS = {"none": UNFUSED, "fused": Fused()}
 Transposed = Literal["cached", "on the fly"]
 
 
-def read_fusion(fusion: Any, transposed: Transposed | None, recompute: Recompute) -> tuple[Fused, Recompute]:
-    """What a plan's `fusion` and `transposed` mean, and what is computed again: a Fusion's own word where `recompute` is "none".
+def read_fusion(fusion: Any, transposed: Transposed | None, recompute: Recompute | None) -> tuple[Fused, Recompute]:
+    """What a plan's `fusion` and `transposed` mean, and what is computed again: a Fusion's own word where `recompute` is None.
 
     Raises ValueError for words that are unknown, and for a W' that is to be cached where nothing is fused.
     """
@@ -50,8 +50,7 @@ def read_fusion(fusion: Any, transposed: Transposed | None, recompute: Recompute
         found = _WORDS[fusion]
     elif all(hasattr(fusion, f.name) for f in fields(Fused)):
         found = Fused(**{f.name: getattr(fusion, f.name) for f in fields(Fused)})
-        if recompute == "none":
-            recompute = getattr(fusion, "recompute", "none")
+        recompute = recompute or getattr(fusion, "recompute", None)
     else:
         raise TypeError(f"fusion={fusion!r} is no Fusion: use 'none', 'fused', or sk.Fusion().")
     if transposed == "cached" and not found:
@@ -60,7 +59,7 @@ def read_fusion(fusion: Any, transposed: Transposed | None, recompute: Recompute
         found = replace(found, frozen="transposed")
     elif transposed == "on the fly" and found.frozen == "transposed":
         found = replace(found, frozen="codes")
-    return found, recompute
+    return found, recompute or "none"
 
 
 def comes_quantized(quantizer: Any) -> bool:

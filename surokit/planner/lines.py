@@ -5,7 +5,7 @@ What is printed is short, the first clause of how a figure comes about; `plan.ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -17,9 +17,11 @@ from surokit.planner import figures
 from surokit.planner.configs import FAMILIES
 from surokit.planner.cost import Time
 from surokit.planner.flops import frozen, gemms_of, on_gpu, operand_bits, product_kinds
+from surokit.planner.fusion import read_fusion
 from surokit.planner.hardware import Gpu
-from surokit.planner.memory import Memory
+from surokit.planner.memory import Memory, Setup
 from surokit.planner.published import PLAUSIBLE_MFU, USUAL_MFU
+from surokit.planner.subject import Subject
 from surokit.tables import html_table, text_table
 
 if TYPE_CHECKING:
@@ -59,13 +61,67 @@ def verdict(plan: Plan) -> tuple[str, bool]:
     most = f"{peak}, most of it {memory.largest.name}"
     limit = None if plan.gpu is None else plan.gpu.memory_gib
     if plan.gpu is None or limit is None:
-        return f"Holds {needed} on each GPU{most}", False
+        return f"Holds {needed} on {'the CPU' if plan.setup.device == 'cpu' else 'each GPU'}{most}", False
     owner = "the machine" if plan.gpu.device == "cpu" else plan.gpu.name
     room = f"of {owner}'s {limit:g} GiB"
     if memory.gib > limit:
         return f"Does not fit: {needed} {room}{most}", True
     word = "Holds" if memory.left_out else "Fits:"
     return f"{word} {needed} {room}{most}", False
+
+
+def plan_source(subject: Subject, given: Mapping[str, Any], setup: Setup, recipe: Any) -> str:
+    """What was taken from a live model or session and not given, in a line; "" where nothing live is planned."""
+    own = subject.own
+    if not own.source:
+        return ""
+    said = []
+    if "recipe" not in given:
+        rank = getattr(getattr(recipe, "adapter", None), "rank", 0)
+        whose = "PEFT's adapters" if own.trained and own.trained.peft else "adapters"
+        said.append(f"recipe {recipe.name}" if recipe is not None else "no recipe")
+        said += [f"{whose} of rank {rank}"] if rank else []
+    if setup.trained is not None:
+        said.append(f"{setup.trained.parameters:,} parameters train")
+    if "fusion" not in given:
+        how = str(own.arguments["fusion"]) if "fusion" in own.arguments else "as a Decoder on CUDA is"
+        said.append(f"fused ({how})" if setup.fusion else "not fused")
+    if setup.recompute != getattr(own.arguments.get("fusion"), "recompute", "none") and "recompute" not in given:
+        said.append(f"recompute {setup.recompute}")
+    said += [] if "dtype" in given else [setup.dtype]
+    said += [] if "gpu" in given else [f"on a {'CPU' if setup.device == 'cpu' else 'GPU'}"]
+    if "optimizer" in own.arguments and "optimizer" not in given:
+        said.append(f"optimizer {'sgd' if setup.optimizer == 'none' else setup.optimizer}")
+    if "batch" in own.arguments and not {"batch", "length"} & set(given):
+        said.append(f"{setup.batch} x {setup.length} tokens")
+    if "accumulate" in own.arguments and "accumulate" not in given:
+        said.append(f"accumulate {setup.accumulate}")
+    said += ["in CUDA graphs"] if setup.graphs and "graphs" not in given else []
+    return f"Taken from {own.source}: {', '.join(said)}" if said else ""
+
+
+def _other_than_live(plan: Plan) -> Iterator[str]:
+    """Where what was given is another than what the live model or session has, and what of it no plan follows."""
+    own, setup = plan.subject.own, plan.setup
+    if "recipe" in plan.given and own.source and plan.recipe != (has := own.arguments.get("recipe")):
+        yield f"recipe {plan.recipe.name} is planned as given; {own.source} has {_with_rank(has)}"
+    fusion = own.arguments.get("fusion") if "fusion" in plan.given else None
+    if fusion is not None and setup.fusion != read_fusion(fusion, None, None)[0]:
+        yield f"the fusion is planned as given; {own.source} has: {fusion}"
+    if plan.subject.dtype not in (None, setup.dtype):
+        yield f"{setup.dtype} is planned as given; {own.source} is in {plan.subject.dtype}"
+    if setup.trained is not None and setup.trained.peft and setup.fusion:
+        yield (
+            "layers that PEFT wraps compute by themselves: memory is planned as if nothing were fused but the loss, "
+            "time as if they were fused too"
+        )
+    yield from own.notes if setup.trained is not None or plan.given.get("recipe") is None else ()
+
+
+def _with_rank(recipe: Any) -> str:
+    if recipe is None:
+        return "none"
+    return recipe.name + (f" with adapters of rank {recipe.adapter.rank}" if recipe.adapter else "")
 
 
 def plan_answers(plan: Plan) -> Iterator[str]:
@@ -196,6 +252,7 @@ def _memory(memory: Memory) -> Iterator[Line]:
 def plan_notes(plan: Plan) -> Iterator[str]:
     """What a reader must know beside the figures: what is left out, assumed, or out of the ordinary."""
     shape, setup, time, gpu = plan.shape, plan.setup, plan.time, plan.gpu
+    yield from _other_than_live(plan)
     for text in plan.memory.left_out:
         yield f"memory leaves out {text}"
     if setup.gpus > 1 and not setup.zero:
@@ -218,11 +275,13 @@ def plan_notes(plan: Plan) -> Iterator[str]:
     if setup.training and frozen(plan.recipe) and getattr(plan.recipe, "adapter", None) is None:
         yield f"nothing trains: {plan.recipe.name} freezes the base and has no adapter; add one with .lora()"
     if time.rate_tflops is None:
-        wanted = "tflops_per_gpu=, or mfu=" + ("" if gpu else " with gpu=")
-        if gpu is not None and gpu.bf16_tflops is None:
-            wanted = "tflops_per_gpu=, or gpu=sk.calibrate()"
+        wanted = ["tflops_per_gpu="]
+        if gpu is None or gpu.bf16_tflops is not None:
+            wanted.append("mfu=" + ("" if gpu else " with gpu="))
+        if (shape is not None and setup.training) or len(wanted) == 1:
+            wanted.append("gpu=sk.calibrate()")
         cost = " and cost" if plan.price is not None else ""
-        yield f"no time{cost} is predicted without a rate: give {wanted}{_usual(plan)}"
+        yield f"no time{cost} is predicted without a rate: give {', or '.join(wanted)}{_usual(plan)}"
     elif plan.tokens is None:
         yield "time and cost of the run need tokens="
     if _too_fast(time):

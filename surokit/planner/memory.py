@@ -38,12 +38,13 @@ from typing import Any, Literal
 
 from surokit.planner.activations import LOSS_ELEMENTS as LOSS_ELEMENTS
 from surokit.planner.activations import LOSS_MIN_ROWS as LOSS_MIN_ROWS
-from surokit.planner.activations import Activations, replay
-from surokit.planner.flops import Placement, Recompute, frozen, operand_bits, placements
+from surokit.planner.activations import Activations, Ours, replay
+from surokit.planner.flops import Placement, Recompute, Trained, frozen, gradients, operand_bits, placements
 from surokit.planner.fused_activations import FusedLayers
 from surokit.planner.fusion import UNFUSED, Fused
 from surokit.planner.shape import Shape, built_here
 from surokit.planner.tape import GRADIENTS, KEPT, LOGITS, PASSING, Moment
+from surokit.planner.their_activations import Theirs
 
 GIB = 2**30
 #: Bytes an element of the dtypes that weights, gradients and optimizer states come in.
@@ -150,7 +151,7 @@ class Setup:
 
     `zero` is the ZeRO stage over `gpus`: 1 shards optimizer states, 2 gradients too, 3 weights too. `batch` is
     sequences on one GPU, `length` tokens of each. `fusion` is what is computed together, `graphs` whether a step is captured as
-    CUDA graphs.
+    CUDA graphs. `trained` is what trains of a live model; without it what the recipe says.
     """
 
     dtype: str = "bf16"
@@ -170,6 +171,12 @@ class Setup:
     slack: float = SLACK
     fusion: Fused = UNFUSED
     graphs: bool = False
+    trained: Trained | None = None
+
+    @property
+    def trained_width(self) -> float:
+        """Bytes of a parameter that trains, and of its gradient."""
+        return DTYPE_BYTES[self.dtype] if self.trained is None else self.trained.bytes / self.trained.parameters
 
 
 def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Setup) -> Memory:
@@ -234,18 +241,13 @@ def _weights(
             )
         )
 
-    adapter = sum(p.adapter_parameters for p in places)
+    adapter, live = sum(p.adapter_parameters for p in places), setup.trained
     if adapter:
-        terms.append(
-            Term(
-                "adapter",
-                adapter * width / shard,
-                True,
-                f"{adapter:,} x {width} bytes, rank {recipe.adapter.rank}{sharded}",
-            )
-        )
+        held = adapter * width if live is None else live.adapter_bytes
+        how = f"{adapter:,} x {held / adapter:.4g} bytes, rank {recipe.adapter.rank}{sharded}"
+        terms.append(Term("adapter", held / shard, True, how))
     if setup.fusion.frozen != "no" and frozen(recipe) and setup.training:
-        terms += _codes(recipe, setup, places)
+        terms += _codes(shape, recipe, setup, places)
     if setup.training and (history := _history(recipe)):
         slots = 3 * sum(p.quantized for p in places)
         how = f"{slots:,} operands x {history:,} steps in float32, with those in force and the open ones"
@@ -272,10 +274,12 @@ def _weights(
         terms.append(Term("quantized copies", 2 * largest * operand_bits(recipe.forward) / 8, False, how))
     if setup.gpus > 1 and setup.zero >= 2 and setup.training and (found := _gathered(shape, recipe, setup, places)):
         terms.append(found)
+    if live is not None:
+        return terms, live.parameters
     return terms, adapter if frozen(recipe) else parameters
 
 
-def _codes(recipe: Any, setup: Setup, places: tuple[Placement, ...]) -> list[Term]:
+def _codes(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, ...]) -> list[Term]:
     """What a fused step keeps of frozen weights that are quantized for their products: their codes, those of W' too."""
     found = []
     for name, product in (("codes of frozen weights", "forward"), ("codes of W'", "grad_input")):
@@ -286,7 +290,9 @@ def _codes(recipe: Any, setup: Setup, places: tuple[Placement, ...]) -> list[Ter
         storage = recipe.storage  # whose codes are there; others would cost the memory that storing it saved
         if storage is not None and not (turned and storage.same_codes(q) and storage.transposable):
             continue
-        size = sum(stored_bytes(q, p.weight.n, p.weight.k) * p.quantized for p in places)
+        live = gradients(shape, places, base_trains=False) if turned else {}
+        count = [p.weight.a_layer * len(p.layers & live[p.weight.reads]) if turned else p.quantized for p in places]
+        size = sum(stored_bytes(q, p.weight.n, p.weight.k) * n for p, n in zip(places, count))
         if size:
             how = "and not turned for each product" if turned else "and not quantized for each product"
             found.append(Term(name, size, True, f"kept in {q}, scales included, {how}"))
@@ -322,9 +328,9 @@ def _shards(setup: Setup, stage: int) -> tuple[int, str]:
 
 
 def _states(trained: float, setup: Setup) -> list[Term]:
-    width, state = DTYPE_BYTES[setup.dtype], DTYPE_BYTES[setup.state_dtype]
+    width, state = setup.trained_width, DTYPE_BYTES[setup.state_dtype]
     (g_shard, g_how), (o_shard, o_how) = _shards(setup, 2), _shards(setup, 1)
-    terms = [Term("gradients", trained * width / g_shard, True, f"{trained:,.0f} x {width} bytes{g_how}")]
+    terms = [Term("gradients", trained * width / g_shard, True, f"{trained:,.0f} x {width:.4g} bytes{g_how}")]
     if setup.optimizer == "adamw":
         terms.append(
             Term(
@@ -366,7 +372,7 @@ def _with_step(
         width=DTYPE_BYTES[setup.dtype],
         gradients_there=there,
         weight_share=1 / _shards(setup, 2)[0],
-        layers=FusedLayers if setup.fusion else None,
+        layers=_layers_of(setup),
     )
     gradients = next((t for t in terms if t.name == "gradients"), None)
     fixed = sum(t.bytes for t in terms if t.counted and t is not gradients)
@@ -386,6 +392,13 @@ def _with_step(
         terms[terms.index(gradients)] = replace(gradients, bytes=held, most=full, exact=held in (0.0, full))
     phases = tuple(Phase(m.phase, fixed + m.bytes) for m in moments)
     return [*terms, *_passing(shape, passing, peak, setup)], phases
+
+
+def _layers_of(setup: Setup) -> type[Ours]:
+    """Whose forward a step replays; layers that PEFT wraps are no part of a fused operation."""
+    if not setup.fusion:
+        return Theirs if setup.layers == "transformers" else Ours
+    return Ours if setup.trained is not None and setup.trained.peft else FusedLayers
 
 
 def _with_gradients(moment: Moment, gradients: float) -> Moment:
@@ -437,7 +450,7 @@ def _optimizer_scratch(shape: Shape, trained: float, setup: Setup) -> float:
     mine = trained / (setup.gpus if setup.zero >= 1 else 1)
     if setup.optimizer == "adamw8bit":
         return min(mine, CHUNK_8BIT) * CHUNK_8BIT_BYTES if setup.device == "cpu" else 0.0
-    if setup.optimizer == "adamw" and setup.state_dtype != setup.dtype:
+    if setup.optimizer == "adamw" and DTYPE_BYTES[setup.state_dtype] != setup.trained_width:
         return 8.0 * min(mine, max(WIDENED, shape.embedding_parameters))  # float32 copies of weights and gradients
     return 0.0
 

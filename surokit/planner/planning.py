@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from surokit.planner import arguments, choices, faster, figures, picture, questions
+from surokit.planner import arguments, choices, faster, figures, picture, questions, remedies
 from surokit.planner import check as checking
 from surokit.planner.check import Check
 from surokit.planner.cost import Price, Time, Work, count_time, exact, read_price
@@ -31,7 +31,7 @@ from surokit.planner.flops import (
 )
 from surokit.planner.fusion import Transposed, read_fusion
 from surokit.planner.hardware import Gpu, find_gpu
-from surokit.planner.lines import Line, as_html, as_text, plan_answers, plan_lines, plan_notes
+from surokit.planner.lines import Line, as_html, as_text, plan_answers, plan_lines, plan_notes, plan_source
 from surokit.planner.memory import DTYPE_BYTES, SLACK, Layers, Memory, Setup, count_memory
 from surokit.planner.offload import Host, Offload, host_of, predict_offload
 from surokit.planner.roofline import Estimate, estimate_step
@@ -53,6 +53,7 @@ class Plan:
     flops               model FLOPs of the whole run
     days, gpu_hours, usd    predictions; None without a rate (tflops_per_gpu, or mfu with gpu) and, for usd, a price
     time, memory, compute   the parts, with every figure behind these
+    source      what was taken from a live model or session, in a line; "" without one
     """
 
     title: str
@@ -71,6 +72,7 @@ class Plan:
     memory: Memory
     factor: int
     notes: tuple[str, ...]
+    source: str
     subject: Subject = field(compare=False)
     given: Mapping[str, Any] = field(compare=False)
 
@@ -110,6 +112,11 @@ class Plan:
         between_gb_s = self.given.get("between_gb_s")
         return _estimate(self.shape, self.parameters, self.compute, self.recipe, self.setup, self.gpu, between_gb_s)
 
+    @property
+    def trained_parameters(self) -> float:
+        """Parameters with a gradient and an optimizer's state."""
+        return _trains(self.shape, self.parameters, self.recipe, self.setup)
+
     def fits(self, gib: float | None = None) -> bool:
         """Whether the memory of one GPU suffices: all terms, exact and approximate, against `gib` (the GPU's own without it).
 
@@ -125,7 +132,7 @@ class Plan:
         """Does it fit, how long, how much: a line each, where it is known; the first lines of what is printed."""
         return tuple(plan_answers(self))
 
-    # -- asked backwards; see questions.py and choices.py for arguments and errors
+    # -- asked backwards; see questions.py, choices.py and remedies.py for arguments and errors
 
     def largest(self, what: str, *, gib: float | None = None, multiple: int = 1) -> int:
         """The largest "batch", "length", number of "layers", or of "parameters" of a plan of a number, that fits one GPU."""
@@ -151,17 +158,17 @@ class Plan:
         """This plan in every recipe: step, speedup, memory, native or emulated; of those that fit, the one predicted fastest."""
         return choices.recipes(self, names, gib=gib)
 
-    def fitting(self, *, gib: float | None = None) -> choices.Fitting:
+    def fitting(self, *, gib: float | None = None) -> remedies.Fitting:
         """What would make the plan fit, cheapest first, and what each leaves."""
-        return choices.fitting(self, gib=gib)
+        return remedies.fitting(self, gib=gib)
 
     def faster(self, *, gib: float | None = None) -> faster.Faster:
         """What fusing, CUDA graphs, less recompute and a cached W' are planned to give, and which of them to choose."""
         return faster.faster(self, gib=gib)
 
-    def binds(self) -> choices.Binds:
+    def binds(self) -> remedies.Binds:
         """The term that memory depends on most, what takes the most time, and what to do about either."""
-        return choices.binds(self)
+        return remedies.binds(self)
 
     def offload(self, host: Host | None = None, **options: Any) -> Offload:
         """A step with the optimizer's states on the host, synchronously and as ZenFlow, beside one without.
@@ -179,7 +186,7 @@ class Plan:
             raise ValueError("offload() needs a step's time: give batch=, length= and gpu=, or a rate.")
         if self.gpu is not None and self.gpu.memory_gib is not None and not self.memory.left_out:
             options.setdefault("fits", self.fits())
-        return predict_offload(step_ms, trained_parameters(self.shape, self.parameters, self.recipe), host, **options)
+        return predict_offload(step_ms, self.trained_parameters, host, **options)
 
     # -- beside a measurement, and shown
 
@@ -242,10 +249,14 @@ class Plan:
         return (*self.notes, *(self.estimate.notes if self.estimate else ()))
 
     def __repr__(self) -> str:
-        return as_text(f"Plan: {self.title}", self.answers, self.lines(), self.all_notes)
+        return as_text(f"Plan: {self.title}", self._opening, self.lines(), self.all_notes)
 
     def _repr_html_(self) -> str:
-        return as_html(f"Plan: {self.title}", self.answers, self.lines(), self.all_notes)
+        return as_html(f"Plan: {self.title}", self._opening, self.lines(), self.all_notes)
+
+    @property
+    def _opening(self) -> tuple[str, ...]:
+        return (*([self.source] if self.source else []), *self.answers)
 
 
 def plan(
@@ -262,26 +273,27 @@ def plan(
     batch: int | None = None,
     length: int | None = None,
     attention: Attention = "causal",
-    recompute: Recompute = "none",
-    optimizer: Any = "adamw",
+    recompute: Recompute | None = None,
+    optimizer: Any = None,
     state_dtype: Any = None,
     dtype: Any = None,
     master: bool = False,
     zero: int = 0,
     logits: Literal["fused", "whole"] | None = None,
-    accumulate: int = 1,
+    accumulate: int | None = None,
     layers: Layers | None = None,
     slack: float = SLACK,
     between_gb_s: float | None = None,
     training: bool = True,
-    fusion: Any = "none",
-    graphs: bool = False,
+    fusion: Any = None,
+    graphs: bool | None = None,
     transposed: Transposed | None = None,
 ) -> Plan:
     """Plan a run: FLOPs, time, cost, and the memory of one GPU.
 
-    what        number of parameters (405e9), a config (dict as in config.json, folder, path, DecoderConfig), or a model
-                with a .config
+    what        number of parameters (405e9), a config (dict as in config.json, folder, path, DecoderConfig), a live model
+                with a .config, or a Session. What a live one has is planned where no argument says otherwise: its recipe and
+                adapters, what trains, fusion and recompute, dtype and device; a session's optimizer, steps and CUDA graphs too
     tokens      of the whole run; `batch` (sequences on one GPU) x `length` (tokens) x `gpus` is one step
     gpu         a name in the hardware table, "cpu", or a Gpu; gives peaks and memory, and whose kernels run (a GPU's without
                 it, those of the device that a live model is on)
@@ -291,10 +303,10 @@ def plan(
     usd_per_gpu_hour    a price, a range (1.8, 3.2) or a dated `Price`; none is assumed
     recipe      a Recipe or its name; its adapter and storage decide what trains and how weights are held
     attention   "causal" counts the keys that a token sees, "full" all of them
-    recompute   "none", "full" (each layer's forward) or "selective": the outputs of norm and SwiGLU of our fused layers;
-                attention's products in transformers' layers
-    optimizer   "adamw", "adamw8bit", "sgd" (no state), or an optimizer of ours; `state_dtype` is that of its moments,
-                the weights' own without it
+    recompute   "none" (unless a Fusion says otherwise), "full" (each layer's forward) or "selective": the outputs of norm and
+                SwiGLU of our fused layers; attention's products in transformers' layers
+    optimizer   "adamw" (without it), "adamw8bit", "sgd" (no state), or an optimizer of ours; `state_dtype` is that of its
+                moments, the weights' own without it
     dtype       of weights and gradients (bf16; a live model's own); `master` adds float32 masters
     zero        ZeRO stage over `gpus`: 1 shards optimizer states, 2 gradients too, 3 weights too
     layers      "surokit" or "transformers": whose layers compute, which decides what is kept for the backward; a live model's own
@@ -305,28 +317,32 @@ def plan(
     between_gb_s    GB/s that one GPU has between nodes, in one direction; a step beyond 8 GPUs communicates over it
     training    False counts a forward pass, and the KV cache in place of training's states
     fusion      "none", "fused" or a Fusion: which operations are computed together (sk.fuse)
-    graphs      whether a step is captured as CUDA graphs: the host launches once, a kernel follows the other at once
+    graphs      True: a step is captured as CUDA graphs, and the host launches nothing; the gaps between kernels stay
     transposed  W' of a frozen weight that is quantized for its products: "cached", or turned "on the fly"; without it, as
                 `fusion` says
 
     Raises ValueError or TypeError, in one sentence with the remedy, for figures that cannot be meant.
     """
-    given = {name: value for name, value in locals().items() if name != "what"}
+    given = {name: value for name, value in locals().items() if name != "what" and value is not None}
+    subject = read_subject(what)
+    shape, parameters, own = subject.shape, subject.parameters, subject.own.arguments
     gpus = arguments.integer("gpus", gpus, most=1e7)
     device = None if gpu is None else find_gpu(gpu)
-    batch = None if batch is None else arguments.integer("batch", batch)
-    length = None if length is None else arguments.integer("length", length)
+    batch = own.get("batch") if batch is None else arguments.integer("batch", batch)
+    length = own.get("length") if length is None else arguments.integer("length", length)
     run_tokens = None if tokens is None else arguments.tokens(tokens)
     goodput = arguments.share("goodput", goodput)
     price = None if usd_per_gpu_hour is None else read_price(usd_per_gpu_hour)
     _choice("attention", attention, ("causal", "full"))
-    _choice("recompute", recompute, ("none", "selective", "full"))
+    _choice("recompute", recompute, (None, "none", "selective", "full"))
     _choice("logits", logits, (None, "fused", "whole"))
     _choice("layers", layers, (None, "surokit", "transformers"))
     _choice("transposed", transposed, (None, "cached", "on the fly"))
-    fused, recompute = read_fusion(fusion, transposed, recompute)
-    accumulate = arguments.integer("accumulate", accumulate)
-    slack = 0.0 if slack == 0 else arguments.share("slack", slack)
+    accumulate = own.get("accumulate", 1) if accumulate is None else arguments.integer("accumulate", accumulate)
+    for name, value in (("graphs", graphs), ("master", master), ("training", training)):
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} is unknown: use True or False.")
+    slack = 0.0 if slack == 0 and not isinstance(slack, bool) else arguments.share("slack", slack)
     between_gb_s = None if between_gb_s is None else arguments.number("between_gb_s", between_gb_s)
     _choice("zero", zero, (0, 1, 2, 3))
     if tflops_per_gpu is not None and mfu is not None:
@@ -341,24 +357,34 @@ def plan(
                 f"mfu={mfu:g} is a share of a dense BF16 peak, and there is {name}: give gpu='H100' or the like, "
                 "or tflops_per_gpu=."
             )
-    if isinstance(recipe, str):
+    if recipe is not None:
         from surokit.recipe import find_recipe
 
         recipe = find_recipe(recipe)
-
-    subject = read_subject(what)
-    shape, parameters = subject.shape, subject.parameters
     layers = layers or subject.layers
+    kind = subject.device if device is None else device.device
+    recipe = own.get("recipe") if recipe is None else recipe
+    if recompute is None and not hasattr(fusion, "recompute"):
+        recompute = own.get("recompute")
+    if fusion is None:
+        fusion = _own_fusion(subject, layers, kind)
+    fused, recompute = read_fusion(fusion, transposed, recompute)
     if fused and shape is not None and not built_here(shape):
         raise ValueError(f"surokit fuses no layers of {shape.family}: leave fusion= out.")
-    kind = subject.device if device is None else device.device
     if graphs and kind == "cpu":
         raise ValueError("CUDA graphs need a GPU: leave graphs= out, or give gpu='H100' or the like.")
+    if graphs is None:
+        graphs = kind == "cuda" and own.get("graphs", False)
+    optimizer = own.get("optimizer", "adamw") if optimizer is None else optimizer
+    held = _dtype(dtype if dtype is not None else subject.dtype)
+    # what trains of the model as it is says nothing of another recipe, or of other dtypes
+    as_it_is = training and recipe == own.get("recipe") and held == _dtype(subject.dtype)
+    trained = subject.own.trained if as_it_is else None
     setup = Setup(
-        dtype=_dtype(dtype if dtype is not None else subject.dtype),
+        dtype=held,
         optimizer=_optimizer(optimizer),
-        state_dtype=_dtype(state_dtype or _option(optimizer, "state_dtype") or dtype or subject.dtype),
-        master=bool(master),
+        state_dtype=_dtype(state_dtype or _option(optimizer, "state_dtype") or (trained and trained.dtype) or held),
+        master=master,
         gpus=gpus,
         zero=zero,
         batch=batch,
@@ -371,7 +397,8 @@ def plan(
         accumulate=accumulate,
         slack=slack,
         fusion=fused,
-        graphs=bool(graphs),
+        graphs=graphs,
+        trained=trained,
     )
     # our layers compute norms and SwiGLU again, which are no products
     ours = layers == "surokit" or bool(fused)
@@ -440,10 +467,25 @@ def plan(
         memory=count_memory(shape, parameters, carried if fused else recipe, setup),
         factor=factor,
         notes=subject.notes,
+        source=plan_source(subject, given, setup, recipe),
         subject=subject,
         given=given,
     )
     return replace(draft, notes=(*subject.notes, *plan_notes(draft)))
+
+
+def _own_fusion(subject: Subject, layers: Layers, device: str) -> Any:
+    """What a live model computes together: as it was fused, and a Decoder on CUDA everything."""
+    if subject.shape is None or not built_here(subject.shape):
+        return "none"
+    by_default = "fused" if subject.own.source and layers == "surokit" and device == "cuda" else "none"
+    return subject.own.arguments.get("fusion", by_default)
+
+
+def _trains(shape: Shape | None, parameters: float, recipe: Any, setup: Setup) -> float:
+    if not setup.training:
+        return 0.0
+    return setup.trained.parameters if setup.trained is not None else trained_parameters(shape, parameters, recipe)
 
 
 def _estimate(
@@ -455,13 +497,13 @@ def _estimate(
     gpu: Gpu | None,
     between_gb_s: float | None,
 ) -> Estimate | None:
-    trained = trained_parameters(shape, parameters, recipe) if setup.training else 0.0
+    trained = _trains(shape, parameters, recipe, setup)
     return estimate_step(shape, compute, recipe, setup, gpu, trained_parameters=trained, between_gb_s=between_gb_s)
 
 
 def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices or isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} is unknown: use {', '.join(map(repr, choices))}.")
+        raise ValueError(f"{name}={value!r} is unknown: use {', '.join(repr(c) for c in choices if c is not None)}.")
 
 
 def _dtype(value: Any) -> str:

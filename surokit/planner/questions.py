@@ -22,9 +22,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from surokit.planner import arguments, figures
-from surokit.planner.choices import asked_gib, fitting
+from surokit.planner.choices import asked_gib
 from surokit.planner.communication import Speedup
 from surokit.planner.flops import frozen
+from surokit.planner.remedies import fitting
 
 if TYPE_CHECKING:
     from surokit.planner.planning import Plan

@@ -5,15 +5,16 @@ are rates that the machine reached, and the estimate is a prediction. Elsewhere 
 and the estimate is optimistic; it says so.
 
     row     max(FLOPs / rate, bytes / bandwidth, launches x launch time)       which of the three is the row's bound
-    step    max(sum of max(FLOPs, bytes), sum of launches) + exposed communication
+    step    max(sum of max(FLOPs, bytes) + gaps, sum of launches) + exposed communication
 
 The host launches ahead of the device, so a row whose launches take longer than its kernels delays a step only where that holds for
 the step as a whole: rows are what each part takes alone, and may sum to more than the step. A processor computes what it calls
 itself, so there both sums add up; and there quantizing is arithmetic, slower than the copy that it is taken for, so that a
 quantized recipe's estimate is optimistic at measured rates too.
 
-A step that is captured as CUDA graphs costs the host next to nothing; then the device starts its kernels itself, one in about a
-microsecond (`GRAPH_LAUNCH_US`, assumed and not measured), and that takes the place of the host's launch time.
+A GPU waits about a microsecond from one kernel to the next (`GAP_US`, assumed and not measured), whoever launched them. In a step
+that is captured as CUDA graphs the host launches nothing, and the gaps are all that launching costs. They are counted where
+launching is: with graphs, or where a launch was calibrated.
 
 Rates of large square products are an upper end: real shapes reach less. Fused attention reaches less than products do, by a
 published share of the dense peak: FlashAttention-2, which torch takes, 35 % on an H100 (arXiv 2407.08608) and 50 to 73 % on an A100
@@ -45,8 +46,8 @@ Bound = Literal["compute", "memory", "launch"]
 #: cores' own instructions (Hopper; data-center Blackwell is taken alike), the middle of 50 to 73 % where it does (Ampere, Ada, and
 #: GeForce Blackwell, which has Ampere's instructions). Without a capability attention is taken as fast as products.
 ATTENTION_SHARE: tuple[tuple[tuple[int, int], float], ...] = (((12, 0), 0.6), ((9, 0), 0.35), ((8, 0), 0.6))
-#: Microseconds that a device takes to start a kernel of a CUDA graph; assumed.
-GRAPH_LAUNCH_US = 1.0
+#: Microseconds that a GPU waits from one kernel to the next; assumed.
+GAP_US = 1.0
 _PROCESSOR_QUANTIZES = "quantizing is taken at the memory's bandwidth, which a processor does not reach"
 
 
@@ -55,7 +56,8 @@ class Rates:
     """What a GPU is taken to reach: TFLOPS of products by kind and of attention, TB/s, and microseconds a launch (None: unknown).
 
     `measured` says whether products and bandwidth were calibrated; `ahead` whether the host launches ahead of what computes, as a
-    GPU's does; `how` is where they come from, in words. With `graphs`, `launch_us` is what a kernel of a CUDA graph takes to start.
+    GPU's does; `how` is where they come from, in words. With `graphs` a launch costs the host nothing. `gap_us` is what the device
+    waits from one kernel to the next.
     """
 
     products: dict[Kind | None, float]
@@ -66,6 +68,10 @@ class Rates:
     how: str
     ahead: bool = True
     graphs: bool = False
+
+    @property
+    def gap_us(self) -> float:
+        return GAP_US if self.ahead and self.launch_us is not None else 0.0
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,11 @@ class Estimate:
         return None if self.rates.launch_us is None else sum(row.launch_ms or 0.0 for row in self.rows)
 
     @property
+    def gaps_ms(self) -> float:
+        """What the device waits from kernel to kernel."""
+        return sum(row.launches for row in self.rows) * self.rates.gap_us / 1e3
+
+    @property
     def exposed_ms(self) -> float | None:
         """Communication that no computing hides; None where the link's rate is not known."""
         return self.communication.exposed_ms
@@ -153,9 +164,9 @@ class Estimate:
 
     @property
     def _added_ms(self) -> float:
-        """What launching adds to the device's time."""
+        """What launching adds to the device's time: gaps, or the host's time where that is longer."""
         launch = self.launch_ms or 0.0
-        return max(0.0, launch - self.device_ms) if self.rates.ahead else launch
+        return max(self.gaps_ms, launch - self.device_ms) if self.rates.ahead else launch
 
     @property
     def tokens_per_s(self) -> float:
@@ -183,7 +194,7 @@ class Estimate:
         return max(self.by_bound().items(), key=lambda item: item[1])[0]
 
     def by_bound(self) -> dict[str, float]:
-        """ms of the step by what bounds it: compute, memory, launch (what the host adds) and communication; they sum to it."""
+        """ms of the step by what bounds it: compute, memory, launch (gaps, or what the host adds), communication; their sum."""
         sums = {"compute": 0.0, "memory": 0.0}
         for row in self.rows:
             sums["compute" if row.compute_ms >= row.memory_ms else "memory"] += row.device_ms
@@ -228,16 +239,18 @@ class Estimate:
                     (f"  {group}", ms, "ms", self.kind, f"{ms / device:.0%} of the device's time, bound by {bound}")
                 )
         if self.launch_ms is not None:
-            count = sum(row.launches for row in self.rows)
-            what = "launches of" if not self.rates.graphs else "kernels of CUDA graphs, each assumed to start in"
-            how = f"{figures.count(count)} {what} {self.rates.launch_us:.3g} us"
-            if not self.rates.ahead:
-                how += ", added to the rest"
-            elif self.launch_ms <= device:
-                how += ", hidden behind the device"
-            else:
-                how += ": " + ("that" if self.rates.graphs else "the host") + " is what the step waits for"
-            rows.append(("  launches", self.launch_ms, "ms", self.kind, how))
+            count = figures.count(sum(row.launches for row in self.rows))
+            hidden = self.launch_ms <= device + self.gaps_ms
+            if self.gaps_ms and hidden:
+                how = (
+                    f"{count} kernels{' of CUDA graphs' * self.rates.graphs}, a gap of {GAP_US:g} us assumed after each"
+                )
+                rows.append(("  gaps", self.gaps_ms, "ms", self.kind, how))
+            if not self.rates.graphs:
+                rest = ", hidden behind the device" if hidden else ": the host is what the step waits for"
+                how = f"{count} launches of {self.rates.launch_us:.3g} us"
+                how += rest if self.rates.ahead else ", added to the rest"
+                rows.append(("  launches", self.launch_ms, "ms", self.kind, how))
         if self.communication.bytes and self.communication.exposed_ms is not None:
             how = f"of {self.communication.ms:,.1f} ms: {self.communication.how}"
             rows.append(("  communication, exposed", self.communication.exposed_ms, "ms", self.kind, how))
@@ -279,7 +292,7 @@ def estimate_step(
     rates = rates_of(gpu, setup.dtype)
     assert isinstance(rates, Rates)
     if setup.graphs:
-        rates = replace(rates, launch_us=GRAPH_LAUNCH_US, graphs=True)
+        rates = replace(rates, launch_us=0.0, graphs=True)
     recipe = on_gpu(recipe, gpu)
     kind = FusedStep if setup.fusion else Step
     rows = tuple(_row(load, rates) for load in loads(shape, compute, recipe, setup, gpu, trained_parameters, kind))

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from surokit.planner import arguments, figures
 from surokit.planner.configs import FAMILIES, read_shape
-from surokit.planner.memory import DTYPE_BYTES, Layers
+from surokit.planner.live import NOTHING, Own, dtype_of, model_in, read_own
+from surokit.planner.memory import Layers
 from surokit.planner.shape import Shape, built_here
 
 # Families whose configs drop activations unless told otherwise; dropped ones have masks, and attention loses its fused kernel.
@@ -19,7 +20,8 @@ _DROPS = ("gpt2", "seed_oss")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned: a shape, or a number of parameters alone; `dtype`, `layers` and `device` are a live model's own."""
+    """What is planned: a shape, or a number of parameters alone; what is live has a `dtype`, `layers`, a `device`, and its `own`
+    arguments."""
 
     parameters: float
     name: str
@@ -28,6 +30,7 @@ class Subject:
     dtype: str | None = None
     layers: Layers = "surokit"
     device: Literal["cpu", "cuda"] = "cuda"
+    own: Own = NOTHING
 
     @property
     def active(self) -> float:
@@ -45,6 +48,7 @@ def read_subject(what: Any) -> Subject:
     if isinstance(what, (bool, Real)):
         parameters = arguments.parameters(what)
         return Subject(parameters, f"{figures.count(parameters)} parameters")
+    own, what = read_own(what), model_in(what)
     shape, source = read_shape(what)
     notes: tuple[str, ...] = ()
     if shape.family not in FAMILIES:
@@ -62,7 +66,7 @@ def read_subject(what: Any) -> Subject:
     if layers == "transformers" and not built_here(shape):
         notes += (f"surokit has no layers for {shape.family}: memory and time are those of transformers' layers",)
     name = f"{shape.family} of {figures.count(shape.parameters)} parameters {source}"
-    return Subject(float(shape.parameters), name, shape, notes, _own_dtype(what), layers, _own_device(what))
+    return Subject(float(shape.parameters), name, shape, notes, _own_dtype(what), layers, _own_device(what), own)
 
 
 def _own_layers(what: Any, shape: Shape) -> Layers:
@@ -82,8 +86,7 @@ def _own_dtype(what: Any) -> str | None:
     parameters = getattr(what, "parameters", None)
     if not callable(parameters):
         return None
-    names = (str(getattr(p, "dtype", "")).rpartition(".")[2] for p in parameters())
-    return next((name for name in names if name in DTYPE_BYTES), None)
+    return next((name for p in parameters() if (name := dtype_of(p))), None)
 
 
 def _own_device(what: Any) -> Literal["cpu", "cuda"]:

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 import surokit as sk
 from surokit import planner
-from surokit.planner import Gpu, choices, read_shape
-from surokit.planner.choices import binds, compare_recipes, fitting, recipes
+from surokit.planner import Gpu, Plan, read_shape
+from surokit.planner.choices import compare_recipes, recipes
 from surokit.planner.communication import fit_speedup
 from surokit.planner.hardware import Ceilings
 from surokit.planner.questions import _in_layers, gpus_for, largest, parameters_for, rate_for, tokens_for
+from surokit.planner.remedies import binds, fitting
 from surokit.planner.scaling import CHINCHILLA, KAPLAN
 from surokit.recipe import BF16, FP8, QFP8, QNF4
 
@@ -272,7 +273,7 @@ def test_tokens_for_a_budget_by_hand():
 
 @FEW
 @given(
-    usd=st.floats(1, 1e7),
+    usd=st.floats(10, 1e7),
     price=st.floats(0.1, 20),
     mfu=st.floats(0.01, 0.6),
     goodput=st.floats(0.1, 1),
@@ -405,7 +406,7 @@ def test_bad_questions_about_time_and_money(ask, given, sentence):
 @pytest.fixture
 def bounds(monkeypatch):
     """Plans without an estimate: times are bounds."""
-    monkeypatch.setattr(choices, "_estimate", lambda plan: None)
+    monkeypatch.setattr(Plan, "estimate", property(lambda plan: None))
 
 
 def by_name(p, *args, **more):
@@ -469,7 +470,7 @@ def test_an_estimate_is_taken_where_there_is_one(monkeypatch):
 
     # emulation costs time, which a bound does not see
     times = {"bf16": 100.0, "fp8": 80.0, "mxfp8": 150.0}
-    monkeypatch.setattr(choices, "_estimate", lambda plan: Estimate(times[plan.recipe.name]))
+    monkeypatch.setattr(Plan, "estimate", property(lambda plan: Estimate(times[plan.recipe.name])))
     table = by_name(plan(LLAMA_8B, **FULL), list(times), gib=500)
     assert list(table["speedup"]) == [1, 1.25, pytest.approx(100 / 150)]
     assert set(table["kind"]) == {"prediction"}
@@ -621,7 +622,7 @@ def test_what_binds_by_an_estimate(monkeypatch):
         def by_module(self):
             return {"mlp": 50.0, "optimizer": 40.0}
 
-    monkeypatch.setattr(choices, "_estimate", lambda plan: Estimate())
+    monkeypatch.setattr(Plan, "estimate", property(lambda plan: Estimate()))
     time: Any = binds(plan(LLAMA_8B, **FULL)).time
     assert str(time).startswith(
         "time: memory, most of the time in mlp, 60% of a step of 100 ms (prediction: rates measured"

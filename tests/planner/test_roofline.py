@@ -364,7 +364,11 @@ def test_the_bound_of_a_row():
 
 def test_the_host_delays_a_step_as_a_whole():
     quick, slow = (estimate(QWEN3_06B, gpu=reached(790, launch_us=us)) for us in (2, 50))
-    assert quick.launch_ms < quick.device_ms == quick.step_ms
+    assert quick.launch_ms < quick.device_ms
+    assert quick.step_ms == quick.device_ms + quick.gaps_ms
+    assert quick.gaps_ms == pytest.approx(quick.launch_ms / 2)  # 1 us of each launch's 2
+    assert quick.by_bound()["launch"] == quick.gaps_ms
+    assert [term for term, *_ in quick.lines()][-3:-1] == ["  gaps", "  launches"]
     assert slow.step_ms == slow.launch_ms == pytest.approx(25 * quick.launch_ms)
     assert slow.by_bound()["launch"] == pytest.approx(slow.launch_ms - slow.device_ms)
     assert (quick.binds, slow.binds) == ("compute", "launch")
