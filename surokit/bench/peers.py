@@ -324,8 +324,10 @@ class _Race:
         """The baseline's own entry: all its turns, and its losses of as many steps as a system makes."""
         while len(baseline.rates) < self.rounds:
             baseline.turn(self.steps)
-        losses = baseline.losses[: WARM_UP + self.rounds * (AGAIN + self.steps)]
-        return baseline.entry(baseline.name, baseline.rates, losses)
+        steps = WARM_UP + self.rounds * (AGAIN + self.steps)
+        if len(baseline.losses) > steps and not baseline.held:  # a race that broke off left it ahead of the others
+            baseline.held.append(None)
+        return baseline.entry(baseline.name, baseline.rates, baseline.losses[:steps])
 
 
 def _shapes(work: Mapping[str, Any]) -> list[tuple[int, int]]:

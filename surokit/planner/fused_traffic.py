@@ -161,21 +161,7 @@ class FusedStep(Step):
             return self._adapter(adapter, place, p, rows, kernels) if self.fusion.adapters else kernels
         if self._staged(place.weight.reads):
             kernels = self._layer(place, p, quantized, rows, kernels)
-        return self._without_turns(list(kernels)) if self.fusion else iter(kernels)
-
-    def _without_turns(self, kernels: list[Kernel]) -> Iterator[Kernel]:
-        """What makes the codes of an operand writes those of the transpose in rows of their own (surokit/nn/products.py)."""
-        made = {(k.step, k.role) for k in kernels if k.part == "quantize"}
-        for role, product in (("x", "grad_weight"), ("dy", "grad_weight"), ("w", "grad_input")):
-            if not self._in_rows(product):
-                made = {key for key in made if key[1] != role}
-        turned = {(k.step, k.role): k.bytes / 2 for k in kernels if k.part == "turn" and (k.step, k.role) in made}
-        for kernel in kernels:
-            key = kernel.step, kernel.role
-            if kernel.part == "quantize" and kernel.role != "w":  # of W the transpose alone is wanted
-                yield replace(kernel, bytes=kernel.bytes + turned.get(key, 0.0))
-            elif not (kernel.part == "turn" and key in turned):
-                yield kernel
+        return kernels
 
     def _layer(
         self, place: Placement, p: Product, quantized: bool, rows: float, kernels: Iterator[Kernel]
@@ -191,7 +177,9 @@ class FusedStep(Step):
             if kernel.role == "x" and (not leads or coded):
                 continue
             if kernel.role == "w" and self._kept(kernel):
-                continue
+                if not self._turns_kept(kernel):
+                    continue
+                kernel = turn(kernel.step, "w", self.recipe.grad_input.b, p.n * p.k)
             if kernel.role and not leads and joined["forward" if kernel.step == "forward" else "grad_input"]:
                 kernel = replace(kernel, launches=0)  # with the first's, which lies beside it
             if kernel.part in _PRODUCTS and not leads:
@@ -214,6 +202,11 @@ class FusedStep(Step):
             # W' is the codes of W, turned, where its tiles are square; else it is quantized by itself
             return bool(kept == "transposed" or (kernel.part == "quantize" and b == b_t and b_t.transposable))
         return b is not None
+
+    def _turns_kept(self, kernel: Kernel) -> bool:
+        """Whether codes that are kept are turned in place of this kernel, which would have written those of W' in rows."""
+        made = kernel.part == "quantize" and kernel.step == "backward" and self.fusion.frozen == "codes"
+        return made and not self.recipe.grad_input.b.packed and self._in_rows("grad_input")
 
     def _joins(self, part: str, quantized: bool, like: list[Placement]) -> bool:
         """Whether layers that read one input are one product: what quantizes them must not reach from one into another."""

@@ -8,7 +8,8 @@ passes over an operand, is that of surokit/nn/products.py and of the kernels beh
 
 - a scale that is known before (delayed scaling) or that one tile decides takes one read of the operand; a scale of the whole
   tensor two; scales of rows and columns two, where both orientations are wanted;
-- an operand whose codes are the same in both orientations is quantized once, and its codes are turned for the product that
+- an operand whose codes are the same in both orientations is quantized once. Where the GPU computes the product itself, what makes
+  8-bit codes writes those of the transpose too, in rows of their own; else, and in 4 bits, they are turned for the product that
   contracts the other dimension;
 - x is quantized in forward, in both orientations where the weight trains; dy in backward, likewise; the weight in both passes;
 - a product that the GPU does not compute itself is emulated: both operands are decoded into 16 bits and multiplied there;
@@ -94,14 +95,14 @@ class _Layer:
         gemm = getattr(self.recipe, "forward", None)
         a, b = getattr(gemm, "a", None), getattr(gemm, "b", None)
         x_t = self._gemm("grad_weight").b if self.trains and self._gemm("grad_weight") else None
-        yield from self._both_ways("forward", "x", a, x_t, plain=True, transposed=self.trains)
+        yield from self._both_ways("forward", "x", a, x_t)
         yield from self._weight("forward", b, transposed=False)
         yield from self._product("forward", "forward", gemm, ("x", "w"), self.tokens * self.n)
 
     def backward(self) -> Iterator[Kernel]:
         into_x, into_w = self._gemm("grad_input"), self._gemm("grad_weight")
         a, a_t = getattr(into_x, "a", None), getattr(into_w, "a", None)
-        yield from self._both_ways("backward", "dy", a, a_t, plain=True, transposed=self.trains)
+        yield from self._both_ways("backward", "dy", a, a_t)
         yield from self._weight("backward", getattr(into_x, "b", None), transposed=True)
         yield from self._product("backward", "grad_input", into_x, ("dy", "w"), self.tokens * self.k)
         if self.trains:
@@ -124,19 +125,24 @@ class _Layer:
         flop = 2.0 * self.n * self.k * self.tokens
         yield Kernel(step, part, flop, read + out * self.width, kind=gemm.kind if native else None)
 
-    def _both_ways(self, step: Pass, role: str, q: Any, q_t: Any, *, plain: bool, transposed: bool) -> Iterator[Kernel]:
-        """An operand as one product wants it, and its transpose as another does."""
-        size = self.elements(role)
-        if plain and transposed and q is not None and q == q_t and q.both_in_one_pass:
+    def _both_ways(self, step: Pass, role: str, q: Any, q_t: Any) -> Iterator[Kernel]:
+        """An operand as one product wants it, and where the weight trains its transpose as another does."""
+        size, same = self.elements(role), q is not None and q == q_t
+        in_rows = same and self._in_rows(q, "grad_weight")
+        if self.trains and same and (q.both_in_one_pass or in_rows):
             yield quantize(step, role, q, size, self.width, ways=2)
             return
-        if plain and q is not None:
+        if q is not None:
             yield quantize(step, role, q, size, self.width)
-        if transposed and q_t is not None:
-            if plain and q == q_t and q_t.transposable:
+        if self.trains and q_t is not None:
+            if same and q_t.transposable:
                 yield turn(step, role, q_t, size)
             else:
                 yield quantize(step, role, q_t, size, self.width)
+
+    def _in_rows(self, q: Any, product: str) -> bool:
+        """Whether codes of a transpose for this product are written in rows of their own by what makes the codes."""
+        return q.transposable and not q.packed and self._native(self._gemm(product))
 
     def _weight(self, step: Pass, q: Any, *, transposed: bool) -> Iterator[Kernel]:
         size = self.elements("w")
@@ -152,7 +158,7 @@ class _Layer:
                 yield Kernel(step, "decode", 0.0, size * (storage.bits / 8 + self.width), role="w")
         if q is not None:
             yield quantize(step, "w", q, size, self.width)
-            if transposed and q.transposable:
+            if transposed and q.transposable and (storage is not None or not self._in_rows(q, "grad_input")):
                 yield turn(step, "w", q, size)
 
 

@@ -103,8 +103,8 @@ def plan_source(subject: Subject, given: Mapping[str, Any], setup: Setup, recipe
 def _other_than_live(plan: Plan) -> Iterator[str]:
     """Where what was given is another than what the live model or session has, and what of it no plan follows."""
     own, setup = plan.subject.own, plan.setup
-    if "recipe" in plan.given and own.source and plan.recipe != (has := own.arguments.get("recipe")):
-        yield f"recipe {plan.recipe.name} is planned as given; {own.source} has {_with_rank(has)}"
+    if "recipe" in plan.given and own.source and not own.has(plan.recipe):
+        yield f"recipe {plan.recipe.name} is planned as given; {own.source} has {_with_rank(own.arguments.get('recipe'))}"
     fusion = own.arguments.get("fusion") if "fusion" in plan.given else None
     if fusion is not None and setup.fusion != read_fusion(fusion, None, None)[0]:
         yield f"the fusion is planned as given; {own.source} has: {fusion}"

@@ -31,6 +31,12 @@ class Own:
     trained: Trained | None = None
     notes: tuple[str, ...] = ()
 
+    def has(self, recipe: Any) -> bool:
+        """Whether this is its recipe; BF16 is none."""
+        from surokit.recipe import BF16
+
+        return bool((recipe or BF16) == (self.arguments.get("recipe") or BF16))
+
 
 NOTHING = Own()
 
@@ -71,6 +77,9 @@ def read_own(what: Any) -> Own:
             "out, FLOPs and activations are those of training all"
         )
     arguments = {"recipe": _recipe(model, adapters), **_fusion(model)}
+    if getattr(what, "compile", None) is True or hasattr(model, "_orig_mod"):
+        arguments["fusion"] = "none"
+        notes.append("torch.compile is not planned: the step is taken as eager, with nothing fused")
     if what is not model:
         arguments |= _session(what)
     source = "the session" if what is not model else f"the live {type(model).__name__}"
@@ -173,6 +182,7 @@ def _session(session: Any) -> dict[str, Any]:
         return found if rest or not sequences else found | {"batch": sequences, "length": length}
     source = getattr(getattr(session, "data", None), "source", None)
     batch, length = getattr(source, "batch", None), getattr(source, "length", None)
-    if isinstance(source, Sequence) and len(source) and isinstance(source[0], Mapping) and "input_ids" in source[0]:
-        batch, length = source[0]["input_ids"].shape
+    if isinstance(source, Sequence) and len(source) and isinstance(source[0], Mapping):
+        sizes: Any = getattr(source[0].get("input_ids"), "shape", ())
+        batch, length = sizes if len(sizes) == 2 else (None, None)
     return found | {"batch": batch, "length": length} if isinstance(batch, int) and isinstance(length, int) else found

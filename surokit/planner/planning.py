@@ -378,7 +378,7 @@ def plan(
     optimizer = own.get("optimizer", "adamw") if optimizer is None else optimizer
     held = _dtype(dtype if dtype is not None else subject.dtype)
     # what trains of the model as it is says nothing of another recipe, or of other dtypes
-    as_it_is = training and recipe == own.get("recipe") and held == _dtype(subject.dtype)
+    as_it_is = training and subject.own.has(recipe) and held == _dtype(subject.dtype)
     trained = subject.own.trained if as_it_is else None
     setup = Setup(
         dtype=held,

@@ -48,8 +48,9 @@ def read_subject(what: Any) -> Subject:
     if isinstance(what, (bool, Real)):
         parameters = arguments.parameters(what)
         return Subject(parameters, f"{figures.count(parameters)} parameters")
-    own, what = read_own(what), model_in(what)
+    live, what = what, model_in(what)
     shape, source = read_shape(what)
+    own = read_own(live)
     notes: tuple[str, ...] = ()
     if shape.family not in FAMILIES:
         notes += (

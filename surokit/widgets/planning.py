@@ -23,7 +23,8 @@ from surokit.planner.lines import Line, verdict
 from surokit.planner.memory import Memory
 from surokit.planner.picture import Part, parts_of
 from surokit.widgets.figure import Theme, _css, _text
-from surokit.widgets.panel import Bundle, cut, front_end
+from surokit.widgets.panel import front_end
+from surokit.widgets.picture import Bundle, cut
 
 if TYPE_CHECKING:
     from surokit.planner.planning import Plan
@@ -143,11 +144,10 @@ def _options(plan: Plan) -> dict[str, dict[str, Any]]:
     """label -> argument of every control; the plan's own argument is among them, as the first where it has no place."""
     from surokit.recipe import BF16, recipes
 
-    given = plan.given
     options: dict[str, dict[str, Any]] = {}
     for name, (low, high) in _POWERS.items():
         sizes = {low * 2**i for i in range((high // low).bit_length())}
-        own = given.get(name)
+        own = getattr(plan.setup, name)
         sizes |= {own} if own is not None else set()
         options[name] = {NOT_GIVEN: None} if own is None else {}
         options[name] |= {f"{size:,}": size for size in sorted(sizes)}
@@ -167,12 +167,13 @@ def _own(plan: Plan) -> dict[str, Any]:
     """The arguments of the choices as the plan has them, resolved from names."""
     from surokit.recipe import BF16
 
-    optimizer = plan.given.get("optimizer", "adamw")
+    of_session = plan.subject.own.arguments.get("optimizer", plan.setup.optimizer)
+    optimizer = plan.given.get("optimizer", of_session)
     return {
         "recipe": BF16 if plan.recipe is None else plan.recipe,
         "gpu": plan.gpu,
         "recompute": plan.setup.recompute,
-        "optimizer": "sgd" if optimizer == "none" else optimizer,
+        "optimizer": "sgd" if plan.setup.optimizer == "none" else optimizer,
         "zero": plan.setup.zero,
     }
 
@@ -184,7 +185,7 @@ def _label(options: Mapping[str, Any], value: Any) -> str:
 def _controls(options: Mapping[str, Mapping[str, Any]], plan: Plan) -> dict[str, Any]:
     import ipywidgets as widgets
 
-    own = {name: plan.given.get(name) for name in _POWERS} | _own(plan)
+    own = {name: getattr(plan.setup, name) for name in _POWERS} | _own(plan)
     controls: dict[str, Any] = {}
     for name, choices in options.items():
         kind = widgets.SelectionSlider if name in _POWERS else widgets.Dropdown

@@ -245,6 +245,19 @@ def test_what_fails_is_told_and_the_others_go_on(fake, tmp_path):
     assert Fake.started == []
 
 
+def test_a_race_that_breaks_off_leaves_no_loss_of_more_steps(fake, tmp_path):
+    """The baseline took a turn more than the others by then: its loss on held-out rows would be that of a longer training."""
+    data = fake(tmp_path, broken=[("turn", "surokit bf16")])
+    t, broken, last = (
+        data["peers"][f"tiny lora equal: {name}"] for name in ("transformers", "surokit bf16", "surokit fp8")
+    )
+    assert broken["failed"] == "surokit bf16, both models being in memory: it ended"
+    assert (t["held_out"], last["held_out"]) == (None, 3.0)
+    assert len(t["losses"]) == len(last["losses"])
+    (line,) = (line for line in peers.table(data).splitlines() if "(baseline)" in line)
+    assert line.split(" | ")[-2] == ""
+
+
 def test_a_baseline_that_ends_is_started_again_for_the_others(fake, tmp_path):
     data = fake(tmp_path, broken=[("turn", "transformers")])
     started = [name for name, *_ in Fake.started]

@@ -141,7 +141,7 @@ def test_products_and_sums_are_those_that_a_fused_step_calls(recipe, fusion, mon
     assert seen.calls["sum"] == launches(rows, "sum") - scales
 
 
-@pytest.mark.parametrize("fusion", [f for f in FUSIONS if f.qk and f.adapters], ids=str)
+@pytest.mark.parametrize("fusion", [OFF, *(f for f in FUSIONS if f.qk and f.adapters)], ids=str)
 @pytest.mark.parametrize("recipe", ["fp8", "fp8 + LoRA", "fp8-block", "fp8-block + LoRA", "qfp8 + LoRA"])
 def test_operands_are_quantized_as_often_as_planned(recipe, fusion, monkeypatch):
     chosen = RECIPES[recipe]

@@ -109,6 +109,9 @@ def test_adapters_are_those_of_the_layers():
 def test_what_is_frozen_by_hand():
     model = decoder()
     model.model.embed_tokens.requires_grad_(False)
+    named = plan(model, recipe="bf16", **RUN)  # which is what the model computes without a recipe
+    assert named.memory == plan(model, **RUN).memory
+    assert named.notes == plan(model, **RUN).notes
     found, rest = plan(model, **RUN), sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert found.memory["gradients"].most == 2 * rest
     assert found.memory["optimizer"].bytes == 4 * rest
@@ -223,6 +226,14 @@ def test_a_session_says_its_step_too():
     assert (plan(unknown).setup.batch, plan(unknown).setup.length) == (2, 32)
 
 
+@pytest.mark.parametrize("ids", [torch.zeros(32, dtype=torch.int64), [1, 2, 3], None], ids=["row", "list", "nothing"])
+def test_batches_that_say_no_sizes_are_left_alone(ids):
+    data = SimpleNamespace(source=[{"input_ids": ids}])
+    session = SimpleNamespace(model=decoder(), optimizer=sk.AdamW(lr=1e-3), accumulate=2, records=[], data=data)
+    setup = plan(session).setup
+    assert (setup.batch, setup.length, setup.accumulate) == (None, None, 2)
+
+
 def test_a_session_that_records_its_steps_is_planned_in_graphs():
     session = SimpleNamespace(
         model=decoder(), optimizer=sk.AdamW(lr=1e-3), accumulate=1, records=[], data=None, graphs=Capture("waiting", "")
@@ -234,6 +245,26 @@ def test_a_session_that_records_its_steps_is_planned_in_graphs():
     assert not plan(session, **RUN).setup.graphs  # a CPU has none
     session.graphs = Capture("off", "")
     assert not plan(session, gpu="H100", **RUN).setup.graphs
+
+
+@pytest.mark.parametrize("how", ["session", "model"])
+def test_what_is_compiled_is_planned_with_nothing_fused(how):
+    model = decoder(None, {})
+    what: Any = torch.compile(model) if how == "model" else sk.Session(model, [], schedule=None, compile=True)
+    for gpu in ("cpu", "H100"):
+        found = plan(what, gpu=gpu, **RUN)
+        assert not found.setup.fusion
+        assert found.notes[0].startswith("torch.compile is not planned")
+        assert plan(what, gpu=gpu, fusion="fused", **RUN).setup.fusion
+    eager = plan(sk.Session(model, [], schedule=None), gpu="H100", **RUN)
+    assert eager.setup.fusion
+    assert not any("torch.compile" in note for note in eager.notes)
+
+
+@pytest.mark.parametrize("what", [sk.Decoder, torch.nn.LazyLinear(4)], ids=["class", "lazy"])
+def test_what_has_no_shape_is_said_to_have_none(what):
+    with pytest.raises(TypeError, match=r"plan\(\) cannot read a (type|LazyLinear): give the number of parameters"):
+        plan(what)
 
 
 def test_what_no_plan_of_a_session_knows():

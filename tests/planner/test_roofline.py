@@ -28,6 +28,7 @@ from surokit.planner.roofline import Rates, estimate_step, rates_of, recipe_gain
 from surokit.planner.shape import Shape
 from surokit.planner.traffic import data_moves, loads
 from surokit.quantized import Quantized, quantize, quantize_both
+from surokit.quantizer import kind_of
 from tests.planner.families import FAMILIES, fields
 from tests.planner.families import QWEN3_8B as CONFIG_8B
 
@@ -69,6 +70,13 @@ def estimate(shape, recipe=sk.BF16, gpu=None, *, recompute="none", batch=2, leng
 
 
 # -- what is launched
+
+
+class Everything(Gpu):
+    """A GPU that multiplies quantized operands of every kind itself."""
+
+    def multiplies(self, kind):
+        return kind is not None
 
 
 class _Dispatched(TorchDispatchMode):
@@ -134,12 +142,15 @@ def _checkpointed(model):
         )
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["emulated", "native"])
 @pytest.mark.parametrize(
     ("recipe", "trains"),
     [(r, trains) for r in RECIPES for trains in (True, False) if not (trains and r.frozen_base)],
     ids=str,
 )
-def test_quantization_is_what_a_layer_really_does(recipe, trains, monkeypatch):
+def test_quantization_is_what_a_layer_really_does(recipe, trains, native, monkeypatch):
+    if native:  # as on a GPU that multiplies such codes itself
+        monkeypatch.setattr(products, "computes", lambda a, b, device: kind_of(a, b) is not None)
     done: Counter[tuple[str, int, int]] = Counter()
 
     def counted(function, key):
@@ -151,14 +162,15 @@ def test_quantization_is_what_a_layer_really_does(recipe, trains, monkeypatch):
 
     monkeypatch.setattr(products, "quantize", counted(quantize, lambda x, args: ("quantize", x.numel(), 1)))
     monkeypatch.setattr(products, "quantize_both", counted(quantize_both, lambda x, args: ("quantize", x.numel(), 2)))
-    delayed = DelayedScales.quantize
-    monkeypatch.setattr(
-        DelayedScales,
-        "quantize",
-        lambda self, slots, x, *rest: counted(
-            lambda x, *rest: delayed(self, slots, x, *rest), lambda x, args: ("quantize", x.numel(), 1)
-        )(x, *rest),
-    )
+    for name in ("quantize", "quantize_both"):
+        delayed = getattr(DelayedScales, name)
+        ways = 2 if name == "quantize_both" else 1
+
+        def counting(self, slots, x, *rest, delayed=delayed, ways=ways):
+            done["quantize", x.numel(), ways] += 1
+            return delayed(self, slots, x, *rest)
+
+        monkeypatch.setattr(DelayedScales, name, counting)
     size = lambda x, args: ("turn", x.rows * x.columns, 1)  # noqa: E731
     monkeypatch.setattr(Quantized, "t", counted(Quantized.t, size))
     monkeypatch.setattr(
@@ -176,11 +188,12 @@ def test_quantization_is_what_a_layer_really_does(recipe, trains, monkeypatch):
     model(x).sum().backward()
 
     nowhere = Gpu("Nowhere", bf16_tflops=1.0, capability=(8, 0))
+    everywhere = Everything("Everywhere", bf16_tflops=1.0)
     sizes = {"x": tokens * k, "w": n * k, "dy": tokens * n}
     expected: Counter[str] = Counter()
     quantized = recipe if recipe.quantized else None
     for kernel in linear_kernels(
-        quantized, n, k, tokens, trains=trains, gpu=nowhere, stored=recipe.storage is not None
+        quantized, n, k, tokens, trains=trains, gpu=everywhere if native else nowhere, stored=recipe.storage is not None
     ):
         expected[kernel.part] += 1
     got: Counter[str] = Counter()
@@ -188,7 +201,8 @@ def test_quantization_is_what_a_layer_really_does(recipe, trains, monkeypatch):
         assert elements in sizes.values()
         got[part] += times
     # a product that is emulated decodes its operands inside, which is not a call of the layer's
-    emulated = sum(g.a is not None for g in (recipe.gemms if trains else recipe.gemms[:2]))
+    gemms = recipe.gemms if trains else recipe.gemms[:2]
+    emulated = sum(g.a is not None and not (native and g.kind) for g in gemms)
     assert got["quantize"] == expected["quantize"]
     assert got["turn"] == expected["turn"]
     assert got["decode"] == expected["decode"] - emulated
@@ -205,15 +219,23 @@ def test_bytes_of_a_layer_by_hand():
 
     assert total(sk.BF16, "forward") == 2 * (x + w + dy)
     # delayed scales: one read each of x, w, dy and w again, codes written
-    assert total(sk.FP8, "quantize") == (2 + 1) * (x + w + dy + w)
-    assert total(sk.FP8, "turn") == 2 * (x + dy + w)
+    # and those of x' and dy' beside; of W' in backward alone
+    assert total(sk.FP8, "quantize") == (2 + 1) * (x + w + dy + w) + x + dy
+    assert total(sk.FP8, "quantize", trains=False) == (2 + 1) * (x + w + dy + w)
+    assert total(sk.FP8, "turn") == 0
     assert total(sk.FP8, "forward") == x + w + 2 * dy
     assert total(sk.FP8, "decode") == 0
     # current scales read twice; rows of both orientations too
-    assert total(sk.FP8_CURRENT, "quantize") == (4 + 1) * (x + w + dy + w)
+    assert total(sk.FP8_CURRENT, "quantize") == (4 + 1) * (x + w + dy + w) + x + dy
     assert total(sk.FP8_ROWWISE, "quantize", trains=False) == pytest.approx((2 + 1) * (x + w + dy + w))
     both = 2 * 2 * (x + dy) + 2 * (x + dy) + (2 + 1) * 2 * w
     assert total(sk.FP8_ROWWISE, "quantize") == pytest.approx(both)
+    # turned where the product is emulated, or takes the codes as they are stored
+    ampere = linear_kernels(sk.FP8, n, k, t, trains=True, gpu=find_gpu("A100"))
+    assert sum(kernel.bytes for kernel in ampere if kernel.part == "turn") == 2 * (x + dy + w)
+    stored = sk.QFP8.natively()
+    assert total(stored, "turn", trains=False, stored=True) == pytest.approx(2 * w)
+    assert total(stored, "turn", trains=False) == 0
     # NF4 in 4.127 bits, decoded before each of two products
     assert total(sk.QNF4, "decode", trains=False, stored=True) == pytest.approx(2 * w * (4.127 / 8 + 2), rel=1e-4)
     # an emulated product decodes both operands and multiplies 16 bits

@@ -6,14 +6,16 @@ from xml.etree import ElementTree
 
 import nbformat
 import pytest
+import torch
 
+import surokit as sk
 from surokit.planner import Gpu, plan
 from surokit.planner.figures import gib
 from surokit.planner.picture import parts_of
 from surokit.recipe import BF16, FP4, FP8
 from surokit.widgets import planning
 from surokit.widgets.figure import _css
-from surokit.widgets.panel import MESSAGE_BYTES
+from surokit.widgets.picture import MESSAGE_BYTES
 from surokit.widgets.planning import NOT_GIVEN, explore, picture
 from tests.planner.families import QWEN3_8B
 
@@ -69,6 +71,29 @@ def test_controls_start_where_the_plan_stands():
         "zero": "0",
     }
     assert explorer.plan is PLAN
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "shown"),
+    [
+        (sk.AdamW8bit(lr=1e-3), "adamw8bit, as given"),
+        (sk.AdamW(lr=1e-3, state_dtype=torch.float32), "adamw, as given"),
+        (lambda ps: torch.optim.SGD(ps, lr=1e-3), "sgd"),
+    ],
+)
+def test_a_session_starts_where_it_stands(optimizer, shown):
+    """Its batch and optimizer, with the moments' dtype; and a change of something else leaves them, and what is frozen, alone."""
+    model = sk.Decoder(sk.DecoderConfig(layers=1, width=32, heads=2, kv_heads=1, vocab=64, ffn=48))
+    model.model.embed_tokens.requires_grad_(False)
+    ids = torch.zeros(2, 32, dtype=torch.int64)
+    session = sk.Session(model, [{"input_ids": ids, "labels": ids}], optimizer=optimizer, schedule=None)
+    planned = plan(session, gpu="H100")
+    explorer = explore(planned)
+    said = {name: explorer.controls[name].value for name in ("batch", "length", "optimizer")}
+    assert said == {"batch": "2", "length": "32", "optimizer": shown}
+    explorer.controls["gpus"].value = "2"
+    assert explorer.plan.memory == planned.but(gpus=2).memory
+    assert explorer.plan.setup == planned.but(gpus=2).setup
 
 
 @pytest.mark.parametrize(
