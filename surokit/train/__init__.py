@@ -1,7 +1,8 @@
 """Training: a Session owns a run.
 
 session.py       Session: the step, run, evaluate, save, resume, fork
-control.py       how a run is stopped
+control.py       stop, pause, save, work between two steps: what others ask of a run
+running.py       a run in a thread of its own
 engine.py        forward, backward and update of a step, on the device alone
 capture.py       the same as CUDA graphs, or why not
 prefetch.py      batches to the device while it computes
@@ -12,6 +13,10 @@ measuring.py     what each step measured: meters, time, the device's state
 meters.py        numerics: each layer's quantization, measured during training
 records.py       Record, Records: the numbers of each step
 telling.py       subscribers, told of each step once its values have arrived
+journal.py       what else is told of a run: what it is, how it stands, what ends it
+describe.py      RunInfo of a session
+status.py        RunInfo and run.json, without torch
+health.py        phases and events of a run, from its numbers
 diagnose.py      which layer was not finite
 looking.py       evaluation and samples, without a trace in the run
 keeping.py       save, resume, fork: what of a session outlasts a run
@@ -27,25 +32,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from surokit.train.control import Control
     from surokit.train.errors import CheckpointError, NonFiniteError, ResumeError
     from surokit.train.looking import Evaluation
     from surokit.train.meters import numerics
     from surokit.train.optim import AdamW, AdamW8bit, Spec
     from surokit.train.records import Record, Records
+    from surokit.train.running import Running
     from surokit.train.schedule import Cosine
     from surokit.train.session import Session
+    from surokit.train.status import RunInfo
     from surokit.train.summary import Summary
 
 __all__ = [
     "AdamW",
     "AdamW8bit",
     "CheckpointError",
+    "Control",
     "Cosine",
     "Evaluation",
     "NonFiniteError",
     "Record",
     "Records",
     "ResumeError",
+    "RunInfo",
+    "Running",
     "Session",
     "Spec",
     "Summary",
@@ -66,6 +77,9 @@ _MODULES = {
     "Cosine": "schedule",
     "Evaluation": "looking",
     "Session": "session",
+    "Control": "control",
+    "RunInfo": "status",
+    "Running": "running",
     "Summary": "summary",
 }
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from surokit.nn.delayed import amaxes_of, kept_amaxes
 from surokit.nn.products import Precision
-from surokit.train.cuda_graphs import Refused, Stale, reason_of
+from surokit.train.cuda_graphs import Refused, Stale, broken_by_others, reason_of
 from surokit.train.optim import AdamW
 from surokit.train.random_state import kept
 from surokit.train.stream import Batch
@@ -223,7 +223,7 @@ class Graphs:
                 "not finite, so graphs could not be checked"
             )
         except Exception as error:
-            why, later = reason_of(error), isinstance(error, Stale)
+            why, later = reason_of(error), isinstance(error, Stale) or broken_by_others(error)
         except BaseException:
             self._forget()
             raise

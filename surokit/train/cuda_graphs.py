@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+BROKEN = "operation failed due to a previous error during capture"  # as CUDA says it, cudaErrorStreamCaptureInvalidated
 STALE = "The AccumulateGrad node's stream does not match"  # as torch begins to warn of it
 
 
@@ -117,16 +118,30 @@ def _ended(graph: torch.cuda.CUDAGraph) -> bool:
     return True
 
 
-def reason_of(error: BaseException) -> str:
-    """One clause that says why recording failed."""
-    chain: list[BaseException] = [error]
+def broken_by_others(error: BaseException) -> bool:
+    """Whether a capture was ended by another thread, which waited for the whole device meanwhile (torch.cuda.synchronize): then the
+    first that the recording thread hears of it is that an error went before."""
+    return BROKEN in str(_chain(error)[-1])
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error and what led to it, the first of all last."""
+    chain = [error]
     while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(before)
+    return chain
+
+
+def reason_of(error: BaseException) -> str:
+    """One clause that says why recording failed."""
+    chain = _chain(error)
     said = " ".join(map(str, chain))
     if isinstance(error, Refused):
         return str(error)
     if any(isinstance(e, torch.OutOfMemoryError) for e in chain):
         return "there is not enough memory to hold graphs beside the eager step"
+    if broken_by_others(error):
+        return "recording was broken off, as by another thread that waits for the whole device"
     if "synchronizing" in said or "stream is capturing" in said or "StreamCaptureUnsupported" in said:
         return f"the step waits for the device{_place(chain[-1])}: something reads a value on the host, as .item() does"
     if "current_seed" in said or "get_offset" in said or "philox_offset" in said:

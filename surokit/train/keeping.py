@@ -135,6 +135,7 @@ def load(session: Session, found: checkpoints.Checkpoint) -> None:
         session.records.restore({name: column[before] for name, column in rows.items()})
         session.step_s = float(rows["wall_ms"][before].sum()) / 1e3
         session.redone_s = wall_ms_in(session.records.path) / 1e3 - session.step_s
+        session.journal.restore()
 
 
 def fork(
@@ -176,7 +177,7 @@ def fork(
         meters=[settings_of(m) for m in session.measuring.meters] if meters is None else meters,
         **settings,
     )
-    twin.spec = session.spec
+    twin.spec, twin.usd_per_gpu_hour = session.spec, session.usd_per_gpu_hour
     twin.steps, twin.tokens, twin.elapsed_s = session.steps, session.tokens, session.elapsed_s
     twin.data.load_state_dict(session.data.state_dict())
     twin.random.state = session.random.state

@@ -7,6 +7,8 @@ depends on its seed alone, whatever is done between two calls of `run`, and two 
 from __future__ import annotations
 
 import random
+import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,36 +82,144 @@ class RandomState:
         return RandomState(device, data["python"], numpy, data["cpu"], cuda)
 
 
+class Turn:
+    """One thread at a time, in the order in which they came. The one that has it may take it again.
+
+    The generators are the process's. Who puts a state of its own in force has the turn while it lasts, so that sessions in several
+    threads do not draw from each other's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+        self._waiting: deque[tuple[int, threading.Lock]] = deque()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for it."""
+        return bool(self._waiting)
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread has it."""
+        return self._owner == threading.get_ident()
+
+    def __enter__(self) -> None:
+        if (interrupt := self.enter()) is not None:
+            self.__exit__()
+            raise interrupt
+
+    def enter(self) -> KeyboardInterrupt | None:
+        """Waits for the turn, whatever comes; an interrupt that came meanwhile."""
+        me = threading.get_ident()
+        with self._lock:
+            if self._owner in (me, None):
+                self._owner, self._depth = me, self._depth + 1
+                return None
+            gate = threading.Lock()
+            gate.acquire()
+            self._waiting.append((me, gate))
+        interrupt = None
+        while True:
+            try:
+                gate.acquire()
+                return interrupt
+            except KeyboardInterrupt as error:
+                interrupt = error
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth:
+                return
+            self._owner = None
+            if self._waiting:
+                self._owner, gate = self._waiting.popleft()
+                self._depth = 1
+                gate.release()
+
+
+turn = Turn()
+
+
 class OwnRandom:
     """The random state of one session: in force only while it works, when the caller's is kept."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._device = device
         self._state = RandomState.seeded(seed, device)
-        self._working = False
+        self._callers: RandomState | None = None  # while this one is in force
+        self._shared = False
+        self._held: RandomState | None = None
 
     @contextmanager
-    def in_force(self) -> Iterator[None]:
-        if self._working:
+    def in_force(self, shared: bool = False) -> Iterator[None]:
+        """shared: other threads go on meanwhile, and what they draw from torch's generators is undone where that is possible."""
+        if self._callers is not None:
             yield
             return
-        with kept(self._device):
-            self._state.restore()
-            self._working = True
+        with turn:
+            self._put()
+            self._shared = shared
             try:
                 yield
             finally:
-                self._working = False
-                self._state = RandomState.capture(self._device)
+                self._shared = False
+                self._leave()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, the caller's state is in force, and others may put theirs. Nothing happens where it is so already."""
+        if self._callers is None:
+            yield
+            return
+        self._leave()
+        turn.__exit__()
+        try:
+            yield
+        finally:
+            interrupt = turn.enter()
+            self._put()
+            if interrupt is not None:
+                raise interrupt
+
+    def _put(self) -> None:
+        self._callers = RandomState.capture(self._device)
+        self._state.restore()
+
+    def _leave(self) -> None:
+        self.take_back()
+        callers, self._callers, self._state = self._callers, None, RandomState.capture(self._device)
+        assert callers is not None
+        callers.restore()
+
+    def give_way(self) -> bool:
+        """Between two steps: lets others have their turn that wait for it. Whether somebody did."""
+        if not turn.wanted:
+            return False
+        with self.aside():
+            pass
+        return True
+
+    def hold(self) -> None:
+        """Before a wait, in which other threads may draw; `take_back` undoes it. Torch's generators, some microseconds."""
+        if self._shared:
+            self._held = RandomState.capture(self._device, torch_only=True)
+
+    def take_back(self) -> None:
+        if self._held is not None:
+            self._held.restore()
+            self._held = None
 
     @property
     def state(self) -> RandomState:
         """As it is now."""
-        return RandomState.capture(self._device) if self._working else self._state
+        return RandomState.capture(self._device) if self._callers is not None else self._state
 
     @state.setter
     def state(self, state: RandomState) -> None:
-        assert not self._working, "a state is put in place between two pieces of work"
+        assert self._callers is None, "a state is put in place between two pieces of work"
         self._state = state
 
 
@@ -123,9 +233,10 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def kept(device: torch.device) -> Iterator[None]:
-    """Whatever happens inside, the states in force come back."""
-    before = RandomState.capture(device)
-    try:
-        yield
-    finally:
-        before.restore()
+    """Whatever happens inside, the states in force come back. No other session draws meanwhile."""
+    with turn:
+        before = RandomState.capture(device)
+        try:
+            yield
+        finally:
+            before.restore()

@@ -1,5 +1,7 @@
 """What each step measured: a Record a step, a bounded ring of them in memory, an append-only file beside it.
 
+Reading them is safe from any thread while another trains.
+
 Loss, gradient norm and the like are produced on the device and arrive on the host some steps later; nothing here waits
 for them except `Record.loss` and its siblings. On a CPU they are there at once.
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 import warnings
 from collections import deque
@@ -173,6 +176,7 @@ class Records:
         self._columns: dict[str, NDArray[np.float64]] = {name: self._empty() for name in COLUMNS}
         self._pending: deque[tuple[int, Record]] = deque()
         self._lines: list[str] = []
+        self._lock = threading.RLock()
         self._flushed_at = time.monotonic()
         self._warned = False
 
@@ -188,8 +192,12 @@ class Records:
 
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
         """The records in memory, oldest first; their late values may wait when read."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+        with self._lock:
+            if isinstance(index, slice):
+                return [self._at(i) for i in range(*index.indices(len(self)))]
+            return self._at(index)
+
+    def _at(self, index: int) -> Record:
         place = index + len(self) if index < 0 else index
         if not 0 <= place < len(self):
             raise IndexError(f"There is no record {index}: {len(self)} steps are in memory.")
@@ -225,32 +233,36 @@ class Records:
 
     def append(self, record: Record) -> None:
         """Takes a step's record; its late values follow through `harvest`."""
-        if self._count == self._size < self._capacity:
-            self._grow()
-        index = self._count
-        self._count += 1
-        for column in self._columns.values():
-            column[index % self._size] = np.nan
-        self._write(index, record.known())
-        self._pending.append((index, record))
+        with self._lock:
+            if self._count == self._size < self._capacity:
+                self._grow()
+            index = self._count
+            self._count += 1
+            for column in self._columns.values():
+                column[index % self._size] = np.nan
+            self._write(index, record.known())
+            self._pending.append((index, record))
 
     def harvest(self, wait: bool = False) -> Iterator[Record]:
         """Records whose values have arrived since the last call, in order; `wait=True` waits for all."""
         while self._pending and (wait or self._pending[0][1].late.ready()):
-            index, record = self._pending.popleft()
+            index, record = self._pending[0]
             values = record.late.wait()
-            if index >= self._count - self._size:
-                self._write(index, values)
-            self._line({**record.known(), **values})
+            with self._lock:
+                if index >= self._count - self._size:
+                    self._write(index, values)
+                self._line({**record.known(), **values})
+                self._pending.popleft()  # last, so that an interrupt loses no line
             yield record
 
     def update(self, step: int, **values: float) -> None:
         """Adds values to a step that is there already, for example eval_loss."""
-        for index in range(self._count - 1, max(-1, self._count - self._size - 1), -1):
-            if self._columns["step"][index % self._size] == step:
-                self._write(index, values)
-                break
-        self._line({"step": step, **values})
+        with self._lock:
+            for index in range(self._count - 1, max(-1, self._count - self._size - 1), -1):
+                if self._columns["step"][index % self._size] == step:
+                    self._write(index, values)
+                    break
+            self._line({"step": step, **values})
 
     def restore(self, rows: Mapping[str, NDArray[np.float64]]) -> None:
         """Fills the ring with rows read from a file; writes nothing."""
@@ -289,6 +301,10 @@ class Records:
 
     def flush(self) -> None:
         """Writes the lines that wait. A full disk costs one warning; the lines are kept and tried again."""
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
         if self.path is None or not self._lines:
             return
         self._flushed_at = time.monotonic()
@@ -313,17 +329,17 @@ class Records:
         """A copy of one column over the steps in memory, oldest first; NaN where a value is missing or late."""
         if name not in self._columns:
             raise KeyError(f"There is no column {name!r} in the records; there are {', '.join(self._columns)}.")
-        column, count = self._columns[name], self._count
-        if count <= len(column):
-            return column[:count].copy()
-        return np.roll(column, -(count % len(column)))
+        with self._lock:
+            column, count = self._columns[name], self._count
+            return column[:count].copy() if count <= len(column) else np.roll(column, -(count % len(column)))
 
     def frame(self) -> pd.DataFrame:
         """pandas, one row a step; steps that have left memory are read back from the file. Never waits."""
         import pandas as pd
 
-        rows = {name: self.column(name) for name in self._columns}
-        self.flush()
+        with self._lock:
+            rows = {name: self.column(name) for name in self._columns}
+            self.flush()
         if self._count > self._size and self.path is not None and self.path.exists():
             first = rows["step"][0]
             older = read(self.path)

@@ -3,7 +3,8 @@
     batches -> forward, backward (accumulated) -> norm of the gradients -> AdamW, clipped and masked -> Record
 
 Nothing on this path reads the device: loss, norm and the mask of a non-finite step stay there and are read some steps
-later (records.py). The session has its own random state, in force only while it works (random_state.py).
+later (records.py). The session has its own random state, in force only while it works (random_state.py). What others ask of a run
+happens between two steps (control.py), whichever thread they ask from.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
@@ -24,15 +26,18 @@ from surokit.recipe import Recipe, find_recipe
 from surokit.train import checkpoint as checkpoints
 from surokit.train import keeping, looking
 from surokit.train.capture import Capture
-from surokit.train.control import Control
+from surokit.train.control import Control, at_a_boundary
+from surokit.train.describe import title_of
 from surokit.train.diagnose import Finding
 from surokit.train.engine import Engine
+from surokit.train.journal import Condition, Journal
 from surokit.train.looking import Evaluation
 from surokit.train.measuring import Attachable, Measuring, Meter
 from surokit.train.optim import AdamW, Spec
 from surokit.train.prefetch import Prefetch
 from surokit.train.random_state import OwnRandom, RandomState, seeded
 from surokit.train.records import Record, Records
+from surokit.train.running import Running
 from surokit.train.schedule import Cosine, Schedule
 from surokit.train.setup import (
     build_optimizer,
@@ -40,9 +45,11 @@ from surokit.train.setup import (
     claim_folder,
     options_for_documents,
     parts_of,
+    planned_steps,
     vocabulary_of,
     with_targets,
 )
+from surokit.train.status import RunInfo
 from surokit.train.stream import Batch, Stream, check_batch, check_source
 from surokit.train.summary import Summary, summarize
 from surokit.train.telling import Arrivals, Subscriber, Subscribers
@@ -50,6 +57,7 @@ from surokit.train.telling import Arrivals, Subscriber, Subscribers
 if TYPE_CHECKING:
     import pandas as pd
 
+ViewName = Literal["auto", "widget", "svg", "text"]
 Exist = Literal["new", "resume", "error"]
 
 _ADAMW = Spec(AdamW, {"lr": 3e-4})
@@ -115,7 +123,7 @@ class Session:
         self.eval, self.eval_every, self.save_every, self.keep = eval, eval_every, save_every, keep
         self.compile, self.max_skipped = compile, max_skipped
         self.random = OwnRandom(seed, self.device)
-        self.data = Stream(data, accumulate, guard=self.random.in_force, loop=self._loop)
+        self.data = Stream(data, accumulate, guard=self._own_random, loop=self._loop)
         check_vocabulary(data, vocabulary_of(model))
         self.run_dir, found = claim_folder(run_dir, exist)
         self.report = None
@@ -131,7 +139,8 @@ class Session:
         self.measuring = Measuring(self.device, meters)
         self.subscribers = Subscribers()
         self.arrivals = Arrivals(self)
-        self.control = Control()
+        self.control = Control(self)
+        self.journal = Journal(self)
         self.evaluations: list[Evaluation] = []
         self.findings: list[Finding] = []
         self.steps = 0
@@ -140,6 +149,9 @@ class Session:
         self.step_s = 0.0  # of elapsed_s, what is this session's own: a fork begins anew
         self.redone_s = 0.0
         self.length: int | None = None
+        self.tokens_per_step: int | None = None
+        self.usd_per_gpu_hour: float | None = None
+        self._thread = False
         self._run_s = 0.0
         self._began: float | None = None
         self._saved_at: int | None = None
@@ -149,27 +161,56 @@ class Session:
 
     # -- training
 
-    def run(self, steps: int | None = None, minutes: float | None = None) -> None:
+    @overload
+    def run(self, steps: int | None = None, minutes: float | None = None, *, thread: Literal[True]) -> Running: ...
+
+    @overload
+    def run(self, steps: int | None = None, minutes: float | None = None, *, thread: Literal[False]) -> None: ...
+
+    @overload
+    def run(
+        self, steps: int | None = None, minutes: float | None = None, *, thread: bool | None = None
+    ) -> Running | None: ...
+
+    def run(
+        self, steps: int | None = None, minutes: float | None = None, *, thread: bool | None = None
+    ) -> Running | None:
         """Trains for so many more steps, or minutes, whichever ends first; with neither, to the end of the schedule.
 
         An interrupt (Ctrl-C, the notebook's stop button), `stop()` from another thread or a file named "stop" in the
         run directory ends it between two steps; the next run() goes on. A second interrupt ends it at once, and the
         step in the making is undone. Records are written and subscribers told in any case.
+
+        thread: True trains in another thread and returns a Running at once; `await` it, or call its wait(). Meanwhile evaluate(),
+        save(), sample(), fork() and summary() happen between two steps. None takes what live(thread=...) said, else False.
+
+        RuntimeError where a run of this session goes on.
         """
-        steps = self._planned(steps, minutes)
-        last = math.inf if steps is None else self.steps + steps
-        self._began = time.monotonic()
-        deadline = math.inf if minutes is None else self._began + 60 * minutes
+        steps = planned_steps(steps, minutes, self.schedule, self.steps)
+        thread = self._thread if thread is None else thread
+        self.control.begin()
+        if not thread:
+            self._run(steps, minutes)
+            return None
+        return Running(partial(self._run, steps, minutes, shared=True), self.control, self.device, title_of(self))
+
+    def _run(self, steps: int | None, minutes: float | None, shared: bool = False) -> None:
+        total = None if steps is None else self.steps + steps
+        last = math.inf if total is None else total
+        limit_s = math.inf if minutes is None else 60 * minutes
         reason = "done"
-        self.control.clear(self.run_dir)
-        self._prepare(steps)
-        self.subscribers.tell("on_start", None if steps is None else self.steps + steps)
         try:
-            with self.random.in_force(), self.control.interruptible(), self._loop():
-                while self.steps < last and time.monotonic() < deadline:
-                    if self.control.stop_wanted(self.run_dir):
-                        reason = "interrupted"
+            self.control.enter()
+            self._began = time.monotonic()
+            self._prepare(steps)
+            self.journal.begin(total)
+            with self.random.in_force(shared), self.control.interruptible(), self._loop():
+                while self.steps < last and time.monotonic() - self._began - self.control.paused_s < limit_s:
+                    if asked := self.control.attend():
+                        reason = asked
                         break
+                    if self.random.give_way():
+                        self.measuring.restart()
                     self._step_of_run()
                 self.arrivals.harvest(wait=True)
                 if self.save_every and self.steps and self._saved_at != self.steps:
@@ -185,8 +226,16 @@ class Session:
             try:
                 self.arrivals.harvest(wait=True)
             finally:
-                self.records.flush()
-                self.subscribers.tell("on_end", reason)
+                self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        try:
+            self.records.flush()
+            self.control.finish()
+            self.journal.beat(reason)
+            self.subscribers.tell("on_end", reason)
+        finally:
+            self.control.end()
 
     @property
     def run_s(self) -> float:
@@ -199,10 +248,11 @@ class Session:
         Nothing waits here; reading `.loss` of the record does.
         """
         parts = parts_of(batch, self.accumulate)
-        with self.random.in_force():
+        with self._own_random():
             return self._step(parts)
 
     def _step_of_run(self) -> None:
+        self.random.take_back()
         batches = self.data.draw()
         before = self.steps
         try:
@@ -214,6 +264,7 @@ class Session:
             if every and self.steps % every == 0:
                 work()
                 self.measuring.restart()
+        self.random.hold()
 
     def _step(self, batches: Sequence[Batch]) -> Record:
         for batch in batches:
@@ -221,34 +272,37 @@ class Session:
         self._prepare(None)
         if not self.model.training:
             self.model.train()
+        self.random.hold()
         stalled = self.prefetch.begin()
+        self.random.take_back()
         random, start = RandomState.capture(self.device, torch_only=True), self.measuring.mark()
+        self.control.midway = True
         try:
             parts = [self.to_device(batch) for batch in with_targets(batches)]
             lr = self.engine.set_rate(None if self.schedule is None else self.schedule(self.steps))
             with self.measuring.watched(self.engine, self.steps + 1, parts):
                 loss, targets = self.engine.gradients(parts)
-            self.control.updating = True
-            values = self.engine.update(loss, targets)
-            self.steps += 1
         except BaseException:
             self.model.zero_grad(set_to_none=True)
             random.restore()
+            self.control.midway = False
             raise
-        finally:
-            self.control.updating = False
-        end = self.measuring.mark()
-        self.prefetch.launched()
-        host = self.measuring.read(self, values)
-        self.model.zero_grad(set_to_none=True)
-        if not stalled:
-            self.data.waited_ms = 0.0  # for a batch, while the device had work
-        record = self.measuring.record(self, batches, lr, values, host, start, end)
-        self.data.waited_ms = 0.0
-        self.tokens += record.tokens
-        self.length = batches[0]["input_ids"].shape[1]
-        self.records.append(record)
-        self.arrivals.expect(record, parts, random)
+        with self.control.whole():
+            values = self.engine.update(loss, targets)
+            self.steps += 1
+            self.control.midway = False
+            end = self.measuring.mark()
+            self.prefetch.launched()
+            host = self.measuring.read(self, values)
+            self.model.zero_grad(set_to_none=True)
+            if not stalled:
+                self.data.waited_ms = 0.0  # for a batch, while the device had work
+            record = self.measuring.record(self, batches, lr, values, host, start, end)
+            self.data.waited_ms = 0.0
+            self.tokens += record.tokens
+            self.tokens_per_step, self.length = record.tokens, batches[0]["input_ids"].shape[1]
+            self.records.append(record)
+            self.arrivals.expect(record, parts, random)
         self.arrivals.harvest()
         return record
 
@@ -259,20 +313,52 @@ class Session:
     # -- looking
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """From now on tells `subscriber` of every step and of the end of each run."""
+        """From now on tells `subscriber` of every step and of the end of each run, and now what the run is."""
         self.subscribers.add(subscriber)
+        if hasattr(subscriber, "on_info"):
+            self.subscribers.tell_one(subscriber, "on_info", self.info)
 
-    def live(self) -> None:
-        """Shows the live panel here; it follows this session's runs from now on."""
+    def live(
+        self, *, thread: bool | None = None, view: ViewName = "auto", usd_per_gpu_hour: float | None = None
+    ) -> None:
+        """Shows the live panel here; it follows this session's runs from now on.
+
+        thread: True lets later runs train in a thread, so that the panel's buttons work while the cell waits:
+        `await session.run(500)`. view: "widget", "svg" or "text"; "auto" takes the best that works here. usd_per_gpu_hour: what a
+        GPU costs, for dollars so far; never assumed.
+        """
         from surokit.widgets.panel import Panel
         from surokit.widgets.state import PanelState
 
-        name = self.recipe.name if self.recipe else type(self.model).__name__
-        state = PanelState(name, recipe=self.numerics, total=getattr(self.schedule, "steps", None), resumes=True)
-        panel = Panel(state)
+        if thread is not None:
+            self._thread = thread
+        if usd_per_gpu_hour is not None:
+            self.usd_per_gpu_hour = usd_per_gpu_hour
+        info = self.info
+        state = PanelState(info.title, recipe=self.numerics, total=info.total, resumes=True)
+        panel = Panel(state, view=view, control=self.control)
         self.subscribe(panel)
         panel.open()
 
+    @property
+    def info(self) -> RunInfo:
+        """What the run is, as far as it is known now."""
+        return self.journal.describe()
+
+    def note(self, text: str) -> None:
+        """Puts a word of yours beside the step that is done: on the panel and in run.json."""
+        self.journal.note(self.steps, text)
+
+    def stop_when(self, *conditions: Condition) -> None:
+        """Ends a run between two steps once one of `conditions` holds; without any, none does. The run says "stopped: ...".
+
+        Each is what Health sees, by name ("diverging", "unstable", "plateau", "nonfinite", "spike", "grad_spike"), or a function of
+        a Record that returns True or a reason. They see a step once its values have arrived, so nothing waits for them. A name
+        holds where its event or phase begins: the next run() goes on.
+        """
+        self.journal.stop_when(conditions)
+
+    @at_a_boundary
     def evaluate(self, data: Iterable[Batch] | None = None) -> float:
         """Mean held-out loss over the labels that count, on `data` or the session's `eval`; waits for the device.
 
@@ -290,17 +376,20 @@ class Session:
         self.measuring.restart()
         return evaluation.loss
 
+    @at_a_boundary
     def sample(self, prompt: str, max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0) -> str:
         """`prompt` and what the model makes of it; temperature 0 is greedy. Needs data with a tokenizer."""
         text = looking.sample(self, prompt, max_new_tokens, temperature, seed)
         self.measuring.restart()
         return text
 
+    @at_a_boundary
     def summary(self, usd_per_gpu_hour: float | None = None) -> Summary:
         """Sustained tokens/s with spread and drift, idle share, utilisation, memory, cost; see Summary."""
         self.arrivals.harvest(wait=True)
         return summarize(self, usd_per_gpu_hour)
 
+    @at_a_boundary
     def layers(self) -> pd.DataFrame:
         """What surokit.numerics() measured, one row a sampled step, layer and product: step, layer, gemm, sqnr_db, clipped,
         underflow, amax_a, amax_b, scale_spread, in_force_a, in_force_b, bad. Waits for what is on its way.
@@ -341,6 +430,7 @@ class Session:
 
     # -- keeping
 
+    @at_a_boundary
     def save(self) -> Path:
         """Writes a checkpoint of everything the next step depends on; returns its folder.
 
@@ -391,6 +481,7 @@ class Session:
         self.evaluations = [Evaluation(**row) for row in meta["evaluations"]]
         self._saved_at = self.steps
 
+    @at_a_boundary
     def fork(
         self,
         recipe: Recipe | str | None = None,
@@ -410,26 +501,20 @@ class Session:
     # -- contexts, stopping, compiling
 
     def stop(self) -> None:
-        """Ends the run that is going on, from another thread, at the end of its step."""
+        """Ends the run that is going on, from another thread, at the end of its step; the same as session.control.stop()."""
         self.control.stop()
+
+    @contextmanager
+    def _own_random(self) -> Iterator[None]:
+        self.control.only_here()
+        with self.random.in_force():
+            yield
 
     @contextmanager
     def _loop(self) -> Iterator[None]:
         self.data.waited_ms = 0.0
         with self.measuring.loop():
             yield
-
-    def _planned(self, steps: int | None, minutes: float | None) -> int | None:
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
-            raise ValueError(f"run(steps={steps!r}): the number of further steps is a whole number >= 0.")
-        if minutes is not None and not 0 <= minutes < math.inf:
-            raise ValueError(f"run(minutes={minutes!r}): a finite number >= 0.")
-        if steps is None and minutes is None:
-            total = getattr(self.schedule, "steps", None)
-            if total is None:
-                raise ValueError("run() needs steps= or minutes= where no schedule says how long the run is.")
-            return max(0, int(total) - self.steps)
-        return steps
 
     def _prepare(self, steps: int | None) -> None:
         planned = max(steps or 0, getattr(self.schedule, "steps", 0) - self.steps)

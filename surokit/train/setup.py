@@ -68,6 +68,20 @@ def check_settings(
         raise ValueError("Session(save_every=...) needs a folder: run_dir=...")
 
 
+def planned_steps(steps: int | None, minutes: float | None, schedule: Any, done: int) -> int | None:
+    """Steps that a run shall take, to the end of the schedule where neither is given; None where minutes decide."""
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
+        raise ValueError(f"run(steps={steps!r}): the number of further steps is a whole number >= 0.")
+    if minutes is not None and not 0 <= minutes < math.inf:
+        raise ValueError(f"run(minutes={minutes!r}): a finite number >= 0.")
+    if steps is None and minutes is None:
+        total = getattr(schedule, "steps", None)
+        if total is None:
+            raise ValueError("run() needs steps= or minutes= where no schedule says how long the run is.")
+        return max(0, int(total) - done)
+    return steps
+
+
 def vocabulary_of(model: nn.Module) -> int:
     """Rows of the model's token embedding, its largest one; a model without embeddings takes any token."""
     return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=sys.maxsize)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -114,11 +115,16 @@ class StatusFile:
         self._clock = clock
         self._due = 0.0
         self._warned = False
+        self._lock = threading.Lock()  # a note may come from another thread
 
     def beat(
         self, info: RunInfo, state: str, step: int, events: Sequence[Mapping[str, Any]], now: bool = False
     ) -> None:
         """Writes what is given if that is due, or `now`."""
+        with self._lock:
+            self._beat(info, state, step, events, now)
+
+    def _beat(self, info: RunInfo, state: str, step: int, events: Sequence[Mapping[str, Any]], now: bool) -> None:
         clock = self._clock()
         if not now and 0 <= self._due - clock <= EVERY_S:  # a clock that was set back does not silence it
             return

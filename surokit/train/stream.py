@@ -47,6 +47,8 @@ class Stream:
         self._guard, self._loop = guard, loop
         self._at = _Position(0, 0, {})
         self._iterator: Iterator[Batch] | None = None
+        self._broken = False  # the iterator was left in the middle of a batch, by an error or an interrupt
+        self._begun: dict[str, Any] | None = None  # what an epoch that the last draw began, began with
         self._taken: list[tuple[Batch, _Position]] = []  # by the last draw, each with the position after it
         self._before = self._at
         self._returned: deque[tuple[Batch, _Position]] = deque()
@@ -98,7 +100,7 @@ class Stream:
     def _group(self, ends: bool) -> list[Batch]:
         """`accumulate` batches; with `ends`, none where the epoch is over."""
         began = time.perf_counter()
-        self._before, self._taken = self._at, []
+        self._before, self._taken, self._begun = self._at, [], None
         try:
             for i in range(self.accumulate):
                 item = self._returned.popleft() if self._returned else self._from_source()
@@ -111,6 +113,8 @@ class Stream:
                 self._taken.append(item)
         except BaseException:
             self.give_back()
+            if self._broken:
+                self._undo_begun()
             raise
         finally:
             self.waited_ms += (time.perf_counter() - began) * 1e3
@@ -119,11 +123,15 @@ class Stream:
     def _from_source(self) -> tuple[Batch, _Position] | None:
         """The next batch of this epoch and the position after it; None where the epoch ends, and the next one begins."""
         epoch, index, start = self._at
+        if self._broken:
+            self._iterate_again()
         if self._iterator is None:
-            start = self._begin_epoch()
+            start = self._begun = self._begin_epoch()
             self._at = _Position(epoch, index, start)
         assert self._iterator is not None
+        self._broken = True
         batch = next(self._iterator, None)
+        self._broken = False
         if batch is not None:
             if _stateful(self.source) and index + 1 == _length(self.source):
                 # such a source stands at the next epoch's beginning now, so the position has to
@@ -161,7 +169,7 @@ class Stream:
         self._at = self._before = _Position(state["epoch"], state["taken"], dict(state["start"]))
         self._returned.clear()
         self._taken = []
-        self._iterator = None
+        self._iterator, self._broken = None, False
         if state["source"] is not None and _stateful(self.source):
             self._load_source(state["source"])
             if self._at.start:  # within an epoch: go on in it, and do not take its beginning anew
@@ -175,12 +183,32 @@ class Stream:
         except ValueError as error:
             raise ResumeError(f"The data does not take the position of the checkpoint: {error}") from error
 
+    def _iterate_again(self) -> None:
+        """From the position on: a generator that raised or was interrupted is over, and would end the epoch."""
+        self._iterator = None
+        if self._at.start and _stateful(self.source):
+            self._iterator = iter(self.source)
+        elif self._at.start:
+            self._skip()
+        self._broken = False
+
+    def _undo_begun(self) -> None:
+        """The same batches come again: an epoch that the last draw began, and what it took of one."""
+        if not _stateful(self.source):
+            self._returned.clear()  # the position is before them
+        if self._begun is not None:
+            self._put(self._begun)
+
+    def _put(self, start: Mapping[str, Any]) -> None:
+        """The random states with which an epoch begins."""
+        RandomState.from_dict(start["random"], torch.device("cpu")).restore()
+        if start["generator"] is not None and hasattr(self.source, "generator"):
+            self.source.generator.set_state(start["generator"])
+
     def _skip(self) -> None:
         start = self._at.start
         with kept(torch.device("cpu")):
-            RandomState.from_dict(start["random"], torch.device("cpu")).restore()
-            if start["generator"] is not None and hasattr(self.source, "generator"):
-                self.source.generator.set_state(start["generator"])
+            self._put(start)
             if start["source"] is not None and _stateful(self.source):
                 self._load_source(start["source"])
             self._iterator = iter(self.source)

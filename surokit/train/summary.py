@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from surokit.tables import html_table, text_table
+from surokit.train.describe import device_name, light_of
 
 if TYPE_CHECKING:
     from surokit.train.session import Session
@@ -151,23 +151,7 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
     )
 
 
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or "cpu"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def _utilisation(session: Session, tokens_per_s: float) -> tuple[float | None, str]:
     """(model FLOPs utilisation, the peak's name), or (None, why there is none). Always against bf16, whatever the recipe."""
-    if session.device.type != "cuda":
-        return None, f"no peak rate is known for {session.device.type}"
-    from surokit.planner import count_flops, find_gpu, read_shape
-
-    try:
-        tflops, name = find_gpu(device_name(session.device)).peak()
-        shape, _ = read_shape(session.model)
-    except (ValueError, TypeError, FileNotFoundError) as error:
-        return None, str(error)
-    if tflops is None:
-        return None, f"nobody vouched for a peak of {name}"
-    flops = count_flops(shape, length=session.length, recipe=session.recipe).model
-    return tokens_per_s * flops / (tflops * 1e12), name
+    flops, tflops, peak = light_of(session)
+    return (None if flops is None or tflops is None else tokens_per_s * flops / (tflops * 1e12)), peak

@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 
 
 class Subscriber(Protocol):
-    """Told of every step once its values have arrived, and of the end of a run: "done", "interrupted", "failed: ...".
+    """Told of every step once its values have arrived, and of the end of a run: "done", "interrupted", "stopped: <why>" or
+    "failed: <Type: message>".
 
-    A subscriber may also have on_start(total), the step a run is planned to end at, on_eval(step, loss), and on_sample(sample)
-    for what `numerics` measured. One that raises is dropped with a warning.
+    A subscriber may also have on_info(info), what the run is, when it subscribes, when a run begins and when more is known;
+    on_start(total), the step a run is planned to end at; on_eval(step, loss); on_sample(sample) for what `numerics` measured;
+    on_note(step, text); on_pause(paused). All are called in the thread that trains, but for on_note and the first on_info. One
+    that raises is dropped with a warning.
     """
 
     def on_step(self, record: Record) -> None: ...
@@ -42,19 +45,27 @@ class Subscribers:
     def add(self, subscriber: Subscriber) -> None:
         self._all.append(subscriber)
 
+    def have(self, method: str) -> bool:
+        """Whether one of them has `method`."""
+        return any(hasattr(subscriber, method) for subscriber in self._all)
+
     def tell(self, method: str, *args: Any) -> None:
         """Calls `method` of those who have it."""
         for subscriber in list(self._all):
-            try:
-                if (call := getattr(subscriber, method, None)) is not None:
-                    call(*args)
-            except Exception as error:
+            self.tell_one(subscriber, method, *args)
+
+    def tell_one(self, subscriber: Subscriber, method: str, *args: Any) -> None:
+        try:
+            if (call := getattr(subscriber, method, None)) is not None:
+                call(*args)
+        except Exception as error:
+            if subscriber in self._all:
                 self._all.remove(subscriber)
-                warnings.warn(
-                    f"The subscriber {type(subscriber).__name__} failed and is dropped ({type(error).__name__}: {error}); "
-                    "training goes on.",
-                    stacklevel=2,
-                )
+            warnings.warn(
+                f"The subscriber {type(subscriber).__name__} failed and is dropped ({type(error).__name__}: {error}); "
+                "training goes on.",
+                stacklevel=2,
+            )
 
 
 class Arrivals:
@@ -77,6 +88,7 @@ class Arrivals:
                 self._replayable.pop(record.step) if record.step in self._replayable else ((), session.random.state)
             )
             session.subscribers.tell("on_step", record)
+            session.journal.take_in(record)
             for sample in [watcher.arrived(record.step) for watcher in session.measuring.watchers]:
                 if sample is not None:
                     session.subscribers.tell("on_sample", sample)

@@ -534,6 +534,37 @@ def test_what_passes_is_waited_for() -> None:
     assert str(graphs.graphs) == f"off: autograd waits for another stream, {capturing.ANEW + 1} times"
 
 
+class Disturbed(Replays):
+    """Another thread waits for the whole device while the first graph is recorded."""
+
+    disturbed = False
+
+    def record(self, work: Callable[[], Any]) -> Callable[[], None]:
+        if not self.disturbed:
+            self.disturbed = True
+            raise RuntimeError(f"CUDA error: {cuda_graphs.BROKEN}")
+        return super().record(work)
+
+
+def test_what_another_thread_breaks_is_recorded_anew() -> None:
+    eager, graphs = toy(), graphed(toy(), Disturbed())
+    assert_same_run(eager, graphs, 7)
+    assert graphs.graphs.state == "on"
+    assert "as by another thread that waits for the whole device, and the graphs are recorded anew" in graphs.graphs.why
+
+
+def test_graphs_in_a_thread() -> None:
+    """Recorded and replayed there, with work of another thread between two steps: the same run."""
+    eager, graphs = toy(), graphed(toy())
+    run = graphs.run(7, thread=True)
+    for _ in range(3):
+        graphs.evaluate(make_batches(1))
+    run.wait()
+    eager.run(7)
+    assert graphs.graphs.state == "on"
+    assert_same_state(eager, graphs)
+
+
 def test_gradients_are_compared_one_after_the_other() -> None:
     """There may be no room for them all: 0 where every bit is the same, else the largest share of a norm."""
     session = graphed(toy())

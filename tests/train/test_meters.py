@@ -142,7 +142,7 @@ def test_a_planted_outlier_is_named_first():
     bad = s.layers().query("bad != ''")
     assert bad.iloc[0].layer == "layers.2.up_proj"
     text = summary_text(panel.state)
-    assert "layers.2.up_proj forward · " in text.splitlines()[3]
+    assert "layers.2.up_proj forward · " in text.partition("Least accurate products, step 4\n")[2].splitlines()[0]
     assert f"! first to go bad: {s.first_bad}" in text
     assert "Least accurate products, step 4" in picture(panel.state)
 

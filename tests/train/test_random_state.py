@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
 import random
+import signal
+import threading
+import time
 
 import numpy as np
+import pytest
 import torch
 
-from surokit.train.random_state import RandomState, kept
+from surokit.train.random_state import OwnRandom, RandomState, Turn, kept, seeded, turn
 
 CPU = torch.device("cpu")
 
@@ -61,3 +66,71 @@ def test_torch_alone() -> None:
         state.restore()
         assert torch.rand(1).item() == first
         assert random.random() != python
+
+
+class TestTurn:
+    def test_one_at_a_time_in_the_order_of_coming(self) -> None:
+        turn, order = Turn(), []
+
+        def take(name: int) -> None:
+            with turn:
+                order.append(name)
+
+        threads = []
+        with turn, turn:  # who has it may take it again
+            assert turn.mine
+            for name in range(4):
+                threads.append(threading.Thread(target=take, args=(name,)))
+                threads[-1].start()
+                deadline = time.monotonic() + 10
+                while len(turn._waiting) <= name:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.001)
+            assert turn.wanted
+            assert not order
+        for thread in threads:
+            thread.join(10)
+        assert order == [0, 1, 2, 3]
+        assert turn._owner is None
+
+    def test_an_interrupt_of_the_waiting_leaves_it_free(self) -> None:
+        turn, begun, done = Turn(), threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with turn:
+                begun.set()
+                done.wait(10)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        begun.wait(10)
+        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        threading.Timer(0.3, done.set).start()
+        with pytest.raises(KeyboardInterrupt), turn:
+            pytest.fail("it was interrupted while it waited")
+        thread.join(10)
+        assert turn._owner is None
+        with turn:
+            assert turn.mine
+
+
+def test_a_session_gives_way_between_two_steps() -> None:
+    """What it leaves behind and what it finds again are its own and the caller's."""
+    own, device = OwnRandom(3, torch.device("cpu")), torch.device("cpu")
+    torch.manual_seed(5)
+    callers = torch.get_rng_state()
+    with own.in_force(shared=True):
+        first = torch.rand(2)
+        with own.aside():
+            assert torch.equal(torch.get_rng_state(), callers)
+            assert not turn.mine
+            torch.rand(7)
+            with seeded(1, device):
+                torch.rand(1)
+        own.hold()
+        torch.rand(9)  # another thread's
+        own.take_back()
+        second = torch.rand(2)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(2), first)
+    assert torch.equal(torch.rand(2), second)

@@ -1,0 +1,81 @@
+"""What a session's run is, in plain values: for panels, run.json and the summary."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from surokit.train.status import RunInfo
+
+if TYPE_CHECKING:
+    from surokit.train.session import Session
+
+
+class Light(NamedTuple):
+    """What a token costs and what the device could do; None where nobody knows, and `peak` says why."""
+
+    flops_per_token: float | None
+    peak_tflops: float | None
+    peak: str
+
+
+def describe(session: Session, total: int | None, started: float, light: Light) -> RunInfo:
+    """total: the step that the run is planned to end at. started: seconds since 1970."""
+    recipe = session.recipe
+    return RunInfo(
+        title=title_of(session),
+        recipe=str(recipe) if recipe else "",
+        numerics=session.numerics,
+        model=type(session.model).__name__,
+        device=device_name(session.device),
+        gpus=gpus_of(session.device),
+        total=total,
+        tokens_per_step=session.tokens_per_step,
+        flops_per_token=light.flops_per_token,
+        peak_tflops=light.peak_tflops,
+        peak=light.peak,
+        usd_per_gpu_hour=session.usd_per_gpu_hour,
+        resumes=True,
+        run_dir=None if session.run_dir is None else str(session.run_dir),
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        started=started,
+    )
+
+
+def title_of(session: Session) -> str:
+    """The recipe's name, or the model's class."""
+    return session.recipe.name if session.recipe else type(session.model).__name__
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def gpus_of(device: torch.device) -> int:
+    """How many GPUs work on a run that this process is part of; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0
+    sharded = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if sharded else 1
+
+
+def light_of(session: Session) -> Light:
+    """The model's work a token at the length last trained on, against the device's bf16 peak, whatever the recipe."""
+    if session.device.type != "cuda":
+        return Light(None, None, f"no peak rate is known for {session.device.type}")
+    from surokit.planner import count_flops, find_gpu, read_shape
+
+    try:
+        tflops, name = find_gpu(device_name(session.device)).peak()
+        shape, _ = read_shape(session.model)
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        return Light(None, None, str(error))
+    if tflops is None:
+        return Light(None, None, f"nobody vouched for a peak of {name}")
+    flops = count_flops(shape, length=session.length, recipe=session.recipe).model
+    return Light(float(flops), float(tflops), name)

@@ -1,0 +1,157 @@
+"""What is told of a run beside its records: what it is, how it stands, what happened in it; and the conditions that end it.
+
+It goes to subscribers and, where the run has a folder, to run.json (status.py). Only arrived records are looked at, so nothing
+here waits for the device.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from surokit.train.describe import Light, describe, light_of
+from surokit.train.health import Event, Health
+from surokit.train.records import Record
+from surokit.train.status import EVENTS, RunInfo, StatusFile, read_status
+
+if TYPE_CHECKING:
+    from surokit.train.session import Session
+
+Condition = str | Callable[[Record], bool | str]
+
+# a condition's name -> the events that fulfil it; beginning a phase of that name does too
+NAMES: dict[str, set[str]] = {
+    "diverging": {"diverging"},
+    "unstable": {"unstable"},
+    "plateau": {"plateau"},
+    "nonfinite": {"nonfinite", "skipped"},
+    "spike": {"spike"},
+    "grad_spike": {"grad_spike"},
+}
+
+
+class Journal:
+    """Of one session. `info` says what the run that began last is, None before the first."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.info: RunInfo | None = None
+        self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
+        self._file: StatusFile | None = None
+        self._state = ""
+        self._total: int | None = getattr(session.schedule, "steps", None)
+        self._started = 0.0
+        self._light: tuple[int | None, Light] | None = None
+        self._health: Health | None = None
+        self._conditions: tuple[Condition, ...] = ()
+
+    # -- what the run is
+
+    def describe(self) -> RunInfo:
+        """As it is known now."""
+        session = self._session
+        if self._light is None or self._light[0] != session.length:
+            self._light = session.length, _light(session)
+        return describe(session, self._total, self._started, self._light[1])
+
+    def begin(self, total: int | None) -> None:
+        """A run begins that is planned to end at step `total`."""
+        session = self._session
+        self._total, self._started = total, time.time()
+        if session.run_dir is not None:
+            self._file = self._file or StatusFile(session.run_dir)
+            self._health = self._health or Health()
+        if self._file is not None or session.subscribers.have("on_info"):
+            self._tell_info()
+        self.beat("running")
+        session.subscribers.tell("on_start", total)
+
+    def _tell_info(self) -> None:
+        self.info = self.describe()
+        self._session.subscribers.tell("on_info", self.info)
+
+    def beat(self, state: str | None = None) -> None:
+        """Into run.json: a new state at once, a sign of life at most every two seconds."""
+        self._state = state or self._state
+        if self._file is not None and self.info is not None:
+            events = [*self.events]
+            self._file.beat(self.info, self._state, self._session.steps, events, now=state is not None)
+
+    def restore(self) -> None:
+        """The events of a run that goes on, up to the step from which it does."""
+        session = self._session
+        status = None if session.run_dir is None else read_status(session.run_dir)
+        if status is not None:
+            self.events.extend(e for e in status.events if e.get("step", 0) <= session.steps)
+
+    # -- what happens in it
+
+    def note(self, step: int, text: str) -> None:
+        """Somebody's own words."""
+        self.events.append(Event(step, "note", text).to_dict())
+        self._session.subscribers.tell("on_note", step, text)
+        if self._session.control.state == "idle":
+            self.beat(self._state)
+
+    def take_in(self, record: Record) -> None:
+        """An arrived record: how the run is doing, and whether that ends it."""
+        if self.info is not None and self.info.tokens_per_step is None:
+            self._tell_info()  # the first step has shown how many
+        events: Sequence[Event] = ()
+        entered = ""
+        if self._health is not None:
+            late, before = record.late.wait(), self._health.phase
+            events = self._health.add(
+                record.step,
+                loss=late.get("loss"),
+                grad_norm=late.get("grad_norm"),
+                lr=record.lr,
+                skipped=record.skipped,
+            )
+            self.events.extend(event.to_dict() for event in events)
+            entered = self._health.phase if self._health.phase != before else ""
+        for condition in self._conditions:
+            if why := self._fulfilled(condition, record, events, entered):
+                self._session.control.stop(f"stopped: {why}")
+
+    def stop_when(self, conditions: Sequence[Condition]) -> None:
+        for condition in conditions:
+            if not callable(condition) and condition not in NAMES:
+                raise ValueError(
+                    f"stop_when({condition!r}): one of {', '.join(NAMES)}, or a function of a Record that returns True or a reason."
+                )
+        if any(isinstance(condition, str) for condition in conditions):
+            self._health = self._health or Health()
+        self._conditions = tuple(conditions)
+
+    def _fulfilled(self, condition: Condition, record: Record, events: Sequence[Event], entered: str) -> str:
+        """Why the run shall end, "" where it shall not. A function that raises is dropped with a warning."""
+        if isinstance(condition, str):
+            text = next((event.text for event in events if event.kind in NAMES[condition]), None)
+            if text is None and entered != condition:
+                return ""
+            return f"{condition} at step {record.step}" + (f", {text}" if text else "")
+        name = getattr(condition, "__name__", type(condition).__name__)
+        try:
+            answer = condition(record)
+        except Exception as error:
+            self._conditions = tuple(c for c in self._conditions if c is not condition)
+            warnings.warn(
+                f"The condition {name} failed and no longer ends the run ({type(error).__name__}: {error}).",
+                stacklevel=2,
+            )
+            return ""
+        if isinstance(answer, str):
+            return answer
+        return f"{name} at step {record.step}" if answer else ""
+
+
+def _light(session: Session) -> Light:
+    """No model is so odd that its description ends a run."""
+    try:
+        return light_of(session)
+    except Exception as error:
+        return Light(None, None, f"the model's work is not known ({type(error).__name__}: {error})")
