@@ -1,4 +1,4 @@
-"""The command line: `surokit doctor | plan | quickstart`, each the function of that name with the same words.
+"""The command line: `surokit doctor | plan | race | quickstart`, each the function of that name with the same words.
 
 A user's error prints one line to stderr and exits with 2; a failing notebook exits with 1, an interrupt with 130.
 """
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     try:
         arguments = _parser().parse_args(argv)
+        arguments.argv = list(sys.argv[1:] if argv is None else argv)
         status: int = arguments.run(arguments)
         sys.stdout.flush()
         return status
@@ -55,12 +56,22 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = _Parser(prog="surokit", description="Train, watch and compare low-precision recipes.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"surokit {surokit.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | plan | quickstart")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | plan | race | quickstart")
 
     doctor = commands.add_parser("doctor", help="what this machine has, which formats are native, what is missing")
     doctor.set_defaults(run=_doctor)
 
-    _add_plan(commands.add_parser("plan", help="FLOPs, time, cost and memory of a run", allow_abbrev=False))
+    plan = commands.add_parser(
+        "plan",
+        help="FLOPs, time, cost and memory of a run",
+        usage="surokit plan what [--recipe NAME] [--batch N] [--length N] [--gpu NAME] [--tokens N] [...]",
+        epilog=_PLAN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_plan(plan)
+
+    _add_race(commands.add_parser("race", help="race recipes on this machine, in turns", allow_abbrev=False))
 
     quickstart = commands.add_parser("quickstart", help="run the quickstart notebook headless and keep what it made")
     quickstart.add_argument(
@@ -70,10 +81,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_PLAN_EXAMPLES = """\
+examples:
+  surokit plan Qwen/Qwen3-8B --recipe qfp8 --batch 2 --length 2048 --gpu H100        does it fit, how long is a step
+  surokit plan 405e9 --tokens 15.6e12 --gpus 16000 --gpu H100 --mfu 0.4               how long is a run
+  surokit plan my/model --batch 2 --length 2048 --gpu H100 --recipes                  which recipe
+
+What a note calls batch= is --batch here. What is not given is left out, and a note says what to give."""
+
+
 def _add_plan(plan: argparse.ArgumentParser) -> None:
     """The arguments of `sk.plan` under their own names, and the questions that a plan answers."""
     plan.add_argument(
-        "what", help="number of parameters (405e9), a folder or config.json, or a model of the Hub (org/name)"
+        "what",
+        help="number of parameters (405e9), a folder or config.json, or a model of the Hub (org/name)",
     )
     given = plan.add_argument_group("arguments of the plan")
     for name, text in {
@@ -81,31 +102,31 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--gpus": "number of GPUs",
         "--tflops-per-gpu": "achieved TFLOPS of one GPU",
         "--mfu": "or its share of the dense BF16 peak",
-        "--goodput": "share of the hours that makes progress",
+        "--goodput": "share of the hours that makes progress (1)",
         "--batch": "sequences a step, on one GPU",
         "--length": "tokens of a sequence",
-        "--accumulate": "micro-batches a step",
-        "--zero": "ZeRO stage, 0 to 3",
-        "--slack": "share of memory on top, for fragmentation and workspace",
+        "--accumulate": "micro-batches a step (1)",
+        "--zero": "ZeRO stage over the GPUs, 0 to 3 (0)",
+        "--slack": "share of memory on top, for fragmentation and workspace (0.1)",
         "--between-gb-s": "GB/s that one GPU has between nodes, one direction",
     }.items():
         given.add_argument(name, type=_number, help=text, metavar="N")
     given.add_argument("--usd-per-gpu-hour", type=_price, metavar="USD", help="price, or a range such as 1.8-3.2")
     for name, text in {
         "--gpu": "name in the hardware table, such as H100",
-        "--recipe": "name of a recipe, such as fp8 or qfp8",
-        "--attention": "causal or full",
-        "--recompute": "none, selective or full",
-        "--optimizer": "adamw, adamw8bit or sgd",
-        "--state-dtype": "dtype of the optimizer's moments",
-        "--dtype": "dtype of weights and gradients",
-        "--logits": "fused with the loss, or whole",
-        "--layers": "whose layers compute: surokit or transformers",
-        "--fusion": "none, or fused: operations computed together",
-        "--transposed": "W' of frozen quantized weights: cached, or 'on the fly'",
+        "--recipe": "name of a recipe, such as fp8 or qfp8 (nothing is quantized)",
+        "--attention": "counts the keys that a token sees, or all: causal or full (causal)",
+        "--recompute": "what backward computes again: none, selective or full (none)",
+        "--optimizer": "adamw, adamw8bit or sgd (adamw)",
+        "--state-dtype": "dtype of the optimizer's moments (the weights' own)",
+        "--dtype": "dtype of weights and gradients: bf16, fp16 or fp32 (bf16)",
+        "--logits": "fused with the loss, or whole (as the layers do)",
+        "--layers": "whose layers compute: surokit or transformers (surokit, where it has them)",
+        "--fusion": "operations computed together, as sk.fuse does: none or fused (none)",
+        "--transposed": "W' of frozen quantized weights, with --fusion fused: cached, or 'on the fly'",
     }.items():
-        given.add_argument(name, help=text)
-    given.add_argument("--lora", type=_number, metavar="RANK", help="freeze the recipe's base and train an adapter")
+        given.add_argument(name, metavar="NAME", help=text)
+    given.add_argument("--lora", type=_number, metavar="RANK", help="train an adapter of this rank; the rest is frozen")
     given.add_argument("--graphs", action="store_true", default=None, help="a step captured as CUDA graphs")
     given.add_argument("--master", action="store_true", default=None, help="float32 masters of the weights")
     given.add_argument(
@@ -123,6 +144,86 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     asked.add_argument("--plot", type=Path, metavar="FILE", help="memory as a picture: .png, .svg or .pdf")
     asked.add_argument("--json", action="store_true", help="the same as JSON")
     plan.set_defaults(run=_plan)
+
+
+def _add_race(race: argparse.ArgumentParser) -> None:
+    """Arguments of `sk.race` under their own names, and a model and a text where none is given."""
+    race.add_argument("--recipes", nargs="+", default=["bf16", "fp8"], metavar="NAME", help="the first is the baseline")
+    race.add_argument("--lora", type=_number, metavar="RANK", help="train an adapter over every recipe's frozen base")
+    race.add_argument(
+        "--model", metavar="FOLDER", help="a folder or a model of the Hub; a small one of its own without"
+    )
+    race.add_argument("--text", metavar="FILE", help="what to train on; a built-in text without")
+    for name, what in {
+        "--minutes": "of the race, after its warm-up; 1 without --steps",
+        "--steps": "of each run",
+        "--batch": "sequences a batch (8)",
+        "--length": "tokens a sequence (128)",
+        "--accumulate": "batches a step (1)",
+        "--layers": "of a model of its own (4)",
+        "--width": "of a model of its own (128)",
+        "--lr": "learning rate (1e-3)",
+        "--seed": "of everything that is drawn (0)",
+        "--turn-s": "seconds of a turn",
+        "--target-loss": "time to this loss is told",
+        "--usd-per-gpu-hour": "price",
+    }.items():
+        race.add_argument(name, type=_number, help=what, metavar="N")
+    race.add_argument("--no-control", dest="control", action="store_false", help="without the baseline's twin")
+    race.add_argument("--run-dir", type=Path, metavar="FOLDER", help="keep everything there, to be run again")
+    race.add_argument("--plot", type=Path, metavar="FILE", help="the picture: .png, .svg or .pdf")
+    race.set_defaults(run=_race)
+
+
+def _race(arguments: argparse.Namespace) -> int:
+    import torch
+
+    import surokit as sk
+    from surokit import texts
+
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    lr, seed, length = given.get("lr", 1e-3), given.get("seed", 0), given.get("length", 128)
+    recipes = {name: sk.recipes.get(name, name) for name in arguments.recipes}
+    if arguments.lora is not None:
+        from surokit.recipe import find_recipe
+
+        recipes = {name: find_recipe(recipe).lora(rank=arguments.lora) for name, recipe in recipes.items()}
+    if arguments.model is not None:
+        model = sk.load(arguments.model, dtype=torch.bfloat16, device=None)
+        tokenizer = sk.load_tokenizer(arguments.model)
+    else:
+        width, layers = given.get("width", 128), given.get("layers", 4)
+        tokenizer = sk.train_tokenizer(arguments.text or texts.SHAKESPEARE, vocab_size=1024)
+        shape = {"heads": max(1, width // 32), "kv_heads": max(1, width // 64), "ffn": 3 * width, "vocab": 1024}
+        torch.manual_seed(seed)
+        config = sk.DecoderConfig(layers=layers, width=width, max_length=length, **shape)
+        model = sk.Decoder(config, dtype=torch.bfloat16).to("cuda" if torch.cuda.is_available() else "cpu")
+    source = arguments.text or texts.SHAKESPEARE
+    train, held_out = sk.text(source, tokenizer, length=length, batch=given.get("batch", 8), seed=seed).split(
+        held_out=0.01
+    )
+    named = (
+        "minutes",
+        "steps",
+        "accumulate",
+        "seed",
+        "turn_s",
+        "target_loss",
+        "usd_per_gpu_hour",
+        "control",
+        "run_dir",
+    )
+    options = {name: given[name] for name in named if name in given}
+    if "steps" not in options:
+        options.setdefault("minutes", 1)
+    race = sk.race(recipes, model=model, data=train, eval=held_out, optimizer=sk.AdamW(lr=lr), **options)
+    race.command = arguments.argv
+    if race.run_dir is not None:
+        race.save()
+    print(race)
+    if arguments.plot is not None:
+        race.plot().savefig(arguments.plot, dpi=150)
+    return 130 if race.reason == "interrupted" else 0
 
 
 def _number(text: str) -> float:
@@ -160,7 +261,7 @@ _QUESTIONS = ("fits", "recipes", "largest", "days", "plot", "json")
 def _plan(arguments: argparse.Namespace) -> int:
     from surokit.planner import plan
 
-    apart = ("command", "run", "what", "lora", *_QUESTIONS)
+    apart = ("command", "run", "argv", "what", "lora", *_QUESTIONS)
     given = {k: v for k, v in vars(arguments).items() if v is not None and k not in apart}
     if arguments.lora is not None:
         from surokit.recipe import find_recipe

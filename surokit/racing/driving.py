@@ -1,0 +1,459 @@
+"""Who goes when: the turns of a race, and what is asked of it meanwhile.
+
+    warm-up of every run -> rounds: every run has one turn of equally many steps, in balanced order -> held-out loss
+
+A round's order is drawn from the seed, and the next round takes it backwards, so that a machine that slows down steadily slows all
+alike. A turn is untimed steps, in which the machine changes over, and then timed ones. Everything happens in the caller's thread;
+what is asked meanwhile (stop, pause, save) is looked at between turns, and an interrupt ends the turn at the next step, which the
+next `go_on` finishes first.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+import statistics
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from surokit.racing import equal
+from surokit.racing.entries import Builder
+from surokit.racing.parking import Parking, bytes_of
+from surokit.racing.predicted import Layers, Shares, predict
+from surokit.racing.runs import Prediction, Turn, WarmUp
+from surokit.train import Session
+from surokit.train.records import Record
+
+if TYPE_CHECKING:
+    from surokit.racing.result import Race
+
+WARM_UP = 7  # steps before the turns: compilers, autotuning and the recording of graphs are done then
+TRIED = 2  # the last of them, by whose time the turns are planned
+UNTIMED = 1  # first step of each turn
+ROUNDS_WANTED = 12  # that the length of a turn is chosen for
+LONGEST_TURN_S = 10.0
+SAVE_EVERY_S = 30.0
+_UNTIMED_FIELDS = ("step", "loss", "tokens")
+
+
+class _Follower:
+    """Subscribes to a session for good, and listens only while the race lets it run: it may be used for other things between."""
+
+    def __init__(self, driver: Driver, name: str, panel: Any) -> None:
+        self._driver, self._name, self._panel = driver, name, panel
+
+    @property
+    def _listens(self) -> bool:
+        return self._driver.running == self._name
+
+    def on_step(self, record: Record) -> None:
+        if self._listens:
+            run = self._driver.race.runs[self._name]
+            run.steps.add(record)
+            if self._panel is not None:  # of the warm-up no times: it is in no rate
+                self._panel.on_step(
+                    record if run.warm_up else {name: getattr(record, name) for name in _UNTIMED_FIELDS}
+                )
+
+    def on_end(self, reason: str) -> None:
+        """A turn's end is not the run's."""
+
+    def on_info(self, info: Any) -> None:
+        if self._panel is not None:
+            self._panel.on_info(info)
+
+
+class Driver:
+    """What makes a race go: its sessions, their turns, and what is asked meanwhile."""
+
+    def __init__(self, of: Race, builder: Builder, allowed: Sequence[str], live: bool, like: Race | None) -> None:
+        self.race, self.builder, self.allowed, self.like = of, builder, allowed, like
+        self.sessions: dict[str, Session] = {}
+        self.parking = Parking({})
+        self.running = ""  # whose turn it is
+        self.paused = False
+        self._order = equal.Order(looks=WARM_UP)
+        self._works: dict[str, equal.Work] = {}
+        self._shares = Shares()
+        self._view = _View(of, self) if live else None
+        self._stop_asked = ""
+        self._moving = False
+        self._pending: list[_Due] = []  # of this round
+        self._round = 0
+        self._began_s = math.inf  # of the race's own clock, which stands between two calls
+        self._clock_s = 0.0
+        self._saved_s = time.monotonic()
+        self._shuffled = random.Random(of.settings["seed"])
+        self._last_order: list[str] = []
+
+    @property
+    def left(self) -> int:
+        """Steps of each run that are missing to those that the race was given, after what is due already; 0 without a number."""
+        due = {due.name: due.untimed + due.timed for due in self._pending}
+        made = max(len(run.steps) + due.get(name, 0) for name, run in self.race.runs.items())
+        return max(0, (self.race.settings["steps"] or 0) - made)
+
+    # -- warm-up
+
+    def warm_up(self, steps: int | None) -> None:
+        """Makes the sessions, checks that they do equal work, and takes their first steps."""
+        count = WARM_UP if steps is None else max(1, min(WARM_UP, steps // 4))
+        first_s: dict[str, float] = {}
+
+        def started(name: str, session: Session) -> None:
+            session.usd_per_gpu_hour = session.usd_per_gpu_hour or self.race.settings["usd_per_gpu_hour"]
+            session.subscribe(_Follower(self, name, self._view.run(name, session) if self._view else None))
+            began = time.perf_counter()
+            self._take(name, session, 1)
+            first_s[name] = time.perf_counter() - began
+
+        with self._driving("") as ends:
+            self.sessions, self.parking, together = self.builder.build(self._join, started)
+            baseline = self.race.baseline
+            for name, session in self.sessions.items():
+                self._bring(name)
+                tried = min(TRIED, count - 1)
+                rest = count - 1 - tried
+                profiled = name == baseline and self.race.settings["predict"] and rest > 1
+                began = time.perf_counter()
+                with self._shares.of(rest) if profiled else nullcontext():
+                    self._take(name, session, rest)
+                rested = time.perf_counter()
+                self._take(name, session, tried)
+                ended = time.perf_counter()
+                run, first = self.race.runs[name], first_s[name]
+                step_s = (ended - rested) / tried if tried else first
+                run.warm_up = WarmUp(len(run.steps), first, first + ended - began, step_s)
+                if self._stop_asked or len(run.steps) < count:
+                    raise KeyboardInterrupt("the race was interrupted in its warm-up")
+            if not together:
+                graphs = ", and no steps ran as CUDA graphs" if self.sessions[baseline].device.type == "cuda" else ""
+                self._note(f"The models took turns on the device: each was parked on the host between its own{graphs}.")
+            ends.reason = ""
+
+    def _join(self, name: str, session: Session) -> None:
+        """What a session does has to be what the baseline does, and what was done in the race that is run again."""
+        race, run = self.race, self.race.runs[name]
+        own = self._works[name] = equal.work_of(session)
+        found = equal.differences(name, own, race.baseline, self._works[race.baseline])
+        if self.like is not None:
+            found += equal.not_as_before(name, own, self.like.runs[name].work)
+        self._refuse(found)
+        recipe = session.recipe
+        run.algebra = "" if recipe is None else str(recipe)
+        run.recipe = None if recipe is None else recipe.to_dict()
+        run.numerics, run.work = session.numerics, equal.work_to_dict(own)
+
+    def _refuse(self, found: Sequence[equal.Difference]) -> None:
+        for text in equal.refuse(found, self.allowed):
+            self._note(f"Allowed: {text}.")
+
+    def _note(self, text: str) -> None:
+        if text not in self.race.notes:
+            self.race.notes.append(text)
+
+    # -- rounds
+
+    def go_on(self, minutes: float | None, steps: int | None) -> None:
+        deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+        left = math.inf if steps is None else steps
+        size, rounds = self._plan(minutes, left)
+        first = True
+        with self._driving("done") as ends:
+            while True:
+                if not self._pending:
+                    late = time.monotonic() + size * self._all_step_s / 2 > deadline
+                    if left < 1 or (late and not first):
+                        break
+                    now = size if left == math.inf else math.ceil(left / max(1, rounds))
+                    self._pending = self._next_round(now)
+                    left, rounds, first = left - now, rounds - 1, False
+                if not self._turns_of_round():
+                    ends.reason = "interrupted"
+                    return
+                self._save_now_and_then()
+            self._finish()
+
+    @property
+    def _all_step_s(self) -> float:
+        """Seconds of a step of every run, one after the other."""
+        return sum(map(self._step_s, self.sessions))
+
+    def _step_s(self, name: str) -> float:
+        """Seconds a step, by the last turn or the end of the warm-up."""
+        run = self.race.runs[name]
+        if run.whole_turns:
+            return run.whole_turns[-1].seconds / run.whole_turns[-1].steps
+        assert run.warm_up is not None
+        return run.warm_up.step_s
+
+    def _plan(self, minutes: float | None, left: float) -> tuple[int, int]:
+        """Steps of a turn, the untimed ones with them; and where their number is given, in how many rounds they are made."""
+        wanted_s = self.race.settings["turn_s"]
+        if wanted_s is None:
+            total_s = min(left * self._all_step_s, math.inf if minutes is None else 60 * minutes)
+            wanted_s = min(LONGEST_TURN_S, total_s / ROUNDS_WANTED / len(self.sessions))
+        size = UNTIMED + max(1, round(wanted_s / max(map(self._step_s, self.sessions))))
+        return size, 0 if left == math.inf else max(1, round(left / size))
+
+    def _next_round(self, size: int) -> list[_Due]:
+        """Every run once: in an order that is drawn, and in the next round backwards."""
+        self._round += 1
+        order = self._last_order[::-1]
+        if self._round % 2:
+            order = list(self.sessions)
+            self._shuffled.shuffle(order)
+        self._last_order = order
+        untimed = min(UNTIMED, size - 1)
+        return [_Due(self._round, name, untimed, size - untimed) for name in order]
+
+    def _turns_of_round(self) -> bool:
+        """Whether all turns of this round were taken; what a stop leaves is taken first when the race goes on."""
+        while self._pending:
+            if self._stop_wanted():
+                return False
+            due = self._pending[0]
+            before = self.sessions[due.name].steps
+            try:
+                self._turn(due)
+            finally:  # an error or a second interrupt may leave it half done, too
+                self._pending[:1] = due.without(self.sessions[due.name].steps - before)
+            if self._pending and self._pending[0].name == due.name:
+                return False
+        self._order.forget(min(session.steps for session in self.sessions.values()))
+        return True
+
+    def _turn(self, due: _Due) -> None:
+        session, run = self.sessions[due.name], self.race.runs[due.name]
+        self._bring(due.name)
+        on_gpu, at_s = session.device.type == "cuda", self._now_s()
+        broken = any(turn.round == due.round for turn in run.turns)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(session.device)
+            before = torch.cuda.memory_allocated(session.device)
+        untimed = self._take(due.name, session, due.untimed)
+        first, began = len(run.steps), time.perf_counter()
+        timed = self._take(due.name, session, due.timed) if untimed == due.untimed else 0
+        seconds = time.perf_counter() - began
+        if on_gpu:
+            working = torch.cuda.max_memory_allocated(session.device) - before
+            own = (bytes_of([session], planned=False) + working) / 2**30
+            run.peak_gib = max(run.peak_gib or 0.0, own)
+        tokens = int(run.steps["tokens"][first:].sum())
+        whole = not broken and timed == due.timed
+        turn = Turn(due.round, untimed, timed, session.steps, tokens, seconds if timed else 0.0, at_s, whole)
+        if untimed or timed:
+            run.turns.append(turn)
+
+    def _bring(self, name: str) -> None:
+        """What is half moved is lost: an interrupt waits."""
+        self._moving = True
+        try:
+            self.parking.bring(name)
+        finally:
+            self._moving = False
+
+    def _take(self, name: str, session: Session, steps: int) -> int:
+        """So many steps of a run; how many were made. Its batches are compared with those of the others."""
+        if steps <= 0:
+            return 0
+        before, evaluates, saves = session.steps, session.eval_every, session.save_every
+        session.eval_every = session.save_every = None  # the race evaluates, between turns
+        self.running = name
+        try:
+            with self._order.following(name, session):
+                session.run(steps)
+        finally:
+            self.running = ""
+            session.eval_every, session.save_every = evaluates, saves
+        if session.control.attend():  # also what came in during the last step
+            self._stop_asked = self._stop_asked or "interrupted"
+        found = self._order.check(name, session.steps)
+        self.race.runs[name].batches = self._order.combined.get(name, "")
+        self._refuse(found)
+        return session.steps - before
+
+    def _finish(self) -> None:
+        """After the last round: held-out losses, and what was to be expected."""
+        for name, session in self.sessions.items():
+            run = self.race.runs[name]
+            if session.eval is not None and (not run.held_out or run.held_out[-1][0] < session.steps):
+                self._bring(name)
+                run.held_out.append((session.steps, session.evaluate()))
+                if self._view:
+                    self._view.evaluated(name, *run.held_out[-1])
+            before = None if self.like is None else self.like.runs[name]
+            if before and len(before.steps) == len(run.steps) and before.batches != run.batches:
+                self._note(f"The batches of {name!r} were not those of the saved race.")
+            if self._stop_asked:
+                return
+        if self.race.settings["predict"]:
+            self._predict()
+
+    def _predict(self) -> None:
+        baseline, runs = self.race.baseline, self.race.runs
+        others = [n for n, run in runs.items() if run.prediction is None and n not in (baseline, self.race.twin)]
+        parts = self.sessions[baseline].accumulate
+        tokens = int(runs[baseline].steps["tokens"][-1]) // parts
+        step_s = statistics.median(
+            [turn.seconds / turn.steps for turn in runs[baseline].whole_turns] or [self._step_s(baseline)]
+        )
+
+        def layers_of(name: str) -> Layers:
+            return Layers(self.sessions[name].model, tokens, lambda: self._bring(name))
+
+        try:
+            base = layers_of(baseline)
+            for name in others:
+                runs[name].prediction = predict(layers_of(name), base, self._shares, step_s, parts)
+        except Exception as error:  # a race does not fail for want of a prediction
+            for name in others:
+                runs[name].prediction = runs[name].prediction or Prediction(
+                    None, why=f"{type(error).__name__}: {error}"
+                )
+
+    # -- what is asked meanwhile
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def save(self) -> None:
+        """Between two turns."""
+        self._saved_s = -math.inf
+
+    def stop(self) -> None:
+        self._stop_asked = "stopped"
+        if session := self.sessions.get(self.running):
+            session.stop()
+
+    def _stop_wanted(self) -> bool:
+        file = None if self.race.run_dir is None else self.race.run_dir / "stop"
+        shown = False
+        while True:
+            if self._view and shown != self.paused:
+                shown = self.paused
+                self._view.pause(shown)
+            if file is not None and file.exists():
+                file.unlink(missing_ok=True)
+                self._stop_asked = self._stop_asked or "interrupted"
+            if self._stop_asked or not self.paused:
+                return bool(self._stop_asked)
+            time.sleep(0.05)
+
+    @contextmanager
+    def _driving(self, reason: str) -> Iterator[_End]:
+        """While it lasts an interrupt asks for a stop and a second one raises; during a step the session's own rules hold. At the
+        end everything is told and kept; an error carries the race."""
+        self._stop_asked, self.paused, self._began_s = "", False, time.monotonic()
+        if self.race.run_dir is not None:
+            (self.race.run_dir / "stop").unlink(missing_ok=True)  # what was asked before does not hold
+        previous = signal.getsignal(signal.SIGINT)
+        main = threading.current_thread() is threading.main_thread() and previous not in (None, signal.SIG_IGN)
+        ends = _End(reason)
+
+        def handler(_signal: int, _frame: Any) -> None:
+            if self._stop_asked and not self._moving:
+                raise KeyboardInterrupt
+            self._stop_asked = "interrupted"
+            print("\nsurokit: stopping the race; race.go_on() goes on from there", file=sys.stderr)
+
+        if main:
+            signal.signal(signal.SIGINT, handler)
+        try:
+            yield ends
+        except BaseException as error:
+            stopped = isinstance(error, KeyboardInterrupt)
+            ends.reason = "interrupted" if stopped else f"failed: {type(error).__name__}: {error}"
+            error.race = self.race  # type: ignore[attr-defined]
+            raise
+        finally:
+            if main:
+                signal.signal(signal.SIGINT, previous)
+            self._clock_s, self._began_s = self._now_s(), math.inf
+            if ends.reason:  # the race does not go on at once
+                self.race.reason = ends.reason
+                self._save_now_and_then(at_once=True)
+                if self._view:
+                    self._view.end(ends.reason)
+
+    def _now_s(self) -> float:
+        return self._clock_s + max(0.0, time.monotonic() - self._began_s)
+
+    def _save_now_and_then(self, at_once: bool = False) -> None:
+        if self.race.run_dir is None or (time.monotonic() - self._saved_s < SAVE_EVERY_S and not at_once):
+            return
+        self._saved_s = time.monotonic()
+        try:
+            self.race.save()
+        except OSError as error:
+            warnings.warn(
+                f"The race cannot be written to {self.race.run_dir} ({error.strerror}); it goes on.", stacklevel=2
+            )
+
+
+@dataclass(frozen=True)
+class _Due:
+    """A turn that is to be taken."""
+
+    round: int
+    name: str
+    untimed: int
+    timed: int
+
+    def without(self, made: int) -> list[_Due]:
+        """What is left of it after so many steps, or nothing."""
+        untimed = max(0, self.untimed - made)
+        timed = self.untimed + self.timed - made - untimed
+        return [replace(self, untimed=untimed, timed=timed)] if untimed + timed > 0 else []
+
+
+@dataclass
+class _End:
+    """Why the race ends; "" where it goes on at once."""
+
+    reason: str
+
+
+class _View:
+    """The panel of all runs. What fails in it costs a warning, never the race."""
+
+    def __init__(self, of: Race, control: Any) -> None:
+        from surokit.widgets.panel import Panel
+
+        self._states: dict[str, Any] = {}
+        self._total = of.settings["steps"]
+        self._panel = Panel(self._states, control=control)
+
+    def run(self, name: str, session: Session) -> Any:
+        from surokit.widgets.state import PanelState
+
+        total = None if self._total is None else session.steps + self._total
+        self._states[name] = PanelState(name, recipe=session.numerics, total=total, resumes=True)
+        self._panel.refresh()  # opens it
+        return self._panel.run(name)
+
+    def evaluated(self, name: str, step: int, loss: float) -> None:
+        self._panel.run(name).on_eval(step, loss)
+
+    def pause(self, paused: bool) -> None:
+        for name in self._states:
+            self._panel.run(name).on_pause(paused)
+
+    def end(self, reason: str) -> None:
+        """Leaves the final picture, if anything was shown."""
+        for name in self._states:
+            self._panel.run(name).state.reason = reason
+        if self._states:
+            self._panel.refresh()

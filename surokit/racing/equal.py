@@ -1,0 +1,305 @@
+"""Equal work: what two runs have to share so that their speeds and losses may be compared, and every difference in a sentence.
+
+Only the recipe may differ, which is the question. Whatever else does is refused by name, unless it is allowed by that name; then
+the table says so. What is compared before the first step stands in `Work`; tokens a step and the batches themselves are compared
+as the steps happen (`Order`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surokit.models.fuse import fusion_of
+from surokit.nn.fusion import Fusion
+from surokit.train import Session
+from surokit.train.stream import Batch, Stream, fingerprint
+
+_CHUNK = 1 << 24  # elements hashed at a time
+_FACTORS = (*range(200), *range(200, 5000, 100), 10_000, 100_000)  # steps at which schedules are compared
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a session is about to do in each step. `weights`: a digest of what it trains, before the first step."""
+
+    device: str
+    model: str
+    parameters: int
+    dtype: str
+    weights: str
+    steps: int
+    accumulate: int
+    optimizer: str
+    schedule: tuple[float, ...]
+    schedule_name: str
+    clip: float | None
+    seed: int
+    data: str | None
+    held_out: str | None
+    recompute: str
+    fusion: str
+    compile: str
+    graphs: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that a run and the baseline do not share. name: how `allow` calls it."""
+
+    name: str
+    text: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.text}: {self.remedy}."
+
+
+#: name -> (how a value is put, remedy); a field of Work, or found while running.
+_QUESTIONS: dict[str, tuple[Callable[[Any], str], str]] = {
+    "device": ("runs on {}".format, "put both models on one device"),
+    "model": ("has a {}".format, "race the same architecture"),
+    "parameters": (
+        lambda n: f"trains {n:,} parameters",
+        "full training against an adapter compares two kinds of training, so give both the same, for example with recipe.lora()",
+    ),
+    "dtype": ("trains {}".format, "load both models in the same dtype"),
+    "weights": (
+        "starts from the weights {}".format,
+        "start all from the same weights, with session.fork() for example",
+    ),
+    "steps": (lambda n: f"has done {n:,} steps", "start all at the same step"),
+    "accumulate": ("takes {} batches a step".format, "give all the same accumulate="),
+    "optimizer": ("is trained by {}".format, "give all the same optimizer"),
+    "schedule": ("has the schedule {}".format, "give all the same schedule"),
+    "clip": ("clips at {}".format, "give all the same clip="),
+    "seed": ("has the seed {}".format, "give all the same seed="),
+    "data": ("reads the data {}".format, "give all the same source, with the same order and position"),
+    "held_out": ("is evaluated on {}".format, "give all the same eval="),
+    "recompute": ("computes again in backward: {}".format, "give all the same recompute"),
+    "fusion": ("fuses: {}".format, "fuse all in the same way, with surokit.fuse()"),
+    "compile": ("has compile={}".format, "give all the same compile="),
+    "graphs": ("has graphs={}".format, "give all the same graphs="),
+    "tokens": (lambda n: f"takes {n:,} tokens a step", "give all the same batch and length"),
+    "batches": ("gets the batch {}".format, "give all the same data in the same order"),
+}
+NAMES = tuple(_QUESTIONS)
+
+
+class UnequalWork(ValueError):
+    """Two runs of a race do not do the same work; `differences` names what differs."""
+
+    def __init__(self, differences: Sequence[Difference]) -> None:
+        self.differences = tuple(differences)
+        names = ", ".join(repr(d.name) for d in differences)
+        comma = "," if len(differences) == 1 else ""
+        super().__init__(
+            f"This is no equal work. {' '.join(map(str, differences))} If that is what you want to compare: allow=({names}{comma})."
+        )
+
+
+def work_of(session: Session) -> Work:
+    """What is there to compare before a step is done; waits for the device."""
+    trained = [p for p in session.model.parameters() if p.requires_grad]
+    fusion = fusion_of(session.model)
+    config = getattr(session.model, "config", None)
+    sizes = "" if config is None else f" {_sizes(config)}"
+    schedule = session.schedule
+    return Work(
+        device=str(session.device),
+        model=f"{type(session.model).__name__}{sizes}",
+        parameters=sum(p.numel() for p in trained),
+        dtype=" and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
+        weights=digest_of(trained),
+        steps=session.steps,
+        accumulate=session.accumulate,
+        optimizer=optimizer_words(session.optimizer, session.engine.base_rates),
+        schedule=() if schedule is None else tuple(round(float(schedule(step)), 9) for step in _FACTORS),
+        schedule_name=repr(schedule),
+        clip=session.clip,
+        seed=session.seed,
+        data=session.data.fingerprint,
+        held_out=None if session.eval is None else fingerprint(session.eval) or "unknown",
+        recompute=_recompute(session.model, fusion),
+        fusion="as the device has it" if fusion is None else str(replace(fusion, recompute="none")),
+        compile=repr(session.compile),
+        graphs="on where they can be" if session.engine.wants_graphs else "off",
+    )
+
+
+def differences(name: str, own: Work, base_name: str, base: Work) -> list[Difference]:
+    """Everything in which `own` differs from the baseline's work."""
+    found = []
+    for field in fields(Work):
+        a, b = getattr(own, field.name), getattr(base, field.name)
+        if field.name == "schedule_name" or a == b:
+            continue
+        if field.name == "schedule":
+            a, b = own.schedule_name, base.schedule_name
+        found.append(difference(field.name, name, a, base_name, b))
+    if own.parameters != base.parameters:  # what follows from that is no difference of its own
+        kinds = [work.optimizer.rstrip(")").split("; ")[0] for work in (own, base)]
+        implied = {"weights", *(["optimizer"] if kinds[0] == kinds[1] else [])}
+        found = [d for d in found if d.name not in implied]
+    return found
+
+
+def not_as_before(name: str, own: Work, before: Mapping[str, Any]) -> list[Difference]:
+    """Weights and data that are not those of a saved race."""
+    return [
+        difference(what, name, getattr(own, what), f"{name} in the saved race", before.get(what))
+        for what in ("parameters", "weights", "data")
+        if getattr(own, what) != before.get(what)
+    ]
+
+
+def difference(what: str, name: str, own: Any, base_name: str, base: Any) -> Difference:
+    put, remedy = _QUESTIONS[what]
+    return Difference(what, f"{name!r} {put(own)} and {base_name!r} {put(base)}", remedy)
+
+
+def check_allowed(allow: Iterable[str]) -> tuple[str, ...]:
+    """ValueError for a name that no difference has."""
+    if isinstance(allow, str):
+        allow = (allow,)
+    names = tuple(allow)
+    if unknown := [name for name in names if name not in NAMES]:
+        raise ValueError(f"race(allow=...) does not know {unknown[0]!r}: a difference is called {', '.join(NAMES)}.")
+    return names
+
+
+def refuse(found: Sequence[Difference], allow: Sequence[str]) -> list[str]:
+    """Raises UnequalWork for what is not allowed; what is comes back as sentences for the table."""
+    if refused := [d for d in found if d.name not in allow]:
+        raise UnequalWork(refused)
+    return [d.text for d in found]
+
+
+def work_to_dict(work: Work) -> dict[str, Any]:
+    return {name: value for name, value in asdict(work).items() if name != "schedule"}
+
+
+# -- batches as they are drawn
+
+
+class Order:
+    """The batches that runs get, by digest, compared step by step with those of whoever was there first.
+
+    A batch on the device is looked at in the first `looks` steps only, because that waits.
+    """
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+        self._seen: dict[int, tuple[str, str, int]] = {}  # step -> who was there first, digest and tokens
+        self._own: dict[str, dict[int, tuple[str, int]]] = {}
+        self.combined: dict[str, str] = {}  # a digest of all batches so far
+
+    @contextmanager
+    def following(self, name: str, session: Session) -> Iterator[None]:
+        """While it lasts, what the session draws is noted; a step that did not happen draws its batches again."""
+        stream: Stream = session.data
+        draw = stream.draw
+
+        def noted() -> list[Batch]:
+            batches = draw()
+            step = session.steps + 1
+            wait = step <= self.looks
+            tokens = sum(batch["input_ids"].numel() for batch in batches)
+            self._own.setdefault(name, {})[step] = digest_of_batches(batches, wait), tokens
+            return batches
+
+        setattr(stream, "draw", noted)  # noqa: B010  # of this one stream, for these steps
+        try:
+            yield
+        finally:
+            delattr(stream, "draw")
+
+    def check(self, name: str, done: int) -> list[Difference]:
+        """After a turn, up to step `done`: where the batches differ from those of another run, at the first step that does."""
+        found: list[Difference] = []
+        for step, (digest, tokens) in sorted(self._own.pop(name, {}).items()):
+            if step > done:
+                continue
+            chain = hashlib.blake2b(f"{self.combined.get(name, '')}{digest}".encode(), digest_size=8)
+            self.combined[name] = chain.hexdigest()
+            first, other, other_tokens = self._seen.setdefault(step, (name, digest, tokens))
+            if found:
+                continue
+            if tokens != other_tokens:
+                found.append(difference("tokens", name, tokens, first, other_tokens))
+            if digest != other:
+                found.append(difference("batches", name, f"{digest} in step {step}", first, other))
+        return found
+
+    def forget(self, before: int) -> None:
+        """What lies behind all runs is not needed any more."""
+        for step in [step for step in self._seen if step <= before]:
+            del self._seen[step]
+
+
+def digest_of_batches(batches: Sequence[Batch], wait: bool) -> str:
+    """12 hexadecimal digits over ids and labels; of tensors on a device, unless it may wait, over their shapes alone."""
+    digest = hashlib.blake2b(digest_size=6)
+    for batch in batches:
+        for name in ("input_ids", "labels"):
+            tensor = batch[name]
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            if tensor.device.type == "cpu" or wait:
+                digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+# -- what is compared
+
+
+@torch.no_grad()
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """8 hexadecimal digits of the bits of tensors, computed where they are: sums of the bits, weighed by position."""
+    digest = hashlib.blake2b(digest_size=4)
+    for tensor in tensors:
+        kind = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        bits = local.detach().contiguous().reshape(-1).view(kind)
+        sums = []
+        for start in range(0, bits.numel(), _CHUNK):
+            part = bits[start : start + _CHUNK].long()
+            weight = torch.arange(len(part), device=part.device) % 65_521 + 1
+            sums.append((part * weight).sum())
+        total = torch.stack(sums).tolist() if sums else []
+        digest.update(f"{tuple(tensor.shape)}{tensor.dtype}{total}".encode())
+    return digest.hexdigest()
+
+
+def optimizer_words(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> str:
+    """Class and options, of every kind of group once. rates: of the groups, as they began."""
+    own = {name: getattr(optimizer, name) for name in ("state_dtype", "rounding", "seed") if hasattr(optimizer, name)}
+    groups: list[str] = []
+    for group, rate in zip(optimizer.param_groups, rates):
+        options = {k: _plain(v) for k, v in group.items() if k not in ("params", "initial_lr")}
+        text = ", ".join(f"{k}={v}" for k, v in sorted({**options, **own, "lr": rate}.items()) if v is not None)
+        if text not in groups:
+            groups.append(text)
+    return f"{type(optimizer).__name__}({'; '.join(groups)})"
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) else value
+
+
+def _sizes(config: Any) -> str:
+    """The numbers of a model's configuration, which are its shape."""
+    given: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else vars(config)
+    kept = {k: v for k, v in given.items() if isinstance(v, int) and not isinstance(v, bool) and not k.startswith("_")}
+    return "(" + ", ".join(f"{k}={v}" for k, v in sorted(kept.items()) if not k.endswith("_token_id")) + ")"
+
+
+def _recompute(model: nn.Module, fusion: Fusion | None) -> str:
+    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+        return "checkpoints"
+    return "none" if fusion is None else fusion.recompute

@@ -1,0 +1,171 @@
+"""A race as a folder that another person can read, and run again: race.json, a records.jsonl of each run, rerun.py.
+
+race.json holds the settings, the environment, and of each run its recipe, its work, every turn as it was timed, the prediction and
+the held-out losses: all that the table is computed from. Models and data are not in it; digests of both are, so that a rerun says
+where they are others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surokit.racing.entries import Source, folder_of
+from surokit.racing.runs import Run, read_steps, write_steps
+from surokit.recipe import BF16, Recipe
+from surokit.train.optim import AdamW, AdamW8bit, Spec, spec_from_dict, spec_to_dict
+from surokit.train.schedule import schedule_from_dict
+from surokit.train.stream import Batch
+
+if TYPE_CHECKING:
+    from surokit.racing.result import Race
+
+_VERSION = 1
+_KEPT = ("accumulate", "seed", "control", "turn_s", "target_loss", "usd_per_gpu_hour", "allow", "predict")
+
+
+def write(race: Race, where: Path) -> Path:
+    """The folder, with what is there replaced file by file."""
+    where.mkdir(parents=True, exist_ok=True)
+    for name, run in race.runs.items():
+        own = where / folder_of(name)
+        own.mkdir(exist_ok=True)
+        if where != race.run_dir or not (own / "records.jsonl").exists():  # there the session itself writes its records
+            write_steps(run.steps, own / "records.jsonl")
+    data = {
+        "version": _VERSION,
+        "baseline": race.baseline,
+        "twin": race.twin,
+        "reason": race.reason,
+        "command": race.command,
+        "settings": race.settings,
+        "environment": race.environment,
+        "notes": race.notes,
+        "runs": [run.to_dict() for run in race.runs.values()],
+        "table": _table(race),
+    }
+    _replace(where / "race.json", json.dumps(data, indent=1, allow_nan=True))
+    _replace(where / "rerun.py", script(race))
+    return where
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def _table(race: Race) -> list[str]:
+    """For readers of the file; a loaded race computes its own."""
+    return race.text().splitlines()
+
+
+def read(kind: type[Race], where: Path) -> Race:
+    path = where / "race.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{where} holds no race: there is no race.json in it, which race.save() writes.")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["version"] > _VERSION:
+            raise ValueError(f"it was written by a later version of surokit ({data['environment'].get('surokit')})")
+        runs = {
+            r["name"]: Run.from_dict(r, read_steps(where / folder_of(r["name"]) / "records.jsonl"))
+            for r in data["runs"]
+        }
+        race = kind(
+            runs,
+            data["baseline"],
+            data["twin"],
+            data["settings"],
+            run_dir=where,
+            environment=data["environment"],
+            notes=data["notes"],
+            reason=data["reason"],
+        )
+        race.command = data["command"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a race: {error}.") from error
+    return race
+
+
+def rerun(race: Race, *, model: Source, data: Iterable[Batch], **changes: Any) -> Race:
+    from surokit.racing.start import race as start
+
+    settings = race.settings
+    if settings["sessions"] and "entries" not in changes:
+        raise ValueError(
+            f"{settings['sessions'][0]!r} was a session of its own, which a folder does not hold: make it again, and call "
+            "surokit.race() as its race was called."
+        )
+    entries = {
+        name: BF16 if run.recipe is None else Recipe.from_dict(run.recipe)
+        for name, run in race.runs.items()
+        if name != race.twin
+    }
+    given: dict[str, Any] = {name: settings[name] for name in _KEPT}
+    given |= {"steps": min(len(run.steps) for run in race.runs.values()), "turn_s": settings["turn_s"] or _turn_s(race)}
+    given |= {"like": race, **changes}
+    try:
+        if "optimizer" not in changes:
+            given["optimizer"] = spec_from_dict(settings["optimizer"])
+        if "schedule" not in changes:
+            given["schedule"] = schedule_from_dict(settings["schedule"])
+    except ValueError as error:
+        raise ValueError(f"The folder does not hold everything that the race was run with. {error}") from error
+    for name, value in settings["session"].items():
+        if isinstance(value, dict) and "custom" in value and name not in changes:
+            raise ValueError(
+                f"The race was run with {name}={value['custom']}, which a folder does not hold: rerun({name}=...)."
+            )
+        given.setdefault(name, value)
+    return start(given.pop("entries", entries), model=model, data=data, **given)
+
+
+def _turn_s(race: Race) -> float | None:
+    """About as long as the turns were."""
+    seconds = sorted(turn.seconds for run in race.runs.values() for turn in run.whole_turns)
+    return seconds[len(seconds) // 2] if seconds else None
+
+
+def script(race: Race) -> str:
+    """rerun.py: the exact command where there was one, else what to fill in."""
+    if race.command:
+        return (
+            f'"""Runs the race of this folder again: {" ".join(["surokit", *race.command])}"""\n\n'
+            "from surokit.cli import main\n\n"
+            f"raise SystemExit(main({race.command!r}))\n"
+        )
+    work = race.runs[race.baseline].work
+    return (
+        '"""Runs the race of this folder again, and shows both tables. Weights and batches are compared with those of then."""\n\n'
+        "from pathlib import Path\n\nimport surokit as sk\n\n"
+        f"# then: {_one_line(work.get('model'))}, of which {work.get('parameters')} parameters train; "
+        f"their digest is {work.get('weights')}\n"
+        "model = ...\n"
+        f"# then: the fingerprint {work.get('data')}\n"
+        "data = ...\n\n"
+        "saved = sk.Race.load(Path(__file__).parent)\nprint(saved)\nprint(saved.rerun(model=model, data=data))\n"
+    )
+
+
+def _one_line(value: Any) -> str:
+    return " ".join(str(value).split())
+
+
+def plain(value: Any) -> Any:
+    """A setting as JSON has it; of anything else its name."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple) and not value:
+        return []
+    return {"custom": repr(value)}
+
+
+def optimizer_to_dict(optimizer: Any) -> dict[str, Any]:
+    """A specification of ours as data; any other by its name."""
+    if isinstance(optimizer, Spec) and optimizer.optimizer in (AdamW, AdamW8bit):
+        return spec_to_dict(optimizer, None)  # type: ignore[arg-type]  # that one is asked for a name only
+    return {"name": getattr(optimizer, "__name__", repr(optimizer)), "custom": True}

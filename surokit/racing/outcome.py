@@ -1,0 +1,294 @@
+"""What follows from a race: the rows of its table, and the sentences under it. Computed from its runs each time, never stored.
+
+ratio: geometric mean over the rounds of tokens/s over the baseline's, with its bootstrap interval. matched: the ratio times the
+baseline's steps to the target loss over this run's: progress, not tokens. The target is given, or the lowest smoothed loss that
+every run has reached. All runs see the same batches, so that the noise of these cancels when two losses are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from surokit.racing.runs import Floats, Run, Turn, rounds_of
+from surokit.racing.statistics import (
+    ROUNDS,
+    Interval,
+    bootstrap_interval,
+    drift,
+    ratios,
+    reached_by_all,
+    smoothed,
+    smoothing,
+    spread,
+    steps_to,
+)
+
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run's figures; None or nan where there is nothing to say. Times are the run's own (`Run.warm_seconds`).
+
+    loss: smoothed, after the last step. loss_at: smoothed, when `at_s` of its own time had passed, which is as long as every run
+    has. loss_hour: after an hour of its own time, where it ran that long. to_target: (steps, tokens, seconds, USD).
+    """
+
+    name: str
+    tokens_per_s: float
+    low: float
+    high: float
+    ratio: Interval
+    matched: Interval | None
+    predicted: float | None
+    loss: float
+    held_out: float | None
+    to_target: tuple[int, int, float, float | None] | None
+    loss_at: float
+    loss_hour: float | None
+    idle_frac: float
+    drift: float
+    first_step_s: float
+    warm_up_s: float
+    peak_gib: float | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The whole result: rows in the order of the entries (the baseline first, its twin last), and what it rests on."""
+
+    rows: tuple[Row, ...]
+    rounds: int
+    span: int  # steps over which losses are averaged
+    target: float
+    target_given: bool
+    at_s: float
+    timed_s: float
+    control: Interval | None
+    seed: int
+
+    def __getitem__(self, name: str) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+    @property
+    def trusted(self) -> bool | None:
+        """Whether the baseline's twin came out as fast as itself; None without a twin or with too few rounds."""
+        return None if self.control is None or not self.control.known else self.control.holds(1.0)
+
+    def control_words(self) -> str:
+        """What the A/A control says, a sentence."""
+        if self.control is None:
+            return "There was no A/A control, so nothing says how far these intervals can be trusted."
+        if not self.control.known:
+            return (
+                f"{self.rounds} rounds of turns are too few for an interval ({ROUNDS} are needed): let the race go on."
+            )
+        if self.trusted:
+            width = max(self.control.high - 1, 1 - self.control.low)
+            return (
+                f"A/A control: the baseline against itself came out at {self.control}, which holds 1: differences of more than "
+                f"about {width:.1%} can be seen here."
+            )
+        return (
+            f"The intervals are not to be trusted: the baseline against itself came out at {self.control}, which does not hold 1. "
+            "Something else was at work (other programs, heat); one race in twenty says so by chance. Let it go on, or race again."
+        )
+
+
+def outcome(
+    runs: Mapping[str, Run],
+    baseline: str,
+    twin: str | None = None,
+    target_loss: float | None = None,
+    usd_per_hour: float | None = None,
+    seed: int = 0,
+) -> Outcome:
+    """The figures of the runs so far. Raises ValueError before every run has had a turn."""
+    if not runs or any(not run.turns for run in runs.values()):
+        raise ValueError(
+            "The race has no result before every run has had a turn: let it go on with race.go_on(minutes=1)."
+        )
+    names = list(runs)
+    rounds = rounds_of(list(runs.values()))
+    rates = {name: [turn.rate for turn in _of_rounds(runs[name], rounds)] for name in names}
+    losses = {name: run.steps["loss"] for name, run in runs.items()}
+    seconds = {name: np.cumsum(run.warm_seconds()) for name, run in runs.items()}
+    span = smoothing(max(map(len, losses.values())))
+    target = reached_by_all(list(losses.values()), span) if target_loss is None else target_loss
+    at_s = min((float(s[-1]) for s in seconds.values() if len(s)), default=math.nan)
+    needed = {name: steps_to(values, target, span) for name, values in losses.items()}
+    price = None if usd_per_hour is None else usd_per_hour / HOUR_S
+    rows = []
+    for name, run in runs.items():
+        ratio = bootstrap_interval(ratios(rates[name], rates[baseline]), seed=seed)
+        low, mid, high = spread(rates[name] or [turn.rate for turn in run.turns])
+        n, base_n = needed[name], needed[baseline]
+        mean = smoothed(losses[name], span)
+        to_target = None
+        if n is not None:
+            own_s = float(seconds[name][n - 1])
+            tokens = int(run.steps["tokens"][:n].sum())
+            to_target = n, tokens, own_s, None if price is None else own_s * price
+        rows.append(
+            Row(
+                name=name,
+                tokens_per_s=mid,
+                low=low,
+                high=high,
+                ratio=ratio,
+                matched=ratio.times(base_n / n) if n is not None and base_n is not None else None,
+                predicted=run.prediction.ratio if run.prediction else None,
+                loss=float(mean[-1]) if len(mean) else math.nan,
+                held_out=run.held_out[-1][1] if run.held_out and run.held_out[-1][0] == _last_step(run) else None,
+                to_target=to_target,
+                loss_at=_at(mean, seconds[name], at_s),
+                loss_hour=_at(mean, seconds[name], HOUR_S) if len(mean) and seconds[name][-1] >= HOUR_S else None,
+                idle_frac=_idle(run),
+                drift=drift(rates[name]),
+                first_step_s=run.warm_up.first_step_s if run.warm_up else math.nan,
+                warm_up_s=run.warm_up.seconds if run.warm_up else math.nan,
+                peak_gib=run.peak_gib,
+            )
+        )
+    control = next((row.ratio for row in rows if row.name == twin), None)
+    timed_s = sum(turn.seconds for run in runs.values() for turn in run.turns)
+    return Outcome(tuple(rows), len(rounds), span, target, target_loss is not None, at_s, timed_s, control, seed)
+
+
+def _of_rounds(run: Run, rounds: Sequence[int]) -> list[Turn]:
+    by_round = {turn.round: turn for turn in run.whole_turns}
+    return [by_round[number] for number in rounds]
+
+
+def _last_step(run: Run) -> int:
+    return int(run.steps["step"][-1]) if len(run.steps) else -1
+
+
+def _at(mean: Floats, seconds: Floats, at_s: float) -> float:
+    """The smoothed loss when so many seconds had passed; nan before the first step's end."""
+    done = int(np.searchsorted(seconds, at_s * (1 + 1e-9), side="right"))
+    return float(mean[done - 1]) if done else math.nan
+
+
+def _idle(run: Run) -> float:
+    """Idle share of the step time, over the steps that were timed; at least."""
+    step, wall, idle = run.steps["step"], run.steps["wall_ms"], run.steps["idle_frac"]
+    timed = np.zeros(len(step), bool)
+    for turn in run.turns:
+        timed |= (step > turn.last - turn.steps) & (step <= turn.last)
+    known = timed & np.isfinite(idle)
+    return float((idle * wall)[known].sum() / wall[known].sum()) if wall[known].sum() > 0 else math.nan
+
+
+# -- as a table
+
+COLUMNS = {
+    "tokens_per_s": "median of the turns",
+    "low": "slowest turn",
+    "high": "fastest turn",
+    "ratio": "tokens/s over the baseline's",
+    "ratio_low": "its interval, 95 %",
+    "ratio_high": "",
+    "predicted": "ratio that was predicted",
+    "matched": "ratio at equal loss",
+    "matched_low": "its interval, steps taken as exact",
+    "matched_high": "",
+    "loss": "smoothed training loss after the last step",
+    "held_out": "loss on held-out data",
+    "steps_to_target": "",
+    "tokens_to_target": "",
+    "s_to_target": "own time",
+    "usd_to_target": "",
+    "loss_at_equal_time": "",
+    "loss_after_an_hour": "",
+    "idle_frac": "at least",
+    "drift": "last third of the turns over the first",
+    "first_step_s": "",
+    "warm_up_s": "",
+    "peak_gib": "of the device, the run's own",
+}
+
+
+def record_of(row: Row) -> dict[str, Any]:
+    """A row with the columns of the table; None where there is nothing."""
+    matched = row.matched or Interval(math.nan, math.nan, math.nan)
+    steps, tokens, seconds, usd = row.to_target or (None, None, None, None)
+    return {
+        "tokens_per_s": row.tokens_per_s,
+        "low": row.low,
+        "high": row.high,
+        "ratio": row.ratio.mid,
+        "ratio_low": row.ratio.low,
+        "ratio_high": row.ratio.high,
+        "predicted": row.predicted,
+        "matched": matched.mid,
+        "matched_low": matched.low,
+        "matched_high": matched.high,
+        "loss": row.loss,
+        "held_out": row.held_out,
+        "steps_to_target": steps,
+        "tokens_to_target": tokens,
+        "s_to_target": seconds,
+        "usd_to_target": usd,
+        "loss_at_equal_time": row.loss_at,
+        "loss_after_an_hour": row.loss_hour,
+        "idle_frac": row.idle_frac,
+        "drift": row.drift,
+        "first_step_s": row.first_step_s,
+        "warm_up_s": row.warm_up_s,
+        "peak_gib": row.peak_gib,
+    }
+
+
+HEADER = (
+    "run",
+    "tokens/s",
+    "x baseline (95 %)",
+    "predicted",
+    "at equal loss",
+    "held out",
+    "to target",
+    "idle",
+    "drift",
+    "first step",
+)
+RIGHT = tuple(range(1, len(HEADER)))
+
+
+def cells_of(row: Row, is_baseline: bool) -> tuple[str, ...]:
+    """A row as words, under HEADER."""
+    ratio = "baseline" if is_baseline else str(row.ratio)
+    return (
+        row.name,
+        f"{row.tokens_per_s:,.0f} ({row.low:,.0f} to {row.high:,.0f})",
+        ratio,
+        "" if row.predicted is None or is_baseline else f"{row.predicted:.2f}",
+        "" if row.matched is None or is_baseline else f"{row.matched.mid:.3f}",
+        "" if row.held_out is None else f"{row.held_out:.4f}",
+        _target_words(row.to_target),
+        "" if math.isnan(row.idle_frac) else f"{row.idle_frac:.1%}",
+        "" if math.isnan(row.drift) else f"{row.drift:+.1%}",
+        f"{row.first_step_s:.2f} s",
+    )
+
+
+def _target_words(to_target: tuple[int, int, float, float | None] | None) -> str:
+    if to_target is None:
+        return "not reached"
+    steps, _, seconds, usd = to_target
+    return f"{steps:,} steps, {span_words(seconds)}" + ("" if usd is None else f", {usd:.3g} USD")
+
+
+def span_words(seconds: float) -> str:
+    """12.3 s, 4.5 min, 2.1 h."""
+    if math.isnan(seconds):
+        return "no time"
+    for size, unit in ((3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"

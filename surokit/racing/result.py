@@ -1,0 +1,228 @@
+"""`Race`: what happened so far, what follows from it, and the way to go on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from surokit.racing import folder
+from surokit.racing.entries import Source
+from surokit.racing.outcome import COLUMNS, HEADER, RIGHT, Outcome, cells_of, outcome, record_of, span_words
+from surokit.racing.runs import Run
+from surokit.tables import data_frame, html_table, text_table
+from surokit.train import Session
+from surokit.train.stream import Batch
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from surokit.racing.driving import Driver
+
+Axis = Literal["steps", "tokens", "time", "usd"]
+
+
+class Race:
+    """What happened so far, and the sessions that go on, where it was not loaded from a folder.
+
+    runs: every run's turns, steps and losses by name. sessions: by name, ready to be used between calls; `bring(name)` first where
+    models are parked. reason: why it ended last.
+    """
+
+    def __init__(
+        self,
+        runs: dict[str, Run],
+        baseline: str,
+        twin: str | None,
+        settings: dict[str, Any],
+        *,
+        run_dir: Path | None = None,
+        environment: dict[str, Any] | None = None,
+        notes: Sequence[str] = (),
+        reason: str = "",
+    ) -> None:
+        self.runs, self.baseline, self.twin, self.settings = runs, baseline, twin, settings
+        self.run_dir, self.reason = run_dir, reason
+        self.command: list[str] | None = None  # of the command line that began it
+        self.notes = list(notes)
+        self._environment = environment
+        self._driver: Driver | None = None
+
+    # -- going on
+
+    def driven_by(self, driver: Driver) -> None:
+        """From now on the race can go on."""
+        self._driver = driver
+
+    def go_on(self, minutes: float | None = None, steps: int | None = None) -> None:
+        """Rounds for so many more minutes, or until every run has made so many more steps, whichever ends first; with neither, to
+        the number of steps that the race was given. A turn that a stop cut short is finished first."""
+        driver = self._drive()
+        if minutes is None and steps is None and self.settings["steps"] is not None:
+            driver.go_on(None, driver.left)
+            return
+        check_time(minutes, steps)
+        driver.go_on(minutes, steps)
+
+    def stop(self) -> None:
+        """Ends the race from another thread, at the end of a step; `go_on` goes on."""
+        self._drive().stop()
+
+    def pause(self) -> None:
+        """The race waits before the next turn; the wait is nobody's time."""
+        self._drive().pause()
+
+    def resume(self) -> None:
+        self._drive().resume()
+
+    @property
+    def sessions(self) -> dict[str, Session]:
+        return dict(self._drive().sessions)
+
+    def bring(self, name: str) -> Session:
+        """The session of that name, on its device: for evaluating, saving or going on with it, between two calls."""
+        driver = self._drive()
+        driver.parking.bring(name)
+        return driver.sessions[name]
+
+    def _drive(self) -> Driver:
+        if self._driver is None:
+            raise RuntimeError(
+                "This race was loaded from a folder and has no models: rerun(model=..., data=...) races again with its settings."
+            )
+        return self._driver
+
+    # -- what came of it
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        if self._environment is None:
+            from surokit.environment import environment
+
+            self._environment = environment()
+        return self._environment
+
+    @property
+    def outcome(self) -> Outcome:
+        """All figures as values. ValueError before every run has had a turn."""
+        settings = self.settings
+        return outcome(
+            self.runs,
+            self.baseline,
+            self.twin,
+            settings["target_loss"],
+            settings["usd_per_gpu_hour"],
+            settings["seed"],
+        )
+
+    def table(self) -> pd.DataFrame:
+        """A row a run, the baseline first; the columns are described in surokit/racing/outcome.py."""
+        found = self.outcome
+        return data_frame([{"run": row.name, **record_of(row)} for row in found.rows], ["run", *COLUMNS]).set_index(
+            "run"
+        )
+
+    def words(self) -> list[str]:
+        """What has to be said beside the table, a sentence each: how it was raced, what may be trusted, what differs."""
+        found = self.outcome
+        first = self.runs[self.baseline]
+        sizes = sorted({turn.steps for turn in first.whole_turns})
+        said = []
+        if sizes and first.warm_up is not None:
+            size = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
+            size += " timed step" + "s" * (sizes != [1])
+            said.append(
+                f"{found.rounds} rounds of turns, each {size} after an untimed one, {span_words(found.timed_s)} timed "
+                f"in all on {self.environment['device']}, after a warm-up of {first.warm_up.steps} steps each."
+            )
+        if found.timed_s < 60 * len(found.rows):
+            said.append("Less than a minute each: whether a speed is sustained takes minutes to see.")
+        said.append(found.control_words())
+        given = "given" if found.target_given else "the lowest that all have reached"
+        if not math.isnan(found.target):
+            said.append(
+                f"Target loss {found.target:.4f} ({given}), mean of {found.span} steps; times are each run's own."
+            )
+        hours = [f"{row.name} {row.loss_hour:.4f}" for row in found.rows if row.loss_hour is not None]
+        said.append(
+            f"Loss after an hour of own time: {', '.join(hours)}."
+            if hours
+            else f"Loss after {span_words(found.at_s)} of own time: "
+            + ", ".join(f"{row.name} {row.loss_at:.4f}" for row in found.rows)
+            + " (nothing is extrapolated to an hour)."
+        )
+        for name, run in self.runs.items():
+            if run.prediction is not None and name not in (self.baseline, self.twin):
+                measured = found[name].ratio.mid
+                also = "" if run.prediction.ratio is None else f"; measured {measured:.2f} x"
+                said.append(f"{name}: {run.prediction}{also}.")
+        emulated = {name: run.numerics for name, run in self.runs.items() if run.numerics.startswith("emulated")}
+        if first.work.get("device") == "cpu":
+            said.append(
+                "These are a processor's times, where low-precision formats are emulated: they say nothing about a GPU."
+            )
+        elif emulated:
+            said.append(f"Emulated here, so that its time is not the format's: {', '.join(emulated)}.")
+        return said + self.notes
+
+    def plot(self, x: Axis = "time") -> Figure:
+        """Loss against "steps", "tokens", "time" (a run's own) or "usd", and each turn's ratio to the baseline beside it."""
+        from surokit.racing.picture import plot
+
+        return plot(self, x)
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def text(self) -> str:
+        """The table and what has to be said beside it."""
+        try:
+            found = self.outcome
+        except ValueError as error:
+            return f"<Race {', '.join(self.runs)}: {error}>"
+        rows = [cells_of(row, row.name == self.baseline) for row in found.rows]
+        return "\n".join([text_table(rows, header=HEADER, right=RIGHT, indent=""), "", *self.words()])
+
+    def _repr_html_(self) -> str:
+        try:
+            found = self.outcome
+        except ValueError as error:
+            return f"<p>{escape(str(error))}</p>"
+        rows = [cells_of(row, row.name == self.baseline) for row in found.rows]
+        words = "".join(f"<br>{escape(line)}" for line in self.words())
+        return f"<div>{html_table(rows, header=HEADER, right=RIGHT)}<small>{words[4:]}</small></div>"
+
+    # -- a folder
+
+    def save(self, path: str | Path | None = None) -> Path:
+        """Writes the race as a folder: race.json, each run's records.jsonl, rerun.py. None: its run_dir."""
+        where = Path(path) if path is not None else self.run_dir
+        if where is None:
+            raise ValueError("There is nowhere to save to: race.save(folder), or race(run_dir=...).")
+        return folder.write(self, where)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Race:
+        """A race that was saved: the same table and plots. FileNotFoundError or ValueError for what is none."""
+        return folder.read(cls, Path(path))
+
+    def rerun(self, *, model: Source, data: Iterable[Batch], **changes: Any) -> Race:
+        """The same race again: same recipes, settings, seed, and as many steps.
+
+        changes: arguments of `race` that shall differ, and those a folder cannot hold. UnequalWork where the weights, or the data
+        by its fingerprint, are others than in this race, unless `allow` has "weights" or "data"; batches that turn out to be others
+        are told under the table.
+        """
+        return folder.rerun(self, model=model, data=data, **changes)
+
+
+def check_time(minutes: float | None, steps: int | None) -> None:
+    if minutes is None and steps is None:
+        raise ValueError("A race needs an end: minutes= or steps=.")
+    if minutes is not None and not 0 <= minutes < math.inf:
+        raise ValueError(f"minutes={minutes!r}: a finite number >= 0.")
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise ValueError(f"steps={steps!r}: a whole number of at least 1.")

@@ -1,0 +1,181 @@
+"""What a race is made of, as plain values: the turns and steps of each run, kept while it runs, written to a folder and read back.
+
+The clock of a run is its own: `warm_seconds` counts the time that its steps take, not the other runs' turns. Steps that were not
+timed (the warm-up, and the first of each turn, in which the machine changes over) count as the mean of the timed ones next to them,
+so that time is what the run would take alone once it is warm. What the warm-up really took stands beside.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from surokit.train.records import Record, read
+
+Floats = NDArray[np.float64]
+COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", "wall_ms", "idle_frac", "skipped")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Steps of one run without a break: `untimed` ones, then `steps` that took `seconds` and `tokens`; `last` is the number of the
+    last one. at_s: when it began, in seconds of the race. whole: False where a stop cut it short, so that it is in no ratio."""
+
+    round: int
+    untimed: int
+    steps: int
+    last: int
+    tokens: int
+    seconds: float
+    at_s: float
+    whole: bool = True
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What came before the first turn: steps, how long they took, the first of them alone (what a user waits for), and how long a
+    step took at its end."""
+
+    steps: int
+    first_step_s: float
+    seconds: float
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """How much faster than the baseline a recipe is expected to be, and why; None where it could not be told, with `why`.
+
+    share: of the baseline's step, spent in the products that the two compute differently. products: how many times as fast these
+    are, quantization left out. quantization: what it takes, as a share of the baseline's step. All three measured apart.
+    """
+
+    ratio: float | None
+    share: float | None = None
+    products: float | None = None
+    quantization: float | None = None
+    why: str = ""
+
+    def __str__(self) -> str:
+        if self.ratio is None or self.share is None or self.products is None or self.quantization is None:
+            return f"no prediction: {self.why}"
+        return (
+            f"predicted {self.ratio:.2f} x: {self.share:.0%} of the baseline's step is products that change, {self.products:.2f} x "
+            f"as fast here, and quantization takes {self.quantization:.0%} of it"
+        )
+
+
+class Steps:
+    """One row a step, in the order of the steps; everything of a run of any length."""
+
+    def __init__(self, columns: Mapping[str, Iterable[float]] | None = None) -> None:
+        self._columns = {name: array("d", (columns or {}).get(name, ())) for name in COLUMNS}
+
+    def add(self, record: Record) -> None:
+        row = record.to_dict()
+        for name, column in self._columns.items():
+            column.append(row.get(name, float("nan")))
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    def __getitem__(self, name: str) -> Floats:
+        """A copy of a column."""
+        return np.array(self._columns[name], np.float64)
+
+
+@dataclass
+class Run:
+    """One entry of a race. algebra: its recipe in a line. numerics: "native", what is emulated, or "". work: what it does, as
+    `Work` has it. held_out: (step, loss). peak_gib: of the device memory, its own; None on a CPU."""
+
+    name: str
+    algebra: str = ""
+    numerics: str = ""
+    recipe: dict[str, Any] | None = None
+    work: dict[str, Any] = field(default_factory=dict)
+    warm_up: WarmUp | None = None
+    turns: list[Turn] = field(default_factory=list)
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    peak_gib: float | None = None
+    prediction: Prediction | None = None
+    batches: str = ""  # digest of all that it was given
+    steps: Steps = field(default_factory=Steps)
+
+    @property
+    def whole_turns(self) -> list[Turn]:
+        return [turn for turn in self.turns if turn.whole]
+
+    def warm_seconds(self) -> Floats:
+        """Seconds that each step takes, one a row of `steps`; nan before anything was timed."""
+        step, wall = self.steps["step"], self.steps["wall_ms"]
+        cost = np.full(len(step), np.nan)
+        for turn in self.turns:
+            if turn.steps and turn.seconds > 0:
+                timed = (step > turn.last - turn.steps) & (step <= turn.last)
+                before = (step > turn.last - turn.steps - turn.untimed) & (step <= turn.last - turn.steps)
+                total = wall[timed].sum()
+                cost[timed] = turn.seconds * (wall[timed] / total if total > 0 else 1 / turn.steps)
+                cost[before] = turn.seconds / turn.steps
+        timed_turns = [turn for turn in self.turns if turn.steps and turn.seconds > 0]
+        if timed_turns:
+            cost[np.isnan(cost)] = timed_turns[0].seconds / timed_turns[0].steps
+        return cost
+
+    # -- as data
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the steps."""
+        plain = ("name", "algebra", "numerics", "recipe", "work", "peak_gib", "batches")
+        return {
+            **{name: getattr(self, name) for name in plain},
+            "warm_up": asdict(self.warm_up) if self.warm_up else None,
+            "prediction": asdict(self.prediction) if self.prediction else None,
+            "turns": [asdict(turn) for turn in self.turns],
+            "held_out": [list(point) for point in self.held_out],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], steps: Steps) -> Run:
+        values = {name: data[name] for name in ("name", "algebra", "numerics", "recipe", "work", "peak_gib", "batches")}
+        return cls(
+            **values,
+            warm_up=WarmUp(**data["warm_up"]) if data["warm_up"] else None,
+            prediction=Prediction(**data["prediction"]) if data["prediction"] else None,
+            turns=[Turn(**turn) for turn in data["turns"]],
+            held_out=[(int(step), float(loss)) for step, loss in data["held_out"]],
+            steps=steps,
+        )
+
+
+def write_steps(steps: Steps, path: Path) -> None:
+    """As records.jsonl, which `read_steps` and every other reader of records takes."""
+    columns = {name: steps[name].tolist() for name in COLUMNS}
+    whole = ("step", "tokens")
+    with path.open("w", encoding="utf-8") as file:
+        for row in zip(*columns.values()):
+            values = {name: int(v) if name in whole else v if v - v == 0 else str(v) for name, v in zip(columns, row)}
+            file.write(json.dumps(values) + "\n")
+
+
+def read_steps(path: Path) -> Steps:
+    columns = read(path)
+    return Steps({name: columns[name] for name in COLUMNS if name in columns})
+
+
+def rounds_of(runs: Sequence[Run]) -> list[int]:
+    """The rounds in which every run had a whole turn."""
+    sets = [{turn.round for turn in run.whole_turns} for run in runs]
+    return sorted(set.intersection(*sets)) if sets else []

@@ -1,0 +1,49 @@
+"""`surokit race`: the function of that name, with the same words."""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+
+import pytest
+
+import surokit as sk
+from surokit import cli
+
+SMALL = ["--layers", "1", "--width", "32", "--length", "16", "--batch", "2"]
+
+
+def test_a_race_from_the_command_line(tmp_path, capsys):
+    folder, picture = tmp_path / "race", tmp_path / "race.png"
+    arguments = ["race", "--recipes", "bf16", "fp8", "--lora", "2", "--steps", "8", *SMALL, "--usd-per-gpu-hour", "2"]
+    assert cli.main([*arguments, "--run-dir", str(folder), "--plot", str(picture)]) == 0
+    told = capsys.readouterr()
+    assert told.out.splitlines()[0].startswith("run ")
+    assert "bf16 again" in told.out
+    assert picture.stat().st_size > 10_000
+    race = sk.Race.load(folder)
+    assert repr(race) in told.out
+    assert race.runs["fp8"].recipe is not None
+    assert race.runs["fp8"].recipe["adapter"]["rank"] == 2
+    assert race.settings["usd_per_gpu_hour"] == 2
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(folder / "rerun.py"))
+    assert ended.value.code == 0
+    again = sk.Race.load(tmp_path / "race-2")
+    assert again.runs["fp8"].steps["loss"].tolist() == race.runs["fp8"].steps["loss"].tolist()
+
+
+def test_errors_are_one_line(capsys):
+    assert cli.main(["race", "--recipes", "fp88", "--steps", "4", *SMALL]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert cli.main(["race", "--minutes", "soon"]) == 2
+    assert "'soon' is not a number" in capsys.readouterr().err
+    assert cli.main(["race", "--steps", "0", *SMALL]) == 2
+    assert "steps=0: a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_its_words_are_those_of_the_function():
+    known = vars(cli._parser().parse_args(["race"]))
+    apart = {"entries", "data", "optimizer", "schedule", "eval", "live", "allow", "together", "predict", "like"}
+    names = set(inspect.signature(sk.race).parameters) - apart - {"session_settings"}
+    assert names <= set(known)

@@ -1,0 +1,246 @@
+"""Equal work: every kind of difference is refused in a sentence, and let through by its name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import surokit as sk
+from surokit.racing import UnequalWork
+from surokit.racing.equal import NAMES, digest_of, digest_of_batches
+from surokit.racing.start import race
+from tests.racing.conftest import CONFIG, batches
+
+
+def against(session, name, text, a=None, b=None, **options):
+    """Two sessions that differ are refused with this sentence, and race where the difference is allowed."""
+    a, b = a or {}, b or {}
+
+    def both():
+        return {"one": session(**a), "two": session(**b)}
+
+    with pytest.raises(UnequalWork, match=text) as caught:
+        race(both(), steps=8, live=False, predict=False, control=False, **options)
+    assert [d.name for d in caught.value.differences] == [name]
+    assert f"allow=({name!r},)" in str(caught.value)
+    found = race(both(), steps=8, live=False, predict=False, control=False, allow=(name,), **options)
+    assert any(note.startswith("Allowed: 'two' ") for note in found.notes)
+    assert found.notes[0] in repr(found)
+
+
+def test_accumulate(session):
+    two = [{key: value.repeat(1, 1) for key, value in batch.items()} for batch in batches()]
+    with pytest.raises(UnequalWork, match="'two' takes 2 batches a step and 'one' takes 1 batches a step") as caught:
+        race({"one": session(), "two": session(accumulate=2, data=two)}, steps=8, live=False)
+    assert [d.name for d in caught.value.differences] == ["accumulate"]
+
+
+def test_optimizer(session):
+    against(
+        session,
+        "optimizer",
+        r"'two' is trained by AdamW\(.*lr=0.01.*\) and 'one' is trained by AdamW\(.*lr=0.003",
+        b={"optimizer": sk.AdamW(lr=1e-2)},
+    )
+    against(session, "optimizer", "trained by AdamW8bit", b={"optimizer": sk.AdamW8bit(lr=3e-3)})
+    against(session, "optimizer", "rounding=stochastic", b={"optimizer": sk.AdamW(lr=3e-3, rounding="stochastic")})
+
+
+def test_schedule(session):
+    against(session, "schedule", r"'two' has the schedule Cosine\(warmup=2, steps=99", b={"schedule": sk.Cosine(2, 99)})
+    against(session, "schedule", "'two' has the schedule None", b={"schedule": None})
+
+
+def test_clip_and_seed(session):
+    against(session, "clip", "'two' clips at None and 'one' clips at 1.0", b={"clip": None})
+    against(session, "seed", "'two' has the seed 1", b={"seed": 1})
+
+
+def test_data_order(session):
+    with pytest.raises(UnequalWork, match="'two' reads the data") as caught:
+        race({"one": session(), "two": session(data=batches()[::-1])}, steps=8, live=False)
+    assert [d.name for d in caught.value.differences] == ["data"]
+
+
+class Unnamed:
+    """Batches without a fingerprint."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def __iter__(self):
+        return iter(self.found)
+
+
+def test_batches_are_compared_as_they_come(session):
+    given = batches()
+    swapped = [*given[:3], given[4], given[3], *given[5:]]
+    with pytest.raises(UnequalWork, match="gets the batch [0-9a-f]{12} in step 4") as caught:
+        race({"one": session(data=Unnamed(given)), "two": session(data=Unnamed(swapped))}, steps=16, live=False)
+    assert caught.value.differences[0].name == "batches"
+    assert getattr(caught.value, "race").reason.startswith(  # noqa: B009
+        "failed: UnequalWork"
+    )
+
+
+def test_tokens_a_step(session):
+    short = [{key: value[:, :12] for key, value in batch.items()} for batch in batches()]
+    with pytest.raises(UnequalWork, match="'two' takes 24 tokens a step and 'one' takes 32 tokens a step") as caught:
+        race({"one": session(data=Unnamed(batches())), "two": session(data=Unnamed(short))}, steps=8, live=False)
+    assert {d.name for d in caught.value.differences} == {"tokens", "batches"}
+    allowed = race(
+        {"one": session(data=Unnamed(batches())), "two": session(data=Unnamed(short))},
+        steps=8,
+        live=False,
+        predict=False,
+        allow=("tokens", "batches"),
+    )
+    assert "Allowed: 'two' takes 24 tokens a step and 'one' takes 32 tokens a step." in allowed.notes
+
+
+def test_full_training_against_an_adapter(session):
+    against(
+        session,
+        "parameters",
+        r"'two' trains [\d,]+ parameters and 'one' trains [\d,]+ parameters: full training against an adapter",
+        a={"recipe": sk.BF16},
+        b={"recipe": sk.QFP8.lora(rank=4)},
+    )
+    against(session, "parameters", "adapter", a={"recipe": sk.BF16.lora(rank=4)}, b={"recipe": sk.FP8.lora(rank=8)})
+
+
+def test_other_weights_dtype_and_shape(session, model):
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        next(other.parameters()).view(-1)[7] += 1
+    with pytest.raises(UnequalWork, match="'two' starts from the weights [0-9a-f]{8}"):
+        race({"one": session(), "two": session(model=other)}, steps=8, live=False)
+    with pytest.raises(UnequalWork, match="'two' trains float32 and 'one' trains bfloat16"):
+        race({"one": session(), "two": session(model=copy.deepcopy(model).float())}, steps=8, live=False)
+    narrow = sk.Decoder(
+        sk.DecoderConfig(layers=2, width=32, heads=2, kv_heads=1, vocab=64, ffn=32), dtype=torch.bfloat16
+    )
+    with pytest.raises(UnequalWork, match="'two' has a Decoder .*ffn=32"):
+        race({"one": session(), "two": session(model=narrow)}, steps=8, live=False)
+
+
+def test_recompute_and_fusion(session, model):
+    def fused(**options):
+        found = copy.deepcopy(model)
+        sk.fuse(found, **options)
+        return found
+
+    with pytest.raises(
+        UnequalWork, match="'two' computes again in backward: full and 'one' computes again in backward: none"
+    ) as c:
+        race({"one": session(model=fused()), "two": session(model=fused(recompute="full"))}, steps=8, live=False)
+    assert [d.name for d in c.value.differences] == ["recompute"]
+    with pytest.raises(UnequalWork, match="'two' fuses: as the device has it") as c:
+        race({"one": session(model=fused()), "two": session()}, steps=8, live=False)
+    assert [d.name for d in c.value.differences] == ["fusion"]
+    checkpointed = copy.deepcopy(model)
+    checkpointed.gradient_checkpointing = True
+    with pytest.raises(UnequalWork, match="computes again in backward: checkpoints"):
+        race({"one": session(), "two": session(model=checkpointed)}, steps=8, live=False)
+
+
+def test_compile_graphs_steps_and_held_out(session):
+    for name, text, options in (
+        ("compile", "'two' has compile=True", {"compile": True}),
+        ("graphs", "'two' has graphs=off", {"graphs": False}),
+        ("held_out", "'two' is evaluated on", {"eval": batches(1, seed=9)}),
+    ):
+        with pytest.raises(UnequalWork, match=text) as caught:
+            race(
+                {"one": session(graphs="auto", compile=False), "two": session(**{"compile": False, **options})},
+                steps=8,
+                live=False,
+            )
+        assert [d.name for d in caught.value.differences] == [name]
+    ahead = session()
+    ahead.run(2)
+    with pytest.raises(UnequalWork, match="'two' has done 2 steps and 'one' has done 0 steps"):
+        race({"one": session(), "two": ahead}, steps=8, live=False)
+
+
+def test_several_differences_are_all_named(session):
+    with pytest.raises(UnequalWork, match="clips at 2.0.*has the seed 3") as caught:
+        race({"one": session(), "two": session(clip=2.0, seed=3)}, steps=8, live=False)
+    assert {d.name for d in caught.value.differences} == {"clip", "seed"}
+    assert "allow=('clip', 'seed')" in str(caught.value)
+
+
+def test_an_unknown_name_to_allow(make):
+    with pytest.raises(ValueError, match=f"does not know 'speed': a difference is called {', '.join(NAMES)}"):
+        make(allow="speed")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"steps": None}, "needs an end: minutes= or steps="),
+        ({"steps": 0}, "steps=0: a whole number"),
+        ({"steps": 4.0}, "steps=4.0: a whole number"),
+        ({"minutes": -1}, "minutes=-1: a finite number"),
+        ({"turn_s": 0}, "turn_s=0"),
+        ({"target_loss": float("nan")}, "target_loss=nan"),
+        ({"usd_per_gpu_hour": -1}, "a price is a finite number"),
+        ({"model": None}, "'bf16' is a recipe, so model = ... must be given"),
+        ({"model": 3}, "a torch.nn.Module, a folder, or a function that makes a model, not 3"),
+        ({"entries": []}, "needs entries"),
+        ({"entries": 3}, "not a int"),
+        ({"entries": {"": sk.BF16}}, "'' is no name"),
+        ({"entries": {"a": 3}}, "'a' is a int: give a recipe"),
+        ({"entries": {"a": "fp88"}}, "fp88"),
+        ({"entries": [sk.BF16, sk.BF16]}, "have one name"),
+        ({"entries": {"a b": sk.BF16, "a-b": sk.FP8}}, "one folder"),
+        ({"entries": {"a": sk.BF16, "a again": sk.FP8}}, "name of the baseline's twin"),
+        ({"entries": [sk.BF16], "control": False}, "nothing to compare"),
+        ({"save_every": 3}, "save_every=...\\) is none of its settings"),
+        (
+            {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)},
+            "this SGD holds one model's parameters",
+        ),
+    ],
+)
+def test_arguments_that_make_no_race(model, arguments, text):
+    given = {"steps": 8, "live": False, "model": model, "data": batches(), **arguments}
+    with pytest.raises((ValueError, TypeError), match=text):
+        race(given.pop("entries", ("bf16", "fp8")), **given)
+
+
+def test_sessions_have_their_own_model(session, model):
+    one = session()
+    with pytest.raises(ValueError, match="every entry is a Session, which has its own"):
+        race({"a": one, "b": session()}, steps=8, model=model, data=batches())
+    with pytest.raises(ValueError, match="train one model"):
+        race({"a": one, "b": one}, steps=8)
+
+
+def test_a_model_may_be_made_by_a_function_or_come_from_a_folder(make, model, tmp_path):
+    made = make(model=lambda: copy.deepcopy(model), steps=8)
+    sk.save(model, tmp_path / "model")
+    loaded = make(model=tmp_path / "model", steps=8)
+    copied = make(steps=8)
+    for race_ in (made, loaded):
+        assert race_.runs["fp8"].steps["loss"].tolist() == copied.runs["fp8"].steps["loss"].tolist()
+    with pytest.raises(UnequalWork, match="starts from the weights"):
+        make(model=lambda: sk.Decoder(CONFIG, dtype=torch.bfloat16), steps=8)
+
+
+def test_digests_tell_bits_apart():
+    x = torch.zeros(10)
+    y = x.clone()
+    y[3] = -0.0
+    assert digest_of([x]) != digest_of([y])
+    assert digest_of([x]) == digest_of([x.clone()])
+    assert digest_of([x]) != digest_of([x.view(2, 5)])
+    assert digest_of([]) == digest_of([])
+    swapped = torch.arange(10.0)[[1, 0, *range(2, 10)]]
+    assert digest_of([torch.arange(10.0)]) != digest_of([swapped])
+    for dtype in (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float64, torch.int32):
+        assert len(digest_of([torch.ones(3).to(dtype), torch.empty(0, dtype=dtype)])) == 8
+    one, two = batches(2)
+    assert digest_of_batches([one, two], True) != digest_of_batches([two, one], True)

@@ -1,0 +1,146 @@
+"""A race as a folder: read back it says the same, and it can be run again."""
+
+from __future__ import annotations
+
+import json
+import runpy
+
+import numpy as np
+import pytest
+import torch
+
+import surokit as sk
+from surokit.racing import UnequalWork
+from tests.racing.conftest import batches
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    race = sk.race(
+        {"bf16": sk.BF16, "low fp8": sk.FP8.keep("layers.0.*")},
+        model=model,
+        data=batches(),
+        eval=batches(1, seed=1),
+        steps=24,
+        turn_s=1e-6,
+        optimizer=sk.AdamW(lr=3e-3),
+        usd_per_gpu_hour=1.5,
+        live=False,
+        clip=2.0,
+    )
+    return race, race.save(tmp_path_factory.mktemp("race") / "saved")
+
+
+def test_what_is_read_back_is_the_same(saved):
+    race, folder = saved
+    assert {path.name for path in folder.iterdir()} == {"race.json", "rerun.py", "bf16", "low-fp8", "bf16-again"}
+    loaded = sk.Race.load(folder)
+    assert repr(loaded) == repr(race)
+    assert loaded.table().equals(race.table())
+    assert loaded.environment == race.environment
+    for x in ("time", "usd"):
+        ours, theirs = race.plot(x).axes[0], loaded.plot(x).axes[0]
+        for a, b in zip(ours.get_lines(), theirs.get_lines(), strict=True):
+            assert np.array_equal(np.asarray(a.get_xydata()), np.asarray(b.get_xydata()), equal_nan=True)
+    with pytest.raises(RuntimeError, match="loaded from a folder and has no models: rerun"):
+        loaded.go_on(minutes=1)
+    assert sk.Race.load(loaded.save(folder.parent / "again")).table().equals(race.table())
+
+
+def test_it_is_run_again(saved, model):
+    race, folder = saved
+    again = sk.Race.load(folder).rerun(model=model, data=batches(), eval=batches(1, seed=1), live=False)
+    for name, run in race.runs.items():
+        assert again.runs[name].steps["loss"].tolist() == run.steps["loss"].tolist()
+        assert again.runs[name].batches == run.batches
+    assert again.settings["session"] == {"clip": 2.0}
+    assert [len(run.turns) for run in again.runs.values()] == [len(run.turns) for run in race.runs.values()]
+
+
+def test_other_weights_or_data_are_refused(saved, model):
+    loaded = sk.Race.load(saved[1])
+    with pytest.raises(UnequalWork, match="'bf16 in the saved race' reads the data"):
+        loaded.rerun(model=model, data=batches(seed=4), eval=batches(1, seed=1), live=False)
+    torch.manual_seed(9)
+    other = sk.Decoder(model.config, dtype=torch.bfloat16)
+    with pytest.raises(UnequalWork, match="starts from the weights") as caught:
+        loaded.rerun(model=other, data=batches(), live=False)
+    assert "allow=('weights',)" in str(caught.value)
+    again = loaded.rerun(model=other, data=batches(), live=False, allow=("weights",), steps=8)
+    assert again.reason == "done"
+
+
+def test_other_batches_are_told(make, model, tmp_path):
+    class Unnamed:
+        def __init__(self, found):
+            self.found = found
+
+        def __iter__(self):
+            return iter(self.found)
+
+    loaded = sk.Race.load(make(data=Unnamed(batches()), steps=8).save(tmp_path))
+    same = loaded.rerun(model=model, data=Unnamed(batches()), live=False)
+    assert not same.notes
+    other = loaded.rerun(model=model, data=Unnamed(batches(seed=3)), live=False)
+    assert "The batches of 'fp8' were not those of the saved race." in other.notes
+
+
+def test_what_a_folder_cannot_hold_is_asked_for(make, session, model, tmp_path):
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    race = make(steps=8, optimizer=sgd, schedule=lambda step: 1.0, meters=[lambda _: {}])
+    loaded = sk.Race.load(race.save(tmp_path / "a"))
+    with pytest.raises(ValueError, match="optimizer sgd was built outside"):
+        loaded.rerun(model=model, data=batches())
+    with pytest.raises(ValueError, match="schedule .* was a function"):
+        loaded.rerun(model=model, data=batches(), optimizer=sgd)
+    with pytest.raises(ValueError, match=r"was run with meters=.*rerun\(meters=\.\.\.\)"):
+        loaded.rerun(model=model, data=batches(), optimizer=sgd, schedule=None)
+    again = loaded.rerun(model=model, data=batches(), optimizer=sgd, schedule=None, meters=(), live=False)
+    assert again.runs["fp8"].steps["loss"].tolist() == race.runs["fp8"].steps["loss"].tolist()
+    race = make({"a": session(), "b": session()}, steps=8)
+    with pytest.raises(ValueError, match="'a' was a session of its own"):
+        sk.Race.load(race.save(tmp_path / "b")).rerun(model=model, data=batches())
+
+
+def test_the_script(saved, monkeypatch, model, capsys):
+    _, folder = saved
+    text = (folder / "rerun.py").read_text(encoding="utf-8")
+    assert "digest" in text
+    text = text.replace("model = ...", "from __main__ import model").replace("data = ...", "from __main__ import data")
+    text = text.replace("data=data", "data=data, live=False, steps=8")
+    (folder / "filled.py").write_text(text, encoding="utf-8")
+    import __main__
+
+    monkeypatch.setattr(__main__, "model", model, raising=False)
+    monkeypatch.setattr(__main__, "data", batches(), raising=False)
+    runpy.run_path(str(folder / "filled.py"))
+    assert capsys.readouterr().out.count("low fp8") >= 2, "both tables"
+    (folder / "filled.py").unlink()
+
+
+def test_a_run_dir_is_a_race_at_any_time(make, tmp_path):
+    race = make(steps=12, run_dir=tmp_path / "race")
+    with pytest.raises(ValueError, match="nowhere to save to"):
+        make(steps=8).save()
+    loaded = sk.Race.load(tmp_path / "race")
+    assert repr(loaded) == repr(race)
+    lines = (tmp_path / "race" / "fp8" / "records.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 12, "each step once: the session's own records"
+    race.go_on(steps=4)
+    assert len(sk.Race.load(tmp_path / "race").runs["fp8"].steps) == 16
+    second = make(steps=8, run_dir=tmp_path / "race")
+    assert second.run_dir == tmp_path / "race-2"
+
+
+def test_folders_that_hold_no_race(tmp_path, saved):
+    with pytest.raises(FileNotFoundError, match="holds no race"):
+        sk.Race.load(tmp_path)
+    (tmp_path / "race.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match="cannot be read as a race"):
+        sk.Race.load(tmp_path)
+    data = json.loads((saved[1] / "race.json").read_text(encoding="utf-8"))
+    (tmp_path / "race.json").write_text(json.dumps({**data, "version": 99}), encoding="utf-8")
+    with pytest.raises(ValueError, match="later version"):
+        sk.Race.load(tmp_path)

@@ -1,0 +1,129 @@
+"""Figures of races that never were, with numbers that can be worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import surokit as sk
+from surokit.racing.outcome import outcome, span_words
+from surokit.racing.runs import COLUMNS, Run, Steps, Turn, WarmUp, read_steps, rounds_of, write_steps
+
+
+def made(name, step_s, losses, noise=(), warm_up=4, size=4, tokens=10, idle=0.25):
+    """A run with steps of `step_s`, but for each turn's factor in `noise`, whose first steps are a warm-up."""
+    count = len(losses)
+    columns: dict[str, Any] = {c: [math.nan] * count for c in COLUMNS}
+    columns |= {"step": range(1, count + 1), "loss": losses, "tokens": [tokens] * count, "idle_frac": [idle] * count}
+    columns["wall_ms"] = [1e3 * step_s] * count
+    turns = []
+    for i, last in enumerate(range(warm_up + size, count + 1, size)):
+        seconds = (size - 1) * step_s * (noise[i % len(noise)] if noise else 1.0)
+        turns.append(Turn(i + 1, 1, size - 1, last, (size - 1) * tokens, seconds, 0.0))
+    return Run(name, warm_up=WarmUp(warm_up, 9.0, 12.0, step_s), turns=turns, steps=Steps(columns))
+
+
+def falling(count, rate=0.01, start=5.0):
+    return [start - rate * i for i in range(count)]
+
+
+def test_ratios_and_equal_loss():
+    runs = {"a": made("a", 1.0, falling(44)), "b": made("b", 0.5, falling(44, rate=0.005))}
+    found = outcome(runs, "a")
+    assert found.rounds == 10
+    assert found.span == 4
+    assert found["b"].ratio == (2.0, 2.0, 2.0)
+    assert found["b"].tokens_per_s == 20.0
+    # the slow learner's lowest: the mean of its last four losses
+    assert found.target == pytest.approx(5.0 - 0.005 * 41.5)
+    assert found["b"].to_target is not None
+    assert found["b"].to_target[:3] == (44, 440, 22.0)
+    assert found["a"].to_target is not None
+    steps = found["a"].to_target[0]
+    assert steps == math.ceil(0.005 * 41.5 / 0.01 + 1.5) + 1
+    assert found["b"].matched is not None
+    assert found["b"].matched.mid == pytest.approx(2.0 * steps / 44)
+    assert found.at_s == 22.0
+    assert found["a"].loss_at == pytest.approx(5.0 - 0.01 * (21 - 1.5))
+    assert found["a"].loss_hour is None
+    assert found["a"].idle_frac == pytest.approx(0.25)
+    assert found.control is None
+    assert found.trusted is None
+
+
+def test_an_hour_is_told_where_there_was_one():
+    runs = {"a": made("a", 10.0, falling(404, rate=0.001)), "b": made("b", 1.0, falling(404, rate=0.001))}
+    found = outcome(runs, "a", usd_per_hour=3.0)
+    assert found["b"].loss_hour is None
+    assert found["a"].loss_hour == pytest.approx(5.0 - 0.001 * (359 - (found.span - 1) / 2))
+    assert found["a"].to_target is not None
+    assert found["a"].to_target[3] == pytest.approx(found["a"].to_target[2] * 3 / 3600)
+
+
+@pytest.mark.parametrize(("bias", "trusted"), [(1.0, True), (1.3, False)])
+def test_the_twin_tells_whether_to_trust(bias, trusted):
+    noise = [0.98, 1.01, 1.02, 0.99, 1.0, 1.01, 0.97]
+    runs = {
+        "a": made("a", 1.0, falling(44), noise=noise),
+        "b": made("b", 1.0, falling(44)),
+        "a again": made("a again", bias, falling(44), noise=noise[::-1]),
+    }
+    found = outcome(runs, "a", twin="a again")
+    assert found.trusted is trusted
+    assert ("not to be trusted" in found.control_words()) is not trusted
+    few = {name: made(name, 1.0, falling(16)) for name in runs}
+    assert "3 rounds of turns are too few" in outcome(few, "a", twin="a again").control_words()
+
+
+def test_untimed_steps_count_as_those_next_to_them():
+    run = made("a", 2.0, falling(12), noise=[1.0, 1.5])
+    assert run.warm_seconds().tolist() == [2.0] * 8 + [3.0] * 4
+    run.turns[1] = Turn(2, 1, 0, 9, 0, 0.0, 0.0, whole=False)
+    run.turns.append(Turn(2, 0, 3, 12, 30, 9.0, 0.0, whole=False))
+    assert run.warm_seconds().tolist() == [2.0] * 9 + [3.0] * 3
+    assert rounds_of([run]) == [1]
+    assert np.isnan(Run("none", steps=made("a", 1.0, falling(3)).steps).warm_seconds()).all()
+
+
+def test_losses_that_are_not_finite_hide_nothing():
+    losses = falling(44)
+    losses[20] = math.nan
+    losses[30] = math.inf
+    found = outcome({"a": made("a", 1.0, falling(44)), "b": made("b", 1.0, losses)}, "a")
+    assert math.isfinite(found["b"].loss)
+    assert math.isfinite(found.target)
+    broken = outcome({"a": made("a", 1.0, falling(44)), "b": made("b", 1.0, [math.nan] * 44)}, "a")
+    assert math.isnan(broken.target)
+    assert broken["b"].to_target is None
+    assert broken["b"].matched is None
+
+
+def test_before_every_run_has_had_a_turn():
+    with pytest.raises(ValueError, match="no result before every run has had a turn"):
+        outcome({"a": made("a", 1.0, falling(2))}, "a")
+    race = sk.Race(
+        {"a": made("a", 1.0, falling(2))}, "a", None, {"target_loss": None, "usd_per_gpu_hour": None, "seed": 0}
+    )
+    assert "no result" in repr(race)
+    assert "no result" in race._repr_html_()
+
+
+def test_steps_are_read_back_as_they_were(tmp_path):
+    steps = made("a", 1.0, [1.0, math.nan, math.inf, 2.5]).steps
+    write_steps(steps, tmp_path / "records.jsonl")
+    again = read_steps(tmp_path / "records.jsonl")
+    for name in COLUMNS:
+        assert np.array_equal(again[name], steps[name], equal_nan=True)
+
+
+def test_spans_of_time():
+    assert [span_words(s) for s in (0.04, 100, 120, 7200, math.nan)] == [
+        "0.0 s",
+        "100.0 s",
+        "2.0 min",
+        "2.0 h",
+        "no time",
+    ]

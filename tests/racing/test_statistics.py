@@ -1,0 +1,132 @@
+"""Statistics of turns, against known values and by simulation."""
+
+import math
+
+import numpy as np
+import pytest
+
+from surokit.racing.statistics import (
+    ROUNDS,
+    Interval,
+    bootstrap_interval,
+    drift,
+    geometric_mean,
+    ratios,
+    reached_by_all,
+    smoothed,
+    smoothing,
+    spread,
+    steps_to,
+    student_t,
+)
+
+
+@pytest.mark.parametrize(
+    ("share", "degrees", "value"),
+    [
+        *((0.975, 1, 12.7062), (0.975, 2, 4.30265), (0.975, 4, 2.77645), (0.975, 5, 2.57058), (0.95, 9, 1.83311)),
+        *((0.975, 30, 2.04227), (0.025, 7, -2.36462), (0.5, 3, 0.0), (0.999, 120, 3.15954)),
+    ],
+)
+def test_students_t_is_that_of_the_tables(share, degrees, value):
+    assert student_t(share, degrees) == pytest.approx(value, abs=2e-5)
+
+
+def test_ratios_are_taken_round_by_round():
+    assert ratios([2.0, 6.0], [1.0, 2.0, 9.0]) == [2.0, 3.0]
+    assert spread([3.0, 1.0, 2.0]) == (1.0, 2.0, 3.0)
+    assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
+    assert math.isnan(geometric_mean([]))
+    with pytest.raises(ValueError, match="at least one value"):
+        spread([])
+
+
+@pytest.mark.parametrize(("rounds", "skewed"), [(5, False), (8, False), (8, True), (20, False), (40, True)])
+def test_the_interval_holds_the_truth_as_often_as_it_says(rounds, skewed):
+    random = np.random.default_rng(rounds)
+    held = 0
+    for seed in range(600):
+        noise = random.gamma(4, 0.01, rounds) - 0.04 if skewed else random.normal(0, 0.02, rounds)
+        held += bootstrap_interval(np.exp(math.log(1.3) + noise).tolist(), seed=seed, resamples=500).holds(1.3)
+    assert 0.92 <= held / 600 <= 0.985
+
+
+def test_the_plain_percentile_interval_would_be_too_narrow():
+    random = np.random.default_rng(0)
+    held = 0
+    for _ in range(1000):
+        logs = random.normal(0, 0.02, 5)
+        low, high = np.quantile(random.choice(logs, (500, 5)).mean(axis=1), (0.025, 0.975))
+        held += bool(low <= 0 <= high)
+    assert held / 1000 < 0.9
+
+
+def test_an_interval_is_seeded_ordered_and_scales():
+    values = [1.1, 1.2, 1.15, 1.12, 1.18, 1.3]
+    first = bootstrap_interval(values)
+    assert first == bootstrap_interval(values)
+    assert first.low < first.mid < first.high
+    assert first.mid == pytest.approx(geometric_mean(values))
+    assert first.times(2).high == 2 * first.high
+    assert str(first) == f"{first.mid:.3f} ({first.low:.3f} to {first.high:.3f})"
+    wider = bootstrap_interval(values, level=0.99)
+    assert wider.low < first.low
+    assert first.high < wider.high
+    inverse = bootstrap_interval([1 / v for v in values])
+    assert inverse.mid == pytest.approx(1 / first.mid)
+
+
+def test_equal_turns_have_an_interval_of_no_width():
+    assert bootstrap_interval([1.0] * 6) == Interval(1.0, 1.0, 1.0)
+
+
+def test_too_few_turns_have_no_interval():
+    found = bootstrap_interval([1.0, 1.1, 1.2][: ROUNDS - 1])
+    assert not found.known
+    assert not found.holds(1.0)
+    assert found.mid > 1
+    assert str(found) == f"{found.mid:.3f}"
+    assert math.isnan(bootstrap_interval([]).mid)
+
+
+@pytest.mark.parametrize("values", [[1.0, 0.0], [1.0, -1.0], [math.nan], [math.inf]])
+def test_what_is_no_ratio_is_refused(values):
+    with pytest.raises(ValueError, match="finite numbers above 0"):
+        bootstrap_interval(values)
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, 95])
+def test_a_level_is_a_share(level):
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        bootstrap_interval([1.0], level=level)
+
+
+def test_drift():
+    assert drift([1.0, 1.0, 5.0, 1.1, 1.1, 1.1][:6]) == pytest.approx(0.1)
+    assert math.isnan(drift([1.0, 2.0]))
+
+
+def test_smoothed_losses_leave_out_what_is_not_finite():
+    nan = math.nan
+    assert smoothed([4.0, 2.0, 3.0], 2).tolist() == [4.0, 3.0, 2.5]
+    assert smoothed([4.0, nan, 2.0, math.inf], 2).tolist() == [4.0, 4.0, 2.0, 2.0]
+    assert np.isnan(smoothed([nan, 1.0], 1)).tolist() == [True, False]
+    assert smoothed([], 3).tolist() == []
+    assert [smoothing(n) for n in (1, 100, 10_000)] == [4, 10, 50]
+
+
+def test_steps_to_a_loss():
+    losses = [5.0, 4.0, 3.0, 2.0, 1.0]
+    assert steps_to(losses, 2.5, 2) == 4
+    assert steps_to(losses, 4.5, 2) == 2
+    assert steps_to(losses, 5.0, 2) == 2, "not before there are as many as are averaged"
+    assert steps_to(losses, 0.5, 2) is None
+    assert steps_to(losses[:1], 9.0, 2) is None
+
+
+def test_the_loss_that_all_have_reached():
+    low, high = [5.0, 3.0, 2.0, 3.0], [5.0, 4.0, 3.0, 3.0]
+    assert reached_by_all([low, high], 1) == 3.0
+    assert reached_by_all([low], 2) == 2.5
+    assert math.isnan(reached_by_all([low, []], 1))
+    assert math.isnan(reached_by_all([], 1))
