@@ -10,6 +10,7 @@ from surokit import models as models
 from surokit import nn as nn
 from surokit import planner as planner
 from surokit import profiler as profiler
+from surokit import racing as racing
 from surokit import texts as texts
 from surokit import train as train
 from surokit import widgets as widgets
@@ -61,6 +62,8 @@ from surokit.quantizer import NFBlock as NFBlock
 from surokit.quantizer import PerRow as PerRow
 from surokit.quantizer import PerTensor as PerTensor
 from surokit.quantizer import Quantizer as Quantizer
+from surokit.racing import Race as Race
+from surokit.racing import race as race
 from surokit.recipe import BF16 as BF16
 from surokit.recipe import FP4 as FP4
 from surokit.recipe import FP8 as FP8
@@ -86,6 +89,7 @@ from surokit.train import numerics as numerics
 from surokit.tuning import tune as tune
 from surokit.widgets import plot_errors as plot_errors
 from surokit.widgets import plot_runs as plot_runs
+from surokit.widgets.follow import watch as watch
 
 __version__: str
 _NAMES: dict[str, str]

@@ -4,6 +4,12 @@
         for batch in loader:
             ...
             live.log(loss=loss, tokens=batch["input_ids"].numel())
+            if live.stop_asked:
+                break
+
+Nobody but the loop can stop it, so what the panel's buttons ask is kept until the loop looks: `stop_asked`, `save_asked`,
+`wait_while_paused()`. With a `run_dir` the numbers are written as a session writes its own, `sk.watch` follows them from anywhere,
+and files ask what the buttons do.
 
 `log` never makes the host wait for the device. A value on a GPU is copied to pinned memory behind the work that
 computes it, and read some steps later, when an event says that it has arrived. A value on the CPU is read at once:
@@ -12,17 +18,26 @@ there is nothing to wait for, and the caller may change the tensor in place afte
 
 from __future__ import annotations
 
+import math
+import os
+import socket
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from surokit.train.records import Late
-from surokit.widgets.panel import Panel, View
+from surokit.train.control import LOOK_EVERY_S, PAUSE, SAVE, STOP, WAIT_S
+from surokit.train.describe import device_name, gpus_of
+from surokit.train.records import Late, Records
+from surokit.train.setup import claim_folder
+from surokit.train.status import EVERY_S, RunInfo, StatusFile
+from surokit.widgets.panel import Panel, View, ViewName
 from surokit.widgets.state import PanelState
 
 if TYPE_CHECKING:
@@ -31,14 +46,96 @@ if TYPE_CHECKING:
 KEEP = 1 << 16  # rows in memory; the oldest leave first
 
 
+class Asked:
+    """What is asked of a loop, from any thread or by a file in `folder`, until the loop looks. A panel's buttons call it.
+
+    What the loop has never looked for cannot be done: RuntimeError says which line it takes, and it stays asked for.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self._looked_for: set[str] = set()
+        self.forget()
+
+    def forget(self) -> None:
+        """What was asked of an earlier loop does not hold."""
+        self.reason = ""
+        self._pause = self._pause_file = self._save = False
+        self._look_at = 0.0
+        for name in (STOP, PAUSE, SAVE):
+            self._take(name)
+
+    def stop(self, reason: str = "interrupted") -> None:
+        self.reason = self.reason or reason
+        self._expect(STOP, "if live.stop_asked: break")
+
+    def pause(self) -> None:
+        self._pause = True
+        self._expect(PAUSE, "live.wait_while_paused()")
+
+    def resume(self) -> None:
+        self._pause = self._pause_file = False
+        self._take(PAUSE)
+
+    def save(self) -> None:
+        self._save = True
+        self._expect(SAVE, "if live.save_asked: ...")
+
+    def _expect(self, name: str, line: str) -> None:
+        if name not in self._looked_for:
+            raise RuntimeError(
+                f"Asked, but this loop has not looked for it so far. It takes a line in the loop: {line}"
+            )
+
+    # -- for the loop
+
+    def stop_wanted(self) -> bool:
+        self._look(STOP)
+        return bool(self.reason)
+
+    def pause_wanted(self) -> bool:
+        self._look(PAUSE)
+        return (self._pause or self._pause_file) and not self.reason
+
+    def save_wanted(self) -> bool:
+        """True once for each time it was asked."""
+        self._look(SAVE)
+        wanted, self._save = self._save, False
+        return wanted
+
+    def _look(self, name: str) -> None:
+        self._looked_for.add(name)
+        now = time.monotonic()
+        if self.folder is None or now < self._look_at:
+            return
+        self._look_at = now + LOOK_EVERY_S
+        self._pause_file = (self.folder / PAUSE).exists()
+        self._save = self._take(SAVE) or self._save
+        if self._take(STOP):
+            self.reason = self.reason or "interrupted"
+
+    def _take(self, name: str) -> bool:
+        """Removes a file; whether it was there."""
+        try:
+            if self.folder is not None:
+                (self.folder / name).unlink()
+        except OSError:
+            return False
+        return self.folder is not None
+
+
 class Live:
     """A live panel that is fed by hand, and the numbers it was given.
 
     title: first words of the panel. every: shortest time between two pictures, in seconds. total: number of steps
-    planned, for progress and time left. view, clock: for tests and other front ends.
+    planned, for progress and time left. usd_per_gpu_hour: what a GPU costs, for dollars so far; never assumed. run_dir: folder for
+    the records, which `sk.watch` follows; None writes nothing. exist: where it has content already, "new" takes the next free name,
+    "resume" goes on in it, and a step at or before its last one replaces what came after. view: "auto", "widget", "svg", "text" or
+    a View. buttons: False where the loop cannot be stopped from here. clock: for tests.
 
     Shows loss, tokens/s (steps/s where `tokens` is never given) and, if `idle_frac` is logged, the idle share. Close
     it, or use it in a `with` block, for the final picture; in a notebook the end of a cell that fails closes it too.
+    `control` is what the buttons call: stop(), pause(), resume(), save().
     """
 
     def __init__(
@@ -48,26 +145,52 @@ class Live:
         *,
         total: int | None = None,
         recipe: str = "",
-        view: View | None = None,
+        usd_per_gpu_hour: float | None = None,
+        run_dir: str | Path | None = None,
+        exist: Literal["new", "resume"] = "new",
+        view: View | ViewName | None = "auto",
+        buttons: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if every <= 0:
             raise ValueError(f"Live(every={every}): the time between two pictures is in seconds and positive.")
+        if exist not in ("new", "resume"):
+            raise ValueError(f"Live(exist={exist!r}): 'new' or 'resume'.")
         self._clock = clock
-        self._panel = Panel(PanelState(title or "", recipe=recipe, total=total), view=view, every_s=every, clock=clock)
+        self.run_dir, _ = claim_folder(run_dir, exist)
+        self._records: Records | None = None
+        self._status: StatusFile | None = None
+        if self.run_dir is not None:
+            self._records, self._status = Records(self.run_dir / "records.jsonl"), StatusFile(self.run_dir)
+        self.control = Asked(self.run_dir)
+        self.info = RunInfo(
+            title or "",
+            numerics=recipe,
+            total=total,
+            usd_per_gpu_hour=usd_per_gpu_hour,
+            run_dir=None if self.run_dir is None else str(self.run_dir),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            started=time.time(),
+        )
+        state = PanelState(title or "", recipe=recipe, total=total)
+        self._panel = Panel(state, view=view, control=self.control if buttons else None, every_s=every, clock=clock)
         self._rows: deque[dict[str, float]] = deque(maxlen=KEEP)
         self._late: deque[tuple[dict[str, float], dict[str, float], list[Late]]] = deque()
         self._step = 0
         self._logged_s: float | None = clock()
         self._elapsed_s = 0.0
         self._closed = False
+        self._standing, self._beat_at = "running", 0.0
         self._shell: Any = None
         self._watch_cell()
+        self._panel.on_info(self.info)
         self._panel.open()
+        self._beat("running")
 
     @property
     def state(self) -> PanelState:
-        """What the panel shows."""
+        """What the panel shows; its `health` and `events` say how the loop is doing."""
         return self._panel.state
 
     def log(
@@ -80,8 +203,9 @@ class Live:
         """One step's numbers: floats, or tensors of one element on any device; None is left out. Never waits.
 
         step: its number, by default one more than the last. The same number again adds to that step. tokens: trained on
-        in this step. more: further columns of `frame()`; `eval_loss` (held-out loss) and `idle_frac` (0..1) are drawn.
-        Raises TypeError for what is not a number, ValueError for a tensor of more elements or a step that goes back.
+        in this step. more: further columns of `frame()`; `eval_loss` (held-out loss), `lr`, `grad_norm`, `peak_gib` and
+        `idle_frac` (0..1) are drawn. Raises TypeError for what is not a number, ValueError for a tensor of more elements or a
+        step that goes back.
         """
         step = self._step + 1 if step is None else int(step)
         again = step == self._step and bool(self._rows)
@@ -96,6 +220,8 @@ class Live:
                 _sort(name, value, known, coming)
         if not again:
             known = {"step": step, **self._time(), **known}
+            if not self._rows:
+                self._find_device()
             self._step = step
             self._rows.append({})
         row = self._rows[-1]
@@ -105,12 +231,56 @@ class Live:
         if coming or self._late:
             self._late.append((row, news, [Late(values, {}) for values in coming.values()]))
         else:
-            self._panel.on_step(news)
+            self._arrived(news)
         self._harvest(wait=len(self._late) > KEEP)
+        self._beat()
 
-    def close(self, reason: str = "done") -> None:
-        """Take in the last values (waits for them) and leave the final picture. reason: "done", "interrupted",
-        "failed: ..." or a sentence of your own. Closing twice does nothing; `log` after it opens a new panel."""
+    # -- what others ask of the loop
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether the loop shall end: `if live.stop_asked: break`. Asked by a button, `control.stop()` or a file `run_dir`/stop."""
+        return self.control.stop_wanted()
+
+    @property
+    def save_asked(self) -> bool:
+        """Whether the loop shall write a checkpoint now; True once for each time it was asked."""
+        return self.control.save_wanted()
+
+    def wait_while_paused(self) -> None:
+        """Returns at once, or once a pause is over that a button, `control.pause()` or a file "pause" in `run_dir` asked for.
+
+        The time between is no step's. `stop_asked` ends it too.
+        """
+        if not self.control.pause_wanted():
+            return
+        began = self._clock()
+        self._harvest(wait=True)
+        if self._records is not None:
+            self._records.flush()
+        self._panel.on_pause(True)
+        self._beat("paused")
+        try:
+            while self.control.pause_wanted():
+                time.sleep(WAIT_S)
+                self._beat()
+        finally:
+            if self._logged_s is not None:
+                self._logged_s += self._clock() - began
+            self._panel.on_pause(False)
+            self._beat("running")
+
+    def note(self, text: str) -> None:
+        """Puts a word of yours beside the step that was logged last: on the panel and, with a `run_dir`, in run.json."""
+        self._panel.on_note(self._step, text)
+        self._beat(now=True)
+
+    # -- the end
+
+    def close(self, reason: str | None = None) -> None:
+        """Take in the last values (waits for them) and leave the final picture. reason: "done", "interrupted", "failed: ..." or a
+        sentence of your own; None is "done", or what the loop was asked to stop for. Closing twice does nothing; `log` after it
+        opens a new panel."""
         if self._closed:
             return
         self._closed = True
@@ -119,7 +289,11 @@ class Live:
         try:
             self._harvest(wait=True)
         finally:
+            if self._records is not None:
+                self._records.flush()
+            reason = reason or self.control.reason or "done"
             self._panel.on_end(reason)
+            self._beat(reason)
 
     def frame(self) -> pd.DataFrame:
         """pandas, one row a step (the last 65,536): step, wall_ms, elapsed_s, loss, tokens and what else was logged.
@@ -135,7 +309,7 @@ class Live:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(_reason(error))
+        self.close(None if error is None else ending_of(error))
 
     def _time(self) -> dict[str, float]:
         """The wall time since the last step, or since the panel was opened."""
@@ -143,6 +317,8 @@ class Live:
         if self._closed:  # a loop that goes on
             self._closed = False
             self._watch_cell()
+            self.control.forget()
+            self._beat("running")
         seconds = now - self._logged_s if self._logged_s is not None else None
         self._logged_s = now
         if seconds is None:
@@ -156,8 +332,37 @@ class Live:
             for late in lates:
                 row.update(late.wait())
                 news.update(late.wait())
-            self._panel.on_step(news)
+            self._arrived(news)
         self._panel.tick()
+
+    def _arrived(self, news: dict[str, float]) -> None:
+        self._panel.on_step(news)
+        if self._records is not None:
+            values = {name: value for name, value in news.items() if name != "step"}
+            if not math.isfinite(values.get("tokens", 0.0)):  # a whole number, in the file
+                del values["tokens"]
+            if "elapsed_s" in values:  # a step, even one that nobody timed
+                values = {"wall_ms": math.nan, **values}
+            self._records.update(int(news["step"]), **values)
+
+    def _find_device(self) -> None:
+        """By now a loop on a GPU has touched it, and asking wakes none that it leaves alone."""
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+        self.info = replace(self.info, device=device_name(device), gpus=gpus_of(device))
+        self._panel.on_info(self.info)
+
+    def _beat(self, state: str | None = None, now: bool = False) -> None:
+        """Into run.json: a new state at once, a sign of life at most every two seconds."""
+        if self._status is None:
+            return
+        seconds = time.monotonic()
+        if state is not None:
+            self._standing = state
+        elif not now and seconds < self._beat_at:
+            return
+        self._beat_at = seconds + EVERY_S
+        events = [event.to_dict() for event in self.state.events]
+        self._status.beat(self.info, self._standing, self._step, events, now=True)
 
     # -- the notebook cell: its end is the last chance for a picture when a loop fails without closing
 
@@ -176,15 +381,14 @@ class Live:
     def _cell_ended(self, result: Any) -> None:
         error = result.error_in_exec or result.error_before_exec
         if error is not None:
-            self.close(_reason(error))
+            self.close(ending_of(error))
         else:
             self._harvest()
             self._panel.refresh()
 
 
-def _reason(error: BaseException | None) -> str:
-    if error is None:
-        return "done"
+def ending_of(error: BaseException) -> str:
+    """What the panel says of a loop that `error` ended."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return f"failed: {type(error).__name__}: {error}"

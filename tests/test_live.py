@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,6 +13,9 @@ import torch
 
 import surokit.live
 from surokit.live import Live
+from surokit.train import status
+from surokit.train.records import read
+from surokit.widgets.follow import FileControl, RunFolder
 
 
 class View:
@@ -19,7 +24,8 @@ class View:
     def __init__(self):
         self.steps, self.ended = [], []
 
-    def show(self, state, final):
+    def show(self, states, final):
+        (state,) = states.values()
         self.steps.append(state.step)
         if final:
             self.ended.append(state.reason)
@@ -55,6 +61,14 @@ class OpenLive(Live):
     def __init__(self):
         self.view, self.clock = View(), Clock()
         super().__init__("mine", total=100, view=self.view, clock=self.clock)
+
+
+def read_status(folder):
+    return status.read_status(folder)
+
+
+def written_in(folder):
+    return read(folder / "records.jsonl")
 
 
 @pytest.fixture
@@ -236,9 +250,178 @@ def test_a_cell_that_fails_ends_the_panel(monkeypatch):
     assert shell.callbacks == []
 
 
+# -- what others ask of the loop
+
+
+def test_a_loop_stops_when_it_is_asked(live):
+    assert not live.control.stop_wanted()
+    live.log(loss=1.0)
+    live.control.stop()
+    assert live.stop_asked
+    assert live.stop_asked  # until it does
+    live.close()
+    assert live.view.ended == ["interrupted"]
+    live.log(loss=1.0)  # the next loop
+    assert not live.control.stop_wanted()
+    live.close()
+    assert live.view.ended == ["interrupted", "done"]
+
+
+def test_a_loop_that_does_not_look_is_told_how(live):
+    with pytest.raises(RuntimeError, match=r"has not looked for it so far.*: if live.stop_asked: break"):
+        live.control.stop()
+    with pytest.raises(RuntimeError, match=r"live.wait_while_paused\(\)"):
+        live.control.pause()
+    with pytest.raises(RuntimeError, match=r"if live.save_asked"):
+        live.control.save()
+    assert live.stop_asked  # it was asked all the same
+    assert live.save_asked
+    assert not live.save_asked  # once
+    live.control.stop()
+    live.wait_while_paused()  # a loop that is to stop does not wait
+
+
+def test_a_pause_is_no_steps_time(live):
+    live.log(loss=1.0)
+    live.wait_while_paused()  # nobody asked
+    live.control.pause()
+
+    def resume():
+        assert live.state.paused
+        live.clock.now += 100.0
+        live.control.resume()
+
+    threading.Timer(0.2, resume).start()
+    live.wait_while_paused()
+    assert not live.state.paused
+    live.clock.now += 2.0
+    live.log(loss=1.0)
+    assert live.frame()["wall_ms"].iloc[1] == pytest.approx(2000.0)
+
+
+def test_a_stop_ends_a_pause(live):
+    live.wait_while_paused()
+    assert not live.control.stop_wanted()
+    live.control.pause()
+    threading.Timer(0.1, live.control.stop, ("stopped: enough",)).start()
+    live.wait_while_paused()
+    assert live.stop_asked
+    live.close()
+    assert live.view.ended == ["stopped: enough"]
+
+
+def test_notes_and_health_are_on_the_panel(live):
+    for step in range(1, 301):
+        live.log(loss=3.0 - 0.001 * step + 0.01 * math.sin(step) + 50.0 * (step == 200))
+        if step == 150:
+            live.note("lr halved")
+    live.close()
+    events = {event.kind: event for event in live.state.events if event.kind in ("note", "spike")}
+    assert (events["note"].step, events["note"].text) == (150, "lr halved")
+    assert events["spike"].step == 200
+    assert live.state.health.phase == "converging"
+
+
+def test_the_price_gives_dollars_on_a_gpu_only():
+    live = Live(view=View(), usd_per_gpu_hour=2.0)
+    live.log(loss=1.0)
+    assert (live.info.device, live.info.gpus) == ("cpu", 0)
+    assert live.state.usd is None
+
+
+# -- a folder
+
+
+def test_a_folder_has_what_was_logged(tmp_path):
+    view, clock = View(), Clock()
+    live = Live("mine", total=10, run_dir=tmp_path / "run", view=view, clock=clock)
+    assert read_status(live.run_dir).state == "running"
+    for step in range(1, 6):
+        clock.now += 0.5
+        live.log(loss=float(step) if step != 3 else math.nan, tokens=64, acc=0.5)
+    live.log(step=5, eval_loss=4.5)
+    live.note("here")
+    live.close()
+    columns = written_in(live.run_dir)
+    frame = live.frame()
+    for name in ("step", "loss", "tokens", "wall_ms", "elapsed_s", "acc", "eval_loss"):
+        np.testing.assert_array_equal(columns[name], frame[name])
+    said = read_status(live.run_dir)
+    assert (said.state, said.step, said.info.title, said.info.total) == ("done", 5, "mine", 10)
+    assert "here" in [event["text"] for event in said.events]
+    again = Live(run_dir=tmp_path / "run", view=View())
+    assert again.run_dir == tmp_path / "run-2"
+    again = Live(run_dir=tmp_path / "run", exist="resume", view=View())
+    again.log(step=5, loss=7.0)
+    again.close()
+    assert list(read(tmp_path / "run" / "records.jsonl")["loss"][3:]) == [4.0, 7.0]
+    with pytest.raises(ValueError, match="'new' or 'resume'"):
+        Live(exist="maybe", view=View())  # type: ignore[arg-type]
+
+
+def test_tokens_that_are_no_number_harm_nothing(tmp_path):
+    live = Live(run_dir=tmp_path / "run", view=View())
+    live.log(loss=1.0, tokens=math.nan)
+    live.log(loss=2.0, tokens=3)
+    live.close()
+    np.testing.assert_array_equal(written_in(tmp_path / "run")["tokens"], [math.nan, 3.0])
+
+
+def test_late_values_are_written_when_they_arrive(tmp_path, slow):
+    live = Live(run_dir=tmp_path / "run", view=View())
+    live.log(loss=torch.tensor(1.0))
+    live.log(loss=torch.tensor(2.0))
+    live.close()
+    assert list(read(tmp_path / "run" / "records.jsonl")["loss"]) == [1.0, 2.0]
+
+
+def test_files_ask_and_a_watcher_sees_it(tmp_path):
+    (tmp_path / "stop").touch()  # of an earlier run
+    live = Live("mine", run_dir=tmp_path, exist="resume", view=View())
+    assert not live.control.stop_wanted()
+    folder = RunFolder(tmp_path)
+    control = FileControl([folder])
+    folder.look()
+    control.save()
+    control.pause()
+    time.sleep(0.6)  # files are looked at every half second
+    paused = []
+
+    def resume():
+        while read_status(tmp_path).state != "paused":
+            time.sleep(0.02)
+        paused.append(True)
+        control.resume()
+
+    threading.Thread(target=resume, daemon=True).start()
+    live.log(loss=1.0)
+    live.wait_while_paused()
+    assert paused
+    assert live.save_asked
+    assert not (tmp_path / "save").exists()
+    control.stop()
+    time.sleep(0.6)
+    assert live.stop_asked
+    live.close()
+    folder.look()
+    assert (folder.state.step, folder.state.reason, folder.over) == (1, "interrupted", True)
+
+
+def test_a_loop_that_breaks_says_so_in_its_folder(tmp_path):
+    def train():
+        with Live(run_dir=tmp_path / "run", view=View()) as live:
+            live.log(loss=1.0)
+            raise ValueError("no data")
+
+    with pytest.raises(ValueError, match="no data"):
+        train()
+    assert read_status(tmp_path / "run").state == "failed: ValueError: no data"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_log_does_not_sync():
+    pytest.importorskip("pandas")  # for the frame, and not wherever there is a GPU
     live = Live(view=View())
     x = torch.randn(4096, 4096, device="cuda")
     for _ in range(20):  # warm-up: the pinned buffers

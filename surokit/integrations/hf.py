@@ -3,16 +3,20 @@
 The Trainer tells a callback that a step ended, and every `logging_steps` the mean loss since the last time; so the loss
 curve has a point per log, the rate one per step. Set `logging_steps=1` to see every step, and
 `include_num_input_tokens_seen=True` to see tokens/s instead of steps/s.
+
+What the panel's buttons ask happens at the end of a step: the Trainer stops, saves a checkpoint of its own, or waits. With several
+processes there are no buttons: one process cannot stop alone.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from surokit.live import Live
-from surokit.widgets.panel import View
+from surokit.widgets.panel import View, ViewName
 
 _NAMES = {"loss": "loss", "learning_rate": "lr", "grad_norm": "grad_norm", "eval_loss": "eval_loss"}
 
@@ -20,16 +24,28 @@ _NAMES = {"loss": "loss", "learning_rate": "lr", "grad_norm": "grad_norm", "eval
 class LiveCallback(TrainerCallback):
     """Feeds a `surokit.Live` from a Trainer, on the main process only.
 
-    title: by default the model's class name. every: shortest time between two pictures, in seconds. After training,
-    `.live.frame()` has the numbers.
+    title: by default the model's class name. every: shortest time between two pictures, in seconds. run_dir: folder for the
+    records, which `sk.watch` follows. usd_per_gpu_hour, view: as for `surokit.Live`. After training, `.live.frame()` has
+    the numbers.
     """
 
-    def __init__(self, title: str | None = None, every: float = 0.25, view: View | None = None) -> None:
+    def __init__(
+        self,
+        title: str | None = None,
+        every: float = 0.25,
+        view: View | ViewName | None = "auto",
+        *,
+        run_dir: str | Path | None = None,
+        usd_per_gpu_hour: float | None = None,
+    ) -> None:
         self.title = title
         self.every = every
         self.view = view
+        self.run_dir = run_dir
+        self.usd_per_gpu_hour = usd_per_gpu_hour
         self.live: Live | None = None
         self._tokens_seen = 0
+        self._alone = True
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
@@ -37,9 +53,19 @@ class LiveCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         model = context.get("model")
-        title = self.title or (type(model).__name__ if model is not None else "Trainer")
-        precision = "bf16 autocast" if args.bf16 else "fp16 autocast" if args.fp16 else ""
-        self.live = Live(title, self.every, total=state.max_steps or None, recipe=precision, view=self.view)
+        self._alone = args.world_size == 1
+        self.live = Live(
+            self.title or (type(model).__name__ if model is not None else "Trainer"),
+            self.every,
+            total=state.max_steps or None,
+            recipe="bf16 autocast" if args.bf16 else "fp16 autocast" if args.fp16 else "",
+            usd_per_gpu_hour=self.usd_per_gpu_hour,
+            run_dir=self.run_dir,
+            exist="resume" if state.global_step else "new",
+            view=self.view,
+            buttons=self._alone,
+        )
+        self._heed(control)  # so that the buttons know that somebody listens
         self._tokens_seen = _tokens(state)
 
     def on_step_end(
@@ -50,6 +76,17 @@ class LiveCallback(TrainerCallback):
         seen = _tokens(state)
         self.live.log(step=state.global_step, tokens=seen - self._tokens_seen or None)
         self._tokens_seen = seen
+        self._heed(control)
+
+    def _heed(self, control: TrainerControl) -> None:
+        """What was asked, to the Trainer."""
+        if self.live is None or not self._alone:
+            return
+        self.live.wait_while_paused()
+        if self.live.save_asked:
+            control.should_save = True
+        if self.live.stop_asked:
+            control.should_training_stop = True
 
     def on_log(
         self,
@@ -66,9 +103,10 @@ class LiveCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
     ) -> None:
-        if self.live is not None:
-            early = state.global_step < state.max_steps
-            self.live.close(f"stopped before the planned {state.max_steps:,} steps" if early else "done")
+        if self.live is None:
+            return
+        early = state.global_step < state.max_steps and not self.live.control.reason
+        self.live.close(f"stopped before the planned {state.max_steps:,} steps" if early else None)
 
 
 def _tokens(state: TrainerState) -> int:

@@ -1,8 +1,12 @@
 """What a notebook shows while a run goes on: one plain state, views on it, and figures of finished runs.
 
-state.py    PanelState and Series: what is known, in bounded memory
+state.py    PanelState, Series, Ruler: what is known, in bounded memory
 figure.py   line charts as SVG text
-panel.py    Panel: subscribes to a run, shows the state through an SVG or a text view
+picture.py  one state or several as SVG, as text, as a display message
+wire.py     the same as small messages for a panel that draws itself
+panel.py    Panel: subscribes to runs, shows the states through a widget, an SVG or a text view
+front.py    the widget, whose script and style are in front/
+follow.py   watch: the panel of runs that others train, from their folders
 curves.py   plot_runs: several runs over each other; plot_errors: error against layer; with matplotlib
 """
 

@@ -42,6 +42,15 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """Something that happened at `x`: a hairline with a triangle (alarm), a diamond (turn, for the worse) or words (note) on it."""
+
+    x: float
+    kind: Literal["alarm", "turn", "note"]
+    text: str = ""
+
+
+@dataclass(frozen=True)
 class Pane:
     """One chart: a headline number, its lines, and the place it takes (`left`, `width` in shares of the figure's width,
     heights in px).
@@ -64,6 +73,7 @@ class Pane:
     x_ticks: int = 6
     y_ticks: int = 4
     legend: bool = True
+    marks: Sequence[Mark] = ()
 
 
 def nice_ticks(low: float, high: float, target: int = 5) -> list[float]:
@@ -99,7 +109,7 @@ def short(value: float, digits: int = 3) -> str:
         if size >= bound:
             scale = 1e3 if unit == "k" else bound
             return f"{_significant(value / scale, digits)}{unit}"
-    if size and size < 1e-3:
+    if size and size < 1e-2:
         mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
         return f"{_trim(mantissa)}e{int(exponent)}"
     return _significant(value, digits)
@@ -243,6 +253,7 @@ def draw_pane(pane: Pane, width: float) -> str:
 
     frame = (left, right, top, bottom)
     out += [_draw_line(line, frame, (x_low, x_scale), (y_low, y_scale)) for line in pane.lines]
+    out += [_draw_mark(mark, frame, (x_low, x_scale)) for mark in pane.marks if x_low <= mark.x <= x_high]
     if pane.legend:
         out.append(_legend(pane.lines, right, pane.top + 17))
     out.append("</g>")
@@ -295,6 +306,36 @@ def _draw_line(
     return "".join(out)
 
 
+def _draw_mark(mark: Mark, frame: tuple[float, float, float, float], x_map: tuple[float, float]) -> str:
+    left, right, top, bottom = frame
+    x = round(left + (mark.x - x_map[0]) * x_map[1], 1)
+    if mark.kind == "note":
+        late = x > (left + right) / 2
+        words = _text(x - 4 if late else x + 4, top + 9, mark.text, "t", "end" if late else "")
+        return f'<path class="i" d="M{x:g} {top:g}V{bottom:g}"/>{words}'
+    glyph = f"M{x - 4:g} {top - 7:g}h8l-4 7z" if mark.kind == "alarm" else f"M{x:g} {top - 8:g}l4 4-4 4-4-4z"
+    return f'<path class="e" d="M{x:g} {top:g}V{bottom:g}"/><path class="v" d="{glyph}"/>'
+
+
+def _table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], colors: Sequence[int], top: float, width: float
+) -> str:
+    """Cells as text: the first column on the left behind its run's colour, the others flush right, spread over the width."""
+    sizes = [max(map(len, column)) * 6.6 for column in zip(columns, *rows)]
+    gap = (width - 28 - 16 - sum(sizes)) / max(len(columns) - 1, 1)
+    ends = [30 + sum(sizes[: i + 1]) + gap * i for i in range(len(columns))]
+    out = []
+    for number, row in enumerate([columns, *rows]):
+        y = top + 13 + 18 * number
+        if number:
+            color = colors[number - 1] % len(PALETTE_LIGHT)
+            out.append(f'<path class="l c{color}" d="M14 {y - 4:g}h10"/>')
+        for i, cell in ((i, cell) for i, cell in enumerate(row) if cell):
+            kind = "m" if not number else "y"
+            out.append(_text(30, y, cell, kind) if not i else _text(round(ends[i], 1), y, cell, kind, "end"))
+    return "".join(out)
+
+
 def _legend(lines: Sequence[Line], right: float, y: float) -> str:
     """Names of the lines, right-aligned in the pane's head; one line needs none."""
     shown = [line for line in lines if len(line.x)]
@@ -326,11 +367,12 @@ def _css(theme: Theme) -> str:
             [
                 themed(".b", "fill", background, "--jp-layout-color1"),
                 themed(".r", "stroke", background, "--jp-layout-color1"),
-                themed(".h,.sk .k", "fill", strong, "--jp-content-font-color1"),
+                themed(".h,.sk .k,.sk .y", "fill", strong, "--jp-content-font-color1"),
                 themed(".n,.sk .m,.sk .t", "fill", weak, "--jp-content-font-color2"),
                 themed(".g,.sk .p", "stroke", grid, "--jp-border-color2"),
                 themed(".a", "stroke", weak, "--jp-content-font-color3"),
-                f".sk .x{{stroke:{warn}}}.sk .v{{fill:{warn}}}",
+                themed(".i", "stroke", weak, "--jp-content-font-color2"),
+                f".sk .x,.sk .e{{stroke:{warn}}}.sk .v{{fill:{warn}}}",
                 *(f".sk .c{i}{{stroke:{c}}}.sk .f{i}{{fill:{c}}}" for i, c in enumerate(palette)),
             ]
         )
@@ -342,6 +384,7 @@ def _css(theme: Theme) -> str:
         ".sk path{fill:none;stroke-linejoin:round;stroke-linecap:round}"
         ".sk .g,.sk .a{stroke-width:1;shape-rendering:crispEdges}.sk .p{stroke-width:4}.sk .q{stroke-width:4}"
         ".sk .l{stroke-width:2}.sk .s{stroke-width:1.2;stroke-opacity:.42}"
+        ".sk .e,.sk .i{stroke-dasharray:2 3;stroke-opacity:.6}.sk path.v{stroke:none}"
         ".sk .d{stroke-width:6}.sk .r{stroke-width:9}.sk .x{stroke-width:2}.sk .o{stroke-width:1.5}"
     )
     light = layer("#ffffff", "#1c1f23", "#5f6670", "#e4e7eb", "#C4380D", PALETTE_LIGHT)
@@ -360,20 +403,25 @@ def figure(
     description: str,
     head: tuple[str, str, str] = ("", "", ""),
     progress: float | None = None,
-    foot: Sequence[tuple[Literal["note", "warning"], str]] = (),
+    foot: Sequence[tuple[Literal["note", "warning", "advice"], str]] = (),
+    sub: tuple[str, str] = ("", ""),
+    alarm: bool = False,
+    table: tuple[Sequence[str], Sequence[Sequence[str]], Sequence[int]] | None = None,
     width: int = 560,
     theme: Theme = "auto",
 ) -> str:
     """A whole picture as SVG text.
 
-    panes: placed by their own `top` and `left`, below the head line. head: (name, more about it, progress) on top.
-    progress: 0..1 for a thin bar under the head, None for no bar. foot: lines of text below, as ("note" | "warning",
-    text). title, description: what a screen reader says. width: of the drawing in px; it shrinks with the page, and is
-    made to be read at 480. theme: "auto" follows the reader's system.
+    panes: placed by their own `top` and `left`, below the head line. head: (name, more about it, how it stands) on top, the last
+    as a warning if `alarm`. sub: a second row under it, left and right. progress: 0..1 for a thin bar under the head, None for no
+    bar. table: columns, rows, and of each row its colour's number. foot: lines of text below, as ("note" | "warning" | "advice",
+    text). title, description: what a screen reader says. width: of the drawing in px; it shrinks with the page, and is made to be
+    read at 480. theme: "auto" follows the reader's system.
     """
-    head_height = 44.0
+    head_height = 62.0 if any(sub) else 44.0
     body = max((pane.top + pane.height for pane in panes), default=0.0)
-    foot_top = head_height + body + 4
+    table_top = head_height + body + 4
+    foot_top = table_top + (18 * (len(table[1]) + 1) + 4 if table else 0)
     height = round(foot_top + 18 * len(foot) + (10 if foot else 4))
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="sk" role="img" viewBox="0 0 {width} {height}"'
@@ -383,21 +431,27 @@ def figure(
         f'<rect class="b" width="{width}" height="{height}" rx="8"/>',
         f'<text x="14" y="24"><tspan class="k">{escape(head[0])}</tspan>'
         f'<tspan class="m" dx="8">{escape(head[1])}</tspan></text>',
-        _text(width - 12, 24, head[2], "m", "end"),
+        _text(width - 12, 24, head[2], "v" if alarm else "m", "end"),
+        *(_text(14, 43, text, "m") for text in sub[:1] if text),
+        *(_text(width - 12, 43, text, "m", "end") for text in sub[1:] if text),
     ]
     if progress is not None:
         start, end = 16.0, width - 14.0
         done = start + (end - start) * min(max(progress, 0.0), 1.0)
-        out.append(f'<path class="p" d="M{start:g} 37H{end:g}"/>')
-        out.append(f'<path class="q c0" d="M{start:g} 37H{done:.1f}"/>')
+        out.append(f'<path class="p" d="M{start:g} {head_height - 7:g}H{end:g}"/>')
+        out.append(f'<path class="q c0" d="M{start:g} {head_height - 7:g}H{done:.1f}"/>')
     out.append(f'<g transform="translate(0 {head_height:g})">')
     out += [draw_pane(pane, width) for pane in panes]
     out.append("</g>")
+    if table:
+        out.append(_table(*table, table_top, width))
     for row, (kind, text) in enumerate(foot):
         y = foot_top + 13 + 18 * row
         if kind == "warning":
-            out.append(f'<path class="v" d="M14 {y:g}h11l-5.5-10z" style="stroke:none"/>')
+            out.append(f'<path class="v" d="M14 {y:g}h11l-5.5-10z"/>')
             out.append(_text(31, y, text, "v"))
+        elif kind == "advice":
+            out.append(_text(31, y, text, "m"))
         else:
             out.append(_text(14, y, text, "m"))
     out.append("</svg>")

@@ -11,14 +11,33 @@ Nothing here knows a notebook, a tensor or a clock.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from surokit.train.health import Event, Health
+    from surokit.train.records import Record
+    from surokit.train.status import RunInfo
 
 Point = tuple[float, float]
+Standing = Literal["waiting", "running", "paused", "done", "interrupted", "stopped", "failed"]
 
 MEAN_STEPS = 10.0
 MEAN_SHARE = 1 / 40
+EVENTS = 64
+# what happened, worst first, as the warnings tell it
+KINDS = {
+    "diverging": "diverging",
+    "skipped": "step skipped, not finite: weights untouched",
+    "nonfinite": "loss not finite (NaN or infinite)",
+    "unstable": "unstable",
+    "spike": "loss spike",
+    "grad_spike": "gradient spike",
+    "plateau": "plateau with a high learning rate",
+}
+_RANK = {kind: rank for rank, kind in enumerate((*KINDS, "note", "phase"))}
 LAST = {"1 s": 1.0, "1 min": 60.0, "10 min": 600.0}  # spans over which the panel tells the rate
 
 
@@ -29,11 +48,12 @@ class Series:
     its own x. Appending costs constant time on average. Raises ValueError for a limit under 8.
     """
 
+    __slots__ = ("_high", "_kept", "_low", "_open", "_plain", "_runs", "_span", "last", "limit")
+
     def __init__(self, limit: int = 1000) -> None:
         if limit < 8:
             raise ValueError(f"a series needs room for at least 8 points, got limit={limit}")
         self.limit = limit
-        self.count = 0  # points ever appended
         self.last: Point | None = None
         self._runs: list[list[Point]] = []  # each holds 1 to 4 points in order of x; the last one is open
         self._span = 1  # appended points a run covers
@@ -44,7 +64,6 @@ class Series:
 
     def append(self, x: float, y: float) -> None:
         point = (x, y)
-        self.count += 1
         self.last = point
         if self._open == self._span:
             self._runs.append([point])
@@ -89,6 +108,11 @@ class Series:
         self._plain = len(finite) == len(self._runs[-1])
         self._low, self._high = (min(finite), max(finite)) if finite else (math.inf, -math.inf)
 
+    @property
+    def count(self) -> int:
+        """Points ever appended."""
+        return (len(self._runs) - 1) * self._span + self._open if self._runs else 0
+
     def __len__(self) -> int:
         return self._kept
 
@@ -96,6 +120,26 @@ class Series:
         """(x, y) of the points kept, in order of x; at most `limit`."""
         kept = [p for run in self._runs for p in run]
         return [p[0] for p in kept], [p[1] for p in kept]
+
+    def since(self, after: float = -math.inf, limit: int = 1000) -> list[Point]:
+        """At most `limit` (8 or more) of the points with x above `after`, decimated as everything here is, and the last one."""
+        runs: list[list[Point]] = []
+        for run in reversed(self._runs):
+            if run[0][0] > after:
+                runs.append(run)
+                continue
+            if run[-1][0] > after:
+                runs.append([p for p in run if p[0] > after])
+            break
+        runs.reverse()
+        kept = [p for run in runs for p in run]
+        span = math.ceil(len(kept) / limit)
+        while len(kept) >= limit:
+            span += 1
+            kept = [p for i in range(0, len(runs), span) for p in _reduce([q for r in runs[i : i + span] for q in r])]
+        if self.last is not None and self.last[0] > (kept[-1][0] if kept else after):
+            kept.append(self.last)
+        return kept
 
 
 def _reduce(points: list[Point]) -> list[Point]:
@@ -118,7 +162,7 @@ def _reduce(points: list[Point]) -> list[Point]:
     return sorted((p for p in chosen if p is not None), key=_x)
 
 
-def _x(point: Point) -> float:
+def _x(point: tuple[float, ...]) -> float:
     return point[0]
 
 
@@ -126,21 +170,24 @@ class Recent:
     """Work over seconds of the last steps that together take `span_s`, in bounded memory: steps are kept in runs of a 64th of
     the span, so that the rate is over at most a run and a step more than that."""
 
+    __slots__ = ("_open_seconds", "_open_work", "_run_s", "_runs", "_seconds", "_work", "span_s")
+
     def __init__(self, span_s: float) -> None:
         self.span_s = span_s
+        self._run_s = span_s / 64
         self._runs: deque[tuple[float, float]] = deque()  # seconds, work; closed ones
-        self._seconds = self._work = 0.0  # of all of them and the open one
+        self._seconds = self._work = 0.0  # of all of them
         self._open_seconds = self._open_work = 0.0
 
     def add(self, seconds: float, work: float) -> None:
-        self._seconds += seconds
-        self._work += work
-        self._open_seconds += seconds
         self._open_work += work
-        if self._open_seconds < self.span_s / 64:
+        self._open_seconds = open_s = self._open_seconds + seconds
+        if open_s < self._run_s:
             return
         runs = self._runs
-        runs.append((self._open_seconds, self._open_work))
+        runs.append((open_s, self._open_work))
+        self._seconds += open_s
+        self._work += self._open_work
         self._open_seconds = self._open_work = 0.0
         while self._seconds - runs[0][0] >= self.span_s:
             oldest_s, oldest = runs.popleft()
@@ -150,15 +197,66 @@ class Recent:
     @property
     def rate(self) -> float | None:
         """None before the steps take `span_s`."""
-        return self._work / self._seconds if self._seconds >= self.span_s * (1 - 1e-9) else None
+        seconds = self._seconds + self._open_seconds
+        return (self._work + self._open_work) / seconds if seconds >= self.span_s * (1 - 1e-9) else None
+
+
+class Ruler:
+    """What a step is in tokens and in seconds of run time: knots with straight lines in between, at most `limit` of them.
+
+    Knots are equally many steps apart; when there are too many, every other one goes. The last step is always known.
+    """
+
+    __slots__ = ("_knots", "_left", "_span", "last", "limit")
+
+    def __init__(self, limit: int = 256) -> None:
+        self.limit = limit
+        self.last: tuple[float, float, float] | None = None  # step, tokens, seconds
+        self._knots: list[tuple[float, float, float]] = []
+        self._span = self._left = 1  # steps a knot is apart, and until the next one
+
+    def add(self, step: float, tokens: float, seconds: float) -> None:
+        self.last = knot = (step, tokens, seconds)
+        self._left -= 1
+        if self._left == 0:
+            self._knots.append(knot)
+            if len(self._knots) > self.limit:
+                self._knots = self._knots[::2]
+                self._span *= 2
+            self._left = self._span
+
+    def since(self, after: float = -math.inf) -> list[tuple[float, float, float]]:
+        """The knots of steps above `after`, and the last step's."""
+        kept = self._knots[bisect_right(self._knots, after, key=_x) :]
+        if self.last is not None and self.last[0] > (kept[-1][0] if kept else after):
+            kept.append(self.last)
+        return kept
+
+    def at(self, step: float) -> tuple[float, float]:
+        """(tokens, seconds) at a step; before the first and after the last knot those of the knot. (0, 0) without any."""
+        knots = self.since()
+        if not knots:
+            return 0.0, 0.0
+        place = bisect_right(knots, step, key=_x)
+        if place in (0, len(knots)):
+            return knots[min(place, len(knots) - 1)][1:]
+        (x0, t0, s0), (x1, t1, s1) = knots[place - 1 : place + 1]
+        share = (step - x0) / (x1 - x0)
+        return t0 + share * (t1 - t0), s0 + share * (s1 - s0)
 
 
 class PanelState:
-    """Everything a view draws: curves, totals, warnings, and why the run ended.
+    """Everything a view draws: curves, totals, events, and why the run ended.
 
     title: the first words of the head line, normally the recipe, followed by `recipe` (its algebra, native or
     emulated). total: the step at which the planned work ends, None if unknown (then no ETA).
-    resumes: whether an interrupted run can simply go on, so that the panel may say so.
+    resumes: whether an interrupted run can simply go on, so that the panel may say so. `info`, where somebody sets it, has the
+    devices, their price and their peak; without it no GPU hours, dollars or speed of light are known.
+
+    Curves over steps (`Series`): loss, loss_mean, held_out; rate, rate_sustained (tokens/s, or steps/s where tokens are
+    unknown); idle, idle_mean (shares of the step's time, lower bounds) and idle_data (the share that waits for a batch,
+    smoothed as idle_mean is); memory (GiB, the highest so far), lr, grad_norm. `ruler` turns steps into tokens and seconds.
+    `health` follows the run and gives the `events`, of which the worst and the latest are kept.
 
     The smoothed loss is an exponential moving average over about a fortieth of the steps so far, at least ten: with a =
     1 / that number, m <- m + a (loss - m) and w <- w + a (1 - w) from zero, shown bias-corrected as m / w (Adam's
@@ -187,27 +285,35 @@ class PanelState:
         self.reason: str | None = None  # why the run ended; None while it runs
         self.step = 0
         self.first_step: int | None = None
+        self.info: RunInfo | None = None
+        self.paused = False
         self.tokens = 0
         self.elapsed_s = 0.0
         self.run_s = 0.0  # wall time of the run, with what is no step; 0 where nobody says it
         self.recent = {name: Recent(span_s) for name, span_s in LAST.items()}
+        self._recent = tuple(self.recent.values())
         self.loss, self.loss_mean, self.held_out = Series(limit), Series(limit), Series(limit)
         self.rate, self.rate_sustained = Series(limit), Series(limit)  # tokens/s, or steps/s where tokens are unknown
-        self.idle, self.idle_mean = Series(limit), Series(limit)
+        self.idle, self.idle_mean, self.idle_data = Series(limit), Series(limit), Series(limit)
+        self.memory, self.lr, self.grad_norm = Series(limit), Series(limit), Series(limit)
+        self.ruler = Ruler()
+        self.busy: float | None = None  # share of the time in which the device worked, where a meter sampled it
+        self.launches: float | None = None  # kernel launches a step, likewise
+        self.health = _health()
+        self.events: list[Event] = []
         self.warnings: dict[str, _Count] = {}
         self.layers: list[tuple[str, str]] = []  # layer and product, and its figures: the worst of the last sample
         self.layers_step = 0
         self.first_bad = ""
         self._losses = 0
-        self._sum = self._weight = self._deviation = 0.0
+        self._sum = self._weight = self._stall_sum = 0.0
         self._step_s = self._good_s = self._busy_s = self._rate_s = self._rate_work = 0.0
         self._seconds_sum = self._work_sum = self._idle_sum = self._idle_seconds = self._steps_sum = 0.0
 
     @classmethod
     def from_records(cls, records: Any, title: str = "", **options: Any) -> PanelState:
         """The state of a run that is over: from a pandas DataFrame or an iterable of mappings with the columns of
-        `records.frame()` (step, loss, tokens, wall_ms, elapsed_s, idle_frac, eval_loss, skipped; missing ones are left
-        out).
+        `records.frame()`; missing ones are left out.
         """
         state = cls(title, **options)
         rows: Iterable[Mapping[str, Any]] = records.to_dict("records") if hasattr(records, "to_dict") else records
@@ -233,6 +339,29 @@ class PanelState:
             held_out=known("eval_loss"),
             skipped=bool(known("skipped")),
             stall=(known("stall_ms") or 0.0) / 1e3,
+            lr=known("lr"),
+            grad_norm=None if (norm := row.get("grad_norm")) is None else float(norm),
+            memory=known("peak_gib"),
+            busy=known("busy_frac"),
+            launches=known("launches"),
+        )
+
+    def add_record(self, record: Record, late: Mapping[str, float]) -> None:
+        """One step's Record and what has arrived of its late values ({} for none)."""
+        self.add(
+            record.step,
+            loss=late.get("loss"),
+            tokens=record.tokens,
+            seconds=record.wall_ms / 1e3,
+            elapsed=record.elapsed_s,
+            idle=late.get("idle_frac"),
+            skipped=late.get("skipped", 0.0) != 0.0,
+            stall=record.stall_ms / 1e3,
+            lr=record.lr,
+            grad_norm=late.get("grad_norm"),
+            memory=record.peak_gib,
+            busy=late.get("busy_frac"),
+            launches=late.get("launches"),
         )
 
     def add(
@@ -247,26 +376,45 @@ class PanelState:
         held_out: float | None = None,
         skipped: bool = False,
         stall: float = 0.0,
+        lr: float | None = None,
+        grad_norm: float | None = None,
+        memory: float | None = None,
+        busy: float | None = None,
+        launches: float | None = None,
+        steps: int = 1,
     ) -> None:
         """One step's numbers; None means not measured. seconds: wall time since the step before. elapsed: seconds of the
         whole run so far, by default the sum of those. idle: share of the step's time, 0..1. stall: seconds of it that waited
-        for a batch.
+        for a batch. memory: the highest so far, in GiB. busy: share of the time in which the device worked, 0..1, and launches: of
+        kernels a step, where a meter sampled them. steps: how many steps up to this one the numbers stand for: the means of their
+        losses, norms and shares, the sums of their tokens and seconds. Health judges single steps only.
 
         The same step may come again with further numbers. Costs a few microseconds, on average the same in a long run.
         """
         self.step = step
         if self.first_step is None:
             self.first_step = step
+        if steps == 1 and (loss is not None or skipped or grad_norm is not None):
+            for event in self.health.add(step, loss=loss, grad_norm=grad_norm, lr=lr, skipped=skipped):
+                self.happened(event)
         if loss is not None:
-            self._add_loss(step, loss, skipped)
+            self._add_loss(step, loss, skipped, steps)
         elif skipped:
             self._warn("skipped", step)
+        if grad_norm is not None:
+            self.grad_norm.append(step, grad_norm)
+        if lr is not None:
+            self.lr.append(step, lr)
+        if memory is not None:
+            self.memory.append(step, memory)
+        if busy is not None:
+            self.busy, self.launches = busy, launches
         if held_out is not None:
             self.held_out.append(step, held_out)
         if tokens is not None:
             self.tokens += int(tokens)
         if seconds is not None and seconds > 0.0:
-            self._add_rate(step, tokens, seconds, idle)
+            self._add_rate(step, tokens, seconds, idle, stall, steps)
             self._step_s += seconds
             if not skipped:
                 idle_s = stall if idle is None or idle != idle else idle * seconds
@@ -274,6 +422,27 @@ class PanelState:
                 self._busy_s += seconds - idle_s
         if elapsed is not None:
             self.elapsed_s = elapsed
+        if seconds is not None:
+            if self.ruler.last is None:
+                self.ruler.add(step - steps, 0.0, self.elapsed_s - seconds)
+            self.ruler.add(step, self.tokens, self.elapsed_s)
+
+    def note(self, step: int, text: str) -> None:
+        """A remark of the user's, marked on the loss curve."""
+        from surokit.train.health import Event
+
+        self.happened(Event(step, "note", text))
+
+    def happened(self, event: Event) -> None:
+        """Notes an event that somebody else saw."""
+        events = self.events
+        events.append(event)
+        if event.kind in KINDS and event.kind not in ("skipped", "nonfinite"):  # those are counted step by step
+            self._warn(event.kind, event.step, event.text)
+        if len(events) > EVENTS:  # of the least bad kind the second goes: the first and the latest stay
+            least = max(_RANK[e.kind] for e in events)
+            places = [i for i, e in enumerate(events) if _RANK[e.kind] == least]
+            del events[places[len(places) > 1]]
 
     def add_layers(self, step: int, rows: Iterable[Any], first_bad: str) -> None:
         """The worst layers of a sample taken at `step`, worst first, with layer, gemm, sqnr_db, clipped and underflow; and
@@ -289,53 +458,48 @@ class PanelState:
         ]
         self.first_bad = first_bad
 
-    def _add_loss(self, step: int, loss: float, skipped: bool) -> None:
+    def _add_loss(self, step: int, loss: float, skipped: bool, steps: int) -> None:
         self.loss.append(step, loss)
         if skipped or loss - loss != 0.0:
             self._warn("skipped" if skipped else "nonfinite", step)
         if loss - loss != 0.0:
             return
-        self._losses += 1
-        new = 1.0 / max(MEAN_STEPS, MEAN_SHARE * self._losses)
-        if self._weight:
-            mean = self._sum / self._weight
-            above = loss - mean
-            # Six mean deviations and a tenth of the loss itself: a rule of thumb that stays quiet on ordinary noise.
-            if self._losses > 20 and above > 6.0 * self._deviation and above > 0.1 * abs(mean):
-                self._warn("spike", step)
-            self._deviation += max(new, 1.0 / self._losses) * (abs(above) - self._deviation)
+        self._losses += steps
+        new = min(1.0, steps / max(MEAN_STEPS, MEAN_SHARE * self._losses))
         self._sum += new * (loss - self._sum)
         self._weight += new * (1.0 - self._weight)
         self.loss_mean.append(step, self._sum / self._weight)
 
-    def _add_rate(self, step: int, tokens: float | None, seconds: float, idle: float | None) -> None:
+    def _add_rate(
+        self, step: int, tokens: float | None, seconds: float, idle: float | None, stall: float, steps: int
+    ) -> None:
         self.elapsed_s += seconds
-        work = 1.0 if tokens is None else tokens
+        work = float(steps) if tokens is None else tokens
         if step == self.first_step:
             return  # the first step pays for allocation, compilation and the data's start; it is no rate
         decay = 0.5 ** (seconds / self.half_life_s)
         self._seconds_sum = decay * self._seconds_sum + seconds
         self._work_sum = decay * self._work_sum + work
-        self._steps_sum = decay * self._steps_sum + 1.0
+        self._steps_sum = decay * self._steps_sum + steps
         self._rate_s += seconds
         self._rate_work += work
-        for recent in self.recent.values():
+        for recent in self._recent:
             recent.add(seconds, work)
         self.rate.append(step, work / seconds)
+        self._stall_sum = decay * self._stall_sum + stall
         self.rate_sustained.append(step, self._work_sum / self._seconds_sum)
+        if self._stall_sum > 0.0:
+            self.idle_data.append(step, self._stall_sum / self._seconds_sum)
         if idle is not None and idle == idle:
             self._idle_seconds = decay * self._idle_seconds + seconds
             self._idle_sum = decay * self._idle_sum + idle * seconds
             self.idle.append(step, idle)
             self.idle_mean.append(step, self._idle_sum / self._idle_seconds)
 
-    def _warn(self, kind: str, step: int) -> None:
-        count = self.warnings.get(kind)
-        if count is None:
-            self.warnings[kind] = _Count(step)
-        else:
-            count.times += 1
-            count.last = step
+    def _warn(self, kind: str, step: int, text: str = "") -> None:
+        count = self.warnings.setdefault(kind, _Count())
+        count.times += 1
+        count.last, count.text = step, text
 
     @property
     def eta_s(self) -> float | None:
@@ -359,15 +523,70 @@ class PanelState:
         """Wall time of the run less the busy time of the steps that count; at least."""
         return max(self.run_s, self._step_s) - self._busy_s
 
+    @property
+    def standing(self) -> Standing:
+        """How the run stands, in a word."""
+        if self.reason is None:
+            return "paused" if self.paused else "waiting" if self.first_step is None else "running"
+        for word in ("done", "interrupted", "failed"):
+            if self.reason.startswith(word):
+                return word
+        return "stopped"
+
+    @property
+    def idle_causes(self) -> dict[str, float]:
+        """Shares of the time at present, 0..1, by cause: "data", waiting for a batch; "between steps", other gaps between them,
+        where idle time is measured; "inside steps", between kernels, where a meter samples it. What is not known is not there.
+        """
+        causes: dict[str, float] = {}
+        if self._seconds_sum and (self._stall_sum > 0.0 or self.idle_mean.last is not None):
+            causes["data"] = self._stall_sum / self._seconds_sum
+        outside = causes.get("data", 0.0)
+        if self.idle_mean.last is not None:
+            causes["between steps"] = max(0.0, self.idle_mean.last[1] - outside)
+            outside += causes["between steps"]
+        if self.busy is not None:
+            causes["inside steps"] = max(0.0, 1.0 - self.busy - outside)
+        return causes
+
+    @property
+    def light_per_rate(self) -> float | None:
+        """What a token a second is as a share of the devices' peak; None where one of the two is not known."""
+        info = self.info
+        if info is None or not info.flops_per_token or not info.peak_tflops or not self.tokens:
+            return None
+        return info.flops_per_token / (max(info.gpus, 1) * info.peak_tflops * 1e12)
+
+    @property
+    def light(self) -> float | None:
+        """The sustained rate as a share of the devices' peak (the speed of light; with a model's operations an MFU)."""
+        factor, rate = self.light_per_rate, self.rate_sustained.last
+        return None if factor is None or rate is None else factor * rate[1]
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Wall time of the run times the GPUs it holds; None where they are not known, or on a CPU."""
+        if self.info is None or not self.info.gpus:
+            return None
+        return self.info.gpus * max(self.run_s, self.elapsed_s) / 3600
+
+    @property
+    def usd_per_s(self) -> float | None:
+        """What a second of this run costs; None without a price."""
+        if self.info is None or self.info.usd_per_gpu_hour is None or not self.info.gpus:
+            return None
+        return self.info.usd_per_gpu_hour * self.info.gpus / 3600
+
+    @property
+    def usd(self) -> float | None:
+        """GPU hours times their price; None without one."""
+        price = self.usd_per_s
+        return None if price is None else price * max(self.run_s, self.elapsed_s)
+
     def warning_lines(self) -> list[str]:
         """The warnings as sentences, worst first."""
-        words = {
-            "skipped": "step skipped, not finite: weights untouched",
-            "nonfinite": "loss not finite (NaN or infinite)",
-            "spike": "loss spike",
-        }
         out = [f"first to go bad: {self.first_bad}"] if self.first_bad else []
-        for kind, text in words.items():
+        for kind, text in KINDS.items():
             count = self.warnings.get(kind)
             if count is not None:
                 where = (
@@ -375,15 +594,29 @@ class PanelState:
                     if count.times == 1
                     else f"{count.times:,} times, last at step {count.last:,}"
                 )
-                out.append(f"{text}, {where}")
+                out.append(f"{text}, {where}" + (f": {count.text}" if count.text else ""))
         return out
 
 
+def worst(events: Iterable[Event], count: int) -> list[Event]:
+    """The worst of them, of equals the latest, at most `count`; in order of their steps, the worst first."""
+    ranked = sorted(events, key=lambda event: (_RANK[event.kind], -event.step))[:count]
+    return sorted(ranked, key=lambda event: (event.step, _RANK[event.kind]))
+
+
+def _health() -> Health:
+    from surokit.train.health import (
+        Health,
+    )  # not at the top: the package around it loads torch, which a figure does not need
+
+    return Health()
+
+
 class _Count:
-    """How often a warning came, and when last."""
+    """How often a warning came, and when and with which words last."""
 
-    __slots__ = ("last", "times")
+    __slots__ = ("last", "text", "times")
 
-    def __init__(self, step: int) -> None:
-        self.times = 1
-        self.last = step
+    def __init__(self) -> None:
+        self.times = self.last = 0
+        self.text = ""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
 
-from tests.test_live import View
+from surokit.train.records import read
+from tests.test_live import View, read_status
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -99,6 +102,69 @@ def test_an_early_stop_is_said(trainer):
     assert callback.view.ended == ["stopped before the planned 3 steps"]
 
 
+def ask(callback, word, step=1):
+    from transformers import TrainerCallback
+
+    class At(TrainerCallback):
+        def on_step_begin(self, args, state, control, **context):
+            if state.global_step == step:
+                getattr(callback.live.control, word)()
+
+    return At()
+
+
+def test_the_stop_button_stops_the_trainer(trainer):
+    run, callback = trainer(max_steps=10)
+    run.add_callback(ask(callback, "stop", 2))
+    run.train()
+    assert run.state.global_step == 3
+    assert callback.view.ended == ["interrupted"]
+
+
+def test_the_save_button_saves_a_checkpoint_of_the_trainers(trainer, tmp_path):
+    run, callback = trainer(max_steps=4)
+    run.add_callback(ask(callback, "save", 1))
+    run.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert callback.view.ended == ["done"]
+
+
+def test_the_trainer_waits_while_it_is_paused(trainer):
+    run, callback = trainer(max_steps=3)
+    run.add_callback(ask(callback, "pause", 1))
+    seen = []
+
+    def resume():
+        while not callback.live or not callback.live.state.paused:
+            time.sleep(0.01)
+        seen.append(run.state.global_step)
+        callback.live.control.resume()
+
+    thread = threading.Thread(target=resume, daemon=True)
+    thread.start()
+    run.train()
+    thread.join(10)
+    assert seen == [2]
+    assert run.state.global_step == 3
+
+
+def test_a_folder_is_written_and_a_resume_goes_on_in_it(trainer, tmp_path):
+    folder = tmp_path / "live"
+    run, callback = trainer(max_steps=4, save_strategy="steps", save_steps=2)
+    callback.run_dir = folder
+    run.train()
+    whole = read(folder / "records.jsonl")
+    assert list(whole["step"]) == [1, 2, 3, 4]
+    run, callback = trainer(max_steps=4)
+    callback.run_dir = folder
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert callback.live.run_dir == folder
+    again = read(folder / "records.jsonl")
+    assert list(again["step"]) == [1, 2, 3, 4]
+    assert list(again["loss"]) == pytest.approx(list(whole["loss"]), rel=1e-3)
+    assert read_status(folder).state == "done"
+
+
 def test_only_the_integration_imports_transformers():
     code = "import sys, surokit.live, surokit.widgets; assert 'transformers' not in sys.modules"
     heavy = "for name in ('IPython', 'pandas', 'matplotlib', 'ipywidgets'): assert name not in sys.modules, name"
@@ -109,5 +175,5 @@ def test_it_is_found_by_its_name():
     import surokit
 
     assert surokit.integrations.hf.LiveCallback.__module__ == "surokit.integrations.hf"
-    with pytest.raises(AttributeError, match="no 'keras'; there is hf"):
+    with pytest.raises(AttributeError, match="no 'keras'; there is hf, lightning, mirrors"):
         _ = surokit.integrations.keras

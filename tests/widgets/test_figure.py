@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surokit.widgets.figure import Line, Pane, figure, nice_ticks, short, thin
+from surokit.widgets.figure import Line, Mark, Pane, figure, nice_ticks, short, thin
 
 
 def draw(*lines, **pane):
@@ -156,3 +156,34 @@ def test_one_point_is_a_dot_and_none_is_an_empty_frame():
     assert re.search(r'class="l c0" d="M[0-9.]+ [0-9.]+h0"', draw(Line("a", [3], [1.0])))
     ElementTree.fromstring(draw(Line("a", [], [])))
     ElementTree.fromstring(draw())
+
+
+def test_marks_stand_at_their_x_and_only_inside_the_frame():
+    marks = [Mark(5, "alarm"), Mark(9, "turn"), Mark(2, "note", "a < b"), Mark(8, "note", "late"), Mark(20, "alarm")]
+    svg = draw(Line("a", [0, 10], [0.0, 1.0]), marks=marks)
+    ElementTree.fromstring(svg)
+    lines = [float(x) for x in re.findall(r'<path class="[ei]" d="M([0-9.]+) ', svg)]
+    left, width = 44.0, 560.0 - 44 - 12
+    assert lines == pytest.approx([left + width * x / 10 for x in (5, 9, 2, 8)], abs=0.1)
+    assert re.search(r'<text class="t" x="[0-9.]+" y="39">a &lt; b</text>', svg)
+    assert re.search(r'text-anchor="end">late</text>', svg)  # words do not leave the frame
+    assert len(re.findall(r'<path class="v" d="M[0-9.]+ [0-9.]+h8l-4 7z"/>', svg)) == 1
+
+
+def test_a_second_head_row_makes_room_for_itself():
+    plain, more = (figure([Pane("p", [])], title="", description="", sub=sub) for sub in (("", ""), ("left", "")))
+    heights = [int(found(r'height="(\d+)" style', svg)) for svg in (plain, more)]
+    assert heights[1] - heights[0] == 18
+    assert '<text class="m" x="14" y="43">left</text>' in more
+
+
+def test_a_table_stands_under_the_panes_in_the_colours_of_its_runs():
+    table = (["run", "loss", ""], [["a & b", "2.5", "done"], ["c", "12.25", ""]], [0, 7])
+    svg = figure([Pane("p", [])], title="", description="", table=table, foot=[("advice", "so")])
+    rows = {y: re.findall(rf'y="{y}"[^>]*>([^<]*)</text>', svg) for y in ("211", "229", "247")}
+    assert rows == {"211": ["run", "loss"], "229": ["a &amp; b", "2.5", "done"], "247": ["c", "12.25"]}
+    assert 'class="l c0" d="M14 225h10"' in svg
+    assert 'class="l c1" d="M14 243h10"' in svg
+    ends = [float(x) for x in re.findall(r'x="([0-9.]+)" y="2(?:29|47)" text-anchor="end">[0-9]', svg)]
+    assert len(set(ends)) == 1  # numbers flush right
+    assert '<text class="m" x="31" y="269">so</text>' in svg

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import random
 import sys
+import threading
 import warnings
-from typing import cast
+from typing import Any, cast
 from xml.etree import ElementTree
 
 import pytest
@@ -15,16 +17,16 @@ import pytest
 from surokit.train import records
 from surokit.train.meters import Row, Sample
 from surokit.train.records import Record
-from surokit.widgets.panel import (
+from surokit.train.status import RunInfo
+from surokit.widgets import front
+from surokit.widgets import panel as panel_module
+from surokit.widgets.front import WidgetView
+from surokit.widgets.panel import Panel, SvgView, TextView, best_view, front_end
+from surokit.widgets.picture import (
     MESSAGE_BYTES,
-    Panel,
-    SvgView,
-    TextView,
-    best_view,
     bundle,
     clock_time,
     cut,
-    front_end,
     layer_lines,
     picture,
     summary_text,
@@ -95,7 +97,8 @@ class CountingView:
     def __init__(self, cost_s=0.0, clock=None):
         self.calls, self.cost_s, self.clock = [], cost_s, clock
 
-    def show(self, state, final):
+    def show(self, states, final):
+        (state,) = states.values()
         if self.clock is not None:
             self.clock.now += self.cost_s
         self.calls.append((state.step, final))
@@ -208,7 +211,7 @@ def test_a_device_that_never_answers_does_not_fill_the_memory():
     for step in range(1, 10_001):
         clock.now += 0.01
         panel.on_step(on_its_way(step, 1.0))
-    assert len(panel._waiting) <= 4097
+    assert len(panel.run("")._waiting) <= 4097
     assert panel.state.step > 5_000
 
 
@@ -216,7 +219,7 @@ def test_a_view_that_fails_costs_one_warning_and_no_step():
     class Broken:
         every_s = 0.25
 
-        def show(self, state, final):
+        def show(self, states, final):
             raise OSError("socket closed")
 
     clock, state = Clock(), PanelState()
@@ -241,7 +244,7 @@ def test_an_interrupt_while_drawing_is_not_swallowed():
     class Interrupted:
         every_s = 0.25
 
-        def show(self, state, final):
+        def show(self, states, final):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -357,6 +360,203 @@ def test_a_kernel_makes_the_difference(monkeypatch, kernel, expected):
 
     monkeypatch.setitem(sys.modules, "IPython", IPython)
     assert front_end() == expected
+
+
+def test_a_view_is_chosen_by_name(monkeypatch):
+    assert isinstance(Panel(PanelState(), view="text")._view, TextView)
+    assert isinstance(Panel(PanelState(), view="svg")._view, SvgView)
+    assert isinstance(Panel(PanelState(), view="widget")._view, WidgetView)
+    with pytest.raises(ValueError, match=r'view=.web.: it is "auto", "widget", "svg" or "text"\.'):
+        Panel(PanelState(), view=cast(Any, "web"))
+    monkeypatch.setattr(panel_module, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install anywidget, or take view="svg"'):
+        Panel(PanelState(), view="widget")
+
+
+class Kernel:
+    """Stands for a kernel that works on a request."""
+
+    def __init__(self, metadata):
+        self.metadata = metadata
+
+    def get_parent(self, channel):
+        return {"metadata": self.metadata}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "names", "expected"),
+    [
+        ({"cellId": "a"}, {}, WidgetView),  # JupyterLab, Notebook 7
+        ({}, {}, SvgView),  # nbclient, papermill, a console
+        ({"cellId": "a"}, {"__vsc_ipynb_file__": "/a.ipynb"}, SvgView),
+    ],
+)
+def test_a_widget_only_where_it_is_drawn(monkeypatch, metadata, names, expected):
+    shell = type("Shell", (), {"kernel": Kernel(metadata), "user_ns": names})()
+    monkeypatch.setitem(sys.modules, "IPython", type("IPython", (), {"get_ipython": staticmethod(lambda: shell)}))
+    assert isinstance(best_view(), expected)
+    monkeypatch.setattr(front, "find_spec", lambda name: None)  # without anywidget
+    assert isinstance(best_view(), SvgView)
+
+
+class Shown:
+    """Stands for a widget's output: what it was opened with, and what became of it."""
+
+    def __init__(self):
+        self.contents = []
+
+    def __call__(self, content, raw, display_id):
+        self.contents.append(content)
+        return Handle(self.contents)
+
+
+class Asked:
+    """Stands for a run's control."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __getattr__(self, name):
+        if name == "save":
+            raise ValueError("There is no folder.")
+        return lambda: self.asked.append(name)
+
+
+def a_widget(**options):
+    clock, screen = Clock(), Shown()
+    view = WidgetView(display=screen, **options)
+    panel = Panel(PanelState("fp8", total=40), view=view, clock=clock).open()
+    return panel, view, clock, screen
+
+
+def test_a_widget_opens_with_the_picture_and_ends_as_the_picture_alone():
+    panel, view, clock, screen = a_widget()
+    assert set(screen.contents[0]) == {front.WIDGET, "text/plain", "image/svg+xml"}
+    widget = view._widget
+    panel.on_start(40)
+    for step in range(1, 41):
+        clock.now += 1.0
+        panel.on_step(row(step))
+    panel.on_end("done")
+    assert set(screen.contents[-1]) == {"text/plain", "image/svg+xml"}
+    assert f'data-panel="{widget.token}"' in screen.contents[-1]["image/svg+xml"]  # by which the page knows its own
+    head = json.loads(widget.head)
+    assert head["final"]
+    assert head["runs"][0]["ending"] == "Done at step 40."
+    clock.now += 1.0
+    panel.on_step(row(41))  # the run goes on: another widget
+    assert view._widget is not widget
+    assert front.WIDGET in screen.contents[-1]
+
+
+def test_buttons_reach_the_control_of_the_run_that_goes_on():
+    control = Asked()
+    answers: list[dict[str, Any]] = []
+    panel, view, _, _ = a_widget(control=control)
+    widget = view._widget
+    widget.send = answers.append
+    for n, ask in enumerate(("hello", "pause", "resume", "save", "stop", "format the disk")):
+        view._asked(widget, {"ask": ask, "n": n})
+    view._asked(widget, "nonsense")
+    assert control.asked == ["pause", "resume", "stop"]
+    assert [a["answer"] for a in answers] == [0, 1, 2, 3, 4]
+    assert [a["error"] for a in answers] == ["", "", "", "There is no folder.", ""]
+    panel.on_end("done")
+    view._asked(widget, {"ask": "stop", "n": 9})  # a click that comes late is no order to the next run
+    assert control.asked == ["pause", "resume", "stop"]
+    assert answers[-1] == {"answer": 9, "error": "This run is over."}
+
+
+def test_save_is_offered_where_there_is_a_folder():
+    panel, view, clock, _ = a_widget(control=Asked())
+    assert json.loads(view._widget.control)["can"] == ["stop", "pause"]
+    panel.on_info(RunInfo(run_dir="runs/a"))
+    clock.now += 1.0
+    panel.on_step(row(1))
+    assert json.loads(view._widget.control)["can"] == ["stop", "pause", "save"]
+    assert json.loads(a_widget()[1]._widget.control)["can"] == []
+
+
+def test_messages_of_a_run_of_100_000_records_stay_in_their_budget():
+    panel, view, clock, _ = a_widget()
+    sent, opened, widget = [], clock.now, view._widget
+    widget.send_state = lambda key=None: sent.append((clock.now, {name: getattr(widget, name) for name in key or ()}))
+    for step in range(1, 100_001):
+        clock.now += 0.0025
+        panel.on_step(row(step, loss=2.0 + math.sin(step), lr=1e-3, grad_norm=1.0, peak_gib=3.0))
+    assert len(sent) <= 4 * (clock.now - opened) + 1
+    assert len(sent) > 3 * (clock.now - opened)
+    assert max(len(json.dumps(texts)) for _, texts in sent) <= MESSAGE_BYTES
+    held = sum(
+        len(getattr(widget, name)) for name in widget.keys if name in ("head", "delta") or name.startswith("key_")
+    )
+    assert held < 200_000  # what a reloaded tab is given
+
+
+def test_several_runs_on_one_panel_end_when_all_have():
+    class View:
+        every_s = 0.25
+
+        def __init__(self):
+            self.calls = []
+
+        def show(self, states, final):
+            self.calls.append(({name: state.step for name, state in states.items()}, final))
+
+    clock, view = Clock(), View()
+    panel = Panel({"a": PanelState("a"), "b": PanelState("b")}, view=view, clock=clock)
+    for step in range(1, 4):
+        clock.now += 1.0
+        panel.run("a").on_step(row(step))
+        panel.run("b").on_step(row(step))
+    panel.run("a").on_end("done")
+    assert not view.calls[-1][1]
+    panel.run("b").on_end("done")
+    assert view.calls[-1] == ({"a": 3, "b": 3}, True)
+    count = len(view.calls)
+    panel.refresh()  # the final picture stands
+    assert len(view.calls) == count
+
+
+def test_time_spent_in_a_pause_is_no_run_time():
+    clock, view = Clock(), CountingView()
+    panel = Panel(PanelState(), view=view, clock=clock)
+    panel.on_start(10)
+    clock.now += 2.0
+    panel.on_pause(True)
+    assert panel.state.paused
+    assert len(view.calls) == 1  # shown at once
+    clock.now += 100.0
+    panel.on_pause(False)
+    clock.now += 3.0
+    panel.on_step(row(1))
+    panel.on_end("done")
+    assert panel.state.run_s == pytest.approx(5.0)
+
+
+def test_a_step_never_waits_for_a_thread_that_draws():
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        every_s = 0.25
+
+        def show(self, states, final):
+            if threading.current_thread() is not threading.main_thread():
+                inside.set()
+                assert go_on.wait(30)
+
+    clock = Clock()
+    panel = Panel(PanelState(), view=Slow(), clock=clock)
+    thread = threading.Thread(target=panel.refresh)
+    thread.start()
+    assert inside.wait(30)
+    for step in range(1, 50):  # would hang if a step waited for the lock
+        clock.now += 1.0
+        panel.on_step(row(step))
+    go_on.set()
+    thread.join(30)
+    panel.on_end("done")
+    assert panel.state.step == 49
 
 
 def test_repr_is_words():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pandas as pd
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surokit.profiler.sustained import sustain
-from surokit.widgets.state import PanelState, Recent, Series, _reduce
+from surokit.train.status import RunInfo
+from surokit.widgets.state import EVENTS, PanelState, Recent, Ruler, Series, _reduce, worst
 
 values = st.one_of(
     st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 5e-324, 1.7976931348623157e308])
@@ -149,10 +151,18 @@ def test_warnings_name_what_happened_and_where():
     assert state.warning_lines() == [
         "step skipped, not finite: weights untouched, at step 60",
         "loss not finite (NaN or infinite), at step 40",
-        "loss spike, at step 80",
+        "unstable, at step 80: 3 spikes within 40 steps",
+        "loss spike, at step 80: loss 9, usually 3.01",
     ]
     state.add(101, loss=math.inf)
     assert "loss not finite (NaN or infinite), 2 times, last at step 101" in state.warning_lines()
+    assert [(e.step, e.kind) for e in state.events] == [
+        (40, "nonfinite"),
+        (60, "skipped"),
+        (80, "spike"),
+        (80, "unstable"),
+        (101, "nonfinite"),
+    ]
 
 
 def test_a_skipped_step_with_a_finite_loss_is_named_too():
@@ -260,3 +270,182 @@ def test_rates_of_the_last_second_minute_and_ten_minutes():
     rates = {name: recent.rate for name, recent in state.recent.items()}
     assert (rates["1 s"], rates["1 min"]) == pytest.approx((500, 500))
     assert rates["10 min"] == pytest.approx((200 * 500 + 400 * 1000) / 600, rel=0.02)
+
+
+# --- events ---
+
+
+def test_the_worst_and_the_latest_events_are_kept():
+    state = PanelState()
+    for step in range(1, 2_001):
+        state.note(step, f"note {step}")
+    assert len(state.events) == EVENTS
+    assert [state.events[0].step, state.events[-1].step] == [1, 2_000]
+    for step in range(3_001, 4_001):  # far apart, so that each is an event
+        state.add(20 * step, loss=math.nan)
+    kinds = [event.kind for event in state.events]
+    assert len(kinds) == EVENTS
+    assert set(kinds) == {"nonfinite", "diverging"}
+    assert kinds.count("diverging") == 1
+    state.add(100_000, loss=1.0, skipped=True)
+    assert state.events[-1].kind == "skipped"
+    assert state.warnings["nonfinite"].times == 1_000
+    assert [e.step for e in worst(state.events, 2)] == [60_060, 100_000]
+
+
+def test_notes_are_no_warnings():
+    state = PanelState()
+    state.add(1, loss=1.0)
+    state.note(1, "began")
+    assert state.warning_lines() == []
+    assert (state.events[0].kind, state.events[0].text, state.events[0].suggestion) == ("note", "began", "")
+
+
+def test_how_a_run_stands():
+    state = PanelState()
+    standing = [state.standing]
+    state.add(1, loss=1.0)
+    standing.append(state.standing)
+    state.paused = True
+    standing.append(state.standing)
+    for reason in ("done", "interrupted", "failed: ValueError: x", "stopped: diverging", "stopped by a rule"):
+        state.reason = reason
+        standing.append(state.standing)
+    assert standing == ["waiting", "running", "paused", "done", "interrupted", "failed", "stopped", "stopped"]
+
+
+# --- the ruler ---
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 100), st.floats(0.001, 10)), min_size=1, max_size=300))
+def test_the_ruler_is_bounded_and_right_at_its_knots(steps):
+    ruler = Ruler(16)
+    known, at, tokens, seconds = {}, 0, 0, 0.0
+    for gap, work, wall in steps:
+        at, tokens, seconds = at + gap, tokens + work, seconds + wall
+        known[at] = (tokens, seconds)
+        ruler.add(at, tokens, seconds)
+    knots = ruler.since()
+    assert len(knots) <= 17
+    assert all(known[step] == (t, s) for step, t, s in knots)
+    assert knots[-1][0] == at
+    assert ruler.at(at) == known[at]
+    assert ruler.at(at + 100) == known[at]
+    told = [ruler.at(step) for step in range(int(knots[0][0]), at + 1)]
+    assert told == sorted(told)  # tokens and time never go back
+    assert ruler.since(knots[-1][0]) == []
+
+
+def test_the_ruler_between_its_knots():
+    ruler = Ruler()
+    assert ruler.at(3) == (0.0, 0.0)
+    ruler.add(0, 0, 0.0)
+    ruler.add(10, 1_000, 5.0)
+    assert ruler.at(5) == (500, 2.5)
+
+
+def test_the_ruler_of_a_state_begins_before_the_first_step():
+    state = PanelState()
+    for step in range(501, 511):
+        state.add(step, tokens=100, seconds=2.0, elapsed=1_000.0 + 2 * (step - 500))
+    assert state.ruler.at(500) == (0.0, 1_000.0)
+    assert state.ruler.at(505) == (500, 1_010.0)
+
+
+# --- money, light, causes ---
+
+
+def test_gpu_hours_dollars_and_light():
+    state = PanelState()
+    for step in range(1, 11):
+        state.add(step, tokens=1_000, seconds=1.0)
+    assert (state.gpu_hours, state.usd, state.usd_per_s, state.light) == (None,) * 4
+    state.info = RunInfo(gpus=8, flops_per_token=6e9, peak_tflops=10.0, usd_per_gpu_hour=2.0)
+    assert state.gpu_hours == pytest.approx(80 / 3600)
+    assert state.usd == pytest.approx(160 / 3600)
+    assert state.light == pytest.approx(1_000 * 6e9 / 80e12)
+    state.run_s = 20.0  # an evaluation costs too
+    assert state.usd == pytest.approx(320 / 3600)
+    state.info = RunInfo(gpus=0, flops_per_token=6e9, peak_tflops=0.1, usd_per_gpu_hour=2.0)  # a CPU
+    assert (state.gpu_hours, state.usd) == (None, None)
+    assert state.light == pytest.approx(60.0)
+    assert RunInfo(gpus=1).flops_per_token is None
+    state.info = RunInfo(gpus=1)
+    assert (state.usd, state.light) == (None, None)
+
+
+def test_idle_time_by_cause():
+    state = PanelState(half_life_s=1e9)
+    assert state.idle_causes == {}
+    state.add(1, seconds=1.0, idle=0.5, stall=0.1)  # the first step is no rate
+    for step in range(2, 12):
+        state.add(step, seconds=1.0, idle=0.3, stall=0.1)
+    assert state.idle_causes == {"data": pytest.approx(0.1), "between steps": pytest.approx(0.2)}
+    state.add(12, seconds=1.0, idle=0.3, stall=0.1, busy=0.6, launches=70.0)
+    causes = state.idle_causes
+    assert sum(causes.values()) == pytest.approx(0.4)
+    assert state.launches == 70.0
+    waiting = PanelState()
+    for step in range(1, 5):
+        waiting.add(step, seconds=1.0, stall=0.25)
+    assert waiting.idle_causes == {"data": pytest.approx(0.25)}
+    assert list(waiting.idle_data.last or ()) == pytest.approx([4, 0.25])
+
+
+def test_every_column_of_the_records_arrives():
+    rows = [
+        {
+            "step": s,
+            "loss": 3.0,
+            "lr": 1e-3 / s,
+            "grad_norm": math.nan if s == 5 else 2.0,
+            "peak_gib": 1.0 + s,
+            "wall_ms": 10.0,
+        }
+        for s in range(1, 10)
+    ]
+    rows[6] |= {"busy_frac": 0.8, "launches": 12.0}
+    state = PanelState.from_records(rows)
+    assert list(state.lr.last or ()) == pytest.approx([9, 1e-3 / 9])
+    assert list(state.memory.last or ()) == [9, 10.0]
+    assert math.isnan(state.grad_norm.points()[1][4])
+    assert (state.busy, state.launches) == (0.8, 12.0)
+
+
+# --- reading a series ---
+
+
+@given(st.lists(values, min_size=1, max_size=400), st.integers(8, 64), st.integers(8, 40), st.integers(-1, 400))
+def test_the_points_since_a_step_are_few_and_keep_what_matters(ys, capacity, limit, after):
+    series = filled(ys, capacity)
+    kept = series.since(after, limit)
+    assert len(kept) <= limit
+    known = [p for p in zip(*series.points()) if p[0] > after]
+    assert all(any(x == a and (y == b or y != y) for a, b in [*known, series.last]) for x, y in kept)
+    assert [x for x, _ in kept] == sorted({x for x, _ in kept})
+    assert (kept[-1][0] if kept else after) == max(len(ys) - 1, after)
+    for test in (math.isnan, math.isinf):
+        assert any(test(y) for _, y in known) <= any(test(y) for _, y in kept)
+    finite = [y for _, y in known if math.isfinite(y)]
+    if finite:
+        assert {min(finite), max(finite)} <= {y for _, y in kept}
+
+
+@pytest.mark.soak
+def test_a_million_steps_in_the_same_memory():
+    state, sizes = PanelState(total=1_000_000), {}
+    for step in range(1, 1_000_001):
+        loss = 3.0 + math.sin(step) + 10 * (step % 100_000 == 0)
+        state.add(
+            step,
+            loss=loss,
+            tokens=4096,
+            seconds=0.01,
+            idle=0.1,
+            lr=1e-3,
+            grad_norm=1.0 + 9 * (step % 7_000 == 0),
+            memory=3.0,
+        )
+        if step in (20_000, 300_000, 1_000_000):
+            sizes[step] = len(pickle.dumps(state))
+    assert max(sizes.values()) < 250_000  # a series is between half full and full

@@ -1,0 +1,166 @@
+"""The panel as a widget: what `wire` says goes into a page, and what is clicked there goes to a run's control.
+
+The page's part is front/panel.js and front/panel.css, plain files without a build, sent once when a widget opens; nothing is
+fetched. anywidget carries them, and is imported when a widget opens.
+
+A click must reach Python while a cell trains. JupyterLab sends widgets' messages to a subshell of the kernel (a thread of
+its own), but ipykernel 7.4 moves an answer to the loop that last wrote to the widget, here the busy cell's. The panel is asked and
+asks nothing, so it switches that off for its own messages: handlers then run in the subshell's thread. Where there are no
+subshells a click arrives when the cell awaits or ends; the page notices that nobody answers and says how to stop instead.
+
+When a run ends its output becomes static, so that the saved notebook holds a picture and no widget that nobody could draw. In the
+open tab the page's part puts its own panel in the picture's place.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.resources import files
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from surokit.widgets.figure import Theme
+from surokit.widgets.picture import Bundle, bundle
+from surokit.widgets.state import PanelState
+from surokit.widgets.wire import SLOTS, Wire
+
+LAST = SLOTS  # further messages at the end of a run, at most: a keyframe for each curve that is still coarse
+ASKS = ("stop", "pause", "resume", "save")
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+class Controls(Protocol):
+    """What the buttons need; each returns at once, from any thread."""
+
+    def stop(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def save(self) -> None: ...
+
+
+def draws_widgets() -> bool:
+    """Whether the cell that runs came from JupyterLab or Notebook 7, and anywidget is here to draw in it.
+
+    Told by what they write into a request, the cell's id; nbclient and consoles do not. VS Code and Colab do, or something like
+    it, but fetch widgets' scripts from elsewhere.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    kernel = getattr(shell, "kernel", None)
+    if (
+        shell is None
+        or kernel is None
+        or "google.colab" in sys.modules
+        or any(name.startswith("__vsc") for name in shell.user_ns)
+    ):
+        return False
+    return "cellId" in kernel.get_parent("shell").get("metadata", {}) and find_spec("anywidget") is not None
+
+
+class WidgetView:
+    """A widget that lives as long as a run; the next run opens another, in the cell that goes on.
+
+    control: what the buttons do; None: no buttons. display: IPython's, or a test's.
+    """
+
+    def __init__(
+        self,
+        control: Controls | None = None,
+        every_s: float = 0.25,
+        theme: Theme = "auto",
+        display: Callable[..., Any] | None = None,
+    ) -> None:
+        self.every_s = every_s
+        self.theme: Theme = theme
+        self._control = control
+        self._display = display
+        self._widget: Any = None
+        self._wire: Wire | None = None
+        self._handle: Any = None
+        self._token = ""
+
+    def show(self, states: Mapping[str, PanelState], final: bool) -> None:
+        """Send what is new; the last time, leave the static picture in the output as well."""
+        if self._widget is None:
+            self._open(states)
+        self._widget.control = json.dumps(self._controls(states))
+        renewed = self._send(final)
+        for _ in range(LAST if final else 0):  # curves that are still coarse, as those of a short run are
+            if not renewed:
+                break
+            renewed = self._send(final)
+        if final:
+            self._handle.update(_marked(bundle(shown(states), self.theme), self._token), raw=True)
+            self._widget = self._wire = self._handle = None
+
+    def _send(self, final: bool) -> bool:
+        """One message. Whether it holds a keyframe, so that there may be more to tell."""
+        texts = self._wire.next(final) if self._wire is not None else {}
+        with self._widget.hold_sync():  # one message
+            for name, text in texts.items():
+                setattr(self._widget, name, text)
+        return any(name.startswith("key_") for name in texts)
+
+    def _open(self, states: Mapping[str, PanelState]) -> None:
+        if self._display is None:
+            from IPython.display import display
+
+            self._display = display
+        self._token = f"surokit-{uuid.uuid4().hex[:12]}"
+        self._wire = Wire(states)
+        self._widget = widget = _widget_class()(token=self._token, control=json.dumps(self._controls(states)))
+        widget.on_msg(lambda _widget, content, _buffers: self._asked(widget, content))
+        if widget.comm is not None:
+            widget.comm._reply_subshell_for = None  # the front end's choice of thread stands; see above
+        self._send(False)
+        view = {"model_id": widget.model_id, "version_major": 2, "version_minor": 1}
+        message = {WIDGET: view, **_marked(bundle(shown(states), self.theme), self._token)}
+        self._handle = self._display(message, raw=True, display_id=True)
+
+    def _controls(self, states: Mapping[str, PanelState]) -> dict[str, Any]:
+        saves = any(state.info is not None and state.info.run_dir is not None for state in states.values())
+        can = [] if self._control is None else ["stop", "pause", *(["save"] if saves else [])]
+        return {"can": can, "theme": self.theme}
+
+    def _asked(self, widget: Any, content: Any) -> None:
+        """A message of the page: {"ask": "hello" or one of ASKS, "n": number}. Answers {"answer": n, "error": sentence or ""}."""
+        ask = content.get("ask") if isinstance(content, dict) else None
+        error = ""
+        if ask in ASKS:
+            if widget is not self._widget or self._control is None:
+                error = "This run is over."
+            else:
+                try:
+                    getattr(self._control, ask)()
+                except Exception as failed:
+                    error = str(failed) or type(failed).__name__
+        elif ask != "hello":
+            return
+        widget.send({"answer": content.get("n"), "error": error})
+
+
+def shown(states: Mapping[str, PanelState]) -> Any:
+    """What a picture is drawn of: the one state, or all of them by name."""
+    return next(iter(states.values())) if len(states) == 1 else states
+
+
+def _marked(message: Bundle, token: str) -> Bundle:
+    """The bundle with a mark in its picture by which the page's part knows its own."""
+    return {**message, "image/svg+xml": message["image/svg+xml"].replace("<svg ", f'<svg data-panel="{token}" ', 1)}
+
+
+@cache
+def _widget_class() -> type:
+    """The widget: one synchronized text for each name of the wire's, what the buttons can do, and the mark."""
+    import anywidget
+    import traitlets
+
+    folder = files("surokit.widgets") / "front"
+    names = ["token", "control", "head", "delta", *(f"key_{k}" for k in range(SLOTS))]
+    texts: dict[str, Any] = {name: traitlets.Unicode("").tag(sync=True) for name in names}
+    sources = {name: (folder / file).read_text("utf-8") for name, file in (("_esm", "panel.js"), ("_css", "panel.css"))}
+    return type("PanelWidget", (anywidget.AnyWidget,), {**sources, **texts})

@@ -1,0 +1,491 @@
+"""What a state looks like: the panel as SVG, as a line and as a few lines of text, and all of it as one display message.
+
+Pure functions of one `PanelState`, or of several by the names of their runs: then their losses are drawn over each other and a
+table has their figures. Nothing here knows a notebook, a clock or a run. `PANES` and `figures` are what every view shows; the SVG
+has room for some of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import wrap
+from typing import Literal, NamedTuple
+
+from surokit.tables import text_table
+from surokit.widgets.figure import Line, Mark, Pane, Style, Theme, figure, short
+from surokit.widgets.state import KINDS, PanelState, Series, worst
+
+Bundle = dict[str, str]
+States = PanelState | Mapping[str, PanelState]
+Foot = list[tuple[Literal["note", "warning", "advice"], str]]
+
+MESSAGE_BYTES = 20_000
+SHOWN_EVENTS, SHOWN_RUNS = 12, 8
+NONE = "–"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A series of a state by its name, and how it is drawn."""
+
+    name: str
+    label: str
+    style: Style
+
+
+@dataclass(frozen=True)
+class PaneOf:
+    """A chart: its curves. percent: shares, shown times 100. zero: the axis starts at 0. robust: see figure.Pane."""
+
+    name: str
+    title: str
+    curves: tuple[Curve, ...]
+    color: int
+    percent: bool = False
+    zero: bool = False
+    robust: bool = False
+
+
+PANES = (
+    PaneOf(
+        "loss",
+        "Loss",
+        (
+            Curve("loss", "each step", "faint"),
+            Curve("loss_mean", "smoothed", "line"),
+            Curve("held_out", "held out", "dots"),
+        ),
+        0,
+        robust=True,
+    ),
+    PaneOf(
+        "rate",
+        "Tokens/s",
+        (Curve("rate", "each step", "faint"), Curve("rate_sustained", "sustained", "line")),
+        2,
+        zero=True,
+    ),
+    PaneOf(
+        "idle",
+        "Device idle",
+        (
+            Curve("idle", "each step", "faint"),
+            Curve("idle_mean", "smoothed", "line"),
+            Curve("idle_data", "waiting for data", "line"),
+        ),
+        3,
+        percent=True,
+        zero=True,
+    ),
+    PaneOf("memory", "Peak memory, GiB", (Curve("memory", "memory", "line"),), 4, zero=True),
+    PaneOf("grad_norm", "Gradient norm", (Curve("grad_norm", "each step", "line"),), 5, zero=True, robust=True),
+    PaneOf("lr", "Learning rate", (Curve("lr", "learning rate", "line"),), 1, zero=True),
+)
+
+
+class Figure(NamedTuple):
+    """A number ready to show: the pane it belongs to ("" for none), its name, itself, and what is said beside it."""
+
+    pane: str
+    name: str
+    value: str
+    note: str = ""
+
+
+def figures(state: PanelState) -> list[Figure]:
+    """The figures of a run that are known, most important first."""
+    out = []
+    if state.loss_mean.last or state.loss.last:
+        held_out = f"held out {_loss(state.held_out)}" if state.held_out.last else ""
+        out.append(Figure("loss", "Loss", _loss(state.loss_mean if state.loss_mean.last else state.loss), held_out))
+    if state.rate_sustained.last:
+        light = "" if state.light is None else f" · {_share(state.light)} of peak"
+        out.append(Figure("rate", unit_of(state), _last(state.rate_sustained), f"now {_last(state.rate)}{light}"))
+    causes = state.idle_causes
+    told = " · ".join(f"{name} {_share(share)}" for name, share in causes.items() if share >= 0.0005)
+    if state.idle_mean.last:
+        out.append(Figure("idle", "Device idle", _percent(state.idle_mean), told or "at least"))
+    elif causes.get("data", 0.0) >= 0.005:
+        out.append(Figure("idle", "Device idle", f"≥ {_share(causes['data'])}", told))
+    if state.memory.last:
+        out.append(Figure("memory", "Peak memory", f"{short(state.memory.last[1])} GiB"))
+    if state.gpu_hours is not None:
+        usd = "" if state.usd is None else dollars(state.usd)
+        out.append(Figure("", "GPU hours", hours(state.gpu_hours), usd))
+    if state.grad_norm.last:
+        out.append(Figure("grad_norm", "Gradient norm", _last(state.grad_norm)))
+    if state.lr.last:
+        out.append(Figure("lr", "Learning rate", _last(state.lr)))
+    return out
+
+
+def phase_words(state: PanelState) -> str:
+    """The health's phase while a run goes on, else how it stands."""
+    return state.health.phase if state.standing == "running" and state.health.phase else state.standing
+
+
+def unit_of(*states: PanelState) -> str:
+    return "Tokens/s" if any(state.tokens for state in states) else "Steps/s"
+
+
+def hours(gpu_hours: float) -> str:
+    return "< 0.01" if 0 < gpu_hours < 0.005 else f"{gpu_hours:.2f}" if gpu_hours < 10 else short(gpu_hours)
+
+
+def dollars(usd: float) -> str:
+    return f"${usd:,.2f}" if usd < 1000 else f"${usd:,.0f}"
+
+
+def suggestion(state: PanelState) -> str:
+    """What can be done about the worst that happened; of equals the latest. "" where there is nothing to say."""
+    ranks = list(KINDS)
+    told = [event for event in state.events if event.suggestion and event.kind in ranks]
+    return min(reversed(told), key=lambda event: ranks.index(event.kind)).suggestion if told else ""
+
+
+def run_table(states: Mapping[str, PanelState]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of the figures of several runs, a row a run; columns that no run has are left out."""
+    wanted = [
+        ("step", lambda s: f"{s.step:,}"),
+        ("loss", lambda s: _loss(s.loss_mean)),
+        ("held out", lambda s: _loss(s.held_out)),
+        (unit_of(*states.values()).lower(), lambda s: _last(s.rate_sustained)),
+        ("idle", lambda s: _percent(s.idle_mean)),
+        ("GiB", lambda s: _last(s.memory)),
+        ("time", lambda s: clock_time(s.elapsed_s)),
+        ("cost", lambda s: NONE if s.usd is None else dollars(s.usd)),
+        ("", phase_words),
+    ]
+    columns = {name: [tell(state) for state in states.values()] for name, tell in wanted}
+    columns = {name: cells for name, cells in columns.items() if set(cells) != {NONE}}
+    return ["run", *columns], [[cut(run, 24), *cells] for run, *cells in zip(states, *columns.values())]
+
+
+# --- messages ---
+
+
+def bundle(states: States, theme: Theme = "auto") -> Bundle:
+    """The states as one display message: the picture and the same facts in words. At most MESSAGE_BYTES long."""
+    words = summary_text(states)
+    return {"text/plain": words, "image/svg+xml": picture(states, theme, MESSAGE_BYTES - len(words.encode()))}
+
+
+def picture(states: States, theme: Theme = "auto", room: int = MESSAGE_BYTES) -> str:
+    """The panel as SVG: loss with its events on top, tokens/s and idle share below, warnings and the reason of the end at the foot;
+    of several runs their losses and rates over each other, and a table. room: bytes it may take; curves get coarser to fit.
+    """
+    if not isinstance(states, PanelState) and len(states) == 1:
+        states = next(iter(states.values()))
+    for points in (1000, 300, 150, 75, 40, 20):
+        svg = _one(states, theme, points) if isinstance(states, PanelState) else _several(states, theme, points)
+        if len(svg.encode()) <= room:
+            break
+    return svg
+
+
+def _span(states: Sequence[PanelState], ended: bool) -> tuple[float, float]:
+    """The steps that the axis shows."""
+    first = min((float(s.first_step) for s in states if s.first_step is not None), default=0.0)
+    first = 0.0 if first == 1.0 else first  # so that the axis starts with a label
+    step, total = max((s.step for s in states), default=0), max((s.total or 0 for s in states), default=0)
+    if ended:
+        return first, max(float(step), first + 1)
+    last = float(max(total, step, first + 1))
+    # The frame opens at the planned length once a tenth of it has run; before, the curve would be a dot in a corner.
+    if total and step - first < 0.1 * (total - first):
+        last = min(first + max(10.0, 10 * (step - first)), float(total))
+    return first, last
+
+
+def _one(state: PanelState, theme: Theme, points: int) -> str:
+    span = _span([state], state.reason is not None)
+    told = {figure.pane: figure for figure in figures(state)}
+    # two small ones beside each other: the rate, and the first of these that has something to show
+    idle, grad_norm = PANES[2], PANES[4]
+    second = idle if "idle" in told else grad_norm if "grad_norm" in told else None
+    panes = []
+    for pane, top, left, width, height in (
+        (PANES[0], 0.0, 0.0, 1.0, 190.0),
+        (PANES[1], 196.0, 0.0, 0.5 if second else 1.0, 122.0),
+        (second, 196.0, 0.5, 0.5, 122.0),
+    ):
+        if pane is None:
+            continue
+        figure_ = told.get(pane.name, Figure(pane.name, pane.title, NONE))
+        small = width < 1
+        panes.append(
+            Pane(
+                figure_.name,
+                [
+                    _line(c, getattr(state, c.name), pane.color + (c.style == "dots"), points)
+                    for c in pane.curves
+                    if c.name != "idle_data" or not state.idle.last
+                ],
+                headline=figure_.value,
+                note="at least" * (pane.name == "idle") or figure_.note.split(" · ")[-1] if small else figure_.note,
+                top=top,
+                left=left,
+                width=width,
+                height=height,
+                x_range=span,
+                y_range=(0.0 if pane.zero else None, None),
+                percent=pane.percent,
+                robust=pane.robust,
+                x_ticks=4 if small else 6,
+                y_ticks=4 if pane.name == "loss" else 3,
+                legend=pane.name == "loss",
+                marks=_marks(state) if pane.name == "loss" else (),
+            )
+        )
+    foot: Foot = [("note", line) for line in [*idle_lines(state), *layer_lines(state), *sustained_lines(state)]]
+    for line in state.warning_lines():
+        start, *rest = wrap(cut(line, 150), 78)
+        foot += [("warning", start), *(("advice", part) for part in rest)]
+    foot += [("advice", line) for line in wrap(suggestion(state), 78)]
+    if state.reason is not None:
+        foot.append(("note", cut(ending(state), 80)))
+    memory = f"peak {told['memory'].value} · " if "memory" in told else ""
+    stands = memory + phase_words(state)
+    room = 78 - len(stands)
+    title = cut(state.title or "training", min(32, round(0.75 * room)))
+    return figure(
+        panes,
+        title=f"Training run {state.title}".rstrip(),
+        description=summary_line(state),
+        head=(title, cut(state.recipe, max(0, room - round(1.35 * len(title)))), stands),
+        sub=(progress_words(state), money_words(state)),
+        alarm=phase_words(state) in ("diverging", "unstable", "failed"),
+        progress=None if state.total is None else state.step / max(state.total, 1),
+        foot=foot,
+        theme=theme,
+    )
+
+
+def _several(states: Mapping[str, PanelState], theme: Theme, points: int) -> str:
+    runs = list(states.items())[:SHOWN_RUNS]
+    tight = points <= 150
+    span = _span([state for _, state in runs], all(state.reason is not None for _, state in runs))
+    losses = [_line(Curve("", run, "line"), s.loss_mean, number, points) for number, (run, s) in enumerate(runs)]
+    held_out = [_line(Curve("", "", "dots"), s.held_out, number, points) for number, (_, s) in enumerate(runs)]
+    rates = [_line(Curve("", run, "line"), s.rate_sustained, number, points) for number, (run, s) in enumerate(runs)]
+    marks = [mark for _, state in runs for mark in _marks(state)][-SHOWN_EVENTS:]
+    panes = [
+        Pane(
+            "Loss",
+            losses if tight else [*losses, *held_out],
+            note="smoothed",
+            height=200,
+            x_range=span,
+            robust=True,
+            legend=False,
+            marks=marks,
+        ),
+        Pane(
+            unit_of(*states.values()),
+            rates,
+            note="sustained",
+            top=206,
+            height=122,
+            x_range=span,
+            y_range=(0.0, None),
+            y_ticks=3,
+            legend=False,
+        ),
+    ]
+    columns, rows = run_table(dict(runs))
+    for name in ("GiB", "time", "idle", "held out", "step"):
+        if sum(max(map(len, column)) + 2 for column in zip(columns, *rows)) > 78 and name in columns:
+            at = columns.index(name)
+            columns, rows = columns[:at] + columns[at + 1 :], [row[:at] + row[at + 1 :] for row in rows]
+    foot: Foot = [("note", f"and {len(states) - len(runs)} more runs")] if len(states) > len(runs) else []
+    for run, state in runs:
+        lines = state.warning_lines()
+        foot += [("warning", cut(f"{run}: {line}", 78)) for line in lines[:1]]
+        foot += [("advice", cut(suggestion(state), 78))] if lines and suggestion(state) and not tight else []
+    ended = sum(state.reason is not None for _, state in runs)
+    return figure(
+        panes,
+        title=f"Training runs {', '.join(cut(run, 24) for run, _ in runs)}",
+        description=" | ".join(cut(summary_line(state), 800 // len(runs)) for _, state in runs),
+        head=(f"{len(states)} runs", "", f"{ended} ended" if ended else ""),
+        table=(columns, rows, range(len(rows))) if rows else None,
+        foot=foot,
+        theme=theme,
+    )
+
+
+def _line(curve: Curve, series: Series, color: int, limit: int) -> Line:
+    points = series.since(limit=limit)
+    return Line(curve.label, [p[0] for p in points], [p[1] for p in points], curve.style, color)
+
+
+def _marks(state: PanelState) -> list[Mark]:
+    """The worst and latest events."""
+    marks: dict[tuple[int, bool], Mark] = {}  # of one step the worst, and the words
+    for event in worst((event for event in state.events if event.kind != "phase"), SHOWN_EVENTS):
+        if event.kind == "note":
+            mark = Mark(event.step, "note", cut(event.text, 18))
+        else:
+            mark = Mark(event.step, "turn" if event.kind in ("diverging", "unstable", "plateau") else "alarm")
+        marks.setdefault((event.step, event.kind == "note"), mark)
+    return list(marks.values())
+
+
+# --- words ---
+
+
+def cut(text: str, length: int) -> str:
+    """The text in one line of at most `length` characters; what is left out leaves an ellipsis."""
+    text = " ".join(text.split())
+    return text if len(text) <= length else text[: max(length - 1, 0)].rstrip() + "…" * (length > 0)
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.1f} %" if share < 0.0995 else f"{100 * share:.0f} %"
+
+
+def _loss(series: Series) -> str:
+    """The last loss with three decimals, so that its digits stay in place while it moves."""
+    if series.last is None:
+        return NONE
+    value = series.last[1]
+    return f"{value:.3f}" if 0.01 <= abs(value) < 1000 else short(value, 4)
+
+
+def _last(series: Series) -> str:
+    return short(series.last[1]) if series.last else NONE
+
+
+def _percent(series: Series) -> str:
+    return f"{100 * series.last[1]:.1f} %" if series.last else NONE
+
+
+def progress_words(state: PanelState) -> str:
+    """Step, time and time left."""
+    if state.first_step is None:
+        return "waiting for the first step"
+    step = f"step {state.step:,}" + (f" / {state.total:,}" if state.total else "")
+    words = [step, f"{clock_time(state.elapsed_s)} elapsed"]
+    eta = state.eta_s
+    if eta is not None and eta > 0:
+        words.append(f"{clock_time(eta)} to go")
+    return " · ".join(words)
+
+
+def money_words(state: PanelState) -> str:
+    """GPU hours and dollars so far, as far as they are known."""
+    words = [] if state.gpu_hours is None else [f"{hours(state.gpu_hours)} GPU h"]
+    return " · ".join(words + ([] if state.usd is None else [dollars(state.usd)]))
+
+
+def idle_lines(state: PanelState) -> list[str]:
+    """Where the time went that the device did not work, in a line; [] where nothing is known of it."""
+    words = {"data": "waiting for data", "between steps": "between steps", "inside steps": "inside steps"}
+    told = [f"{words[name]} {_share(share)}" for name, share in state.idle_causes.items() if share >= 0.0005]
+    if told and told[-1].startswith("inside") and state.launches is not None:
+        told[-1] += f" ({short(state.launches)} launches)"
+    return [f"Idle: {', '.join(told)}"] if told else []
+
+
+def clock_time(seconds: float) -> str:
+    """Seconds as 0:07, 12:30, 3:05:00 or 2 d 03:05."""
+    whole = int(seconds + 0.5)
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days} d {hour:02d}:{minute:02d}"
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minutes}:{second:02d}"
+
+
+def ending(state: PanelState) -> str:
+    """One line on why the run ended."""
+    reason = state.reason or ""
+    at = f"step {state.step:,}"
+    if reason == "done":
+        return f"Done at {at}."
+    if reason == "interrupted":
+        return f"Interrupted after {at}." + (" The next run() goes on from there." if state.resumes else "")
+    if reason.startswith("failed"):
+        return cut(f"Failed after {at}: {reason.removeprefix('failed').lstrip(': ') or 'no reason given'}", 400)
+    if reason.startswith("lost: "):  # of a run that others train
+        return cut(f"Last seen at {at}: {reason.removeprefix('lost: ')}", 400)
+    return cut(f"Ended after {at}: {reason}", 400)
+
+
+def summary_line(state: PanelState) -> str:
+    """The state in one line: for terminals, logs and screen readers."""
+    words = [" ".join(part for part in (state.title, state.recipe) if part)] if state.title or state.recipe else []
+    words.append(progress_words(state))
+    if state.loss_mean.last:
+        words.append(f"loss {_loss(state.loss_mean)}")
+    if state.held_out.last:
+        words.append(f"held out {_loss(state.held_out)}")
+    if state.rate_sustained.last:
+        words.append(f"{_last(state.rate_sustained)} {'tokens/s' if state.tokens else 'steps/s'}")
+    if state.idle_mean.last:
+        words.append(f"idle {_percent(state.idle_mean)}")
+    if state.memory.last:
+        words.append(f"peak {_last(state.memory)} GiB")
+    if money := money_words(state):
+        words.append(money)
+    if phase_words(state) in ("paused", "plateau", "unstable", "diverging"):
+        words.append(phase_words(state))
+    if state.reason is not None:
+        words.append(ending(state))
+    return " · ".join(words)
+
+
+def summary_text(states: States) -> str:
+    """The states as plain text of a few lines: the loss as a row of blocks, or of several runs a table."""
+    if not isinstance(states, PanelState) and len(states) != 1:
+        columns, rows = run_table(states)
+        lines = [text_table(rows, header=columns, right=range(1, len(columns)), indent="")]
+        lines += [f"! {run}: {line}" for run, state in states.items() for line in state.warning_lines()]
+        return "\n".join([*lines[:1], *(cut(line, 200) for line in lines[1 : 1 + 2 * SHOWN_RUNS])])
+    state = states if isinstance(states, PanelState) else next(iter(states.values()))
+    lines = [summary_line(state)]
+    _, y = state.loss_mean.points()
+    if len(y) > 1:
+        lines.append(f"loss {short(y[0])} {sparkline(y)} {short(y[-1])}")
+    lines += idle_lines(state) + layer_lines(state) + sustained_lines(state)
+    lines += [f"! {line}" for line in state.warning_lines()]
+    lines += [f"  {suggestion(state)}"] if suggestion(state) else []
+    return "\n".join(lines)
+
+
+def sustained_lines(state: PanelState) -> list[str]:
+    """Rates over the last second, minute and ten minutes and over all, goodput and lost time in a line; [] before there are."""
+    rates = {name: recent.rate for name, recent in state.recent.items()} | {"all": state.overall_rate}
+    told = [f"{name} {short(rate)}" for name, rate in rates.items() if rate is not None]
+    if state.goodput is None or not told:
+        return []
+    unit = "Tokens/s" if state.tokens else "Steps/s"
+    return [f"{unit}: {', '.join(told)} · goodput {100 * state.goodput:.1f} % · {_lost(state.lost_s)} lost"]
+
+
+def _lost(seconds: float) -> str:
+    return f"{short(seconds / 3600)} h" if seconds >= 360 else f"{short(seconds)} s"
+
+
+def layer_lines(state: PanelState) -> list[str]:
+    """The layers with the least accurate products in the last sample, one line each under a heading; [] without a meter."""
+    if not state.layers:
+        return []
+    lines = [f"Least accurate products, step {state.layers_step:,}"]
+    for name, figures in state.layers:
+        kept = 74 - len(figures)
+        # the end of a long path says more than its beginning
+        name = name if len(name) <= kept else "…" + name[len(name) - kept + 1 :]
+        lines.append(f"  {name} · {figures}")
+    return lines
+
+
+def sparkline(values: list[float], width: int = 48) -> str:
+    """Values as at most `width` block characters, low to high."""
+    count = min(width, len(values))
+    chunks = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
+    means = [sum(chunk) / len(chunk) for chunk in chunks]
+    low, high = min(means), max(means)
+    return "".join("▁▂▃▄▅▆▇█"[int(7.999 * (m - low) / (high - low))] if high > low else "▄" for m in means)

@@ -1,0 +1,307 @@
+"""What a panel that draws itself is told: the states of one or several runs as small JSON messages.
+
+A message is a few named JSON texts (the widget's traits). It may be lost, come late, or be the first a front end ever
+sees: what a reader holds is the last text of every name, and that is all it needs.
+
+    head      words and numbers ready to show: see below; in every message
+    delta     {"n": 17, "series": [{"slot": 0, "of": [0, "loss"], "gen": 3, "dx": [...], "y": [...]}, ...]}; in every message
+    key_<k>   {"slot": 0, "of": [0, "loss"], "gen": 3, "dx": [...], "y": [...]}; k = 0 ... SLOTS - 1; at most one in a message that
+              is not ""; "" while the slot is not used
+
+The curves. `delta` names every curve there is, in the order in which they are drawn. The curve of an entry is
+
+    what key_<slot> holds, if entry.gen > 0 and the key's gen is the same       (the keyframe: all up to some step)
+    nothing,               if entry.gen is 0                                    (the curve is as short as that)
+    followed by the entry's own points.                                         (all after that step, so never added up)
+
+If the gens differ, a message was lost: keep what is drawn for the curve; its next keyframe comes soon after RENEW_S seconds, with
+the first news. `of` is [number of the run in head.runs, name of the series]. `dx`: the first x, then differences, so that a
+running sum gives x, in steps. `y`: numbers of five digits, null for NaN, "inf" and "-inf" for infinities. The lists are equally
+long. Points are decimated, never averaged: of every stretch its lowest, its highest, its first NaN and its first infinity, each
+where it was; and the last one.
+
+The series "ruler" is no curve: it tells what a step is in tokens and in time. Its entries have `y`, tokens so far, and `z`,
+seconds so far (run time without pauses), both of seven digits; in between they are straight lines.
+
+`head`:
+    v          1; n: number of the message, the same as delta's; at: its time, unix seconds; final: bool
+    panes      [{"name": "loss", "title": "Loss", "color": 0, "percent": bool, "zero": bool, "robust": bool,
+                 "series": [{"name": "loss", "label": "each step", "style": "faint"}, ...]}, ...],
+               those that have something to show, most important first.
+               style: faint | line | dots. percent: y is a share, shown times 100. zero: the axis starts at 0. robust: the first
+               steps' extremes may leave the frame. color: of the palette, for a single run. The unit is in the title.
+    axes       of ["steps", "tokens", "time", "usd"] those that every run knows
+    runs       [run, ...], in the order of their colours:
+        key, title, recipe   words. color: of the palette
+        state                waiting | running | paused | done | interrupted | stopped | failed
+        phase                "" | warm-up | converging | plateau | unstable | diverging: the health's present phase
+        line                 "step 120 / 500 · 0:12 elapsed · 0:40 to go"
+        step, total (or null), tokens, seconds, progress (0..1 or null)
+        usd_per_s            price of a second of run time, or null: x in dollars is seconds times this
+        figures              [{"pane": "loss" or "", "name": "Loss", "value": "2.314", "note": "held out 2.412"}, ...]
+        notes, warnings      sentences, the warnings worst first. suggestion: what to do about the worst, or ""
+        events               [{"step": 80, "kind": "spike", "y": 9.1 or null, "text": "...", "suggestion": "..." or ""}, ...], by
+                             step; y: the loss there. kind: diverging | skipped | nonfinite | unstable | spike | grad_spike |
+                             plateau | note | phase
+        ending               why the run ended, a sentence; "" while it runs
+        hidden               names of series that found no room (many runs), if there is room for that
+    table      null, or for several runs (if there is room) {"columns": [words], "rows": [[words]]}, a row a run
+    summary    everything in one line, for screen readers
+
+A message weighs at most MESSAGE_BYTES, counted as JSON with its names, so that with the protocol around it there is room to spare.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from surokit.widgets.picture import (
+    PANES,
+    cut,
+    ending,
+    figures,
+    idle_lines,
+    layer_lines,
+    progress_words,
+    run_table,
+    suggestion,
+    summary_line,
+    sustained_lines,
+    unit_of,
+)
+from surokit.widgets.state import PanelState, Ruler, Series, worst
+
+SLOTS = 32
+MESSAGE_BYTES = 18_500  # of 20,000, which leaves room for the message's own header
+HEAD_BYTES, DELTA_BYTES, KEY_BYTES = 6_500, 4_500, 6_500
+KEY_POINTS = 512
+RENEW_S = 10.0
+RUNS = 12  # beyond it runs are left out
+# what goes over the wire, most important first: with many runs the last ones find no room
+NAMES = (
+    "loss_mean",
+    "ruler",
+    "rate_sustained",
+    "held_out",
+    "loss",
+    "idle_mean",
+    "memory",
+    "grad_norm",
+    "rate",
+    "idle",
+    "idle_data",
+    "lr",
+)
+
+
+class _Slot:
+    """One curve's place: what its keyframe holds, and since when."""
+
+    __slots__ = ("end", "gen", "index", "sent_s", "series")
+
+    def __init__(self, index: int, series: Series | Ruler) -> None:
+        self.index = index
+        self.series = series
+        self.gen = 0
+        self.end = -float("inf")  # the last x of the keyframe
+        self.sent_s = -float("inf")
+
+
+class Wire:
+    """States in, messages out; the protocol stands at the top of this file.
+
+    states: by the names of the runs; it may gain, lose and replace entries between two calls. The first RUNS are told. clock:
+    seconds, monotonic.
+    """
+
+    def __init__(self, states: Mapping[str, PanelState], clock: Callable[[], float] = time.monotonic) -> None:
+        self._states = states
+        self._clock = clock
+        self._slots: dict[tuple[str, str], _Slot] = {}
+        self._free = list(range(SLOTS - 1, -1, -1))
+        self._gens = self._n = 0
+
+    def next(self, final: bool = False) -> dict[str, str]:
+        """The texts of the next message by the names of their traits: `head`, `delta`, and those keys that changed. Never more
+        than MESSAGE_BYTES together. final: nothing more comes for now; the message is complete either way.
+        """
+        self._n += 1
+        states = dict(list(self._states.items())[:RUNS])
+        out = self._place(states)
+        now = self._clock()
+        entries, due = self._delta(states, now)
+        if due is not None:
+            of, slot = due
+            out[f"key_{slot.index}"] = self._keyframe(of[1], list(states).index(of[0]), slot, now)
+            entries, _ = self._delta(states, now)
+        out["delta"] = f'{{"n":{self._n},"series":[{",".join(entries)}]}}'
+        room = MESSAGE_BYTES - sum(weight(name, text) for name, text in out.items())
+        # events, sentences and their letters: what is said first when there are many runs, is figures
+        for events, lines, letters in ((12, 8, 200), (6, 3, 120), (2, 1, 80), (0, 0, 40)):
+            out["head"] = json.dumps(
+                self._head(states, final, events, lines, letters), ensure_ascii=False, separators=(",", ":")
+            )
+            if weight("head", out["head"]) <= room:
+                break
+        return out
+
+    def _place(self, states: Mapping[str, PanelState]) -> dict[str, str]:
+        """Gives every curve that has points a slot; the keys of those that no longer need theirs are emptied."""
+        room = SLOTS // max(len(states), 1)
+        wanted: dict[tuple[str, str], Series | Ruler] = {}
+        for run, state in states.items():
+            wanted.update({(run, name): getattr(state, name) for name in _known(state)[:room]})
+        out = {}
+        for of, slot in list(self._slots.items()):
+            if wanted.get(of) is not slot.series:
+                del self._slots[of]
+                self._free.append(slot.index)
+                if slot.gen:
+                    out[f"key_{slot.index}"] = ""
+        self._slots = {of: self._slots.get(of) or _Slot(self._free.pop(), series) for of, series in wanted.items()}
+        return out
+
+    def _delta(
+        self, states: Mapping[str, PanelState], now: float
+    ) -> tuple[list[str], tuple[tuple[str, str], _Slot] | None]:
+        """The entries of all curves, and the curve whose keyframe is due most."""
+        numbers = {run: number for number, run in enumerate(states)}
+        limit = max(8, (DELTA_BYTES // max(len(self._slots), 1) - 50) // 14)
+        entries, due = [], []
+        for of, slot in self._slots.items():
+            points = _points(slot.series, slot.end, limit)
+            entries.append(_entry(slot, numbers[of[0]], of[1], points))
+            age = now - slot.sent_s
+            if points and (len(points) >= limit / 2 or (age >= RENEW_S and slot.gen > 0)):
+                due.append((age, slot.index, of, slot))
+        return entries, max(due)[2:] if due else None
+
+    def _keyframe(self, name: str, number: int, slot: _Slot, now: float) -> str:
+        self._gens += 1
+        slot.gen, slot.sent_s = self._gens, now
+        limit = KEY_POINTS
+        while True:
+            points = _points(slot.series, -float("inf"), limit)
+            text = _entry(slot, number, name, points)
+            if weight("", text) <= KEY_BYTES:
+                break
+            limit = limit * 3 // 4
+        slot.end = points[-1][0]
+        return text
+
+    def _head(
+        self, states: Mapping[str, PanelState], final: bool, events: int, lines: int, letters: int
+    ) -> dict[str, Any]:
+        shown = {name for _, name in self._slots}
+        axes = ["steps"]
+        if states and all(state.tokens for state in states.values()):
+            axes.append("tokens")
+        if states and all(state.ruler.last is not None for state in states.values()):
+            axes.append("time")
+        if states and all(state.usd_per_s is not None for state in states.values()):
+            axes.append("usd")
+        columns, rows = run_table(states) if len(states) > 1 and lines else ([], [])
+        return {
+            "v": 1,
+            "n": self._n,
+            "at": round(time.time(), 2),
+            "final": final,
+            "panes": [
+                {
+                    "name": pane.name,
+                    "title": unit_of(*states.values()) if pane.name == "rate" else pane.title,
+                    "color": pane.color,
+                    "series": [vars(curve) for curve in pane.curves if curve.name in shown],
+                    "percent": pane.percent,
+                    "zero": pane.zero,
+                    "robust": pane.robust,
+                }
+                for pane in PANES
+                if any(curve.name in shown for curve in pane.curves)
+            ],
+            "axes": axes,
+            "runs": [self._run(*run, number, events, lines, letters) for number, run in enumerate(states.items())],
+            "table": {"columns": columns, "rows": rows} if rows else None,
+            "summary": cut(" | ".join(summary_line(state) for state in states.values()), 3 * letters),
+        }
+
+    def _run(self, key: str, state: PanelState, number: int, events: int, lines: int, letters: int) -> dict[str, Any]:
+        notes = [*idle_lines(state), *sustained_lines(state), *layer_lines(state)]
+        told = figures(state)
+        return {
+            "key": key[:60],
+            "title": cut(state.title or key, 60),
+            "recipe": cut(state.recipe, letters),
+            "color": number,
+            "state": state.standing,
+            "phase": state.health.phase,
+            "line": progress_words(state),
+            "step": state.step,
+            "total": state.total,
+            "tokens": state.tokens,
+            "seconds": round(state.elapsed_s, 2),
+            "progress": None if not state.total else round(min(state.step / state.total, 1.0), 4),
+            "usd_per_s": state.usd_per_s,
+            "figures": [figure._asdict() for figure in (told if lines else told[:2])],
+            "notes": [cut(line, letters) for line in notes[:lines]],
+            "warnings": [cut(line, letters) for line in state.warning_lines()[:lines]],
+            "suggestion": cut(suggestion(state), letters) if lines else "",
+            "events": _events(state, events, letters),
+            "ending": cut(ending(state), letters) if state.reason is not None else "",
+            "hidden": [name for name in _known(state) if (key, name) not in self._slots] if lines else [],
+        }
+
+
+def weight(name: str, text: str) -> int:
+    """Bytes of a trait in a message: JSON text within JSON."""
+    return len(json.dumps({name: text}, ensure_ascii=False).encode())
+
+
+def _known(state: PanelState) -> list[str]:
+    """The curves of a state that have points, most important first."""
+    return [name for name in NAMES if getattr(state, name).last is not None]
+
+
+def _points(series: Series | Ruler, after: float, limit: int) -> Sequence[tuple[float, ...]]:
+    if isinstance(series, Series):
+        return series.since(after, limit)
+    knots = series.since(after)
+    return [*knots[: -1 : max(1, -(-len(knots) // (limit - 1)))], *knots[-1:]]
+
+
+def _entry(slot: _Slot, number: int, name: str, points: Sequence[tuple[float, ...]]) -> str:
+    x = [p[0] for p in points]
+    dx = ",".join([f"{a - b:.9g}" for a, b in zip(x, [0.0, *x])])
+    if isinstance(slot.series, Ruler):
+        y = ",".join([f"{p[1]:.7g}" for p in points]) + '],"z":[' + ",".join([f"{p[2]:.7g}" for p in points])
+    else:
+        y = ",".join([_number(p[1]) for p in points])
+    return f'{{"slot":{slot.index},"of":[{number},"{name}"],"gen":{slot.gen},"dx":[{dx}],"y":[{y}]}}'
+
+
+def _number(value: float) -> str:
+    if value - value == 0.0:
+        return f"{value:.5g}"
+    return "null" if value != value else '"inf"' if value > 0 else '"-inf"'
+
+
+def _events(state: PanelState, count: int, letters: int) -> list[dict[str, Any]]:
+    chosen = worst(state.events, count)
+    losses = dict(state.loss.since()) if chosen else {}
+    out = []
+    for event in chosen:
+        y = losses.get(event.step)
+        out.append(
+            {
+                "step": event.step,
+                "kind": event.kind,
+                "y": y if y is not None and math.isfinite(y) else None,
+                "text": cut(event.text, letters),
+                "suggestion": cut(event.suggestion, letters),
+            }
+        )
+    return out

@@ -1,0 +1,157 @@
+"""The callback in a real, tiny Lightning Trainer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from surokit.train.records import read
+from tests.test_live import View, read_status
+
+
+@pytest.fixture
+def fit(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what importing it says of its own
+        import pytorch_lightning as lightning
+
+    from surokit.integrations.lightning import LiveCallback
+
+    class Module(lightning.LightningModule):
+        def __init__(self, act=None):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+            self.losses = []
+            self.act = act or (lambda step: None)
+
+        def training_step(self, batch, index):
+            self.act(self.global_step)
+            loss = self.layer(batch).square().mean()
+            self.losses.append(float(loss.detach()))
+            return loss
+
+        def validation_step(self, batch, index):
+            self.log("val_loss", self.layer(batch).square().mean())
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def run(act=None, validate=False, callback=None, checkpoint=None, **options):
+        torch.manual_seed(0)
+        callback = callback or LiveCallback(view=View(), tokens=len)
+        module = Module(act and (lambda step: act(callback.live, step)))
+        settings = {"max_steps": 6, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+        settings |= {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": str(tmp_path)}
+        trainer = lightning.Trainer(callbacks=[callback], **settings | options)
+
+        def loader(count: int) -> Any:
+            return torch.utils.data.DataLoader([*torch.randn(count, 4)], batch_size=2)  # type: ignore[arg-type]
+
+        rows, held_out = loader(8), loader(2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # advice on data loaders
+            trainer.fit(module, rows, held_out if validate else None, ckpt_path=checkpoint, weights_only=False)
+        return trainer, module, callback
+
+    return run
+
+
+def test_six_steps(fit):
+    _, module, callback = fit(validate=True)
+    frame = callback.live.frame()
+    assert list(frame["step"]) == [1, 2, 3, 4, 5, 6]
+    assert list(frame["loss"]) == pytest.approx(module.losses)
+    assert set(frame["lr"]) == {0.01}
+    assert set(frame["tokens"]) == {2.0}
+    assert list(frame["eval_loss"].notna()) == [False, False, False, True, False, False]
+    state = callback.live.state
+    assert (state.title, state.total, state.step, state.reason) == ("Module", 6, 6, "done")
+    assert callback.view.ended == ["done"]
+
+
+def test_an_accumulated_step_is_one_step(fit):
+    _, module, callback = fit(accumulate_grad_batches=2, max_steps=4)
+    frame = callback.live.frame()
+    pairs = list(zip(module.losses[::2], module.losses[1::2]))
+    assert list(frame["loss"]) == pytest.approx([(a + b) / 2 for a, b in pairs])
+    assert set(frame["tokens"]) == {4.0}
+
+
+def test_the_stop_button_stops_the_trainer(fit):
+    trainer, _, callback = fit(act=lambda live, step: step == 2 and live.control.stop(), max_steps=100)
+    assert trainer.global_step == 3
+    assert callback.view.ended == ["interrupted"]
+
+
+def test_the_save_button_saves_and_a_run_goes_on_from_it(fit, tmp_path):
+    from surokit.integrations.lightning import LiveCallback
+
+    folder = tmp_path / "live"
+    callback = LiveCallback(view=View(), run_dir=folder)
+    fit(act=lambda live, step: step == 2 and live.control.save(), callback=callback)
+    (checkpoint,) = folder.glob("*.ckpt")
+    assert checkpoint.name == "step-000003.ckpt"
+    assert list(read(folder / "records.jsonl")["step"]) == [1, 2, 3, 4, 5, 6]
+    again: Any = LiveCallback(view=View(), run_dir=folder)
+    fit(callback=again, checkpoint=str(checkpoint), max_steps=8)
+    assert again.live.run_dir == folder
+    assert list(read(folder / "records.jsonl")["step"]) == list(range(1, 9))
+    assert read_status(folder).state == "done"
+
+
+def test_the_trainer_waits_while_it_is_paused(fit):
+    seen = []
+
+    def act(live, step):
+        if step == 2:
+            live.control.pause()
+            threading.Thread(target=resume, args=(live,), daemon=True).start()
+
+    def resume(live):
+        while not live.state.paused:
+            time.sleep(0.01)
+        seen.append(live.state.step)
+        live.control.resume()
+
+    trainer, _, _ = fit(act=act)
+    assert seen == [3]
+    assert trainer.global_step == 6
+
+
+def test_a_step_that_fails_is_said(fit):
+    from surokit.integrations.lightning import LiveCallback
+
+    def act(live, step):
+        if step == 1:
+            raise ZeroDivisionError("no")
+
+    callback: Any = LiveCallback(view=View())
+    with pytest.raises(ZeroDivisionError):
+        fit(act=act, callback=callback)
+    assert callback.view.ended == ["failed: ZeroDivisionError: no"]
+
+
+def test_it_is_imported_by_nobody_else_and_its_absence_is_said():
+    code = """
+import sys
+sys.modules['lightning'] = sys.modules['pytorch_lightning'] = None
+import importlib.util as u
+find = u.find_spec
+u.find_spec = lambda name, *a: None if 'lightning' in name and 'surokit' not in name else find(name, *a)
+import surokit
+surokit.integrations, surokit.Live
+del sys.modules['lightning'], sys.modules['pytorch_lightning']
+try:
+    surokit.integrations.lightning
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert said == "The callback needs Lightning, which is not installed: pip install lightning.\n"
