@@ -156,6 +156,7 @@ def test_the_cost_of_watching_is_measured(tmp_path, capsys):
     data = json.loads(out.read_text())
     assert set(data["shares"]) == {"panel", "widget", "records"}
     assert all(0 < share < 1 for share in data["shares"].values())
+    assert len(data["step_time_with_widget_over_without"]) == 2
     assert "of the run" in capsys.readouterr().out
 
 
