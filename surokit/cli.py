@@ -180,14 +180,13 @@ def _race(arguments: argparse.Namespace) -> int:
 
     import surokit as sk
     from surokit import texts
+    from surokit.recipe import find_recipe
 
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     lr, seed, length = given.get("lr", 1e-3), given.get("seed", 0), given.get("length", 128)
-    recipes = {name: sk.recipes.get(name, name) for name in arguments.recipes}
+    recipes = {name: find_recipe(name) for name in arguments.recipes}
     if arguments.lora is not None:
-        from surokit.recipe import find_recipe
-
-        recipes = {name: find_recipe(recipe).lora(rank=arguments.lora) for name, recipe in recipes.items()}
+        recipes = {name: recipe.lora(rank=arguments.lora) for name, recipe in recipes.items()}
     if arguments.model is not None:
         model = sk.load(arguments.model, dtype=torch.bfloat16, device=None)
         tokenizer = sk.load_tokenizer(arguments.model)

@@ -25,6 +25,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -100,8 +101,10 @@ class Asked:
     def save_wanted(self) -> bool:
         """True once for each time it was asked."""
         self._look(SAVE)
-        wanted, self._save = self._save, False
-        return wanted
+        if not self._save:
+            return False
+        self._save = False
+        return True
 
     def _look(self, name: str) -> None:
         self._looked_for.add(name)
@@ -109,8 +112,10 @@ class Asked:
         if self.folder is None or now < self._look_at:
             return
         self._look_at = now + LOOK_EVERY_S
-        self._pause_file = (self.folder / PAUSE).exists()
-        self._save = self._take(SAVE) or self._save
+        with suppress(OSError):  # a disk that does not answer is no reason to stop
+            self._pause_file = (self.folder / PAUSE).exists()
+        if self._take(SAVE):
+            self._save = True
         if self._take(STOP):
             self.reason = self.reason or "interrupted"
 
@@ -202,10 +207,10 @@ class Live:
     ) -> None:
         """One step's numbers: floats, or tensors of one element on any device; None is left out. Never waits.
 
-        step: its number, by default one more than the last. The same number again adds to that step. tokens: trained on
-        in this step. more: further columns of `frame()`; `eval_loss` (held-out loss), `lr`, `grad_norm`, `peak_gib` and
-        `idle_frac` (0..1) are drawn. Raises TypeError for what is not a number, ValueError for a tensor of more elements or a
-        step that goes back.
+        step: its number, by default one more than the last. The same number again adds to that step, after the end too, as an
+        evaluation does (which then waits for its value). tokens: trained on in this step. more: further columns of `frame()`;
+        `eval_loss` (held-out loss), `lr`, `grad_norm`, `peak_gib` and `idle_frac` (0..1) are drawn. Raises TypeError for what is
+        not a number, ValueError for a tensor of more elements or a step that goes back.
         """
         step = self._step + 1 if step is None else int(step)
         again = step == self._step and bool(self._rows)
@@ -232,7 +237,9 @@ class Live:
             self._late.append((row, news, [Late(values, {}) for values in coming.values()]))
         else:
             self._arrived(news)
-        self._harvest(wait=len(self._late) > KEEP)
+        self._harvest(wait=self._closed or len(self._late) > KEEP)
+        if self._closed and self._records is not None:
+            self._records.flush()
         self._beat()
 
     # -- what others ask of the loop
@@ -336,7 +343,10 @@ class Live:
         self._panel.tick()
 
     def _arrived(self, news: dict[str, float]) -> None:
-        self._panel.on_step(news)
+        if self._closed and self.state.reason is not None:  # beside the last step of a loop that is over, and stays so
+            self.state.add_row(news)
+        else:
+            self._panel.on_step(news)
         if self._records is not None:
             values = {name: value for name, value in news.items() if name != "step"}
             if not math.isfinite(values.get("tokens", 0.0)):  # a whole number, in the file

@@ -15,7 +15,7 @@ import surokit.live
 from surokit.live import Live
 from surokit.train import status
 from surokit.train.records import read
-from surokit.widgets.follow import FileControl, RunFolder
+from surokit.widgets.folder import FileControl, RunFolder
 
 
 class View:
@@ -191,6 +191,30 @@ def test_a_loop_that_goes_on_after_close(live):
     assert live.view.ended == ["done", "done"]
     assert live.frame()["elapsed_s"].iloc[-1] == 2.0
     assert math.isnan(live.frame()["wall_ms"].iloc[1])
+
+
+def test_an_evaluation_after_the_end_is_no_new_loop(tmp_path):
+    """As Trainers do: train(), then evaluate()."""
+    view = View()
+    live = Live(run_dir=tmp_path / "run", view=view)
+    live.log(loss=1.0)
+    live.close()
+    live.log(step=1, eval_loss=torch.tensor(2.0))
+    assert live.state.reason == "done"
+    assert live.state.held_out.points() == ([1], [2.0])
+    assert view.ended == ["done"]
+    assert list(live.frame()["eval_loss"]) == [2.0]
+    assert list(written_in(live.run_dir)["eval_loss"]) == [2.0]
+    assert read_status(live.run_dir).state == "done"
+    live.log(loss=1.0)  # a loop that goes on
+    assert live.state.reason is None
+
+
+def test_a_late_evaluation_after_the_end_is_waited_for(live, slow):
+    live.log(loss=torch.tensor(1.0))
+    live.close()
+    live.log(step=1, eval_loss=torch.tensor(2.0))
+    assert live.state.held_out.points() == ([1], [2.0])
 
 
 def test_bad_input(live):
@@ -405,6 +429,21 @@ def test_files_ask_and_a_watcher_sees_it(tmp_path):
     live.close()
     folder.look()
     assert (folder.state.step, folder.state.reason, folder.over) == (1, "interrupted", True)
+
+
+def test_a_folder_that_does_not_answer_stops_no_loop(tmp_path, monkeypatch):
+    live = Live(run_dir=tmp_path, view=View())
+    exists = type(tmp_path).exists
+
+    def stale(path, *a, **k):
+        if path.name == "pause":
+            raise OSError(116, "Stale file handle")
+        return exists(path, *a, **k)
+
+    monkeypatch.setattr(type(tmp_path), "exists", stale)
+    assert not live.stop_asked
+    live.wait_while_paused()
+    live.close()
 
 
 def test_a_loop_that_breaks_says_so_in_its_folder(tmp_path):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -116,7 +117,12 @@ class LiveCallback(_callback()):  # type: ignore[misc]
         self.live.wait_while_paused()
         if self.live.save_asked:
             folder = self.live.run_dir or Path(trainer.default_root_dir)
-            trainer.save_checkpoint(folder / f"step-{trainer.global_step:06d}.ckpt")
+            try:
+                trainer.save_checkpoint(folder / f"step-{trainer.global_step:06d}.ckpt")
+            except Exception as error:
+                warnings.warn(
+                    f"The checkpoint that was asked for is not there: {error} Training goes on.", stacklevel=2
+                )
         if self.live.stop_asked:
             trainer.should_stop = True
 

@@ -47,7 +47,8 @@ class Mirror:
     """What all mirrors share: the list, the thread, the one warning. every: of how many steps one is mirrored, from the first on.
 
     A mirror of your own defines `open(info, step)`, `write(step, values, time_s)` and `close(reason)`; they are called in the
-    mirror's thread. info: what the run is. time_s: when the values arrived, in seconds since 1970.
+    mirror's thread. info: what the run is. step, of open: steps from there on are new, whatever was written of them before.
+    time_s: when the values arrived, in seconds since 1970.
     """
 
     def __init__(self, every: int = 1) -> None:
@@ -60,6 +61,7 @@ class Mirror:
         self._thread: threading.Thread | None = None  # of the run that goes on
         self._latest: threading.Thread | None = None  # which may still write what an earlier one left
         self._ending = threading.Event()
+        self._running = False
         self._reason = ""
         self._trouble = ""
         self._told = False
@@ -81,25 +83,24 @@ class Mirror:
     def on_info(self, info: RunInfo) -> None:
         self._info = info
 
+    def on_start(self, total: int | None) -> None:
+        self._running = True
+
     def on_step(self, record: Record) -> None:
         if (record.step - 1) % self._every == 0:
             self._put(record.step, record)
 
     def on_eval(self, step: int, loss: float) -> None:
-        alone = self._thread is None  # no run goes on
+        alone = self._thread is None and not self._running
         self._put(step, loss)
-        if alone:
-            self._end("done")
-
-    def _end(self, reason: str) -> threading.Thread | None:
-        thread, self._thread = self._thread, None
-        self._reason = reason
-        self._ending.set()
-        return thread
+        if alone:  # nobody else ends it
+            self.on_end("done")
 
     def on_end(self, reason: str) -> None:
         """Waits until all is written, at most CLOSE_S."""
-        thread = self._end(reason)
+        thread, self._thread, self._running = self._thread, None, False
+        self._reason = reason
+        self._ending.set()
         if thread is None:
             return
         thread.join(CLOSE_S)
@@ -149,7 +150,7 @@ class Mirror:
                 while self._waiting:
                     step, what, time_s = self._waiting.popleft()
                     if not opened:
-                        self.open(self._info, step)
+                        self.open(self._info, step + isinstance(what, float))  # an evaluation belongs to a step before
                         opened = True
                     self.write(step, _values(what), time_s)
                 if opened:

@@ -3,6 +3,7 @@
 session.py       Session: the step, run, evaluate, save, resume, fork
 control.py       stop, pause, save, work between two steps: what others ask of a run
 running.py       a run in a thread of its own
+locks.py         a lock for values that are copied
 engine.py        forward, backward and update of a step, on the device alone
 capture.py       the same as CUDA graphs, or why not
 prefetch.py      batches to the device while it computes

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
+from surokit.train.locks import Lock
 from surokit.train.random_state import turn
 
 if TYPE_CHECKING:
@@ -76,10 +77,10 @@ class Control:
         self._session = session
         self._state: State = "idle"
         self._worker: int | None = None  # the thread that trains
-        self._lock = threading.RLock()  # for beginning and ending: held while an idle session works for somebody
+        self._lock = Lock()  # for beginning and ending: held while an idle session works for somebody
         self._asked: deque[_Asked[Any]] = deque()
-        self._updating = False
-        self.midway = False  # for the step to say: neither before it nor after
+        self.midway = False  # of a step: neither before it nor after, so there is nothing whole to look at or to save
+        self.final = False  # of a step: what changes cannot be undone by halves; a second interrupt waits for its end
         self._forget()
 
     def _forget(self) -> None:
@@ -131,16 +132,17 @@ class Control:
         """
         if self._session.run_dir is None:
             raise ValueError("There is nowhere to save to: give Session(run_dir=...).")
-        if self._state == "idle":
-            self._session.save()
-            return
-        self._save_asked = True
-        self._news = True
+        with self._lock:  # so that the run does not end between the look and the asking
+            if self._state != "idle":
+                self._save_asked = self._news = True
+                return
+        self._session.save()
 
     def between_steps(self, f: Callable[[], T]) -> T:
         """What `f` gives, called between two steps, in the thread that trains; at once where nothing runs. Waits for it.
 
-        An exception of f is the caller's, and the run goes on. f draws from random states that are not the run's.
+        An exception of f is the caller's, and the run goes on. f draws from random states that are not the run's. No other
+        session takes a step meanwhile, so f must not wait for one.
         """
         while True:
             if threading.get_ident() == self._worker:
@@ -203,6 +205,7 @@ class Control:
 
     def end(self) -> None:
         """The run is over. What was asked while its end was told is done before another can begin."""
+        self.enter()  # a run that did not come to begin has no other
         try:
             while not self._rests():
                 self._serve()
@@ -212,7 +215,7 @@ class Control:
 
     def _rests(self) -> bool:
         with self._lock:
-            if not self._asked:
+            if not (self._asked or self._save_asked):
                 self._state, self._worker = "idle", None
             return self._state == "idle"
 
@@ -288,7 +291,7 @@ class Control:
     def _serve(self) -> None:
         """Does what others wait for, and saves where that was asked. The random state is theirs meanwhile."""
         if self._asked:
-            with self._session.random.aside():
+            with self._session.random.aside(), turn:  # what they draw is no other session's either
                 while self._asked:
                     self._asked.popleft().do()
             self._session.measuring.restart()
@@ -309,13 +312,13 @@ class Control:
     # -- interrupts
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """What cannot be undone by halves ends within milliseconds; a second interrupt waits for it."""
-        self._updating = True
+    def step(self) -> Iterator[None]:
+        """Around a step, which says itself how far it is, in `midway` and `final`."""
+        self.midway = True
         try:
             yield
         finally:
-            self._updating = self.midway = False
+            self.midway = self.final = False
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -329,7 +332,7 @@ class Control:
 
         def handler(_signal: int, _frame: Any) -> None:
             nonlocal interrupted
-            if interrupted and not self._updating:
+            if interrupted and not self.final:
                 raise KeyboardInterrupt
             interrupted = True
             self._reason = self._reason or "interrupted"

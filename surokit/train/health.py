@@ -11,22 +11,21 @@ of ZClip, Kumar et al. 2025), the variance about the mean over 100. No rule but 
 
 nonfinite, skipped   a loss or a gradient norm that is NaN or infinite, a step that was masked. One event for all that are at most
             10 steps apart, and so for the two below.
-spike       a loss above its mean by 7 standard deviations, the distance of the spike score of OLMo 2 (2025), or the third in a
-            row above it by 4; and by a tenth of the mean. Deviations are taken from the running mean, corrected for its lag, not
-            from that of a window, so that the fall at the start of a short run hides nothing. What is further than 4 enters mean
-            and variance as if it were at 4.
+spike       a loss above its mean by 7 standard deviations, or the third in a row above it by 4; and by a tenth of the mean.
+            Deviations are taken from the running mean, corrected for its lag, not from that of a window, so that the fall at the
+            start of a short run hides nothing. What is further than 4 enters mean and variance as if it were at 4.
 grad_spike  the same of the logarithm of the gradient norm, and at least twice its mean.
 unstable    3 such events within 200 steps; over when 200 steps had none.
 diverging   20 losses in a row whose mean over 10 steps is above the lowest mean so far, or the start's, by a fifth and by 3
             standard deviations; over when half of that distance is left. A loss counts as at most four times as far. Also 3
             steps in a row that are not finite.
-plateau     the last three eighths of the losses are lower than the three before them by less than max(0.5 %, 2 / number of
-            losses), with two standard errors in favour of progress, after at least 200 losses. A power law as slow as
-            (steps)^-0.05 falls by 3 % there. The phase has an event only while the learning rate is known and above half of its
-            highest: below, it is an end.
+plateau     the last three eighths of the losses are lower than the three before them by less than 0.5 %, with two standard
+            errors in favour of progress, and by less than two standard errors: what noise leaves no doubt of is progress, however
+            slow. After at least 200 losses. A power law as slow as (steps)^-0.05 falls by 3 % there. The phase has an event only
+            while the learning rate is known and above half of its highest: below, it is an end.
 warm-up     the learning rate has only risen so far, or there are fewer than 25 losses.
 
-The distances of the last four are ours: docs/measurements/health.json has what they say of sound and of spoiled runs. The
+The distances are ours: docs/measurements/health.json has what they say of sound and of spoiled runs. The
 suggestion at a spike is the practice of PaLM (Chowdhery et al. 2022): go back about 100 steps and pass over some batches.
 
 Plain numbers, no torch; bounded memory; a few microseconds a step.
@@ -50,7 +49,7 @@ SPIKE_SHARE, GRAD_FACTOR = 0.1, 2.0
 APART = 10
 UNSTABLE_EVENTS, UNSTABLE_STEPS = 3, 200
 DIVERGED_SHARE, DIVERGED_SIGMAS, DIVERGED_CAP, DIVERGED_STEPS, NONFINITE_STEPS = 0.2, 3.0, 4.0, 20, 3
-PLATEAU_FIRST, PLATEAU_GAIN, PLATEAU_STEPS, PLATEAU_LR = 200, 0.005, 2.0, 0.5
+PLATEAU_FIRST, PLATEAU_GAIN, PLATEAU_LR = 200, 0.005, 0.5
 BLOCKS = 64
 
 
@@ -234,8 +233,8 @@ class Health:
         n, late, late_var = _moments(blocks[-part:])
         _, early, early_var = _moments(blocks[-2 * part : -part])
         gain, error = early - late, math.sqrt((late_var + early_var) / n)
-        least = max(PLATEAU_GAIN, PLATEAU_STEPS / self.losses) * abs(late)
-        if not self._plateau and not self._above and -least < gain + 2 * error < least:
+        least = PLATEAU_GAIN * abs(late)
+        if not self._plateau and not self._above and gain < 2 * error and -least < gain + 2 * error < least:
             self._plateau = True
             if self._present() == "plateau" and 0.0 < PLATEAU_LR * self._lr_top <= self._lr:
                 text = f"loss {late:.4g}, no lower than over the {n:,} steps before"

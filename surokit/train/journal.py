@@ -73,12 +73,12 @@ class Journal:
         self.info = self.describe()
         self._session.subscribers.tell("on_info", self.info)
 
-    def beat(self, state: str | None = None) -> None:
-        """Into run.json: a new state at once, a sign of life at most every two seconds."""
+    def beat(self, state: str | None = None, now: bool = False) -> None:
+        """Into run.json: a new state at once, a sign of life at most every two seconds or `now`."""
         self._state = state or self._state
         if self._file is not None and self.info is not None:
             events = [*self.events]
-            self._file.beat(self.info, self._state, self._session.steps, events, now=state is not None)
+            self._file.beat(self.info, self._state, self._session.steps, events, now or state is not None)
 
     def restore(self) -> None:
         """The events of a run that goes on, up to the step from which it does."""
@@ -91,10 +91,10 @@ class Journal:
 
     def note(self, step: int, text: str) -> None:
         """Somebody's own words."""
-        self.events.append(Event(step, "note", text).to_dict())
-        self._session.subscribers.tell("on_note", step, text)
+        self.events.append(Event(step, "note", str(text)).to_dict())
+        self._session.subscribers.tell("on_note", step, str(text))
         if self._session.control.state == "idle":
-            self.beat(self._state)
+            self.beat(now=True)
 
     def take_in(self, record: Record) -> None:
         """An arrived record: how the run is doing, and whether that ends it."""

@@ -106,27 +106,40 @@ class Turn:
         return self._owner == threading.get_ident()
 
     def __enter__(self) -> None:
-        if (interrupt := self.enter()) is not None:
-            self.__exit__()
-            raise interrupt
+        """Waits for the turn; an interrupt ends the waiting."""
+        place = self._come()
+        try:
+            if place is not None:
+                place[1].acquire()
+        except BaseException:
+            with self._lock:
+                if not self.mine:
+                    self._waiting = deque(other for other in self._waiting if other is not place)
+            if self.mine:  # it was given at that moment
+                self.__exit__()
+            raise
 
-    def enter(self) -> KeyboardInterrupt | None:
+    def enter(self) -> BaseException | None:
         """Waits for the turn, whatever comes; an interrupt that came meanwhile."""
+        place, interrupt = self._come(), None
+        while place is not None and not self.mine:
+            try:
+                place[1].acquire()
+            except BaseException as error:
+                interrupt = error
+        return interrupt
+
+    def _come(self) -> tuple[int, threading.Lock] | None:
+        """A place among those that wait, None where the turn is taken at once."""
         me = threading.get_ident()
         with self._lock:
             if self._owner in (me, None):
                 self._owner, self._depth = me, self._depth + 1
                 return None
-            gate = threading.Lock()
-            gate.acquire()
-            self._waiting.append((me, gate))
-        interrupt = None
-        while True:
-            try:
-                gate.acquire()
-                return interrupt
-            except KeyboardInterrupt as error:
-                interrupt = error
+            place = me, threading.Lock()
+            place[1].acquire()
+            self._waiting.append(place)
+            return place
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
@@ -215,6 +228,7 @@ class OwnRandom:
     @property
     def state(self) -> RandomState:
         """As it is now."""
+        self.take_back()
         return RandomState.capture(self._device) if self._callers is not None else self._state
 
     @state.setter

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import json
 import math
-import threading
+import os
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -26,6 +28,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from surokit.train.locks import Lock
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -176,9 +180,10 @@ class Records:
         self._columns: dict[str, NDArray[np.float64]] = {name: self._empty() for name in COLUMNS}
         self._pending: deque[tuple[int, Record]] = deque()
         self._lines: list[str] = []
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._flushed_at = time.monotonic()
         self._warned = False
+        self._keeper: weakref.finalize[..., Records] | None = None
 
     def __len__(self) -> int:
         """Steps in memory."""
@@ -296,6 +301,8 @@ class Records:
         if self.path is None:
             return
         self._lines.append(json.dumps({name: _plain(name, value) for name, value in values.items()}))
+        if self._keeper is None:  # of lines that still wait when the program ends
+            self._keeper = weakref.finalize(self, _write_last, self.path, self._lines, self._lock, os.getpid())
         if time.monotonic() - self._flushed_at > self._flush_s:
             self.flush()
 
@@ -309,9 +316,7 @@ class Records:
             return
         self._flushed_at = time.monotonic()
         try:
-            torn = self.path.exists() and not _ends_with_newline(self.path)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("\n" * torn + "\n".join(self._lines) + "\n")
+            _append(self.path, self._lines)
         except OSError as error:
             if not self._warned:
                 self._warned = True
@@ -320,8 +325,6 @@ class Records:
                     "kept in memory until it works again.",
                     stacklevel=2,
                 )
-        else:
-            self._lines.clear()
 
     # -- out
 
@@ -378,11 +381,11 @@ def wall_ms_in(path: Path) -> float:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             values = {name: float(value) for name, value in json.loads(line).items()}
             step = int(values["step"])
-        except (ValueError, TypeError, AttributeError, KeyError):
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
             continue
         yield step, values
 
@@ -393,6 +396,21 @@ def _plain(name: str, value: Any) -> int | float | str:
         return int(value)
     number = float(value)
     return number if math.isfinite(number) else str(number)
+
+
+def _append(path: Path, lines: list[str]) -> None:
+    """Moves lines to the end of a file, behind one that a kill cut short."""
+    torn = path.exists() and not _ends_with_newline(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" * torn + "\n".join(lines) + "\n")
+    lines.clear()
+
+
+def _write_last(path: Path, lines: list[str], lock: Lock, pid: int) -> None:
+    """What waits when the records go, or the program ends; not in a process that was forked from theirs."""
+    if lines and os.getpid() == pid:
+        with suppress(OSError), lock:
+            _append(path, lines)
 
 
 def _ends_with_newline(path: Path) -> bool:

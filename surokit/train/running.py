@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from surokit.train.control import Control
+from surokit.train.random_state import turn
 
 
 class Running:
@@ -31,11 +32,12 @@ class Running:
 
     def __init__(self, work: Callable[[], None], control: Control, device: torch.device, title: str) -> None:
         self._control, self._title = control, title
-        self._over = threading.Event()
+        self._over = threading.Event()  # an interrupted Thread.join() takes the thread for ended (CPython 3.11)
         self._error: BaseException | None = None
         context = contextvars.copy_context()  # of a notebook: what is printed goes to the cell that began the run
         run = partial(context.run, self._run, work, _callers(device))
         self._thread = threading.Thread(target=run, name="surokit-run", daemon=True)
+        control.begin()
         atexit.register(self._leave)
         try:
             self._thread.start()
@@ -64,9 +66,10 @@ class Running:
         self._over.set()
 
     def _leave(self) -> None:
-        """The program ends."""
-        self._control.stop()
-        self._over.wait()
+        """The program ends. One that was forked has no such thread."""
+        if self._thread.is_alive():
+            self._control.stop()
+            self._over.wait()
 
     @property
     def running(self) -> bool:
@@ -76,6 +79,10 @@ class Running:
         """Waits for the end of the run, at most `timeout` seconds; whether it has ended."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("The run cannot wait for itself: call wait() from another thread.")
+        if turn.mine and self.running:
+            raise RuntimeError(
+                "The run waits for the work that is being done here: call wait() outside of another session's step."
+            )
         deadline = None if timeout is None else time.monotonic() + timeout
         asked = False
         while True:

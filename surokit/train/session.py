@@ -188,8 +188,8 @@ class Session:
         """
         steps = planned_steps(steps, minutes, self.schedule, self.steps)
         thread = self._thread if thread is None else thread
-        self.control.begin()
         if not thread:
+            self.control.begin()
             self._run(steps, minutes)
             return None
         return Running(partial(self._run, steps, minutes, shared=True), self.control, self.device, title_of(self))
@@ -276,20 +276,19 @@ class Session:
         stalled = self.prefetch.begin()
         self.random.take_back()
         random, start = RandomState.capture(self.device, torch_only=True), self.measuring.mark()
-        self.control.midway = True
-        try:
-            parts = [self.to_device(batch) for batch in with_targets(batches)]
-            lr = self.engine.set_rate(None if self.schedule is None else self.schedule(self.steps))
-            with self.measuring.watched(self.engine, self.steps + 1, parts):
-                loss, targets = self.engine.gradients(parts)
-        except BaseException:
-            self.model.zero_grad(set_to_none=True)
-            random.restore()
-            self.control.midway = False
-            raise
-        with self.control.whole():
-            values = self.engine.update(loss, targets)
-            self.steps += 1
+        with self.control.step():
+            try:
+                parts = [self.to_device(batch) for batch in with_targets(batches)]
+                lr = self.engine.set_rate(None if self.schedule is None else self.schedule(self.steps))
+                with self.measuring.watched(self.engine, self.steps + 1, parts):
+                    loss, targets = self.engine.gradients(parts)
+                self.control.final = True
+                values = self.engine.update(loss, targets)
+                self.steps += 1
+            except BaseException:
+                self.model.zero_grad(set_to_none=True)
+                random.restore()
+                raise
             self.control.midway = False
             end = self.measuring.mark()
             self.prefetch.launched()
@@ -333,7 +332,7 @@ class Session:
         if thread is not None:
             self._thread = thread
         if usd_per_gpu_hour is not None:
-            self.usd_per_gpu_hour = usd_per_gpu_hour
+            self.usd_per_gpu_hour = float(usd_per_gpu_hour)
         info = self.info
         state = PanelState(info.title, recipe=self.numerics, total=info.total, resumes=True)
         panel = Panel(state, view=view, control=self.control)
@@ -372,6 +371,7 @@ class Session:
         evaluation = looking.evaluation(self, source)
         self.evaluations.append(evaluation)
         self.records.update(self.steps, eval_loss=evaluation.loss)
+        self.records.flush()
         self.subscribers.tell("on_eval", evaluation.step, evaluation.loss)
         self.measuring.restart()
         return evaluation.loss

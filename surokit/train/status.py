@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from surokit.train.locks import Lock
 
 FILE = "run.json"
 EVERY_S = 2.0
@@ -64,8 +65,8 @@ class RunInfo:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> RunInfo:
-        """Inverse of `to_dict`; unknown names are ignored, missing ones have their defaults."""
-        return RunInfo(**{f.name: data[f.name] for f in fields(RunInfo) if f.name in data})
+        """Inverse of `to_dict`; unknown names are ignored, missing ones take defaults. TypeError for a value of another type."""
+        return RunInfo(**_known(RunInfo, data))
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,20 @@ class Status:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Status:
-        """Inverse of `to_dict`; unknown names are ignored, missing ones have their defaults."""
-        found = {f.name: data[f.name] for f in fields(Status) if f.name in data}
+        """Inverse of `to_dict`; unknown names are ignored, missing ones take defaults. TypeError for a value of another type."""
+        found: dict[str, Any] = {name: value for name, value in data.items() if name != "events"}
         found["info"] = RunInfo.from_dict(found.get("info") or {})
-        found["events"] = tuple(dict(event) for event in found.get("events") or ())
-        return Status(**found)
+        return Status(**_known(Status, found), events=tuple(dict(event) for event in data.get("events") or ()))
+
+
+def _known(kind: type[RunInfo | Status], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a class's fields; TypeError where one is of another type than its field."""
+    found, hints = {f.name: data[f.name] for f in fields(kind) if f.name in data}, get_type_hints(kind)
+    for name, value in found.items():
+        whole_for_real = isinstance(value, int) and isinstance(0.0, hints[name])
+        if not (whole_for_real or isinstance(value, hints[name])):
+            raise TypeError(f"{name} is {value!r} and not {hints[name]}.")
+    return found
 
 
 def read_status(run_dir: str | Path) -> Status | None:
@@ -115,7 +125,7 @@ class StatusFile:
         self._clock = clock
         self._due = 0.0
         self._warned = False
-        self._lock = threading.Lock()  # a note may come from another thread
+        self._lock = Lock()  # a note may come from another thread
 
     def beat(
         self, info: RunInfo, state: str, step: int, events: Sequence[Mapping[str, Any]], now: bool = False

@@ -7,6 +7,8 @@ wire.py     the same as small messages for a panel that draws itself
 panel.py    Panel: subscribes to runs, shows the states through a widget, an SVG or a text view
 front.py    the widget, whose script and style are in front/
 follow.py   watch: the panel of runs that others train, from their folders
+folder.py   one such run as its folder tells it, and the files that ask it to stop
+growing.py  a records file, read as it grows
 curves.py   plot_runs: several runs over each other; plot_errors: error against layer; with matplotlib
 """
 

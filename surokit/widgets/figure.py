@@ -13,6 +13,7 @@ stay apart for the common kinds of colour blindness.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -26,6 +27,8 @@ PALETTE_LIGHT = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B58900", "#56B4E9
 PALETTE_DARK = ("#56B4E9", "#F0813A", "#2DC39A", "#E39BC4", "#F0C24B", "#8FB8DE")
 
 _HUGE = 1e100  # what is larger no axis can show; it is drawn at the edge
+# a terminal's colour codes, and characters that no XML may hold: one in an error's text and the whole picture is refused
+_UNFIT = re.compile("\x1b\\[[0-9;?]*[a-zA-Z]|[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,15 @@ def nice_ticks(low: float, high: float, target: int = 5) -> list[float]:
     return ticks
 
 
+def plain(text: str) -> str:
+    """The text without what cannot be shown: colour codes, other control characters, halves of characters."""
+    return _UNFIT.sub("", text)
+
+
+def _escaped(text: str) -> str:
+    return escape(plain(text))
+
+
 def short(value: float, digits: int = 3) -> str:
     """A number as people read it: 950, 18.2k, 1.25M, 3.41, 0.00021 as 2.1e-4; non-finite values by name."""
     if math.isnan(value):
@@ -106,10 +118,10 @@ def short(value: float, digits: int = 3) -> str:
         return "inf" if value > 0 else "-inf"
     size = abs(value)
     for bound, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= bound:
+        if bound <= size < 1e15:
             scale = 1e3 if unit == "k" else bound
             return f"{_significant(value / scale, digits)}{unit}"
-    if size and size < 1e-2:
+    if size >= 1e15 or 0 < size < 1e-2:
         mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
         return f"{_trim(mantissa)}e{int(exponent)}"
     return _significant(value, digits)
@@ -208,7 +220,7 @@ def _path(points: Iterable[tuple[float, float] | None]) -> str:
 
 def _text(x: float, y: float, text: str, kind: str, anchor: str = "") -> str:
     align = f' text-anchor="{anchor}"' if anchor else ""
-    return f'<text class="{kind}" x="{x:g}" y="{y:g}"{align}>{escape(text)}</text>'
+    return f'<text class="{kind}" x="{x:g}" y="{y:g}"{align}>{_escaped(text)}</text>'
 
 
 def draw_pane(pane: Pane, width: float) -> str:
@@ -222,7 +234,7 @@ def draw_pane(pane: Pane, width: float) -> str:
     # One flowing text, so that the words keep their distance in any font.
     parts = [("n", pane.title), ("h", pane.headline), ("m", pane.note)]
     spans = "".join(
-        f'<tspan class="{kind}" dx="{8 * (i > 0)}">{escape(text)}</tspan>'
+        f'<tspan class="{kind}" dx="{8 * (i > 0)}">{_escaped(text)}</tspan>'
         for i, (kind, text) in enumerate(parts)
         if text
     )
@@ -348,7 +360,7 @@ def _legend(lines: Sequence[Line], right: float, y: float) -> str:
         color = f"f{line.color % len(PALETTE_LIGHT)}"
         gap = ' dx="12"' if number else ""
         spans.append(
-            f'<tspan class="{color}"{weight}{gap}>{mark}</tspan><tspan class="m" dx="4">{escape(line.label)}</tspan>'
+            f'<tspan class="{color}"{weight}{gap}>{mark}</tspan><tspan class="m" dx="4">{_escaped(line.label)}</tspan>'
         )
     return f'<text x="{right:g}" y="{y:g}" text-anchor="end">{"".join(spans)}</text>'
 
@@ -426,11 +438,11 @@ def figure(
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="sk" role="img" viewBox="0 0 {width} {height}"'
         f' width="{width}" height="{height}" style="max-width:100%;height:auto">'
-        f"<title>{escape(title)}</title><desc>{escape(description)}</desc>"
+        f"<title>{_escaped(title)}</title><desc>{_escaped(description)}</desc>"
         f"<style>{_css(theme)}</style>",
         f'<rect class="b" width="{width}" height="{height}" rx="8"/>',
-        f'<text x="14" y="24"><tspan class="k">{escape(head[0])}</tspan>'
-        f'<tspan class="m" dx="8">{escape(head[1])}</tspan></text>',
+        f'<text x="14" y="24"><tspan class="k">{_escaped(head[0])}</tspan>'
+        f'<tspan class="m" dx="8">{_escaped(head[1])}</tspan></text>',
         _text(width - 12, 24, head[2], "v" if alarm else "m", "end"),
         *(_text(14, 43, text, "m") for text in sub[:1] if text),
         *(_text(width - 12, 43, text, "m", "end") for text in sub[1:] if text),

@@ -13,7 +13,7 @@ from textwrap import wrap
 from typing import Literal, NamedTuple
 
 from surokit.tables import text_table
-from surokit.widgets.figure import Line, Mark, Pane, Style, Theme, figure, short
+from surokit.widgets.figure import Line, Mark, Pane, Style, Theme, figure, plain, short
 from surokit.widgets.state import KINDS, PanelState, Series, worst
 
 Bundle = dict[str, str]
@@ -167,7 +167,7 @@ def run_table(states: Mapping[str, PanelState]) -> tuple[list[str], list[list[st
 
 def bundle(states: States, theme: Theme = "auto") -> Bundle:
     """The states as one display message: the picture and the same facts in words. At most MESSAGE_BYTES long."""
-    words = summary_text(states)
+    words = plain(summary_text(states))
     return {"text/plain": words, "image/svg+xml": picture(states, theme, MESSAGE_BYTES - len(words.encode()))}
 
 
@@ -337,7 +337,7 @@ def _marks(state: PanelState) -> list[Mark]:
 
 def cut(text: str, length: int) -> str:
     """The text in one line of at most `length` characters; what is left out leaves an ellipsis."""
-    text = " ".join(text.split())
+    text = " ".join(plain(text).split())
     return text if len(text) <= length else text[: max(length - 1, 0)].rstrip() + "…" * (length > 0)
 
 

@@ -326,7 +326,9 @@ class PanelState:
 
         def known(name: str) -> float | None:
             value = row.get(name)
-            return None if value is None or value != value else float(value)
+            if value is None or value != value or (name in ("tokens", "wall_ms", "elapsed_s") and math.isinf(value)):
+                return None
+            return float(value)
 
         wall_ms, loss = known("wall_ms"), row.get("loss")
         self.add(
@@ -573,9 +575,10 @@ class PanelState:
     @property
     def usd_per_s(self) -> float | None:
         """What a second of this run costs; None without a price."""
-        if self.info is None or self.info.usd_per_gpu_hour is None or not self.info.gpus:
+        price = None if self.info is None else self.info.usd_per_gpu_hour
+        if self.info is None or price is None or not math.isfinite(price) or not self.info.gpus:
             return None
-        return self.info.usd_per_gpu_hour * self.info.gpus / 3600
+        return price * self.info.gpus / 3600
 
     @property
     def usd(self) -> float | None:

@@ -5,8 +5,8 @@ sees: what a reader holds is the last text of every name, and that is all it nee
 
     head      words and numbers ready to show: see below; in every message
     delta     {"n": 17, "series": [{"slot": 0, "of": [0, "loss"], "gen": 3, "dx": [...], "y": [...]}, ...]}; in every message
-    key_<k>   {"slot": 0, "of": [0, "loss"], "gen": 3, "dx": [...], "y": [...]}; k = 0 ... SLOTS - 1; at most one in a message that
-              is not ""; "" while the slot is not used
+    key_<k>   {"slot": 0, "of": [0, "loss"], "gen": 3, "dx": [...], "y": [...]}; k = 0 ... SLOTS - 1; in a message one that is due,
+              or as many as there is room for of those that were never sent; "" while the slot is not used
 
 The curves. `delta` names every curve there is, in the order in which they are drawn. The curve of an entry is
 
@@ -59,6 +59,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from surokit.widgets.figure import plain
 from surokit.widgets.picture import (
     PANES,
     cut,
@@ -134,9 +135,16 @@ class Wire:
         out = self._place(states)
         now = self._clock()
         entries, due = self._delta(states, now)
-        if due is not None:
-            of, slot = due
-            out[f"key_{slot.index}"] = self._keyframe(of[1], list(states).index(of[0]), slot, now)
+        key_room = KEY_BYTES
+        for number, name, slot in due:
+            if slot.gen and key_room < KEY_BYTES:
+                break  # those that were never sent share a message; the others take turns, so that messages stay light
+            text = self._keyframe(name, number, slot, now, key_room)
+            if not text:
+                break
+            out[f"key_{slot.index}"] = text
+            key_room -= weight(f"key_{slot.index}", text)
+        if due:
             entries, _ = self._delta(states, now)
         out["delta"] = f'{{"n":{self._n},"series":[{",".join(entries)}]}}'
         room = MESSAGE_BYTES - sum(weight(name, text) for name, text in out.items())
@@ -165,32 +173,32 @@ class Wire:
         self._slots = {of: self._slots.get(of) or _Slot(self._free.pop(), series) for of, series in wanted.items()}
         return out
 
-    def _delta(
-        self, states: Mapping[str, PanelState], now: float
-    ) -> tuple[list[str], tuple[tuple[str, str], _Slot] | None]:
-        """The entries of all curves, and the curve whose keyframe is due most."""
+    def _delta(self, states: Mapping[str, PanelState], now: float) -> tuple[list[str], list[tuple[int, str, _Slot]]]:
+        """The entries of all curves, and those whose keyframes are due: the oldest first, of equals the most important."""
         numbers = {run: number for number, run in enumerate(states)}
         limit = max(8, (DELTA_BYTES // max(len(self._slots), 1) - 50) // 14)
         entries, due = [], []
-        for of, slot in self._slots.items():
+        for (run, name), slot in self._slots.items():
             points = _points(slot.series, slot.end, limit)
-            entries.append(_entry(slot, numbers[of[0]], of[1], points))
+            entries.append(_entry(slot, slot.gen, numbers[run], name, points))
             age = now - slot.sent_s
             if points and (len(points) >= limit / 2 or (age >= RENEW_S and slot.gen > 0)):
-                due.append((age, slot.index, of, slot))
-        return entries, max(due)[2:] if due else None
+                due.append((-age, NAMES.index(name), numbers[run], slot))
+        return entries, [(number, NAMES[rank], slot) for _, rank, number, slot in sorted(due, key=lambda d: d[:3])]
 
-    def _keyframe(self, name: str, number: int, slot: _Slot, now: float) -> str:
-        self._gens += 1
-        slot.gen, slot.sent_s = self._gens, now
+    def _keyframe(self, name: str, number: int, slot: _Slot, now: float, room: int) -> str:
+        """A new keyframe, coarser only where the whole room is not enough for it; "" where less is left than it needs."""
         limit = KEY_POINTS
         while True:
             points = _points(slot.series, -float("inf"), limit)
-            text = _entry(slot, number, name, points)
-            if weight("", text) <= KEY_BYTES:
+            text = _entry(slot, self._gens + 1, number, name, points)
+            if weight(f"key_{slot.index}", text) <= room:
                 break
+            if room < KEY_BYTES:
+                return ""
             limit = limit * 3 // 4
-        slot.end = points[-1][0]
+        self._gens += 1
+        slot.gen, slot.sent_s, slot.end = self._gens, now, points[-1][0]
         return text
 
     def _head(
@@ -233,7 +241,7 @@ class Wire:
         notes = [*idle_lines(state), *sustained_lines(state), *layer_lines(state)]
         told = figures(state)
         return {
-            "key": key[:60],
+            "key": plain(key)[:60],
             "title": cut(state.title or key, 60),
             "recipe": cut(state.recipe, letters),
             "color": number,
@@ -273,14 +281,14 @@ def _points(series: Series | Ruler, after: float, limit: int) -> Sequence[tuple[
     return [*knots[: -1 : max(1, -(-len(knots) // (limit - 1)))], *knots[-1:]]
 
 
-def _entry(slot: _Slot, number: int, name: str, points: Sequence[tuple[float, ...]]) -> str:
+def _entry(slot: _Slot, gen: int, number: int, name: str, points: Sequence[tuple[float, ...]]) -> str:
     x = [p[0] for p in points]
     dx = ",".join([f"{a - b:.9g}" for a, b in zip(x, [0.0, *x])])
     if isinstance(slot.series, Ruler):
         y = ",".join([f"{p[1]:.7g}" for p in points]) + '],"z":[' + ",".join([f"{p[2]:.7g}" for p in points])
     else:
         y = ",".join([_number(p[1]) for p in points])
-    return f'{{"slot":{slot.index},"of":[{number},"{name}"],"gen":{slot.gen},"dx":[{dx}],"y":[{y}]}}'
+    return f'{{"slot":{slot.index},"of":[{number},"{name}"],"gen":{gen},"dx":[{dx}],"y":[{y}]}}'
 
 
 def _number(value: float) -> str:

@@ -24,7 +24,8 @@ SHOTS = Path(__file__).parents[2] / "runs" / "browser"
 PANEL = ".surokit-panel"
 MESSAGE_BYTES = 20_000
 
-# A run without training: what a session tells its subscribers, at a pace of our choosing. `go` is the loop, `wait_s` how it waits.
+# A run without training: what a session tells its subscribers, at a pace of our choosing. `steps` is the loop; `plain` and
+# `awaiting` wait between them. Where there is a file `hold`, half of the way is the end until it goes.
 SETUP = """
 import asyncio, json, math, threading, time
 from pathlib import Path
@@ -63,7 +64,7 @@ def steps(panel, buttons, count):
             if buttons.paused != told:
                 told = buttons.paused
                 panel.on_pause(told)
-            if not told or buttons.stopped:
+            if (not told or buttons.stopped) and not (step == count // 2 and Path("hold").exists()):
                 break
         if buttons.stopped:
             panel.on_end("interrupted")
@@ -130,11 +131,15 @@ def last_step(lab):
 def test_it_draws_and_moves_while_a_plain_cell_runs_and_the_last_state_stays(tab, lab):
     cell = tab.add("panel, buttons = new(400); plain(panel, buttons, 400, 0.02)")
     seen, began = len(tab.received), time.monotonic()
+    hold = lab.folder / "hold"
+    hold.touch()
     tab.run(cell)
     tab.cell(cell).locator("path.sk-line").first.wait_for()
     first = shown_step(tab, cell)
-    wait_for(lambda: shown_step(tab, cell) > first, "a further picture")
     assert tab.running(cell)
+    hold.unlink()
+    assert 0 < first <= 200
+    wait_for(lambda: shown_step(tab, cell) > first, "a further picture")
     tab.idle()
     wait_for(lambda: "Done at step 400." in tab.output(cell), "the end")
     messages = [m for m in map(as_bytes, tab.received[seen:]) if b'"comm_msg"' in m[:4096]]
@@ -197,14 +202,14 @@ def test_the_kept_panel_answers_the_pointer_and_its_tools(tab):
 @pytest.mark.parametrize(
     "source",
     [
-        "plain(panel, buttons, 2000, 0.02)",
-        "await awaiting(panel, buttons, 2000, 0.02)",
-        "run = threading.Thread(target=plain, args=(panel, buttons, 2000, 0.02)); run.start()",
+        "plain(panel, buttons, 6000, 0.02)",
+        "await awaiting(panel, buttons, 6000, 0.02)",
+        "run = threading.Thread(target=plain, args=(panel, buttons, 6000, 0.02)); run.start()",
     ],
     ids=["plain", "await", "thread"],
 )
 def test_pause_resume_save_and_stop(tab, lab, source):
-    cell = tab.add(f"panel, buttons = new(2000); {source}")
+    cell = tab.add(f"panel, buttons = new(6000); {source}")
     tab.run(cell)
     buttons = tab.cell(cell).locator(".sk-buttons")
     buttons.locator(".sk-pause").click()
@@ -218,7 +223,7 @@ def test_pause_resume_save_and_stop(tab, lab, source):
     buttons.locator(".sk-save").click()
     buttons.locator(".sk-stop").click()
     wait_for(lambda: "Interrupted after step" in tab.output(cell), "the run to stop")
-    assert last_step(lab) < 2000
+    assert last_step(lab) < 6000
     assert not buttons.locator("button:visible").count()
     tab.idle()
     check = tab.add("print(buttons.asked)")
@@ -269,7 +274,7 @@ def test_where_no_click_is_heard_the_panel_says_how_to_stop(tab):
     )
     tab.run(cell)
     message = tab.cell(cell).locator(".sk-message")
-    wait_for(lambda: "interrupt the kernel" in message.inner_text(), "the words", 15)
+    wait_for(lambda: "interrupt the kernel" in message.inner_text(), "the words")
     assert not tab.cell(cell).locator(".sk-stop").is_visible()
     tab.interrupt()
     tab.idle()
@@ -354,6 +359,44 @@ def test_screen_readers_are_told(tab):
         .evaluate_all("all => all.map(svg => svg.getAttribute('aria-label'))")
     )
     assert all(names)
+
+
+EVIL = "<img src=x onerror='window.run_here=1'><script>window.run_here=1</script>"
+SPOILED = f"""
+evil = {EVIL!r}
+state = PanelState(evil, recipe=evil, total=60)
+panel = Panel({{evil: state}})
+run = panel.run(evil)
+panel.open()
+run.on_start(60)
+odd = {{20: {{"loss": float("nan")}}, 22: {{"loss": 1e300}}, 24: {{"loss": float("inf")}},
+       30: {{"grad_norm": -1e300, "lr": float("-inf")}}}}
+for step in range(1, 61):
+    run.on_step({{**row(step), **odd.get(step, {{}})}})
+run.on_note(40, evil)
+run.on_end("failed: " + chr(27) + "[31m" + evil + chr(0))
+"""
+
+
+def test_words_of_a_run_are_shown_and_never_executed(tab):
+    """HTML as title, recipe, note and error, values out of all bounds, colour codes: a panel and a picture all the same."""
+    cell = tab.add(SPOILED)
+    tab.run(cell)
+    tab.idle()
+    wait_for(lambda: "Failed after step 60" in tab.output(cell), "the end")
+    assert EVIL in tab.cell(cell).locator(".sk-ending").inner_text()
+    assert tab.page.evaluate("() => window.run_here") is None
+    assert tab.cell(cell).locator(".surokit-panel img, .surokit-panel script").count() == 0
+    drawn = (
+        tab.cell(cell)
+        .locator("figure svg *")
+        .evaluate_all("all => all.map(e => [e.getAttribute('d'), e.getAttribute('cy')].join())")
+    )
+    assert any(path.startswith("M") for path in drawn)
+    assert not any("NaN" in path or "Infinity" in path for path in drawn)
+    picture = tab.cell(cell).locator("img")
+    picture.wait_for(state="attached")
+    wait_for(lambda: picture.evaluate("e => e.complete && e.naturalWidth > 300"), "the picture behind the panel")
 
 
 def test_reopened_without_a_kernel_and_exported_the_picture_is_seen(tab, lab):

@@ -79,6 +79,15 @@ def test_three_steps(trainer):
     assert callback.view.ended == ["done"]
 
 
+def test_an_evaluation_after_training_leaves_the_end_as_it_is(trainer):
+    run, callback = trainer()
+    run.train()
+    loss = run.evaluate()["eval_loss"]
+    assert callback.live.state.reason == "done"
+    assert callback.live.state.held_out.points() == ([3], [loss])
+    assert callback.view.ended == ["done"]
+
+
 def test_without_token_counts_and_with_rare_logs(trainer):
     run, callback = trainer(max_steps=4, logging_steps=2)
     run.train()

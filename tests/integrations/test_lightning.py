@@ -106,6 +106,22 @@ def test_the_save_button_saves_and_a_run_goes_on_from_it(fit, tmp_path):
     assert read_status(folder).state == "done"
 
 
+def test_a_save_that_fails_ends_no_training(fit, monkeypatch):
+    import pytorch_lightning
+
+    tried = []
+
+    def full(trainer, path):
+        tried.append(path.name)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(pytorch_lightning.Trainer, "save_checkpoint", full)
+    trainer, _, callback = fit(act=lambda live, step: step == 2 and live.control.save())
+    assert tried == ["step-000003.ckpt"]
+    assert trainer.global_step == 6
+    assert callback.view.ended == ["done"]
+
+
 def test_the_trainer_waits_while_it_is_paused(fit):
     seen = []
 

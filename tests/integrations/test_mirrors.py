@@ -43,12 +43,15 @@ class Kept(Mirror):
         super().__init__(every)
         self.calls, self.rows, self.fails, self.gate = [], [], fails, gate
 
+        self.taken = threading.Event()
+
     def open(self, info, step):
         self.calls.append(("open", info and info.title, step))
         if self.fails == "open":
             raise ConnectionError("no route")
 
     def write(self, step, values, time_s):
+        self.taken.set()
         if self.gate is not None:
             self.gate.wait()
         if self.fails == "write":
@@ -84,12 +87,26 @@ def test_an_evaluation_between_two_runs_is_forwarded(session):
     session.subscribe(kept)
     session.run(1)
     session.evaluate()
+    assert kept.rows[-1][1].keys() == {"eval/loss"}  # written by now: the process may end here
+    assert kept.calls[-1] == ("close", "done")
     session.evaluate()
     session.run(1)
     assert [(step, sorted(values)[0]) for step, values, _ in kept.rows if len(values) == 1] == [(1, "eval/loss")] * 2
     opened = [call for call in kept.calls if call[0] == "open"]
     assert len(kept.calls) == 2 * len(opened)
     assert kept.rows[-1][0] == 2
+
+
+def test_an_evaluation_before_the_first_mirrored_step_ends_nothing():
+    """A run that goes on at step 20, with every=50."""
+    kept = Kept(every=50)
+    kept.on_start(100)
+    kept.on_step(record(20))
+    kept.on_eval(30, 2.5)
+    kept.on_step(record(51))
+    kept.on_end("done")
+    assert [step for step, _, _ in kept.rows] == [30, 51]
+    assert kept.calls == [("open", None, 31), ("close", "done")]
 
 
 def test_one_of_several_steps():
@@ -122,7 +139,7 @@ def test_what_a_slow_service_misses_is_counted(monkeypatch):
     gate = threading.Event()
     slow = Kept(gate=gate)
     slow.on_step(record(1))
-    time.sleep(0.7)  # the thread has taken the first and waits at the gate
+    assert slow.taken.wait(20)  # the first; the thread waits at the gate
     for step in range(2, 32):
         slow.on_step(record(step))
     gate.set()
@@ -149,6 +166,7 @@ def test_tensorboard_reads_it_back(session, tmp_path):
 
     session.subscribe(TensorBoard(tmp_path / "logs"))
     session.run(8)
+    session.evaluate()  # a file of its own, which hides none of what is there
     session.run(2)
     events = EventAccumulator(str(tmp_path / "logs")).Reload()
     frame = session.records.frame()
@@ -156,7 +174,7 @@ def test_tensorboard_reads_it_back(session, tmp_path):
         scalars = events.Scalars(f"train/{name}")
         assert [event.step for event in scalars] == list(range(1, 11))
         assert [event.value for event in scalars] == pytest.approx(frame[name].tolist(), rel=1e-6)
-    assert [event.step for event in events.Scalars("eval/loss")] == [4, 8]
+    assert [event.step for event in events.Scalars("eval/loss")] == [4, 8, 8]
     assert [event.value for event in events.Scalars("meters/weight_norm")] == [1.5] * 10
     assert "run/text_summary" in events.Tags()["tensors"]
 

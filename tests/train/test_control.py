@@ -4,8 +4,10 @@ one that was left alone."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -62,6 +64,29 @@ def wait_for(what: Callable[[], object]) -> None:
     while not what():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.002)
+
+
+def interrupt_when(what: Callable[[], object]) -> None:
+    """A Ctrl-C once that is so, and this thread waits."""
+
+    def later() -> None:
+        wait_for(what)
+        time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=later).start()
+
+
+class Gated(Toy):
+    """Waits in every step until `gate` is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        self.gate.wait(PATIENCE_S)
+        return super().forward(input_ids, labels)
 
 
 class Slow(Toy):
@@ -275,8 +300,7 @@ class TestPause:
     def test_an_interrupt_ends_it(self) -> None:
         """In a blocking run: the thread that waits is the one that signals reach."""
         session = make_session(meters=[At(3, lambda s: s.control.pause())])
-        timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
-        timer.start()
+        interrupt_when(lambda: session.control.state == "paused")
         session.run(6)
         assert session.steps == 3
         session.run(3)
@@ -376,6 +400,16 @@ class TestSave:
         session.control.save()
         assert (tmp_path / "run" / "checkpoints" / "step-000002").exists()
 
+    def test_asked_in_the_end_itself(self, tmp_path: Path) -> None:
+        class Saver(Listener):
+            def on_end(self, reason: str) -> None:
+                session.control.save()
+
+        session = make_session(run_dir=tmp_path / "run")
+        session.subscribe(Saver())
+        session.run(3)
+        assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
+
     def test_nowhere_to_save_to(self) -> None:
         with pytest.raises(ValueError, match=r"give Session\(run_dir=\.\.\.\)"):
             make_session().control.save()
@@ -446,6 +480,21 @@ class TestBetweenSteps:
         run.wait()
         assert_same_state(session, whole(30))
 
+    def test_what_it_draws_is_not_another_runs(self) -> None:
+        def draw() -> None:
+            for _ in range(5):
+                torch.rand(3)
+                time.sleep(0.003)
+
+        one, two = make_session(Slow(0.001)), make_session(Slow(0.001), seed=2)
+        runs = [session.run(100, thread=True) for session in (one, two)]
+        for _ in range(5):
+            one.control.between_steps(draw)
+        for run in runs:
+            run.wait()
+        assert_same_state(one, whole(100))
+        assert_same_state(two, whole(100, seed=2))
+
     def test_many_callers(self) -> None:
         session = make_session(Slow(0.001), eval=make_batches(1))
         run = session.run(300, thread=True)
@@ -498,11 +547,12 @@ class TestBetweenSteps:
     def test_one_that_no_longer_waits(self) -> None:
         """An interrupt of the waiting takes the work back."""
         done: list[int] = []
-        session = make_session(Slow(0.3))
+        session = make_session(model := Gated())
         run = session.run(2, thread=True)
-        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        interrupt_when(lambda: session.control._asked)
         with pytest.raises(KeyboardInterrupt):
             session.control.between_steps(lambda: done.append(1))
+        model.gate.set()
         run.wait()
         assert not done
         assert session.steps == 2, "the interrupt was the waiting cell's"
@@ -603,7 +653,7 @@ class TestThread:
         session.run(5)
         assert_same_state(session, whole(8))
 
-    @pytest.mark.parametrize("what", ["thread", "settings"])
+    @pytest.mark.parametrize("what", ["thread", "caller's", "settings"])
     def test_a_thread_that_does_not_begin(self, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(*_: Any) -> Any:
             raise RuntimeError("can't start new thread")
@@ -613,12 +663,24 @@ class TestThread:
             if what == "thread":
                 m.setattr(threading.Thread, "start", full)
             else:
-                m.setattr("surokit.train.running._callers", lambda device: full)
+                m.setattr("surokit.train.running._callers", full if what == "caller's" else lambda device: full)
             with pytest.raises(RuntimeError, match="can't start new thread"):
                 session.run(3, thread=True).wait()
         assert session.control.state == "idle"
         session.run(3)
         assert_same_state(session, whole(3))
+
+    def test_what_was_asked_of_one_that_does_not_begin(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*_: Any) -> Any:
+            session.control.save()
+            raise RuntimeError("can't start new thread")
+
+        session = make_session(run_dir=tmp_path / "run")
+        monkeypatch.setattr(threading.Thread, "start", full)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            session.run(3, thread=True)
+        assert session.control.state == "idle"
+        assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000"]
 
     def test_waiting_for_a_while(self) -> None:
         session = make_session(Slow(0.01))
@@ -644,11 +706,35 @@ class TestThread:
         run.wait()
         assert said == ["The run cannot wait for itself: call wait() from another thread."]
 
+    def test_who_has_the_turn_does_not_wait_for_a_run(self) -> None:
+        session = make_session(Slow())
+        with kept(torch.device("cpu")):
+            run = session.run(3, thread=True)
+            with pytest.raises(RuntimeError, match="outside of another session's step"):
+                run.wait()
+        assert run.wait()
+        assert session.steps == 3
+
+    def test_a_forked_process_has_no_run(self) -> None:
+        session = make_session(Slow())
+        run = session.run(200, thread=True)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            with suppress(BaseException):
+                run._leave()
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert run.running
+        session.stop()
+        run.wait()
+
     def test_an_interrupt_of_the_waiting_stops_it(self) -> None:
         session, listener = make_session(Slow(0.01)), Listener()
         session.subscribe(listener)
         run = session.run(500, thread=True)
-        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        interrupt_when(lambda: session.steps)
         assert run.wait()
         assert 0 < session.steps < 500
         assert listener.of("end") == ["interrupted"]
@@ -727,7 +813,8 @@ class TestAwait:
 
         async def main() -> None:
             task = asyncio.create_task(cell())
-            await asyncio.sleep(0.2)
+            while not session.steps:
+                await asyncio.sleep(0.005)
             task.cancel()
             await task
             assert task.cancelling() == 0
@@ -758,8 +845,9 @@ class TestAwait:
             runs.append(session.run(3, thread=True))
             await runs[0]
 
-        session = make_session(Slow(0.5))
+        session = make_session(model := Gated())
         asyncio.run(main())
+        model.gate.set()
         runs[0].wait()
         assert session.steps == 1
 
@@ -772,15 +860,10 @@ class TestAwait:
             asyncio.run(main())
 
 
-class TestProcess:
-    """In a process of its own, where a real Ctrl-C arrives."""
-
-    CODE = """
-import sys, time, threading
-from pathlib import Path
-import torch
-from surokit.train.session import Session
-from tests.train.toys import Toy, make_batches, make_session
+PROCESSES = """
+import asyncio, json, os, signal, sys, time
+from surokit.environment import environment
+from tests.train.toys import Toy, make_session
 
 class Slow(Toy):
     def forward(self, input_ids, labels=None):
@@ -792,20 +875,59 @@ def begun(session):
         print("begun", flush=True)
     return {}
 
-session = make_session(Slow(), run_dir=sys.argv[1], save_every=1000, meters=[begun])
+for line in sys.stdin:
+    code, run_dir, *outputs = json.loads(line)
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    signal.alarm(60)
+    for number, name in enumerate(outputs, 1):
+        os.dup2(os.open(name, os.O_WRONLY), number)
+    session = make_session(Slow(), run_dir=run_dir, save_every=1000, meters=[begun])
+    exec(code)
+    break
 """
 
-    def start(self, code: str, run_dir: Path) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", self.CODE + code, str(run_dir)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "begun\n"
-        return process
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[subprocess.Popen[str]]:
+    """Has imported everything, and forks a process for each program: torch is imported once."""
+    command = [sys.executable, "-c", PROCESSES]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        yield server
+
+
+class Program:
+    """A program that has a session and runs `code`, three steps after its run has begun."""
+
+    def __init__(self, processes: subprocess.Popen[str], code: str, folder: Path) -> None:
+        self.processes, self.run_dir = processes, folder / "run"
+        outputs = [folder / "out", folder / "err"]
+        for path in outputs:
+            os.mkfifo(path)
+        assert processes.stdin is not None
+        assert processes.stdout is not None
+        processes.stdin.write(json.dumps([code, *map(str, [self.run_dir, *outputs])]) + "\n")
+        processes.stdin.flush()
+        self.pid = int(processes.stdout.readline())
+        self.out, self.err = (path.open() for path in outputs)
+        assert self.out.readline() == "begun\n"
+
+    def interrupt(self) -> None:
+        os.kill(self.pid, signal.SIGINT)
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit status, what is left of its output and of its errors."""
+        with self.out, self.err:
+            out, err = self.out.read(), self.err.read()
+        assert self.processes.stdout is not None
+        return int(self.processes.stdout.readline()), out, err
+
+
+class TestProcess:
+    """In a process of its own, where a real Ctrl-C arrives."""
 
     def goes_on_from(self, run_dir: Path) -> None:
         """The run that is resumed is the one that was not disturbed."""
@@ -815,20 +937,19 @@ session = make_session(Slow(), run_dir=sys.argv[1], save_every=1000, meters=[beg
         again.run(5)
         assert_same_state(again, whole(again.steps))
 
-    def test_an_interrupt(self, tmp_path: Path) -> None:
-        code = "session.run(1500); print(session.steps)"
-        process = self.start(code, tmp_path / "run")
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, err
+    def test_an_interrupt(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
+        program = Program(processes, "session.run(1500); print(session.steps)", tmp_path)
+        program.interrupt()
+        status, out, err = program.end()
+        assert status == 0, err
         assert 0 < int(out) < 1500
         assert "stopping after this step" in err
-        status = read_status(tmp_path / "run")
-        assert status is not None
-        assert (status.state, status.step) == ("interrupted", int(out))
-        self.goes_on_from(tmp_path / "run")
+        told = read_status(program.run_dir)
+        assert told is not None
+        assert (told.state, told.step) == ("interrupted", int(out))
+        self.goes_on_from(program.run_dir)
 
-    def test_a_second_interrupt(self, tmp_path: Path) -> None:
+    def test_a_second_interrupt(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
         code = """
 class Stuck(Slow):
     def forward(self, input_ids, labels=None):
@@ -844,54 +965,51 @@ except KeyboardInterrupt:
     session.save()
     print(session.steps)
 """
-        process = self.start(code, tmp_path / "run")
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.readline() == "stuck\n"
-        process.send_signal(signal.SIGINT)
-        while "stopping after this step" not in process.stderr.readline():
+        program = Program(processes, code, tmp_path)
+        assert program.out.readline() == "stuck\n"
+        program.interrupt()
+        while "stopping after this step" not in program.err.readline():
             pass
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=PATIENCE_S)
+        program.interrupt()
+        _, out, err = program.end()
         assert out == "5\n", err
-        self.goes_on_from(tmp_path / "run")
+        self.goes_on_from(program.run_dir)
 
-    def test_a_program_that_ends(self, tmp_path: Path) -> None:
+    def test_a_program_that_ends(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
         """A thread's run is stopped between two steps, saved and told."""
         code = "run = session.run(1500, thread=True)\nwhile session.steps < 5: time.sleep(0.01)"
-        process = self.start(code, tmp_path / "run")
-        _, err = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, err
-        status = read_status(tmp_path / "run")
-        assert status is not None
-        assert status.state == "interrupted"
-        self.goes_on_from(tmp_path / "run")
+        program = Program(processes, code, tmp_path)
+        status, _, err = program.end()
+        assert status == 0, err
+        told = read_status(program.run_dir)
+        assert told is not None
+        assert told.state == "interrupted"
+        self.goes_on_from(program.run_dir)
 
-    def test_a_program_that_ends_while_its_run_waits(self, tmp_path: Path) -> None:
+    def test_a_program_that_ends_while_its_run_waits(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
         code = """
 run = session.run(1500, thread=True)
 while session.steps < 5: time.sleep(0.01)
 session.control.pause()
 while session.control.state != "paused": time.sleep(0.01)
 """
-        process = self.start(code, tmp_path / "run")
-        _, err = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, err
-        self.goes_on_from(tmp_path / "run")
+        program = Program(processes, code, tmp_path)
+        status, _, err = program.end()
+        assert status == 0, err
+        self.goes_on_from(program.run_dir)
 
-    def test_an_interrupted_program_of_asyncio(self, tmp_path: Path) -> None:
+    def test_an_interrupted_program_of_asyncio(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
         code = """
-import asyncio
 async def main():
     await session.run(1500, thread=True)
     print(session.steps)
 asyncio.run(main())
 """
-        process = self.start(code, tmp_path / "run")
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=PATIENCE_S)
+        program = Program(processes, code, tmp_path)
+        program.interrupt()
+        _, out, err = program.end()
         assert 0 < int(out) < 1500, err
-        self.goes_on_from(tmp_path / "run")
+        self.goes_on_from(program.run_dir)
 
 
 class TestStopWhen:
@@ -1035,6 +1153,31 @@ class TestJournal:
         assert status is not None
         assert len(status.events) == 61
 
+    def test_a_note_that_meets_a_beginning(self, tmp_path: Path) -> None:
+        """It says nothing of how the run stands."""
+
+        class Late(Listener):
+            def on_note(self, *_: Any) -> None:
+                session.control.begin()
+                session.journal.begin(None)
+                session.control._state = "idle"  # as it was seen
+
+        session = make_session(run_dir=tmp_path / "run")
+        session.run(1)
+        session.subscribe(Late())
+        session.note("n")
+        status = read_status(tmp_path / "run")
+        assert status is not None
+        assert status.state == "running"
+
+    def test_what_json_does_not_know(self, tmp_path: Path) -> None:
+        session = make_session(run_dir=tmp_path / "run")
+        session.note(Path("a"))  # type: ignore[arg-type]
+        session.run(2)
+        status = read_status(tmp_path / "run")
+        assert status is not None
+        assert status.events[0]["text"] == "a"
+
     def test_notes_outlast_a_restart(self, tmp_path: Path) -> None:
         session = make_session(run_dir=tmp_path / "run")
         session.run(2)
@@ -1136,6 +1279,16 @@ def test_a_shuffled_loader_whose_first_batch_fails() -> None:
     session.run(3)
     Data.fails = False
     assert_same_state(session, whole(5, data=torch.utils.data.DataLoader(Data(), batch_size=4, shuffle=True)))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda session: pickle.loads(pickle.dumps(session))])
+def test_a_session_is_copied(how: Callable[[Session], Session]) -> None:
+    session = make_session()
+    session.run(3)
+    twin = how(session)
+    for each in (session, twin):
+        each.run(3)
+        assert_same_state(each, whole(6))
 
 
 def test_information_travels_as_plain_values() -> None:

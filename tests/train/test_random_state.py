@@ -58,6 +58,14 @@ def test_seeded_disturbs_nothing_and_repeats() -> None:
         assert draws[0] == draws[1] != draws[2]
 
 
+def interrupt_who_waits(turn: Turn) -> None:
+    deadline = time.monotonic() + 10
+    while not turn.wanted and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_torch_alone() -> None:
     with kept(CPU):
         state = RandomState.capture(CPU, torch_only=True)
@@ -104,10 +112,11 @@ class TestTurn:
         thread = threading.Thread(target=hold)
         thread.start()
         begun.wait(10)
-        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        threading.Timer(0.3, done.set).start()
+        threading.Thread(target=interrupt_who_waits, args=(turn,)).start()
         with pytest.raises(KeyboardInterrupt), turn:
             pytest.fail("it was interrupted while it waited")
+        assert not done.is_set(), "it waits no longer"
+        done.set()
         thread.join(10)
         assert turn._owner is None
         with turn:
@@ -128,7 +137,11 @@ def test_a_session_gives_way_between_two_steps() -> None:
             with seeded(1, device):
                 torch.rand(1)
         own.hold()
+        before = torch.get_rng_state()
         torch.rand(9)  # another thread's
+        assert torch.equal(own.state.cpu, before), "a checkpoint holds the run's own"
+        own.hold()
+        torch.rand(9)
         own.take_back()
         second = torch.rand(2)
     torch.manual_seed(3)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +198,47 @@ def test_lines_are_written_while_a_run_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     records = Records(path, flush_s=0.0)
     fill(records, range(1, 3))
+    assert read(path)["step"].tolist() == [1, 2]
+
+
+def test_lines_that_wait_are_written_when_the_records_go(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    records = Records(path)
+    fill(records, range(1, 4))
+    twin = copy.deepcopy(records)
+    assert not path.exists()
+    del records
+    gc.collect()
+    assert read(path)["step"].tolist() == [1, 2, 3]
+    del twin  # no second time
+    gc.collect()
+    assert read(path)["step"].tolist() == [1, 2, 3]
+    assert path.read_text().count("\n") == 3
+
+
+def test_lines_that_wait_are_written_when_the_program_ends(tmp_path: Path) -> None:
+    """Steps by hand have no end of a run that would write them. A fork has nothing to write."""
+    code = f"""
+import os
+from pathlib import Path
+from surokit.train.records import Records
+records = Records(Path({str(tmp_path / "records.jsonl")!r}))
+records.update(3, wall_ms=1.0)
+if os.fork() == 0:
+    del records
+    raise SystemExit
+os.wait()
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    assert (tmp_path / "records.jsonl").read_text() == '{"step": 3, "wall_ms": 1.0}\n'
+
+
+def test_what_is_no_text_is_passed_over(tmp_path: Path) -> None:
+    """As a power cut may leave a file."""
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(
+        b'{"step": 1, "wall_ms": 1}\n\xff\x00\xfe\n{"step": Infinity, "wall_ms": 1}\n{"step": 2, "wall_ms": 1}\n'
+    )
     assert read(path)["step"].tolist() == [1, 2]
 
 

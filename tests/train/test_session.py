@@ -410,6 +410,42 @@ class TestInterrupt:
         whole.run(8)
         assert_same_state(session, whole)
 
+    def test_a_failing_update_is_undone(self) -> None:
+        """As one that finds no memory for the optimizer's state: what was drawn is drawn again, and no gradient stays."""
+        session, whole = make_session(), make_session()
+        update = session.engine.update
+
+        def boom(loss: Tensor, targets: Tensor) -> dict[str, Tensor]:
+            session.engine.update = update  # type: ignore[method-assign]
+            raise Boom("no room")
+
+        session.run(2)
+        session.engine.update = boom  # type: ignore[method-assign]
+        with pytest.raises(Boom):
+            session.run(6)
+        assert session.steps == 2
+        assert all(p.grad is None for p in session.model.parameters())
+        session.run(6)
+        whole.run(8)
+        assert_same_state(session, whole)
+
+    def test_a_second_one_waits_for_an_update(self) -> None:
+        session, whole = make_session(), make_session()
+        update = session.engine.update
+
+        def twice(loss: Tensor, targets: Tensor) -> dict[str, Tensor]:
+            interrupt()
+            interrupt()
+            return update(loss, targets)
+
+        session.engine.update = twice  # type: ignore[method-assign]
+        session.run(8)
+        assert (session.steps, len(session.records)) == (1, 1)
+        session.engine.update = update  # type: ignore[method-assign]
+        session.run(7)
+        whole.run(8)
+        assert_same_state(session, whole)
+
 
 class TestObservers:
     def test_subscribers_are_told(self) -> None:

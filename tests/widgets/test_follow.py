@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 import surokit as sk
 from surokit.train.records import read
 from surokit.train.status import RunInfo, StatusFile
-from surokit.widgets import follow
-from surokit.widgets.follow import FileControl, Reader, RunFolder, watch
+from surokit.widgets import growing
+from surokit.widgets.folder import FileControl, RunFolder
+from surokit.widgets.follow import watch
+from surokit.widgets.growing import Reader
 from surokit.widgets.picture import summary_line
 from surokit.widgets.state import PanelState
 
@@ -126,6 +128,24 @@ def test_a_line_that_a_kill_cut_short_is_passed_over(tmp_path):
     assert same(reader.state, expected(reader.path))
 
 
+def test_a_look_ends_however_fast_the_file_grows(tmp_path, monkeypatch):
+    grow(tmp_path, line(1))
+    reader = Reader(tmp_path / "records.jsonl")
+    take = reader._take
+
+    def meanwhile(data, left):
+        take(data, left)
+        assert reader.state.step < 10, "it never ends"
+        grow(tmp_path, line(reader.state.step + 1))
+
+    monkeypatch.setattr(reader, "_take", meanwhile)
+    assert reader.read()
+    assert reader.state.step == 1
+    assert reader.behind
+    assert reader.read()
+    assert reader.state.step == 2
+
+
 def test_a_torn_end_holds_nothing_up(tmp_path):
     """As a full disk, or a kill, leaves it."""
     grow(tmp_path, line(1) + line(2)[:40])
@@ -155,9 +175,9 @@ def test_whatever_is_written_it_shows_what_a_resume_would_read(operations, colum
     path = folder / "records.jsonl"
     path.touch()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(follow, "FIRST_BYTES", 300 if columns else 1 << 18)
-        patch.setattr(follow, "BLOCK_BYTES", 2000)
-        patch.setattr(follow, "COPIES", 4)
+        patch.setattr(growing, "FIRST_BYTES", 300 if columns else 1 << 18)
+        patch.setattr(growing, "BLOCK_BYTES", 2000)
+        patch.setattr(growing, "COPIES", 4)
         reader, step, written, evaluated = Reader(path), 0, 0, 0
         for kind, number in operations:
             if kind == "steps":
@@ -186,8 +206,8 @@ def test_whatever_is_written_it_shows_what_a_resume_would_read(operations, colum
 
 
 def test_a_resume_goes_back_to_a_copy_not_to_the_beginning(tmp_path, monkeypatch):
-    monkeypatch.setattr(follow, "FIRST_BYTES", 1000)
-    monkeypatch.setattr(follow, "BLOCK_BYTES", 10_000)
+    monkeypatch.setattr(growing, "FIRST_BYTES", 1000)
+    monkeypatch.setattr(growing, "BLOCK_BYTES", 10_000)
     grow(tmp_path, "".join(line(step) for step in range(1, 2001)))
     reader = Reader(tmp_path / "records.jsonl")
     reader.read()
@@ -202,7 +222,7 @@ def test_a_resume_goes_back_to_a_copy_not_to_the_beginning(tmp_path, monkeypatch
     grow(tmp_path, "".join(line(step, loss=1.0) for step in range(1900, 1950)))
     reader.read()
     assert sum(taken) < 0.25 * size
-    assert len(reader._copies) <= follow.COPIES + 1
+    assert len(reader._copies) <= growing.COPIES + 1
     assert reader.state.step == 1949
     assert same(reader.state, expected(reader.path))
 
@@ -252,7 +272,7 @@ def test_a_long_file_keeps_its_extremes_and_its_sums(tmp_path, monkeypatch):
         "BLOCK_BYTES": 1 << 20,
         "FIRST_BYTES": 1 << 16,
     }.items():
-        monkeypatch.setattr(follow, name, value)
+        monkeypatch.setattr(growing, name, value)
     folded = Reader(tmp_path / "records.jsonl")
     folded.read()
     assert folded._fold > 20
@@ -272,8 +292,49 @@ def test_a_long_file_keeps_its_extremes_and_its_sums(tmp_path, monkeypatch):
     assert a.loss.points()[0] == sorted(a.loss.points()[0])
 
 
+def test_what_later_lines_add_to_a_step_is_folded_with_it(tmp_path, monkeypatch):
+    """As callbacks write: the loss in a line of its own, after the step."""
+    rng = random.Random(0)
+    losses = [3.0 + rng.random() for _ in range(4000)]
+    rows = []
+    for step, loss in enumerate(losses, 1):
+        rows.append(json.dumps({"step": step, "wall_ms": 10.0, "elapsed_s": 0.01 * step, "tokens": 64}) + "\n")
+        if step % 5 == 0:
+            rows.append(json.dumps({"step": step, "loss": loss, "lr": 1e-3, "eval_loss": loss + 1}) + "\n")
+    grow(tmp_path, "".join(rows))
+    whole = Reader(tmp_path / "records.jsonl")
+    whole.read()
+    for name, value in {"FIRST_BYTES": 10_000, "RECENT_BYTES": 20_000, "BLOCK_BYTES": 50_000, "FOLDED": 100}.items():
+        monkeypatch.setattr(growing, name, value)
+    folded = Reader(tmp_path / "records.jsonl")
+    folded.read()
+    assert folded._fold > 10
+    a, b = folded.state, whole.state
+    known = losses[4::5]
+    points = dict(zip(*a.loss.points()))
+    assert points[5 * known.index(max(known)) + 5] == max(known)
+    assert points[5 * known.index(min(known)) + 5] == min(known)
+    assert (a.tokens, a.step, a.lr.last, a.held_out.last) == (b.tokens, b.step, b.lr.last, b.held_out.last)
+    assert a.held_out.count == b.held_out.count == 800
+    assert a.overall_rate == pytest.approx(b.overall_rate)
+
+
+def test_the_end_of_a_long_file_is_never_folded(tmp_path, monkeypatch):
+    """Not even where one block holds all that is left."""
+    grow(tmp_path, "".join(line(step) for step in range(1, 3001)))
+    monkeypatch.setattr(growing, "FIRST_BYTES", 20_000)
+    monkeypatch.setattr(growing, "RECENT_BYTES", 100_000)
+    monkeypatch.setattr(growing, "FOLDED", 100)
+    monkeypatch.setattr(growing, "BLOCK_BYTES", 200_000)
+    reader = Reader(tmp_path / "records.jsonl")
+    reader.read()
+    assert reader._fold > 10
+    assert list(reader.state.loss.last or ()) == [3000, json.loads(line(3000))["loss"]]
+    assert 400 < reader.state.health.losses < 2000
+
+
 def test_without_pyarrow_it_reads_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(follow, "FIRST_BYTES", 2000)
+    monkeypatch.setattr(growing, "FIRST_BYTES", 2000)
     grow(tmp_path, "".join(line(step) for step in range(1, 200)))
     with_it = Reader(tmp_path / "records.jsonl")
     with_it.read()
@@ -318,7 +379,12 @@ strange = [
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1]", '{"info": 3}', '{"state": "done", "unknown": 1}', json.dumps({"events": strange})]
+    "text",
+    [
+        *("", "{", "[1]", '{"info": 3}', '{"state": "done", "unknown": 1}', json.dumps({"events": strange})),
+        *('{"heartbeat": "now"}', '{"heartbeat": null}', '{"state": 3}', '{"info": {"total": "many"}}'),
+        json.dumps({"info": {"pid": "x", "host": socket.gethostname()}, "heartbeat": 1}),
+    ],
 )
 def test_a_strange_run_json_does_no_harm(tmp_path, text):
     grow(tmp_path, line(1))
@@ -327,6 +393,7 @@ def test_a_strange_run_json_does_no_harm(tmp_path, text):
     assert folder.look()
     assert folder.state.step == 1
     assert folder.state.events == []
+    assert "step 1" in summary_line(folder.state)
 
 
 def test_silence_is_said_and_taken_back(tmp_path):
@@ -398,6 +465,40 @@ def test_a_process_that_has_ended_is_known_to_be_gone(tmp_path):
     assert reason(folder).endswith("(heartbeat 60 s old): its process has ended")
     assert folder.over
     assert not folder.goes_on
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc")
+def test_a_process_that_nobody_waited_for_has_ended_too(tmp_path):
+    zombie = subprocess.Popen([sys.executable, "-c", ""])
+    clock = Clock()
+    grow(tmp_path, line(1))
+    says(tmp_path, clock=clock, pid=zombie.pid)
+    folder = RunFolder(tmp_path, clock=clock)
+    folder.look()
+    clock.now += 60
+
+    def gone():
+        folder.look()
+        return folder.over
+
+    try:
+        until(gone)
+        assert reason(folder).endswith("its process has ended")
+    finally:
+        zombie.wait()
+
+
+def test_a_run_that_ended_long_ago_is_not_called_lost_while_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(growing, "FIRST_BYTES", 1000)
+    clock = Clock()
+    grow(tmp_path, "".join(line(step) for step in range(1, 100)))
+    says(tmp_path, "done", 99, clock=clock)
+    clock.now += 86_400
+    folder = RunFolder(tmp_path, clock=clock)
+    folder.look(0.0)
+    assert (folder.reader.behind, reason(folder), folder.over) == (True, None, False)
+    folder.look()
+    assert (reason(folder), folder.over) == ("done", True)
 
 
 def test_without_run_json_the_last_record_counts(tmp_path):
@@ -568,15 +669,29 @@ def test_watching_needs_no_torch(tmp_path):
 # -- a session's own folder, followed while it trains
 
 
-def test_a_session_is_followed_and_stopped_through_its_folder(tmp_path):
+def small_session(run_dir):
     import torch
 
     torch.manual_seed(0)
     ids = torch.randint(64, (2, 16))
     model = sk.Decoder(sk.DecoderConfig(layers=1, width=32, heads=2, kv_heads=1, vocab=64, ffn=48))
-    session = sk.Session(
-        model, [{"input_ids": ids, "labels": ids}], schedule=None, run_dir=tmp_path / "run", compile=False
-    )
+    batches = [{"input_ids": ids, "labels": ids}]
+    return sk.Session(model, batches, schedule=None, eval=batches, run_dir=run_dir, compile=False)
+
+
+def test_an_evaluation_after_a_run_is_in_its_folder_at_once(tmp_path):
+    session = small_session(tmp_path / "run")
+    session.run(2)
+    folder = RunFolder(tmp_path / "run")
+    folder.look()
+    loss = session.evaluate()
+    folder.look()
+    assert folder.state.held_out.points() == ([2], [loss])
+    assert (reason(folder), folder.over) == ("done", True)
+
+
+def test_a_session_is_followed_and_stopped_through_its_folder(tmp_path):
+    session = small_session(tmp_path / "run")
     view = View()
     seen = watch(tmp_path / "run", view=view, every_s=0.02)
     going = session.run(100_000, thread=True)

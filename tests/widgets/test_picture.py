@@ -212,3 +212,21 @@ def test_words_of_a_run_in_trouble():
     text = summary_text(state)
     assert "! diverging, at step" in text
     assert "  Stop, go back to a checkpoint before it, and lower the learning rate." in text
+
+
+@pytest.mark.parametrize("text", ["<b>&\"'</b>", "\x1b[31mout of memory\x1b[0m", "\x00\x08", "half \ud800", "\ufffe"])
+@pytest.mark.parametrize("where", ["title", "recipe", "reason", "note", "run"])
+def test_no_text_spoils_the_picture(text, where):
+    """An error's colour codes, a file name that is no text: the picture stays XML, and says the rest."""
+    state = grown(20)
+    if where == "note":
+        state.note(9, f"see {text}")
+    elif where != "run":
+        setattr(state, where, f"failed: see {text}")
+    message = bundle({text: state, "b": grown(20)} if where == "run" else state)
+    root = ElementTree.fromstring(message["image/svg+xml"])
+    shown = "".join(root.itertext())
+    assert where == "run" or "see" in shown
+    assert ("out of memory" in shown) == ("memory" in text)
+    assert not set(message["text/plain"]) & {"\x00", "\x08", "\x1b", "\ud800", "\ufffe"}
+    assert root.find(".//b") is None

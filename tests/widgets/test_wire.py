@@ -197,7 +197,7 @@ def test_the_budget_over_a_hundred_thousand_records():
     assert len(times) > 400
     assert all(b - a >= 0.25 - 1e-9 for a, b in pairwise(times[:-1]))
     assert max(weight for _, (weight, _) in shown) <= MESSAGE_BYTES
-    assert max(len(keys) for _, (_, keys) in shown) == 1
+    assert max(len(keys) for _, (_, keys) in shown) <= len(NAMES)  # at first they share a message
     curves = reader.curves()
     (run,) = {run for run, _ in curves}
     for (_, name), curve in curves.items():
@@ -252,6 +252,39 @@ def test_many_runs_share_the_budget(runs):
     assert bool(head["runs"][0]["hidden"]) == (runs == 5)
 
 
+def test_a_race_over_in_few_messages_has_its_losses_first_and_is_whole_at_its_end():
+    """25 messages for 30 curves: every run's losses have a keyframe in the fourth; what is still coarse comes after the end."""
+    clock = Clock()
+    states = {run: PanelState(run) for run in ("bf16", "fp8", "mxfp8")}
+    wire, reader = Wire(states, clock), Reader()
+
+    def widest():
+        """Steps without a point in the loss of the run that has the longest such stretch."""
+        curves = reader.curves()
+        return max(b[0] - a[0] for run in states for a, b in pairwise(curves[run, "loss_mean"]))
+
+    for step in range(1, 1_001):
+        for state in states.values():
+            add(state, step, 3.0 + math.sin(7 * step) / 5, held_out=2.0 if step % 100 == 0 else None)
+        if step % 40 == 0:
+            clock.now += 0.25
+            reader.take(wire.next())
+            told = {tuple(entry["of"]): entry["gen"] for entry in json.loads(reader.traits["delta"])["series"]}
+            assert step < 160 or all(told[run, "loss_mean"] and told[run, "loss"] for run in range(3)), step
+    for _ in range(SLOTS + 1):
+        message = wire.next(final=True)
+        assert size(message) <= MESSAGE_BYTES
+        reader.take(message)
+        if not any(name.startswith("key_") for name in message):
+            break
+    else:
+        raise AssertionError("no end of keyframes")
+    assert widest() <= 4
+    for (run, name), curve in reader.curves().items():
+        if name != "ruler":
+            faithful(curve, getattr(states[run], name))
+
+
 def test_runs_come_and_go_and_start_again():
     clock, states = Clock(), {"a": PanelState(), "b": PanelState()}
     wire, reader = Wire(states, clock), Reader()
@@ -304,6 +337,31 @@ def test_the_head_is_ready_to_show():
     state.reason = "stopped: diverging"
     run = json.loads(Wire({"a": state}).next(final=True)["head"])["runs"][0]
     assert (run["state"], run["ending"]) == ("stopped", "Ended after step 100: stopped: diverging")
+
+
+def test_odd_words_and_numbers_still_make_a_message():
+    """Every text is JSON as a browser reads it (no NaN), in UTF-8, whatever the run is called, costs or measured."""
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    name = "half \ud800 \x1b[31mred\x00"
+    state = PanelState(name, recipe=name)
+    state.info = RunInfo(gpus=1, usd_per_gpu_hour=math.nan, flops_per_token=math.nan, peak_tflops=1.0)
+    for step, value in enumerate([1.0, 1e300, -1e300, math.inf, -math.inf, math.nan, 5e-324], 1):
+        row = {"step": step, "loss": value, "grad_norm": value, "lr": value, "idle_frac": value, "eval_loss": value}
+        state.add_row({**row, "tokens": abs(value), "wall_ms": abs(value), "elapsed_s": abs(value), "peak_gib": value})
+    state.note(3, name)
+    state.reason = f"failed: {name}"
+    message = Wire({name: state}).next(final=True)
+    assert size(message) <= MESSAGE_BYTES
+    for text in message.values():
+        text.encode()
+        json.loads(text, parse_constant=refuse)
+    (run,) = json.loads(message["head"])["runs"]
+    assert run["title"] == "half red"
+    assert run["usd_per_s"] is None
+    assert all(len(figure["value"]) < 20 for figure in run["figures"])
 
 
 def test_an_empty_state_says_that_it_waits():

@@ -16,6 +16,7 @@ function short(v) {
   if (v === null || v === undefined || Number.isNaN(v)) return "–";
   if (!Number.isFinite(v)) return v > 0 ? "∞" : "−∞";
   const a = Math.abs(v);
+  if (a >= 1e15) return v.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
   for (const [unit, size] of [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e4]])
     if (a >= size) return `${Number((v / (unit === "k" ? 1e3 : size)).toPrecision(3))}${unit}`;
   if (a >= 1000) return Math.round(v).toLocaleString("en-US");

@@ -1,0 +1,21 @@
+"""A lock for values that are copied."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Lock:
+    """A threading.RLock for `with`. A copy of what holds one, by copy.deepcopy or pickle, has a lock of its own, which is free."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
+        return Lock, ()

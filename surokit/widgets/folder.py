@@ -1,0 +1,210 @@
+"""A run that somebody else trains, as its folder tells it, and the files through which it can be asked to stop.
+
+records.jsonl has a line a step (growing.py); run.json says what the run is, how it stands and when it last gave a sign of life
+(train/status.py). What happened in an older part of a long run is taken from run.json, not judged again.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from surokit.train.health import Event, Kind
+from surokit.train.status import FILE, Status, read_status
+from surokit.widgets.growing import Reader
+from surokit.widgets.state import PanelState
+
+RECORDS = "records.jsonl"
+KINDS = get_args(Kind)
+SILENT_S = 30.0  # a heartbeat older than that is no sign of life
+
+
+class RunFolder:
+    """One run as its folder tells it: `look` takes in what is new.
+
+    clock: seconds since 1970. FileNotFoundError or ValueError, in a sentence, where the folder is no run's.
+    """
+
+    def __init__(self, path: str | Path, name: str = "", clock: Callable[[], float] = time.time) -> None:
+        self.path = Path(path)
+        self.name = name or self.path.resolve().name
+        self.status: Status | None = None
+        self.trouble = ""  # why the folder could not be read the last time
+        self._clock = clock
+        self._heard = (-1.0, clock())  # the last sign of life by its own clock, and when it came by ours
+        self._told: set[tuple[Any, ...]] = set()  # events of run.json that the state has
+        _check(self.path)
+        self.reader = Reader(self.path / RECORDS, lambda: PanelState(self.name))
+
+    @property
+    def state(self) -> PanelState:
+        return self.reader.state
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to be expected: the run has ended, or its process has, and all of its records are here."""
+        ended = self.status is not None and (self.status.over or (self._silent and self._process_gone))
+        return ended and not self.reader.behind
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is a run that could be asked to stop; one that is silent may still hear."""
+        return not self.over and not (self.status is not None and self.status.over)
+
+    def look(self, budget_s: float = math.inf) -> bool:
+        """Takes in what is new, for about so long; whether there was anything."""
+        before = (self.status, self.trouble, self.state.reason)
+        status = read_status(self.path)  # first: a run that says it has ended has written its records
+        news, state = False, self.state
+        self.trouble = ""
+        try:
+            news = self.reader.read(budget_s)
+        except OSError as error:
+            if not self.path.is_dir():
+                self.trouble = f"the folder {self.path} has gone"
+            elif not isinstance(error, FileNotFoundError):
+                self.trouble = f"{self.path / RECORDS} cannot be read just now ({error.strerror})"
+        self.status = status or self.status
+        if state is not self.state:
+            self._told.clear()
+        self._hear()
+        self._tell()
+        return news or before != (self.status, self.trouble, self.state.reason)
+
+    def _hear(self) -> None:
+        """A sign of life is a heartbeat that changed. Until one is seen to change its own time has to do."""
+        if self.status is not None:
+            beat = self.status.heartbeat
+        else:
+            try:
+                beat = (self.path / RECORDS).stat().st_mtime
+            except OSError:
+                return
+        now = self._clock()
+        if self._heard[0] != beat:
+            self._heard = (beat, min(beat, now) if self._heard[0] < 0 else now)
+
+    @property
+    def _silent_s(self) -> float:
+        return self._clock() - self._heard[1]
+
+    @property
+    def _silent(self) -> bool:
+        """A step that takes long is silence too, so five of them have to have passed."""
+        return self._silent_s > max(SILENT_S, 5 * self.reader.step_s)
+
+    @property
+    def _process_gone(self) -> bool:
+        """Whether the run's process is known to have ended; False on another machine, which cannot be asked."""
+        info = self.status.info if self.status is not None else None
+        if info is None or info.pid <= 0 or info.host != socket.gethostname() or os.name != "posix":
+            return False
+        try:
+            os.kill(info.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        return _is_zombie(info.pid)
+
+    def _tell(self) -> None:
+        """What run.json and the clock say, to the state."""
+        state, status = self.state, self.status
+        state.reason = None
+        if status is not None:
+            info = status.info
+            state.info, state.total, state.resumes = info, info.total, info.resumes
+            state.title, state.recipe = info.title or self.name, info.numerics or info.recipe
+            state.paused = status.state == "paused"
+            self._told.update((event.step, event.kind, event.text) for event in state.events)
+            for said in status.events:
+                step, kind, text = said.get("step"), said.get("kind"), said.get("text")
+                if not isinstance(step, int) or kind not in KINDS or not isinstance(text, str):
+                    continue  # of another version
+                if (step, kind, text) not in self._told:
+                    self._told.add((step, kind, text))
+                    state.happened(Event(step, cast(Kind, kind), text, str(said.get("suggestion", ""))))
+            if status.over:
+                state.reason = None if self.reader.behind else status.state
+                return
+        if self._silent:
+            when = time.strftime(
+                "%H:%M" if self._silent_s < 20 * 3600 else "%d %b %H:%M", time.localtime(self._heard[1])
+            )
+            what = "heartbeat" if status is not None else "last record"
+            why = "the kernel is gone or its machine sleeps"
+            if self._process_gone:
+                why = "its process has ended"
+            elif status is None:
+                why = f"without a {FILE} nobody says whether it has ended"
+            state.reason = f"lost: no sign of life since {when} ({what} {_about(self._silent_s)} old): {why}"
+
+
+def _is_zombie(pid: int) -> bool:
+    """Whether a process has ended and nobody has taken note, as happens in a container without an init; Linux."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2]
+    except OSError:
+        return False
+    return after_name.split()[:1] == [b"Z"]
+
+
+def _about(seconds: float) -> str:
+    """A span in words that change as seldom as they can."""
+    for unit, length in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds // 10 * 10:.0f} s"
+
+
+def _check(path: Path) -> None:
+    """A folder that is a run's, or could become one."""
+    if not path.exists():
+        raise FileNotFoundError(f"There is no folder {path}: give the run_dir of a session, as seen from here.")
+    if not path.is_dir():
+        raise ValueError(f"{path} is a file: give the folder that it is in, the run_dir of a session.")
+    inside = {entry.name for entry in path.iterdir()}
+    if inside & {RECORDS, FILE, "checkpoints"} or not inside:
+        return
+    runs = sorted(name for name in inside if (path / name / RECORDS).exists() or (path / name / FILE).exists())
+    hint = f" It has folders of runs: {', '.join(runs[:8])}{' …' if len(runs) > 8 else ''}." if runs else ""
+    raise ValueError(f"{path} is not the folder of a run: it has neither {RECORDS} nor {FILE}.{hint}")
+
+
+class FileControl:
+    """The panel's buttons for runs that somebody else trains: each writes a file that the run looks for between two steps."""
+
+    def __init__(self, folders: Iterable[RunFolder]) -> None:
+        self._folders = list(folders)
+
+    def stop(self) -> None:
+        """Every run that goes on ends at its next step boundary."""
+        self._ask("stop")
+
+    def pause(self) -> None:
+        """Every run that goes on waits at its next step boundary, for as long as the file is there."""
+        self._ask("pause")
+
+    def resume(self) -> None:
+        self._ask("pause", there=False)
+
+    def save(self) -> None:
+        """Every run that goes on writes a checkpoint at its next step boundary."""
+        self._ask("save")
+
+    def _ask(self, word: str, there: bool = True) -> None:
+        folders = [folder for folder in self._folders if folder.goes_on or not there]
+        if not folders:
+            raise ValueError(f"There is no run to {word}: as far as its folder says, it is over.")
+        for folder in folders:
+            try:
+                (folder.path / word).touch() if there else (folder.path / word).unlink(missing_ok=True)
+            except OSError as error:
+                raise PermissionError(
+                    f"The run cannot be reached: {folder.path / word} cannot be written from here ({error.strerror})."
+                ) from error
