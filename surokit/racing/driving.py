@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +181,8 @@ class Driver:
                     ends.reason = "interrupted"
                     return
                 self._save_now_and_then()
-            self._finish()
+            if not self._finish():
+                ends.reason = "interrupted"
 
     @property
     def _all_step_s(self) -> float:
@@ -203,7 +204,7 @@ class Driver:
             total_s = min(left * self._all_step_s, math.inf if minutes is None else 60 * minutes)
             wanted_s = min(LONGEST_TURN_S, total_s / ROUNDS_WANTED / len(self.sessions))
         size = UNTIMED + max(1, round(wanted_s / max(map(self._step_s, self.sessions))))
-        return size, 0 if left == math.inf else max(1, round(left / size))
+        return size, 0 if left == math.inf else max(1, int(left // size))
 
     def _next_round(self, size: int) -> list[_Due]:
         """Every run once: in an order that is drawn, and in the next round backwards."""
@@ -244,12 +245,14 @@ class Driver:
         first, began = len(run.steps), time.perf_counter()
         timed = self._take(due.name, session, due.timed) if untimed == due.untimed else 0
         seconds = time.perf_counter() - began
+        if timed:
+            seconds -= session.control.paused_s
         if on_gpu:
             working = torch.cuda.max_memory_allocated(session.device) - before
             own = (bytes_of([session], planned=False) + working) / 2**30
             run.peak_gib = max(run.peak_gib or 0.0, own)
         tokens = int(run.steps["tokens"][first:].sum())
-        whole = not broken and timed == due.timed
+        whole = not broken and untimed == UNTIMED and timed == due.timed
         turn = Turn(due.round, untimed, timed, session.steps, tokens, seconds if timed else 0.0, at_s, whole)
         if untimed or timed:
             run.turns.append(turn)
@@ -271,19 +274,19 @@ class Driver:
         self.running = name
         try:
             with self._order.following(name, session):
-                session.run(steps)
+                session.run(steps, thread=False)
         finally:
             self.running = ""
             session.eval_every, session.save_every = evaluates, saves
-        if session.control.attend():  # also what came in during the last step
+        if session.control.reason:  # also what came in during the last step
             self._stop_asked = self._stop_asked or "interrupted"
         found = self._order.check(name, session.steps)
         self.race.runs[name].batches = self._order.combined.get(name, "")
         self._refuse(found)
         return session.steps - before
 
-    def _finish(self) -> None:
-        """After the last round: held-out losses, and what was to be expected."""
+    def _finish(self) -> bool:
+        """After the last round: held-out losses, and what was to be expected. Whether all of it was done."""
         for name, session in self.sessions.items():
             run = self.race.runs[name]
             if session.eval is not None and (not run.held_out or run.held_out[-1][0] < session.steps):
@@ -295,9 +298,10 @@ class Driver:
             if before and len(before.steps) == len(run.steps) and before.batches != run.batches:
                 self._note(f"The batches of {name!r} were not those of the saved race.")
             if self._stop_asked:
-                return
+                return False
         if self.race.settings["predict"]:
             self._predict()
+        return True
 
     def _predict(self) -> None:
         baseline, runs = self.race.baseline, self.race.runs
@@ -330,7 +334,7 @@ class Driver:
         self.paused = False
 
     def save(self) -> None:
-        """Between two turns."""
+        """After this round; without a folder there is nowhere to save to."""
         self._saved_s = -math.inf
 
     def stop(self) -> None:
@@ -346,7 +350,8 @@ class Driver:
                 shown = self.paused
                 self._view.pause(shown)
             if file is not None and file.exists():
-                file.unlink(missing_ok=True)
+                with suppress(OSError):  # one that cannot be removed stops it, too
+                    file.unlink(missing_ok=True)
                 self._stop_asked = self._stop_asked or "interrupted"
             if self._stop_asked or not self.paused:
                 return bool(self._stop_asked)
@@ -358,7 +363,8 @@ class Driver:
         end everything is told and kept; an error carries the race."""
         self._stop_asked, self.paused, self._began_s = "", False, time.monotonic()
         if self.race.run_dir is not None:
-            (self.race.run_dir / "stop").unlink(missing_ok=True)  # what was asked before does not hold
+            with suppress(OSError):
+                (self.race.run_dir / "stop").unlink(missing_ok=True)  # what was asked before does not hold
         previous = signal.getsignal(signal.SIGINT)
         main = threading.current_thread() is threading.main_thread() and previous not in (None, signal.SIG_IGN)
         ends = _End(reason)

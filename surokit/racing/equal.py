@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from surokit.models.fuse import fusion_of
 from surokit.nn.fusion import Fusion
+from surokit.nn.linear import Linear
 from surokit.train import Session
 from surokit.train.stream import Batch, Stream, fingerprint
 
@@ -27,13 +28,15 @@ _FACTORS = (*range(200), *range(200, 5000, 100), 10_000, 100_000)  # steps at wh
 
 @dataclass(frozen=True)
 class Work:
-    """What a session is about to do in each step. `weights`: a digest of what it trains, before the first step."""
+    """What a session is about to do in each step. weights: a digest of what it trains, before the first step. frozen: digests of
+    what it does not, by parameter and how that is stored: only what two models store alike can be compared."""
 
     device: str
     model: str
     parameters: int
     dtype: str
     weights: str
+    frozen: Mapping[str, str]
     steps: int
     accumulate: int
     optimizer: str
@@ -47,6 +50,7 @@ class Work:
     fusion: str
     compile: str
     graphs: str
+    meters: str
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ _QUESTIONS: dict[str, tuple[Callable[[Any], str], str]] = {
         "starts from the weights {}".format,
         "start all from the same weights, with session.fork() for example",
     ),
+    "frozen": ("keeps the frozen weight {}".format, "train all over the same base"),
     "steps": (lambda n: f"has done {n:,} steps", "start all at the same step"),
     "accumulate": ("takes {} batches a step".format, "give all the same accumulate="),
     "optimizer": ("is trained by {}".format, "give all the same optimizer"),
@@ -86,6 +91,7 @@ _QUESTIONS: dict[str, tuple[Callable[[Any], str], str]] = {
     "fusion": ("fuses: {}".format, "fuse all in the same way, with surokit.fuse()"),
     "compile": ("has compile={}".format, "give all the same compile="),
     "graphs": ("has graphs={}".format, "give all the same graphs="),
+    "meters": ("has the meters {}".format, "give all the same meters="),
     "tokens": (lambda n: f"takes {n:,} tokens a step", "give all the same batch and length"),
     "batches": ("gets the batch {}".format, "give all the same data in the same order"),
 }
@@ -117,6 +123,7 @@ def work_of(session: Session) -> Work:
         parameters=sum(p.numel() for p in trained),
         dtype=" and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
         weights=digest_of(trained),
+        frozen=_frozen(session.model),
         steps=session.steps,
         accumulate=session.accumulate,
         optimizer=optimizer_words(session.optimizer, session.engine.base_rates),
@@ -130,6 +137,7 @@ def work_of(session: Session) -> Work:
         fusion="as the device has it" if fusion is None else str(replace(fusion, recompute="none")),
         compile=repr(session.compile),
         graphs="on where they can be" if session.engine.wants_graphs else "off",
+        meters=", ".join(sorted(_name(meter) for meter in session.measuring.meters)) or "none",
     )
 
 
@@ -142,6 +150,11 @@ def differences(name: str, own: Work, base_name: str, base: Work) -> list[Differ
             continue
         if field.name == "schedule":
             a, b = own.schedule_name, base.schedule_name
+        if field.name == "frozen":
+            other = next((weight for weight in a if weight in b and a[weight] != b[weight]), None)
+            if other is None:
+                continue
+            a, b = (f"{other}, {each[other]}" for each in (a, b))
         found.append(difference(field.name, name, a, base_name, b))
     if own.parameters != base.parameters:  # what follows from that is no difference of its own
         kinds = [work.optimizer.rstrip(")").split("; ")[0] for work in (own, base)]
@@ -152,10 +165,11 @@ def differences(name: str, own: Work, base_name: str, base: Work) -> list[Differ
 
 def not_as_before(name: str, own: Work, before: Mapping[str, Any]) -> list[Difference]:
     """Weights and data that are not those of a saved race."""
+    now = work_to_dict(own)
     return [
-        difference(what, name, getattr(own, what), f"{name} in the saved race", before.get(what))
-        for what in ("parameters", "weights", "data")
-        if getattr(own, what) != before.get(what)
+        difference(what, name, now[what], f"{name} in the saved race", before.get(what))
+        for what in ("parameters", "weights", "frozen", "data")
+        if now[what] != before.get(what)
     ]
 
 
@@ -182,7 +196,9 @@ def refuse(found: Sequence[Difference], allow: Sequence[str]) -> list[str]:
 
 
 def work_to_dict(work: Work) -> dict[str, Any]:
-    return {name: value for name, value in asdict(work).items() if name != "schedule"}
+    """As it is kept in a folder: one digest of all that is frozen."""
+    kept = {name: value for name, value in asdict(work).items() if name != "schedule"}
+    return kept | {"frozen": hashlib.blake2b(repr(sorted(work.frozen.items())).encode(), digest_size=4).hexdigest()}
 
 
 # -- batches as they are drawn
@@ -191,13 +207,14 @@ def work_to_dict(work: Work) -> dict[str, Any]:
 class Order:
     """The batches that runs get, by digest, compared step by step with those of whoever was there first.
 
-    A batch on the device is looked at in the first `looks` steps only, because that waits.
+    A batch on the device is looked at in the first `looks` steps of each run only, because that waits.
     """
 
     def __init__(self, looks: int) -> None:
         self.looks = looks
         self._seen: dict[int, tuple[str, str, int]] = {}  # step -> who was there first, digest and tokens
         self._own: dict[str, dict[int, tuple[str, int]]] = {}
+        self._looked: dict[str, int] = {}  # steps
         self.combined: dict[str, str] = {}  # a digest of all batches so far
 
     @contextmanager
@@ -209,7 +226,8 @@ class Order:
         def noted() -> list[Batch]:
             batches = draw()
             step = session.steps + 1
-            wait = step <= self.looks
+            self._looked[name] = self._looked.get(name, 0) + 1
+            wait = self._looked[name] <= self.looks
             tokens = sum(batch["input_ids"].numel() for batch in batches)
             self._own.setdefault(name, {})[step] = digest_of_batches(batches, wait), tokens
             return batches
@@ -244,14 +262,13 @@ class Order:
 
 
 def digest_of_batches(batches: Sequence[Batch], wait: bool) -> str:
-    """12 hexadecimal digits over ids and labels; of tensors on a device, unless it may wait, over their shapes alone."""
+    """12 hexadecimal digits over everything in them; of tensors on a device, unless it may wait, over their shapes alone."""
     digest = hashlib.blake2b(digest_size=6)
     for batch in batches:
-        for name in ("input_ids", "labels"):
-            tensor = batch[name]
+        for name, tensor in sorted(batch.items()):
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
             if tensor.device.type == "cpu" or wait:
-                digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+                digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -276,6 +293,21 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
     return digest.hexdigest()
 
 
+def _frozen(model: nn.Module) -> dict[str, str]:
+    """A digest of each parameter that does not train; where it is stored in a format of its own, that is in its name."""
+    found = {}
+    for name, module in model.named_modules():
+        stored = module.storage if isinstance(module, Linear) else None
+        for own, p in module.named_parameters(prefix=name, recurse=False):
+            if not p.requires_grad:
+                found[f"{own} in {stored or str(p.dtype).removeprefix('torch.')}"] = digest_of([p])
+    return found
+
+
+def _name(meter: Any) -> str:
+    return str(getattr(meter, "__name__", type(meter).__name__))
+
+
 def optimizer_words(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> str:
     """Class and options, of every kind of group once. rates: of the groups, as they began."""
     own = {name: getattr(optimizer, name) for name in ("state_dtype", "rounding", "seed") if hasattr(optimizer, name)}
@@ -293,9 +325,12 @@ def _plain(value: Any) -> Any:
 
 
 def _sizes(config: Any) -> str:
-    """The numbers of a model's configuration, which are its shape."""
+    """The numbers of a model's configuration, which are its shape, and how it computes attention where it says so."""
     given: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else vars(config)
-    kept = {k: v for k, v in given.items() if isinstance(v, int) and not isinstance(v, bool) and not k.startswith("_")}
+    numbers = {k: v for k, v in given.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    kept: dict[str, Any] = {k: v for k, v in numbers.items() if not k.startswith("_")}
+    if attention := getattr(config, "_attn_implementation", None):
+        kept["attention"] = attention
     return "(" + ", ".join(f"{k}={v}" for k, v in sorted(kept.items()) if not k.endswith("_token_id")) + ")"
 
 

@@ -131,7 +131,7 @@ def _turns(race: Race, axes: Any, drawn: list[str]) -> None:
                 label=f"{name}, predicted  {predicted:.2f}",
             )
     _dress(axes, f"tokens/s over {race.baseline}'s, by turn", "round; at the right the mean and its 95 % interval")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xticks(range(1, last + 1, max(1, math.ceil(last / 8))))
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom, top + 0.09 * (1 + len(axes.get_legend_handles_labels()[1])) * (top - bottom))
     axes.legend(frameon=False, labelcolor=_INK, loc="upper left", fontsize=8)

@@ -26,7 +26,8 @@ COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", "wall_ms", "idle_frac", 
 @dataclass(frozen=True)
 class Turn:
     """Steps of one run without a break: `untimed` ones, then `steps` that took `seconds` and `tokens`; `last` is the number of the
-    last one. at_s: when it began, in seconds of the race. whole: False where a stop cut it short, so that it is in no ratio."""
+    last one. at_s: when it began, in seconds of the race. whole: False where a stop cut it short, or it had no untimed step, so
+    that it is in no ratio."""
 
     round: int
     untimed: int

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import surokit as sk
+from surokit.racing import predicted
 
-CONFIG = sk.DecoderConfig(layers=2, width=32, heads=2, kv_heads=1, vocab=64, ffn=64, max_length=32)
+CONFIG = sk.DecoderConfig(layers=1, width=32, heads=2, kv_heads=1, vocab=64, ffn=64, max_length=32)
 Make = Callable[..., Any]
 
 
@@ -50,15 +51,21 @@ def make(model) -> Make:
 @pytest.fixture(scope="session")
 def long(model) -> sk.Race:
     """A race of many rounds, to be looked at only."""
-    return raced(model, steps=40, turn_s=1e-6, eval=batches(2, seed=1), usd_per_gpu_hour=2.0)
+    return raced(model, steps=28, turn_s=1e-6, eval=batches(2, seed=1), usd_per_gpu_hour=2.0)
+
+
+def made_session(net: torch.nn.Module, recipe: Any = None, **arguments: Any) -> sk.Session:
+    """A session on a copy of the small model; arguments win."""
+    given = {"optimizer": sk.AdamW(lr=3e-3), "schedule": sk.Cosine(2, 16), "data": batches(), **arguments}
+    return sk.Session(given.pop("model", None) or copy.deepcopy(net), given.pop("data"), recipe=recipe, **given)
 
 
 @pytest.fixture
 def session(model) -> Make:
-    """A session on a copy of the small model; arguments win."""
+    return partial(made_session, model)
 
-    def made(recipe: Any = None, **arguments: Any) -> sk.Session:
-        given = {"optimizer": sk.AdamW(lr=3e-3), "schedule": sk.Cosine(2, 16), "data": batches(), **arguments}
-        return sk.Session(given.pop("model", None) or copy.deepcopy(model), given.pop("data"), recipe=recipe, **given)
 
-    return made
+@pytest.fixture(autouse=True)
+def short_measurements(monkeypatch):
+    """Predictions rest on fewer calls of a layer than they should."""
+    monkeypatch.setattr(predicted, "_RUN_S", 0.01)

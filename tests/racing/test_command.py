@@ -8,14 +8,35 @@ import runpy
 import pytest
 
 import surokit as sk
-from surokit import cli
+from surokit import cli, texts
 
 SMALL = ["--layers", "1", "--width", "32", "--length", "16", "--batch", "2"]
 
 
-def test_a_race_from_the_command_line(tmp_path, capsys):
+@pytest.fixture
+def text(tmp_path):
+    """A file that a tokenizer is soon trained on."""
+    path = tmp_path / "text.txt"
+    path.write_text(texts.SHAKESPEARE.read_text(encoding="utf-8")[:40_000], encoding="utf-8")
+    return ["--text", str(path)]
+
+
+def test_a_race_from_the_command_line(tmp_path, capsys, text):
     folder, picture = tmp_path / "race", tmp_path / "race.png"
-    arguments = ["race", "--recipes", "bf16", "fp8", "--lora", "2", "--steps", "8", *SMALL, "--usd-per-gpu-hour", "2"]
+    arguments = [
+        "race",
+        "--recipes",
+        "bf16",
+        "fp8",
+        "--lora",
+        "2",
+        "--steps",
+        "8",
+        *SMALL,
+        *text,
+        "--usd-per-gpu-hour",
+        "2",
+    ]
     assert cli.main([*arguments, "--run-dir", str(folder), "--plot", str(picture)]) == 0
     told = capsys.readouterr()
     assert told.out.splitlines()[0].startswith("run ")
@@ -33,12 +54,16 @@ def test_a_race_from_the_command_line(tmp_path, capsys):
     assert again.runs["fp8"].steps["loss"].tolist() == race.runs["fp8"].steps["loss"].tolist()
 
 
-def test_errors_are_one_line(capsys):
-    assert cli.main(["race", "--recipes", "fp88", "--steps", "4", *SMALL]) == 2
+def test_errors_are_one_line(capsys, monkeypatch, text):
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            sk, "train_tokenizer", lambda *_, **__: pytest.fail("a name is looked at before anything is made")
+        )
+        assert cli.main(["race", "--recipes", "fp88", "--steps", "4", *SMALL]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert cli.main(["race", "--minutes", "soon"]) == 2
     assert "'soon' is not a number" in capsys.readouterr().err
-    assert cli.main(["race", "--steps", "0", *SMALL]) == 2
+    assert cli.main(["race", "--steps", "0", *SMALL, *text]) == 2
     assert "steps=0: a whole number of at least 1" in capsys.readouterr().err
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import surokit as sk
-from surokit.racing import UnequalWork
+from surokit.racing import UnequalWork, equal
 from surokit.racing.equal import NAMES, digest_of, digest_of_batches
 from surokit.racing.start import race
 from tests.racing.conftest import CONFIG, batches
@@ -120,10 +123,54 @@ def test_other_weights_dtype_and_shape(session, model):
     with pytest.raises(UnequalWork, match="'two' trains float32 and 'one' trains bfloat16"):
         race({"one": session(), "two": session(model=copy.deepcopy(model).float())}, steps=8, live=False)
     narrow = sk.Decoder(
-        sk.DecoderConfig(layers=2, width=32, heads=2, kv_heads=1, vocab=64, ffn=32), dtype=torch.bfloat16
+        sk.DecoderConfig(layers=1, width=32, heads=2, kv_heads=1, vocab=64, ffn=32), dtype=torch.bfloat16
     )
     with pytest.raises(UnequalWork, match="'two' has a Decoder .*ffn=32"):
         race({"one": session(), "two": session(model=narrow)}, steps=8, live=False)
+
+
+def test_a_frozen_base_is_compared_where_it_is_stored_alike(session, model):
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight.view(-1)[7] += 1
+    lora = {recipe: recipe.lora(rank=4) for recipe in (sk.BF16, sk.FP8, sk.QFP8, sk.QNF4)}
+    stored = {n: session(lora[sk.QFP8], model=copy.deepcopy(net)) for n, net in (("one", model), ("two", other))}
+    with pytest.raises(UnequalWork, match=r"'two' keeps the frozen weight .*up_proj.weight in e4m3 .* and 'one'") as c:
+        race(stored, steps=8, live=False)
+    assert [d.name for d in c.value.differences] == ["frozen"]
+    text = r"'two' keeps the frozen weight model.layers.0.mlp.up_proj.weight in bfloat16, [0-9a-f]{8} and 'one' keeps"
+    against(session, "frozen", text, {"recipe": lora[sk.BF16]}, {"recipe": lora[sk.FP8], "model": other})
+    found = race({"a": session(lora[sk.QFP8]), "b": session(lora[sk.QNF4])}, steps=4, live=False, predict=False)
+    assert not [note for note in found.notes if "Allowed" in note], "other codes of the same base"
+
+
+def test_a_meter_that_only_one_has(session):
+    def heavy(_):
+        return {}
+
+    against(session, "meters", "'two' has the meters heavy and 'one' has the meters none", b={"meters": [heavy]})
+
+
+def test_a_model_that_computes_otherwise(session, model):
+    other = copy.deepcopy(model)
+    object.__setattr__(other, "config", dataclasses.replace(model.config, rope_theta=5e5))
+    with pytest.raises(UnequalWork, match=r"'two' has a Decoder .*rope_theta=500000.0"):
+        race({"one": session(), "two": session(model=other)}, steps=8, live=False)
+
+
+def test_batches_on_a_device_are_looked_at_first_wherever_a_session_began(monkeypatch):
+    begun: Any = SimpleNamespace(steps=100, data=SimpleNamespace(draw=lambda: batches(1)))
+    looked: list[bool] = []
+
+    def digest(_, wait):
+        looked.append(wait)
+        return ""
+
+    monkeypatch.setattr(equal, "digest_of_batches", digest)
+    with equal.Order(looks=2).following("one", begun):
+        for _ in range(3):
+            begun.data.draw()
+    assert looked == [True, True, False]
 
 
 def test_recompute_and_fusion(session, model):
@@ -244,3 +291,5 @@ def test_digests_tell_bits_apart():
         assert len(digest_of([torch.ones(3).to(dtype), torch.empty(0, dtype=dtype)])) == 8
     one, two = batches(2)
     assert digest_of_batches([one, two], True) != digest_of_batches([two, one], True)
+    places = [{**one, "position_ids": torch.arange(16).expand(2, 16) % n} for n in (8, 16)]
+    assert digest_of_batches(places[:1], True) != digest_of_batches(places[1:], True)

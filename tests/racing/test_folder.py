@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import runpy
 
@@ -17,11 +18,11 @@ from tests.racing.conftest import batches
 @pytest.fixture(scope="module")
 def saved(model, tmp_path_factory):
     race = sk.race(
-        {"bf16": sk.BF16, "low fp8": sk.FP8.keep("layers.0.*")},
+        {"bf16": sk.BF16, "low fp8": sk.FP8.keep("*.q_proj")},
         model=model,
         data=batches(),
         eval=batches(1, seed=1),
-        steps=24,
+        steps=16,
         turn_s=1e-6,
         optimizer=sk.AdamW(lr=3e-3),
         usd_per_gpu_hour=1.5,
@@ -68,6 +69,15 @@ def test_other_weights_or_data_are_refused(saved, model):
     assert "allow=('weights',)" in str(caught.value)
     again = loaded.rerun(model=other, data=batches(), live=False, allow=("weights",), steps=8)
     assert again.reason == "done"
+
+
+def test_another_base_under_the_same_adapters_is_refused(make, model, tmp_path):
+    loaded = sk.Race.load(make([sk.FP8.lora(rank=2)], steps=4).save(tmp_path))
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.view(-1)[7] += 1
+    with pytest.raises(UnequalWork, match="'fp8' keeps the frozen weight [0-9a-f]{8} and 'fp8 in the saved race'"):
+        loaded.rerun(model=other, data=batches(), live=False)
 
 
 def test_other_batches_are_told(make, model, tmp_path):

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import threading
+import time
 import warnings
 from itertools import pairwise
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import surokit as sk
 from surokit.racing.parking import storages_of
 from surokit.racing.runs import rounds_of
-from tests.racing.conftest import batches
+from tests.racing.conftest import batches, made_session
 
 RECIPES = {
     "bf16": sk.BF16,
@@ -62,12 +63,12 @@ def test_the_users_random_numbers_and_model_are_left_alone(make, model):
 
 
 def test_turns_are_equal_and_their_order_is_balanced(make):
-    race = make({"bf16": sk.BF16, "fp8": sk.FP8, "too": sk.BF16}, steps=31, turn_s=1e-6)
+    race = make({"bf16": sk.BF16, "fp8": sk.FP8, "too": sk.BF16}, steps=23, turn_s=1e-6)
     runs = list(race.runs.values())
     rounds = rounds_of(runs)
-    assert len(rounds) == 12
+    assert len(rounds) == 9
     assert {(turn.untimed, turn.steps) for run in runs for turn in run.turns} == {(1, 1)}
-    assert {len(run.steps) for run in runs} == {31}
+    assert {len(run.steps) for run in runs} == {23}
     orders = []
     for number in rounds:
         began = {turn.at_s: run.name for run in runs for turn in run.turns if turn.round == number}
@@ -78,13 +79,18 @@ def test_turns_are_equal_and_their_order_is_balanced(make):
 
 
 def test_steps_that_do_not_divide_are_spread(make):
-    race = make(steps=24, turn_s=1e-6)
+    race = make(steps=16, turn_s=1e-6)
     sizes = [turn.untimed + turn.steps for turn in race.runs["fp8"].turns]
-    assert race.runs["fp8"].warm_up.steps == 6
-    assert sum(sizes) == 18
-    assert sizes == [2] * 9
-    race = make(steps=25, turn_s=1e-6)
-    assert [turn.untimed + turn.steps for turn in race.runs["fp8"].turns] == [2] * 9 + [1]
+    assert race.runs["fp8"].warm_up.steps == 4
+    assert sum(sizes) == 12
+    assert sizes == [2] * 6
+    race = make(steps=17, turn_s=1e-6)
+    assert [turn.untimed + turn.steps for turn in race.runs["fp8"].turns] == [3] + [2] * 5
+    race.go_on(steps=1)
+    assert [(turn.untimed, turn.steps, turn.whole) for turn in race.runs["fp8"].turns[-2:]] == [
+        (1, 1, True),
+        (0, 1, False),  # the machine changes over in it, so that it is in no ratio
+    ]
     race = make(steps=3)
     assert [(turn.untimed, turn.steps) for turn in race.runs["fp8"].turns] == [(1, 1)]
 
@@ -97,17 +103,15 @@ def test_minutes_end_a_race_and_every_run_has_made_as_many_steps(make):
     assert len(race.runs["bf16"].turns) == 1, "a round is always run"
 
 
-def test_going_on(make, session):
+def test_going_on(make, twenty_alone):
     race = make(steps=12)
-    race.go_on(steps=9)
-    alone = session(sk.FP8, schedule=sk.Cosine(1, 12))
-    alone.run(21)
-    assert losses(race.runs["fp8"]) == alone.records.column("loss").tolist()
+    race.go_on(steps=8)
+    assert losses(race.runs["fp8"]) == twenty_alone["fp8"]
     rounds = [turn.round for turn in race.runs["fp8"].turns]
     assert rounds == list(range(1, len(rounds) + 1))
     race.settings["turn_s"] = 1e-6
     race.go_on(minutes=0.0)
-    assert len(race.runs["fp8"].steps) > 21
+    assert len(race.runs["fp8"].steps) > 20
 
 
 class StopAt:
@@ -125,8 +129,31 @@ class StopAt:
         pass
 
 
+class Evaluated(StopAt):
+    """Does something once, as a session has been evaluated."""
+
+    def __init__(self, what):
+        super().__init__(0, what)
+
+    def on_eval(self, step, loss):
+        if not self.done:
+            self.done = True
+            self.what()
+
+
+@pytest.fixture(scope="module")
+def twenty_alone(model):
+    """The losses of twenty steps that race with nobody."""
+    found = {}
+    for name, recipe in {"bf16": sk.BF16, "fp8": sk.FP8}.items():
+        alone = made_session(model, recipe, schedule=sk.Cosine(1, 12))
+        alone.run(20)
+        found[name] = alone.records.column("loss").tolist()
+    return found | {"bf16 again": found["bf16"]}
+
+
 @pytest.mark.parametrize("how", ["stop", "interrupt", "file", "thread"])
-def test_a_stopped_race_goes_on_as_if_nothing_had_been(make, session, tmp_path, how, capsys):
+def test_a_stopped_race_goes_on_as_if_nothing_had_been(make, twenty_alone, tmp_path, how, capsys):
     race = make(steps=12, run_dir=tmp_path / "race")
 
     def stop():
@@ -151,9 +178,7 @@ def test_a_stopped_race_goes_on_as_if_nothing_had_been(make, session, tmp_path, 
     race.go_on(steps=20 - 12 - (max(len(run.steps) for run in race.runs.values()) - 12))
     assert race.reason == "done"
     for name, run in race.runs.items():
-        alone = session(sk.FP8 if name == "fp8" else sk.BF16, schedule=sk.Cosine(1, 12))
-        alone.run(20)
-        assert losses(run)[:20] == alone.records.column("loss").tolist()
+        assert losses(run)[:20] == twenty_alone[name]
         seconds = run.warm_seconds()
         assert len(seconds) == len(run.steps)
         assert np.isfinite(seconds).all()
@@ -193,6 +218,17 @@ def test_with_nothing_said_it_goes_on_to_the_steps_that_were_given(make, session
     assert losses(race.runs["fp8"]) == alone.records.column("loss").tolist()
     race.go_on()
     assert len(race.runs["fp8"].steps) == 20
+
+
+def test_an_interrupt_while_it_ends_is_told_and_what_is_missing_comes(make):
+    race = make(steps=8, eval=batches(1, seed=1))
+    race.sessions["bf16"].subscribe(Evaluated(race.stop))
+    race.go_on(steps=1)
+    assert race.reason == "interrupted"
+    assert [len(run.held_out) for run in race.runs.values()] == [2, 1, 1]
+    race.go_on()
+    assert race.reason == "done"
+    assert [len(run.held_out) for run in race.runs.values()] == [2, 2, 2]
 
 
 def test_an_error_within_a_turn_leaves_all_with_equal_work(make, session):
@@ -244,6 +280,31 @@ def test_pause_holds_the_race_between_turns_and_costs_nobody_time(make):
     assert max(turn.seconds for turn in turns) < 0.95
 
 
+def test_a_session_that_is_paused_within_its_turn_waits_in_nobodys_time(make):
+    race = make(steps=8)
+    race.settings["turn_s"] = 10.0  # all steps in one turn
+    control = race.sessions["fp8"].control
+
+    def pause():
+        control.pause()
+        threading.Timer(1.0, control.resume).start()
+
+    race.sessions["fp8"].subscribe(StopAt(11, pause))
+    began = time.monotonic()
+    race.go_on(steps=6)
+    took = time.monotonic() - began
+    assert took > 1.0
+    assert sum(run.turns[-1].seconds for run in race.runs.values()) < took - 0.95
+
+
+def test_sessions_that_train_in_threads_take_turns_all_the_same(session, capsys):
+    a = session(sk.BF16)
+    a.live(thread=True, view="text")
+    race = sk.race({"a": a, "b": session(sk.FP8)}, steps=8, live=False, predict=False)
+    assert len(race.runs["a"].steps) == 8
+    assert losses(race.runs["a"]) == losses(race.runs["a again"])
+
+
 def test_an_error_of_one_run_ends_the_race_and_carries_it(make, tmp_path):
     bad = [{**batch} for batch in batches()]
 
@@ -288,7 +349,7 @@ def test_a_shuffled_loader_gives_all_the_same_batches(make):
 
     for generator in (None, torch.Generator().manual_seed(5)):
         loader: Any = DataLoader(batches(), batch_size=None, shuffle=True, generator=generator)  # type: ignore[arg-type]
-        race = make(data=loader, steps=16)
+        race = make(data=loader, steps=14)
         assert len({run.batches for run in race.runs.values()}) == 1
 
 
@@ -364,6 +425,7 @@ def test_pictures(long, x):
     left, right = figure.axes
     assert [text.get_text().split()[0] for text in left.get_legend().get_texts()] == ["bf16", "fp8"]
     assert len(right.get_lines()) >= 3
+    assert max(right.get_xticks()) <= long.outcome.rounds, "what stands at the right of the last is no round"
     figure.draw_without_rendering()
 
 
