@@ -1,4 +1,4 @@
-"""The command line: `surokit doctor | plan | race | quickstart`, each the function of that name with the same words.
+"""The command line: `surokit doctor | plan | race | watch | quickstart`, each the function of that name with the same words.
 
 A user's error prints one line to stderr and exits with 2; a failing notebook exits with 1, an interrupt with 130.
 """
@@ -19,6 +19,7 @@ from surokit.planner import figures
 if TYPE_CHECKING:
     from surokit.planner.choices import Choice
     from surokit.planner.planning import Plan
+    from surokit.racing.equal import Difference
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = _Parser(prog="surokit", description="Train, watch and compare low-precision recipes.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"surokit {surokit.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | plan | race | quickstart")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | plan | race | watch | quickstart")
 
     doctor = commands.add_parser("doctor", help="what this machine has, which formats are native, what is missing")
     doctor.set_defaults(run=_doctor)
@@ -72,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(plan)
 
     _add_race(commands.add_parser("race", help="race recipes on this machine, in turns", allow_abbrev=False))
+
+    watch = commands.add_parser(
+        "watch", help="follow runs from their folders until they end; Ctrl-C ends the watching only"
+    )
+    watch.add_argument("folders", nargs="+", metavar="FOLDER", help="the run_dir of a run, or a folder of some")
+    watch.set_defaults(run=_watch)
 
     quickstart = commands.add_parser("quickstart", help="run the quickstart notebook headless and keep what it made")
     quickstart.add_argument(
@@ -215,14 +222,35 @@ def _race(arguments: argparse.Namespace) -> int:
     options = {name: given[name] for name in named if name in given}
     if "steps" not in options:
         options.setdefault("minutes", 1)
-    race = sk.race(recipes, model=model, data=train, eval=held_out, optimizer=sk.AdamW(lr=lr), **options)
-    race.command = arguments.argv
+    try:
+        race = sk.race(recipes, model=model, data=train, eval=held_out, optimizer=sk.AdamW(lr=lr), **options)
+    except sk.racing.UnequalWork as error:
+        raise ValueError(_unequal(error.differences)) from error
+    race.command = _from_anywhere(arguments.argv)
     if race.run_dir is not None:
         race.save()
     print(race)
     if arguments.plot is not None:
         race.plot().savefig(arguments.plot, dpi=150)
     return 130 if race.reason == "interrupted" else 0
+
+
+def _unequal(found: Sequence[Difference]) -> str:
+    """What differs, with the remedies that there are on the command line."""
+    said = [f"{each.text}." if each.name == "parameters" else str(each) for each in found]
+    if any(each.name == "parameters" for each in found):
+        said.append("Train an adapter over every recipe's base with --lora 16, or leave out recipes that freeze it.")
+    return f"This is no equal work. {' '.join(said)} No option of the command line allows a difference."
+
+
+def _from_anywhere(argv: Sequence[str]) -> list[str]:
+    """The command, with absolute paths of a model and a text that lie here."""
+    found: list[str] = []
+    for before, word in zip(["", *argv], argv):
+        option, _, value = word.partition("=") if word.startswith("--") else (before, "", word)
+        here = option in ("--model", "--text") and value and Path(value).exists()
+        found.append(word.removesuffix(value) + str(Path(value).resolve()) if here else word)
+    return found
 
 
 def _number(text: str) -> float:
@@ -337,6 +365,20 @@ def _plot(planned: Plan, arguments: argparse.Namespace) -> Path:
         raise ValueError(f"--plot {path} is no kind of picture that can be written: use .png, .svg or .pdf.")
     figure.savefig(path, dpi=150)
     return path
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    from surokit.widgets.follow import watch
+
+    seen = watch(*arguments.folders, view="text")
+    status = 0
+    try:
+        seen.wait()
+    except KeyboardInterrupt:
+        status = 130
+        seen.stop_following()
+    print(seen)
+    return status
 
 
 def _quickstart(arguments: argparse.Namespace) -> int:

@@ -138,8 +138,9 @@ class Live:
     "resume" goes on in it, and a step at or before its last one replaces what came after. view: "auto", "widget", "svg", "text" or
     a View. buttons: False where the loop cannot be stopped from here. clock: for tests.
 
-    Shows loss, tokens/s (steps/s where `tokens` is never given) and, if `idle_frac` is logged, the idle share. Close
-    it, or use it in a `with` block, for the final picture; in a notebook the end of a cell that fails closes it too.
+    Shows loss, tokens/s (steps/s where `tokens` is never given) and, if `idle_frac` is logged, the idle share; goodput and
+    lost time only if that or `stall_ms` (waiting for a batch) is. Close it, or use it in a `with` block, for the final picture; in
+    a notebook the end of a cell that fails closes it too.
     `control` is what the buttons call: stop(), pause(), resume(), save().
     """
 
@@ -372,7 +373,7 @@ class Live:
             return
         self._beat_at = seconds + EVERY_S
         events = [event.to_dict() for event in self.state.events]
-        self._status.beat(self.info, self._standing, self._step, events, now=True)
+        self._status.beat(self.info, self._standing, self._step, events, now=True, run_s=self._elapsed_s)
 
     # -- the notebook cell: its end is the last chance for a picture when a loop fails without closing
 

@@ -15,6 +15,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 import surokit as sk
 from surokit import cli, headless
+from surokit.widgets.follow import Watch
 from tests.planner.families import QWEN3_8B
 
 # a 1 x 1 PNG
@@ -209,7 +210,7 @@ def test_recipes_and_a_picture_of_them(config, tmp_path, capsys):
         ("plan 8e9 --lora 0", "rank"),
         ("plan", "required: what"),
         ("pln 8e9", "invalid choice: 'pln'"),
-        ("", "required: doctor | plan | quickstart"),
+        ("", "required: doctor | plan | race | watch | quickstart"),
     ],
 )
 def test_a_users_error_is_one_line_and_two(arguments, said, capsys):
@@ -223,6 +224,29 @@ def test_a_users_error_is_one_line_and_two(arguments, said, capsys):
 def test_doctor(capsys):
     assert cli.main(["doctor"]) == 0
     assert "surokit doctor" in capsys.readouterr().out
+
+
+def test_watch_prints_until_the_runs_end(tmp_path, capsys):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "records.jsonl").write_text('{"step": 1, "loss": 2.0, "wall_ms": 5.0}\n')
+    (tmp_path / "a" / "run.json").write_text('{"state": "done", "step": 1}')
+    assert cli.main(["watch", str(tmp_path)]) == 0
+    assert "Done at step 1." in capsys.readouterr().out
+    assert cli.main(["watch", str(tmp_path / "b")]) == 2
+    assert "There is no folder" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_the_watching_only(tmp_path, capsys, monkeypatch):
+    def interrupted(self, timeout=None):
+        if not self._asked.is_set():
+            raise KeyboardInterrupt
+        return wait(self, timeout)
+
+    wait = Watch.wait
+    monkeypatch.setattr(Watch, "wait", interrupted)
+    assert cli.main(["watch", str(tmp_path)]) == 130
+    assert list(tmp_path.iterdir()) == []  # nobody was asked to stop
+    assert "waiting" in capsys.readouterr().out
 
 
 def test_a_reader_that_leaves_is_no_error():

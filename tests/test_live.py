@@ -16,6 +16,7 @@ from surokit.live import Live
 from surokit.train import status
 from surokit.train.records import read
 from surokit.widgets.folder import FileControl, RunFolder
+from surokit.widgets.picture import sustained_lines
 
 
 class View:
@@ -344,6 +345,18 @@ def test_notes_and_health_are_on_the_panel(live):
     assert (events["note"].step, events["note"].text) == (150, "lr halved")
     assert events["spike"].step == 200
     assert live.state.health.phase == "converging"
+
+
+def test_goodput_is_only_told_where_waits_are(live):
+    for _ in range(3):
+        live.clock.now += 1.0
+        live.log(loss=2.0, tokens=100)
+    assert (live.state.goodput, live.state.lost_s) == (None, None)
+    assert sustained_lines(live.state) == ["Tokens/s: 1 s 100, all 100"]
+    live.clock.now += 1.0
+    live.log(loss=2.0, tokens=100, stall_ms=500.0)
+    assert live.state.goodput == 3.5 / 4
+    assert sustained_lines(live.state)[0].endswith("goodput 87.5 % · 0.5 s lost")
 
 
 def test_the_price_gives_dollars_on_a_gpu_only():

@@ -71,7 +71,11 @@ class _Asked(Generic[T]):
 
 
 class Control:
-    """What is asked of the runs of one session, from any thread; nothing here waits but `between_steps`."""
+    """What is asked of the runs of one session, from any thread; nothing here waits but `between_steps`.
+
+    `stop` and `pause` are asked of the run that goes on. Where none does they do nothing: the next run() goes
+    its way.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -108,13 +112,16 @@ class Control:
         return self._state == "idle"
 
     def stop(self, reason: str = "interrupted") -> None:
-        """Ends the run that is going on at the end of its step; subscribers are told `reason`."""
+        """Ends the run that is going on at the end of its step; subscribers are told `reason`. Nothing where none goes on."""
         if self._state != "idle":
             self._reason = self._reason or reason
             self._news = True
 
     def pause(self) -> None:
-        """The run waits from the end of its step until `resume` or `stop`. Its clock, and minutes=, stand still meanwhile."""
+        """The run waits from the end of its step until `resume` or `stop`. Its clock, and minutes=, stand still meanwhile.
+
+        Nothing where none goes on.
+        """
         if self._state != "idle":
             self._pause_asked = True
             self._news = True

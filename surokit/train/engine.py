@@ -58,12 +58,15 @@ class Engine:
         on_device = (self._graphs is not None or self.device.type == "cuda") and takes_rates(optimizer)
         self._rates = [torch.empty((), device=self.device) for _ in self.base_rates] if on_device else []
 
-    def prepare(self, steps: int, compile: bool | Literal["auto"]) -> None:
-        """Before the first of so many planned steps: compiled where asked for, or where they pay for its start. Once."""
-        if self.forward is None:
-            pays = steps >= COMPILE_FROM_STEPS.get(self.device.type, sys.maxsize)
-            wanted = pays if compile == "auto" else compile
-            self.forward = torch.compile(self.model, dynamic=False) if wanted else self.model
+    def prepare(self, steps: int, compile: bool | Literal["auto"]) -> bool:
+        """Before the first of so many planned steps: compiled where asked for, or where they pay for its start. Once. Whether the
+        step that follows compiles."""
+        if self.forward is not None:
+            return False
+        pays = steps >= COMPILE_FROM_STEPS.get(self.device.type, sys.maxsize)
+        wanted = pays if compile == "auto" else compile
+        self.forward = torch.compile(self.model, dynamic=False) if wanted else self.model
+        return self.compiled
 
     @property
     def compiled(self) -> bool:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Condition = str | Callable[[Record], bool | str]
 
+AGAIN = 3  # steps within which a function that ends one run after another is taken for one that was forgotten
+
 # a condition's name -> the events that fulfil it; beginning a phase of that name does too
 NAMES: dict[str, set[str]] = {
     "diverging": {"diverging"},
@@ -47,6 +49,8 @@ class Journal:
         self._light: tuple[int | None, Light] | None = None
         self._health: Health | None = None
         self._conditions: tuple[Condition, ...] = ()
+        self._ended_by: Condition | None = None  # the run before
+        self._began = 0  # at this step
 
     # -- what the run is
 
@@ -60,7 +64,7 @@ class Journal:
     def begin(self, total: int | None) -> None:
         """A run begins that is planned to end at step `total`."""
         session = self._session
-        self._total, self._started = total, time.time()
+        self._total, self._started, self._began = total, time.time(), session.steps
         if session.run_dir is not None:
             self._file = self._file or StatusFile(session.run_dir)
             self._health = self._health or Health()
@@ -78,7 +82,10 @@ class Journal:
         self._state = state or self._state
         if self._file is not None and self.info is not None:
             events = [*self.events]
-            self._file.beat(self.info, self._state, self._session.steps, events, now or state is not None)
+            session = self._session
+            run_s = session.run_s + session.redone_s  # as in the summary
+            now = now or state is not None
+            self._file.beat(self.info, self._state, session.steps, events, now, run_s=run_s)
 
     def restore(self) -> None:
         """The events of a run that goes on, up to the step from which it does."""
@@ -115,7 +122,10 @@ class Journal:
             entered = self._health.phase if self._health.phase != before else ""
         for condition in self._conditions:
             if why := self._fulfilled(condition, record, events, entered):
-                self._session.control.stop(f"stopped: {why}")
+                again = callable(condition) and condition is self._ended_by and record.step <= self._began + AGAIN
+                if not self._session.control.reason:
+                    self._ended_by = condition
+                self._session.control.stop(f"stopped: {why}" + ", again: stop_when() clears it" * again)
 
     def stop_when(self, conditions: Sequence[Condition]) -> None:
         for condition in conditions:

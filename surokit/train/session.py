@@ -10,6 +10,7 @@ happens between two steps (control.py), whichever thread they ask from.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -57,11 +58,14 @@ from surokit.train.telling import Arrivals, Subscriber, Subscribers
 if TYPE_CHECKING:
     import pandas as pd
 
+    from surokit.widgets.panel import Panel
+
 ViewName = Literal["auto", "widget", "svg", "text"]
 Exist = Literal["new", "resume", "error"]
 
 _ADAMW = Spec(AdamW, {"lr": 3e-4})
 _COSINE = Cosine(warmup=20, steps=500)
+COMPILING = "compiling the model: the first step takes longer"
 
 
 class Session:
@@ -151,6 +155,7 @@ class Session:
         self.length: int | None = None
         self.tokens_per_step: int | None = None
         self.usd_per_gpu_hour: float | None = None
+        self._panel: Panel | None = None
         self._thread = False
         self._run_s = 0.0
         self._began: float | None = None
@@ -320,7 +325,7 @@ class Session:
     def live(
         self, *, thread: bool | None = None, view: ViewName = "auto", usd_per_gpu_hour: float | None = None
     ) -> None:
-        """Shows the live panel here; it follows this session's runs from now on.
+        """Shows the live panel here; it follows this session's runs from now on. An earlier one keeps its picture.
 
         thread: True lets later runs train in a thread, so that the panel's buttons work while the cell waits:
         `await session.run(500)`. view: "widget", "svg" or "text"; "auto" takes the best that works here. usd_per_gpu_hour: what a
@@ -336,6 +341,10 @@ class Session:
         info = self.info
         state = PanelState(info.title, recipe=self.numerics, total=info.total, resumes=True)
         panel = Panel(state, view=view, control=self.control)
+        if self._panel is not None:
+            self.subscribers.remove(self._panel)
+            self._panel.close()
+        self._panel = panel
         self.subscribe(panel)
         panel.open()
 
@@ -353,7 +362,8 @@ class Session:
 
         Each is what Health sees, by name ("diverging", "unstable", "plateau", "nonfinite", "spike", "grad_spike"), or a function of
         a Record that returns True or a reason. They see a step once its values have arrived, so nothing waits for them. A name
-        holds where its event or phase begins: the next run() goes on.
+        holds where its event or phase begins: the next run() goes on. A function is asked in later runs too, until stop_when()
+        is called anew; the reason says so where it ends one after the other.
         """
         self.journal.stop_when(conditions)
 
@@ -501,7 +511,10 @@ class Session:
     # -- contexts, stopping, compiling
 
     def stop(self) -> None:
-        """Ends the run that is going on, from another thread, at the end of its step; the same as session.control.stop()."""
+        """Ends the run that is going on, from another thread, at the end of its step; the same as session.control.stop().
+
+        Where none goes on it does nothing: the next run() is not stopped.
+        """
         self.control.stop()
 
     @contextmanager
@@ -518,4 +531,6 @@ class Session:
 
     def _prepare(self, steps: int | None) -> None:
         planned = max(steps or 0, getattr(self.schedule, "steps", 0) - self.steps)
-        self.engine.prepare(planned, self.compile)
+        if self.engine.prepare(planned, self.compile):
+            print(f"surokit: {COMPILING}; compile=False does without", file=sys.stderr, flush=True)
+            self.note(COMPILING)

@@ -1,11 +1,14 @@
 """run.json in a run's folder: what the run is, how it stands, and a heartbeat, for whoever has nothing but the folder.
 
-    {"info": {...}, "state": "running", "heartbeat": 1789000000.0, "step": 120, "events": [{"step": 80, "kind": "note", ...}]}
+    {"info": {...}, "state": "running", "heartbeat": 1789000000.0, "step": 120, "run_s": 61.5,
+     "events": [{"step": 80, "kind": "note", ...}]}
 
 state: "running", "paused", or how the last run ended: "done", "interrupted", "stopped: <why>", "failed: <Type: message>".
 heartbeat: seconds since 1970 when it was written. The training thread writes it: at the start, when a run pauses or goes on, at
 the end, and between steps at most every two seconds. A step, an evaluation or a checkpoint that takes longer is silence, so
 a heartbeat that is some seconds old does not mean that the run has gone.
+run_s: wall time of the run so far in seconds, with evaluations, checkpoints, pauses, and steps that a resume took again; of a loop
+that is not ours the time of its steps.
 events: what Health saw and what `session.note` said, as dicts of step, kind, text and suggestion; the last `EVENTS` of them.
 
 It is written whole, under another name and renamed, so a reader never sees half of it. Knows no torch.
@@ -77,6 +80,7 @@ class Status:
     state: str = "running"
     heartbeat: float = 0.0
     step: int = 0
+    run_s: float | None = None  # files of earlier versions do not say
     events: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -128,18 +132,33 @@ class StatusFile:
         self._lock = Lock()  # a note may come from another thread
 
     def beat(
-        self, info: RunInfo, state: str, step: int, events: Sequence[Mapping[str, Any]], now: bool = False
+        self,
+        info: RunInfo,
+        state: str,
+        step: int,
+        events: Sequence[Mapping[str, Any]],
+        now: bool = False,
+        *,
+        run_s: float | None = None,
     ) -> None:
         """Writes what is given if that is due, or `now`."""
         with self._lock:
-            self._beat(info, state, step, events, now)
+            self._beat(info, state, step, events, now, run_s)
 
-    def _beat(self, info: RunInfo, state: str, step: int, events: Sequence[Mapping[str, Any]], now: bool) -> None:
+    def _beat(
+        self,
+        info: RunInfo,
+        state: str,
+        step: int,
+        events: Sequence[Mapping[str, Any]],
+        now: bool,
+        run_s: float | None,
+    ) -> None:
         clock = self._clock()
         if not now and 0 <= self._due - clock <= EVERY_S:  # a clock that was set back does not silence it
             return
         self._due = clock + EVERY_S
-        status = Status(info, state, clock, step, tuple(dict(event) for event in events[-EVENTS:]))
+        status = Status(info, state, clock, step, run_s, tuple(dict(event) for event in events[-EVENTS:]))
         beside = self.path.with_name(f".{FILE}.{os.getpid()}")
         try:
             beside.write_text(json.dumps(status.to_dict()), encoding="utf-8")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from surokit.nn.delayed import kept_amaxes
@@ -45,6 +46,11 @@ class Subscribers:
     def add(self, subscriber: Subscriber) -> None:
         self._all.append(subscriber)
 
+    def remove(self, subscriber: Subscriber) -> None:
+        """One that was dropped is not there any more."""
+        with suppress(ValueError):
+            self._all.remove(subscriber)
+
     def have(self, method: str) -> bool:
         """Whether one of them has `method`."""
         return any(hasattr(subscriber, method) for subscriber in self._all)
@@ -59,8 +65,7 @@ class Subscribers:
             if (call := getattr(subscriber, method, None)) is not None:
                 call(*args)
         except Exception as error:
-            if subscriber in self._all:
-                self._all.remove(subscriber)
+            self.remove(subscriber)
             warnings.warn(
                 f"The subscriber {type(subscriber).__name__} failed and is dropped ({type(error).__name__}: {error}); "
                 "training goes on.",

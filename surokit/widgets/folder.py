@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from surokit.train.health import Event, Kind
-from surokit.train.status import FILE, Status, read_status
+from surokit.train.status import EVERY_S, FILE, Status, read_status
 from surokit.widgets.growing import Reader
 from surokit.widgets.state import PanelState
 
 RECORDS = "records.jsonl"
 KINDS = get_args(Kind)
 SILENT_S = 30.0  # a heartbeat older than that is no sign of life
+# So long without a heartbeat, a process that is not here has ended, and is not that of another machine of this name.
+GONE_S = 3 * EVERY_S
 
 
 class RunFolder:
@@ -37,6 +39,7 @@ class RunFolder:
         self.trouble = ""  # why the folder could not be read the last time
         self._clock = clock
         self._heard = (-1.0, clock())  # the last sign of life by its own clock, and when it came by ours
+        self._gone = False  # whether the run's process had ended at the last look
         self._told: set[tuple[Any, ...]] = set()  # events of run.json that the state has
         _check(self.path)
         self.reader = Reader(self.path / RECORDS, lambda: PanelState(self.name))
@@ -48,7 +51,7 @@ class RunFolder:
     @property
     def over(self) -> bool:
         """Whether nothing more is to be expected: the run has ended, or its process has, and all of its records are here."""
-        ended = self.status is not None and (self.status.over or (self._silent and self._process_gone))
+        ended = self.status is not None and (self.status.over or (self._gone and self._silent_s > GONE_S))
         return ended and not self.reader.behind
 
     @property
@@ -59,7 +62,10 @@ class RunFolder:
     def look(self, budget_s: float = math.inf) -> bool:
         """Takes in what is new, for about so long; whether there was anything."""
         before = (self.status, self.trouble, self.state.reason)
-        status = read_status(self.path)  # first: a run that says it has ended has written its records
+        status = self.status = read_status(self.path) or self.status  # first: who has ended has written its records
+        self._gone = self._process_gone
+        if self._gone:  # by now it has said what it had to say
+            self.status = read_status(self.path) or status
         news, state = False, self.state
         self.trouble = ""
         try:
@@ -69,7 +75,6 @@ class RunFolder:
                 self.trouble = f"the folder {self.path} has gone"
             elif not isinstance(error, FileNotFoundError):
                 self.trouble = f"{self.path / RECORDS} cannot be read just now ({error.strerror})"
-        self.status = status or self.status
         if state is not self.state:
             self._told.clear()
         self._hear()
@@ -112,14 +117,22 @@ class RunFolder:
             return False
         return _is_zombie(info.pid)
 
+    @property
+    def _run_s(self) -> float:
+        """The run's wall time at the last step: what run.json says, and the steps since; NaN where it does not say."""
+        status = self.status
+        if status is None or status.run_s is None or not 0 <= status.run_s < math.inf:
+            return math.nan
+        return status.run_s + max(0.0, self.state.elapsed_s - self.state.ruler.at(status.step)[1])
+
     def _tell(self) -> None:
         """What run.json and the clock say, to the state."""
         state, status = self.state, self.status
-        state.reason = None
+        state.reason, state.run_s = None, self._run_s
         if status is not None:
             info = status.info
             state.info, state.total, state.resumes = info, info.total, info.resumes
-            state.title, state.recipe = info.title or self.name, info.numerics or info.recipe
+            state.title, state.recipe = info.title or self.name, info.numerics
             state.paused = status.state == "paused"
             self._told.update((event.step, event.kind, event.text) for event in state.events)
             for said in status.events:
@@ -132,15 +145,16 @@ class RunFolder:
             if status.over:
                 state.reason = None if self.reader.behind else status.state
                 return
-        if self._silent:
+        if self._silent or self._gone:
             when = time.strftime(
                 "%H:%M" if self._silent_s < 20 * 3600 else "%d %b %H:%M", time.localtime(self._heard[1])
             )
             what = "heartbeat" if status is not None else "last record"
+            if self._gone:
+                state.reason = f"lost: its process has ended without a word; last {what} at {when}"
+                return
             why = "the kernel is gone or its machine sleeps"
-            if self._process_gone:
-                why = "its process has ended"
-            elif status is None:
+            if status is None:
                 why = f"without a {FILE} nobody says whether it has ended"
             state.reason = f"lost: no sign of life since {when} ({what} {_about(self._silent_s)} old): {why}"
 
@@ -168,12 +182,20 @@ def _check(path: Path) -> None:
         raise FileNotFoundError(f"There is no folder {path}: give the run_dir of a session, as seen from here.")
     if not path.is_dir():
         raise ValueError(f"{path} is a file: give the folder that it is in, the run_dir of a session.")
-    inside = {entry.name for entry in path.iterdir()}
-    if inside & {RECORDS, FILE, "checkpoints"} or not inside:
-        return
-    runs = sorted(name for name in inside if (path / name / RECORDS).exists() or (path / name / FILE).exists())
-    hint = f" It has folders of runs: {', '.join(runs[:8])}{' …' if len(runs) > 8 else ''}." if runs else ""
-    raise ValueError(f"{path} is not the folder of a run: it has neither {RECORDS} nor {FILE}.{hint}")
+    if any(path.iterdir()) and not _is_run(path):
+        raise ValueError(f"{path} is not the folder of a run: it has neither {RECORDS} nor {FILE}.")
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).exists() for name in (RECORDS, FILE, "checkpoints"))
+
+
+def runs_in(path: Path) -> list[Path]:
+    """The folders of runs that a folder has, in order of their names; the folder itself where it is a run's or has none."""
+    if not path.is_dir() or _is_run(path):
+        return [path]
+    runs = [inside for inside in path.iterdir() if (inside / RECORDS).exists() or (inside / FILE).exists()]
+    return sorted(runs) or [path]
 
 
 class FileControl:

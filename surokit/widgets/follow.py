@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
-from surokit.widgets.folder import RECORDS, FileControl, RunFolder
+from surokit.widgets.folder import RECORDS, FileControl, RunFolder, runs_in
 from surokit.widgets.front import shown
 from surokit.widgets.panel import Panel, View, ViewName, front_end
 from surokit.widgets.picture import bundle, summary_text
@@ -25,7 +25,10 @@ LOOK_SHARE = 0.1  # of the time, at most, goes into looking
 
 
 class Watch:
-    """What `watch` returns. Following goes on in a thread until every run is over; `await` or `.wait()` stays with it."""
+    """What `watch` returns. Following goes on in a thread until every run is over; `await` or `.wait()` stays with it.
+
+    `states` has what is drawn, `reasons` how each run stands, and `control` what the buttons do.
+    """
 
     def __init__(
         self,
@@ -54,8 +57,14 @@ class Watch:
 
     @property
     def over(self) -> bool:
-        """Whether every run is over."""
+        """Whether every run is over: it has said so, or its process is known to have ended; `reasons` tells which."""
         return all(folder.over for folder in self.folders.values())
+
+    @property
+    def reasons(self) -> dict[str, str | None]:
+        """How each run stands, by its name: None while it goes on; "done", "interrupted", "stopped: ..." or "failed: ..." where it
+        said so itself; "lost: ..." where there is no sign of life or its process or folder is gone."""
+        return {name: state.reason for name, state in self.states.items()}
 
     @property
     def following(self) -> bool:
@@ -134,6 +143,7 @@ def _cell() -> int | None:
 
 def watch(*folders: str | Path, follow: bool = True, every_s: float = EVERY_S, view: View | ViewName = "auto") -> Watch:
     """A panel of the runs in these folders, written by whichever kernel, process or machine: `sk.watch("runs/a", "runs/b")`.
+    A folder that is no run's but has some, as a race's does, stands for those that are in it now.
 
     A run that is over gives its final picture at once. One that goes on is followed in a thread, so the cell ends and other cells
     can be used; `await sk.watch(...)` keeps the cell busy until it is over. The panel's buttons write the files "stop", "pause" and
@@ -149,7 +159,8 @@ def watch(*folders: str | Path, follow: bool = True, every_s: float = EVERY_S, v
         raise ValueError('watch() needs the folder of a run: sk.watch("runs/a").')
     if not every_s > 0:
         raise ValueError(f"watch(every_s={every_s}): the time between two looks is in seconds and positive.")
-    paths = list(dict.fromkeys(Path(folder).expanduser().resolve() for folder in folders))
+    given = [Path(folder).expanduser().resolve() for folder in folders]
+    paths = list(dict.fromkeys(run for path in given for run in runs_in(path)))
     found = [RunFolder(path, name) for path, name in zip(paths, _names(paths))]
     empty = [folder.path for folder in found if not (folder.path / RECORDS).exists()]
     if empty and not follow:

@@ -258,6 +258,11 @@ def _folded(steps: Columns, count: int) -> Iterable[tuple[dict[str, list[tuple[f
         with np.errstate(invalid="ignore"):
             return np.add.reduceat(np.nan_to_num(values) * known, first) / np.add.reduceat(known, first)
 
+    def total(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of the known ones; NaN where none is."""
+        none = np.logical_and.reduceat(np.isnan(values), first)
+        return np.where(none, np.nan, np.add.reduceat(np.nan_to_num(values), first))
+
     def extremes(values: NDArray[np.float64]) -> Iterable[list[tuple[float, float]]]:
         groups = np.append(values, np.full(-len(values) % count, np.nan)).reshape(-1, count)
         known = ~np.isnan(groups)
@@ -279,7 +284,7 @@ def _folded(steps: Columns, count: int) -> Iterable[tuple[dict[str, list[tuple[f
         "elapsed": steps["elapsed_s"][last],
         "tokens": np.add.reduceat(tokens, first),
         "seconds": np.add.reduceat(np.nan_to_num(wall_ms), first) / 1e3,
-        "stall": np.add.reduceat(np.nan_to_num(steps["stall_ms"]), first) / 1e3,
+        "stall": total(steps["stall_ms"]) / 1e3,
         "loss": mean(steps["loss"], each),
         "grad_norm": mean(steps["grad_norm"], each),
         "busy": mean(steps["busy_frac"], each),

@@ -66,6 +66,7 @@ class Run:
         """The run that begins now is planned to end at step `total`; None where it is planned by time."""
         self.state.total = total
         self._began_s = self._panel.clock()
+        self._panel.tick(now=True)  # what was noted before: compiling, the first step is long in coming
 
     def on_step(self, record: Any) -> None:
         """Note one step and redraw if it is time. record: a Record, or a mapping with columns of `records.frame()`."""
@@ -92,8 +93,7 @@ class Run:
         self._panel.tick()
 
     def on_pause(self, paused: bool) -> None:
-        """The run waits between two steps, or goes on; the time between is no run time. Shown at once."""
-        self._ran_s, self._began_s = self.run_s(), None if paused else self._panel.clock()
+        """The run waits between two steps, or goes on; in goodput that time counts, as in `summary()`. Shown at once."""
         self.state.paused = paused
         self._panel.refresh()
 
@@ -210,6 +210,12 @@ class Panel:
         with self._drawing:
             self._update(final)
 
+    def close(self) -> None:
+        """Another takes its place: what it shows stays, as a static picture where it can, and nothing is drawn any more."""
+        with self._drawing:
+            self._update(final=True)
+            self._view = None
+
     def _update(self, final: bool = False) -> None:
         started = self.clock()
         final = final or (self.ends and bool(self.states) and all(s.reason is not None for s in self.states.values()))
@@ -306,7 +312,7 @@ class TextView:
 
     def show(self, states: Mapping[str, PanelState], final: bool) -> None:
         for state in states.values():
-            if state.first_step is None and not final:
+            if state.first_step is None and not (final and state.reason):
                 continue
             line = summary_line(state)
             for warning in state.warning_lines() if final else []:

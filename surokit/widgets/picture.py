@@ -362,9 +362,10 @@ def _percent(series: Series) -> str:
 
 
 def progress_words(state: PanelState) -> str:
-    """Step, time and time left."""
+    """Step, time and time left; before the first step what was noted last, as that the model is compiled."""
     if state.first_step is None:
-        return "waiting for the first step"
+        notes = [cut(event.text, 50) for event in state.events if event.kind == "note"]
+        return " · ".join(["waiting for the first step", *notes[-1:]])
     step = f"step {state.step:,}" + (f" / {state.total:,}" if state.total else "")
     words = [step, f"{clock_time(state.elapsed_s)} elapsed"]
     eta = state.eta_s
@@ -452,17 +453,21 @@ def summary_text(states: States) -> str:
     lines += idle_lines(state) + layer_lines(state) + sustained_lines(state)
     lines += [f"! {line}" for line in state.warning_lines()]
     lines += [f"  {suggestion(state)}"] if suggestion(state) else []
+    notes = [event for event in state.events if event.kind == "note"]
+    lines += [cut(f"note at step {notes[-1].step:,}: {notes[-1].text}", 200)] if notes else []
     return "\n".join(lines)
 
 
 def sustained_lines(state: PanelState) -> list[str]:
-    """Rates over the last second, minute and ten minutes and over all, goodput and lost time in a line; [] before there are."""
+    """Rates over the last second, minute and ten minutes and over all, goodput and lost time where known, in a line; [] before."""
     rates = {name: recent.rate for name, recent in state.recent.items()} | {"all": state.overall_rate}
     told = [f"{name} {short(rate)}" for name, rate in rates.items() if rate is not None]
-    if state.goodput is None or not told:
+    if not told:
         return []
     unit = "Tokens/s" if state.tokens else "Steps/s"
-    return [f"{unit}: {', '.join(told)} · goodput {100 * state.goodput:.1f} % · {_lost(state.lost_s)} lost"]
+    goodput, lost_s = state.goodput, state.lost_s
+    lost = "" if goodput is None or lost_s is None else f" · goodput {100 * goodput:.1f} % · {_lost(lost_s)} lost"
+    return [f"{unit}: {', '.join(told)}{lost}"]
 
 
 def _lost(seconds: float) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from surokit.train.status import RunInfo
 
 Point = tuple[float, float]
-Standing = Literal["waiting", "running", "paused", "done", "interrupted", "stopped", "failed"]
+Standing = Literal["waiting", "running", "paused", "done", "interrupted", "stopped", "failed", "lost"]
 
 MEAN_STEPS = 10.0
 MEAN_SHARE = 1 / 40
@@ -264,7 +264,8 @@ class PanelState:
     decaying sums (half-life `half_life_s` of run time), work over seconds, so a pause counts in full.
 
     Goodput and lost time are those of profiler/sustained.py, step by step: of the run's wall time (`run_s`, where somebody
-    says it, else the steps'), what was neither skipped nor waiting for a batch, and what was not busy work that counts.
+    says it, else the steps'), what was neither skipped nor waiting for a batch, and what was not busy work that counts. They are
+    None where no step ever said how long it waited, and where `run_s` is known to be unknown (NaN).
     """
 
     def __init__(
@@ -289,7 +290,7 @@ class PanelState:
         self.paused = False
         self.tokens = 0
         self.elapsed_s = 0.0
-        self.run_s = 0.0  # wall time of the run, with what is no step; 0 where nobody says it
+        self.run_s = 0.0  # wall time of the run, with what is no step; 0: that of the steps; NaN: nobody knows
         self.recent = {name: Recent(span_s) for name, span_s in LAST.items()}
         self._recent = tuple(self.recent.values())
         self.loss, self.loss_mean, self.held_out = Series(limit), Series(limit), Series(limit)
@@ -305,6 +306,7 @@ class PanelState:
         self.layers: list[tuple[str, str]] = []  # layer and product, and its figures: the worst of the last sample
         self.layers_step = 0
         self.first_bad = ""
+        self._waits = False  # whether any step said how long it waited
         self._losses = 0
         self._sum = self._weight = self._stall_sum = 0.0
         self._step_s = self._good_s = self._busy_s = self._rate_s = self._rate_work = 0.0
@@ -340,7 +342,7 @@ class PanelState:
             idle=known("idle_frac"),
             held_out=known("eval_loss"),
             skipped=bool(known("skipped")),
-            stall=(known("stall_ms") or 0.0) / 1e3,
+            stall=None if (stall_ms := known("stall_ms")) is None else stall_ms / 1e3,
             lr=known("lr"),
             grad_norm=None if (norm := row.get("grad_norm")) is None else float(norm),
             memory=known("peak_gib"),
@@ -377,7 +379,7 @@ class PanelState:
         idle: float | None = None,
         held_out: float | None = None,
         skipped: bool = False,
-        stall: float = 0.0,
+        stall: float | None = None,
         lr: float | None = None,
         grad_norm: float | None = None,
         memory: float | None = None,
@@ -415,6 +417,11 @@ class PanelState:
             self.held_out.append(step, held_out)
         if tokens is not None:
             self.tokens += int(tokens)
+        if stall is None:
+            stall = 0.0
+            self._waits = self._waits or (idle is not None and idle == idle)
+        else:
+            self._waits = True
         if seconds is not None and seconds > 0.0:
             self._add_rate(step, tokens, seconds, idle, stall, steps)
             self._step_s += seconds
@@ -518,19 +525,24 @@ class PanelState:
     @property
     def goodput(self) -> float | None:
         """Time of steps that count, without waiting for data, over the wall time of the run; None before the first."""
-        return self._good_s / max(self.run_s, self._step_s) if self._step_s else None
+        return self._good_s / max(self.run_s, self._step_s) if self._step_s and self._accounted else None
 
     @property
-    def lost_s(self) -> float:
-        """Wall time of the run less the busy time of the steps that count; at least."""
-        return max(self.run_s, self._step_s) - self._busy_s
+    def lost_s(self) -> float | None:
+        """Wall time of the run less the busy time of the steps that count; at least. None where `goodput` is."""
+        return None if self.goodput is None else max(self.run_s, self._step_s) - self._busy_s
+
+    @property
+    def _accounted(self) -> bool:
+        """Whether it is known where the run's time went."""
+        return self._waits and self.run_s == self.run_s
 
     @property
     def standing(self) -> Standing:
         """How the run stands, in a word."""
         if self.reason is None:
             return "paused" if self.paused else "waiting" if self.first_step is None else "running"
-        for word in ("done", "interrupted", "failed"):
+        for word in ("done", "interrupted", "failed", "lost"):
             if self.reason.startswith(word):
                 return word
         return "stopped"
@@ -570,7 +582,7 @@ class PanelState:
         """Wall time of the run times the GPUs it holds; None where they are not known, or on a CPU."""
         if self.info is None or not self.info.gpus:
             return None
-        return self.info.gpus * max(self.run_s, self.elapsed_s) / 3600
+        return self.info.gpus * max(self.elapsed_s, self.run_s) / 3600
 
     @property
     def usd_per_s(self) -> float | None:
@@ -584,7 +596,7 @@ class PanelState:
     def usd(self) -> float | None:
         """GPU hours times their price; None without one."""
         price = self.usd_per_s
-        return None if price is None else price * max(self.run_s, self.elapsed_s)
+        return None if price is None else price * max(self.elapsed_s, self.run_s)  # of a number and NaN the first
 
     def warning_lines(self) -> list[str]:
         """The warnings as sentences, worst first."""

@@ -33,7 +33,7 @@ seconds so far (run time without pauses), both of seven digits; in between they 
     axes       of ["steps", "tokens", "time", "usd"] those that every run knows
     runs       [run, ...], in the order of their colours:
         key, title, recipe   words. color: of the palette
-        state                waiting | running | paused | done | interrupted | stopped | failed
+        state                waiting | running | paused | done | interrupted | stopped | failed | lost
         phase                "" | warm-up | converging | plateau | unstable | diverging: the health's present phase
         line                 "step 120 / 500 · 0:12 elapsed · 0:40 to go"
         step, total (or null), tokens, seconds, progress (0..1 or null)

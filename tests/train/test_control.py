@@ -1012,6 +1012,15 @@ asyncio.run(main())
         self.goes_on_from(program.run_dir)
 
 
+def test_asked_before_a_run_it_says_nothing_of_it() -> None:
+    session = make_session()
+    session.control.pause()
+    session.control.stop()
+    session.stop()
+    session.run(3)
+    assert session.steps == 3
+
+
 class TestStopWhen:
     def test_a_function(self) -> None:
         def low(record: Record) -> bool:
@@ -1026,6 +1035,33 @@ class TestStopWhen:
         assert listener.of("end") == ["stopped: low at step 4"]
         session.run(4)
         assert_same_state(session, whole(8))
+
+    def test_one_that_ends_each_run_says_how_it_goes(self) -> None:
+        def low(record: Record) -> bool:
+            return record.step >= 4
+
+        listener = Listener()
+        session = make_session()
+        session.subscribe(listener)
+        session.stop_when(low)
+        for _ in range(2):
+            session.run(8)
+        assert listener.of("end") == [
+            "stopped: low at step 4",
+            "stopped: low at step 5, again: stop_when() clears it",
+        ]
+        session.stop_when()
+        session.run(3)
+        assert listener.of("end")[2:] == ["done"]
+
+    def test_one_that_holds_now_and_then_is_not_remarked_on(self) -> None:
+        listener = Listener()
+        session = make_session()
+        session.subscribe(listener)
+        session.stop_when(lambda record: record.step % 5 == 0 and f"step {record.step}")
+        for _ in range(2):
+            session.run(8)
+        assert listener.of("end") == ["stopped: step 5", "stopped: step 10"]
 
     def test_its_own_words(self) -> None:
         listener = Listener()

@@ -25,7 +25,7 @@ from surokit.widgets import growing
 from surokit.widgets.folder import FileControl, RunFolder
 from surokit.widgets.follow import watch
 from surokit.widgets.growing import Reader
-from surokit.widgets.picture import summary_line
+from surokit.widgets.picture import summary_line, summary_text
 from surokit.widgets.state import PanelState
 
 SERIES = ("loss", "loss_mean", "held_out", "rate", "rate_sustained", "idle", "lr", "grad_norm", "memory")
@@ -64,7 +64,7 @@ def grow(folder, text):
         file.write(text)
 
 
-def says(folder, state="running", step=0, events=(), clock=time.time, now=True, **info):
+def says(folder, state="running", step=0, events=(), clock=time.time, now=True, run_s=None, **info):
     known: dict[str, Any] = {
         "title": "fp8",
         "numerics": "emulated",
@@ -72,7 +72,7 @@ def says(folder, state="running", step=0, events=(), clock=time.time, now=True, 
         "host": socket.gethostname(),
         "total": 100,
     }
-    StatusFile(folder, clock).beat(RunInfo(**known | info), state, step, events, now=now)
+    StatusFile(folder, clock).beat(RunInfo(**known | info), state, step, events, now=now, run_s=run_s)
 
 
 def picture(state):
@@ -460,10 +460,18 @@ def test_a_process_that_has_ended_is_known_to_be_gone(tmp_path):
     grow(tmp_path, line(1))
     says(tmp_path, clock=clock, pid=ended.pid)
     folder = RunFolder(tmp_path, clock=clock)
-    clock.now += 60
     folder.look()
-    assert reason(folder).endswith("(heartbeat 60 s old): its process has ended")
-    assert folder.over
+    when = time.strftime("%H:%M", time.localtime(clock.now))
+    assert (
+        reason(folder) == f"lost: its process has ended without a word; last heartbeat at {when}"
+    )  # at the first look
+    assert not folder.over  # until it is sure that it is none of another machine of this name
+    says(tmp_path, clock=clock, pid=os.getpid())
+    folder.look()
+    assert reason(folder) is None
+    says(tmp_path, clock=clock, pid=ended.pid)
+    clock.now += 7
+    folder.look()
     assert not folder.goes_on
 
 
@@ -483,7 +491,7 @@ def test_a_process_that_nobody_waited_for_has_ended_too(tmp_path):
 
     try:
         until(gone)
-        assert reason(folder).endswith("its process has ended")
+        assert reason(folder).startswith("lost: its process has ended without a word")
     finally:
         zombie.wait()
 
@@ -637,6 +645,59 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch):
         control.stop()
 
 
+def test_a_folder_of_runs_stands_for_them(tmp_path):
+    for name in ("fp8", "bf16", "pictures"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "race.json").write_text("{}")
+    for name in ("fp8", "bf16"):
+        grow(tmp_path / name, line(1) + line(2))
+        says(tmp_path / name, "done", 2)
+    view = View()
+    seen = watch(tmp_path, tmp_path / "fp8", view=view)
+    assert list(view.shown[0]) == ["bf16", "fp8"]
+    assert seen.reasons == {"bf16": "done", "fp8": "done"}
+
+
+def test_a_run_that_ended_is_told_from_one_that_is_lost(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for name, state, pid in (("a", "stopped: plateau", 0), ("b", "running", ended.pid), ("c", "running", os.getpid())):
+        (tmp_path / name).mkdir()
+        grow(tmp_path / name, line(1))
+        says(tmp_path / name, state, 1, pid=pid)
+    reasons = watch(tmp_path, follow=False, view=View()).reasons
+    assert (reasons.pop("b") or "").startswith("lost: its process has ended")
+    assert reasons == {"a": "stopped: plateau", "c": None}
+
+
+def test_goodput_is_of_the_time_that_the_run_took(tmp_path):
+    grow(tmp_path, "".join(line(step, wall_ms=100.0, elapsed_s=0.1 * step, stall_ms=0.0) for step in range(1, 11)))
+    says(tmp_path, step=10)
+    folder = RunFolder(tmp_path)
+    folder.look()
+    assert (folder.state.goodput, folder.state.lost_s) == (None, None)  # nobody said how long it took
+    assert "goodput" not in summary_text(folder.state)
+    says(tmp_path, step=10, run_s=4.0)
+    folder.look()
+    assert folder.state.goodput == pytest.approx(0.25)
+    assert folder.state.lost_s == pytest.approx(3.05)  # and a twentieth was idle
+    grow(tmp_path, "".join(line(step, wall_ms=100.0, elapsed_s=0.1 * step, stall_ms=0.0) for step in range(11, 21)))
+    folder.look()
+    assert folder.state.goodput == pytest.approx(2 / 5)  # these came after what run.json says
+    says(tmp_path, "done", 20, run_s=8.0)
+    folder.look()
+    assert folder.state.goodput == pytest.approx(0.25)
+
+
+def test_the_words_say_a_name_once_and_the_last_note(tmp_path):
+    grow(tmp_path, line(1) + line(2))
+    notes = [{"step": step, "kind": "note", "text": text} for step, text in ((1, "begun"), (2, "lr halved"))]
+    says(tmp_path, "done", 2, notes, title="bf16", recipe="bf16   y = x w'   dx = dy w   bf16", numerics="")
+    words = repr(watch(tmp_path, view=View()))
+    assert words.startswith("bf16 · step 2")
+    assert words.endswith("\nnote at step 2: lr halved")
+
+
 def test_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"There is no folder .*nowhere: give the run_dir"):
         watch(tmp_path / "nowhere")
@@ -647,8 +708,6 @@ def test_errors(tmp_path):
         watch(tmp_path)
     (tmp_path / "a").mkdir()
     grow(tmp_path / "a", line(1))
-    with pytest.raises(ValueError, match=r"It has folders of runs: a\.$"):
-        watch(tmp_path)
     (tmp_path / "b").mkdir()
     with pytest.raises(ValueError, match=r"No step is written in .*b yet: the run has not begun\. With follow=True"):
         watch(tmp_path / "b", follow=False)
@@ -688,6 +747,18 @@ def test_an_evaluation_after_a_run_is_in_its_folder_at_once(tmp_path):
     folder.look()
     assert folder.state.held_out.points() == ([2], [loss])
     assert (reason(folder), folder.over) == ("done", True)
+
+
+def test_goodput_is_that_of_the_summary(tmp_path):
+    session = small_session(tmp_path / "run")
+    session.run(3)
+    session._run_s += 100.0  # as if it had been paused
+    session.run(3)
+    state = watch(tmp_path / "run", view=View()).states["run"]
+    summary = session.summary()
+    assert summary.goodput < 0.5
+    assert state.goodput == pytest.approx(summary.goodput)
+    assert state.lost_s == pytest.approx(3600 * summary.lost_gpu_hours)
 
 
 def test_a_session_is_followed_and_stopped_through_its_folder(tmp_path):

@@ -10,6 +10,7 @@ import torch
 
 from surokit.train import Session
 from surokit.widgets.panel import Panel
+from surokit.widgets.picture import summary_line
 from surokit.widgets.state import PanelState
 from tests.test_live import View
 
@@ -78,6 +79,50 @@ def test_a_skipped_step_is_shown(session, batch):
     hook.remove()
     session.run(1)
     assert panel.state.warning_lines() == ["step skipped, not finite: weights untouched, at step 3"]
+
+
+def test_a_later_live_takes_the_place_of_an_earlier_one(session, capsys):
+    session.live()
+    session.live()
+    session.run(3)
+    assert capsys.readouterr().err.count("Done at step 3.") == 1
+    session.live()
+    session.run(2)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_closed_panel_keeps_what_it_shows_and_draws_no_more(session):
+    view = View()
+    panel = Panel(PanelState(), view=view)
+    session.subscribe(panel)
+    session.run(2)
+    shown = len(view.ended)
+    panel.on_step({"step": 3, "loss": 1.0})
+    panel.close()
+    closed = len(view.ended)
+    panel.on_step({"step": 4, "loss": 1.0})
+    panel.on_end("done")
+    assert (closed, len(view.ended)) == (shown + 1, closed)
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_that_the_model_is_compiled_is_said_before_the_first_step(tiny, batch, monkeypatch, capsys, compile):
+    monkeypatch.setattr(torch, "compile", lambda model, **_: lambda **batch: model(**batch))
+    said = []
+
+    class Reading(View):
+        def show(self, states, final):
+            said.append(summary_line(*states.values()))
+
+    panel = Panel(PanelState(), view=Reading())
+    session = Session(tiny, [batch], schedule=None, compile=compile)
+    session.subscribe(panel.open())
+    said.clear()
+    for _ in range(2):
+        session.run(2)
+    words = "compiling the model: the first step takes longer"
+    assert (words in said[0]) == compile
+    assert capsys.readouterr().err.count(f"surokit: {words}; compile=False does without\n") == compile
 
 
 def test_without_a_notebook_live_prints_a_line(session, capsys):

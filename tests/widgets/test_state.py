@@ -229,7 +229,7 @@ def test_goodput_and_lost_time_are_those_of_the_summary(run, outside_s):
         run_s=state.run_s,
     )
     assert state.goodput == pytest.approx(exact.goodput)
-    assert state.lost_s / 3600 == pytest.approx(exact.lost_gpu_hours, abs=1e-9)
+    assert (state.lost_s or 0.0) / 3600 == pytest.approx(exact.lost_gpu_hours, abs=1e-9)
     assert state.overall_rate == pytest.approx(sum(tokens[1:]) / sum(seconds[1:]))
 
 
@@ -259,7 +259,7 @@ def test_the_last_seconds_in_bounded_memory(run, span_s):
 
 def test_nothing_before_the_first_step():
     state = PanelState()
-    assert (state.goodput, state.overall_rate, state.lost_s) == (None, None, 0.0)
+    assert (state.goodput, state.overall_rate, state.lost_s) == (None, None, None)
     assert [recent.rate for recent in state.recent.values()] == [None] * 3
 
 
@@ -308,10 +308,10 @@ def test_how_a_run_stands():
     standing.append(state.standing)
     state.paused = True
     standing.append(state.standing)
-    for reason in ("done", "interrupted", "failed: ValueError: x", "stopped: diverging", "stopped by a rule"):
+    for reason in ("done", "interrupted", "failed: ValueError: x", "stopped: diverging", "by a rule", "lost: gone"):
         state.reason = reason
         standing.append(state.standing)
-    assert standing == ["waiting", "running", "paused", "done", "interrupted", "failed", "stopped", "stopped"]
+    assert standing == ["waiting", "running", "paused", "done", "interrupted", "failed", "stopped", "stopped", "lost"]
 
 
 # --- the ruler ---
