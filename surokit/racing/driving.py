@@ -30,6 +30,7 @@ from surokit.racing.entries import Builder
 from surokit.racing.parking import Parking, bytes_of
 from surokit.racing.predicted import Layers, Shares, predict
 from surokit.racing.runs import Prediction, Turn, WarmUp
+from surokit.racing.told import as_part_of
 from surokit.train import Session
 from surokit.train.records import Record
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 WARM_UP = 7  # steps before the turns: compilers, autotuning and the recording of graphs are done then
 TRIED = 2  # the last of them, by whose time the turns are planned
 UNTIMED = 1  # first step of each turn
+PREDICTED_FROM = 4 * (TRIED + 3)  # steps: the warm-up then has two, after the first, for a profile
 ROUNDS_WANTED = 12  # that the length of a turn is chosen for
 LONGEST_TURN_S = 10.0
 SAVE_EVERY_S = 30.0
@@ -80,6 +82,7 @@ class Driver:
         self.sessions: dict[str, Session] = {}
         self.parking = Parking({})
         self.running = ""  # whose turn it is
+        self._session: Session | None = None  # that one's
         self.paused = False
         self._order = equal.Order(looks=WARM_UP)
         self._works: dict[str, equal.Work] = {}
@@ -88,6 +91,7 @@ class Driver:
         self._stop_asked = ""
         self._moving = False
         self._pending: list[_Due] = []  # of this round
+        self._aim: int | None = of.settings["steps"]  # steps of each run at which this call ends, None by time alone
         self._round = 0
         self._began_s = math.inf  # of the race's own clock, which stands between two calls
         self._clock_s = 0.0
@@ -98,9 +102,13 @@ class Driver:
     @property
     def left(self) -> int:
         """Steps of each run that are missing to those that the race was given, after what is due already; 0 without a number."""
+        return max(0, (self.race.settings["steps"] or 0) - self._made)
+
+    @property
+    def _made(self) -> int:
+        """Steps of each run, with those that are due already."""
         due = {due.name: due.untimed + due.timed for due in self._pending}
-        made = max(len(run.steps) + due.get(name, 0) for name, run in self.race.runs.items())
-        return max(0, (self.race.settings["steps"] or 0) - made)
+        return max(len(run.steps) + due.get(name, 0) for name, run in self.race.runs.items())
 
     # -- warm-up
 
@@ -108,10 +116,15 @@ class Driver:
         """Makes the sessions, checks that they do equal work, and takes their first steps."""
         count = WARM_UP if steps is None else max(1, min(WARM_UP, steps // 4))
         first_s: dict[str, float] = {}
+        if count < PREDICTED_FROM // 4:
+            enough = f"steps={PREDICTED_FROM} or more, or minutes="
+            self._shares.why = f"the race was too short for a profile of the baseline, so give {enough}"
 
         def started(name: str, session: Session) -> None:
             session.usd_per_gpu_hour = session.usd_per_gpu_hour or self.race.settings["usd_per_gpu_hour"]
             session.subscribe(_Follower(self, name, self._view.run(name, session) if self._view else None))
+            self.sessions[name] = session
+            self._sign()
             began = time.perf_counter()
             self._take(name, session, 1)
             first_s[name] = time.perf_counter() - began
@@ -134,7 +147,7 @@ class Driver:
                 step_s = (ended - rested) / tried if tried else first
                 run.warm_up = WarmUp(len(run.steps), first, first + ended - began, step_s)
                 if self._stop_asked or len(run.steps) < count:
-                    raise KeyboardInterrupt("the race was interrupted in its warm-up")
+                    raise KeyboardInterrupt(f"the race ended in its warm-up: {self._stop_asked or 'interrupted'}")
             if not together:
                 graphs = ", and no steps ran as CUDA graphs" if self.sessions[baseline].device.type == "cuda" else ""
                 self._note(f"The models took turns on the device: each was parked on the host between its own{graphs}.")
@@ -166,9 +179,11 @@ class Driver:
     def go_on(self, minutes: float | None, steps: int | None) -> None:
         deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
         left = math.inf if steps is None else steps
+        self._aim = None if steps is None else self._made + steps
         size, rounds = self._plan(minutes, left)
         first = True
         with self._driving("done") as ends:
+            self._sign("running")
             while True:
                 if not self._pending:
                     late = time.monotonic() + size * self._all_step_s / 2 > deadline
@@ -178,11 +193,11 @@ class Driver:
                     self._pending = self._next_round(now)
                     left, rounds, first = left - now, rounds - 1, False
                 if not self._turns_of_round():
-                    ends.reason = "interrupted"
+                    ends.reason = self._stop_asked or "interrupted"
                     return
                 self._save_now_and_then()
             if not self._finish():
-                ends.reason = "interrupted"
+                ends.reason = self._stop_asked
 
     @property
     def _all_step_s(self) -> float:
@@ -259,27 +274,35 @@ class Driver:
 
     def _bring(self, name: str) -> None:
         """What is half moved is lost: an interrupt waits."""
+        self._sign()
         self._moving = True
         try:
             self.parking.bring(name)
         finally:
             self._moving = False
 
+    def _sign(self, state: str | None = None) -> None:
+        """Of life, in run.json of every run, between turns: the runs that wait have not gone."""
+        for session in self.sessions.values():
+            session.journal.beat(state)
+
     def _take(self, name: str, session: Session, steps: int) -> int:
         """So many steps of a run; how many were made. Its batches are compared with those of the others."""
-        if steps <= 0:
+        if steps <= 0 or self._stop_asked:
             return 0
         before, evaluates, saves = session.steps, session.eval_every, session.save_every
         session.eval_every = session.save_every = None  # the race evaluates, between turns
-        self.running = name
+        total = None if self._aim is None else session.steps - len(self.race.runs[name].steps) + self._aim
+        self.running, self._session = name, session
         try:
-            with self._order.following(name, session):
+            with self._order.following(name, session), as_part_of(session, total):
                 session.run(steps, thread=False)
         finally:
-            self.running = ""
+            self.running, self._session = "", None
             session.eval_every, session.save_every = evaluates, saves
-        if session.control.reason:  # also what came in during the last step
-            self._stop_asked = self._stop_asked or "interrupted"
+        if why := session.control.reason:  # also what came in during the last step
+            what = why.removeprefix("stopped: ")
+            self._stop_asked = self._stop_asked or (why if what == why else f"stopped: {name}, {what}")
         found = self._order.check(name, session.steps)
         self.race.runs[name].batches = self._order.combined.get(name, "")
         self._refuse(found)
@@ -338,17 +361,21 @@ class Driver:
         self._saved_s = -math.inf
 
     def stop(self) -> None:
-        self._stop_asked = "stopped"
-        if session := self.sessions.get(self.running):
+        self._stop_asked = "interrupted"
+        if (session := self._session) is not None:
             session.stop()
 
     def _stop_wanted(self) -> bool:
         file = None if self.race.run_dir is None else self.race.run_dir / "stop"
-        shown = False
+        shown = signed = False
         while True:
             if self._view and shown != self.paused:
                 shown = self.paused
                 self._view.pause(shown)
+            if signed != self.paused:
+                signed = self.paused
+                self._sign("paused" if signed else "running")
+            self._sign()
             if file is not None and file.exists():
                 with suppress(OSError):  # one that cannot be removed stops it, too
                     file.unlink(missing_ok=True)
@@ -370,10 +397,13 @@ class Driver:
         ends = _End(reason)
 
         def handler(_signal: int, _frame: Any) -> None:
-            if self._stop_asked and not self._moving:
+            session = self._session
+            if self._stop_asked and not self._moving and not (session and session.control.final):
                 raise KeyboardInterrupt
             self._stop_asked = "interrupted"
-            print("\nsurokit: stopping the race; race.go_on() goes on from there", file=sys.stderr)
+            if session is not None:
+                session.stop()
+            print("\nsurokit: stopping the race after this step", file=sys.stderr)
 
         if main:
             signal.signal(signal.SIGINT, handler)
@@ -381,7 +411,9 @@ class Driver:
             yield ends
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt)
-            ends.reason = "interrupted" if stopped else f"failed: {type(error).__name__}: {error}"
+            ends.reason = self._stop_asked or "interrupted"
+            if not stopped:
+                ends.reason = f"failed: {type(error).__name__}: {error}"
             error.race = self.race  # type: ignore[attr-defined]
             raise
         finally:
@@ -390,6 +422,7 @@ class Driver:
             self._clock_s, self._began_s = self._now_s(), math.inf
             if ends.reason:  # the race does not go on at once
                 self.race.reason = ends.reason
+                self._sign(ends.reason)
                 self._save_now_and_then(at_once=True)
                 if self._view:
                     self._view.end(ends.reason)
@@ -446,7 +479,7 @@ class _View:
         from surokit.widgets.state import PanelState
 
         total = None if self._total is None else session.steps + self._total
-        self._states[name] = PanelState(name, recipe=session.numerics, total=total, resumes=True)
+        self._states[name] = PanelState(name, recipe=session.numerics, total=total)
         self._panel.refresh()  # opens it
         return self._panel.run(name)
 

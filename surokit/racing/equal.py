@@ -8,6 +8,7 @@ as the steps happen (`Order`).
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -156,6 +157,9 @@ def differences(name: str, own: Work, base_name: str, base: Work) -> list[Differ
                 continue
             a, b = (f"{other}, {each[other]}" for each in (a, b))
         found.append(difference(field.name, name, a, base_name, b))
+        if field.name == "optimizer" and (options := _options_that_differ(a, b)):
+            text = f"{name!r} is trained with other options than {base_name!r}, {options}"
+            found[-1] = replace(found[-1], text=text)
     if own.parameters != base.parameters:  # what follows from that is no difference of its own
         kinds = [work.optimizer.rstrip(")").split("; ")[0] for work in (own, base)]
         implied = {"weights", *(["optimizer"] if kinds[0] == kinds[1] else [])}
@@ -318,6 +322,22 @@ def optimizer_words(optimizer: torch.optim.Optimizer, rates: Sequence[float]) ->
         if text not in groups:
             groups.append(text)
     return f"{type(optimizer).__name__}({'; '.join(groups)})"
+
+
+def _options_that_differ(own: str, base: str) -> str:
+    """ "lr: 0.001 against 0.002" of two `optimizer_words`; "" where the optimizers, or their numbers of groups, are others."""
+    (kind, groups), (base_kind, base_groups) = (
+        (kind, rest.removesuffix(")").split("; ")) for kind, _, rest in (words.partition("(") for words in (own, base))
+    )
+    if kind != base_kind or len(groups) != len(base_groups):
+        return ""
+    found: dict[str, None] = {}
+    for group, other in zip(groups, base_groups):
+        a, b = (dict(option.partition("=")[::2] for option in re.split(r", (?=\w+=)", text)) for text in (group, other))
+        for name in sorted(a | b):
+            if a.get(name) != b.get(name):
+                found[f"{name}: {a.get(name, 'none')} against {b.get(name, 'none')}"] = None
+    return ", ".join(found)
 
 
 def _plain(value: Any) -> Any:

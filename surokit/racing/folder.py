@@ -133,11 +133,7 @@ def _turn_s(race: Race) -> float | None:
 def script(race: Race) -> str:
     """rerun.py: the exact command where there was one, else what to fill in."""
     if race.command:
-        return (
-            f'"""Runs the race of this folder again: {" ".join(["surokit", *race.command])}"""\n\n'
-            "from surokit.cli import main\n\n"
-            f"raise SystemExit(main({race.command!r}))\n"
-        )
+        return _command_again(race.command)
     work = race.runs[race.baseline].work
     return (
         '"""Runs the race of this folder again, and shows both tables. Weights and batches are compared with those of then."""\n\n'
@@ -149,6 +145,41 @@ def script(race: Race) -> str:
         "data = ...\n\n"
         "saved = sk.Race.load(Path(__file__).parent)\nprint(saved)\nprint(saved.rerun(model=model, data=data))\n"
     )
+
+
+def _command_again(command: list[str]) -> str:
+    """It can be started anywhere, writes beside the folder that it lies in (Session's rule for one that is taken), and a picture
+    under a name that is free."""
+    rest, pictures = _without(command, "--plot")
+    rest, _ = _without(rest, "--run-dir")
+    lines = [f'"""Runs the race of this folder again: {" ".join(["surokit", *command])}"""', ""]
+    lines += ["from itertools import count"] * bool(pictures) + [
+        "from pathlib import Path",
+        "",
+        "from surokit.cli import main",
+        "",
+    ]
+    lines += ["here = Path(__file__).resolve().parent", f'command = [*{rest!r}, "--run-dir", str(here)]']
+    if pictures:
+        plot = Path(pictures[-1])
+        lines += [
+            f'pictures = (here / ({plot.stem!r} + f"-{{number}}" + {plot.suffix!r}) for number in count(2))',
+            'command += ["--plot", str(next(path for path in pictures if not path.exists()))]',
+        ]
+    return "\n".join([*lines, "raise SystemExit(main(command))", ""])
+
+
+def _without(command: list[str], option: str) -> tuple[list[str], list[str]]:
+    """The arguments without that option, and its values."""
+    rest, values, words = [], [], iter(command)
+    for word in words:
+        if word == option:
+            values.append(next(words))
+        elif word.startswith(f"{option}="):
+            values.append(word.partition("=")[2])
+        else:
+            rest.append(word)
+    return rest, values
 
 
 def _one_line(value: Any) -> str:

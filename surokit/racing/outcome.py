@@ -86,7 +86,8 @@ class Outcome:
             return "There was no A/A control, so nothing says how far these intervals can be trusted."
         if not self.control.known:
             return (
-                f"{self.rounds} rounds of turns are too few for an interval ({ROUNDS} are needed): let the race go on."
+                f"{counted(self.rounds, 'round')} of turns {'is' if self.rounds == 1 else 'are'} too few for an interval ({ROUNDS} "
+                "are needed): let the race go on."
             )
         if self.trusted:
             width = max(self.control.high - 1, 1 - self.control.low)
@@ -260,8 +261,9 @@ HEADER = (
 RIGHT = tuple(range(1, len(HEADER)))
 
 
-def cells_of(row: Row, is_baseline: bool) -> tuple[str, ...]:
+def cells_of(row: Row, found: Outcome) -> tuple[str, ...]:
     """A row as words, under HEADER."""
+    is_baseline = row is found.rows[0]
     ratio = "baseline" if is_baseline else str(row.ratio)
     return (
         row.name,
@@ -270,7 +272,7 @@ def cells_of(row: Row, is_baseline: bool) -> tuple[str, ...]:
         "" if row.predicted is None or is_baseline else f"{row.predicted:.2f}",
         "" if row.matched is None or is_baseline else f"{row.matched.mid:.3f}",
         "" if row.held_out is None else f"{row.held_out:.4f}",
-        _target_words(row.to_target),
+        "" if math.isnan(found.target) else _target_words(row.to_target),
         "" if math.isnan(row.idle_frac) else f"{row.idle_frac:.1%}",
         "" if math.isnan(row.drift) else f"{row.drift:+.1%}",
         f"{row.first_step_s:.2f} s",
@@ -282,6 +284,11 @@ def _target_words(to_target: tuple[int, int, float, float | None] | None) -> str
         return "not reached"
     steps, _, seconds, usd = to_target
     return f"{steps:,} steps, {span_words(seconds)}" + ("" if usd is None else f", {usd:.3g} USD")
+
+
+def counted(count: int, what: str) -> str:
+    """1 step, 2 steps."""
+    return f"{count} {what}" + "s" * (count != 1)
 
 
 def span_words(seconds: float) -> str:

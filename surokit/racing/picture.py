@@ -61,6 +61,8 @@ def plot(race: Race, x: str) -> Figure:
             left.plot(
                 at[reached[0] - 1], found.target, "v", color=color, markersize=8, markeredgecolor="white", zorder=5
             )
+    if any(race.runs[name].held_out for name in drawn):
+        left.plot([], [], "o", color=_SOFT, markersize=6, markeredgecolor="white", label="held out")
     if not math.isnan(found.target):
         left.axhline(found.target, color=_SOFT, linewidth=0.8, linestyle=(0, (4, 3)))
         left.annotate(

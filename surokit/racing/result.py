@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from surokit.racing import folder
 from surokit.racing.entries import Source
-from surokit.racing.outcome import COLUMNS, HEADER, RIGHT, Outcome, cells_of, outcome, record_of, span_words
+from surokit.racing.outcome import COLUMNS, HEADER, RIGHT, Outcome, cells_of, counted, outcome, record_of, span_words
 from surokit.racing.runs import Run
 from surokit.tables import data_frame, html_table, text_table
 from surokit.train import Session
@@ -132,11 +132,10 @@ class Race:
         sizes = sorted({turn.steps for turn in first.whole_turns})
         said = []
         if sizes and first.warm_up is not None:
-            size = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
-            size += " timed step" + "s" * (sizes != [1])
+            size = f"{sizes[0]} to " * (len(sizes) > 1) + counted(sizes[-1], "timed step")
             said.append(
-                f"{found.rounds} rounds of turns, each {size} after an untimed one, {span_words(found.timed_s)} timed "
-                f"in all on {self.environment['device']}, after a warm-up of {first.warm_up.steps} steps each."
+                f"{counted(found.rounds, 'round')} of turns, each {size} after an untimed one, {span_words(found.timed_s)} timed "
+                f"in all on {self.environment['device']}, after a warm-up of {counted(first.warm_up.steps, 'step')} each."
             )
         if found.timed_s < 60 * len(found.rows):
             said.append("Less than a minute each: whether a speed is sustained takes minutes to see.")
@@ -166,7 +165,30 @@ class Race:
             )
         elif emulated:
             said.append(f"Emulated here, so that its time is not the format's: {', '.join(emulated)}.")
-        return said + self.notes
+        return said + [self._way_on()] * self._ended_early + self.notes
+
+    @property
+    def _ended_early(self) -> bool:
+        return self.reason not in ("", "done")
+
+    def _no_result(self, error: ValueError) -> str:
+        if not self._ended_early:
+            return str(error)
+        return f"The race has no result before every run has had a turn. {self._way_on()}"
+
+    def _way_on(self) -> str:
+        """What can be done after an early end."""
+        if self.command is not None:
+            return f"The race ended early ({self.reason}). " + (
+                "Without --run-dir nothing of it was kept, and the same command races again from the start."
+                if self.run_dir is None
+                else f"A new process cannot go on: python {self.run_dir / 'rerun.py'} races again from the start."
+            )
+        if self._driver is not None and any(run.warm_up is None for run in self.runs.values()):
+            return f"The race ended in its warm-up ({self.reason}): race again."
+        if self._driver is not None:
+            return f"The race ended early ({self.reason}): race.go_on() goes on from there."
+        return f"The race ended early ({self.reason}): race.rerun() races again from the start."
 
     def plot(self, x: Axis = "time") -> Figure:
         """Loss against "steps", "tokens", "time" (a run's own) or "usd", and each turn's ratio to the baseline beside it."""
@@ -182,16 +204,16 @@ class Race:
         try:
             found = self.outcome
         except ValueError as error:
-            return f"<Race {', '.join(self.runs)}: {error}>"
-        rows = [cells_of(row, row.name == self.baseline) for row in found.rows]
+            return f"<Race {', '.join(self.runs)}: {self._no_result(error)}>"
+        rows = [cells_of(row, found) for row in found.rows]
         return "\n".join([text_table(rows, header=HEADER, right=RIGHT, indent=""), "", *self.words()])
 
     def _repr_html_(self) -> str:
         try:
             found = self.outcome
         except ValueError as error:
-            return f"<p>{escape(str(error))}</p>"
-        rows = [cells_of(row, row.name == self.baseline) for row in found.rows]
+            return f"<p>{escape(self._no_result(error))}</p>"
+        rows = [cells_of(row, found) for row in found.rows]
         words = "".join(f"<br>{escape(line)}" for line in self.words())
         return f"<div>{html_table(rows, header=HEADER, right=RIGHT)}<small>{words[4:]}</small></div>"
 

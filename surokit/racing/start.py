@@ -21,6 +21,8 @@ from surokit.train.schedule import Schedule, schedule_to_dict
 from surokit.train.setup import claim_folder
 from surokit.train.stream import Batch
 
+FEWEST = 3  # steps: of warm-up, untimed, timed
+MORE = 40
 _ADAMW = Spec(AdamW, {"lr": 3e-4})
 _NOT_HERE = (
     "save_every",
@@ -80,6 +82,11 @@ def race(
     An error of a run ends the race; the error carries it as its attribute `race`.
     """
     check_time(minutes, steps)
+    if steps is not None and steps < FEWEST:
+        raise ValueError(
+            f"race(steps={steps}) leaves nothing to compare: a step is for warming up, and a turn's first is not timed. "
+            f"Give {FEWEST} or more, and {MORE} for an interval and a prediction."
+        )
     _check_numbers(turn_s, target_loss, usd_per_gpu_hour)
     if schedule == "auto":
         schedule = Cosine(20, 500, floor=1.0) if steps is None else Cosine(min(20, max(1, steps // 10)), max(2, steps))

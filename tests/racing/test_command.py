@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import runpy
+import signal
 
 import pytest
 
@@ -52,6 +54,58 @@ def test_a_race_from_the_command_line(tmp_path, capsys, text):
     assert ended.value.code == 0
     again = sk.Race.load(tmp_path / "race-2")
     assert again.runs["fp8"].steps["loss"].tolist() == race.runs["fp8"].steps["loss"].tolist()
+
+
+def test_it_is_run_again_from_anywhere_and_overwrites_nothing(tmp_path, capsys, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["race", "--recipes", "bf16", "fp8", "--steps", "4", *SMALL, "--text", "text.txt"]
+    assert cli.main([*arguments, "--run-dir=races/a", "--plot", "race.png"]) == 0
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    (tmp_path / "races" / "a" / "race-2.png").write_text("taken", encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(tmp_path / "races" / "a" / "rerun.py"))
+    assert ended.value.code == 0
+    assert not list(elsewhere.iterdir())
+    assert sk.Race.load(tmp_path / "races" / "a-2").reason == "done"
+    assert (tmp_path / "races" / "a" / "race-2.png").read_text(encoding="utf-8") == "taken"
+    assert (tmp_path / "races" / "a" / "race-3.png").stat().st_size > 10_000
+
+
+def test_remedies_are_those_of_the_command_line(tmp_path, capsys, monkeypatch, text):
+    assert cli.main(["race", "--recipes", "bf16", "qfp8", "--steps", "4", *SMALL, *text]) == 2
+    told = capsys.readouterr().err
+    assert "with --lora 16" in told
+    assert "No option of the command line allows a difference." in told
+    assert "recipe.lora" not in told
+    assert "allow=" not in told
+    assert cli.main(["race", "--recipes", "bf16", "qfp8", "--lora", "16", "--steps", "4", *SMALL, *text]) == 0
+
+
+def test_an_interrupted_command_says_what_can_be_done(tmp_path, capsys, monkeypatch, text):
+    of_race = sk.race
+
+    def interrupted(*entries, **options):
+        def interrupt(session):
+            if session.steps == 6:
+                os.kill(os.getpid(), signal.SIGINT)
+            return {}
+
+        return of_race(*entries, **options, meters=[interrupt])
+
+    monkeypatch.setattr(sk, "race", interrupted)
+    command = ["race", "--steps", "12", "--turn-s", "1e-6", "--no-control", *SMALL, *text]
+    assert cli.main([*command, "--run-dir", str(tmp_path / "race")]) == 130
+    told = capsys.readouterr()
+    assert (
+        f"A new process cannot go on: python {tmp_path / 'race' / 'rerun.py'} races again from the start." in told.out
+    )
+    for where in (told.out, told.err):
+        assert "go_on()" not in where
+        assert "run()" not in where
+    assert cli.main(command) == 130
+    assert "Without --run-dir nothing of it was kept" in capsys.readouterr().out
 
 
 def test_errors_are_one_line(capsys, monkeypatch, text):

@@ -18,6 +18,7 @@ import torch
 import surokit as sk
 from surokit.racing.parking import storages_of
 from surokit.racing.runs import rounds_of
+from surokit.train.status import read_status
 from tests.racing.conftest import batches, made_session
 
 RECIPES = {
@@ -261,6 +262,7 @@ def test_an_interrupted_warm_up_has_nothing_to_go_on_with(make):
     race: sk.Race = getattr(caught.value, "race")  # noqa: B009
     assert race.reason == "interrupted"
     assert "no result before" in repr(race)
+    assert "ended in its warm-up (interrupted): race again" in repr(race)
 
 
 def test_pause_holds_the_race_between_turns_and_costs_nobody_time(make):
@@ -423,7 +425,7 @@ def test_a_target_that_is_given(make):
 def test_pictures(long, x):
     figure = long.plot(x)
     left, right = figure.axes
-    assert [text.get_text().split()[0] for text in left.get_legend().get_texts()] == ["bf16", "fp8"]
+    assert [text.get_text().split()[0] for text in left.get_legend().get_texts()] == ["bf16", "fp8", "held"]
     assert len(right.get_lines()) >= 3
     assert max(right.get_xticks()) <= long.outcome.rounds, "what stands at the right of the last is no round"
     figure.draw_without_rendering()
@@ -466,3 +468,116 @@ def test_predictions(make):
     assert race.runs["bf16"].prediction is None
     assert "of the baseline's step is products that change" in repr(race)
     assert str(sk.racing.runs.Prediction(None, why="reasons")) == "no prediction: reasons"
+
+
+def test_the_folder_of_a_run_tells_of_the_race_and_not_of_its_turns(make, tmp_path):
+    seen: list[tuple[str, int | None]] = []
+
+    def look(_session):
+        status = read_status(tmp_path / "race" / "bf16")
+        if status is not None and status.step:
+            seen.append((status.state, status.info.total))
+        return {}
+
+    race = make(steps=12, turn_s=1e-6, meters=[look], run_dir=tmp_path / "race")
+
+    def told(name):
+        status = read_status(tmp_path / "race" / name)
+        assert status is not None
+        return status.state, status.step, status.info.total
+
+    assert set(seen) == {("running", 12)}
+    assert [told(name) for name in ("bf16", "fp8", "bf16-again")] == [("done", 12, 12)] * 3
+    seen.clear()
+    race.go_on(steps=4)
+    assert ("running", 16) in seen
+    assert {state for state, _ in seen} == {"running"}
+    assert told("fp8") == ("done", 16, 16)
+    race.go_on(minutes=0.0)
+    assert told("fp8") == ("done", len(race.runs["fp8"].steps), None)
+    for session in race.sessions.values():
+        session.run(1)
+    assert told("fp8")[2] == race.sessions["fp8"].steps, "a run of its own is its own again"
+
+
+def test_a_paused_race_is_paused_for_whoever_reads_its_folders(make, tmp_path):
+    race = make(steps=8, run_dir=tmp_path / "race")
+    race.settings["turn_s"] = 1e-6
+    seen = []
+
+    def watch():
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            found = read_status(tmp_path / "race" / "bf16-again")
+            if found is not None and found.state == "paused":
+                seen.append(found.state)
+                break
+            time.sleep(0.02)
+        race.resume()
+
+    thread = threading.Thread(target=watch)
+
+    def pause():
+        race.pause()
+        thread.start()
+
+    race.sessions["fp8"].subscribe(StopAt(9, pause))
+    race.go_on(steps=8)
+    thread.join()
+    assert seen == ["paused"]
+    found = read_status(tmp_path / "race" / "bf16-again")
+    assert found is not None
+    assert found.state == "done"
+
+
+def test_an_interrupt_tells_of_the_race_and_not_of_run(make, capsys):
+    race = make(steps=12)
+    race.sessions["fp8"].subscribe(StopAt(14, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    race.go_on(steps=8)
+    told = capsys.readouterr().err
+    assert told.count("stopping the race after this step") == 1
+    assert "run()" not in told
+    assert "The race ended early (interrupted): race.go_on() goes on from there." in repr(race)
+    race.go_on()
+    assert "ended early" not in repr(race)
+
+
+def test_a_second_interrupt_ends_it_at_once(make):
+    race = make(steps=12)
+    race.settings["turn_s"] = 10.0
+    session = race.sessions["fp8"]
+
+    def both():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    session.subscribe(StopAt(14, both))
+    with pytest.raises(KeyboardInterrupt):
+        race.go_on(steps=8)
+    assert race.reason == "interrupted"
+    assert session.steps < 20
+
+
+def test_what_stops_a_session_is_the_races_reason(make):
+    race = make(steps=12)
+    race.sessions["fp8"].stop_when(lambda record: "enough" if record.step == 14 else False)
+    race.go_on(steps=8)
+    assert race.reason == "stopped: fp8, enough"
+    race.go_on(minutes=0.0)
+    assert race.reason == "done"
+
+
+def test_short_races_say_what_they_lack_and_count_right(make):
+    for steps in (1, 2):
+        with pytest.raises(ValueError, match="leaves nothing to compare: .* Give 3 or more, and 40"):
+            make(steps=steps)
+    race = make(steps=3, predict=True)
+    text = repr(race)
+    assert "1 round of turns, each 1 timed step" in text
+    assert "after a warm-up of 1 step each" in text
+    assert "1 round of turns is too few" in text
+    assert math.isnan(race.outcome.target)
+    assert "not reached" not in text
+    assert "no prediction: the race was too short for a profile of the baseline, so give steps=20 or more" in text
+    assert "too short" in repr(make(steps=19, predict=True))
+    assert "predicted" in repr(make(steps=20, predict=True)).splitlines()[-2]
