@@ -250,7 +250,9 @@ def test_a_session_that_records_its_steps_is_planned_in_graphs():
 @pytest.mark.parametrize("how", ["session", "model"])
 def test_what_is_compiled_is_planned_with_nothing_fused(how):
     model = decoder(None, {})
-    what: Any = torch.compile(model) if how == "model" else sk.Session(model, [], schedule=None, compile=True)
+    what: Any = (
+        torch.compile(model, backend="eager") if how == "model" else sk.Session(model, [], schedule=None, compile=True)
+    )
     for gpu in ("cpu", "H100"):
         found = plan(what, gpu=gpu, **RUN)
         assert not found.setup.fusion

@@ -346,13 +346,14 @@ def test_a_sound_session_raises_no_alarm():
 def test_the_study():
     """Every seed and recipe without an alarm, every fault found in time; what was seen is written to docs/measurements."""
     import surokit as sk
+    from surokit.environment import environment
 
     sound = {
         name: {seed: alarms(trained(seed, recipe=sk.recipes.get(name))) for seed in range(20)}
         for name in ("as given", "fp8", "mxfp8")
     }
     found = {fault: [first(trained(seed, fault), *FAULTS[fault][0]) for seed in range(20)] for fault in FAULTS}
-    study = {"steps": STEPS, "fault_after": FAULT, "sound": sound, "found_at": found}
+    study = {"environment": environment(), "steps": STEPS, "fault_after": FAULT, "sound": sound, "found_at": found}
     path = Path(__file__).parents[2] / "docs" / "measurements" / "health.json"
     path.write_text(json.dumps(study, indent=1) + "\n", encoding="utf-8")
     assert not any(events for runs in sound.values() for events in runs.values())
