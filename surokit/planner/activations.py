@@ -477,12 +477,16 @@ class Ours(_Model):
         if s.qk_norm:
             q, k = self._pair(lambda z, heads: self.norm(z, s.head_dim, keep_name=True, heads=heads), q, k)
         q, k = self._pair(lambda z, heads: tape.run((z,), z.bytes), q, k)
-        y = self._attend(q, k, v, kind.masked)
-        for value in (q, k, v):
-            tape.drop(value)
-        out = self.product("self_attn.o_proj", y, kind, s.width, self.context)
-        tape.drop(y)
-        tape.drop(x)
+        return self._attended(x, (q, k, v), kind)
+
+    def _attended(self, x: Value, qkv: tuple[Value, Value, Value], kind: Kind) -> Value:
+        """The block's attention and its last product; nothing of x, q, k and v is needed in forward behind it."""
+        y = self._attend(*qkv, kind.masked)
+        for value in qkv:
+            self.tape.drop(value)
+        out = self.product("self_attn.o_proj", y, kind, self.shape.width, self.context)
+        self.tape.drop(y)
+        self.tape.drop(x)
         return out
 
     def _pair(self, change: Any, q: Value, k: Value) -> tuple[Value, Value]:

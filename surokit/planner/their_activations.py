@@ -79,13 +79,7 @@ class Theirs(Ours):
         q, k = self._pair(lambda z, heads: tape.run((z,), z.bytes, scratch=2 * z.bytes, back_scratch=2 * z.bytes), q, k)
         if self.step.recompute != "full":  # the cache's own copies
             k, v = (tape.run((z,), z.bytes, drops=(z,), passes=True) for z in (k, v))
-        y = self._attend(q, k, v, kind.masked)
-        for value in (q, k, v):
-            tape.drop(value)
-        out = self.product("self_attn.o_proj", y, kind, s.width, self.context)
-        tape.drop(y)
-        tape.drop(x)
-        return out
+        return self._attended(x, (q, k, v), kind)
 
     @property
     def mask(self) -> float:
