@@ -143,7 +143,18 @@ def filled(text: str, folder: Path) -> str:
 
 def _table_for(data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
     """The table of a raw file, by what it holds."""
-    for part in ("kernels", "study", "memory", "overhead", "gpu", "peers", "predicted", "compiled", "front_ends"):
+    for part in (
+        "kernels",
+        "study",
+        "memory",
+        "overhead",
+        "gpu",
+        "peers",
+        "predicted",
+        "compiled",
+        "front_ends",
+        "watching",
+    ):
         if part in data:
             module = import_module(f"surokit.bench.{part}")
             return cast("Callable[[Mapping[str, Any]], str]", module.table)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from surokit.bench.result import markdown
 from surokit.racing.statistics import bootstrap_interval
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def run(steps: int) -> dict[str, Any]:
         "settings": {**SHAPE, "batch": f"{BATCH} x {LENGTH}", "steps": steps, "steps a turn": TURN},
         "environment": environment(),
         "step_ms": svg["step_ms"],
-        "shares": {"panel": svg["panel"], "widget": widget["panel"], "records": svg["records"]},
+        "watching": {"panel": svg["panel"], "widget": widget["panel"], "records": svg["records"]},
         "pictures_per_s": {"panel": svg["pictures_per_s"], "widget": widget["pictures_per_s"]},
         "step_time_with_widget_over_without": ratios,
     }
@@ -131,16 +132,17 @@ def _in_a_kernel(expression: str) -> Any:
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """One line a part."""
+    """A row a part, and what a step pays in all."""
+    names = {"panel": "panel as SVG", "widget": "panel as widget", "records": "records, with their file"}
     rates = data["pictures_per_s"]
-    shares = "\n".join(
-        f"{name:8} {share:.3%} of the run" + (f", {rates[name]:.1f} pictures a second" if name in rates else "")
-        for name, share in data["shares"].items()
-    )
+    rows = [
+        [names[part], f"{share:.2%}", f"{rates[part]:.1f}" if part in rates else ""]
+        for part, share in data["watching"].items()
+    ]
     ratio = bootstrap_interval(data["step_time_with_widget_over_without"])
     return (
-        f"{shares}\n{data['step_ms']:.1f} ms a step, {data['settings']['steps']} steps\n"
-        f"a step with the widget over one without: {ratio}"
+        f"{markdown(data, ['part', 'share of the run', 'pictures a second'], rows)}\n\n"
+        f"A step of {data['step_ms']:.1f} ms; with the widget over without: {ratio}."
     )
 
 

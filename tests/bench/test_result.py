@@ -154,8 +154,8 @@ def test_the_cost_of_watching_is_measured(tmp_path, capsys):
     out = tmp_path / "watching.json"
     assert main(["watching", "--steps", "3", "--out", str(out)]) == 0
     data = json.loads(out.read_text())
-    assert set(data["shares"]) == {"panel", "widget", "records"}
-    assert all(0 < share < 1 for share in data["shares"].values())
+    assert set(data["watching"]) == {"panel", "widget", "records"}
+    assert all(0 < share < 1 for share in data["watching"].values())
     assert len(data["step_time_with_widget_over_without"]) == 2
     assert "of the run" in capsys.readouterr().out
 
