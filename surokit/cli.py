@@ -1,6 +1,6 @@
 """The command line: `surokit doctor | plan | race | watch | quickstart`, each the function of that name with the same words.
 
-A user's error prints one line to stderr and exits with 2; a failing notebook exits with 1, an interrupt with 130.
+A user's error prints one line to stderr and exits with 2; a failing notebook exits with 1, an interrupt or a stop with 130.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _race(arguments: argparse.Namespace) -> int:
     print(race)
     if arguments.plot is not None:
         race.plot().savefig(arguments.plot, dpi=150)
-    return 130 if race.reason == "interrupted" else 0
+    return 0 if race.reason == "done" else 130
 
 
 def _unequal(found: Sequence[Difference]) -> str:

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from surokit.train.control import LOOK_EVERY_S, PAUSE, SAVE, STOP, WAIT_S
+from surokit.train.control import LOOK_EVERY_S, PAUSE, SAVE, STOP, WAIT_S, reason_in
 from surokit.train.describe import device_name, gpus_of
 from surokit.train.records import Late, Records
 from surokit.train.setup import claim_folder
@@ -66,7 +66,7 @@ class Asked:
         for name in (STOP, PAUSE, SAVE):
             self._take(name)
 
-    def stop(self, reason: str = "interrupted") -> None:
+    def stop(self, reason: str = "stopped: by live.control.stop()") -> None:
         self.reason = self.reason or reason
         self._expect(STOP, "if live.stop_asked: break")
 
@@ -116,8 +116,9 @@ class Asked:
             self._pause_file = (self.folder / PAUSE).exists()
         if self._take(SAVE):
             self._save = True
+        why = reason_in(self.folder / STOP)
         if self._take(STOP):
-            self.reason = self.reason or "interrupted"
+            self.reason = self.reason or why
 
     def _take(self, name: str) -> bool:
         """Removes a file; whether it was there."""
@@ -286,9 +287,9 @@ class Live:
     # -- the end
 
     def close(self, reason: str | None = None) -> None:
-        """Take in the last values (waits for them) and leave the final picture. reason: "done", "interrupted", "failed: ..." or a
-        sentence of your own; None is "done", or what the loop was asked to stop for. Closing twice does nothing; `log` after it
-        opens a new panel."""
+        """Take in the last values (waits for them) and leave the final picture. reason: "done", "interrupted", "stopped: ...",
+        "failed: ..." or a sentence of your own; None is "done", or what the loop was asked to stop for. Closing twice does nothing;
+        `log` after it opens a new panel."""
         if self._closed:
             return
         self._closed = True

@@ -14,7 +14,7 @@ import torch
 import surokit.live
 from surokit.live import Live
 from surokit.train import status
-from surokit.train.records import read
+from surokit.train.lines import read
 from surokit.widgets.folder import FileControl, RunFolder
 from surokit.widgets.picture import sustained_lines
 
@@ -285,11 +285,11 @@ def test_a_loop_stops_when_it_is_asked(live):
     assert live.stop_asked
     assert live.stop_asked  # until it does
     live.close()
-    assert live.view.ended == ["interrupted"]
+    assert live.view.ended == ["stopped: by live.control.stop()"]
     live.log(loss=1.0)  # the next loop
     assert not live.control.stop_wanted()
     live.close()
-    assert live.view.ended == ["interrupted", "done"]
+    assert live.view.ended == ["stopped: by live.control.stop()", "done"]
 
 
 def test_a_loop_that_does_not_look_is_told_how(live):
@@ -441,7 +441,7 @@ def test_files_ask_and_a_watcher_sees_it(tmp_path):
     assert live.stop_asked
     live.close()
     folder.look()
-    assert (folder.state.step, folder.state.reason, folder.over) == (1, "interrupted", True)
+    assert (folder.state.step, folder.state.reason, folder.over) == (1, "stopped: by watch(...).control.stop()", True)
 
 
 def test_a_folder_that_does_not_answer_stops_no_loop(tmp_path, monkeypatch):

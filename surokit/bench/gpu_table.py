@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from surokit.bench.configurations import MODELS, Configuration, target_of
-from surokit.bench.result import grid, markdown, spread
+from surokit.bench.result import grid, markdown
 from surokit.bench.targets import DEVICE, LEAST_OF_BF16, MEANING, MOST_DRIFT, MOST_IDLE, OVER_UNSLOTH, SOURCE, TARGETS
+from surokit.racing.statistics import spread
 
 _NONE = "not measured"
 

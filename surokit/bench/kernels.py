@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from surokit.bench.result import markdown, spread
+from surokit.bench.result import markdown
+from surokit.racing.statistics import spread
 
 if TYPE_CHECKING:
     import torch

@@ -119,7 +119,7 @@ class Meter:
         if self.device.type == "cuda":
             yield
             return
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as listener:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as listener:
             yield
         assert listener.profiler is not None
         results = listener.profiler.kineto_results

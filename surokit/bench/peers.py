@@ -31,9 +31,10 @@ from surokit.bench.book import Book
 from surokit.bench.configurations import MODELS, TINY, Work
 from surokit.bench.corpus import corpus
 from surokit.bench.process import Failed, left_s
-from surokit.bench.result import markdown, spread, write
+from surokit.bench.result import markdown, write
 from surokit.bench.targets import OVER_UNSLOTH
 from surokit.bench.turns import Call, OutOfTime, Running, Turns
+from surokit.racing.statistics import smoothed, spread, steps_to
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -379,22 +380,14 @@ def agrees(entry: Mapping[str, Any], baseline: Mapping[str, Any]) -> bool:
     return bool(found) and found[0] <= first and all(gap <= all_of_them for gap in found)
 
 
-def steps_to(losses: Sequence[float], level: float) -> int | None:
-    """Steps until the mean of the last few losses is at the level for the first time; None where it never is."""
-    for last in range(SMOOTHED, len(losses) + 1):
-        if statistics.mean(losses[last - SMOOTHED : last]) <= level:
-            return last
-    return None
-
-
 def matched(entry: Mapping[str, Any], baseline: Mapping[str, Any]) -> float | None:
     """The ratio of tokens/s times the baseline's steps over this one's, to the lowest training loss that both reach."""
     count = min(len(entry["losses"]), len(baseline["losses"]))
     own, other = entry["losses"][:count], baseline["losses"][:count]
     if count < SMOOTHED or None in own or None in other:
         return None
-    level = max(statistics.mean(losses[-SMOOTHED:]) for losses in (own, other))
-    needed, other_needed = steps_to(own, level), steps_to(other, level)
+    level = max(float(smoothed(losses, SMOOTHED)[-1]) for losses in (own, other))
+    needed, other_needed = steps_to(own, level, SMOOTHED), steps_to(other, level, SMOOTHED)
     if needed is None or other_needed is None:
         return None
     return statistics.median(ratios(entry)) * other_needed / needed

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
+
+from surokit.racing.statistics import spread
 
 
 def result(
@@ -41,11 +42,6 @@ def loss_gap(data: Mapping[str, Any], system: str) -> float:
     """Largest relative distance of a system's loss from the baseline's, over all steps."""
     losses = {s["name"]: s["losses"] for s in data["systems"]}
     return max(abs(a - b) / abs(b) for a, b in zip(losses[system], losses[data["baseline"]]))
-
-
-def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Minimum, median, maximum."""
-    return min(values), statistics.median(values), max(values)
 
 
 def table(data: Mapping[str, Any]) -> str:

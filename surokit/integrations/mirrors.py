@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections import deque
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,7 +44,7 @@ _MIRRORED = (
 _NOT = {"step", "tokens", "targets", "wall_ms", "elapsed_s", "eval_loss", "throttled"}
 
 
-class Mirror:
+class Mirror(ABC):
     """What all mirrors share: the list, the thread, the one warning. every: of how many steps one is mirrored, from the first on.
 
     A mirror of your own defines `open(info, step)`, `write(step, values, time_s)` and `close(reason)`; they are called in the
@@ -66,17 +67,17 @@ class Mirror:
         self._trouble = ""
         self._told = False
 
-    def open(self, info: RunInfo | None, step: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def open(self, info: RunInfo | None, step: int) -> None: ...
 
-    def write(self, step: int, values: dict[str, float], time_s: float) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def write(self, step: int, values: dict[str, float], time_s: float) -> None: ...
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027
         """Twice a second, after what there was."""
 
-    def close(self, reason: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self, reason: str) -> None: ...
 
     # -- from the session; nothing here waits but the end
 

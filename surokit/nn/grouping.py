@@ -229,6 +229,7 @@ def _frozen(
     slots = [layer.first_slot + SLOTS["w"] for layer in layers] if any(q and q.delayed for q in (b, b_t)) else []
     same = not slots or (scales is not None and b == b_t and scales.spaced(slots))
     steady = all(type(w) is nn.Parameter and not w.requires_grad and not w.is_inference() for w in weights)
+    steady = steady and not any(hasattr(w, "borrowed") for w in weights)  # streamed: here for the layer's turn only
     stay = can_stay(b) and can_stay(b_t) and in_one_process()
     if fusion.frozen == "no" or not (worth and same and steady and stay):
         keeper.frozen = None

@@ -7,8 +7,23 @@ the device together. predicted: the gain that was to be expected. statistics kno
 
 from __future__ import annotations
 
-from surokit.racing.equal import UnequalWork
-from surokit.racing.result import Race
-from surokit.racing.start import race
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from surokit.racing.equal import UnequalWork
+    from surokit.racing.result import Race
+    from surokit.racing.start import race
 
 __all__ = ["Race", "UnequalWork", "race"]
+
+# A name is imported when it is first used: what only wants `statistics` needs no torch.
+_MODULES = {"Race": "result", "UnequalWork": "equal", "race": "start"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"surokit.racing has no {name!r}")
+    value = getattr(import_module(f"surokit.racing.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

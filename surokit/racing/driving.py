@@ -3,9 +3,9 @@
     warm-up of every run -> rounds: every run has one turn of equally many steps, in balanced order -> held-out loss
 
 A round's order is drawn from the seed, and the next round takes it backwards, so that a machine that slows down steadily slows all
-alike. A turn is untimed steps, in which the machine changes over, and then timed ones. Everything happens in the caller's thread;
-what is asked meanwhile (stop, pause, save) is looked at between turns, and an interrupt ends the turn at the next step, which the
-next `go_on` finishes first.
+alike. A turn is untimed steps, in which the machine changes over, and then timed ones. Everything happens in one thread, the
+caller's or one of its own. What is asked meanwhile (pause, save, files named "stop", "pause" and "save" in the race's folder) is
+looked at between turns; a stop and an interrupt end the turn at the next step, and the next `go_on` finishes it first.
 """
 
 from __future__ import annotations
@@ -18,21 +18,25 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from surokit.racing import equal
+from surokit.racing import equal, folder
 from surokit.racing.entries import Builder
 from surokit.racing.parking import Parking, bytes_of
 from surokit.racing.predicted import Layers, Shares, predict
 from surokit.racing.runs import Prediction, Turn, WarmUp
-from surokit.racing.told import as_part_of
 from surokit.train import Session
+from surokit.train.control import PAUSE, SAVE, STOP, reason_in
+from surokit.train.locks import Lock
 from surokit.train.records import Record
+from surokit.train.running import Running
+from surokit.widgets.folder import race_words
 
 if TYPE_CHECKING:
     from surokit.racing.result import Race
@@ -44,6 +48,7 @@ PREDICTED_FROM = 4 * (TRIED + 3)  # steps: the warm-up then has two, after the f
 ROUNDS_WANTED = 12  # that the length of a turn is chosen for
 LONGEST_TURN_S = 10.0
 SAVE_EVERY_S = 30.0
+TELL_EVERY_S = 0.25
 _UNTIMED_FIELDS = ("step", "loss", "tokens")
 
 
@@ -67,7 +72,7 @@ class _Follower:
                 )
 
     def on_end(self, reason: str) -> None:
-        """A turn's end is not the run's."""
+        """The race itself says how it ended."""
 
     def on_info(self, info: Any) -> None:
         if self._panel is not None:
@@ -83,7 +88,10 @@ class Driver:
         self.parking = Parking({})
         self.running = ""  # whose turn it is
         self._session: Session | None = None  # that one's
-        self.paused = False
+        self._pause_asked = False
+        self._state = "idle"
+        self._worker: int | None = None  # the thread that drives
+        self._lock = Lock()  # for beginning
         self._order = equal.Order(looks=WARM_UP)
         self._works: dict[str, equal.Work] = {}
         self._shares = Shares()
@@ -96,6 +104,7 @@ class Driver:
         self._began_s = math.inf  # of the race's own clock, which stands between two calls
         self._clock_s = 0.0
         self._saved_s = time.monotonic()
+        self._told = ("", -math.inf)  # the state, and when
         self._shuffled = random.Random(of.settings["seed"])
         self._last_order: list[str] = []
 
@@ -109,6 +118,71 @@ class Driver:
         """Steps of each run, with those that are due already."""
         due = {due.name: due.untimed + due.timed for due in self._pending}
         return max(len(run.steps) + due.get(name, 0) for name, run in self.race.runs.items())
+
+    # -- who drives
+
+    @property
+    def state(self) -> str:
+        """ "idle", "running" or "paused"."""
+        return self._state
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another thread than this one drives."""
+        return self._state != "idle" and self._worker != threading.get_ident()
+
+    def words(self) -> str:
+        """How far the race is that goes on, a sentence."""
+        where = f"in round {self._round}" if self._round else "in its warm-up"
+        whose = f", {self.running}'s turn" if self.running else ""
+        made = min(len(run.steps) for run in self.race.runs.values())
+        of = "" if self._aim is None else f" of {self._aim}"
+        state = "is paused" if self._state == "paused" else "goes on"
+        return f"The race {state} {where}{whose}: every run has made at least {made}{of} steps."
+
+    def begin(self) -> None:
+        """The race goes on, in this thread or in one that is started now. RuntimeError where it does already."""
+        with self._lock:
+            if self._state != "idle":
+                raise RuntimeError(
+                    "The race goes on already: wait for it with race.wait(), or end it with race.stop()."
+                )
+            self._state = "running"
+        self._stop_asked, self._pause_asked = "", False  # what was asked before does not hold
+        for word in (STOP, PAUSE, SAVE):
+            self._remove(word)
+
+    def end(self) -> None:
+        self._state, self._worker = "idle", None
+
+    def drive(self, work: Callable[[], None]) -> None:
+        """Does it in this thread."""
+        self.begin()
+        self._do(work)
+
+    def start(self, work: Callable[[], None]) -> Running:
+        """Does it in a thread of its own."""
+
+        def stoppable() -> None:
+            try:
+                self._do(work)
+            except KeyboardInterrupt:
+                if not self._stop_asked:
+                    raise  # else it was asked for, and `reason` says so
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        title = ", ".join(self.race.runs)
+        running = Running(stoppable, self, device, title, what="the race", goes_on="race.go_on()")
+        if self._view:
+            self._view.wait()  # now, where the cursor is
+        return running
+
+    def _do(self, work: Callable[[], None]) -> None:
+        self._worker = threading.get_ident()
+        try:
+            work()
+        finally:
+            self.end()
 
     # -- warm-up
 
@@ -125,11 +199,14 @@ class Driver:
             session.subscribe(_Follower(self, name, self._view.run(name, session) if self._view else None))
             self.sessions[name] = session
             self._sign()
+            self._tell(name)
+            self._enter(name)
             began = time.perf_counter()
             self._take(name, session, 1)
             first_s[name] = time.perf_counter() - began
 
         with self._driving("") as ends:
+            self._tell("")
             self.sessions, self.parking, together = self.builder.build(self._join, started)
             baseline = self.race.baseline
             for name, session in self.sessions.items():
@@ -183,7 +260,8 @@ class Driver:
         size, rounds = self._plan(minutes, left)
         first = True
         with self._driving("done") as ends:
-            self._sign("running")
+            for name in self.sessions:
+                self._enter(name)
             while True:
                 if not self._pending:
                     late = time.monotonic() + size * self._all_step_s / 2 > deadline
@@ -275,6 +353,7 @@ class Driver:
     def _bring(self, name: str) -> None:
         """What is half moved is lost: an interrupt waits."""
         self._sign()
+        self._tell(name)
         self._moving = True
         try:
             self.parking.bring(name)
@@ -286,17 +365,35 @@ class Driver:
         for session in self.sessions.values():
             session.journal.beat(state)
 
+    def _tell(self, turn: str, state: str = "") -> None:
+        """How the race stands, to the panel and to whoever reads its folder: a new state at once, another turn if that is due."""
+        state = state or self._state
+        if self._view:
+            self._view.headline(race_words(state, self._round, turn))
+        now = time.monotonic()
+        if self.race.run_dir is not None and (state != self._told[0] or now - self._told[1] > TELL_EVERY_S):
+            self._told = state, now
+            folder.tell_turn(self.race.run_dir, self.race.runs, state, self._round, turn)
+
+    def _enter(self, name: str) -> None:
+        """What this session runs from now on are parts of the race, unless it is in it already, since its warm-up."""
+        session = self.sessions[name]
+        if not session.journal.in_parts:
+            made = len(self.race.runs[name].steps)
+            session.journal.begin_whole(None if self._aim is None else session.steps - made + self._aim)
+
     def _take(self, name: str, session: Session, steps: int) -> int:
         """So many steps of a run; how many were made. Its batches are compared with those of the others."""
         if steps <= 0 or self._stop_asked:
             return 0
         before, evaluates, saves = session.steps, session.eval_every, session.save_every
         session.eval_every = session.save_every = None  # the race evaluates, between turns
-        total = None if self._aim is None else session.steps - len(self.race.runs[name].steps) + self._aim
         self.running, self._session = name, session
         try:
-            with self._order.following(name, session), as_part_of(session, total):
+            with self._order.following(name, session):
                 session.run(steps, thread=False)
+                if (drain := getattr(session.optimizer, "drain", None)) is not None:
+                    drain()  # what an offloading optimizer has its threads do belongs to this turn, and takes no time of the next
         finally:
             self.running, self._session = "", None
             session.eval_every, session.save_every = evaluates, saves
@@ -351,47 +448,73 @@ class Driver:
     # -- what is asked meanwhile
 
     def pause(self) -> None:
-        self.paused = True
+        self._pause_asked = True
 
     def resume(self) -> None:
-        self.paused = False
+        self._pause_asked = False
+        self._remove(PAUSE)
 
     def save(self) -> None:
         """After this round; without a folder there is nowhere to save to."""
         self._saved_s = -math.inf
 
-    def stop(self) -> None:
-        self._stop_asked = "interrupted"
+    def stop(self, reason: str = "stopped: by race.stop()") -> None:
+        """Nothing where the race does not go on. The first reason that is given holds."""
+        if self._state == "idle":
+            return
+        self._stop_asked = self._stop_asked or reason
         if (session := self._session) is not None:
-            session.stop()
+            session.control.stop(reason)
+
+    def _file(self, word: str) -> Path | None:
+        return None if self.race.run_dir is None else self.race.run_dir / word
+
+    def _there(self, word: str) -> bool:
+        file = self._file(word)
+        return file is not None and file.exists()
+
+    def _remove(self, word: str) -> None:
+        file = self._file(word)
+        with suppress(OSError):  # one that cannot be removed stops it, too
+            if file is not None:
+                file.unlink(missing_ok=True)
 
     def _stop_wanted(self) -> bool:
-        file = None if self.race.run_dir is None else self.race.run_dir / "stop"
-        shown = signed = False
-        while True:
-            if self._view and shown != self.paused:
-                shown = self.paused
-                self._view.pause(shown)
-            if signed != self.paused:
-                signed = self.paused
-                self._sign("paused" if signed else "running")
-            self._sign()
-            if file is not None and file.exists():
-                with suppress(OSError):  # one that cannot be removed stops it, too
-                    file.unlink(missing_ok=True)
-                self._stop_asked = self._stop_asked or "interrupted"
-            if self._stop_asked or not self.paused:
-                return bool(self._stop_asked)
-            time.sleep(0.05)
+        """Between two turns: waits while it is paused, and says whether the race shall end."""
+        try:
+            while True:
+                if (file := self._file(STOP)) is not None and file.exists():
+                    self._stop_asked = self._stop_asked or reason_in(file)
+                    self._remove(STOP)
+                if self._there(SAVE):
+                    self._remove(SAVE)
+                    self.save()
+                if self._stop_asked or not (self._pause_asked or self._there(PAUSE)):
+                    break
+                self._show("paused")
+                self._sign()
+                time.sleep(0.05)
+        finally:
+            self._show("running")
+        self._sign()
+        return bool(self._stop_asked)
+
+    def _show(self, state: str) -> None:
+        """How it stands now, where that is another state."""
+        if self._state == state:
+            return
+        self._state = state
+        self._sign(state)
+        if state == "paused":
+            self._tell("")  # a turn that begins tells of itself
+        if self._view:
+            self._view.pause(state == "paused")
 
     @contextmanager
     def _driving(self, reason: str) -> Iterator[_End]:
         """While it lasts an interrupt asks for a stop and a second one raises; during a step the session's own rules hold. At the
         end everything is told and kept; an error carries the race."""
-        self._stop_asked, self.paused, self._began_s = "", False, time.monotonic()
-        if self.race.run_dir is not None:
-            with suppress(OSError):
-                (self.race.run_dir / "stop").unlink(missing_ok=True)  # what was asked before does not hold
+        self._began_s = time.monotonic()
         previous = signal.getsignal(signal.SIGINT)
         main = threading.current_thread() is threading.main_thread() and previous not in (None, signal.SIG_IGN)
         ends = _End(reason)
@@ -400,9 +523,7 @@ class Driver:
             session = self._session
             if self._stop_asked and not self._moving and not (session and session.control.final):
                 raise KeyboardInterrupt
-            self._stop_asked = "interrupted"
-            if session is not None:
-                session.stop()
+            self.stop("interrupted")
             print("\nsurokit: stopping the race after this step", file=sys.stderr)
 
         if main:
@@ -422,7 +543,9 @@ class Driver:
             self._clock_s, self._began_s = self._now_s(), math.inf
             if ends.reason:  # the race does not go on at once
                 self.race.reason = ends.reason
-                self._sign(ends.reason)
+                for each in self.sessions.values():
+                    each.journal.end_whole(ends.reason)
+                self._tell("", ends.reason)
                 self._save_now_and_then(at_once=True)
                 if self._view:
                     self._view.end(ends.reason)
@@ -470,10 +593,20 @@ class _View:
 
     def __init__(self, of: Race, control: Any) -> None:
         from surokit.widgets.panel import Panel
+        from surokit.widgets.state import Runs
 
-        self._states: dict[str, Any] = {}
+        self._states = Runs()
         self._total = of.settings["steps"]
         self._panel = Panel(self._states, control=control)
+        self._names = list(of.runs)
+
+    def wait(self) -> None:
+        """Shows the runs that are not there yet."""
+        from surokit.widgets.state import PanelState
+
+        for name in self._names:
+            self._states.setdefault(name, PanelState(name, total=self._total))
+        self._panel.refresh()
 
     def run(self, name: str, session: Session) -> Any:
         from surokit.widgets.state import PanelState
@@ -482,6 +615,9 @@ class _View:
         self._states[name] = PanelState(name, recipe=session.numerics, total=total)
         self._panel.refresh()  # opens it
         return self._panel.run(name)
+
+    def headline(self, words: str) -> None:
+        self._states.headline = words
 
     def evaluated(self, name: str, step: int, loss: float) -> None:
         self._panel.run(name).on_eval(step, loss)

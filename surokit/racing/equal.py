@@ -21,7 +21,7 @@ from surokit.models.fuse import fusion_of
 from surokit.nn.fusion import Fusion
 from surokit.nn.linear import Linear
 from surokit.train import Session
-from surokit.train.stream import Batch, Stream, fingerprint
+from surokit.train.stream import Batch, Stream, check_batch, fingerprint
 
 _CHUNK = 1 << 24  # elements hashed at a time
 _FACTORS = (*range(200), *range(200, 5000, 100), 10_000, 100_000)  # steps at which schedules are compared
@@ -224,23 +224,22 @@ class Order:
     @contextmanager
     def following(self, name: str, session: Session) -> Iterator[None]:
         """While it lasts, what the session draws is noted; a step that did not happen draws its batches again."""
-        stream: Stream = session.data
-        draw = stream.draw
 
-        def noted() -> list[Batch]:
-            batches = draw()
+        def note(batches: Sequence[Batch]) -> None:
+            for batch in batches:
+                check_batch(batch)
             step = session.steps + 1
             self._looked[name] = self._looked.get(name, 0) + 1
             wait = self._looked[name] <= self.looks
             tokens = sum(batch["input_ids"].numel() for batch in batches)
             self._own.setdefault(name, {})[step] = digest_of_batches(batches, wait), tokens
-            return batches
 
-        setattr(stream, "draw", noted)  # noqa: B010  # of this one stream, for these steps
+        stream: Stream = session.data
+        stream.on_draw = note
         try:
             yield
         finally:
-            delattr(stream, "draw")
+            stream.on_draw = None
 
     def check(self, name: str, done: int) -> list[Difference]:
         """After a turn, up to step `done`: where the batches differ from those of another run, at the first step that does."""

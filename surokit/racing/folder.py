@@ -1,4 +1,5 @@
-"""A race as a folder that another person can read, and run again: race.json, a records.jsonl of each run, rerun.py.
+"""A race as a folder that another person can read, and run again: race.json, a records.jsonl of each run, rerun.py; and turn.json,
+how it stands just now.
 
 race.json holds the settings, the environment, and of each run its recipe, its work, every turn as it was timed, the prediction and
 the held-out losses: all that the table is computed from. Models and data are not in it; digests of both are, so that a rerun says
@@ -8,16 +9,19 @@ where they are others.
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surokit.racing.entries import Source, folder_of
 from surokit.racing.runs import Run, read_steps, write_steps
 from surokit.recipe import BF16, Recipe
-from surokit.train.optim import AdamW, AdamW8bit, Spec, spec_from_dict, spec_to_dict
+from surokit.train.optim import Spec, is_ours, spec_from_dict, spec_to_dict
 from surokit.train.schedule import schedule_from_dict
 from surokit.train.stream import Batch
+from surokit.widgets.folder import TURN
 
 if TYPE_CHECKING:
     from surokit.racing.result import Race
@@ -44,11 +48,19 @@ def write(race: Race, where: Path) -> Path:
         "environment": race.environment,
         "notes": race.notes,
         "runs": [run.to_dict() for run in race.runs.values()],
+        "folders": {name: folder_of(name) for name in race.runs},
         "table": _table(race),
     }
     _replace(where / "race.json", json.dumps(data, indent=1, allow_nan=True))
     _replace(where / "rerun.py", script(race))
     return where
+
+
+def tell_turn(where: Path, runs: Iterable[str], state: str, round: int, turn: str) -> None:
+    """turn.json: how a race stands that goes on, for `surokit.watch`; a disk that does not take it is no reason to stop."""
+    said = {"runs": {name: folder_of(name) for name in runs}, "state": state, "round": round, "turn": turn}
+    with suppress(OSError):
+        _replace(where / TURN, json.dumps(said))
 
 
 def _replace(path: Path, text: str) -> None:
@@ -152,18 +164,17 @@ def _command_again(command: list[str]) -> str:
     under a name that is free."""
     rest, pictures = _without(command, "--plot")
     rest, _ = _without(rest, "--run-dir")
-    lines = [f'"""Runs the race of this folder again: {" ".join(["surokit", *command])}"""', ""]
-    lines += ["from itertools import count"] * bool(pictures) + [
-        "from pathlib import Path",
-        "",
-        "from surokit.cli import main",
-        "",
-    ]
-    lines += ["here = Path(__file__).resolve().parent", f'command = [*{rest!r}, "--run-dir", str(here)]']
+    words = textwrap.wrap(" ".join(["surokit", *command]), 110, break_long_words=False, break_on_hyphens=False)
+    lines = ['"""Runs the race of this folder again:', "", *words, '"""', ""]
+    lines += ["from itertools import count"] * bool(pictures)
+    lines += ["from pathlib import Path", "", "from surokit.cli import main", ""]
+    lines += ["here = Path(__file__).resolve().parent"]
+    lines += ["command = [", *(f"    {json.dumps(word)}," for word in [*rest, "--run-dir"]), "    str(here),", "]"]
     if pictures:
         plot = Path(pictures[-1])
+        stem, suffix = json.dumps(plot.stem), json.dumps(plot.suffix)
         lines += [
-            f'pictures = (here / ({plot.stem!r} + f"-{{number}}" + {plot.suffix!r}) for number in count(2))',
+            f'pictures = (here / ({stem} + f"-{{number}}" + {suffix}) for number in count(2))',
             'command += ["--plot", str(next(path for path in pictures if not path.exists()))]',
         ]
     return "\n".join([*lines, "raise SystemExit(main(command))", ""])
@@ -197,6 +208,6 @@ def plain(value: Any) -> Any:
 
 def optimizer_to_dict(optimizer: Any) -> dict[str, Any]:
     """A specification of ours as data; any other by its name."""
-    if isinstance(optimizer, Spec) and optimizer.optimizer in (AdamW, AdamW8bit):
+    if isinstance(optimizer, Spec) and is_ours(optimizer.optimizer):
         return spec_to_dict(optimizer, None)  # type: ignore[arg-type]  # that one is asked for a name only
     return {"name": getattr(optimizer, "__name__", repr(optimizer)), "custom": True}

@@ -121,13 +121,14 @@ def outcome(
     seconds = {name: np.cumsum(run.warm_seconds()) for name, run in runs.items()}
     span = smoothing(max(map(len, losses.values())))
     target = reached_by_all(list(losses.values()), span) if target_loss is None else target_loss
-    at_s = min((float(s[-1]) for s in seconds.values() if len(s)), default=math.nan)
+    at_s = float(np.min([s[-1] if len(s) else math.nan for s in seconds.values()]))  # nan where one of them is
     needed = {name: steps_to(values, target, span) for name, values in losses.items()}
     price = None if usd_per_hour is None else usd_per_hour / HOUR_S
     rows = []
     for name, run in runs.items():
         ratio = bootstrap_interval(ratios(rates[name], rates[baseline]), seed=seed)
-        low, mid, high = spread(rates[name] or [turn.rate for turn in run.turns])
+        timed = rates[name] or [turn.rate for turn in run.turns if turn.steps] or [math.nan]
+        low, mid, high = spread(timed)
         n, base_n = needed[name], needed[baseline]
         mean = smoothed(losses[name], span)
         to_target = None
@@ -171,7 +172,9 @@ def _last_step(run: Run) -> int:
 
 
 def _at(mean: Floats, seconds: Floats, at_s: float) -> float:
-    """The smoothed loss when so many seconds had passed; nan before the first step's end."""
+    """The smoothed loss when so many seconds had passed; nan before the first step's end, and where the time is not known."""
+    if math.isnan(at_s):
+        return math.nan
     done = int(np.searchsorted(seconds, at_s * (1 + 1e-9), side="right"))
     return float(mean[done - 1]) if done else math.nan
 
@@ -264,18 +267,18 @@ RIGHT = tuple(range(1, len(HEADER)))
 def cells_of(row: Row, found: Outcome) -> tuple[str, ...]:
     """A row as words, under HEADER."""
     is_baseline = row is found.rows[0]
-    ratio = "baseline" if is_baseline else str(row.ratio)
+    ratio = "baseline" if is_baseline else "" if math.isnan(row.ratio.mid) else str(row.ratio)
     return (
         row.name,
-        f"{row.tokens_per_s:,.0f} ({row.low:,.0f} to {row.high:,.0f})",
+        "" if math.isnan(row.tokens_per_s) else f"{row.tokens_per_s:,.0f} ({row.low:,.0f} to {row.high:,.0f})",
         ratio,
         "" if row.predicted is None or is_baseline else f"{row.predicted:.2f}",
-        "" if row.matched is None or is_baseline else f"{row.matched.mid:.3f}",
+        "" if row.matched is None or is_baseline or math.isnan(row.matched.mid) else f"{row.matched.mid:.3f}",
         "" if row.held_out is None else f"{row.held_out:.4f}",
         "" if math.isnan(found.target) else _target_words(row.to_target),
         "" if math.isnan(row.idle_frac) else f"{row.idle_frac:.1%}",
         "" if math.isnan(row.drift) else f"{row.drift:+.1%}",
-        f"{row.first_step_s:.2f} s",
+        "" if math.isnan(row.first_step_s) else f"{row.first_step_s:.2f} s",
     )
 
 
@@ -283,6 +286,8 @@ def _target_words(to_target: tuple[int, int, float, float | None] | None) -> str
     if to_target is None:
         return "not reached"
     steps, _, seconds, usd = to_target
+    if math.isnan(seconds):
+        return f"{steps:,} steps"
     return f"{steps:,} steps, {span_words(seconds)}" + ("" if usd is None else f", {usd:.3g} USD")
 
 

@@ -5,7 +5,8 @@ given back to the allocator; the tensors stay the objects they are, so that view
 difference. Coming back, every memory gets its bytes again. So no number changes; addresses do, and CUDA graphs, which rest on them,
 would have to be recorded anew each turn: a race that parks does without.
 
-Frozen weights that two sessions hold with the same bits are held once (`share_frozen`), and such memory is never parked.
+Frozen weights that two sessions hold with the same bits are held once (`share_frozen`), and such memory is never parked. What an
+offloading optimizer has on the host stays there; between turns nobody works on it.
 """
 
 from __future__ import annotations
@@ -97,13 +98,15 @@ def storages_of(session: Session) -> dict[int, Storage]:
 
 
 def bytes_of(sessions: Iterable[Session], planned: bool = True) -> int:
-    """Bytes on the device, what is shared counted once. planned: with gradients, and two moments where there are none yet."""
+    """Bytes on the device, what is shared counted once. planned: with gradients, and two moments where there are none yet, unless
+    the optimizer keeps them on the host."""
     memories: dict[int, int] = {}
     later = 0
     for session in sessions:
         memories |= {key: storage.nbytes() for key, storage in storages_of(session).items()}
         trained = sum(p.nbytes for p in session.model.parameters() if p.requires_grad)
-        later += trained if session.optimizer.state else 3 * trained
+        offloads = hasattr(session.optimizer, "accounts")
+        later += trained if session.optimizer.state or offloads else 3 * trained
     return sum(memories.values()) + planned * later
 
 

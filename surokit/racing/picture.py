@@ -63,6 +63,8 @@ def plot(race: Race, x: str) -> Figure:
             )
     if any(race.runs[name].held_out for name in drawn):
         left.plot([], [], "o", color=_SOFT, markersize=6, markeredgecolor="white", label="held out")
+    if any(found[name].to_target for name in drawn):
+        left.plot([], [], "v", color=_SOFT, markersize=8, markeredgecolor="white", label="target reached")
     if not math.isnan(found.target):
         left.axhline(found.target, color=_SOFT, linewidth=0.8, linestyle=(0, (4, 3)))
         left.annotate(
@@ -103,6 +105,7 @@ def _turns(race: Race, axes: Any, drawn: list[str]) -> None:
     axes.axhline(1.0, color=PALETTE_LIGHT[0], linewidth=4.5, alpha=0.45)
     others = [name for name in race.runs if name != race.baseline]
     last = len(rounds)
+    wide = max(0.6, 0.07 * last)  # of the place of each mean
     for number, name in enumerate(others):
         color = "#8A8F98" if name == race.twin else PALETTE_LIGHT[drawn.index(name) % len(PALETTE_LIGHT)]
         rates = {turn.round: turn.rate for turn in race.runs[name].whole_turns}
@@ -115,24 +118,24 @@ def _turns(race: Race, axes: Any, drawn: list[str]) -> None:
             linewidth=0.7,
             alpha=0.7,
         )
-        ratio, at = found[name].ratio, last + 1.0 + 0.6 * number
+        ratio, at = found[name].ratio, last + wide * (1 + number)
+        predicted = found[name].predicted
+        said = "" if predicted is None or name == race.twin else f", predicted {predicted:.2f}"
         errors = [[ratio.mid - ratio.low], [ratio.high - ratio.mid]] if ratio.known else None
         axes.errorbar(
-            at, ratio.mid, yerr=errors, fmt="s", color=color, capsize=4, markersize=6, label=f"{name}  {ratio}"
+            at, ratio.mid, yerr=errors, fmt="s", color=color, capsize=4, markersize=6, label=f"{name}  {ratio}{said}"
         )
-        predicted = found[name].predicted
         if predicted is not None and name != race.twin:
             axes.plot(
-                at + 0.25,
+                at + 0.55 * wide,
                 predicted,
                 marker="_",
-                markersize=12,
+                markersize=8,
                 markeredgewidth=2,
                 color=color,
                 linestyle="none",
-                label=f"{name}, predicted  {predicted:.2f}",
             )
-    _dress(axes, f"tokens/s over {race.baseline}'s, by turn", "round; at the right the mean and its 95 % interval")
+    _dress(axes, f"tokens/s over {race.baseline}'s, by turn", "round; at the right mean, interval and prediction")
     axes.set_xticks(range(1, last + 1, max(1, math.ceil(last / 8))))
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom, top + 0.09 * (1 + len(axes.get_legend_handles_labels()[1])) * (top - bottom))

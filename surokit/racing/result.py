@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,15 +21,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from surokit.racing.driving import Driver
+    from surokit.train.running import Running
 
 Axis = Literal["steps", "tokens", "time", "usd"]
+_SO_FAR = ("run", "steps", "last loss")
 
 
 class Race:
     """What happened so far, and the sessions that go on, where it was not loaded from a folder.
 
     runs: every run's turns, steps and losses by name. sessions: by name, ready to be used between calls; `bring(name)` first where
-    models are parked. reason: why it ended last.
+    models are parked. reason: why it ended last. `await race`, or race.wait(): until one that goes on in a thread is over.
     """
 
     def __init__(
@@ -44,12 +46,13 @@ class Race:
         notes: Sequence[str] = (),
         reason: str = "",
     ) -> None:
-        self.runs, self.baseline, self.twin, self.settings = runs, baseline, twin, settings
+        self._runs, self.baseline, self.twin, self.settings = runs, baseline, twin, settings
         self.run_dir, self.reason = run_dir, reason
         self.command: list[str] | None = None  # of the command line that began it
         self.notes = list(notes)
         self._environment = environment
         self._driver: Driver | None = None
+        self._running: Running | None = None  # where it goes on in a thread, or did
 
     # -- going on
 
@@ -57,18 +60,50 @@ class Race:
         """From now on the race can go on."""
         self._driver = driver
 
-    def go_on(self, minutes: float | None = None, steps: int | None = None) -> None:
+    def go_on(self, minutes: float | None = None, steps: int | None = None, *, thread: bool = False) -> Race:
         """Rounds for so many more minutes, or until every run has made so many more steps, whichever ends first; with neither, to
-        the number of steps that the race was given. A turn that a stop cut short is finished first."""
+        the number of steps that the race was given. A turn that a stop cut short is finished first. Returns the race.
+
+        thread: as in `race`. RuntimeError where the race goes on already, and where it ended in its warm-up.
+        """
         driver = self._drive()
-        if minutes is None and steps is None and self.settings["steps"] is not None:
-            driver.go_on(None, driver.left)
-            return
-        check_time(minutes, steps)
-        driver.go_on(minutes, steps)
+        if not self.running and any(run.warm_up is None for run in self.runs.values()):
+            raise RuntimeError(self._way_on())
+        to_the_end = minutes is None and steps is None and self.settings["steps"] is not None
+        if not to_the_end:
+            check_time(minutes, steps)
+        self.go(lambda: driver.go_on(minutes, driver.left if to_the_end else steps), thread)
+        return self
+
+    def go(self, work: Callable[[], None], thread: bool) -> None:
+        """What `race` and `go_on` do, in this thread or in one of its own."""
+        driver = self._drive()
+        if thread:
+            self._running = driver.start(work)
+        else:
+            driver.drive(work)
+            self._running = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the race goes on now."""
+        return self._driver is not None and self._driver.state != "idle"
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for the end of a race that goes on in a thread, at most `timeout` seconds; whether it has ended.
+
+        Raises what ended it. An interrupt of the waiting asks the race to stop and waits on; a second one gives up waiting.
+        """
+        return self._running is None or self._running.wait(timeout)
+
+    def __await__(self) -> Generator[Any, None, Race]:
+        """The race, when it is over; the same as `wait` where other work of the event loop shall go on."""
+        if self._running is not None:
+            yield from self._running.__await__()
+        return self
 
     def stop(self) -> None:
-        """Ends the race from another thread, at the end of a step; `go_on` goes on."""
+        """Ends the race from another thread, at the end of a step; `go_on` goes on. Nothing where it does not go on."""
         self._drive().stop()
 
     def pause(self) -> None:
@@ -79,14 +114,30 @@ class Race:
         self._drive().resume()
 
     @property
+    def runs(self) -> dict[str, Run]:
+        """By name; while another thread makes the race go on, copies as they are now."""
+        if self._driver is None or not self._driver.elsewhere:
+            return self._runs
+        return {name: run.copy() for name, run in self._runs.items()}
+
+    @property
     def sessions(self) -> dict[str, Session]:
-        return dict(self._drive().sessions)
+        return dict(self._free().sessions)
 
     def bring(self, name: str) -> Session:
         """The session of that name, on its device: for evaluating, saving or going on with it, between two calls."""
-        driver = self._drive()
+        driver = self._free()
         driver.parking.bring(name)
         return driver.sessions[name]
+
+    def _free(self) -> Driver:
+        """The driver, where its sessions are nobody's at the moment: what they do within a turn would count as its time."""
+        driver = self._drive()
+        if driver.elsewhere:
+            raise RuntimeError(
+                "The race goes on, and its sessions take turns: call race.wait() first, or race.stop(). race.runs has their steps."
+            )
+        return driver
 
     def _drive(self) -> Driver:
         if self._driver is None:
@@ -130,8 +181,12 @@ class Race:
         found = self.outcome
         first = self.runs[self.baseline]
         sizes = sorted({turn.steps for turn in first.whole_turns})
-        said = []
-        if sizes and first.warm_up is not None:
+        said = self._how_far()
+        if not found.rounds:
+            said.append(
+                "No round is whole yet, so no ratio to the baseline is known: that takes a whole turn of every run."
+            )
+        elif sizes and first.warm_up is not None:
             size = f"{sizes[0]} to " * (len(sizes) > 1) + counted(sizes[-1], "timed step")
             said.append(
                 f"{counted(found.rounds, 'round')} of turns, each {size} after an untimed one, {span_words(found.timed_s)} timed "
@@ -139,25 +194,20 @@ class Race:
             )
         if found.timed_s < 60 * len(found.rows):
             said.append("Less than a minute each: whether a speed is sustained takes minutes to see.")
-        said.append(found.control_words())
+        if found.rounds:
+            said.append(found.control_words())
         given = "given" if found.target_given else "the lowest that all have reached"
         if not math.isnan(found.target):
             said.append(
                 f"Target loss {found.target:.4f} ({given}), mean of {found.span} steps; times are each run's own."
             )
-        hours = [f"{row.name} {row.loss_hour:.4f}" for row in found.rows if row.loss_hour is not None]
-        said.append(
-            f"Loss after an hour of own time: {', '.join(hours)}."
-            if hours
-            else f"Loss after {span_words(found.at_s)} of own time: "
-            + ", ".join(f"{row.name} {row.loss_at:.4f}" for row in found.rows)
-            + " (nothing is extrapolated to an hour)."
-        )
+        if not math.isnan(found.at_s):
+            said.append(self._loss_words(found))
         for name, run in self.runs.items():
             if run.prediction is not None and name not in (self.baseline, self.twin):
                 measured = found[name].ratio.mid
-                also = "" if run.prediction.ratio is None else f"; measured {measured:.2f} x"
-                said.append(f"{name}: {run.prediction}{also}.")
+                unknown = run.prediction.ratio is None or math.isnan(measured)
+                said.append(f"{name}: {run.prediction}{'' if unknown else f'; measured {measured:.2f} x'}.")
         emulated = {name: run.numerics for name, run in self.runs.items() if run.numerics.startswith("emulated")}
         if first.work.get("device") == "cpu":
             said.append(
@@ -167,14 +217,29 @@ class Race:
             said.append(f"Emulated here, so that its time is not the format's: {', '.join(emulated)}.")
         return said + [self._way_on()] * self._ended_early + self.notes
 
+    @staticmethod
+    def _loss_words(found: Outcome) -> str:
+        hours = [f"{row.name} {row.loss_hour:.4f}" for row in found.rows if row.loss_hour is not None]
+        if hours:
+            return f"Loss after an hour of own time: {', '.join(hours)}."
+        losses = ", ".join(f"{row.name} {row.loss_at:.4f}" for row in found.rows)
+        return f"Loss after {span_words(found.at_s)} of own time: {losses} (nothing is extrapolated to an hour)."
+
+    def _how_far(self) -> list[str]:
+        return [self._driver.words()] if self._driver is not None and self.running else []
+
     @property
     def _ended_early(self) -> bool:
-        return self.reason not in ("", "done")
+        return self.reason not in ("", "done") and not self.running
 
     def _no_result(self, error: ValueError) -> str:
+        if self.running:
+            return f"{' '.join(self._how_far())} A result takes a turn of every run."
         if not self._ended_early:
             return str(error)
-        return f"The race has no result before every run has had a turn. {self._way_on()}"
+        without = [name for name, run in self.runs.items() if not run.turns]
+        missing = f"{', '.join(without)} had none" if len(without) < len(self.runs) else "none had one"
+        return f"The race has no result before every run has had a turn: {missing}. {self._way_on()}"
 
     def _way_on(self) -> str:
         """What can be done after an early end."""
@@ -190,6 +255,11 @@ class Race:
             return f"The race ended early ({self.reason}): race.go_on() goes on from there."
         return f"The race ended early ({self.reason}): race.rerun() races again from the start."
 
+    def _so_far(self) -> list[tuple[str, ...]]:
+        """What there is without a result, under _SO_FAR."""
+        losses = {name: run.steps["loss"] for name, run in self.runs.items()}
+        return [(name, str(len(loss)), f"{loss[-1]:.4f}" if len(loss) else "") for name, loss in losses.items()]
+
     def plot(self, x: Axis = "time") -> Figure:
         """Loss against "steps", "tokens", "time" (a run's own) or "usd", and each turn's ratio to the baseline beside it."""
         from surokit.racing.picture import plot
@@ -204,7 +274,9 @@ class Race:
         try:
             found = self.outcome
         except ValueError as error:
-            return f"<Race {', '.join(self.runs)}: {self._no_result(error)}>"
+            return "\n".join(
+                [text_table(self._so_far(), header=_SO_FAR, right=(1, 2), indent=""), "", self._no_result(error)]
+            )
         rows = [cells_of(row, found) for row in found.rows]
         return "\n".join([text_table(rows, header=HEADER, right=RIGHT, indent=""), "", *self.words()])
 
@@ -212,7 +284,8 @@ class Race:
         try:
             found = self.outcome
         except ValueError as error:
-            return f"<p>{escape(self._no_result(error))}</p>"
+            table = html_table(self._so_far(), header=_SO_FAR, right=(1, 2))
+            return f"<div>{table}<small>{escape(self._no_result(error))}</small></div>"
         rows = [cells_of(row, found) for row in found.rows]
         words = "".join(f"<br>{escape(line)}" for line in self.words())
         return f"<div>{html_table(rows, header=HEADER, right=RIGHT)}<small>{words[4:]}</small></div>"

@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from surokit.train.records import Record, read
+from surokit.train.lines import read
+from surokit.train.records import Record
 
 Floats = NDArray[np.float64]
 COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", "wall_ms", "idle_frac", "skipped")
@@ -89,6 +90,11 @@ class Steps:
         for name, column in self._columns.items():
             column.append(row.get(name, float("nan")))
 
+    def copy(self) -> Steps:
+        """The rows that are there, also while another thread adds one: its last column is the last to grow."""
+        count = len(self._columns[COLUMNS[-1]])
+        return Steps({name: column[:count] for name, column in self._columns.items()})
+
     def __len__(self) -> int:
         return len(self._columns["step"])
 
@@ -114,6 +120,11 @@ class Run:
     prediction: Prediction | None = None
     batches: str = ""  # digest of all that it was given
     steps: Steps = field(default_factory=Steps)
+
+    def copy(self) -> Run:
+        """As it is now, also while another thread makes it go on: turns first, whose steps are there before them."""
+        turns, held_out = list(self.turns), list(self.held_out)
+        return replace(self, turns=turns, held_out=held_out, steps=self.steps.copy())
 
     @property
     def whole_turns(self) -> list[Turn]:

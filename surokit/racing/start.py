@@ -55,6 +55,7 @@ def race(
     together: bool | None = None,
     predict: bool = True,
     like: Race | None = None,
+    thread: bool = False,
     **session_settings: Any,
 ) -> Race:
     """Race recipes, or any sessions, on one device: in turns, with equal work enforced.
@@ -73,13 +74,17 @@ def race(
     allow: differences that are wanted, by the name that a refusal gives them; the table names them.
     together: whether all models stay on the device; None: if they fit, else each is parked on the host between its turns.
     predict: also say what gain the recipe was expected to have, which takes a profile of the baseline and a few seconds.
+    thread: True lets it go on in a thread and returns the Race at once: `await race`, or call its wait(). Meanwhile other cells,
+        `race.stop()`, `race.pause()` and a panel's buttons work, and printing the race says how far it is.
     like: a race whose weights and data these have to be; `Race.rerun` gives it.
     session_settings: further arguments of `surokit.Session` (clip, compile, graphs, meters ...).
 
     An interrupt (Ctrl-C, `race.stop()` from another thread, a file named "stop" in run_dir) ends it; `race.go_on()` goes on.
+    Files named "pause" and "save" are heard too.
 
     Raises UnequalWork, a ValueError, where the entries do not do equal work; ValueError or TypeError for other arguments.
-    An error of a run ends the race; the error carries it as its attribute `race`.
+    An error of a run ends the race; the error carries it as its attribute `race`. In a thread it is raised where the race is
+    awaited, an UnequalWork too.
     """
     check_time(minutes, steps)
     if steps is not None and steps < FEWEST:
@@ -131,8 +136,12 @@ def race(
     )
     driver = Driver(built, replace(builder, run_dir=where), allowed, live, like)
     built.driven_by(driver)
-    driver.warm_up(steps)
-    driver.go_on(minutes, None if steps is None else driver.left)
+
+    def work() -> None:
+        driver.warm_up(steps)
+        driver.go_on(minutes, None if steps is None else driver.left)
+
+    built.go(work, thread)
     return built
 
 

@@ -13,6 +13,7 @@ stream.py        data as an endless stream with a position
 measuring.py     what each step measured: meters, time, the device's state
 meters.py        numerics: each layer's quantization, measured during training
 records.py       Record, Records: the numbers of each step
+lines.py         the lines of a run's records.jsonl, without torch
 telling.py       subscribers, told of each step once its values have arrived
 journal.py       what else is told of a run: what it is, how it stands, what ends it
 describe.py      RunInfo of a session

@@ -3,7 +3,8 @@
     another thread   session.control.stop(), .pause(), .resume(), .save(), .between_steps(f): a cell, a panel's button
     an interrupt     of the main thread, while it trains (Ctrl-C, the notebook's stop button): the first asks for a stop, the second
                      raises, and the step in the making is undone
-    a file           stop, pause (it waits while that exists) or save in the run's folder, from any process that sees it
+    a file           stop, pause (it waits while that exists) or save in the run's folder, from any process that sees it; the first
+                     line of stop, where it has one, says who asks or why
 
 A step looks at one attribute and at the time; files are looked at every half second.
 """
@@ -19,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 from surokit.train.locks import Lock
@@ -85,6 +87,7 @@ class Control:
         self._asked: deque[_Asked[Any]] = deque()
         self.midway = False  # of a step: neither before it nor after, so there is nothing whole to look at or to save
         self.final = False  # of a step: what changes cannot be undone by halves; a second interrupt waits for its end
+        self._deaf: set[str] = set()  # to these files
         self._forget()
 
     def _forget(self) -> None:
@@ -94,7 +97,6 @@ class Control:
         self._pause_asked = self._pause_file = self._save_asked = False
         self._paused_s = 0.0
         self._look_at = float("inf") if self._session.run_dir is None else 0.0
-        self._deaf: set[str] = set()
 
     # -- from any thread
 
@@ -111,8 +113,11 @@ class Control:
     def _is_idle(self) -> bool:
         return self._state == "idle"
 
-    def stop(self, reason: str = "interrupted") -> None:
-        """Ends the run that is going on at the end of its step; subscribers are told `reason`. Nothing where none goes on."""
+    def stop(self, reason: str = "stopped: by session.control.stop()") -> None:
+        """Ends the run that is going on at the end of its step. Nothing where none goes on.
+
+        reason: what subscribers and run.json are told, "stopped: " and who asked or why; the first one that is given holds.
+        """
         if self._state != "idle":
             self._reason = self._reason or reason
             self._news = True
@@ -198,9 +203,15 @@ class Control:
             if self._state != "idle":
                 raise self._busy()
             self._forget()
-            for name in (STOP, PAUSE, SAVE):
-                self._remove(name)
+            if not self._session.journal.in_parts:
+                self.forget_files()
             self._state = "running"
+
+    def forget_files(self) -> None:
+        """What they asked of an earlier run does not hold for the one that begins; between the parts of one it does."""
+        self._deaf.clear()
+        for name in (STOP, PAUSE, SAVE):
+            self._remove(name)
 
     def enter(self) -> None:
         """This is the thread that trains."""
@@ -275,9 +286,9 @@ class Control:
         self._session.journal.beat()
         self._pause_file = self._there(PAUSE)
         self._save_asked = self._there(SAVE) or self._save_asked
-        if self._there(STOP):
+        if (folder := self._session.run_dir) is not None and self._there(STOP):
+            self._reason = self._reason or reason_in(folder / STOP)
             self._remove(STOP)
-            self._reason = self._reason or "interrupted"
 
     def _there(self, name: str) -> bool:
         """Whether that file is in the folder; a disk that does not answer is no reason to stop."""
@@ -329,9 +340,11 @@ class Control:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """The first interrupt asks for a stop, the second raises. Only the main thread receives signals."""
+        """The first interrupt asks for a stop, the second raises. Only the main thread receives signals; of a run in parts they are
+        the whole's."""
         previous = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is not threading.main_thread() or previous in (None, signal.SIG_IGN):
+        main = threading.current_thread() is threading.main_thread() and previous not in (None, signal.SIG_IGN)
+        if not main or self._session.journal.in_parts:
             yield
             return
 
@@ -350,6 +363,14 @@ class Control:
             yield
         finally:
             signal.signal(signal.SIGINT, previous)
+
+
+def reason_in(file: Path) -> str:
+    """What a run is told to have ended for by the file `stop`: its first line, or where it was."""
+    line = ""
+    with suppress(OSError), file.open(encoding="utf-8", errors="replace") as text:
+        line = "".join(filter(str.isprintable, text.readline(200))).strip()
+    return f"stopped: {line or f'by the file {file.name} in {file.parent}'}"
 
 
 def at_a_boundary(

@@ -22,8 +22,8 @@ class Light(NamedTuple):
     peak: str
 
 
-def describe(session: Session, total: int | None, started: float, light: Light) -> RunInfo:
-    """total: the step that the run is planned to end at. started: seconds since 1970."""
+def describe(session: Session, total: int | None, started: float, light: Light, resumes: bool) -> RunInfo:
+    """total: the step that the run is planned to end at. started: seconds since 1970. resumes: by the next run()."""
     recipe = session.recipe
     return RunInfo(
         title=title_of(session),
@@ -38,7 +38,7 @@ def describe(session: Session, total: int | None, started: float, light: Light) 
         peak_tflops=light.peak_tflops,
         peak=light.peak,
         usd_per_gpu_hour=session.usd_per_gpu_hour,
-        resumes=True,
+        resumes=resumes,
         run_dir=None if session.run_dir is None else str(session.run_dir),
         pid=os.getpid(),
         host=socket.gethostname(),

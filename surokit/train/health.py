@@ -19,10 +19,10 @@ unstable    3 such events within 200 steps; over when 200 steps had none.
 diverging   20 losses in a row whose mean over 10 steps is above the lowest mean so far, or the start's, by a fifth and by 3
             standard deviations; over when half of that distance is left. A loss counts as at most four times as far. Also 3
             steps in a row that are not finite.
-plateau     the last three eighths of the losses are lower than the three before them by less than 0.5 %, with two standard
-            errors in favour of progress, and by less than two standard errors: what noise leaves no doubt of is progress, however
-            slow. After at least 200 losses. A power law as slow as (steps)^-0.05 falls by 3 % there. The phase has an event only
-            while the learning rate is known and above half of its highest: below, it is an end.
+plateau     the straight line through the last three quarters of the losses falls by less than 0.35 % over half of them, with two
+            standard errors in favour of progress, and by less than two standard errors: what noise leaves no doubt of is progress,
+            however slow. After at least 200 losses. A power law as slow as (steps)^-0.05 falls by 3 % there. The phase has an
+            event only while the learning rate is known and above half of its highest: below, it is an end.
 warm-up     the learning rate has only risen so far, or there are fewer than 25 losses.
 
 The distances are ours: docs/measurements/health.json has what they say of sound and of spoiled runs. The
@@ -49,7 +49,7 @@ SPIKE_SHARE, GRAD_FACTOR = 0.1, 2.0
 APART = 10
 UNSTABLE_EVENTS, UNSTABLE_STEPS = 3, 200
 DIVERGED_SHARE, DIVERGED_SIGMAS, DIVERGED_CAP, DIVERGED_STEPS, NONFINITE_STEPS = 0.2, 3.0, 4.0, 20, 3
-PLATEAU_FIRST, PLATEAU_GAIN, PLATEAU_LR = 200, 0.005, 0.5
+PLATEAU_FIRST, PLATEAU_GAIN, PLATEAU_LR = 200, 0.0035, 0.5
 BLOCKS = 64
 
 
@@ -231,8 +231,9 @@ class Health:
             return
         part = 3 * len(blocks) // 8
         n, late, late_var = _moments(blocks[-part:])
-        _, early, early_var = _moments(blocks[-2 * part : -part])
-        gain, error = early - late, math.sqrt((late_var + early_var) / n)
+        _, _, early_var = _moments(blocks[-2 * part : -part])
+        # of n losses after n others: the slope's error is sqrt(12 / (2 n)^3) of theirs
+        gain, error = -part * _slope(blocks[-2 * part :]), math.sqrt(0.75 * (late_var + early_var) / n)
         least = PLATEAU_GAIN * abs(late)
         if not self._plateau and not self._above and gain < 2 * error and -least < gain + 2 * error < least:
             self._plateau = True
@@ -289,3 +290,10 @@ def _moments(blocks: Sequence[tuple[int, float, float]]) -> tuple[int, float, fl
     n, total, squares = _joined(blocks)
     mean = total / n
     return n, mean, max(squares / n - mean * mean, 0.0)
+
+
+def _slope(blocks: Sequence[tuple[int, float, float]]) -> float:
+    """Of the straight line through the means of blocks of one size, by least squares: its rise from one to the next."""
+    count = len(blocks)
+    middle = (count - 1) / 2
+    return sum((i - middle) * total / n for i, (n, total, _) in enumerate(blocks)) * 12 / (count**3 - count)

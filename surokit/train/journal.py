@@ -41,6 +41,7 @@ class Journal:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.info: RunInfo | None = None
+        self.in_parts = False  # a run() is a part of the run that is told
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self._file: StatusFile | None = None
         self._state = ""
@@ -59,12 +60,35 @@ class Journal:
         session = self._session
         if self._light is None or self._light[0] != session.length:
             self._light = session.length, _light(session)
-        return describe(session, self._total, self._started, self._light[1])
+        return describe(session, self._total, self._started, self._light[1], resumes=not self.in_parts)
 
     def begin(self, total: int | None) -> None:
-        """A run begins that is planned to end at step `total`."""
+        """A run() begins that is planned to end at step `total`."""
+        self._began = self._session.steps
+        if self.in_parts:
+            self.beat(now=True)
+        else:
+            self._open(total)
+
+    def end(self, reason: str) -> None:
+        """It is over."""
+        if not self.in_parts:
+            self._close(reason)
+
+    def begin_whole(self, total: int | None) -> None:
+        """A run begins that is made of several run(), as in a race: until `end_whole` they are its parts. Beginning and end are
+        told of the whole, and an interrupt is for whoever lets it go on."""
+        self.in_parts = True
+        self._session.control.forget_files()
+        self._open(total)
+
+    def end_whole(self, reason: str) -> None:
+        self.in_parts = False
+        self._close(reason)
+
+    def _open(self, total: int | None) -> None:
         session = self._session
-        self._total, self._started, self._began = total, time.time(), session.steps
+        self._total, self._started = total, time.time()
         if session.run_dir is not None:
             self._file = self._file or StatusFile(session.run_dir)
             self._health = self._health or Health()
@@ -72,6 +96,10 @@ class Journal:
             self._tell_info()
         self.beat("running")
         session.subscribers.tell("on_start", total)
+
+    def _close(self, reason: str) -> None:
+        self.beat(reason)
+        self._session.subscribers.tell("on_end", reason)
 
     def _tell_info(self) -> None:
         self.info = self.describe()

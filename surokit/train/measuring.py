@@ -161,6 +161,8 @@ class Measuring:
         if self.watch is not None:
             latest = self.watch.latest  # once: its thread puts another in its place
             host.update((name, latest[name]) for name in DEVICE_COLUMNS & latest.keys())
+        if (offload_ms := getattr(session.optimizer, "stall_ms", None)) is not None:
+            host["offload_ms"] = offload_ms
         session.elapsed_s += wall_s
         session.step_s += wall_s
         if in_loop:

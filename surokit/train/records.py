@@ -5,13 +5,11 @@ Reading them is safe from any thread while another trains.
 Loss, gradient norm and the like are produced on the device and arrive on the host some steps later; nothing here waits
 for them except `Record.loss` and its siblings. On a CPU they are there at once.
 
-The file is JSON lines. A line with "wall_ms" is a step; a line without adds to a step, an evaluation for example. A
-step at or before one already read replaces it and all after it, which is what resuming from a checkpoint means.
+What the lines of the file mean is lines.py's business.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -22,35 +20,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from surokit.train.lines import COLUMNS, INTEGERS, append, read, table, written
 from surokit.train.locks import Lock
 
 if TYPE_CHECKING:
     import pandas as pd
 
-COLUMNS = (
-    "step",
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens",
-    "targets",
-    "tokens_per_s",
-    "wall_ms",
-    "idle_frac",
-    "stall_ms",
-    "peak_gib",
-    "elapsed_s",
-    "skipped",
-    "eval_loss",
-)
-_INTEGERS = ("step", "tokens")
 _HOST = ("step", "lr", "tokens", "tokens_per_s", "wall_ms", "stall_ms", "peak_gib", "elapsed_s")
 _LATE = ("loss", "grad_norm", "skipped", "targets")
 
@@ -114,8 +96,9 @@ class Record:
     step: number of steps done, from 1. lr: of the first parameter group. tokens: elements of input_ids, accumulation
     included. targets: labels that count. wall_ms: host time since the end of the step before (or since run() began).
     stall_ms: the part of it that waited for a batch. idle_frac: the share of it without forward, backward or optimizer
-    work, a lower bound of the idle time (gaps inside the step are the profiler's business). peak_gib: of the device
-    memory on CUDA, of the process on a CPU. elapsed_s: wall_ms summed over the run. skipped: not finite, so masked.
+    work, a lower bound of the idle time (gaps inside the step are the profiler's business). meters have offload_ms where the
+    optimizer offloads: how long the host waited in its step for slots, for the host's Adam and for transfers. peak_gib: of the
+    device memory on CUDA, of the process on a CPU. elapsed_s: wall_ms summed over the run. skipped: not finite, so masked.
     """
 
     step: int
@@ -271,14 +254,25 @@ class Records:
 
     def restore(self, rows: Mapping[str, NDArray[np.float64]]) -> None:
         """Fills the ring with rows read from a file; writes nothing."""
-        self._count = 0
-        for i in range(len(rows.get("step", ()))):
-            if self._count == self._size < self._capacity:
-                self._grow()
-            self._count += 1
-            for column in self._columns.values():
-                column[i % self._size] = np.nan
-            self._write(i, {name: float(column[i]) for name, column in rows.items()})
+        with self._lock:
+            self._count = count = len(rows.get("step", ()))
+            self._size = min(max(count, self._size), self._capacity)
+            kept = np.arange(max(0, count - self._size), count)
+            for name in dict.fromkeys((*self._columns, *rows)):
+                self._columns[name] = self._empty()
+                if name in rows:
+                    self._columns[name][kept % self._size] = rows[name][kept]
+
+    def resume(self, step: int) -> tuple[float, float]:
+        """Fills the ring with the steps of the file up to `step`; milliseconds of all these, and of those that are taken again."""
+        if self.path is None:
+            raise ValueError("Records without a path have no file to resume from.")
+        found = table(self.path)
+        rows = found.columns()
+        count = int(np.searchsorted(rows["step"], step, side="right"))
+        self.restore({name: column[:count] for name, column in rows.items()})
+        wall_ms = rows["wall_ms"]
+        return float(wall_ms[:count].sum()), float(wall_ms[count:].sum()) + found.void_ms
 
     def _write(self, index: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -300,7 +294,7 @@ class Records:
     def _line(self, values: Mapping[str, float]) -> None:
         if self.path is None:
             return
-        self._lines.append(json.dumps({name: _plain(name, value) for name, value in values.items()}))
+        self._lines.append(written(values))
         if self._keeper is None:  # of lines that still wait when the program ends
             self._keeper = weakref.finalize(self, _write_last, self.path, self._lines, self._lock, os.getpid())
         if time.monotonic() - self._flushed_at > self._flush_s:
@@ -316,7 +310,7 @@ class Records:
             return
         self._flushed_at = time.monotonic()
         try:
-            _append(self.path, self._lines)
+            append(self.path, self._lines)
         except OSError as error:
             if not self._warned:
                 self._warned = True
@@ -358,65 +352,11 @@ class Records:
                 for name in names
             }
         frame = pd.DataFrame(rows)
-        return frame.astype(dict.fromkeys(_INTEGERS, "int64"))
-
-
-def read(path: Path) -> dict[str, NDArray[np.float64]]:
-    """The columns of a records file; a line that a kill cut short is passed over."""
-    rows: dict[int, dict[str, float]] = {}
-    for step, values in _lines(path):
-        if "wall_ms" in values:
-            while rows and next(reversed(rows)) >= step:
-                rows.popitem()
-            rows[step] = values
-        elif step in rows:
-            rows[step].update(values)
-    names = dict.fromkeys((*COLUMNS, *(name for row in rows.values() for name in row)))
-    return {name: np.array([row.get(name, math.nan) for row in rows.values()], dtype=np.float64) for name in names}
-
-
-def wall_ms_in(path: Path) -> float:
-    """Time of every step that a records file has, those included that a resume took again."""
-    return sum(values.get("wall_ms", 0.0) for _, values in _lines(path))
-
-
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            values = {name: float(value) for name, value in json.loads(line).items()}
-            step = int(values["step"])
-        except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
-            continue
-        yield step, values
-
-
-def _plain(name: str, value: Any) -> int | float | str:
-    """JSON has no NaN: numbers that are not finite become the strings that float() reads back."""
-    if name in _INTEGERS:
-        return int(value)
-    number = float(value)
-    return number if math.isfinite(number) else str(number)
-
-
-def _append(path: Path, lines: list[str]) -> None:
-    """Moves lines to the end of a file, behind one that a kill cut short."""
-    torn = path.exists() and not _ends_with_newline(path)
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n" * torn + "\n".join(lines) + "\n")
-    lines.clear()
+        return frame.astype(dict.fromkeys(INTEGERS, "int64"))
 
 
 def _write_last(path: Path, lines: list[str], lock: Lock, pid: int) -> None:
     """What waits when the records go, or the program ends; not in a process that was forked from theirs."""
     if lines and os.getpid() == pid:
         with suppress(OSError), lock:
-            _append(path, lines)
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(0, 2)
-        if file.tell() == 0:
-            return True
-        file.seek(-1, 2)
-        return file.read(1) == b"\n"
+            append(path, lines)

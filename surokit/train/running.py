@@ -15,12 +15,22 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from surokit.train.control import Control
 from surokit.train.random_state import turn
+
+
+class RunControl(Protocol):
+    """What is asked of the work: `begin` in the caller's thread, `end` by the work itself, or for it where it could not begin."""
+
+    @property
+    def state(self) -> str: ...
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def stop(self, reason: str = ...) -> None: ...
 
 
 class Running:
@@ -28,10 +38,20 @@ class Running:
 
     Either raises what ended the run. An interrupt of the waiting (a cancellation, of `await`) asks the run to stop at the end of
     its step and waits on; a second one gives up waiting. A program that ends without waiting stops the run in the same way.
+
+    what, goes_on: what is said of the work ("the run") and of how it goes on after a stop ("run()").
     """
 
-    def __init__(self, work: Callable[[], None], control: Control, device: torch.device, title: str) -> None:
-        self._control, self._title = control, title
+    def __init__(
+        self,
+        work: Callable[[], None],
+        control: RunControl,
+        device: torch.device,
+        title: str,
+        what: str = "the run",
+        goes_on: str = "run()",
+    ) -> None:
+        self._control, self._title, self._what, self._goes_on = control, title, what, goes_on
         self._over = threading.Event()  # an interrupted Thread.join() takes the thread for ended (CPython 3.11)
         self._error: BaseException | None = None
         context = contextvars.copy_context()  # of a notebook: what is printed goes to the cell that began the run
@@ -55,7 +75,7 @@ class Running:
                 work()
         except BaseException as error:
             self._error = error
-            print(f"surokit: the run has failed, {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"surokit: {self._what} has failed, {type(error).__name__}: {error}", file=sys.stderr)
         finally:
             if not begun:
                 self._control.end()
@@ -68,7 +88,7 @@ class Running:
     def _leave(self) -> None:
         """The program ends. One that was forked has no such thread."""
         if self._thread.is_alive():
-            self._control.stop()
+            self._control.stop("stopped: the program ended")
             self._over.wait()
 
     @property
@@ -78,10 +98,11 @@ class Running:
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end of the run, at most `timeout` seconds; whether it has ended."""
         if threading.current_thread() is self._thread:
-            raise RuntimeError("The run cannot wait for itself: call wait() from another thread.")
+            raise RuntimeError(f"{self._what.capitalize()} cannot wait for itself: call wait() from another thread.")
         if turn.mine and self.running:
             raise RuntimeError(
-                "The run waits for the work that is being done here: call wait() outside of another session's step."
+                f"{self._what.capitalize()} waits for the work that is being done here: call wait() outside of another session's "
+                "step."
             )
         deadline = None if timeout is None else time.monotonic() + timeout
         asked = False
@@ -118,8 +139,8 @@ class Running:
         self._raise()
 
     def _stop(self) -> None:
-        print("\nsurokit: stopping after this step; run() goes on from there", file=sys.stderr)
-        self._control.stop()
+        print(f"\nsurokit: stopping after this step; {self._goes_on} goes on from there", file=sys.stderr)
+        self._control.stop("interrupted")
 
     def _raise(self) -> None:
         if self._error is not None:

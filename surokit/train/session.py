@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ from surokit.train.setup import (
     build_optimizer,
     check_settings,
     claim_folder,
+    device_of,
     options_for_documents,
     parts_of,
     planned_steps,
@@ -122,7 +124,7 @@ class Session:
             model, accumulate, clip, schedule, eval, eval_every, save_every, keep, run_dir, compile, graphs, max_skipped
         )
         self.model = model
-        self.device = next(model.parameters()).device
+        self.device = device_of(model)
         self.accumulate, self.clip, self.schedule, self.seed = accumulate, clip, schedule, seed
         self.eval, self.eval_every, self.save_every, self.keep = eval, eval_every, save_every, keep
         self.compile, self.max_skipped = compile, max_skipped
@@ -136,6 +138,10 @@ class Session:
                 self.report = convert.apply(model, recipe)
         self.spec = optimizer if isinstance(optimizer, Spec) else None
         self.optimizer = build_optimizer(optimizer, model)
+        if (
+            accounts := getattr(self.optimizer, "accounts", None)
+        ) is not None:  # of one that offloads: its report names weights
+            accounts.call(model.named_parameters())
         self.engine = Engine(model, self.optimizer, clip, graphs)
         self.prefetch = Prefetch(self.device)
         self._for_documents = options_for_documents(model)
@@ -195,7 +201,7 @@ class Session:
         thread = self._thread if thread is None else thread
         if not thread:
             self.control.begin()
-            self._run(steps, minutes)
+            self._run(steps, minutes, shared=threading.current_thread() is not threading.main_thread())
             return None
         return Running(partial(self._run, steps, minutes, shared=True), self.control, self.device, title_of(self))
 
@@ -237,8 +243,7 @@ class Session:
         try:
             self.records.flush()
             self.control.finish()
-            self.journal.beat(reason)
-            self.subscribers.tell("on_end", reason)
+            self.journal.end(reason)
         finally:
             self.control.end()
 
@@ -409,6 +414,20 @@ class Session:
         self.arrivals.harvest(wait=True)
         return self.measuring.watchers[0].frame()
 
+    def to_deepspeed(self, path: str | Path | None = None) -> dict[str, Any]:
+        """These settings as a DeepSpeed configuration, which is also written to `path` as JSON where one is given.
+
+        ZeRO's stage (3 where parameters are sharded, 2 where the optimizer offloads, else 0), offload_optimizer, a zenflow block for
+        surokit.ZenFlow, optimizer, gradient_clipping, gradient_accumulation_steps, train_micro_batch_size_per_gpu, bf16 or fp16. Hot
+        columns are chosen every so many steps, as here; "epoch" stays. Without counterpart there: cold_update, max_interval,
+        steps_per_epoch, slots, link; recipes, the schedule, groups of parameters. A warning says where a setting would behave
+        differently; ValueError where ZenFlow's topk_ratio has no counterpart, or the rows of a batch are not known yet.
+        """
+        from surokit.offload.deepspeed import configuration
+        from surokit.planner.live import facts_of_session
+
+        return configuration(self, facts_of_session(self).get("batch"), path)
+
     @property
     def first_bad(self) -> str:
         """The layer that went bad first, with the step and the reason; "" where none did or nothing is measured."""
@@ -511,11 +530,11 @@ class Session:
     # -- contexts, stopping, compiling
 
     def stop(self) -> None:
-        """Ends the run that is going on, from another thread, at the end of its step; the same as session.control.stop().
+        """Ends the run that is going on, from another thread, at the end of its step, as session.control.stop() does.
 
         Where none goes on it does nothing: the next run() is not stopped.
         """
-        self.control.stop()
+        self.control.stop("stopped: by session.stop()")
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:

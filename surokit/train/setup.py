@@ -82,6 +82,12 @@ def planned_steps(steps: int | None, minutes: float | None, schedule: Any, done:
     return steps
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model computes: on its first parameter's device, or on the one that streamed weights come to."""
+    streamed: Any = next((vars(m)["computes_on"] for m in model.modules() if "computes_on" in vars(m)), None)
+    return next(model.parameters()).device if streamed is None else streamed
+
+
 def vocabulary_of(model: nn.Module) -> int:
     """Rows of the model's token embedding, its largest one; a model without embeddings takes any token."""
     return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=sys.maxsize)

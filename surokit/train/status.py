@@ -3,7 +3,8 @@
     {"info": {...}, "state": "running", "heartbeat": 1789000000.0, "step": 120, "run_s": 61.5,
      "events": [{"step": 80, "kind": "note", ...}]}
 
-state: "running", "paused", or how the last run ended: "done", "interrupted", "stopped: <why>", "failed: <Type: message>".
+state: "running", "paused", or how the last run ended: "done", "interrupted", "stopped: <by whom or why>", "failed: <Type:
+message>". Only an interrupt (Ctrl-C) is "interrupted".
 heartbeat: seconds since 1970 when it was written. The training thread writes it: at the start, when a run pauses or goes on, at
 the end, and between steps at most every two seconds. A step, an evaluation or a checkpoint that takes longer is silence, so
 a heartbeat that is some seconds old does not mean that the run has gone.
@@ -41,7 +42,7 @@ class RunInfo:
     a CPU. total: the step it is planned to end at, None where it is planned by time. tokens_per_step: elements of input_ids.
     flops_per_token: of the model, forward and backward (an MFU's numerator), and peak_tflops: what one GPU could do in bf16;
     `peak` is that rate's name, or why there is none. usd_per_gpu_hour: as given, never assumed. resumes: the next run() goes
-    on from where one ends. started: seconds since 1970 when this run began.
+    on from where one ends, which a run in a race does not. started: seconds since 1970 when this run began; in a race not its turn.
     """
 
     title: str = ""

@@ -45,6 +45,7 @@ class Stream:
         self.accumulate = accumulate
         self.waited_ms = 0.0  # for batches, since the owner last set it to 0
         self._guard, self._loop = guard, loop
+        self.on_draw: Callable[[list[Batch]], None] | None = None
         self._at = _Position(0, 0, {})
         self._iterator: Iterator[Batch] | None = None
         self._broken = False  # the iterator was left in the middle of a batch, by an error or an interrupt
@@ -64,8 +65,15 @@ class Stream:
         return self._at.taken
 
     def draw(self) -> list[Batch]:
-        """The next `accumulate` batches; starts a new epoch where one ends."""
-        return self._group(ends=False)
+        """The next `accumulate` batches, which `on_draw` is shown; starts a new epoch where one ends."""
+        batches = self._group(ends=False)
+        if self.on_draw is not None:
+            try:
+                self.on_draw(batches)
+            except BaseException:
+                self.give_back()
+                raise
+        return batches
 
     def give_back(self) -> None:
         """Undoes the last draw, because its step did not happen: the same batches come again."""

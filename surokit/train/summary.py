@@ -28,7 +28,8 @@ class Summary:
     were behind the last checkpoint. tokens_per_s_1s, _1min, _10min: over the last steps that together take that long, NaN in a
     shorter run. tokens_per_s_p5 ... p95: over windows of one second, or over steps in a run of fewer than 20 s (`windows` says
     which). drift: speed of the last tenth of the steps over the first tenth, less 1. idle_frac: a lower bound (see Record);
-    sampled_idle_frac: the mean over the windows of surokit.activity, None without them.
+    sampled_idle_frac: the mean over the windows of surokit.activity, None without them. offload_ms: a step, that the host waited
+    for an optimizer whose state is on the host; None for others.
     goodput: step time that was neither skipped nor waiting for data over run_s. lost_gpu_hours: run_s less the busy time of the
     steps that count, at least (of the CPU where there is no GPU); lost_usd at the price given. mfu: share of `peak`; None where
     there is no peak to name, and `peak` says why. graphs: whether steps ran as CUDA graphs, and why not; "" where there is no CUDA.
@@ -56,6 +57,7 @@ class Summary:
     drift: float
     idle_frac: float
     sampled_idle_frac: float | None
+    offload_ms: float | None
     goodput: float
     lost_gpu_hours: float
     lost_usd: float | None
@@ -86,6 +88,7 @@ class Summary:
             *figures[:-2],
             ("idle, at least", percent(self.idle_frac)),
             *([] if self.sampled_idle_frac is None else [("idle, sampled", percent(self.sampled_idle_frac))]),
+            *([] if self.offload_ms is None else [("waiting for offload", self._offload())]),
             *figures[-2:],
             ("MFU", f"{self.mfu:.1%} of {self.peak}" if self.mfu is not None else f"none: {self.peak}"),
             ("peak memory", f"{number(self.peak_gib)} GiB"),
@@ -96,6 +99,14 @@ class Summary:
         if self.eval_loss is not None:
             out.append(("held-out loss, last", f"{self.eval_loss:.4f}"))
         return out
+
+    def _offload(self) -> str:
+        from surokit.profiler.sustained import number, percent
+
+        assert self.offload_ms is not None
+        steps_s = self.step_s - self.warmup_s
+        share = self.offload_ms * (self.steps - self.warmup_steps) / (1e3 * steps_s) if steps_s > 0 else math.nan
+        return f"{number(self.offload_ms)} ms a step, {percent(share)}"
 
     def __repr__(self) -> str:
         return text_table(self._rows(), indent="")
@@ -128,6 +139,8 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
     )
     busy = columns.get("busy_frac", np.array([]))
     busy = busy[np.isfinite(busy)]
+    offload = columns.get("offload_ms", np.array([]))[sustained.warmup_steps :]
+    offload = offload[np.isfinite(offload)]
     mfu, peak = _utilisation(session, sustained.tokens_per_s)
     losses = columns["loss"][np.isfinite(columns["loss"])]
     price = None if usd_per_gpu_hour is None else usd_per_gpu_hour * 1e9 / sustained.tokens_per_s / 3600
@@ -141,6 +154,7 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
         redone_s=held * session.redone_s,
         **asdict(sustained),
         sampled_idle_frac=1 - float(busy.mean()) if len(busy) else None,
+        offload_ms=float(offload.mean()) if len(offload) else None,
         mfu=mfu,
         peak=peak,
         peak_gib=float(np.nanmax(columns["peak_gib"])),

@@ -6,11 +6,13 @@ records.jsonl has a line a step (growing.py); run.json says what the run is, how
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -20,6 +22,7 @@ from surokit.widgets.growing import Reader
 from surokit.widgets.state import PanelState
 
 RECORDS = "records.jsonl"
+RACE, TURN = "race.json", "turn.json"
 KINDS = get_args(Kind)
 SILENT_S = 30.0  # a heartbeat older than that is no sign of life
 # So long without a heartbeat, a process that is not here has ended, and is not that of another machine of this name.
@@ -32,9 +35,13 @@ class RunFolder:
     clock: seconds since 1970. FileNotFoundError or ValueError, in a sentence, where the folder is no run's.
     """
 
-    def __init__(self, path: str | Path, name: str = "", clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, path: str | Path, name: str = "", clock: Callable[[], float] = time.time, title: str = ""
+    ) -> None:
         self.path = Path(path)
         self.name = name or self.path.resolve().name
+        self.title = title  # what others call it
+        self.ended = ""  # how, as others say; counts where the run itself says nothing
         self.status: Status | None = None
         self.trouble = ""  # why the folder could not be read the last time
         self._clock = clock
@@ -51,7 +58,9 @@ class RunFolder:
     @property
     def over(self) -> bool:
         """Whether nothing more is to be expected: the run has ended, or its process has, and all of its records are here."""
-        ended = self.status is not None and (self.status.over or (self._gone and self._silent_s > GONE_S))
+        if self.status is None:
+            return bool(self.ended) and not self.reader.behind
+        ended = self.status.over or (self._gone and self._silent_s > GONE_S)
         return ended and not self.reader.behind
 
     @property
@@ -132,7 +141,7 @@ class RunFolder:
         if status is not None:
             info = status.info
             state.info, state.total, state.resumes = info, info.total, info.resumes
-            state.title, state.recipe = info.title or self.name, info.numerics
+            state.title, state.recipe = self.title or info.title or self.name, info.numerics
             state.paused = status.state == "paused"
             self._told.update((event.step, event.kind, event.text) for event in state.events)
             for said in status.events:
@@ -145,6 +154,9 @@ class RunFolder:
             if status.over:
                 state.reason = None if self.reader.behind else status.state
                 return
+        elif self.ended:
+            state.title, state.reason = self.title or self.name, None if self.reader.behind else self.ended
+            return
         if self._silent or self._gone:
             when = time.strftime(
                 "%H:%M" if self._silent_s < 20 * 3600 else "%d %b %H:%M", time.localtime(self._heard[1])
@@ -198,15 +210,68 @@ def runs_in(path: Path) -> list[Path]:
     return sorted(runs) or [path]
 
 
-class FileControl:
-    """The panel's buttons for runs that somebody else trains: each writes a file that the run looks for between two steps."""
+class RaceFolder:
+    """A race that somebody else drives: who races and how it stands, from turn.json or what race.json keeps.
 
-    def __init__(self, folders: Iterable[RunFolder]) -> None:
+    runs: their folders by name. state: "running", "paused" or how it ended. round: the one that goes on, or was the last.
+    ValueError where the folder is no race's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.runs: dict[str, Path] = {}
+        self.state, self.round, self.turn = "", 0, ""
+        self.look()
+        if not self.runs:
+            raise ValueError(f"{path} is not the folder of a race: neither {TURN} nor {RACE} says who races.")
+
+    @property
+    def goes_on(self) -> bool:
+        return self.state in ("running", "paused")
+
+    def look(self) -> bool:
+        """Takes in what is new; whether there was anything. A file that cannot be read just now says nothing."""
+        before = (self.state, self.round, self.turn, *self.runs)
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            if (self.path / TURN).exists():
+                self._take_in(**json.loads((self.path / TURN).read_text(encoding="utf-8")))
+            else:
+                data = json.loads((self.path / RACE).read_text(encoding="utf-8"))
+                rounds = [turn["round"] for run in data["runs"] for turn in run["turns"]]
+                self._take_in(data["folders"], data["reason"], max(rounds, default=0), "")
+        return before != (self.state, self.round, self.turn, *self.runs)
+
+    def _take_in(self, runs: dict[str, str], state: str, round: int, turn: str, **_later: Any) -> None:
+        self.runs = {str(name): self.path / str(folder) for name, folder in runs.items()}
+        self.state, self.round, self.turn = str(state), int(round), str(turn)
+
+    def words(self, states: Iterable[PanelState]) -> str:
+        """The headline of its picture."""
+        reasons = [state.reason or "" for state in states]
+        lost = self.goes_on and bool(reasons) and all(reason.startswith("lost") for reason in reasons)
+        return race_words("lost" if lost else self.state, self.round, self.turn)
+
+
+def race_words(state: str, round: int, turn: str) -> str:
+    """A race in a line: what goes on in it, or how it ended."""
+    where = f"round {round}" if round else "warm-up"
+    if state == "running":
+        return " · ".join(["race", where, *([f"{turn}'s turn"] if turn else [])])
+    if state in ("paused", "lost"):
+        return f"race · {state} in {where}"
+    return f"race · over after {where}" if state == "done" else f"race · over in {where}: {state}"
+
+
+class FileControl:
+    """The panel's buttons for runs that somebody else trains: each writes a file that the run looks for between two steps, a race
+    between two turns."""
+
+    def __init__(self, folders: Iterable[RunFolder | RaceFolder]) -> None:
         self._folders = list(folders)
 
-    def stop(self) -> None:
-        """Every run that goes on ends at its next step boundary."""
-        self._ask("stop")
+    def stop(self, reason: str = "stopped: by watch(...).control.stop()") -> None:
+        """Every run that goes on ends at its next step boundary; `reason` is what it is told to have ended for."""
+        self._ask("stop", text=reason.removeprefix("stopped: "))
 
     def pause(self) -> None:
         """Every run that goes on waits at its next step boundary, for as long as the file is there."""
@@ -219,13 +284,14 @@ class FileControl:
         """Every run that goes on writes a checkpoint at its next step boundary."""
         self._ask("save")
 
-    def _ask(self, word: str, there: bool = True) -> None:
+    def _ask(self, word: str, there: bool = True, text: str = "") -> None:
         folders = [folder for folder in self._folders if folder.goes_on or not there]
         if not folders:
             raise ValueError(f"There is no run to {word}: as far as its folder says, it is over.")
         for folder in folders:
             try:
-                (folder.path / word).touch() if there else (folder.path / word).unlink(missing_ok=True)
+                file = folder.path / word
+                file.write_text(text, encoding="utf-8") if there else file.unlink(missing_ok=True)
             except OSError as error:
                 raise PermissionError(
                     f"The run cannot be reached: {folder.path / word} cannot be written from here ({error.strerror})."

@@ -10,15 +10,16 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from surokit.widgets.folder import RECORDS, FileControl, RunFolder, runs_in
+from surokit.widgets.folder import RACE, RECORDS, TURN, FileControl, RaceFolder, RunFolder, runs_in
 from surokit.widgets.front import shown
 from surokit.widgets.panel import Panel, View, ViewName, front_end
 from surokit.widgets.picture import bundle, summary_text
-from surokit.widgets.state import PanelState
+from surokit.widgets.state import Runs
 
 EVERY_S, SLOWEST_S = 0.5, 5.0  # between two looks: while there is news, and while there is none
 LOOK_SHARE = 0.1  # of the time, at most, goes into looking
@@ -36,10 +37,12 @@ class Watch:
         follow: bool = True,
         every_s: float = EVERY_S,
         view: View | ViewName = "auto",
+        races: Mapping[str, RaceFolder] = MappingProxyType({}),
     ) -> None:
         self.folders = {folder.name: folder for folder in folders}
-        self.states: dict[str, PanelState] = {}
-        self.control = FileControl(self.folders.values())
+        self.races = dict(races)
+        self.states = Runs()
+        self.control = FileControl([*self.folders.values(), *self.races.values()])
         self._every_s = every_s
         self._asked = threading.Event()
         self._thread: threading.Thread | None = None
@@ -58,7 +61,8 @@ class Watch:
     @property
     def over(self) -> bool:
         """Whether every run is over: it has said so, or its process is known to have ended; `reasons` tells which."""
-        return all(folder.over for folder in self.folders.values())
+        begins = any(race.goes_on and not path.exists() for race in self.races.values() for path in race.runs.values())
+        return not begins and all(folder.over for folder in self.folders.values())
 
     @property
     def reasons(self) -> dict[str, str | None]:
@@ -93,12 +97,30 @@ class Watch:
 
     def _look(self, budget_s: float) -> bool:
         news = False
+        racing: dict[str, list[str]] = {}
+        for label, race in self.races.items():
+            news |= race.look()
+            racing[label] = self._who_races(label, race)
         for name, folder in self.folders.items():
             news |= folder.look(budget_s / len(self.folders))
             if folder.trouble and folder.state.reason is None:
                 folder.state.reason = f"lost: {folder.trouble}"
             self.states[name] = folder.state
+        heads = {label: race.words(self.states[name] for name in racing[label]) for label, race in self.races.items()}
+        self.states.headline = " | ".join(f"{label}: {words}" if label else words for label, words in heads.items())
         return news
+
+    def _who_races(self, label: str, race: RaceFolder) -> list[str]:
+        """The names of a race's runs, which may begin while it is watched, and what the race says of them."""
+        found = []
+        for title, path in race.runs.items():
+            name = f"{label}/{title}" if label else title
+            if name not in self.folders and path.is_dir():
+                self.folders[name] = RunFolder(path, name, title=name)
+            if name in self.folders:
+                self.folders[name].ended = "" if race.goes_on else race.state
+                found.append(name)
+        return found
 
     def _follow(self) -> None:
         pause_s = self._every_s
@@ -143,11 +165,13 @@ def _cell() -> int | None:
 
 def watch(*folders: str | Path, follow: bool = True, every_s: float = EVERY_S, view: View | ViewName = "auto") -> Watch:
     """A panel of the runs in these folders, written by whichever kernel, process or machine: `sk.watch("runs/a", "runs/b")`.
-    A folder that is no run's but has some, as a race's does, stands for those that are in it now.
+    A race's folder stands for its runs, under the names that they have there, and a line says how the race stands; any other that
+    has folders of runs, for those that are in it now.
 
     A run that is over gives its final picture at once. One that goes on is followed in a thread, so the cell ends and other cells
     can be used; `await sk.watch(...)` keeps the cell busy until it is over. The panel's buttons write the files "stop", "pause" and
-    "save" into the folder, and so do `.control.stop()` and its siblings; `.stop_following()` ends the looking and nothing else.
+    "save" into the folder of the run or the race, and so do `.control.stop()` and its siblings; `.stop_following()` ends the
+    looking and nothing else.
 
     follow: False takes one look. every_s: between two looks, in seconds; fewer while nothing comes, and where looking takes long.
     view: "auto", "widget", "svg" or "text".
@@ -160,19 +184,32 @@ def watch(*folders: str | Path, follow: bool = True, every_s: float = EVERY_S, v
     if not every_s > 0:
         raise ValueError(f"watch(every_s={every_s}): the time between two looks is in seconds and positive.")
     given = [Path(folder).expanduser().resolve() for folder in folders]
-    paths = list(dict.fromkeys(run for path in given for run in runs_in(path)))
+    labels = _names(given) if len(given) > 1 else [""]
+    races = {label: RaceFolder(path) for label, path in zip(labels, given) if _is_race(path)}
+    raced = {path for race in races.values() for path in (race.path, *race.runs.values())}
+    paths = list(dict.fromkeys(run for path in given if path not in raced for run in runs_in(path)))
     found = [RunFolder(path, name) for path, name in zip(paths, _names(paths))]
-    empty = [folder.path for folder in found if not (folder.path / RECORDS).exists()]
+    all_of_them = [*paths, *(path for race in races.values() for path in race.runs.values())]
+    empty = [path for path in all_of_them if not (path / RECORDS).exists()]
     if empty and not follow:
         raise ValueError(
             f"No step is written in {empty[0]} yet: the run has not begun. With follow=True the panel waits for it."
         )
-    return Watch(found, follow, every_s, view)
+    return Watch(found, follow, every_s, view, races)
+
+
+def _is_race(path: Path) -> bool:
+    try:
+        return any((path / name).exists() for name in (TURN, RACE)) and bool(RaceFolder(path))
+    except ValueError:
+        return False
 
 
 def _names(paths: Iterable[Path]) -> list[str]:
     """The ends of the paths that tell them apart."""
     parts = [path.parts for path in paths]
+    if not parts:
+        return []
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):

@@ -5,8 +5,9 @@ fetched. anywidget carries them, and is imported when a widget opens.
 
 A click must reach Python while a cell trains. JupyterLab sends widgets' messages to a subshell of the kernel (a thread of
 its own), but ipykernel 7.4 moves an answer to the loop that last wrote to the widget, here the busy cell's. The panel is asked and
-asks nothing, so it switches that off for its own messages: handlers then run in the subshell's thread. Where there are no
-subshells a click arrives when the cell awaits or ends; the page notices that nobody answers and says how to stop instead.
+asks nothing, so it switches that off for its own messages (`answer_where_asked`): handlers then run in the subshell's thread.
+Where there are no subshells a click arrives when the cell awaits or ends; the page notices that nobody answers and says how to stop
+instead.
 
 When a run ends its output becomes static, so that the saved notebook holds a picture and no widget that nobody could draw. In the
 open tab the page's part puts its own panel in the picture's place.
@@ -18,6 +19,7 @@ import json
 import sys
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
@@ -25,18 +27,23 @@ from typing import Any, Protocol
 
 from surokit.widgets.figure import Theme
 from surokit.widgets.picture import Bundle, bundle
-from surokit.widgets.state import PanelState
+from surokit.widgets.state import REPLACED, PanelState
 from surokit.widgets.wire import SLOTS, Wire
 
 LAST = SLOTS  # further messages at the end of a run, at most: a keyframe for each curve that is still coarse
 ASKS = ("stop", "pause", "resume", "save")
+BY_BUTTON = "stopped: by the panel's button"
 WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+OVER = "This run is over."
+TAKEN_OVER = "A newer panel of this run has taken over: use its buttons."
 
 
 class Controls(Protocol):
     """What the buttons need; each returns at once, from any thread."""
 
-    def stop(self) -> None: ...
+    def stop(self, reason: str = ...) -> None: ...
     def pause(self) -> None: ...
     def resume(self) -> None: ...
     def save(self) -> None: ...
@@ -82,6 +89,7 @@ class WidgetView:
         self._wire: Wire | None = None
         self._handle: Any = None
         self._token = ""
+        self._late = OVER  # what the page of a widget before this one is told
 
     def show(self, states: Mapping[str, PanelState], final: bool) -> None:
         """Send what is new; the last time, leave the static picture in the output as well."""
@@ -94,6 +102,7 @@ class WidgetView:
                 break
             renewed = self._send(final)
         if final:
+            self._late = TAKEN_OVER if any(state.reason == REPLACED for state in states.values()) else OVER
             self._handle.update(_marked(bundle(shown(states), self.theme), self._token), raw=True)
             self._widget = self._wire = self._handle = None
 
@@ -114,8 +123,7 @@ class WidgetView:
         self._wire = Wire(states)
         self._widget = widget = _widget_class()(token=self._token, control=json.dumps(self._controls(states)))
         widget.on_msg(lambda _widget, content, _buffers: self._asked(widget, content))
-        if widget.comm is not None:
-            widget.comm._reply_subshell_for = None  # the front end's choice of thread stands; see above
+        answer_where_asked(widget.comm)
         self._send(False)
         view = {"model_id": widget.model_id, "version_major": 2, "version_minor": 1}
         message = {WIDGET: view, **_marked(bundle(shown(states), self.theme), self._token)}
@@ -129,17 +137,16 @@ class WidgetView:
     def _asked(self, widget: Any, content: Any) -> None:
         """A message of the page: {"ask": "hello" or one of ASKS, "n": number}. Answers {"answer": n, "error": sentence or ""}."""
         ask = content.get("ask") if isinstance(content, dict) else None
-        error = ""
-        if ask in ASKS:
-            if widget is not self._widget or self._control is None:
-                error = "This run is over."
-            else:
-                try:
-                    getattr(self._control, ask)()
-                except Exception as failed:
-                    error = str(failed) or type(failed).__name__
-        elif ask != "hello":
+        error = self._late if widget is not self._widget else OVER if self._control is None else ""
+        if ask == "hello":
+            error = error if error == TAKEN_OVER else ""
+        elif ask not in ASKS:
             return
+        elif self._control is not None and not error:
+            try:
+                self._control.stop(BY_BUTTON) if ask == "stop" else getattr(self._control, ask)()
+            except Exception as failed:
+                error = str(failed) or type(failed).__name__
         widget.send({"answer": content.get("n"), "error": error})
 
 
@@ -151,6 +158,18 @@ def shown(states: Mapping[str, PanelState]) -> Any:
 def _marked(message: Bundle, token: str) -> Bundle:
     """The bundle with a mark in its picture by which the page's part knows its own."""
     return {**message, "image/svg+xml": message["image/svg+xml"].replace("<svg ", f'<svg data-panel="{token}" ', 1)}
+
+
+def answer_where_asked(comm: Any) -> None:
+    """A message of the page is handled in the thread that the front end sent it to, also while the cell that drew the panel runs.
+
+    ipykernel 7.4 has no public way to say so: it asks this method of the comm which thread it shall be, and takes the one in the
+    message where there is none. Older ones have no such method and need nothing. Where it is called something else, a click waits
+    for the cell, and the page says how to stop instead.
+    """
+    with suppress(AttributeError):
+        if comm._reply_subshell_for is not None:
+            comm._reply_subshell_for = None
 
 
 @cache

@@ -1,7 +1,7 @@
 """A records file that somebody else writes, read as it grows into the state of a panel.
 
 It is read from where the last look ended, to the last whole line. A file that shrank, or is no longer what was read, is read
-anew. A step at or before the last one is a resume: what came after it never happened (train/records.py). The state is then put
+anew. A step at or before the last one is a resume: what came after it never happened (train/lines.py). The state is then put
 back to a copy from before, a few of which are kept, and the file read again from there without the void lines.
 
 A long file is read in columns, and of its older part neighbouring steps are folded into one: their mean loss, their time and
@@ -12,7 +12,6 @@ and no extreme is lost. Single steps are not judged in a folded part.
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
 import pickle
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surokit.train.lines import parsed
 from surokit.widgets.state import PanelState
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Reader:
             offset = self.offset
             lines = data.splitlines(keepends=True)
             for line in lines:
-                values = _row(line)
+                values = parsed(line)
                 if values is not None and values["step"] < void:
                     if "wall_ms" in values and values["step"] <= self._last:
                         self._rewind(offset, int(values["step"]))
@@ -190,17 +190,8 @@ class Reader:
 
 COLUMNS = (
     *("step", "loss", "lr", "grad_norm", "tokens", "wall_ms", "stall_ms", "peak_gib", "elapsed_s"),
-    *("skipped", "idle_frac", "eval_loss", "busy_frac", "launches"),
+    *("skipped", "idle_frac", "eval_loss", "busy_frac", "launches", "offload_ms"),
 )
-
-
-def _row(line: bytes) -> dict[str, float] | None:
-    """A line's values; None for a line that a kill cut short, or that is no record."""
-    try:
-        row = {name: float(value) for name, value in json.loads(line).items()}
-        return row if math.isfinite(row["step"]) else None
-    except (ValueError, TypeError, AttributeError, KeyError):
-        return None
 
 
 def _columns(data: bytes) -> Columns | None:
@@ -285,6 +276,7 @@ def _folded(steps: Columns, count: int) -> Iterable[tuple[dict[str, list[tuple[f
         "tokens": np.add.reduceat(tokens, first),
         "seconds": np.add.reduceat(np.nan_to_num(wall_ms), first) / 1e3,
         "stall": total(steps["stall_ms"]) / 1e3,
+        "offload": total(steps["offload_ms"]) / 1e3,
         "loss": mean(steps["loss"], each),
         "grad_norm": mean(steps["grad_norm"], each),
         "busy": mean(steps["busy_frac"], each),

@@ -28,8 +28,8 @@ from typing import Any, Literal, Protocol, TextIO
 
 from surokit.widgets.figure import Theme
 from surokit.widgets.front import Controls, WidgetView, draws_widgets, shown
-from surokit.widgets.picture import Bundle, bundle, summary_line, summary_text
-from surokit.widgets.state import PanelState
+from surokit.widgets.picture import Bundle, bundle, headline, summary_line, summary_text
+from surokit.widgets.state import REPLACED, PanelState
 
 UPDATES_A_SECOND = 4
 DRAWING_SHARE = 0.005  # of the run's wall time, at most
@@ -65,7 +65,8 @@ class Run:
     def on_start(self, total: int | None) -> None:
         """The run that begins now is planned to end at step `total`; None where it is planned by time."""
         self.state.total = total
-        self._began_s = self._panel.clock()
+        alone = self.state.info is None or self.state.info.resumes  # in a race others' turns are no time of it
+        self._began_s = self._panel.clock() if alone else None
         self._panel.tick(now=True)  # what was noted before: compiling, the first step is long in coming
 
     def on_step(self, record: Any) -> None:
@@ -211,8 +212,10 @@ class Panel:
             self._update(final)
 
     def close(self) -> None:
-        """Another takes its place: what it shows stays, as a static picture where it can, and nothing is drawn any more."""
+        """Another takes its place: what it shows stays, as a static picture where it can, says so, and is drawn no more."""
         with self._drawing:
+            for state in self.states.values():
+                state.reason = state.reason or REPLACED
             self._update(final=True)
             self._view = None
 
@@ -311,6 +314,8 @@ class TextView:
         self.stream = stream
 
     def show(self, states: Mapping[str, PanelState], final: bool) -> None:
+        if head := headline(states):
+            print(head, file=self.stream or sys.stderr, flush=True)
         for state in states.values():
             if state.first_step is None and not (final and state.reason):
                 continue

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from surokit.tables import text_table
 from surokit.widgets.figure import Line, Mark, Pane, Style, Theme, figure, plain, short
-from surokit.widgets.state import KINDS, PanelState, Series, worst
+from surokit.widgets.state import KINDS, REPLACED, PanelState, Runs, Series, worst
 
 Bundle = dict[str, str]
 States = PanelState | Mapping[str, PanelState]
@@ -308,11 +308,16 @@ def _several(states: Mapping[str, PanelState], theme: Theme, points: int) -> str
         panes,
         title=f"Training runs {', '.join(cut(run, 24) for run, _ in runs)}",
         description=" | ".join(cut(summary_line(state), 800 // len(runs)) for _, state in runs),
-        head=(f"{len(states)} runs", "", f"{ended} ended" if ended else ""),
+        head=(headline(states) or f"{len(states)} runs", "", f"{ended} ended" if ended else ""),
         table=(columns, rows, range(len(rows))) if rows else None,
         foot=foot,
         theme=theme,
     )
+
+
+def headline(states: Mapping[str, PanelState]) -> str:
+    """What several runs are together, and how that stands; "" for runs that are nothing together."""
+    return cut(states.headline, 60) if isinstance(states, Runs) else ""
 
 
 def _line(curve: Curve, series: Series, color: int, limit: int) -> Line:
@@ -381,12 +386,16 @@ def money_words(state: PanelState) -> str:
 
 
 def idle_lines(state: PanelState) -> list[str]:
-    """Where the time went that the device did not work, in a line; [] where nothing is known of it."""
+    """Where the time went that the device did not work, and how long an offloaded optimizer was waited for, a line each; [] where
+    nothing is known of it."""
     words = {"data": "waiting for data", "between steps": "between steps", "inside steps": "inside steps"}
     told = [f"{words[name]} {_share(share)}" for name, share in state.idle_causes.items() if share >= 0.0005]
     if told and told[-1].startswith("inside") and state.launches is not None:
         told[-1] += f" ({short(state.launches)} launches)"
-    return [f"Idle: {', '.join(told)}"] if told else []
+    lines = [f"Idle: {', '.join(told)}"] if told else []
+    if state.offload_share is not None:
+        lines.append(f"Waiting for the offloaded optimizer: {_share(state.offload_share)} of the time")
+    return lines
 
 
 def clock_time(seconds: float) -> str:
@@ -406,8 +415,13 @@ def ending(state: PanelState) -> str:
     at = f"step {state.step:,}"
     if reason == "done":
         return f"Done at {at}."
+    if reason == REPLACED:
+        return f"A newer panel has taken over at {at}."
+    way_on = " The next run() goes on from there." if state.resumes else ""
     if reason == "interrupted":
-        return f"Interrupted after {at}." + (" The next run() goes on from there." if state.resumes else "")
+        return f"Interrupted after {at}.{way_on}"
+    if reason.startswith("stopped: "):
+        return cut(f"Stopped after {at}: {reason.removeprefix('stopped: ')}", 350) + f".{way_on}"
     if reason.startswith("failed"):
         return cut(f"Failed after {at}: {reason.removeprefix('failed').lstrip(': ') or 'no reason given'}", 400)
     if reason.startswith("lost: "):  # of a run that others train
@@ -442,7 +456,8 @@ def summary_text(states: States) -> str:
     """The states as plain text of a few lines: the loss as a row of blocks, or of several runs a table."""
     if not isinstance(states, PanelState) and len(states) != 1:
         columns, rows = run_table(states)
-        lines = [text_table(rows, header=columns, right=range(1, len(columns)), indent="")]
+        table = text_table(rows, header=columns, right=range(1, len(columns)), indent="")
+        lines = ["\n".join([*([head] if (head := headline(states)) else []), table])]
         lines += [f"! {run}: {line}" for run, state in states.items() for line in state.warning_lines()]
         return "\n".join([*lines[:1], *(cut(line, 200) for line in lines[1 : 1 + 2 * SHOWN_RUNS])])
     state = states if isinstance(states, PanelState) else next(iter(states.values()))

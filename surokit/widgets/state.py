@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from surokit.train.status import RunInfo
 
 Point = tuple[float, float]
-Standing = Literal["waiting", "running", "paused", "done", "interrupted", "stopped", "failed", "lost"]
+Standing = Literal["waiting", "running", "paused", "done", "interrupted", "stopped", "failed", "lost", "replaced"]
+REPLACED = "replaced"  # the reason of a panel whose run goes on in another
 
 MEAN_STEPS = 10.0
 MEAN_SHARE = 1 / 40
@@ -245,6 +246,12 @@ class Ruler:
         return t0 + share * (t1 - t0), s0 + share * (s1 - s0)
 
 
+class Runs(dict[str, "PanelState"]):
+    """Several runs by their names. headline: what they are together and how that stands, a line; "" for no more than runs."""
+
+    headline = ""
+
+
 class PanelState:
     """Everything a view draws: curves, totals, events, and why the run ended.
 
@@ -311,6 +318,7 @@ class PanelState:
         self._sum = self._weight = self._stall_sum = 0.0
         self._step_s = self._good_s = self._busy_s = self._rate_s = self._rate_work = 0.0
         self._seconds_sum = self._work_sum = self._idle_sum = self._idle_seconds = self._steps_sum = 0.0
+        self._offload_sum: float | None = None
 
     @classmethod
     def from_records(cls, records: Any, title: str = "", **options: Any) -> PanelState:
@@ -348,6 +356,7 @@ class PanelState:
             memory=known("peak_gib"),
             busy=known("busy_frac"),
             launches=known("launches"),
+            offload=None if (offload_ms := known("offload_ms")) is None else offload_ms / 1e3,
         )
 
     def add_record(self, record: Record, late: Mapping[str, float]) -> None:
@@ -366,6 +375,7 @@ class PanelState:
             memory=record.peak_gib,
             busy=late.get("busy_frac"),
             launches=late.get("launches"),
+            offload=None if (offload_ms := late.get("offload_ms")) is None else offload_ms / 1e3,
         )
 
     def add(
@@ -385,13 +395,15 @@ class PanelState:
         memory: float | None = None,
         busy: float | None = None,
         launches: float | None = None,
+        offload: float | None = None,
         steps: int = 1,
     ) -> None:
         """One step's numbers; None means not measured. seconds: wall time since the step before. elapsed: seconds of the
         whole run so far, by default the sum of those. idle: share of the step's time, 0..1. stall: seconds of it that waited
         for a batch. memory: the highest so far, in GiB. busy: share of the time in which the device worked, 0..1, and launches: of
-        kernels a step, where a meter sampled them. steps: how many steps up to this one the numbers stand for: the means of their
-        losses, norms and shares, the sums of their tokens and seconds. Health judges single steps only.
+        kernels a step, where a meter sampled them. offload: seconds in which the host waited for an offloaded optimizer. steps: how
+        many steps up to this one the numbers stand for: the means of their losses, norms and shares, the sums of their tokens and
+        seconds. Health judges single steps only.
 
         The same step may come again with further numbers. Costs a few microseconds, on average the same in a long run.
         """
@@ -423,7 +435,7 @@ class PanelState:
         else:
             self._waits = True
         if seconds is not None and seconds > 0.0:
-            self._add_rate(step, tokens, seconds, idle, stall, steps)
+            self._add_rate(step, tokens, seconds, idle, stall, offload, steps)
             self._step_s += seconds
             if not skipped:
                 idle_s = stall if idle is None or idle != idle else idle * seconds
@@ -480,7 +492,14 @@ class PanelState:
         self.loss_mean.append(step, self._sum / self._weight)
 
     def _add_rate(
-        self, step: int, tokens: float | None, seconds: float, idle: float | None, stall: float, steps: int
+        self,
+        step: int,
+        tokens: float | None,
+        seconds: float,
+        idle: float | None,
+        stall: float,
+        offload: float | None,
+        steps: int,
     ) -> None:
         self.elapsed_s += seconds
         work = float(steps) if tokens is None else tokens
@@ -496,6 +515,8 @@ class PanelState:
             recent.add(seconds, work)
         self.rate.append(step, work / seconds)
         self._stall_sum = decay * self._stall_sum + stall
+        if offload is not None:
+            self._offload_sum = decay * (self._offload_sum or 0.0) + offload
         self.rate_sustained.append(step, self._work_sum / self._seconds_sum)
         if self._stall_sum > 0.0:
             self.idle_data.append(step, self._stall_sum / self._seconds_sum)
@@ -542,7 +563,7 @@ class PanelState:
         """How the run stands, in a word."""
         if self.reason is None:
             return "paused" if self.paused else "waiting" if self.first_step is None else "running"
-        for word in ("done", "interrupted", "failed", "lost"):
+        for word in ("done", "interrupted", "failed", "lost", "replaced"):
             if self.reason.startswith(word):
                 return word
         return "stopped"
@@ -562,6 +583,12 @@ class PanelState:
         if self.busy is not None:
             causes["inside steps"] = max(0.0, 1.0 - self.busy - outside)
         return causes
+
+    @property
+    def offload_share(self) -> float | None:
+        """Share of the time at present, 0..1, in which the host waited for an optimizer whose state is on the host; None where
+        there is none. It is part of the step, and the device may have had work meanwhile."""
+        return None if self._offload_sum is None or not self._seconds_sum else self._offload_sum / self._seconds_sum
 
     @property
     def light_per_rate(self) -> float | None:

@@ -6,7 +6,7 @@ sees: what a reader holds is the last text of every name, and that is all it nee
     head      words and numbers ready to show: see below; in every message
     delta     {"n": 17, "series": [{"slot": 0, "of": [0, "loss"], "gen": 3, "dx": [...], "y": [...]}, ...]}; in every message
     key_<k>   {"slot": 0, "of": [0, "loss"], "gen": 3, "dx": [...], "y": [...]}; k = 0 ... SLOTS - 1; in a message one that is due,
-              or as many as there is room for of those that were never sent; "" while the slot is not used
+              and as many as there is room for of those that were never sent or lose detail; "" while the slot is not used
 
 The curves. `delta` names every curve there is, in the order in which they are drawn. The curve of an entry is
 
@@ -33,7 +33,7 @@ seconds so far (run time without pauses), both of seven digits; in between they 
     axes       of ["steps", "tokens", "time", "usd"] those that every run knows
     runs       [run, ...], in the order of their colours:
         key, title, recipe   words. color: of the palette
-        state                waiting | running | paused | done | interrupted | stopped | failed | lost
+        state                waiting | running | paused | done | interrupted | stopped | failed | lost | replaced
         phase                "" | warm-up | converging | plateau | unstable | diverging: the health's present phase
         line                 "step 120 / 500 · 0:12 elapsed · 0:40 to go"
         step, total (or null), tokens, seconds, progress (0..1 or null)
@@ -45,6 +45,7 @@ seconds so far (run time without pauses), both of seven digits; in between they 
                              plateau | note | phase
         ending               why the run ended, a sentence; "" while it runs
         hidden               names of series that found no room (many runs), if there is room for that
+    headline   what several runs are together and how that stands, "race · round 3 · fp8's turn"; "" for no more than runs
     table      null, or for several runs (if there is room) {"columns": [words], "rows": [[words]]}, a row a run
     summary    everything in one line, for screen readers
 
@@ -65,6 +66,7 @@ from surokit.widgets.picture import (
     cut,
     ending,
     figures,
+    headline,
     idle_lines,
     layer_lines,
     progress_words,
@@ -100,16 +102,21 @@ NAMES = (
 
 
 class _Slot:
-    """One curve's place: what its keyframe holds, and since when."""
+    """One curve's place: what its keyframe holds, since when, and the points that have come after it."""
 
-    __slots__ = ("end", "gen", "index", "sent_s", "series")
+    __slots__ = ("end", "gen", "index", "name", "number", "points", "sent_s", "series")
 
-    def __init__(self, index: int, series: Series | Ruler) -> None:
-        self.index = index
-        self.series = series
+    def __init__(self, index: int, name: str, series: Series | Ruler) -> None:
+        self.index, self.name, self.series = index, name, series
+        self.number = 0  # of its run
         self.gen = 0
         self.end = -float("inf")  # the last x of the keyframe
         self.sent_s = -float("inf")
+        self.points: Sequence[tuple[float, ...]] = ()
+
+    @property
+    def moved(self) -> bool:
+        return self.series.last is not None and self.series.last[0] > self.end
 
 
 class Wire:
@@ -133,28 +140,20 @@ class Wire:
         self._n += 1
         states = dict(list(self._states.items())[:RUNS])
         out = self._place(states)
-        now = self._clock()
-        entries, due = self._delta(states, now)
-        key_room = KEY_BYTES
-        for number, name, slot in due:
-            if slot.gen and key_room < KEY_BYTES:
+        limit = self._take_points()
+        due, room = self._due(limit), KEY_BYTES
+        for place, slot in enumerate(due):
+            if place and slot.gen:
                 break  # those that were never sent share a message; the others take turns, so that messages stay light
-            text = self._keyframe(name, number, slot, now, key_room)
-            if not text:
+            if not (taken := self._renew(slot, room, out)):
                 break
-            out[f"key_{slot.index}"] = text
-            key_room -= weight(f"key_{slot.index}", text)
-        if due:
-            entries, _ = self._delta(states, now)
-        out["delta"] = f'{{"n":{self._n},"series":[{",".join(entries)}]}}'
-        room = MESSAGE_BYTES - sum(weight(name, text) for name, text in out.items())
-        # events, sentences and their letters: what is said first when there are many runs, is figures
-        for events, lines, letters in ((12, 8, 200), (6, 3, 120), (2, 1, 80), (0, 0, 40)):
-            out["head"] = json.dumps(
-                self._head(states, final, events, lines, letters), ensure_ascii=False, separators=(",", ":")
-            )
-            if weight("head", out["head"]) <= room:
+            room -= taken
+        self._put_delta(out)
+        self._put_head(out, states, final)
+        for slot in due:  # what is left is for curves that lose detail, or soon will
+            if len(slot.points) >= limit / 2 and not self._renew(slot, _left(out), out):
                 break
+        self._put_delta(out)
         return out
 
     def _place(self, states: Mapping[str, PanelState]) -> dict[str, str]:
@@ -163,6 +162,7 @@ class Wire:
         wanted: dict[tuple[str, str], Series | Ruler] = {}
         for run, state in states.items():
             wanted.update({(run, name): getattr(state, name) for name in _known(state)[:room]})
+        numbers = {run: number for number, run in enumerate(states)}
         out = {}
         for of, slot in list(self._slots.items()):
             if wanted.get(of) is not slot.series:
@@ -170,36 +170,61 @@ class Wire:
                 self._free.append(slot.index)
                 if slot.gen:
                     out[f"key_{slot.index}"] = ""
-        self._slots = {of: self._slots.get(of) or _Slot(self._free.pop(), series) for of, series in wanted.items()}
+        self._slots = {
+            of: self._slots.get(of) or _Slot(self._free.pop(), of[1], series) for of, series in wanted.items()
+        }
+        for (run, _), slot in self._slots.items():
+            slot.number = numbers[run]
         return out
 
-    def _delta(self, states: Mapping[str, PanelState], now: float) -> tuple[list[str], list[tuple[int, str, _Slot]]]:
-        """The entries of all curves, and those whose keyframes are due: the oldest first, of equals the most important."""
-        numbers = {run: number for number, run in enumerate(states)}
-        limit = max(8, (DELTA_BYTES // max(len(self._slots), 1) - 50) // 14)
-        entries, due = [], []
-        for (run, name), slot in self._slots.items():
-            points = _points(slot.series, slot.end, limit)
-            entries.append(_entry(slot, slot.gen, numbers[run], name, points))
-            age = now - slot.sent_s
-            if points and (len(points) >= limit / 2 or (age >= RENEW_S and slot.gen > 0)):
-                due.append((-age, NAMES.index(name), numbers[run], slot))
-        return entries, [(number, NAMES[rank], slot) for _, rank, number, slot in sorted(due, key=lambda d: d[:3])]
+    def _take_points(self) -> int:
+        """Takes every curve's points since its keyframe; how many at most: the curves that have moved share the delta's room."""
+        slots = self._slots.values()
+        moved = sum(slot.moved for slot in slots)
+        limit = max(8, (DELTA_BYTES - 50 * len(slots)) // (14 * max(moved, 1)))
+        for slot in slots:
+            slot.points = _points(slot.series, slot.end, limit) if slot.moved else ()
+        return limit
 
-    def _keyframe(self, name: str, number: int, slot: _Slot, now: float, room: int) -> str:
-        """A new keyframe, coarser only where the whole room is not enough for it; "" where less is left than it needs."""
-        limit = KEY_POINTS
+    def _due(self, limit: int) -> list[_Slot]:
+        """The curves whose keyframes are due: the oldest first, of equals the most important."""
+        now = self._clock()
+
+        def is_due(slot: _Slot) -> bool:
+            old = now - slot.sent_s >= RENEW_S and slot.gen > 0
+            return len(slot.points) >= limit / 2 or (old and len(slot.points) > 0)
+
+        return sorted(filter(is_due, self._slots.values()), key=lambda s: (s.sent_s, NAMES.index(s.name), s.number))
+
+    def _renew(self, slot: _Slot, room: int, out: dict[str, str]) -> int:
+        """Puts a new keyframe into the message, coarser only where the whole room is not enough for it; its bytes, 0 where less is
+        left than it needs."""
+        name, limit = f"key_{slot.index}", KEY_POINTS
         while True:
             points = _points(slot.series, -float("inf"), limit)
-            text = _entry(slot, self._gens + 1, number, name, points)
-            if weight(f"key_{slot.index}", text) <= room:
+            text = _entry(slot, self._gens + 1, points)
+            if (bytes_ := weight(name, text)) <= room:
                 break
             if room < KEY_BYTES:
-                return ""
+                return 0
             limit = limit * 3 // 4
         self._gens += 1
-        slot.gen, slot.sent_s, slot.end = self._gens, now, points[-1][0]
-        return text
+        slot.gen, slot.sent_s, slot.end, slot.points = self._gens, self._clock(), points[-1][0], ()
+        out[name] = text
+        return bytes_
+
+    def _put_delta(self, out: dict[str, str]) -> None:
+        entries = (_entry(slot, slot.gen, slot.points) for slot in self._slots.values())
+        out["delta"] = f'{{"n":{self._n},"series":[{",".join(entries)}]}}'
+
+    def _put_head(self, out: dict[str, str], states: Mapping[str, PanelState], final: bool) -> None:
+        room = _left(out)
+        # events, sentences and their letters: what is said first when there are many runs, is figures
+        for events, lines, letters in ((12, 8, 200), (6, 3, 120), (2, 1, 80), (0, 0, 40)):
+            head = self._head(states, final, events, lines, letters)
+            out["head"] = json.dumps(head, ensure_ascii=False, separators=(",", ":"))
+            if weight("head", out["head"]) <= room:
+                break
 
     def _head(
         self, states: Mapping[str, PanelState], final: bool, events: int, lines: int, letters: int
@@ -233,6 +258,7 @@ class Wire:
             ],
             "axes": axes,
             "runs": [self._run(*run, number, events, lines, letters) for number, run in enumerate(states.items())],
+            "headline": headline(self._states),
             "table": {"columns": columns, "rows": rows} if rows else None,
             "summary": cut(" | ".join(summary_line(state) for state in states.values()), 3 * letters),
         }
@@ -269,6 +295,11 @@ def weight(name: str, text: str) -> int:
     return len(json.dumps({name: text}, ensure_ascii=False).encode())
 
 
+def _left(out: Mapping[str, str]) -> int:
+    """Bytes that may be added to a message."""
+    return MESSAGE_BYTES - sum(weight(name, text) for name, text in out.items())
+
+
 def _known(state: PanelState) -> list[str]:
     """The curves of a state that have points, most important first."""
     return [name for name in NAMES if getattr(state, name).last is not None]
@@ -281,14 +312,14 @@ def _points(series: Series | Ruler, after: float, limit: int) -> Sequence[tuple[
     return [*knots[: -1 : max(1, -(-len(knots) // (limit - 1)))], *knots[-1:]]
 
 
-def _entry(slot: _Slot, gen: int, number: int, name: str, points: Sequence[tuple[float, ...]]) -> str:
+def _entry(slot: _Slot, gen: int, points: Sequence[tuple[float, ...]]) -> str:
     x = [p[0] for p in points]
     dx = ",".join([f"{a - b:.9g}" for a, b in zip(x, [0.0, *x])])
     if isinstance(slot.series, Ruler):
         y = ",".join([f"{p[1]:.7g}" for p in points]) + '],"z":[' + ",".join([f"{p[2]:.7g}" for p in points])
     else:
         y = ",".join([_number(p[1]) for p in points])
-    return f'{{"slot":{slot.index},"of":[{number},"{name}"],"gen":{gen},"dx":[{dx}],"y":[{y}]}}'
+    return f'{{"slot":{slot.index},"of":[{slot.number},"{slot.name}"],"gen":{gen},"dx":[{dx}],"y":[{y}]}}'
 
 
 def _number(value: float) -> str:

@@ -29,7 +29,6 @@ def data():
 
 def test_ratios_are_taken_turn_by_turn(data):
     assert result.ratios(data, "b") == [2.0, 1.0, 3.0]
-    assert result.spread([3.0, 1.0, 2.0]) == (1.0, 2.0, 3.0)
     assert result.loss_gap(data, "b") == pytest.approx(0.01)
 
 

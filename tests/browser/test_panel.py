@@ -1,6 +1,7 @@
 """The live panel in a real JupyterLab and a real Chromium: what is drawn, what the buttons reach, and what is left.
 
-One server, one tab and one kernel for all tests of this file; each test runs cells of its own at the end of the notebook.
+One server and one browser for all tests of this file, and for most one tab and one kernel, where each test runs cells of its own at
+the end of the notebook.
 Screenshots go to runs/browser, which git ignores: look at them.
 """
 
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -34,7 +37,7 @@ from surokit.widgets import Panel, PanelState
 class Buttons:
     def __init__(self):
         self.asked, self.stopped, self.paused = [], False, False
-    def stop(self):
+    def stop(self, reason):
         self.asked.append("stop"); self.stopped = True
     def pause(self):
         self.asked.append("pause"); self.paused = True
@@ -252,7 +255,7 @@ def test_a_session_is_stopped_by_its_panel(tab, lab):
         buttons.locator(".sk-save").last.click()
         wait_for(lambda: any((lab.folder / "run" / "checkpoints").glob("step-*")), "a checkpoint")
         buttons.locator(".sk-stop").last.click()
-        wait_for(lambda cell=cell: "Interrupted after step" in tab.output(cell), "the run to stop")
+        wait_for(lambda cell=cell: "by the panel's button" in tab.output(cell), "the run to stop")
         tab.idle()
     for source in ("session.run(100_000, thread=False)", "await session.run(100_000)"):
         cell = tab.add(source)
@@ -265,6 +268,19 @@ def test_a_session_is_stopped_by_its_panel(tab, lab):
     tab.run(check)
     wait_for(lambda: "idle" in tab.output(check), "the answer")
     assert tab.output(check).strip() == "True idle"
+
+
+def test_a_newer_panel_takes_over(tab):
+    made = SESSION.replace('"run"', '"run-replaced"')
+    first = tab.add(f"{made}session.live()\nrunning = session.run(1_000_000, thread=True)")
+    tab.run(first)
+    tab.cell(first).locator(".sk-stop").wait_for()
+    second = tab.add("session.live()")
+    tab.run(second)
+    wait_for(lambda: "A newer panel has taken over at step" in tab.output(first), "the words")
+    assert not tab.cell(first).locator(".sk-buttons button:visible").count()
+    tab.cell(second).locator(".sk-stop").click()
+    wait_for(lambda: "by the panel's button" in tab.output(second), "the run to stop")
 
 
 def test_where_no_click_is_heard_the_panel_says_how_to_stop(tab):
@@ -350,14 +366,19 @@ def test_light_dark_and_narrow(tab, lab):
 
 
 def test_screen_readers_are_told(tab):
-    voice = tab.page.locator(".sk-voice").last
+    cell = tab.add("panel, buttons = new(30); plain(panel, buttons, 30, 0.01)")
+    tab.run(cell)
+    tab.idle()
+    wait_for(lambda: "Done at step 30." in tab.output(cell), "the end")
+    voice = tab.cell(cell).locator(".sk-voice")
     assert voice.get_attribute("aria-live") == "polite"
-    assert "Done at step 300." in voice.inner_text()
+    assert "Done at step 30." in voice.inner_text()
     names = (
-        tab.page.locator(PANEL)
-        .last.locator("figure svg")
+        tab.cell(cell)
+        .locator(f"{PANEL} figure svg")
         .evaluate_all("all => all.map(svg => svg.getAttribute('aria-label'))")
     )
+    assert names
     assert all(names)
 
 
@@ -397,6 +418,54 @@ def test_words_of_a_run_are_shown_and_never_executed(tab):
     picture = tab.cell(cell).locator("img")
     picture.wait_for(state="attached")
     wait_for(lambda: picture.evaluate("e => e.complete && e.naturalWidth > 300"), "the picture behind the panel")
+
+
+LOOP = """
+import time
+from surokit.live import Live
+with Live("elsewhere", total=5000, run_dir="runs/a") as live:
+    for step in range(1, 5001):
+        live.log(loss=5 / step ** 0.5, tokens=1024)
+        time.sleep(0.02)
+        live.wait_while_paused()
+        if live.stop_asked:
+            break
+"""
+
+
+def test_a_run_of_another_process_is_followed_paused_and_stopped(lab, context):
+    """`sk.watch`: another process trains, the panel follows it through its folder, and its buttons reach it."""
+    lab.notebook("watch", ["import surokit as sk\nsk.watch('runs/a')", "print('usable', 6 * 7)"])
+    trainer = subprocess.Popen([sys.executable, "-c", LOOP], cwd=lab.folder)
+    try:
+        wait_for((lab.folder / "runs" / "a" / "records.jsonl").exists, "the run to begin")
+        tab = Tab(context, lab, "watch")
+        tab.run(0)
+        tab.idle()
+        head = tab.cell(0).locator(".sk-now")
+        head.wait_for()
+        before = head.inner_text()
+        wait_for(lambda: head.inner_text() != before, "the panel to follow")
+        assert tab.cell(0).locator(".surokit-panel").count() == 1
+        tab.run(1)
+        wait_for(lambda: "usable 42" in tab.output(1), "another cell")
+        tab.cell(0).get_by_role("button", name="Pause").click()
+        wait_for(lambda: tab.cell(0).get_by_role("button", name="Resume").count() == 1, "the pause")
+        paused = (lab.folder / "runs" / "a" / "run.json").read_text()
+        assert '"state": "paused"' in paused
+        tab.cell(0).get_by_role("button", name="Resume").click()
+        wait_for(lambda: not (lab.folder / "runs" / "a" / "pause").exists(), "the run to go on")
+        tab.cell(0).get_by_role("button", name="Stop").click()
+        assert trainer.wait(30) == 0
+        wait_for(lambda: "by the panel's button" in tab.output(0), "the end")
+        outputs = tab.save().cells[0].outputs
+        assert [sorted(output.data) for output in outputs] == [["image/svg+xml", "text/plain"]]
+        assert tab.errors == []
+        assert tab.outside() == []
+        tab.page.close()
+    finally:
+        trainer.kill()
+        trainer.wait()
 
 
 def test_reopened_without_a_kernel_and_exported_the_picture_is_seen(tab, lab):

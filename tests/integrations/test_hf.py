@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from surokit.train.records import read
+from surokit.train.lines import read
 from tests.test_live import View, read_status
 
 
@@ -128,7 +128,7 @@ def test_the_stop_button_stops_the_trainer(trainer):
     run.add_callback(ask(callback, "stop", 2))
     run.train()
     assert run.state.global_step == 3
-    assert callback.view.ended == ["interrupted"]
+    assert callback.view.ended == ["stopped: by live.control.stop()"]
 
 
 def test_the_save_button_saves_a_checkpoint_of_the_trainers(trainer, tmp_path):

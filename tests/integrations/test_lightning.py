@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from surokit.train.records import read
+from surokit.train.lines import read
 from tests.test_live import View, read_status
 
 
@@ -87,7 +87,7 @@ def test_an_accumulated_step_is_one_step(fit):
 def test_the_stop_button_stops_the_trainer(fit):
     trainer, _, callback = fit(act=lambda live, step: step == 2 and live.control.stop(), max_steps=100)
     assert trainer.global_step == 3
-    assert callback.view.ended == ["interrupted"]
+    assert callback.view.ended == ["stopped: by live.control.stop()"]
 
 
 def test_the_save_button_saves_and_a_run_goes_on_from_it(fit, tmp_path):

@@ -109,6 +109,16 @@ def test_an_evaluation_before_the_first_mirrored_step_ends_nothing():
     assert kept.calls == [("open", None, 31), ("close", "done")]
 
 
+def test_a_mirror_that_lacks_a_method_is_not_made():
+    """Said when it is made, and not by its thread in the middle of a run."""
+
+    class Half(Mirror):
+        def open(self, info, step): ...
+
+    with pytest.raises(TypeError, match="abstract methods '?close'?, '?write'?"):
+        Half()  # type: ignore[abstract]
+
+
 def test_one_of_several_steps():
     kept = Kept(every=3)
     for step in range(1, 11):

@@ -15,7 +15,7 @@ from surokit.profiler import timeline as tl
 from surokit.profiler.timeline import Kind
 from surokit.profiler.trace import read_chrome
 
-EVENTS = 300_001
+EVENTS = 60_001
 
 
 def synthetic(path, count=EVENTS, seed=0):

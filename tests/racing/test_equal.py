@@ -164,7 +164,7 @@ def test_a_model_that_computes_otherwise(session, model):
 
 
 def test_batches_on_a_device_are_looked_at_first_wherever_a_session_began(monkeypatch):
-    begun: Any = SimpleNamespace(steps=100, data=SimpleNamespace(draw=lambda: batches(1)))
+    begun: Any = SimpleNamespace(steps=100, data=SimpleNamespace(on_draw=None))
     looked: list[bool] = []
 
     def digest(_, wait):
@@ -174,8 +174,9 @@ def test_batches_on_a_device_are_looked_at_first_wherever_a_session_began(monkey
     monkeypatch.setattr(equal, "digest_of_batches", digest)
     with equal.Order(looks=2).following("one", begun):
         for _ in range(3):
-            begun.data.draw()
+            begun.data.on_draw(batches(1))
     assert looked == [True, True, False]
+    assert begun.data.on_draw is None
 
 
 def test_recompute_and_fusion(session, model):

@@ -173,7 +173,8 @@ def test_a_stopped_race_goes_on_as_if_nothing_had_been(make, twenty_alone, tmp_p
     before = signal.getsignal(signal.SIGINT)
     race.go_on(steps=8)
     assert signal.getsignal(signal.SIGINT) is before
-    assert race.reason == "interrupted"
+    by_file = f"stopped: by the file stop in {tmp_path / 'race'}"
+    assert race.reason == {"interrupt": "interrupted", "file": by_file}.get(how, "stopped: by race.stop()")
     assert race.runs["fp8"].steps["step"][-1] < 20
     assert not (tmp_path / "race" / "stop").exists()
     race.go_on(steps=20 - 12 - (max(len(run.steps) for run in race.runs.values()) - 12))
@@ -209,7 +210,8 @@ def test_with_nothing_said_it_goes_on_to_the_steps_that_were_given(make, session
         return {}
 
     race = make(steps=20, turn_s=1e-6, meters=[stop_at_9], schedule=sk.Cosine(2, 16))
-    assert race.reason == "interrupted"
+    assert race.reason.startswith("stopped: ")
+    assert race.reason.endswith(", by session.stop()")
     for _ in range(10):
         if race.reason != "done":
             race.go_on()
@@ -225,7 +227,7 @@ def test_an_interrupt_while_it_ends_is_told_and_what_is_missing_comes(make):
     race = make(steps=8, eval=batches(1, seed=1))
     race.sessions["bf16"].subscribe(Evaluated(race.stop))
     race.go_on(steps=1)
-    assert race.reason == "interrupted"
+    assert race.reason == "stopped: by race.stop()"
     assert [len(run.held_out) for run in race.runs.values()] == [2, 1, 1]
     race.go_on()
     assert race.reason == "done"
@@ -355,6 +357,12 @@ def test_a_shuffled_loader_gives_all_the_same_batches(make):
         assert len({run.batches for run in race.runs.values()}) == 1
 
 
+def test_a_batch_that_is_none_is_named(make):
+    wrong = [{"tokens": batch["input_ids"]} for batch in batches()]
+    with pytest.raises(ValueError, match="The batch has no tensor 'input_ids'; it has tokens"):
+        make(data=wrong)
+
+
 def test_accumulated_batches(make, session):
     race = make(steps=10, accumulate=2, schedule=sk.Cosine(2, 16), predict=True)
     alone = session(sk.FP8, accumulate=2)
@@ -425,7 +433,8 @@ def test_a_target_that_is_given(make):
 def test_pictures(long, x):
     figure = long.plot(x)
     left, right = figure.axes
-    assert [text.get_text().split()[0] for text in left.get_legend().get_texts()] == ["bf16", "fp8", "held"]
+    assert [text.get_text().split()[0] for text in left.get_legend().get_texts()] == ["bf16", "fp8", "held", "target"]
+    assert [text.get_text().split()[0] for text in right.get_legend().get_texts()] == ["fp8", "bf16"]
     assert len(right.get_lines()) >= 3
     assert max(right.get_xticks()) <= long.outcome.rounds, "what stands at the right of the last is no round"
     figure.draw_without_rendering()
@@ -498,6 +507,37 @@ def test_the_folder_of_a_run_tells_of_the_race_and_not_of_its_turns(make, tmp_pa
     for session in race.sessions.values():
         session.run(1)
     assert told("fp8")[2] == race.sessions["fp8"].steps, "a run of its own is its own again"
+
+
+class Ends:
+    """What a subscriber is told of beginning and end."""
+
+    def __init__(self):
+        self.told = []
+
+    def on_start(self, total):
+        self.told.append(total)
+
+    def on_step(self, record):
+        pass
+
+    def on_end(self, reason):
+        self.told.append(reason)
+
+
+def test_subscribers_are_told_of_the_race_and_not_of_its_turns(make, session):
+    entries = {"bf16": session(), "fp8": session(sk.FP8)}
+    ends = Ends()
+    entries["fp8"].subscribe(ends)
+    race = make(entries, steps=16, turn_s=1e-6, control=False)
+    assert len(race.runs["fp8"].turns) > 1
+    assert ends.told == [16, "done"]
+    started = entries["fp8"].info.started
+    race.go_on(steps=4)
+    assert ends.told == [16, "done", 20, "done"]
+    assert entries["fp8"].info.started > started
+    entries["fp8"].run(2)
+    assert ends.told[4:] == [22, "done"]
 
 
 def test_a_paused_race_is_paused_for_whoever_reads_its_folders(make, tmp_path):

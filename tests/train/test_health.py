@@ -195,6 +195,28 @@ def test_a_slow_but_steady_fall_is_no_plateau(steps: int, noise: float):
         assert alarms(rows) == []
 
 
+@pytest.mark.parametrize(("fall", "most"), [(0.003, 0.15), (0.005, 0.05)])
+def test_a_slow_fall_that_noise_hides_is_seldom_told_as_a_plateau(fall: float, most: float):
+    """By `fall` of itself in 75 steps, at 1 % noise: half a standard deviation over the windows of the first look."""
+    found = 0
+    for seed in range(100):
+        dice = random.Random(seed)
+        rows = [{"loss": (1 - fall) ** (t / 75) * (1 + dice.gauss(0, 0.01)), "lr": 1e-3} for t in range(600)]
+        found += first(rows, "plateau") is not None
+    assert found <= 100 * most
+
+
+def test_a_flat_loss_with_little_noise_is_told_soon():
+    for noise, median, latest in ((0.003, 200, 320), (0.01, 200, 360)):
+        told_at = []
+        for seed in range(40):
+            dice = random.Random(seed)
+            step = first([{"loss": 3 * (1 + dice.gauss(0, noise)), "lr": 1e-3} for _ in range(500)], "plateau")
+            told_at.append(500 if step is None else step)
+        assert sorted(told_at)[20] <= median
+        assert max(told_at) <= latest
+
+
 def test_the_phases_of_a_sound_run():
     doctor, phases = Health(), [""]
     assert doctor.phase == ""

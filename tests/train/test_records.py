@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from surokit.train.records import COLUMNS, Late, Record, Records, read
+from surokit.train.lines import COLUMNS, read
+from surokit.train.records import Late, Record, Records
 
 
 class Delayed(Late):
@@ -237,9 +239,64 @@ def test_what_is_no_text_is_passed_over(tmp_path: Path) -> None:
     """As a power cut may leave a file."""
     path = tmp_path / "records.jsonl"
     path.write_bytes(
-        b'{"step": 1, "wall_ms": 1}\n\xff\x00\xfe\n{"step": Infinity, "wall_ms": 1}\n{"step": 2, "wall_ms": 1}\n'
+        b'{"step": 1, "wall_ms": 1}\n\xff\x00\xfe\n{"step": Infinity, "wall_ms": 1}\n[3]\n{"loss": 1}\n{"step": 2, "wall_ms": 1}\n'
     )
     assert read(path)["step"].tolist() == [1, 2]
+
+
+def test_a_resume_fills_the_ring_and_counts_what_is_taken_again(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    before = Records(path)
+    fill(before, range(1, 9))
+    fill(before, range(6, 12), sqnr=3.0)  # 6, 7 and 8 a second time
+    before.flush()
+    after = Records(path, capacity=4)
+    assert after.resume(step=9) == (9 * 20.0, (3 + 2) * 20.0)
+    assert after.column("step").tolist() == [6, 7, 8, 9]
+    assert after.column("sqnr").tolist() == [3.0] * 4
+    fill(after, range(10, 12))
+    after.flush()
+    assert after.column("step").tolist() == [8, 9, 10, 11]
+    assert read(path)["step"].tolist() == list(range(1, 12))
+    with pytest.raises(ValueError, match="no file"):
+        Records().resume(3)
+
+
+def test_steps_that_were_taken_back_leave_nothing(tmp_path: Path) -> None:
+    """Neither values nor names; what comes later adds to the steps that count."""
+    path = tmp_path / "records.jsonl"
+    path.write_text(
+        """{"step": 1, "wall_ms": 1, "b": 5}
+{"step": 2, "wall_ms": 1, "a": 1}
+{"step": 3, "wall_ms": 1, "c": 1}
+{"step": 3, "eval_loss": 9, "d": 1}
+{"step": 2, "wall_ms": 4}
+{"step": 1, "eval_loss": 7, "e": "nan"}
+{"step": 3, "eval_loss": 8}
+"""
+    )
+    rows = read(path)
+    assert tuple(rows) == (*COLUMNS, "b", "e")
+    assert rows["step"].tolist() == [1, 2]
+    assert rows["wall_ms"].tolist() == [1, 4]
+    np.testing.assert_array_equal(rows["eval_loss"], [7, math.nan])
+    np.testing.assert_array_equal(rows["b"], [5, math.nan])
+    path.write_text("")
+    assert {len(column) for column in read(path).values()} == {0}
+
+
+def test_a_long_file_is_read_into_columns_and_nothing_else(tmp_path: Path) -> None:
+    path, steps = tmp_path / "records.jsonl", 100_000
+    with path.open("w") as file:
+        file.writelines(f'{{"step": {step}, "wall_ms": 2.5, "loss": 3.25}}\n' for step in range(1, steps + 1))
+    tracemalloc.start()
+    try:
+        rows = read(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert rows["loss"].sum() == 3.25 * steps
+    assert peak < 1.2 * 8 * steps * len(COLUMNS)  # a dict a line takes five times that
 
 
 def test_unknown_column() -> None:

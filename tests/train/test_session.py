@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import math
 import os
+import pickle
 import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 import surokit as sk
 from surokit.train import Cosine, Record, Session, control
 from surokit.train.stream import Batch
-from tests.train.toys import VOCAB, Toy, assert_same_state, make_batches, make_session, moments, weights
+from tests.train.toys import VOCAB, Toy, assert_same_state, make_batches, make_session, moments, weights, whole
 
 
 def parents(event: Any) -> list[str]:
@@ -850,3 +852,13 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tiny: torch.nn.Module) -> 
     data = text(texts.MOBY_DICK, train_tokenizer([texts.MOBY_DICK], vocab_size=300), length=16, batch=2)
     with pytest.raises(ValueError, match="has 300 ids but the model embeds 32"):
         Session(tiny, data)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda session: pickle.loads(pickle.dumps(session))])
+def test_a_session_is_copied(how: Callable[[Session], Session]) -> None:
+    session = make_session()
+    session.run(3)
+    twin = how(session)
+    for each in (session, twin):
+        each.run(3)
+        assert_same_state(each, whole(6))

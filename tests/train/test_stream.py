@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from surokit.data.batches import Batches
 from surokit.train.errors import ResumeError
 from surokit.train.stream import Batch, Stream, check_batch, fingerprint, join
-from tests.train.toys import make_batches
+from tests.train.toys import assert_same_state, make_batches, make_session, whole
 
 
 class Loader:
@@ -204,3 +205,50 @@ def test_what_is_no_batch(batch: Any, error: type[Exception], message: str) -> N
 def test_joining_different_lengths() -> None:
     with pytest.raises(ValueError, match="different lengths"):
         join([*make_batches(1, length=4), *make_batches(1, length=5)])
+
+
+def test_an_interrupted_draw_comes_again() -> None:
+    """A generator that is interrupted is over; the epoch is not."""
+
+    class Data(list):  # type: ignore[type-arg]
+        calls = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            for batch in super().__iter__():
+                Data.calls += 1
+                if Data.calls in (4, 6, 19):
+                    raise OSError("the disk is away for a moment")
+                yield batch
+
+    for accumulate in (1, 2):
+        Data.calls = 0
+        session = make_session(data=Data(make_batches()), accumulate=accumulate)
+        while session.steps < 9:
+            with suppress(OSError):
+                session.run(9 - session.steps)
+        assert_same_state(session, whole(9, accumulate=accumulate))
+
+
+def test_a_shuffled_loader_whose_first_batch_fails() -> None:
+    """What the beginning of an epoch drew is drawn again."""
+
+    class Data(torch.utils.data.Dataset[Any]):
+        fails = True
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            if Data.fails and session.steps == 2:
+                Data.fails = False
+                raise OSError("the disk is away for a moment")
+            return {name: value[0] for name, value in batches[index].items()}
+
+    batches = make_batches(8)
+    Data.fails = True
+    session = make_session(data=torch.utils.data.DataLoader(Data(), batch_size=4, shuffle=True))
+    with pytest.raises(OSError, match="for a moment"):
+        session.run(5)
+    session.run(3)
+    Data.fails = False
+    assert_same_state(session, whole(5, data=torch.utils.data.DataLoader(Data(), batch_size=4, shuffle=True)))

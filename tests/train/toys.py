@@ -1,7 +1,13 @@
-"""A language model of two layers with dropout, and batches for it: small enough for a step to take a millisecond."""
+"""A language model of two layers with dropout, and batches for it: small enough for a step to take a millisecond. And what
+disturbs a run of it: slow and gated models, meters that act at a step, a listener, patience."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from surokit.train import AdamW, Cosine, Session
+from surokit.train.records import Record
 from surokit.train.stream import Batch
 
 VOCAB = 32
+PATIENCE_S = 30.0
 
 
 class Toy(nn.Module):
@@ -69,3 +77,85 @@ def assert_same_state(one: Session, other: Session) -> None:
         assert torch.equal(a, b), name
     for a, b in zip(moments(one), moments(other), strict=True):
         assert torch.equal(a, b)
+
+
+class Listener:
+    """Everything a session tells, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+        return lambda *args: self.told.append((name[3:], args[0] if len(args) == 1 else args))
+
+    def on_step(self, record: Record) -> None:
+        self.told.append(("step", record.step))
+
+    def on_end(self, reason: str) -> None:
+        self.told.append(("end", reason))
+
+    def of(self, name: str) -> list[Any]:
+        return [value for kind, value in self.told if kind == name]
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.002)
+
+
+def interrupt_when(what: Callable[[], object]) -> None:
+    """A Ctrl-C once that is so, and this thread waits."""
+
+    def later() -> None:
+        wait_for(what)
+        time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=later).start()
+
+
+class Gated(Toy):
+    """Waits in every step until `gate` is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        self.gate.wait(PATIENCE_S)
+        return super().forward(input_ids, labels)
+
+
+class Slow(Toy):
+    """Takes a while for a step, so that a run is still there when somebody asks something of it."""
+
+    def __init__(self, seconds: float = 0.002) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        time.sleep(self.seconds)
+        return super().forward(input_ids, labels)
+
+
+class At:
+    """A meter that does something at one step, in the thread that trains."""
+
+    def __init__(self, step: int, work: Callable[[Session], object]) -> None:
+        self.step, self.work = step, work
+
+    def __call__(self, session: Session) -> dict[str, float]:
+        if session.steps == self.step:
+            self.work(session)
+        return {}
+
+
+def whole(steps: int, **options: Any) -> Session:
+    """The run that nobody disturbs."""
+    session = make_session(**options)
+    session.run(steps)
+    return session

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import random
 import sys
 import threading
 import warnings
@@ -33,14 +32,7 @@ from surokit.widgets.picture import (
     sustained_lines,
 )
 from surokit.widgets.state import PanelState
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
+from tests.widgets.toys import Clock, wild
 
 
 class Handle:
@@ -106,25 +98,6 @@ class CountingView:
 
 def row(step, loss=2.0, **more):
     return {"step": step, "loss": loss, "tokens": 4096, "wall_ms": 50.0, "idle_frac": 0.03, **more}
-
-
-def wild(steps, seed=0):
-    """A state that is as hard to draw as they come: full-range noise, NaNs, infinities, many held-out points."""
-    dice = random.Random(seed)
-    state = PanelState("fp8 " * 20, recipe="y = Q(x)Q(w)' " * 20, total=steps)
-    for step in range(1, steps + 1):
-        loss = dice.choice([dice.uniform(0, 1e4), dice.gauss(3, 1), math.nan, math.inf])
-        state.add(
-            step,
-            loss=loss,
-            tokens=4096,
-            seconds=dice.uniform(0.01, 3.0),
-            idle=dice.random(),
-            held_out=dice.random(),
-            skipped=math.isnan(loss),
-        )
-    state.reason = "failed: " + "a very long message & <tags> " * 100
-    return state
 
 
 def test_message_has_picture_and_words_and_nothing_else():
@@ -256,6 +229,7 @@ def test_an_interrupt_while_drawing_is_not_swallowed():
     [
         ("done", "Done at step 3."),
         ("interrupted", "Interrupted after step 3. The next run() goes on from there."),
+        ("stopped: by session.stop()", "Stopped after step 3: by session.stop(). The next run() goes on from there."),
         ("failed: OutOfMemoryError: 3 GiB", "Failed after step 3: OutOfMemoryError: 3 GiB"),
         ("stopped by a rule", "Ended after step 3: stopped by a rule"),
     ],
@@ -419,7 +393,7 @@ class Asked:
     def __getattr__(self, name):
         if name == "save":
             raise ValueError("There is no folder.")
-        return lambda: self.asked.append(name)
+        return lambda *why: self.asked.append(" ".join((name, *why)))
 
 
 def a_widget(**options):
@@ -458,12 +432,12 @@ def test_buttons_reach_the_control_of_the_run_that_goes_on():
     for n, ask in enumerate(("hello", "pause", "resume", "save", "stop", "format the disk")):
         view._asked(widget, {"ask": ask, "n": n})
     view._asked(widget, "nonsense")
-    assert control.asked == ["pause", "resume", "stop"]
+    assert control.asked == ["pause", "resume", "stop stopped: by the panel's button"]
     assert [a["answer"] for a in answers] == [0, 1, 2, 3, 4]
     assert [a["error"] for a in answers] == ["", "", "", "There is no folder.", ""]
     panel.on_end("done")
     view._asked(widget, {"ask": "stop", "n": 9})  # a click that comes late is no order to the next run
-    assert control.asked == ["pause", "resume", "stop"]
+    assert control.asked == ["pause", "resume", "stop stopped: by the panel's button"]
     assert answers[-1] == {"answer": 9, "error": "This run is over."}
 
 
@@ -477,11 +451,12 @@ def test_save_is_offered_where_there_is_a_folder():
     assert json.loads(a_widget()[1]._widget.control)["can"] == []
 
 
-def test_messages_of_a_run_of_100_000_records_stay_in_their_budget():
+@pytest.mark.parametrize("steps", [20_000, pytest.param(100_000, marks=pytest.mark.soak)])
+def test_messages_of_a_long_run_stay_in_their_budget(steps):
     panel, view, clock, _ = a_widget()
     sent, opened, widget = [], clock.now, view._widget
     widget.send_state = lambda key=None: sent.append((clock.now, {name: getattr(widget, name) for name in key or ()}))
-    for step in range(1, 100_001):
+    for step in range(1, steps + 1):
         clock.now += 0.0025
         panel.on_step(row(step, loss=2.0 + math.sin(step), lr=1e-3, grad_norm=1.0, peak_gib=3.0))
     assert len(sent) <= 4 * (clock.now - opened) + 1
@@ -532,6 +507,18 @@ def test_a_pause_is_run_time_as_in_the_summary():
     panel.on_step(row(1))
     panel.on_end("done")
     assert panel.state.run_s == pytest.approx(105.0)
+
+
+def test_turns_of_others_in_a_race_are_no_run_time():
+    clock = Clock()
+    panel = Panel(PanelState(), view=CountingView(), clock=clock)
+    for resumes, run_s in ((False, 0.0), (True, 50.0)):
+        panel.on_info(RunInfo(resumes=resumes))
+        panel.on_start(10)
+        clock.now += 50.0
+        panel.on_step(row(1))
+        panel.on_end("done")
+        assert panel.state.run_s == pytest.approx(run_s)
 
 
 def test_a_step_never_waits_for_a_thread_that_draws():

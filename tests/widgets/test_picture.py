@@ -27,6 +27,7 @@ from surokit.widgets.picture import (
     summary_text,
 )
 from surokit.widgets.state import PanelState
+from tests.widgets.toys import wild
 
 
 def grown(steps=300, *, seed=0, title="fp8", spikes=(), nans=(), gpus=1, idle=0.05, reason=None, **more):
@@ -109,34 +110,6 @@ def test_without_idle_time_the_gradient_norm_is_drawn():
     assert "≥ 20 %" in picture(waiting)
     assert idle_lines(waiting) == ["Idle: waiting for data 20 %"]
     assert idle_lines(PanelState()) == []
-
-
-def wild(steps, seed=0):
-    """A state that is as hard to draw as they come."""
-    dice = random.Random(seed)
-    state = PanelState("fp8 " * 20, recipe="y = Q(x)Q(w)' " * 20, total=steps)
-    state.info = RunInfo(gpus=1024, flops_per_token=1e30, peak_tflops=1e-9, usd_per_gpu_hour=1e9)
-    for step in range(1, steps + 1):
-        loss = dice.choice([dice.uniform(0, 1e4), dice.gauss(3, 1), math.nan, math.inf])
-        state.add(
-            step,
-            loss=loss,
-            tokens=4096,
-            seconds=dice.uniform(0.01, 3.0),
-            idle=dice.random(),
-            held_out=dice.random(),
-            skipped=math.isnan(loss),
-            grad_norm=dice.choice([1e300, 1e-300, math.nan, 1.0]),
-            memory=1e6,
-            lr=dice.random(),
-            stall=dice.random(),
-            busy=dice.random(),
-            launches=1e9,
-        )
-        if step % 10 == 0:
-            state.note(step, "<words> & more words " * 5)
-    state.reason = "failed: " + "a very long message & <tags> " * 100
-    return state
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 300, 3_000, 20_000])

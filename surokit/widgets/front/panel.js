@@ -310,7 +310,8 @@ class Panel {
 
   drawHead() {
     const { runs } = this.head;
-    say(this.names, runs.map((run) => {
+    const together = this.head.headline ? `<div class="sk-together">${text(this.head.headline)}</div>` : "";
+    say(this.names, together + runs.map((run) => {
       const dot = runs.length > 1 ? `<i class="sk-chip sk-c${run.color % 6}"></i>` : "";
       const word = run.state === "running" && run.phase ? run.phase : run.state;
       return `<div class="sk-run"><div>${dot}<b>${text(run.title || run.key || "Training")}</b>` +

@@ -1,0 +1,261 @@
+"""A race in a thread of its own: the same numbers, what can be asked meanwhile, what it says, errors where they are awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+
+import surokit as sk
+from surokit.racing import UnequalWork
+from tests.racing.conftest import batches
+
+
+class Gate:
+    """A meter that lets every run make `open` steps, and waits before the next until more are let through."""
+
+    def __init__(self, steps: int) -> None:
+        self._open, self._changed = steps, threading.Condition()
+        self.reached: set[int] = set()
+
+    def __call__(self, session):
+        with self._changed:
+            self.reached.add(session.steps)
+            assert self._changed.wait_for(lambda: session.steps < self._open, 60)
+        return {}
+
+    def open(self, steps: int = 10**9) -> None:
+        with self._changed:
+            self._open = steps
+            self._changed.notify_all()
+
+    def wait(self, steps: int) -> None:
+        until(lambda: steps in self.reached)
+
+
+def until(true, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def losses(race):
+    return {name: run.steps["loss"].tolist() for name, run in race.runs.items()}
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    from tests.racing.conftest import raced
+
+    return losses(raced(model))
+
+
+def test_it_computes_what_it_computes_without_a_thread_whatever_others_draw(make, alone):
+    gate = Gate(3)
+    race = make(thread=True, meters=[gate])
+    assert race.running
+    gate.wait(3)
+    torch.manual_seed(5)
+    drawn = torch.rand(1)
+    gate.open()
+    while race.running:
+        torch.rand(7)
+        time.sleep(0.001)
+    assert race.wait()
+    assert race.reason == "done"
+    assert losses(race) == alone
+    torch.manual_seed(5)
+    assert torch.rand(1) == drawn
+
+
+def test_it_is_awaited_and_goes_on_in_a_thread(make, alone):
+    async def run():
+        race = make(steps=12, thread=True, schedule=sk.Cosine(1, 16))
+        ticks = 0
+
+        async def other_work():
+            nonlocal ticks
+            while race.running:
+                ticks += 1
+                await asyncio.sleep(0.001)
+
+        _, same = await asyncio.gather(other_work(), awaited(race))
+        assert same is race
+        assert ticks > 1
+        return await race.go_on(steps=4, thread=True)
+
+    async def awaited(race):
+        return await race
+
+    race = asyncio.run(run())
+    assert losses(race) == alone
+    assert not race.running
+    assert race.wait(), "what is over need not be waited for"
+    assert asyncio.run(awaited(make(steps=4))).reason == "done"
+
+
+def test_printed_it_says_how_far_it_is(make):
+    gate = Gate(3)
+    race = make(thread=True, meters=[gate], turn_s=1e-6, control=False)
+    gate.wait(3)
+    text = str(race)
+    assert text.splitlines()[0].split() == ["run", "steps", "last", "loss"]
+    assert "The race goes on in its warm-up, bf16's turn: every run has made at least 1 of 16 steps." in text
+    assert "A result takes a turn of every run" in text
+    assert "in its warm-up" in race._repr_html_()
+    gate.open(9)
+    gate.wait(9)
+    text = str(race)
+    assert text.startswith("run ")
+    assert "The race goes on in round 3" in text
+    assert "2 rounds of turns" in text
+    assert "The race goes on in round 3" in race._repr_html_()
+    assert race.table().shape[0] == 2
+    assert not race.wait(0.01)
+    gate.open()
+    race.wait()
+    assert "goes on" not in str(race)
+
+
+def test_what_is_there_meanwhile_is_whole(make):
+    race = make(thread=True, steps=24, turn_s=1e-6)
+    looks = 0
+    while race.running:
+        for run in race.runs.values():
+            assert len({len(run.steps[name]) for name in ("step", "loss", "skipped")}) == 1
+            assert not run.turns or run.turns[-1].last <= len(run.steps)
+        looks += 1
+        time.sleep(0.001)
+    assert looks > 1
+    assert race.wait()
+
+
+def test_stop_pause_and_resume_come_from_the_callers_thread(make, tmp_path):
+    race = make(thread=True, steps=400, turn_s=1e-6, run_dir=tmp_path / "race")
+    until(lambda: race.runs["fp8"].turns)
+    race.pause()
+    until(lambda: "The race is paused in round" in str(race))
+    before = losses(race)
+    time.sleep(0.2)
+    assert losses(race) == before
+    race.resume()
+    until(lambda: losses(race) != before)
+    (tmp_path / "race" / "pause").touch()
+    until(lambda: "is paused" in str(race))
+    race.resume()
+    assert not (tmp_path / "race" / "pause").exists()
+    race.stop()
+    assert race.wait()
+    assert race.reason == "stopped: by race.stop()"
+    assert "race.go_on() goes on from there" in str(race)
+    made = len(race.runs["fp8"].steps)
+    assert made < 400
+    race.stop()
+    race.go_on(steps=2, thread=True).wait()
+    assert race.reason == "done", "what was asked of a race that rests does not hold"
+    assert len({len(run.steps) for run in race.runs.values()}) == 1
+
+
+def test_a_stop_before_the_thread_has_begun_holds(make, monkeypatch):
+    race = make(steps=4)
+    for _ in range(5):
+        race.go_on(steps=50, thread=True)
+        race.stop()
+        race.wait()
+        assert race.reason == "stopped: by race.stop()"
+    assert len(race.runs["bf16"].steps) < 250
+
+
+def test_stopped_in_its_warm_up_it_is_over_and_says_what_can_be_done(make):
+    gate = Gate(2)
+    race = make(thread=True, meters=[gate])
+    gate.wait(2)
+    race.stop()
+    gate.open()
+    assert race.wait()
+    assert "ended in its warm-up (stopped: by race.stop()): race again" in str(race)
+    assert "none had one" in str(race)
+    with pytest.raises(RuntimeError, match="ended in its warm-up"):
+        race.go_on(steps=3)
+
+
+def test_one_at_a_time_and_the_sessions_are_the_races(make):
+    gate = Gate(3)
+    race = make(thread=True, meters=[gate])
+    gate.wait(3)
+    for thread in (False, True):
+        with pytest.raises(RuntimeError, match=r"goes on already: wait for it with race\.wait\(\)"):
+            race.go_on(steps=2, thread=thread)
+    with pytest.raises(RuntimeError, match="its sessions take turns"):
+        race.sessions  # noqa: B018
+    with pytest.raises(RuntimeError, match="its sessions take turns"):
+        race.bring("fp8")
+    gate.open()
+    race.wait()
+    assert race.sessions["fp8"].steps == 16
+
+
+def test_errors_surface_where_they_are_awaited(make, capsys):
+    broken = {"input_ids": torch.zeros(2, 16, dtype=torch.long)}
+    race = make(thread=True, data=[*batches(8), broken])
+    with pytest.raises(ValueError, match="no tensor 'labels'") as caught:
+        race.wait()
+    assert getattr(caught.value, "race") is race  # noqa: B009
+    assert race.reason.startswith("failed: ValueError: ")
+    assert "surokit: the race has failed, ValueError" in capsys.readouterr().err
+
+    async def run():
+        await make({"bf16": sk.BF16, "qfp8": sk.QFP8.lora(rank=2)}, thread=True)
+
+    with pytest.raises(UnequalWork, match="'qfp8' trains"):
+        asyncio.run(run())
+    with pytest.raises(ValueError, match="leaves nothing to compare"):
+        make(steps=1, thread=True)
+
+
+def test_an_interrupt_of_the_waiting_ends_the_race(make, monkeypatch, capsys):
+    async def run():
+        race = make(thread=True, steps=2000, turn_s=1e-6, compile=False)
+        task = asyncio.ensure_future(awaited(race))
+        while race.running and not any(run.turns for run in race.runs.values()):
+            await asyncio.sleep(0.01)
+        task.cancel()
+        return await task
+
+    async def awaited(race):
+        return await race
+
+    race = asyncio.run(run())
+    assert race.reason == "interrupted"
+    assert "race.go_on() goes on from there" in capsys.readouterr().err
+
+
+def test_a_race_without_a_whole_round_says_what_is_known_and_what_is_missing(make):
+    def stop_at_10(session):
+        if session.steps == 10:
+            session.stop()
+        return {}
+
+    race = make(steps=24, turn_s=10.0, meters=[stop_at_10], eval=batches(1, seed=1), predict=True)
+    first = next(name for name, run in race.runs.items() if run.turns)
+    others = ", ".join(name for name in race.runs if name != first)
+    text = repr(race)
+    assert f"before every run has had a turn: {others} had none. The race ended early" in text
+    rows = [line.split() for line in text.splitlines()[1:4]]
+    assert sorted(row[-2] for row in rows) == ["10", "6", "6"]
+    race.go_on()
+    race.go_on()
+    text = repr(race)
+    assert "No round is whole yet, so no ratio to the baseline is known" in text
+    assert "tokens/s" in text.splitlines()[0]
+    assert "steps, " in text.splitlines()[1], "what is known: the target"
+    for words in (text, race._repr_html_()):
+        assert "nan" not in words.lower()
+        assert "0 rounds" not in words
+    race.plot()
+    race.go_on()
+    assert race.reason == "done"

@@ -1,0 +1,147 @@
+"""A race as others see it that read its folder: one picture of all runs, how the race stands, and buttons that reach it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import surokit as sk
+from surokit.widgets.folder import RaceFolder, race_words
+from surokit.widgets.picture import picture, summary_text
+from surokit.widgets.wire import Wire
+from tests.racing.conftest import raced
+from tests.racing.test_threads import Gate, until
+
+KEPT = Path(__file__).parents[2] / "docs" / "measurements" / "race"
+
+
+class View:
+    """Keeps the headline of every picture."""
+
+    every_s = 0.01
+
+    def __init__(self):
+        self.heads = []
+
+    def show(self, states, final):
+        self.heads.append(states.headline)
+
+
+@pytest.fixture(scope="module")
+def over(model, tmp_path_factory):
+    """The folder of a race that is over."""
+    return raced(model, steps=8, turn_s=1e-6, run_dir=tmp_path_factory.mktemp("races") / "a").run_dir
+
+
+def test_a_race_that_is_over_is_one_picture_with_its_names_in_order(over):
+    view = View()
+    seen = sk.watch(over, view=view)
+    assert seen.over
+    assert list(seen.states) == ["bf16", "fp8", "bf16 again"]
+    assert [state.title for state in seen.states.values()] == ["bf16", "fp8", "bf16 again"]
+    assert [state.step for state in seen.states.values()] == [8, 8, 8]
+    assert set(seen.reasons.values()) == {"done"}
+    assert view.heads[-1] == "race · over after round 3"
+    assert summary_text(seen.states).startswith("race · over after round 3\nrun ")
+    assert ">race · over after round 3<" in picture(seen.states)
+    assert json.loads(Wire(seen.states).next()["head"])["headline"] == "race · over after round 3"
+
+
+def test_a_race_that_goes_on_is_followed_paused_and_stopped_through_its_folder(make, tmp_path):
+    gate = Gate(2)
+    race = make(thread=True, steps=4000, turn_s=1e-6, run_dir=tmp_path / "a", meters=[gate], compile=False)
+    gate.wait(2)
+    view = View()
+    seen = sk.watch(tmp_path / "a", view=view, every_s=0.02)
+    assert view.heads[-1].startswith("race · warm-up")
+    gate.open()
+    until(lambda: any(head.startswith("race · round ") and head.endswith("'s turn") for head in view.heads))
+    assert set(seen.states) == {"bf16", "fp8", "bf16 again"}
+    seen.control.pause()
+    until(lambda: view.heads[-1].startswith("race · paused in round "))
+    until(lambda: "paused" in str(race))
+    before = (tmp_path / "a" / "race.json").stat().st_mtime_ns if (tmp_path / "a" / "race.json").exists() else 0
+    seen.control.save()
+    seen.control.resume()
+    until(
+        lambda: (tmp_path / "a" / "race.json").exists() and (tmp_path / "a" / "race.json").stat().st_mtime_ns > before
+    )
+    seen.control.stop("stopped: by somebody")
+    assert race.wait(30)
+    assert race.reason == "stopped: by somebody"
+    assert seen.wait(30)
+    assert view.heads[-1].startswith("race · over in round ")
+    assert view.heads[-1].endswith(": stopped: by somebody")
+    assert set(seen.reasons.values()) == {"stopped: by somebody"}
+    with pytest.raises(ValueError, match="no run to stop"):
+        seen.control.stop()
+
+
+def test_runs_that_are_not_there_yet_are_waited_for(over, tmp_path):
+    here = tmp_path / "b"
+    here.mkdir()
+    turn = json.loads((over / "turn.json").read_text(encoding="utf-8"))
+    (here / "turn.json").write_text(json.dumps({**turn, "state": "running", "round": 0, "turn": "bf16"}))
+    view = View()
+    seen = sk.watch(here, view=view, every_s=0.02)
+    assert not seen.over
+    assert not seen.states
+    for folder in ("bf16", "fp8", "bf16-again"):
+        shutil.copytree(over / folder, here / folder)
+    (here / "turn.json").write_text(json.dumps(turn))
+    assert seen.wait(30)
+    assert list(seen.states) == ["bf16", "fp8", "bf16 again"]
+    assert view.heads[0] == "race · warm-up · bf16's turn"
+
+
+def test_two_races_keep_their_names_apart(over, tmp_path):
+    shutil.copytree(over, tmp_path / "b")
+    view = View()
+    seen = sk.watch(over, tmp_path / "b", tmp_path / "b" / "fp8", view=view)
+    assert list(seen.states)[::3] == ["a/bf16", "b/bf16"]
+    assert len(seen.states) == 6
+    assert view.heads[-1] == "a: race · over after round 3 | b: race · over after round 3"
+
+
+def test_a_process_that_is_gone_is_told_as_lost_and_a_broken_file_says_nothing(over, tmp_path):
+    shutil.copytree(over, tmp_path / "b")
+    for path in (tmp_path / "b").glob("*/run.json"):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        run |= {"state": "running", "info": {**run["info"], "pid": 2**22 + 1}}
+        path.write_text(json.dumps(run))
+    turn = json.loads((tmp_path / "b" / "turn.json").read_text(encoding="utf-8")) | {"state": "running"}
+    (tmp_path / "b" / "turn.json").write_text(json.dumps(turn))
+    view = View()
+    sk.watch(tmp_path / "b", view=view, follow=False)
+    assert view.heads[-1] == "race · lost in round 3"
+    race = RaceFolder(tmp_path / "b")
+    (tmp_path / "b" / "turn.json").write_text('{"runs": [')
+    assert not race.look()
+    assert race.round == 3
+    (tmp_path / "b" / "turn.json").unlink()
+    race.look()
+    assert race.state == "done"
+    with pytest.raises(ValueError, match="not the folder of a race"):
+        RaceFolder(tmp_path)
+
+
+def test_words():
+    assert race_words("running", 2, "fp8") == "race · round 2 · fp8's turn"
+    assert race_words("running", 0, "") == "race · warm-up"
+    assert race_words("failed: ValueError: no", 2, "") == "race · over in round 2: failed: ValueError: no"
+
+
+def test_the_race_that_the_docs_show_loads_and_its_table_is_on_the_page():
+    race = sk.Race.load(KEPT)
+    assert race.reason == "done"
+    assert list(race.runs) == ["bf16", "fp8", "fp4", "bf16 again"]
+    assert {len(run.steps) for run in race.runs.values()} == {150}
+    docs = KEPT.parents[1]
+    assert repr(race) in (docs / "racing.md").read_text(encoding="utf-8")
+    assert repr(race).splitlines() == json.loads((KEPT / "race.json").read_text(encoding="utf-8"))["table"]
+    assert len(race.plot().axes) == 2
+    seen = sk.watch(KEPT, view=View())
+    assert set(seen.reasons.values()) == {"done"}, "without a run.json the race says how they ended"

@@ -1,0 +1,170 @@
+"""A real Ctrl-C, and a program that ends, in a process of its own: the run is stopped, saved and told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from surokit.train.session import Session
+from surokit.train.status import read_status
+from tests.train.toys import Toy, assert_same_state, make_batches, whole
+
+ROOT = Path(__file__).parents[2]
+
+PROCESSES = """
+import asyncio, json, os, signal, sys, time
+from surokit.environment import environment
+from tests.train.toys import Toy, make_session
+
+class Slow(Toy):
+    def forward(self, input_ids, labels=None):
+        time.sleep(0.02)
+        return super().forward(input_ids, labels)
+
+def begun(session):
+    if session.steps == 3:
+        print("begun", flush=True)
+    return {}
+
+for line in sys.stdin:
+    code, run_dir, *outputs = json.loads(line)
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    signal.alarm(60)
+    for number, name in enumerate(outputs, 1):
+        os.dup2(os.open(name, os.O_WRONLY), number)
+    session = make_session(Slow(), run_dir=run_dir, save_every=1000, meters=[begun])
+    exec(code)
+    break
+"""
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[subprocess.Popen[str]]:
+    """Has imported everything, and forks a process for each program: torch is imported once."""
+    command = [sys.executable, "-c", PROCESSES]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        yield server
+
+
+class Program:
+    """A program that has a session and runs `code`, three steps after its run has begun."""
+
+    def __init__(self, processes: subprocess.Popen[str], code: str, folder: Path) -> None:
+        self.processes, self.run_dir = processes, folder / "run"
+        outputs = [folder / "out", folder / "err"]
+        for path in outputs:
+            os.mkfifo(path)
+        assert processes.stdin is not None
+        assert processes.stdout is not None
+        processes.stdin.write(json.dumps([code, *map(str, [self.run_dir, *outputs])]) + "\n")
+        processes.stdin.flush()
+        self.pid = int(processes.stdout.readline())
+        self.out, self.err = (path.open() for path in outputs)
+        assert self.out.readline() == "begun\n"
+
+    def interrupt(self) -> None:
+        os.kill(self.pid, signal.SIGINT)
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit status, what is left of its output and of its errors."""
+        with self.out, self.err:
+            out, err = self.out.read(), self.err.read()
+        assert self.processes.stdout is not None
+        return int(self.processes.stdout.readline()), out, err
+
+
+class TestProcess:
+    """In a process of its own, where a real Ctrl-C arrives."""
+
+    def goes_on_from(self, run_dir: Path) -> None:
+        """The run that is resumed is the one that was not disturbed."""
+        again = Session.resume(run_dir, Toy(), data=make_batches())
+        rows = [json.loads(line)["step"] for line in (run_dir / "records.jsonl").read_text().splitlines()]
+        assert rows == list(range(1, again.steps + 1)), "no record is lost"
+        again.run(5)
+        assert_same_state(again, whole(again.steps))
+
+    def test_an_interrupt(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
+        program = Program(processes, "session.run(1500); print(session.steps)", tmp_path)
+        program.interrupt()
+        status, out, err = program.end()
+        assert status == 0, err
+        assert 0 < int(out) < 1500
+        assert "stopping after this step" in err
+        told = read_status(program.run_dir)
+        assert told is not None
+        assert (told.state, told.step) == ("interrupted", int(out))
+        self.goes_on_from(program.run_dir)
+
+    def test_a_second_interrupt(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
+        code = """
+class Stuck(Slow):
+    def forward(self, input_ids, labels=None):
+        if session.steps == 5:
+            print("stuck", flush=True)
+            time.sleep(60)
+        return super().forward(input_ids, labels)
+
+session.model.__class__ = Stuck
+try:
+    session.run(1500)
+except KeyboardInterrupt:
+    session.save()
+    print(session.steps)
+"""
+        program = Program(processes, code, tmp_path)
+        assert program.out.readline() == "stuck\n"
+        program.interrupt()
+        while "stopping after this step" not in program.err.readline():
+            pass
+        program.interrupt()
+        _, out, err = program.end()
+        assert out == "5\n", err
+        self.goes_on_from(program.run_dir)
+
+    def test_a_program_that_ends(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
+        """A thread's run is stopped between two steps, saved and told."""
+        code = "run = session.run(1500, thread=True)\nwhile session.steps < 5: time.sleep(0.01)"
+        program = Program(processes, code, tmp_path)
+        status, _, err = program.end()
+        assert status == 0, err
+        told = read_status(program.run_dir)
+        assert told is not None
+        assert told.state == "stopped: the program ended"
+        self.goes_on_from(program.run_dir)
+
+    def test_a_program_that_ends_while_its_run_waits(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
+        code = """
+run = session.run(1500, thread=True)
+while session.steps < 5: time.sleep(0.01)
+session.control.pause()
+while session.control.state != "paused": time.sleep(0.01)
+"""
+        program = Program(processes, code, tmp_path)
+        status, _, err = program.end()
+        assert status == 0, err
+        self.goes_on_from(program.run_dir)
+
+    def test_an_interrupted_program_of_asyncio(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
+        code = """
+async def main():
+    await session.run(1500, thread=True)
+    print(session.steps)
+asyncio.run(main())
+"""
+        program = Program(processes, code, tmp_path)
+        program.interrupt()
+        _, out, err = program.end()
+        assert 0 < int(out) < 1500, err
+        self.goes_on_from(program.run_dir)
