@@ -8,6 +8,7 @@ from surokit import integrations as integrations
 from surokit import kernels as kernels
 from surokit import models as models
 from surokit import nn as nn
+from surokit import offload as offload
 from surokit import planner as planner
 from surokit import profiler as profiler
 from surokit import racing as racing
@@ -40,6 +41,10 @@ from surokit.models import save_adapter as save_adapter
 from surokit.models import unmerge as unmerge
 from surokit.models.fuse import fuse as fuse
 from surokit.nn.fusion import Fusion as Fusion
+from surokit.offload import OffloadAdamW as OffloadAdamW
+from surokit.offload import ZenFlow as ZenFlow
+from surokit.offload import offload_activations as offload_activations
+from surokit.offload import offload_weights as offload_weights
 from surokit.planner import CHINCHILLA as CHINCHILLA
 from surokit.planner import CHINCHILLA_REPLICATED as CHINCHILLA_REPLICATED
 from surokit.planner import KAPLAN as KAPLAN

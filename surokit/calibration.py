@@ -11,6 +11,7 @@ A datasheet's peak is a bound that no program reaches. A few short measurements 
     host link          a pinned copy to the device and one back: the slower of the two counts
     peer link          a copy to another GPU, where there is one
     host AdamW         torch's fused AdamW on the host, float32: what an offloaded optimizer pays a parameter
+    host sums          bfloat16 gradients added to float32 sums: what it pays in the steps between two updates
 
 Each figure is the median of repeated measurements; of a product the best over sizes. A part that fails or is interrupted is
 None and said, in a warning and in `ceilings.measured`. The clock's state, the power limit and other programs are part of
@@ -44,12 +45,13 @@ from surokit.environment import cores, cpu_model, float32_precision, front_end
 from surokit.kernels import native
 from surokit.planner.hardware import GPUS, Ceilings, Gpu, find_gpu
 
-_VERSION = 2  # of the measurements: a change of what is measured makes cached figures stale
+_VERSION = 3  # of the measurements: a change of what is measured makes cached figures stale
 _SIZES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192)}  # of square products
 _COPY_BYTES = {"cpu": 256 * 2**20, "cuda": 2**30}
 _LINK_BYTES = 256 * 2**20
 _LAUNCHES = 500  # under the 1024 that a CUDA stream queues before the host waits
 _ADAM_PARAMS = 32 * 2**20  # 512 MiB of states: a processor's last cache may hold 256, and an offloaded model fits none
+_SUM_BLOCK = 1 << 17  # gradients that a thread widens at a time, as an offloading optimizer does
 _REPEATS = 3  # at least, whatever the time given
 
 Measure = Callable[[torch.device, float], float]
@@ -258,6 +260,20 @@ def _host_adam(device: torch.device, seconds: float) -> float:
     return _ADAM_PARAMS / _median_s(update, torch.device("cpu"), seconds)
 
 
+def _host_accumulate(device: torch.device, seconds: float) -> float:
+    """Gradients a second, bfloat16, added to a sum in float32 on the host: widened in parts that stay in a cache."""
+    sums = torch.zeros(_ADAM_PARAMS)
+    grads = torch.full((_ADAM_PARAMS,), 1e-3, dtype=torch.bfloat16)
+    wide = torch.empty(_SUM_BLOCK * torch.get_num_threads())
+    parts = list(zip(sums.split(len(wide)), grads.split(len(wide))))
+
+    def add() -> None:
+        for total, grad in parts:
+            total.add_(wide[: len(grad)].copy_(grad))
+
+    return _ADAM_PARAMS / _median_s(add, torch.device("cpu"), seconds)
+
+
 PARTS = (
     Part("bf16_tflops", "bf16 products", _product(torch.bfloat16)),
     Part("fp32_tflops", "fp32 products", _product(torch.float32)),
@@ -267,6 +283,7 @@ PARTS = (
     Part("host_gb_s", "host link", _host_link, lambda device: device.type == "cuda"),
     Part("peer_gb_s", "peer link", _peer_link, lambda device: device.type == "cuda" and torch.cuda.device_count() > 1),
     Part("host_adam_params_s", "host AdamW", _host_adam),
+    Part("host_accumulate_params_s", "host sums", _host_accumulate),
 )
 
 

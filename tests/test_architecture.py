@@ -37,7 +37,8 @@ MAY_IMPORT = {
     "planner": "formats errors tables recipe hub widgets convert models",
     "calibration": "environment kernels planner",
     "profiler": "environment errors tables kernels planner calibration",
-    "train": "recipe nn kernels convert accuracy data models environment errors widgets tables planner profiler",
+    "train": "recipe nn kernels convert accuracy data models environment errors widgets tables planner profiler offload",
+    "offload": "errors kernels tables train",
     "racing": "train profiler widgets models nn convert recipe quantized quantizer environment tables",
     "live": "train widgets environment",
     "widgets": "train planner recipe tables",
@@ -60,6 +61,7 @@ LAZY_ONLY = {
     ("profiler", "planner"),
     ("profiler", "calibration"),
     ("train", "profiler"),
+    ("train", "offload"),
 }
 
 

@@ -68,7 +68,8 @@ def _fill(pages: list[Path]) -> int:
         text = page.read_text(encoding="utf-8")
         page.write_text(result.filled(text, page.parent), encoding="utf-8")
         for picture, data in result.pictures(text, page.parent).items():
-            import_module(f"surokit.bench.{'peers' if 'peers' in data else 'study'}").draw(data, picture)
+            part = next((part for part in ("peers", "deferral") if part in data), "study")
+            import_module(f"surokit.bench.{part}").draw(data, picture)
     return 0
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from surokit.kernels import native
 from surokit.kernels.ops import OPERATIONS, best, only_reference, serving
-from surokit.kernels.reference import adamw, adamw8bit, delayed, loss, norm, qk, rope, swiglu
+from surokit.kernels.reference import adamw, adamw8bit, columns, delayed, loss, norm, qk, rope, swiglu
 from surokit.kernels.reference import quantize as tiles
 from surokit.kernels.reference import random as draws
 
@@ -41,6 +41,9 @@ FUSED = {
     "linear_cross_entropy": loss.forward,
     "adamw": adamw.adamw_,
     "adamw8bit": adamw8bit.adamw8bit_,
+    "adamw of columns": columns.update_columns_,
+    "columns gathered": columns.gather,
+    "columns scattered": columns.scatter_,
 }
 
 

@@ -8,7 +8,7 @@ hold for dy too, which is quantized along another dimension.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -91,6 +91,19 @@ class Plan:
         scales = [stacked(parts) for parts in zip(*(layer.w_scales for layer in layers))]
         shape = sum(layer.rows for layer in layers), self.columns
         return weight(stacked([held[i].w for i in members]), scales, layers[0].storage, shape)
+
+    @property
+    def w_scales(self) -> list[Tensor]:
+        """The scales of all stored weights, which autograd keeps, not the plan: so they are let go when the weights are."""
+        return [scales for layer in self.layers for scales in layer.w_scales]
+
+    def with_scales(self, w_scales: Sequence[Any]) -> Plan:
+        """The same with others, or with None in their place."""
+        if not w_scales:
+            return self
+        following = iter(w_scales)
+        layers = [replace(layer, w_scales=tuple(next(following) for _ in layer.w_scales)) for layer in self.layers]
+        return replace(self, layers=tuple(layers))
 
     def parts(self, members: Members, joint: Tensor, dimension: int) -> dict[int, Tensor]:
         """What belongs to each layer of a tensor that has all their rows along a dimension."""

@@ -169,9 +169,10 @@ class _Stage(torch.autograd.Function):
 
         again = later and plan.recomputes
         kept = made.kept if again or any(t is not None and t.requires_grad for t in source) else ()
-        ctx.plan, ctx.lengths = plan, [len(kept), *map(len, x_codes)]
+        w_scales = plan.w_scales
+        ctx.plan, ctx.lengths = plan.with_scales([None] * len(w_scales)), [len(w_scales), len(kept), *map(len, x_codes)]
         weights = (t for layer in held for t in (layer.w, layer.A, layer.B))
-        flat = (t for parts in (kept, *x_codes) for t in parts)
+        flat = (t for parts in (w_scales, kept, *x_codes) for t in parts)
         ctx.save_for_backward(*weights, h_TR, x_TK if later and not again else None, *flat)
         shape = like.shape[:-1]
         shown = [made.stream] if plan.has_stream else []
@@ -181,11 +182,11 @@ class _Stage(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # the rounding of dy has no gradient: an error is better than a wrong one
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        plan: Plan = ctx.plan
-        L, saved = len(plan.layers), ctx.saved_tensors
+        L, saved = len(ctx.plan.layers), ctx.saved_tensors
         held = [Held(saved[i], None, *saved[i + 1 : i + 3]) for i in range(0, 3 * L, 3)]
         (h_TR, x_TK), flat = saved[3 * L : 3 * L + 2], saved[3 * L + 2 :]
-        kept, *x_codes = (flat[end - n : end] for n, end in zip(ctx.lengths, accumulate(ctx.lengths)))
+        w_scales, kept, *x_codes = (flat[end - n : end] for n, end in zip(ctx.lengths, accumulate(ctx.lengths)))
+        plan: Plan = ctx.plan.with_scales(w_scales)
         wants_source = ctx.needs_input_grad[1 : 1 + plan.tensors]
         run = _Backward(plan, held, _of_layers(ctx.needs_input_grad[1 + plan.tensors :]), any(wants_source))
 

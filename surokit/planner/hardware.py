@@ -36,8 +36,8 @@ class Ceilings:
     `measured` says when, with what, and what is missing and why. Products in TFLOPS of a large square product; `bandwidth_tb_s` of
     a copy, reads and writes counted; `launch_us` host time of one kernel launch (of one operator call on a CPU); `host_gb_s` of a
     pinned copy between host and device, one direction, the slower one; `peer_gb_s` of a copy to another GPU; `host_adam_params_s`
-    parameters a second that the host's AdamW updates, in float32, and `host_accumulate_params_s` gradients in 16 bits that it adds to
-    float32 sums.
+    parameters a second that the host's AdamW updates, in float32, and `host_accumulate_params_s` gradients in 16 bits that it adds
+    to float32 sums.
     """
 
     measured: str

@@ -81,7 +81,7 @@ def read_own(what: Any) -> Own:
         arguments["fusion"] = "none"
         notes.append("torch.compile is not planned: the step is taken as eager, with nothing fused")
     if what is not model:
-        arguments |= _session(what)
+        arguments |= facts_of_session(what)
     source = "the session" if what is not model else f"the live {type(model).__name__}"
     arguments = {name: value for name, value in arguments.items() if value is not None}
     return Own(source, arguments, trained if trained.parameters else None, tuple(notes))
@@ -171,7 +171,7 @@ def _fusion(model: Any) -> dict[str, Any]:
     return {"fusion": fusion, "recompute": "full" if checkpointed and recompute in (None, "none") else recompute}
 
 
-def _session(session: Any) -> dict[str, Any]:
+def facts_of_session(session: Any) -> dict[str, Any]:
     """What a session knows of its steps; batch and length by its last step, or by its data before there is one."""
     found: dict[str, Any] = {"optimizer": session.optimizer, "accumulate": session.accumulate}
     if getattr(getattr(session, "graphs", None), "state", None) in ("on", "waiting"):

@@ -42,6 +42,7 @@ from surokit.planner.activations import Activations, Ours, replay
 from surokit.planner.flops import Placement, Recompute, Trained, frozen, gradients, operand_bits, placements
 from surokit.planner.fused_activations import FusedLayers
 from surokit.planner.fusion import UNFUSED, Fused
+from surokit.planner.offload import OFFLOADING, host_bytes
 from surokit.planner.shape import Shape, built_here
 from surokit.planner.tape import GRADIENTS, KEPT, LOGITS, PASSING, Moment
 from surokit.planner.their_activations import Theirs
@@ -151,7 +152,8 @@ class Setup:
 
     `zero` is the ZeRO stage over `gpus`: 1 shards optimizer states, 2 gradients too, 3 weights too. `batch` is
     sequences on one GPU, `length` tokens of each. `fusion` is what is computed together, `graphs` whether a step is captured as
-    CUDA graphs. `trained` is what trains of a live model; without it what the recipe says.
+    CUDA graphs. `hot` is the share of the trained parameters whose states an offloading optimizer keeps on the device. `trained` is
+    what trains of a live model; without it what the recipe says.
     """
 
     dtype: str = "bf16"
@@ -171,6 +173,7 @@ class Setup:
     slack: float = SLACK
     fusion: Fused = UNFUSED
     graphs: bool = False
+    hot: float = 0.0
     trained: Trained | None = None
 
     @property
@@ -350,9 +353,20 @@ def _states(trained: float, setup: Setup) -> list[Term]:
                 f"{trained:,.0f} x 2 moments in 8 bits and their scales{o_how}",
             )
         )
+    elif setup.optimizer in OFFLOADING:
+        terms.append(_offloaded(trained / o_shard, setup))
     if setup.master and width < 4:  # float32 weights are their own
         terms.append(Term("master weights", trained * 4 / o_shard, True, f"{trained:,.0f} x 4 bytes{o_how}"))
     return terms
+
+
+def _offloaded(trained: float, setup: Setup) -> Term:
+    """States of an offloading optimizer on the device; a CPU holds the host's as well."""
+    size, how = 12 * setup.hot * trained, f"{setup.hot:.0%} of {trained:,.0f} x 12 bytes; the rest on the host"
+    if setup.device == "cpu":
+        size += host_bytes(trained, setup.hot if setup.optimizer == "zenflow" else None, round(setup.trained_width))
+        how = f"{trained:,.0f} x states, sums and transfers"
+    return Term("optimizer", size, False, how)
 
 
 def _with_step(

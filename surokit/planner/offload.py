@@ -1,16 +1,26 @@
 """What a step takes when the optimizer's states live on the host: three formulas, and which of them to take.
 
-    none           C
-    synchronous    C + 2 M/B + N/r                    gradients down, the host's AdamW, weights up, while the GPU waits
-    ZenFlow        max(C, (1-k)(1+1/S) M/B, (1-k) N/(S r), (1-k) N/a)
+    none           C                                                                   surokit.AdamW
+    synchronous    C + pipelined(M/B, N/r, M/B)                                        surokit.OffloadAdamW
+    ZenFlow        max(C, (1-k) M/B, (1-k) N/(S r), (1-k) N/q) + (1-k) M/(S B)         surokit.ZenFlow
 
 C computing of a step, M bytes of the trained weights in the gradients' dtype, N their number, B the link's rate in one direction, r
-and a the host's rates of AdamW and of adding gradients up. ZenFlow (arXiv 2505.12242) updates the share k of columns with the
-largest gradients on the GPU at once, and the others on the host every S steps, beside the GPU's work.
+and q the host's rates of AdamW and of adding gradients up.
+
+Synchronous: gradients go down, the host's AdamW, weights go up, while the GPU waits. They do so in n transfers, 16 or more, of
+which one travels while another is worked on: pipelined(...) is the slowest of the three, and an nth of the other two. One after
+the other they would be C + 2 M/B + N/r.
+
+ZenFlow (arXiv 2505.12242) updates the share k of columns with the largest gradients on the GPU at once, and the others on the
+host every S steps, beside the GPU's work. So a step waits for whatever takes longest, and besides for its share of the weights
+that land: they are ordered before a forward pass and nothing hides them. Both directions together are (1-k)(1+1/S) M.
 
 Where the synchronous step is stalled for a share f of its time and a share x of the stall is removed, the gain is 1 / (1 - x f).
 
-Host memory is 12 (1-k) N bytes of weights and moments in float32, 8 N of two accumulators, and pinned slots of the gradients.
+r and q are those of the threads that they were measured with; a worker that has fewer may be slower, unless memory is what limits.
+
+Host memory, bytes of an element that is not hot, with gradients and weights of b bytes: weights and moments in float32 12, two
+accumulators 8, slots b each, updated weights that wait b. For the synchronous way 12, and three transfers each way.
 """
 
 from __future__ import annotations
@@ -29,7 +39,11 @@ Way = Literal["none", "synchronous", "zenflow"]
 # Bytes that the host moves for a parameter: AdamW reads and writes weight and moments in float32, reads the sum of gradients and
 # writes the weight in 16 bits; adding up reads 16 bits and reads and writes the sum.
 _ADAM_BYTES, _ACCUMULATE_BYTES = 3 * 8 + 4 + 2, 2 + 8
+OFFLOADING = ("zenflow", "offloadadamw")  # optimizers, as a plan calls them
 SLOTS = 3
+SUMS = 2  # accumulators: one is filled while the other is worked on
+TRANSFERS = 16  # of a synchronous step, at least
+_RING, _TRANSFER_BYTES = 2 * 3, 64 * 2**20  # pinned memory of the synchronous way: so many transfers, each no larger
 # Below this gain the synchronous way is taken: it computes exactly what AdamW does, and deferred columns do not.
 WORTH_DEFERRING = 1.05
 
@@ -70,8 +84,8 @@ def host_of(gpu: Gpu, memory_gib: float | None = None) -> Host | None:
     """
     c = gpu.ceilings
     link = (c.host_gb_s if c else None) or gpu.host_gb_s
-    rate = c.host_adam_params_s if c else None
-    return None if link is None or rate is None else Host(link, rate, memory_gib)
+    rate, adding = (c.host_adam_params_s, c.host_accumulate_params_s) if c else (None, None)
+    return None if link is None or rate is None else Host(link, rate, memory_gib, adding)
 
 
 @dataclass(frozen=True)
@@ -79,9 +93,10 @@ class Offload:
     """Predicted times of a step and bytes, by way; `choice` is the one to take, and `why` says why in a sentence.
 
     stalled         f: share of the synchronous step in which the GPU waits
-    removed         x: share of that stall that ZenFlow removes
+    removed         x: share of that stall that ZenFlow removes; below 0 where its step takes longer
     gain            of ZenFlow over the synchronous way, 1 / (1 - x f)
-    binds           what ZenFlow's step waits for: compute, link, AdamW or adding
+    binds           what ZenFlow's step takes as long as: compute, link, AdamW or adding
+    landing_ms      that ZenFlow's step takes besides, for weights that come back
     traffic         bytes ZenFlow moves in a step over the model's; 2 without deferral
     host_gib        host memory by way; device_gib what optimizer states keep on the GPU
     """
@@ -94,11 +109,23 @@ class Offload:
     synchronous_ms: float
     zenflow_ms: float
     binds: str
+    landing_ms: float
     traffic: float
     host_gib: dict[Way, float]
     device_gib: dict[Way, float]
     choice: Way | None
     why: str
+
+    @property
+    def use(self) -> str:
+        """The optimizer to take, as it is written; "" where there is no choice."""
+        k, s = self.topk_ratio, self.update_interval
+        ways = {
+            "none": "surokit.AdamW",
+            "synchronous": "surokit.OffloadAdamW",
+            "zenflow": f"surokit.ZenFlow(topk_ratio={k:g}, update_interval={s})",
+        }
+        return ways.get(self.choice or "", "")
 
     @property
     def stalled(self) -> float:
@@ -160,15 +187,14 @@ def predict_offload(
     traffic = (1 - k) * (1 + 1 / s)
     waits = {
         "compute": c,
-        "link": traffic * over_link_ms,
+        "link": (1 - k) * over_link_ms,
         "AdamW": (1 - k) * adam_ms / s,
         "adding": (1 - k) * adding_ms,
     }
     binds = max(waits, key=lambda name: waits[name])
-    held = {
-        way: host_bytes(n, share, gradient_bytes, slots) / GIB for way, share in (("synchronous", 0.0), ("zenflow", k))
-    }
-    host_gib: dict[Way, float] = {"none": 0.0, "synchronous": held["synchronous"], "zenflow": held["zenflow"]}
+    landing_ms = (1 - k) * over_link_ms / s
+    synchronous, zenflow = (host_bytes(n, share, gradient_bytes, slots) / GIB for share in (None, k))
+    host_gib: dict[Way, float] = {"none": 0.0, "synchronous": synchronous, "zenflow": zenflow}
     device_gib: dict[Way, float] = {"none": 12 * n / GIB, "synchronous": 0.0, "zenflow": 12 * k * n / GIB}
     draft = Offload(
         parameters=n,
@@ -176,22 +202,25 @@ def predict_offload(
         topk_ratio=k,
         update_interval=s,
         none_ms=c,
-        synchronous_ms=c + 2 * over_link_ms + adam_ms,
-        zenflow_ms=waits[binds],
+        synchronous_ms=c + _pipelined(max(TRANSFERS, m / _TRANSFER_BYTES), over_link_ms, adam_ms, over_link_ms),
+        zenflow_ms=waits[binds] + landing_ms,
         binds=binds,
+        landing_ms=landing_ms,
         traffic=traffic,
         host_gib=host_gib,
         device_gib=device_gib,
         choice=None,
         why="",
     )
-    most = largest_on_host(host.memory_gib, k, gradient_bytes, slots) if host.memory_gib else float("inf")
+    most = float("inf")
+    if host.memory_gib:
+        most = max(largest_on_host(host.memory_gib, share, gradient_bytes, slots) for share in (None, k))
     choice, why = _choose(draft, most, fits, free_gib)
     return replace(draft, choice=choice, why=why)
 
 
 def _choose(o: Offload, most: float, fits: bool | None, free_gib: float | None) -> tuple[Way | None, str]:
-    """The way to take, and why. `most` parameters are what ZenFlow could train on this host."""
+    """The way to take, and why. `most` parameters are what one of the two could train on this host."""
     if fits:
         return "none", "the GPU's memory suffices, and offload only adds time"
     limit = o.host.memory_gib
@@ -213,6 +242,10 @@ def _choose(o: Offload, most: float, fits: bool | None, free_gib: float | None) 
             f"the host lacks memory for all states, and ZenFlow's hot columns take {figures.gib(hot)} of the GPU, more than is "
             "free: lower topk_ratio"
         )
+    if not room["zenflow"]:
+        return "synchronous", (
+            f"ZenFlow's sums and slots bring its host memory to {figures.gib(o.host_gib['zenflow'])}, more than there is"
+        )
     if not hot_fits:
         return "synchronous", (
             f"ZenFlow's hot columns take {figures.gib(hot)} of the GPU, more than is free: lower topk_ratio to use it"
@@ -230,12 +263,28 @@ def stall_gain(stalled: float, removed: float) -> float:
     return 1 / (1 - removed * stalled)
 
 
-def host_bytes(parameters: float, topk_ratio: float = 0.0, gradient_bytes: int = 2, slots: int = SLOTS) -> float:
-    """Bytes of host memory for so many trained parameters: weights and moments, two accumulators, slots."""
-    cold = 1 - topk_ratio
-    return parameters * (12 * cold + 8 + slots * gradient_bytes * cold)
+def host_bytes(parameters: float, topk_ratio: float | None = 0.0, gradient_bytes: int = 2, slots: int = SLOTS) -> float:
+    """Bytes of host memory for so many trained parameters of `gradient_bytes`, as ZenFlow with overlap allocates them; with
+    topk_ratio=None as the synchronous way does. Columns that change sides take some more, for a moment."""
+    if topk_ratio is None:
+        return parameters * 12 + _RING * min(parameters * gradient_bytes / TRANSFERS, _TRANSFER_BYTES)
+    return parameters * (1 - topk_ratio) * (12 + 4 * SUMS + (slots + 1) * gradient_bytes)
 
 
-def largest_on_host(memory_gib: float, topk_ratio: float = 0.0, gradient_bytes: int = 2, slots: int = SLOTS) -> float:
-    """The most trained parameters that a host of so much memory serves."""
-    return arguments.number("memory_gib", memory_gib) * GIB / host_bytes(1.0, topk_ratio, gradient_bytes, slots)
+def largest_on_host(
+    memory_gib: float, topk_ratio: float | None = 0.0, gradient_bytes: int = 2, slots: int = SLOTS
+) -> float:
+    """The most trained parameters that a host of so much memory serves; topk_ratio as for `host_bytes`."""
+    room = arguments.number("memory_gib", memory_gib) * GIB
+    if topk_ratio is None:
+        rings = _RING * _TRANSFER_BYTES
+        most = (room - rings) / 12
+        small = _TRANSFER_BYTES * TRANSFERS / gradient_bytes  # parameters up to which a transfer is smaller than that
+        return most if most > small else room / (12 + _RING * gradient_bytes / TRANSFERS)
+    return room / host_bytes(1.0, topk_ratio, gradient_bytes, slots)
+
+
+def _pipelined(transfers: float, *stages_ms: float) -> float:
+    """Of work in so many equal transfers, each of which passes one stage after the other."""
+    slowest = max(stages_ms)
+    return slowest + (sum(stages_ms) - slowest) / transfers

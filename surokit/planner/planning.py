@@ -33,7 +33,7 @@ from surokit.planner.fusion import Transposed, read_fusion
 from surokit.planner.hardware import Gpu, find_gpu
 from surokit.planner.lines import Line, as_html, as_text, plan_answers, plan_lines, plan_notes, plan_source
 from surokit.planner.memory import DTYPE_BYTES, SLACK, Layers, Memory, Setup, count_memory
-from surokit.planner.offload import Host, Offload, host_of, predict_offload
+from surokit.planner.offload import OFFLOADING, Host, Offload, host_of, predict_offload
 from surokit.planner.roofline import Estimate, estimate_step
 from surokit.planner.shape import Shape, built_here
 from surokit.planner.subject import Subject, read_subject
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-_OPTIMIZERS = {"adamw": "adamw", "adamw8bit": "adamw8bit", "sgd": "none", "none": "none"}
+_OPTIMIZERS = {name: name for name in ("adamw", "adamw8bit", *OFFLOADING, "none")} | {"sgd": "none"}
+_HOT = 0.1  # ZenFlow's topk_ratio where nobody says another
 
 
 @dataclass(frozen=True, repr=False)
@@ -184,7 +185,10 @@ class Plan:
         step_ms = self.time.step_ms or (self.estimate.step_ms if self.estimate else None)
         if step_ms is None:
             raise ValueError("offload() needs a step's time: give batch=, length= and gpu=, or a rate.")
-        if self.gpu is not None and self.gpu.memory_gib is not None and not self.memory.left_out:
+        if self.setup.optimizer == "zenflow":
+            options.setdefault("topk_ratio", self.setup.hot)
+        without = self.setup.optimizer not in OFFLOADING  # then this plan's memory is that without offload
+        if without and self.gpu is not None and self.gpu.memory_gib is not None and not self.memory.left_out:
             options.setdefault("fits", self.fits())
         return predict_offload(step_ms, self.trained_parameters, host, **options)
 
@@ -305,8 +309,8 @@ def plan(
     attention   "causal" counts the keys that a token sees, "full" all of them
     recompute   "none" (unless a Fusion says otherwise), "full" (each layer's forward) or "selective": the outputs of norm and
                 SwiGLU of our fused layers; attention's products in transformers' layers
-    optimizer   "adamw" (without it), "adamw8bit", "sgd" (no state), or an optimizer of ours; `state_dtype` is that of its
-                moments, the weights' own without it
+    optimizer   "adamw" (without it), "adamw8bit", "sgd" (no state), "zenflow" or "offloadadamw" (states on the host), or an
+                optimizer of ours; `state_dtype` is that of its moments, the weights' own without it
     dtype       of weights and gradients (bf16; a live model's own); `master` adds float32 masters
     zero        ZeRO stage over `gpus`: 1 shards optimizer states, 2 gradients too, 3 weights too
     layers      "surokit" or "transformers": whose layers compute, which decides what is kept for the backward; a live model's own
@@ -398,6 +402,7 @@ def plan(
         slack=slack,
         fusion=fused,
         graphs=graphs,
+        hot=_hot(optimizer),
         trained=trained,
     )
     # our layers compute norms and SwiGLU again, which are no products
@@ -515,7 +520,14 @@ def _dtype(value: Any) -> str:
 
 def _option(optimizer: Any, name: str) -> Any:
     """An option of an optimizer, or of a spec that holds its options."""
-    return getattr(optimizer, name, None) or getattr(optimizer, "options", {}).get(name)
+    held = getattr(optimizer, "options", {}) | getattr(optimizer, "settings", {})
+    return getattr(optimizer, name, None) or held.get(name)
+
+
+def _hot(optimizer: Any) -> float:
+    """Share of the states that an offloading optimizer keeps on the device."""
+    share = _option(optimizer, "topk_ratio")
+    return (_HOT if share is None else share) if _optimizer(optimizer) == "zenflow" else 0.0
 
 
 def _optimizer(value: Any) -> str:
@@ -523,5 +535,6 @@ def _optimizer(value: Any) -> str:
     kind = value if isinstance(value, type) else type(value)
     name = (value if isinstance(value, str) else kind.__name__).lower()
     if name not in _OPTIMIZERS:
-        raise ValueError(f"optimizer={name!r} has no known state size: use 'adamw', 'adamw8bit' or 'sgd'.")
+        known = ", ".join(repr(each) for each in _OPTIMIZERS if each not in ("none", "sgd"))
+        raise ValueError(f"optimizer={name!r} has no known state size: use {known} or 'sgd'.")
     return _OPTIMIZERS[name]

@@ -34,6 +34,7 @@ from surokit.planner.flops import Compute, Placement, Product, frozen, placement
 from surokit.planner.hardware import Gpu
 from surokit.planner.layers import Kernel, Pass, linear_kernels
 from surokit.planner.memory import DTYPE_BYTES, LOSS_ELEMENTS, LOSS_MIN_ROWS, Setup
+from surokit.planner.offload import OFFLOADING
 from surokit.planner.shape import Shape
 
 #: The groups that a step's time is summed by.
@@ -352,4 +353,7 @@ def _update(shape: Shape, setup: Setup, trained: float, tensors: int) -> Iterato
         # torch's kernel wants one dtype: parameters and gradients are widened first, and parameters narrowed afterwards
         moved = (e + 4) + (e + 4) + 7 * 4 + (4 + e)
         launches = 3 * foreach
+    if setup.optimizer in OFFLOADING:
+        # hot columns; of the others the gradients on their way down and, at most every step, the weights that land
+        moved = setup.hot * (3 * 8 + 2 * e) + (1 - setup.hot) * 4 * e
     yield Load("optimizer", "optimizer", "optimizer", setup.optimizer, 1, 0.0, moved * mine, launches)

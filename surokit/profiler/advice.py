@@ -62,7 +62,7 @@ class Seen:
         """The milliseconds in some parts of the step: causes of lost time, or "busy"."""
         lost = self.tables["lost"]
         by_part = dict(zip(lost["cause"], lost["ms_per_step"])) | {"busy": self.summary["busy_ms"]}
-        return sum(float(by_part[part]) for part in parts)
+        return sum(float(by_part.get(part, 0.0)) for part in parts)
 
     def phase(self, name: str) -> float:
         return float(self.summary["phases_ms"].get(name, 0.0))
@@ -301,6 +301,30 @@ def optimizer(seen: Seen) -> Iterator[Row]:
     yield Row("optimizer", advice, evidence, ms, ("launches", "host", "busy"))
 
 
+_OFFLOAD_REMEDIES = {  # what an offloading optimizer waits for most -> what to change
+    "adam": "the host's Adam takes longer than a window: raise update_interval, give it cores (a smaller pt_reserved_cores_perc)",
+    "slot": "gradients come faster than the link or the host takes them: raise topk_ratio; more slots help where it is bursts",
+    "landing": "weights cross the link: raise update_interval or topk_ratio",
+    "selection": "scores and statistics come late: raise select_interval, or take a fixed update_interval",
+}
+
+
+def offload(seen: Seen) -> Iterator[Row]:
+    """An optimizer that keeps its state on the host, and whose host part takes longer than the device's step."""
+    ms = seen.held("offload")
+    waits = list(seen.rows("offload", "wait count ms"))
+    if not (waits and seen.worth(ms, 5)):
+        return
+    remedy = _OFFLOAD_REMEDIES.get(waits[0][0], "look at optimizer.report()")
+    advice = (
+        f"the step waits {ms:.3g} ms for the optimizer's part on the host: {remedy}; a larger batch or more accumulation gives it"
+        " more time in any case"
+    )
+    yield Row(
+        "offload", advice, ", ".join(f"{count:.3g} x {name}: {t:.3g} ms" for name, count, t in waits), ms, ("offload",)
+    )
+
+
 def clipping(seen: Seen) -> Iterator[Row]:
     """Gradient norms taken tensor by tensor."""
     count = seen.called("linalg_vector_norm")
@@ -528,7 +552,7 @@ def written_out(seen: Seen) -> Iterator[Row]:
 _ANY = ("launches", "syncs", "host", "busy")
 RULES: tuple[Rule, ...] = (
     *(sync, data, host_gap, garbage, recompiles, threads),
-    *(launches, optimizer, clipping, zero_grad),
+    *(launches, optimizer, offload, clipping, zero_grad),
     *(copies, casts, layout_copies, communication, allocator),
     *(float32_products, cudnn_benchmark, anomaly, deterministic, attention, loss, written_out),
 )

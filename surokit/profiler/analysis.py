@@ -24,6 +24,7 @@ from surokit.profiler.causes import (
     gaps_table,
     lines_table,
     lost_table,
+    offload_table,
     syncs_table,
 )
 from surokit.profiler.modules import Modules
@@ -54,7 +55,7 @@ class Analysis:
 
 
 def analyse(recording: Recording, named_by: Recording | None = None) -> Analysis:
-    """Every table of a profile but the advice; "lines", "calls" and "outermost" are there for its sake.
+    """Every table of a profile but the advice; "lines", "calls", "outermost" and "offload" are there for its sake.
 
     named_by: the recording of a step without CUDA graphs, after which the kernels of replayed graphs are named.
     """
@@ -68,6 +69,7 @@ def analyse(recording: Recording, named_by: Recording | None = None) -> Analysis
         "gaps": gaps_table(o, divided),
         "lines": lines_table(o, divided),
         "syncs": syncs_table(o),
+        "offload": offload_table(o),
         "modules": modules.table(),
         "ops": _by_name(o, o.ops, o.in_steps(o.ops.start_E), own_op_E, "op"),
         "outermost": _by_name(o, tops, o.in_steps(tops.start_E), tops.duration_E(), "op"),
@@ -75,7 +77,7 @@ def analyse(recording: Recording, named_by: Recording | None = None) -> Analysis
         "calls": _by_name(o, o.calls, o.in_steps(o.calls.start_E), o.calls.duration_E(), "call"),
         "copies": _device_copies(o) if o.on_gpu else _host_copies(o, copying_E, own_op_E),
     }
-    in_copies_ns = exposed_copies(o) if o.on_gpu else int(own_op_E[copying_E].sum())
+    in_copies_ns = exposed_copies(o) if o.on_gpu else (int(own_op_E[copying_E].sum()), 0)
     tables["lost"] = lost_table(o, divided, tables, in_copies_ns)
     if not recording.traced:  # nothing recorded is not nothing done
         tables |= {name: {column: [] for column in tables[name]} for name in ("gaps", "lines", "lost")}

@@ -6,6 +6,9 @@ a sync), the rest *host*. Kernel wait is *launches*; other wait is *copies* when
 the four sum to idle; copies that nothing hides are added to *copies*.
 CPU: a gap under 0.1 ms between two operators is *launches* (Python and dispatcher), a longer one *host*, and these two
 sum to idle; *syncs* and *copies* are time inside operators that read values back or move data.
+
+Where an optimizer keeps its state on the host there is a fifth, *offload*: host wait inside its waits, before all others, and on a
+GPU the copies that bring its results, as far as nothing hides them.
 """
 
 from __future__ import annotations
@@ -16,29 +19,33 @@ import numpy as np
 
 from surokit.profiler import timeline as tl
 from surokit.profiler.attribution import on_threads, pick
-from surokit.profiler.observed import DATA_RANGES, Observed, Table, intervals, ms, place_text, table
-from surokit.profiler.timeline import Int, Kind
+from surokit.profiler.observed import DATA_RANGES, OFFLOAD_RANGES, Observed, Table, intervals, ms, place_text, table
+from surokit.profiler.timeline import Bool, Int, Kind
 
 SHORT_GAP_NS = 100_000  # CPU: a shorter gap between two operators is the price of launching the next one
 GAP_ROWS = 200
 HALF_PERIOD_NS = 2_500_000  # of the samples of the user's line
 WORTH_SAYING = 0.002  # share of the steps
 CAUSES = ("launches", "syncs", "copies", "host")
+OFFLOAD = "offload"  # the fifth, where there is something of it
 
 Layer = tuple[Int, Int]
 Divided = dict[str, Int]  # cause -> nanoseconds of each gap
 
 
 def divide(o: Observed) -> Divided:
-    """Each gap divided among the four causes; the four sum to the gap."""
+    """Each gap divided among the causes, which sum to the gap."""
     host_G, nothing = o.host_G, np.zeros_like(o.host_G)
-    if not o.on_gpu:
-        short = host_G < SHORT_GAP_NS
-        in_short = np.where(short, host_G, 0)
-        return {"launches": in_short, "syncs": nothing, "copies": nothing, "host": host_G - in_short}
     start_G, until_G = o.start_G, o.start_G + host_G
-    in_sync, with_copy, with_calls = (tl.covered(*layer, start_G, until_G) for layer in _call_layers(o))
-    in_copy, in_call = with_copy - in_sync, with_calls - with_copy
+    waits = o.ranges_named(OFFLOAD_RANGES)
+    in_offload = tl.covered(*waits, start_G, until_G)
+    fifth = {OFFLOAD: in_offload} if len(waits[0]) else {}
+    if not o.on_gpu:
+        rest = host_G - in_offload
+        in_short = np.where(rest < SHORT_GAP_NS, rest, 0)
+        return {"launches": in_short, "syncs": nothing, "copies": nothing, "host": rest - in_short, **fifth}
+    with_sync, with_copy, with_calls = (tl.covered(*layer, start_G, until_G) for layer in _call_layers(o)[1:])
+    in_sync, in_copy, in_call = with_sync - in_offload, with_copy - with_sync, with_calls - with_copy
     drained = tl.covered(*o.sync, start_G - 1, start_G + 1) > 0
     copy_next = (o.next_G >= 0) & (o.active.kind_E[o.next_G] == Kind.MEMCPY)
     return {
@@ -46,13 +53,14 @@ def divide(o: Observed) -> Divided:
         "syncs": in_sync + np.where(drained, in_call, 0),
         "copies": in_copy + np.where(copy_next, o.other_G, 0),
         "host": host_G - with_calls,
+        **fifth,
     }
 
 
 def _call_layers(o: Observed) -> list[Layer]:
-    """When the host waits; or copies; or is inside any call."""
+    """When the host waits for what an optimizer keeps on the host; or for the device; or copies; or is inside any call."""
     calls = np.concatenate((o.ops.start_E, o.calls.start_E)), np.concatenate((o.ops.end_E, o.calls.end_E))
-    return cumulative([o.sync, o.copy_calls(), calls])
+    return cumulative([o.ranges_named(OFFLOAD_RANGES), o.sync, o.copy_calls(), calls])
 
 
 def cumulative(layers: list[Layer]) -> list[Layer]:
@@ -65,9 +73,18 @@ def cumulative(layers: list[Layer]) -> list[Layer]:
     return out
 
 
-def exposed_copies(o: Observed) -> int:
-    """Copy time on the device, in the steps, under which nothing else runs."""
-    rest = o.active.take(~o.active.is_kind(Kind.MEMCPY))
+def exposed_copies(o: Observed) -> tuple[int, int]:
+    """Copy time on the device, in the steps, under which nothing else runs: (all others, those asked for in the waits of an
+    offloading optimizer)."""
+    copies = o.active.is_kind(Kind.MEMCPY)
+    waited = tl.covered(*o.ranges_named(OFFLOAD_RANGES), o.host_time_A, o.host_time_A + 1) > 0
+    every, landing = (_only_under(o, chosen) for chosen in (copies, copies & waited))
+    return every - landing, landing
+
+
+def _only_under(o: Observed, chosen_A: Bool) -> int:
+    """Busy time in which nothing but these activities runs."""
+    rest = o.active.take(~chosen_A)
     return int(o.busy_K.sum()) - tl.total(*tl.clip(rest.start_E, rest.end_E, o.begin, o.stop))
 
 
@@ -79,7 +96,8 @@ def gaps_table(o: Observed, divided: Divided) -> Table:
     waits = {"host wait": o.host_G, "kernel wait": o.kernel_G, "other wait": o.other_G}
     chosen = np.argsort(o.start_G - o.end_G, kind="stable")[:GAP_ROWS]
     kinds = np.argmax([waits[w][chosen] for w in waits], axis=0)
-    causes = np.argmax([divided[c][chosen] for c in CAUSES], axis=0)
+    names = list(divided)
+    causes = np.argmax([divided[c][chosen] for c in names], axis=0)
     around = _ranges_at(o, o.start_G[chosen] + o.host_G[chosen] // 2)
     rows = []
     for g, kind, cause, inside in zip(chosen.tolist(), kinds.tolist(), causes.tolist(), around.tolist()):
@@ -90,7 +108,7 @@ def gaps_table(o: Observed, divided: Divided) -> Table:
                 ms(start - o.begin),
                 ms(o.end_G[g] - start),
                 list(waits)[kind],
-                CAUSES[cause],
+                names[cause],
                 ms(divided["host"][g]),
                 *o.place_in(start, start + int(o.host_G[g])),
                 o.names[o.active.name_E[following]] if following >= 0 else "",
@@ -103,13 +121,12 @@ def gaps_table(o: Observed, divided: Divided) -> Table:
 def lines_table(o: Observed, divided: Divided) -> Table:
     """The host's part of all gaps by the user's line, ms a step; the file is "" where a gap was too short to be sampled. Between
     two samples the first stands for half of the time, but no more than half a period: one that comes later waited for Python's
-    lock, and its line held it. On a GPU only samples outside calls count."""
+    lock, and its line held it. On a GPU only samples outside calls count, and none in the waits of an offloading optimizer."""
     until_G, at_P = o.start_G + o.host_G, o.r.time_P
     gap_P = np.searchsorted(o.start_G, at_P, "right") - 1
     within = (at_P < pick(until_G, gap_P)) & (pick(divided["host"], gap_P) > 0)
-    working = _call_layers(o)[-1]
-    if o.on_gpu:
-        within &= tl.covered(*working, at_P, at_P + 1) == 0
+    working = _call_layers(o)[-1 if o.on_gpu else 0]
+    within &= tl.covered(*working, at_P, at_P + 1) == 0
     gap, at, place = gap_P[within], at_P[within], o.r.place_P[within]
     first, last = np.diff(gap, prepend=-1) != 0, np.diff(gap, append=-1) != 0
     change = at + np.minimum(np.diff(at, append=0) // 2, HALF_PERIOD_NS)
@@ -118,7 +135,7 @@ def lines_table(o: Observed, divided: Divided) -> Table:
     unseen = np.setdiff1d(np.flatnonzero(divided["host"]), gap)
     gap, place = np.concatenate((gap, unseen)), np.concatenate((place, np.full(len(unseen), -1)))
     begin, end = np.concatenate((begin, o.start_G[unseen])), np.concatenate((end, until_G[unseen]))
-    ns = end - begin - (tl.covered(*working, begin, end) if o.on_gpu else 0)
+    ns = end - begin - tl.covered(*working, begin, end)
     inside = _ranges_at(o, np.concatenate((at, o.start_G[unseen])))
     name = pick(o.ranges.name_E.astype(np.int64), inside)
     found: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))  # line and range, gap -> ns
@@ -168,10 +185,26 @@ def syncs_table(o: Observed) -> Table:
     return table("file line call count ms inside", rows)
 
 
-def lost_table(o: Observed, divided: Divided, tables: dict[str, Table], in_copies_ns: int) -> Table:
-    """The four causes. `in_copies_ns`: what the copies themselves take, exposed on a GPU, in operators on a CPU."""
-    lost = {cause: int(divided[cause].sum()) for cause in CAUSES}
-    lost["copies"] += in_copies_ns
+def offload_table(o: Observed) -> Table:
+    """The waits of an optimizer that keeps its state on the host, by what it waits for, ms a step of the host."""
+    chosen = o.ranges.take(o.named(o.ranges, OFFLOAD_RANGES))
+    chosen = chosen.take(o.in_steps(chosen.start_E))
+    found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for name, ns in zip(chosen.name_E.tolist(), chosen.duration_E().tolist()):
+        entry = found[o.names[name].removeprefix(OFFLOAD_RANGES[0])]
+        entry[0] += 1
+        entry[1] += ns
+    rows = [(name, count / o.steps, ms(ns) / o.steps) for name, (count, ns) in found.items()]
+    return table("wait count ms", sorted(rows, key=lambda row: -row[2]))
+
+
+def lost_table(o: Observed, divided: Divided, tables: dict[str, Table], in_copies_ns: tuple[int, int]) -> Table:
+    """The causes. `in_copies_ns`: what the copies themselves take, exposed on a GPU, in operators on a CPU; and of those that bring
+    an offloading optimizer's results."""
+    lost = {cause: int(gaps.sum()) for cause, gaps in divided.items()}
+    lost["copies"] += in_copies_ns[0]
+    if OFFLOAD in lost:
+        lost[OFFLOAD] += in_copies_ns[1]
     if not o.on_gpu:
         lost["syncs"] = round(sum(tables["syncs"]["ms"]) * 1e6 * o.steps)
     evidence = {
@@ -180,10 +213,11 @@ def lost_table(o: Observed, divided: Divided, tables: dict[str, Table], in_copie
         "copies": "; ".join(f"{count:.3g} x {name}" for name, count in _top(tables["copies"], "copy", "count"))
         or "none",
         "host": _host_evidence(o, tables["lines"]),
+        OFFLOAD: "; ".join(f"{t:.3g} ms in waits for {name}" for name, t in _top(tables["offload"], "wait", "ms")),
     }
     price = o.r.usd_per_gpu_hour
     rows = []
-    for cause in CAUSES:
+    for cause in lost:
         share = lost[cause] / max(o.wall_ns, 1)
         usd = None if price is None else 24 * share * price
         rows.append((cause, ms(lost[cause]) / o.steps, share, 24 * share, usd, evidence[cause]))

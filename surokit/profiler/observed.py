@@ -33,6 +33,9 @@ _SYNC_CALLS = (  # without the version that some tracers add, as in cudaMemcpy_v
 _COMMUNICATION = re.compile(r"nccl|rccl|^c10d::|^gloo:|record_param_comms", re.IGNORECASE)
 DATA_RANGES = ("enumerate(DataLoader)", "data:")
 OPTIMIZER_RANGES = ("Optimizer.",)
+OFFLOAD_RANGES = (
+    "surokit.offload.wait ",
+)  # where an optimizer waits for what it keeps on the host; what it waits for follows
 
 Table = dict[str, list[Any]]
 

@@ -32,7 +32,7 @@ BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, MUSTARD, GREY = (
     "#B58900",
     "#8A8A8A",
 )
-CAUSE_COLORS = {"launches": ORANGE, "syncs": VERMILION, "copies": PURPLE, "host": SKY}
+CAUSE_COLORS = {"launches": ORANGE, "syncs": VERMILION, "copies": PURPLE, "host": SKY, "offload": MUSTARD}
 IN_TURN = ("data", "copies", "forward", "backward", "optimizer", "sync", "other")  # phases as a step goes through them
 PHASE_COLORS = dict(zip(PHASES, (VERMILION, MUSTARD, PURPLE, BLUE, GREEN, ORANGE, GREY)))
 WIDTH, LEFT, LANE = 820, 84, 16
@@ -388,10 +388,11 @@ def difference_html(before: Shown, after: Shown, rows: list[tuple[str, float, fl
         parts.append(step_svg(shown, shown.middle, span_ns=span))
     longest = max(shown.summary["wall_ms"] for _, shown in pair) or 1.0
     cells = []
-    for cause, was, now in zip(
-        before.tables["lost"]["cause"], before.tables["lost"]["ms_per_step"], after.tables["lost"]["ms_per_step"]
-    ):
-        color = CAUSE_COLORS[cause]
+    lost = [dict(zip(shown.tables["lost"]["cause"], shown.tables["lost"]["ms_per_step"])) for _, shown in pair]
+    for cause, color in CAUSE_COLORS.items():
+        if cause not in {**lost[0], **lost[1]}:
+            continue
+        was, now = (each.get(cause, 0.0) for each in lost)
         for word, ms in (("before", was), ("after", now)):
             label = escape(cause) if word == "before" else ""
             change = "" if word == "before" else _change(was, now)

@@ -394,7 +394,7 @@ class Profile:
 
 
 def _lost_text(lost: Table) -> str:
-    """The four causes as text, with dollars where a price is known."""
+    """The causes as text, with dollars where a price is known."""
     dollars = any(usd is not None for usd in lost.get("usd_per_day", ()))
     rows = []
     for i, cause in enumerate(lost["cause"]):

@@ -81,8 +81,9 @@ def warn_off(why: str) -> None:
     warnings.warn(f"Steps do not run as CUDA graphs: {why}. session.graphs says so too.", stacklevel=2)
 
 
-def why_not(model: nn.Module) -> str:
-    """What keeps a model's steps from ever being graphs; "" where nothing is known to."""
+def why_not(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+    """What keeps a model's steps from ever being graphs; "" where nothing is known to. An optimizer can say so itself, in
+    `not_recorded`."""
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
         return f"the model is on several devices ({', '.join(sorted(map(str, devices)))})"
@@ -91,6 +92,8 @@ def why_not(model: nn.Module) -> str:
         return f"CUDA graphs need a CUDA device, and the model is on {device}"
     if any(hasattr(p, "to_local") for p in model.parameters()):
         return "the model's parameters are sharded over processes, and their exchange is not recorded"
+    if said := getattr(optimizer, "not_recorded", ""):
+        return f"{type(optimizer).__name__} is not recorded: {said}"
     return ""
 
 

@@ -21,7 +21,7 @@ from surokit.train.capture import Capture, DeviceGraphs, Graphs, takes_rates, wa
 from surokit.train.cuda_graphs import CudaGraphs
 from surokit.train.optim import gradient_norm
 from surokit.train.random_state import RandomState
-from surokit.train.setup import loss_of, targets_in
+from surokit.train.setup import device_of, loss_of, targets_in
 from surokit.train.stream import Batch
 
 T = TypeVar("T")
@@ -46,11 +46,11 @@ class Engine:
         device_graphs: DeviceGraphs | None = None,
     ) -> None:
         self.model, self.optimizer, self.clip = model, optimizer, clip
-        self.device = next(model.parameters()).device
+        self.device = device_of(model)
         self.base_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.forward: Callable[..., Any] | None = None
         self.wants_graphs = graphs
-        self._off = "switched off" if not graphs else "" if device_graphs else why_not(model)
+        self._off = "switched off" if not graphs else "" if device_graphs else why_not(model, optimizer)
         if graphs is True and self._off:
             warn_off(self._off)
         self._graphs = None if self._off else Graphs(self, device_graphs or CudaGraphs(self.device))
@@ -161,7 +161,7 @@ class Engine:
             raise RuntimeError(
                 "No gradient reached any parameter of the optimizer: the loss does not depend on what is trained."
             )
-        norm = gradient_norm(grads)
+        norm = gradient_norm(grads).to(self.device)  # where weights are streamed, gradients are on the host
         bad = (~(norm.isfinite() & loss.isfinite())).float()
         scale = None if self.clip is None else (norm / self.clip).clamp_min(1.0)
         optimizer: Any = self.optimizer
@@ -174,7 +174,8 @@ class Engine:
                 optimizer.grad_scale = optimizer.found_inf = None
         elif not bad.bool():  # an optimizer that cannot be masked: the host has to know
             if scale is not None:
-                torch._foreach_div_(grads, scale)
+                for device in {grad.device for grad in grads}:
+                    torch._foreach_div_([grad for grad in grads if grad.device == device], scale.to(device))
             optimizer.step()
         else:
             convert.roll_scales(self.model)  # as a masked step does

@@ -22,7 +22,6 @@ from surokit.train.errors import ResumeError
 from surokit.train.measuring import Attachable, Meter, settings_of
 from surokit.train.optim import spec_from_dict, spec_to_dict
 from surokit.train.random_state import RandomState, seeded
-from surokit.train.records import read, wall_ms_in
 from surokit.train.schedule import schedule_from_dict, schedule_to_dict
 from surokit.train.setup import another_recipe, rebuild_model
 
@@ -130,11 +129,8 @@ def load(session: Session, found: checkpoints.Checkpoint) -> None:
     session.random.state = RandomState.from_dict(state["random"], session.device)
     session.take_up(meta)
     if session.records.path is not None and session.records.path.exists():
-        rows = read(session.records.path)
-        before = rows["step"] <= session.steps
-        session.records.restore({name: column[before] for name, column in rows.items()})
-        session.step_s = float(rows["wall_ms"][before].sum()) / 1e3
-        session.redone_s = wall_ms_in(session.records.path) / 1e3 - session.step_s
+        counted_ms, redone_ms = session.records.resume(session.steps)
+        session.step_s, session.redone_s = counted_ms / 1e3, redone_ms / 1e3
         session.journal.restore()
 
 

@@ -34,6 +34,7 @@ Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 Rounding = Literal["nearest", "stochastic"]
 
 _FUSED_DEVICES = ("cpu", "cuda")
+_JSON = (type(None), bool, int, float, str, list, tuple)
 _CHUNK = 1 << 25  # elements that are widened to float32 at a time: 2 x 128 MiB of scratch, 4 x with the moments
 _MIN_8BIT = 4096  # elements from which moments take 8 bits: bitsandbytes' min_8bit_size
 
@@ -106,7 +107,6 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         self.state_dtype, self.rounding, self.seed = state_dtype, rounding, seed
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "eps": eps, "fused": True}
         super().__init__(decay_groups(params, weight_decay), defaults)
-        self.grad_scale = self.found_inf = None
         self._step_supports_amp_scaling = True  # torch's word for: reads grad_scale and found_inf
         self._warn_stalling_moments()
         if rounding == "stochastic" and any(p.dtype == torch.float16 for p in self._all_params()):
@@ -132,15 +132,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
     ) -> None:
         """ValueError that names the option which is out of range."""
         name = cls.__name__
-        if isinstance(lr, Tensor):
-            if lr.numel() != 1:
-                raise ValueError(f"{name}: lr is one number, not a tensor of shape {list(lr.shape)}.")
-        elif not 0 <= lr < float("inf"):
-            raise ValueError(f"{name}: lr={lr} must be a finite number >= 0.")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"{name}: betas={betas} must be two numbers in [0, 1).")
-        if weight_decay < 0 or eps < 0:
-            raise ValueError(f"{name}: weight_decay={weight_decay} and eps={eps} must not be negative.")
+        check_adamw(name, lr, betas, weight_decay, eps)
         if state_dtype not in (None, torch.float32):
             raise ValueError(
                 f"{name}: state_dtype={state_dtype} must be None (the parameters' dtype) or torch.float32."
@@ -179,7 +171,10 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
                 "eps": group["eps"],
             }
             for params in self._by_kernel(group):
+                if isinstance(group["lr"], Tensor) and not params[0].is_cuda:  # where some parameters are on the host
+                    options["lr"] = _on(params[0].device, group["lr"])
                 self._update(params, options)
+                options["lr"] = group["lr"]
         return loss
 
     def _by_kernel(self, group: dict[str, Any]) -> Iterator[list[Tensor]]:
@@ -213,7 +208,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         # torch's fused kernel wants one dtype: with float32 moments it works on float32 copies, a chunk at a time
         mixed = self._mixed(params[0].dtype, grads[0].dtype)
         keys = _step_keys([s["key"] for s in states], steps) if self._rounds(params[0].dtype) else None
-        scale, mask = _on(device, self.grad_scale), _on(device, self.found_inf)
+        scale, mask = scale_and_mask(self, device)
         if device.type not in _FUSED_DEVICES:
             adamw_(params, grads, moments, squares, steps, grad_scale=scale, found_inf=mask, keys=keys, **options)
             return
@@ -270,7 +265,6 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.grad_scale = self.found_inf = None
         self._step_supports_amp_scaling = True
         super().__setstate__(state)
 
@@ -346,6 +340,7 @@ class AdamW8bit(AdamW):
             return
         states = [self._state_of(p) for p in large]
         steps = [s["step"] for s in states]
+        scale, mask = scale_and_mask(self, large[0].device)
         best(adamw8bit_, large[0].device)(
             _local(large),
             _local([p.grad for p in large if p.grad is not None]),
@@ -354,11 +349,24 @@ class AdamW8bit(AdamW):
             [s["absmax"] for s in states],
             [s["absmax_sq"] for s in states],
             steps,
-            grad_scale=_on(large[0].device, self.grad_scale),
-            found_inf=_on(large[0].device, self.found_inf),
+            grad_scale=scale,
+            found_inf=mask,
             keys=_step_keys([s["key"] for s in states], steps) if self._rounds(large[0].dtype) else None,
             **options,
         )
+
+
+def check_adamw(name: str, lr: float | Tensor, betas: tuple[float, float], weight_decay: float, eps: float) -> None:
+    """ValueError that names the option of AdamW which is out of range; `name`: of the optimizer."""
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"{name}: lr is one number, not a tensor of shape {list(lr.shape)}.")
+    elif not 0 <= lr < float("inf"):
+        raise ValueError(f"{name}: lr={lr} must be a finite number >= 0.")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"{name}: betas={betas} must be two numbers in [0, 1).")
+    if weight_decay < 0 or eps < 0:
+        raise ValueError(f"{name}: weight_decay={weight_decay} and eps={eps} must not be negative.")
 
 
 def decay_groups(params: Parameters, weight_decay: float) -> list[dict[str, Any]]:
@@ -406,8 +414,16 @@ def _shard_number(p: Tensor) -> int:
     return number
 
 
+def scale_and_mask(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """(grad_scale, found_inf) of this step on the device, None where they are not set. torch's GradScaler takes them away after a
+    step, so that an optimizer need not have them."""
+    scale, mask = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+    return _on(device, scale), _on(device, mask)
+
+
 def _on(device: torch.device, value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.to(device, non_blocking=True)
+    # to the host it has to be there when it is read
+    return None if value is None else value.to(device, non_blocking=device.type != "cpu")
 
 
 def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -460,23 +476,42 @@ def gradient_norm(grads: list[Tensor]) -> Tensor:
 
 
 def spec_to_dict(spec: Spec | None, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Plain data for a checkpoint; an optimizer that was not built from a specification of ours is named, not stored."""
-    if spec is None or spec.optimizer not in (AdamW, AdamW8bit):
+    """Plain data for a checkpoint; an optimizer that was not built from a specification of ours is named, not stored.
+
+    Options that are objects of this machine, such as an offloading optimizer's link, are not the checkpoint's.
+    """
+    if spec is None or not is_ours(spec.optimizer):
         return {"name": type(optimizer).__qualname__, "custom": True}
-    options = {name: _to_plain(value) for name, value in spec.options.items()}
+    plain = {name: _to_plain(value) for name, value in spec.options.items()}
+    options = {name: value for name, value in plain.items() if isinstance(value, _JSON)}
     return {"name": spec.optimizer.__name__, "options": options}
 
 
 def spec_from_dict(data: dict[str, Any]) -> Spec:
-    """Inverse of `spec_to_dict`; ValueError where the optimizer was the user's own."""
+    """Inverse of `spec_to_dict`; ValueError where the optimizer was the user's own, or is not known here."""
     if data.get("custom"):
         raise ValueError(f"The checkpoint's optimizer {data['name']} was built outside: pass optimizer= again.")
+    found = _public(data["name"])
+    if found is None:
+        raise ValueError(f"This version of surokit has no optimizer {data['name']!r}: pass optimizer= again.")
     options = dict(data["options"])
     if options.get("state_dtype"):
         options["state_dtype"] = getattr(torch, options["state_dtype"])
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
-    return Spec(AdamW8bit if data["name"] == "AdamW8bit" else AdamW, options)
+    return Spec(found, options)
+
+
+def is_ours(optimizer: Any) -> bool:
+    """Whether an optimizer class is one of surokit's public names, which can be made again from its options."""
+    return isinstance(optimizer, SpecMeta) and _public(optimizer.__name__) is optimizer
+
+
+def _public(name: str) -> Any:
+    import surokit
+
+    found = getattr(surokit, name, None)
+    return found if isinstance(found, SpecMeta) else None
 
 
 def _to_plain(value: Any) -> Any:

@@ -209,9 +209,14 @@ def test_delayed_is_forward_then_quantize(shape, given, format, record, monkeypa
             assert a is b is None or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (16, 64), (37, 300), (33, 2100)])
+SLOTS = [(E4M3, True), (E4M3, False), (E5M2, True)]
+# rows of several tiles take the interpreter seconds each: the first slot always, the others in the soak run
+MANY_TILES = [pytest.param((33, 2100), *slot, marks=[pytest.mark.soak] * (slot != SLOTS[0])) for slot in SLOTS]
+FEW_TILES = [(shape, *slot) for shape in ((1, 1), (7, 33), (16, 64), (37, 300)) for slot in SLOTS]
+
+
 @pytest.mark.parametrize("given", [0.0, 3.0])
-@pytest.mark.parametrize(("format", "record"), [(E4M3, True), (E4M3, False), (E5M2, True)], ids=str)
+@pytest.mark.parametrize(("shape", "format", "record"), [*FEW_TILES, *MANY_TILES], ids=str)
 def test_codes_of_the_transpose_are_the_codes_turned(shape, given, format, record):
     x, delta, w = inputs(*shape)
     for added in (None, delta):

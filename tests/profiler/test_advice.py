@@ -26,6 +26,7 @@ COLUMNS = {
     "kernels": "kernel calls self_ms",
     "copies": "copy direction count bytes ms gb_per_s pinned exposed_ms",
     "calls": "call calls ms",
+    "offload": "wait count ms",
 }
 ME = "/home/me/train.py"
 HEALTHY = {
@@ -44,7 +45,9 @@ FUSED = {
 
 
 def lost(**ms):
-    return [(cause, ms.get(cause, 0.0)) for cause in ("launches", "syncs", "copies", "host")]
+    return [
+        (cause, ms.get(cause, 0.0)) for cause in ("launches", "syncs", "copies", "host", *(ms.keys() & {"offload"}))
+    ]
 
 
 def op(name, calls, ms, own=None):
@@ -286,6 +289,12 @@ CASES = {
         ("norms written out", "7 ms a step", "9 x aten::rsqrt, 9 x aten::pow"),
         {"ops": [op("native_layer_norm", 9.0, 0.1)]},
     ),
+    "offload": (
+        {"lost": lost(offload=20.0), "offload": [("adam", 0.25, 18.0), ("slot", 1.0, 3.0)]},
+        20.0,
+        ("waits 20 ms", "raise update_interval", "larger batch", "0.25 x adam: 18 ms, 1 x slot: 3 ms"),
+        {"lost": lost(offload=4.0)},
+    ),
     "threads": (
         {"activity": "cpu", "settings": {"threads": "8", "cores": "2"}, "lost": lost(launches=20.0)},
         60.0,
@@ -327,6 +336,20 @@ def test_every_rule_has_a_case():
     """A rule that no case makes speak is not tested."""
     for rule in RULES:
         assert any(list(rule(_as_seen(what))) for what, *_ in CASES.values()), rule.__name__
+
+
+@pytest.mark.parametrize(
+    ("wait", "words"),
+    [
+        ("slot", "topk_ratio"),
+        ("landing", "update_interval or topk_ratio"),
+        ("selection", "select_interval"),
+        ("x", "report()"),
+    ],
+)
+def test_the_remedy_of_an_offloaded_optimizer_suits_what_it_waits_for(wait, words):
+    (row,) = fired("offload", lost=lost(offload=20.0), offload=[(wait, 1.0, 15.0), ("adam", 1.0, 5.0)])
+    assert words in row["advice"]
 
 
 def _as_seen(what):

@@ -10,8 +10,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from surokit.offload.accounts import RANGE
 from surokit.profiler import profile
 from surokit.profiler.analysis import CAUSES, PHASES, analyse
+from surokit.profiler.observed import OFFLOAD_RANGES
 from surokit.profiler.recording import Recording, Shaped
 from surokit.profiler.timeline import Event, Kind, Timeline
 from tests.profiler import traces
@@ -94,7 +96,7 @@ def test_parts_sum(recording, named):
     assert s["comm_ms"] * n * 1e6 == pytest.approx(talking.sum())
     assert s["comm_exposed_ms"] * n * 1e6 == pytest.approx((talking & ~silent).sum())
 
-    # the four causes
+    # the causes
     lost = column(t["lost"], "cause", "ms_per_step")
     assert min(lost.values()) >= 0
     if s["activity"] == "gpu":
@@ -102,7 +104,7 @@ def test_parts_sum(recording, named):
         copying, rest = raster(timeline.take(is_copy), begin, stop), raster(timeline.take(~is_copy), begin, stop)
         assert sum(lost.values()) == total([s["idle_ms"], (copying & ~rest).sum() / n / 1e6])
     else:
-        assert lost["launches"] + lost["host"] == total([s["idle_ms"]])
+        assert lost["launches"] + lost["host"] + lost.get("offload", 0) == total([s["idle_ms"]])
     assert t["lost"]["usd_per_day"] == pytest.approx([2 * h for h in t["lost"]["gpu_hours_per_day"]])
     assert s["idle_ms"] * n == total(t["gaps"]["ms"])  # there are fewer than the table keeps
     assert lost["host"] == total(t["lines"]["ms"])
@@ -123,6 +125,44 @@ def test_parts_sum(recording, named):
                 assert value[parent] >= value[child] - 1e-12
     outermost = [v for name, v in flop.items() if name == "Net" or name.startswith("(")]
     assert s["gflop_per_step"] == total(outermost)
+
+
+def test_waits_for_an_offloaded_optimizer_are_a_cause_of_their_own():
+    """On a GPU: in the gap 10 to 60 a wait 20 to 40, in which the host also synchronises, and a launch call from 50. Of two copies
+    under which nothing runs the one of 70 to 80 was asked for in a wait, the one of 85 to 90 was not."""
+    copy = {"kind": Kind.MEMCPY, "by": "cudaMemcpyAsync", "stream": 8}
+    made = [
+        *asked(1, "gemm", (0, 1), (2, 10)),
+        Event(Kind.ANNOTATION, f"{RANGE}adam", 20 * US, 40 * US, 1),
+        Event(Kind.RUNTIME, "cudaEventSynchronize", 25 * US, 30 * US, 1, 9),
+        *asked(2, "gemm", (50, 60), (60, 70)),
+        Event(Kind.ANNOTATION, f"{RANGE}landing", 61 * US, 64 * US, 1),
+        *asked(3, "Memcpy HtoD (Pinned -> Device)", (62, 63), (70, 80), **copy),
+        *asked(4, "Memcpy HtoD (Pinned -> Device)", (65, 66), (85, 90), **copy),
+        *asked(5, "gemm", (67, 68), (90, 100)),
+    ]
+    found = analyse(block(made, 100))
+    lost = column(found.tables["lost"], "cause", "ms_per_step")
+    assert dict(zip(lost, us(lost.values()))) == {"launches": 13, "syncs": 0, "copies": 9, "host": 20, "offload": 30}
+    assert found.tables["offload"] == {"wait": ["adam", "landing"], "count": [1, 1], "ms": [0.02, 0.003]}
+    assert "0.02 ms in waits for adam" in column(found.tables["lost"], "cause", "evidence")["offload"]
+    assert column(found.tables["lines"], "line", "ms")[0] == pytest.approx(0.02)
+    assert analyse(block(made[:1], 100)).tables["lost"]["cause"] == list(CAUSES)
+
+
+def test_waits_for_an_offloaded_optimizer_on_a_cpu():
+    """Between operators at 0 to 10 and 990 to 1000: a wait of 800 leaves 180, a long gap of the host's no more but of launches."""
+    made = [
+        Event(Kind.OP, "aten::mm", 0, 10 * US, 1),
+        Event(Kind.ANNOTATION, f"{RANGE}slot", 100 * US, 915 * US, 1),
+        Event(Kind.OP, "aten::mm", 990 * US, 1000 * US, 1),
+    ]
+    lost = column(analyse(block(made, 1000, device="cpu")).tables["lost"], "cause", "ms_per_step")
+    assert dict(zip(lost, us(lost.values()))) == {"launches": 0, "syncs": 0, "copies": 0, "host": 165, "offload": 815}
+
+
+def test_the_optimizers_and_the_profiler_mean_the_same_range():
+    assert (RANGE,) == OFFLOAD_RANGES
 
 
 @settings(max_examples=30, deadline=None)

@@ -220,8 +220,9 @@ def many(count):
     return np.stack([kind, ids % 50, start, end, thread, ids, ids, ids, 0 * ids])[:, rng.permutation(4 * each)]
 
 
-def test_one_million_events_in_bounded_time_and_memory():
-    names, columns = tuple(f"n{i}" for i in range(50)), many(1_000_000)
+@pytest.mark.parametrize("count", [200_000, pytest.param(1_000_000, marks=pytest.mark.soak)])
+def test_many_events_in_bounded_time_and_memory(count):
+    names, columns = tuple(f"n{i}" for i in range(50)), many(count)
 
     def seconds(run):
         begin = time.process_time()

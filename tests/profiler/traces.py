@@ -204,6 +204,7 @@ STEPS = (
     "node",
     "data",
     "optimizer",
+    "wait",
     "collect",
     "mark",
 )
@@ -261,6 +262,9 @@ def program(items, gpu=True, warmup=0, skew=0):
                 made.append(Event(Kind.ANNOTATION, "enumerate(DataLoader)#_SingleProcess", start, end, 1))
             case "optimizer":
                 made.append(Event(Kind.ANNOTATION, "Optimizer.step#AdamW.step", start, end, 1))
+            case "wait":
+                made.append(Event(Kind.ANNOTATION, "surokit.offload.wait landing", start, end + 1, 1))
+                device(Kind.MEMCPY, "Memcpy HtoD (Pinned -> Device)", "cudaMemcpyAsync", busy, stream)
             case "collect":
                 collected.append((start, end))
             case "mark":

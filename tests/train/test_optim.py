@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from surokit.kernels.reference.adamw import adamw_
-from surokit.train import AdamW, Spec
+from surokit.train import AdamW, AdamW8bit, Spec
 from surokit.train import optim as optim_module
 from surokit.train.optim import gradient_norm, spec_from_dict, spec_to_dict
 
@@ -350,3 +350,22 @@ class TestGradientNorm:
     @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
     def test_carries_what_is_not_finite(self, bad: float) -> None:
         assert not gradient_norm([torch.ones(3), torch.tensor([1.0, bad]).bfloat16()]).isfinite()
+
+
+def test_steps_under_torch_s_gradient_scaler():
+    """It sets grad_scale and found_inf before a step and takes them away after it."""
+    start = torch.randn(4, 6)
+    options: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    found = []
+    for kind in (AdamW, AdamW8bit, torch.optim.AdamW):
+        p = nn.Parameter(start.clone())
+        optimizer, scaler = kind([p], **options), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        for step in range(5):
+            optimizer.zero_grad()
+            size = torch.inf if step == 3 else 1.0
+            scaler.scale((p.square() * size).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        found.append(p.detach())
+    assert torch.allclose(found[0], found[2], atol=1e-6)
+    assert torch.allclose(found[1], found[2], atol=1e-6)

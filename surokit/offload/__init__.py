@@ -1,0 +1,30 @@
+"""Offloading: what waits on the host, optimizer state, weights, or activations.
+
+    zenflow.py     ZenFlow: most columns of a weight are updated by the host, beside the device's next steps
+    adamw.py       OffloadAdamW: the synchronous control, which waits for the host every step
+    columns.py     the state of one weight's columns on both sides; crew.py: what goes between the threads; windows.py: how long
+    rows.py        AdamW on columns stored as rows, and the kernels' door
+    link.py        transfers between host and device; workers.py: threads that work beside the training thread
+    weights.py     a model's weights, streamed block by block; activations.py: what backward needs of a forward
+    forwards.py    a forward around a module's own
+    accounts.py    what is counted; report.py: what it says; timeline.py: who did what when
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_NAMES = {
+    "ZenFlow": "zenflow",
+    "OffloadAdamW": "adamw",
+    "offload_weights": "weights",
+    "offload_activations": "activations",
+}
+__all__ = list(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(import_module(f"surokit.offload.{_NAMES[name]}"), name)
+    raise AttributeError(f"surokit.offload has no {name!r}")

@@ -1,0 +1,109 @@
+"""What an offloading optimizer counts as it runs: steps, waits by cause, bytes by kind, ages of gradients, choices of columns.
+
+The optimizer writes and report.py reads; both on the training thread. Nothing here reads the device: scores of columns stay there
+until a report asks for them. A run that is resumed, or forked, counts anew.
+
+    I columns of a weight
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from surokit.offload.timeline import WAIT, span
+
+# slot      no staging slot was free: gradients were still on their way, or still being added up
+# adam      the host's update was not done when it was due
+# landing   updated weights were given to the link, which took its time (on a device that is the device's time, see the link)
+# selection statistics or scores of gradients were not there yet
+CAUSES = ("slot", "adam", "landing", "selection")
+# setup: before the first step, of states. The others: of steps.
+KINDS = ("gradients", "weights", "migration", "setup")
+# How waits are marked in a profile: RANGE and the cause. profiler/observed.py knows it by this name.
+RANGE = "surokit.offload.wait "
+_STEPS = 4096  # whose waits are held one by one
+_CHOICES = 256  # of each weight
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A choice of hot columns of one weight. share: of the gradient's squared norm that they had. entered: how many were cold."""
+
+    step: int
+    share: float
+    hot: int
+    columns: int
+    entered: int
+
+
+@dataclass(eq=False)
+class Accounts:
+    """Counters of one optimizer.
+
+    model_bytes: of all parameters that it updates, in their gradients' dtype.
+    staleness: steps from a gradient to the weights that it changed -> gradient elements.
+    intervals: steps of a window -> windows.
+    names: of parameters, where somebody who knows them said so.
+    """
+
+    model_bytes: int = 0
+    steps: int = 0
+    windows: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+    intervals: Counter[int] = field(default_factory=Counter)
+    names: dict[Tensor, str] = field(default_factory=dict)
+    bytes: dict[str, tuple[int, int]] = field(default_factory=lambda: dict.fromkeys(KINDS, (0, 0)))  # down, up
+    choices: dict[Tensor, deque[Chosen]] = field(default_factory=dict)
+    scores: dict[Tensor, Tensor] = field(default_factory=dict)  # [I], of the latest choice, on the device
+    stall_by_cause: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))  # ms
+    _stalls: deque[tuple[int, str, float]] = field(default_factory=deque)  # step, cause, ms
+
+    @property
+    def stall_ms(self) -> float:
+        """Of the host, in all."""
+        return sum(self.stall_by_cause.values())
+
+    @contextmanager
+    def stalled(self, cause: str) -> Iterator[None]:
+        """What is done under it is a wait for `cause`, one of CAUSES; a profile shows it by that name."""
+        begun = time.perf_counter()
+        try:
+            with record_function(RANGE + cause), span(f"{WAIT} {cause}"):
+                yield
+        finally:
+            ms = 1e3 * (time.perf_counter() - begun)
+            self.stall_by_cause[cause] += ms
+            self._stalls.append((self.steps, cause, ms))
+            while self._stalls[0][0] <= self.steps - _STEPS:
+                self._stalls.popleft()
+
+    def stalls(self, cause: str) -> list[float]:
+        """Milliseconds of each of the last steps, up to 4,096 of them, oldest first."""
+        last = min(self.steps, _STEPS)
+        found = [0.0] * last
+        for step, of, ms in self._stalls:
+            if of == cause and (at := step - (self.steps - last)) in range(last):
+                found[at] += ms
+        return found
+
+    def moved(self, kind: str, down: int, up: int) -> None:
+        """So many bytes of `kind`, one of KINDS, went from the device to the host and back."""
+        before = self.bytes[kind]
+        self.bytes[kind] = before[0] + down, before[1] + up
+
+    def selected(self, step: int, p: Tensor, scores_I: Tensor, share: float, hot: int, entered: int) -> None:
+        """Step `step` chose `hot` columns of parameter p. scores: float32 [I], kept until the next choice."""
+        found = self.choices.setdefault(p, deque(maxlen=_CHOICES))
+        found.append(Chosen(step, share, hot, len(scores_I), entered))
+        self.scores[p] = scores_I
+
+    def call(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Names for parameters, as module.named_parameters() gives them."""
+        self.names = {p: name for name, p in named}

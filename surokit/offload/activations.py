@@ -1,0 +1,344 @@
+"""Activations that wait on the host: what autograd keeps of a forward goes down beside it and comes back before backward asks.
+
+Through torch's hooks for saved tensors, so of any code. torch.autograd.graph.save_on_cpu does the same while the device waits for
+every copy, and copies a tensor as often as it is kept; it serves where time does not matter. Here copies have streams of their
+own, tensors that share memory are copied once, and in backward the next ones are fetched while the latest is used.
+
+A copy is a snapshot. The device keeps a tensor until the next one is on its way, so at most one waits to be read; changing it in
+place before that is noticed and raised in backward, as torch does. Changed later, the snapshot stays right.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from surokit.offload.forwards import Forward
+from surokit.offload.link import Arrival, CudaLink, Link, Ticket, link_for
+
+MIN_BYTES = 1 << 20
+_WASTE = 4  # a view's whole memory is copied for it, and whoever shares it, if it has at most this many times the view's bytes
+
+
+def offload_activations(
+    model: nn.Module | None = None,
+    device: torch.device | str | None = None,
+    *,
+    min_bytes: int = MIN_BYTES,
+    prefetch: int = 2,
+    link: Link | None = None,
+) -> ActivationStream:
+    """Keeps on the host what backward will need of a forward.
+
+        sk.offload_activations(model)                 of every forward of the model from now on
+        with sk.offload_activations() as stream:      of what is computed inside; backward may come after
+            loss = anything(x)
+
+    model: whose forward; its parameters and buffers are where they belong already and are not copied. device: whose tensors;
+    None takes CUDA if there is one, else the CPU, where this only simulates. min_bytes: smaller tensors stay. prefetch: copies
+    that are fetched ahead in backward. link: what copies; None takes a lean CudaLink or, on a CPU, a HostLink.
+
+    With blocks that are computed again (recompute="full", `offload_weights`), what is kept of a block is its input, and that goes
+    to the host. Host memory of a step is used again by the next.
+
+    Raises ValueError for prefetch < 0 and min_bytes < 1. In backward, RuntimeError for a tensor that was changed in place before
+    it was copied.
+    """
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"offload_activations(prefetch={prefetch!r}): a whole number of copies, at least 0.")
+    if not min_bytes >= 1:
+        raise ValueError(f"offload_activations(min_bytes={min_bytes!r}): a number of bytes, at least 1.")
+    if link is None:
+        place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        link = CudaLink(place, lean=True) if place.type == "cuda" else link_for(place)
+    elif device is not None and torch.device(device).type != link.device.type:
+        raise ValueError(f"offload_activations(device={str(device)!r}): the link given is one to {link.device}.")
+    stream = ActivationStream(link, int(min_bytes), prefetch)
+    if model is not None:
+        for module in model.modules():
+            if isinstance(before := vars(module).get("forward"), Saving):
+                before.remove()
+        stream.attached.append(Saving(model, stream))
+    return stream
+
+
+class ActivationStream:
+    """What `offload_activations` returns. A context manager; `remove` takes it off the model. Prints what it does.
+
+    bytes_down, bytes_up: so far. tensors, copies: that were kept and large enough, and what was copied for them.
+    """
+
+    def __init__(self, link: Link, min_bytes: int, prefetch: int) -> None:
+        self.link, self.min_bytes, self.prefetch = link, min_bytes, prefetch
+        self.bytes_down = self.bytes_up = self.tensors = self.copies = 0
+        self.attached: list[Saving] = []
+        self._entered: list[Any] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tape: list[weakref.ref[_Copy]] = []  # in the order of saving; backward asks the other way round
+        self._known: dict[int, list[weakref.ref[_Copy]]] = {}  # by storage
+        self._latest: deque[weakref.ref[_Copy]] = deque()  # whose tensors the device has still got
+        self._free: dict[int, list[Tensor]] = {}  # host memory, by bytes
+        self._own: set[int] = set()  # storages of parameters and buffers
+
+    @property
+    def device(self) -> torch.device:
+        return self.link.device
+
+    @property
+    def device_bytes(self) -> int:
+        """Of copies and originals that this holds on the device now."""
+        copies = {copy for ref in self._tape if (copy := ref()) is not None}
+        return sum(copy.host.nbytes for copy in copies if copy.here is not None or copy.arrival is not None)
+
+    def __repr__(self) -> str:
+        return (
+            f"activations of at least {self.min_bytes / 2**20:,.3g} MiB on the host, from {self.device}, {self.prefetch} "
+            f"fetched ahead\nso far {self.copies} copies for {self.tensors} tensors, {self.bytes_down / 2**20:,.1f} MiB down, "
+            f"{self.bytes_up / 2**20:,.1f} MiB up"
+        )
+
+    def remove(self) -> None:
+        """From now on the model keeps its activations itself."""
+        for forward in self.attached:
+            forward.remove()
+        self.attached.clear()
+
+    def __enter__(self) -> ActivationStream:
+        context = self.saving(None)
+        context.__enter__()
+        self._entered.append(context)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+    @contextmanager
+    def saving(self, model: nn.Module | None) -> Iterator[None]:
+        """What autograd keeps inside goes to the host; not the model's parameters and buffers."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        self._own = (
+            set() if model is None else {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+        )
+        self._prune()
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self.link.fence()  # who comes after may change what was kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        transient = ("_tape", "_known", "_latest", "_free", "_own", "_entered")
+        return {name: value for name, value in vars(self).items() if name not in transient}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._entered = []
+        self._forget()
+
+    # -- down
+
+    def _pack(self, t: Tensor) -> Tensor | _Saved:
+        if not self._goes(t):
+            return t
+        extent = _extent(t)
+        if extent is None:  # a few elements of much
+            t = t.detach().contiguous()
+            extent = 0, t.nbytes
+        copy = self._found(t, extent) or self._send(t, extent)
+        copy.uses += 1
+        copy.left += 1
+        self.tensors += 1
+        self._tape.append(weakref.ref(copy))
+        number, offset = len(self._tape) - 1, int(t.storage_offset()) * t.itemsize - copy.first
+        return _Saved(copy, number, t.dtype, offset, t.shape, t.stride())
+
+    def _goes(self, t: Tensor) -> bool:
+        plain = type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and t.device == self.device
+        if not plain or min(t.nbytes, t.untyped_storage().nbytes()) < self.min_bytes or t.is_conj() or t.is_neg():
+            return False
+        base = t if t._base is None else t._base
+        given = isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
+        return not given and t.untyped_storage()._cdata not in self._own
+
+    def _found(self, t: Tensor, extent: tuple[int, int]) -> _Copy | None:
+        for ref in self._known.get(t.untyped_storage()._cdata, ()):
+            copy = ref()
+            if copy is not None and copy.holds(t, extent):
+                return copy
+        return None
+
+    def _send(self, t: Tensor, extent: tuple[int, int]) -> _Copy:
+        first, end = extent
+        storage, stock = t.untyped_storage(), self._free.get(end - first)
+        host = stock.pop() if stock else self.link.buffer((end - first,), torch.uint8)
+        here = _bytes(storage, t.device, first, end - first)
+        self.link.fence()  # all that was sent before has been read
+        while len(self._latest) >= max(1, self.prefetch):
+            if (old := self._latest.popleft()()) is not None:
+                old.let_go()
+        ticket = self.link.down(lambda staging: _copied(here, staging), host)
+        copy = _Copy(self, StorageWeakRef(storage), t._version, first, host, ticket, here, t.detach())
+        ref = weakref.ref(copy)
+        self._latest.append(ref)
+        self._known.setdefault(storage._cdata, []).append(ref)
+        self.bytes_down += host.nbytes
+        self.copies += 1
+        return copy
+
+    def _prune(self) -> None:
+        """As a forward begins: what nobody can ask for any more is forgotten."""
+        while self._tape and self._tape[-1]() is None:
+            self._tape.pop()
+        for ref in self._latest:
+            if (copy := ref()) is not None:
+                copy.let_go()
+        self._latest.clear()
+        for key, refs in list(self._known.items()):
+            self._known[key] = [ref for ref in refs if (copy := ref()) is not None and not copy.storage.expired()]
+            if not self._known[key]:
+                del self._known[key]
+
+    # -- up
+
+    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        copy = saved.copy
+        copy.left = copy.left or copy.uses  # another backward of the same graph
+        here = self._here(copy)
+        for coming in self._coming(saved):
+            self._fetch(coming)
+        copy.left -= 1
+        if not copy.left:
+            copy.let_go()
+        offset = (here.storage_offset() + saved.offset) // saved.dtype.itemsize
+        empty = torch.empty(0, dtype=saved.dtype, device=here.device)
+        return empty.set_(here.untyped_storage(), offset, saved.shape, saved.stride)
+
+    def _coming(self, saved: _Saved) -> list[_Copy]:
+        """The next copies, `prefetch` of them, that backward will ask for."""
+        coming: dict[_Copy, None] = {}
+        for number in range(saved.number - 1, -1, -1):
+            if len(coming) == self.prefetch:
+                break
+            copy = self._tape[number]()
+            if copy is not None and copy.left and copy is not saved.copy:
+                coming[copy] = None
+        return list(coming)
+
+    def _here(self, copy: _Copy) -> Tensor:
+        copy.check()
+        if copy.here is None:
+            self._fetch(copy)
+            assert copy.arrival is not None
+            copy.here, copy.arrival = copy.arrival.land(), None
+        return copy.here
+
+    def _fetch(self, copy: _Copy) -> None:
+        if copy.here is None and copy.arrival is None:
+            copy.ticket.wait()
+            copy.arrival = self.link.fetch(copy.host)
+            self.bytes_up += copy.host.nbytes
+
+    def back(self, host: Tensor) -> None:
+        """Host memory that is free."""
+        self._free.setdefault(host.nbytes, []).append(host)
+
+
+@dataclass(eq=False)
+class _Copy:
+    """Of a stretch of a storage, from byte `first` on, as it was at a version."""
+
+    stream: ActivationStream
+    storage: StorageWeakRef
+    version: int
+    first: int
+    host: Tensor  # uint8 [bytes]
+    ticket: Ticket
+    here: Tensor | None  # the same on the device: the original, or a copy that came back
+    original: Tensor | None  # knows the version
+    arrival: Arrival | None = None
+    uses: int = 0  # saved tensors that lie here
+    left: int = 0  # of them, not asked for yet
+    changed: bool = False
+
+    def holds(self, t: Tensor, extent: tuple[int, int]) -> bool:
+        inside = self.first <= extent[0] and extent[1] <= self.first + self.host.nbytes
+        return inside and not self.storage.expired() and t._version == self.version
+
+    def let_go(self) -> None:
+        """Of the device's memory."""
+        if self.original is not None:
+            self.changed = self.changed or self.original._version != self.version
+        self.here = self.original = None
+
+    def check(self) -> None:
+        if self.changed or (self.original is not None and self.original._version != self.version):
+            raise RuntimeError(
+                "A tensor that backward needs was changed in place before its copy on the host was made: use an operation that "
+                "makes a new tensor."
+            )
+
+    def __del__(self) -> None:
+        if self.arrival is not None:
+            self.arrival.land()  # what is in its memory next waits for it
+        self.stream.back(self.host)
+
+
+@dataclass(frozen=True, eq=False)
+class _Saved:
+    """What autograd keeps in a tensor's place."""
+
+    copy: _Copy
+    number: int  # on the tape
+    dtype: torch.dtype
+    offset: int  # bytes, in the copy
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class Saving(Forward):
+    """A model whose activations wait on the host."""
+
+    def __init__(self, module: nn.Module, stream: ActivationStream) -> None:
+        super().__init__(module)
+        self.stream = stream
+
+    def around(self, *args: Any, **kwargs: Any) -> Any:
+        with self.stream.saving(self.module):
+            return self.__wrapped__(*args, **kwargs)
+
+
+def _extent(t: Tensor) -> tuple[int, int] | None:
+    """(first, end) in bytes of what is copied for t; None where that would be mostly what nobody asked for."""
+    first = int(t.storage_offset()) * t.itemsize
+    span = (1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))) * t.itemsize
+    if span <= t.nbytes:
+        return first, first + span
+    whole = t.untyped_storage().nbytes()  # others share it, as the parts of a joint product do
+    if whole <= _WASTE * t.nbytes:
+        return 0, whole
+    return None
+
+
+def _bytes(storage: torch.UntypedStorage, device: torch.device, first: int, count: int) -> Tensor:
+    """uint8 [count], no view to autograd."""
+    empty = torch.empty(0, dtype=torch.uint8, device=device)
+    return empty.set_(storage, first, (count,), (1,))
+
+
+def _copied(source: Tensor, to: Tensor) -> None:
+    to.copy_(source)

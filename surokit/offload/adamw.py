@@ -1,0 +1,421 @@
+"""OffloadAdamW: all states on the host, and each step waits for it. What ZenFlow is compared with, and exactly AdamW.
+
+Gradients go down in transfers; while one travels, the host updates what the one before brought, and the weights of the one before
+that go up. All of it between one backward pass and the next forward pass, so that no update is ever late: the step takes as long
+as the slowest of the three, not as their sum, but nothing of it is hidden behind the device's computation (that is plain
+ZeRO-Offload, arXiv 2101.06840, without its one-step delay).
+
+The host holds a float32 master of every weight and both moments in float32, in ordinary memory: only what travels is pinned.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from surokit.errors import OffloadError
+from surokit.offload.accounts import Accounts
+from surokit.offload.columns import TRANSFER_BYTES
+from surokit.offload.crew import Slot, whole
+from surokit.offload.link import Arrival, Link, Ticket, link_for
+from surokit.offload.rows import block, fused_adamw_, widened
+from surokit.offload.workers import Job, Worker, beat, split_cores
+from surokit.train.optim import Parameters, SpecMeta, _local, check_adamw, decay_groups, scale_and_mask
+
+if TYPE_CHECKING:
+    from surokit.offload.report import OffloadReport
+
+_RING = 3  # transfers each way with memory of their own: one on its way, one being worked on, one to come
+_TRANSFERS = 16  # of a step, where the model is large enough: the first and the last one are waited for in full
+_LEAST_BYTES = 1 << 20  # of a transfer, below which its latency counts
+_ALIGNED = 64  # elements at whose multiples parameters are cut, so that torch's kernel rounds as for a whole one
+_STATES = ("master", "exp_avg", "exp_avg_sq")
+
+
+class Piece(NamedTuple):
+    """Elements of a parameter, in its memory's order: [start, stop)."""
+
+    p: Tensor
+    start: int
+    stop: int
+
+
+@dataclass(eq=False)
+class Transfer:
+    """What travels together: pieces of one parameter group, of one dtype each way."""
+
+    group: dict[str, Any]
+    dtype: torch.dtype  # of the weights
+    grad_dtype: torch.dtype
+    pieces: list[Piece]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [piece.stop - piece.start for piece in self.pieces]
+
+    @property
+    def numel(self) -> int:
+        return sum(self.lengths)
+
+
+class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
+    """AdamW with float32 states on the host, which every step waits for.
+
+    params: tensors or torch's parameter groups, as for surokit.AdamW; absent: a `Spec`.
+    lr: a float or a 0-d tensor on the host, read every step.
+    pt_reserved_cores_perc: share of the cores that the host's update leaves to others, such as data loading. By default none: the
+        training thread waits meanwhile.
+    link: between host and device; None is that of the parameters' device.
+
+    The numbers are those of float32 AdamW: each step updates a float32 master of the weight, whatever dtype the weight has on the
+    device, by torch's fused kernel, and the weight is the master rounded to nearest. As surokit.AdamW it divides gradients by
+    `grad_scale` and masks the step where `found_inf` is not 0. Of a sharded parameter (FSDP2) each process updates its shard.
+
+    Bytes of an element: 12 on the host. On the device none but those of three transfers each way, of 64 MiB at most; on the host
+    the same, pinned.
+
+    A Ctrl-C during `step` is raised when the step is complete, a second one at once. After a second one, and after an error of a
+    thread, the state is partly of the next step, and a state has to be loaded.
+    """
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+    not_recorded = "the optimizer's state is on the host, and its update is not the device's"
+
+    def __init__(
+        self,
+        params: Parameters | None = None,
+        lr: float | Tensor = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.1,
+        eps: float = 1e-8,
+        *,
+        pt_reserved_cores_perc: float = 0.0,
+        link: Link | None = None,
+    ) -> None:
+        assert params is not None, "SpecMeta gives a Spec then"
+        self.check(lr, betas, weight_decay, eps, pt_reserved_cores_perc=pt_reserved_cores_perc, link=link)
+        self._reserved = pt_reserved_cores_perc
+        self._start(link)
+        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "eps": eps}
+        super().__init__(decay_groups(params, weight_decay), defaults)
+
+    if TYPE_CHECKING:  # a type checker does not see that OffloadAdamW(lr=...) is a Spec
+
+        def build(self, params: Parameters) -> OffloadAdamW: ...
+
+    @classmethod
+    def check(
+        cls,
+        lr: float | Tensor = 0.0,
+        betas: tuple[float, float] = (0.0, 0.0),
+        weight_decay: float = 0.0,
+        eps: float = 1e-8,
+        *,
+        pt_reserved_cores_perc: float = 0.0,
+        link: Link | None = None,
+    ) -> None:
+        """ValueError that names the option which is out of range."""
+        check_adamw(cls.__name__, lr, betas, weight_decay, eps)
+        if not 0 <= pt_reserved_cores_perc <= 1:
+            raise ValueError(
+                f"{cls.__name__}: pt_reserved_cores_perc={pt_reserved_cores_perc} is a share, from 0 to 1."
+            )
+
+    def _start(self, link: Link | None) -> None:
+        """As before the first step."""
+        self._step_supports_amp_scaling = True  # torch's word for: reads grad_scale and found_inf
+        self.accounts = Accounts()
+        self.stall_ms = 0.0  # that the host waited in the last step
+        self._given_link = link
+        self._down: list[Tensor] = []  # bytes, pinned
+        self._up: list[Tensor] = []
+        self._planned_for: Any = None
+        self._transfers: list[Transfer] = []
+        self._broken: BaseException | None = None
+
+    @functools.cached_property
+    def link(self) -> Link:
+        """Between host and device."""
+        if self._given_link is not None:
+            return self._given_link
+        return link_for(self.param_groups[0]["params"][0].device)
+
+    @functools.cached_property
+    def _amp(self) -> Slot:
+        return Slot(self.link)
+
+    @functools.cached_property
+    def _worker(self) -> Worker:
+        training, *others = split_cores(self._reserved)
+        cores = sorted({core for some in others for core in some} | (set() if self._reserved else set(training)))
+        worker = Worker("adam", cores, len(cores))
+        weakref.finalize(self, worker.close)
+        return worker
+
+    def report(self) -> OffloadReport:
+        """Waits, traffic and memory so far."""
+        from surokit.offload.report import report_of
+
+        return report_of(self, buffers=(*self._down, *self._up), workers=(self._worker,))
+
+    # -- a step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient. When it returns the host is done; a CUDA device takes the last weights
+        before whatever it is given next."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check()
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        with whole():
+            before = self.accounts.stall_ms
+            self._plan(params)
+            try:
+                self._step(params, self._transfers)
+            except BaseException as error:
+                self._broken = error
+                raise
+            self.accounts.steps += 1
+            self.stall_ms = self.accounts.stall_ms - before
+        return loss
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise OffloadError(
+                f"A step of this {type(self).__name__} was cut short by an error, and its state is partly of the next step: "
+                "load a state, or make the optimizer anew."
+            ) from self._broken
+
+    def _step(self, params: Sequence[Tensor], transfers: Sequence[Transfer]) -> None:
+        device = self.link.device
+        self._amp.tag(*scale_and_mask(self, device))
+        coming = [self._send(i, transfer) for i, transfer in enumerate(transfers[: _RING - 1])]
+        with self.accounts.stalled("slot"):
+            scale, finite = self._amp.read()
+        if not finite:
+            with self.accounts.stalled("slot"):
+                for ticket in coming:
+                    ticket.wait()
+            return
+        for p in params:
+            self.state[p]["step"] += 1
+        jobs: list[Job] = []
+        going: list[Arrival] = []
+        for i, transfer in enumerate(transfers):
+            with self.accounts.stalled("slot"):
+                coming[i].wait()
+            if i >= _RING:
+                self._land(transfers[i - _RING], going[i - _RING])
+            jobs.append(self._worker.submit(self._update(i, transfer, scale)))
+            if i:
+                going.append(self._fetch(i - 1, transfers[i - 1], jobs[i - 1]))
+            if i + _RING - 1 < len(transfers):  # into the memory of the job that is now done
+                coming.append(self._send(i + _RING - 1, transfers[i + _RING - 1]))
+        if transfers:
+            going.append(self._fetch(len(transfers) - 1, transfers[-1], jobs[-1]))
+        for transfer, arrival in list(zip(transfers, going))[-_RING:]:
+            self._land(transfer, arrival)
+        self.accounts.windows += 1
+        self.accounts.intervals[1] += 1
+        self.accounts.staleness[0] += sum(transfer.numel for transfer in transfers)
+
+    def _send(self, i: int, transfer: Transfer) -> Ticket:
+        """Gradients begin their way down."""
+        grads = [_gradient(piece.p) for piece in transfer.pieces]
+        parts = [g[piece.start : piece.stop] for g, piece in zip(grads, transfer.pieces)]
+        to = self._memory(self._down, i, transfer.numel, transfer.grad_dtype)
+        self.accounts.moved("gradients", to.nbytes, 0)
+        return self.link.down(functools.partial(_fill, parts), to, grads)
+
+    def _update(self, i: int, transfer: Transfer, scale: float | None) -> Callable[[], None]:
+        """The worker's job: AdamW of what a transfer brought, and the weights for the way up."""
+        grads = self._memory(self._down, i, transfer.numel, transfer.grad_dtype).split(transfer.lengths)
+        weights = self._memory(self._up, i, transfer.numel, transfer.dtype).split(transfer.lengths)
+        states = [self.state[piece.p] for piece in transfer.pieces]
+        options = {name: transfer.group[name] for name in ("betas", "weight_decay", "eps")}
+        options |= {"lr": float(transfer.group["lr"]), "divide_by": scale}
+
+        def work() -> None:
+            size = block()
+            for piece, state, grad, weight in zip(transfer.pieces, states, grads, weights):
+                own = [state[name].view(-1)[piece.start : piece.stop].split(size) for name in _STATES]
+                for w, m, v, g, out in zip(*own, grad.split(size), weight.split(size)):
+                    wide = g if g.dtype == torch.float32 else widened(g)
+                    fused_adamw_([w], [wide], [m], [v], [state["step"]], **options)
+                    out.copy_(w)
+                    beat()
+
+        return work
+
+    def _fetch(self, i: int, transfer: Transfer, job: Job) -> Arrival:
+        """New weights begin their way up."""
+        with self.accounts.stalled("adam"):
+            job.wait()
+        source = self._memory(self._up, i, transfer.numel, transfer.dtype)
+        self.accounts.moved("weights", 0, source.nbytes)
+        return self.link.fetch(source)
+
+    def _land(self, transfer: Transfer, arrival: Arrival) -> None:
+        """They are the weights from now on, and the memory that they came from is free."""
+        with self.accounts.stalled("landing"):
+            staging = arrival.land()
+            parts = [_weight(piece.p)[piece.start : piece.stop] for piece in transfer.pieces]
+            torch._foreach_copy_(parts, list(staging.split(transfer.lengths)))
+            arrival.wait()
+
+    def _memory(self, ring: list[Tensor], i: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Of transfer i: [numel] of the ring's memory."""
+        return ring[i % _RING][: numel * dtype.itemsize].view(dtype)
+
+    # -- parameters
+
+    def _plan(self, params: Sequence[Tensor]) -> None:
+        """Transfers of these parameters' gradients, unless they are as in the step before; new parameters get their state."""
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        kinds = [(id(p), id(groups[p]), p.grad.dtype) for p in params if p.grad is not None]
+        if kinds == self._planned_for:
+            return
+        for p in params:
+            if not self.state[p]:
+                self._begin(p)
+        self._transfers, self._planned_for = list(_planned([(p, groups[p]) for p in params])), kinds
+        for ring, largest in (
+            (self._down, max((t.numel * t.grad_dtype.itemsize for t in self._transfers), default=0)),
+            (self._up, max((t.numel * t.dtype.itemsize for t in self._transfers), default=0)),
+        ):
+            if not ring or ring[0].nbytes < largest or len(ring) < min(_RING, len(self._transfers)):
+                ring[:] = [self.link.buffer([largest], torch.uint8) for _ in self._transfers[:_RING]]
+        size = sum(t.numel * t.grad_dtype.itemsize for t in self._transfers)
+        self.accounts.model_bytes = max(self.accounts.model_bytes, size)
+
+    def _begin(self, p: Tensor) -> None:
+        """A parameter's state: its master comes down, in pieces."""
+        if p.device != self.link.device:
+            raise ValueError(
+                f"{type(self).__name__}: parameters are on {p.device} and on {self.link.device}: use one device."
+            )
+        W, flat = _local([p])[0], _weight(p)
+        shape = W.permute(_memory_order(W)).shape
+        master, *moments = torch.empty(shape), torch.zeros(shape), torch.zeros(shape)
+        buffer = self.link.buffer([min(W.numel(), TRANSFER_BYTES // W.element_size())], W.dtype)
+        for part, wide in zip(flat.split(max(len(buffer), 1)), master.view(-1).split(max(len(buffer), 1))):
+            self.link.down(functools.partial(_fill, [part]), buffer[: len(part)], [W]).wait()
+            wide.copy_(buffer[: len(part)])
+        self.accounts.moved("setup", W.nbytes, 0)
+        self.state[p] = {"step": torch.zeros(()), "master": master, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. Of each parameter, in float32: "step", "master", "exp_avg" and "exp_avg_sq", of the shape that this process
+        holds, with dimensions in the order of the parameter's memory."""
+        self._check()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on bit for bit from where `state_dict` was made. ValueError where it does not fit."""
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        saved = {p: state_dict["state"].get(number) for p, number in zip(params, numbers)}
+        for p, state in saved.items():
+            if state and "master" not in state:
+                raise ValueError(
+                    f"This state was not made by {type(self).__name__}: load it into the optimizer that made it."
+                )
+            if state and state["master"].numel() != _local([p])[0].numel():
+                raise ValueError(
+                    f"The state of a parameter {list(p.shape)} holds {state['master'].numel():,} elements of it, and here are "
+                    f"{_local([p])[0].numel():,}: load it with the model and the number of processes that it was made with."
+                )
+        # without states, which torch would move to the parameters' device and dtype
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        names = self.accounts.names
+        self._stop()
+        self._start(self._given_link)
+        self.accounts.names = names
+        for p, state in saved.items():
+            if state:
+                self.state[p] = {
+                    name: torch.as_tensor(state[name]).detach().to("cpu", torch.float32, copy=True).contiguous()
+                    for name in ("step", *_STATES)
+                }
+
+    def _stop(self) -> None:
+        if (worker := self.__dict__.pop("_worker", None)) is not None:
+            worker.close()
+        for name in ("link", "_amp"):
+            self.__dict__.pop(name, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check()
+        return {**super().__getstate__(), "_reserved": self._reserved, "_given_link": self._given_link}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_given_link" in state:  # a copy; load_state_dict comes here without
+            self._start(self._given_link)
+
+
+def _fill(parts: list[Tensor], staging: Tensor) -> None:
+    torch._foreach_copy_(list(staging.split([len(part) for part in parts])), parts)
+
+
+def _planned(present: Sequence[tuple[Tensor, dict[str, Any]]]) -> Iterator[Transfer]:
+    """Transfers of about equal size, in the order of the parameters."""
+    every = [(p, group, _local([p])[0]) for p, group in present]
+    total = sum(W.numel() * p.grad.element_size() for p, _, W in every if p.grad is not None)
+    limit = min(max(total // _TRANSFERS, _LEAST_BYTES), TRANSFER_BYTES)
+    current: Transfer | None = None
+    for p, group, W in every:
+        assert p.grad is not None
+        kind = W.dtype, p.grad.dtype
+        room = limit // max(dtype.itemsize for dtype in kind) // _ALIGNED * _ALIGNED
+        start = 0
+        while start < W.numel():
+            if current is None or (current.dtype, current.grad_dtype) != kind or current.group is not group:
+                if current is not None:
+                    yield current
+                current = Transfer(group, *kind, [])
+            stop = min(W.numel(), start + room - current.numel)
+            if stop < W.numel():
+                stop = start + (stop - start) // _ALIGNED * _ALIGNED
+            if stop > start:
+                current.pieces.append(Piece(p, start, stop))
+                start = stop
+            if start < W.numel():  # full
+                yield current
+                current = None
+    if current is not None:
+        yield current
+
+
+def _memory_order(t: Tensor) -> list[int]:
+    """Dimensions from the one with the largest stride to the one with the smallest."""
+    strides = t.stride()
+    return sorted(range(t.ndim), key=lambda d: (-strides[d], d))
+
+
+def _weight(p: Tensor) -> Tensor:
+    """All that this process holds of a parameter, flat, in the order of its memory, and in its memory."""
+    W = _local([p])[0].detach()
+    ordered = W.permute(_memory_order(W))
+    if not ordered.is_contiguous():
+        raise ValueError(f"A parameter of shape {list(p.shape)} is not dense in memory: make it so with .contiguous().")
+    return ordered.view(-1)
+
+
+def _gradient(p: Tensor) -> Tensor:
+    """Its gradient, in the order of the parameter's memory."""
+    assert p.grad is not None
+    W, g = _local([p, p.grad])
+    return g.detach().permute(_memory_order(W)).reshape(-1)

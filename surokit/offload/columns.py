@@ -1,0 +1,377 @@
+"""One weight's columns: which are hot and which cold, where the state of each side lies, and how columns change sides.
+
+    on the device    hot, cold       int32 [H], [C]         the columns of each slot; together all columns, each once
+                     w_hot m_hot v_hot  float32 [H, O]      weight and moments of the hot columns, a slot each
+                     t_hot           int32 [H]              updates that each has had
+    on the host      w m v           float32 [C, O]         the same of the cold ones
+                     t_cold          int32 [C]
+                     acc             float32 [B, C, O]      sums of gradients, one or, with overlap, two
+                     counts, rates   int64, float64 [B]     how many gradients are in a sum; the sum of their learning rates
+                     out             [C, O], W's dtype      what an update of the host wrote, on its way to the weight
+
+These tensors are the parameter's entry in the optimizer's state; `Columns` is a view of it and keeps nothing of its own but the
+order of the slots as the host knows it. A column that changes sides takes all of its state along, bit for bit, into the
+slot of the one that it changes with: so nothing else moves. A parameter that is hot as a whole is one column.
+
+Tensors and a link, no threads and no schedule: zenflow.py says when.
+
+    O rows of the weight here, its outputs; I its columns, its inputs; H, C hot and cold ones; B sums; N columns that move
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from surokit.offload.link import Link, Ticket
+from surokit.offload.rows import add_rows_, gather, regrouped, scatter_, update_columns_, update_rows_
+from surokit.train.optim import _local
+
+TRANSFER_BYTES = 64 * 2**20  # at most, of one transfer
+SWAP_BYTES = 16 * 2**20  # of one that changes columns, whose buffers are made for it
+STATES = 3  # of an element: weight and two moments
+_BLOCK = 1 << 24  # elements that are widened to float32 at a time
+
+HOST = ("w", "m", "v", "t_cold", "acc", "counts", "rates", "out")
+
+
+def hot_columns(ratio: float, columns: int) -> int:
+    """How many of a weight's columns are hot: max(1, floor(ratio * columns)); none where the ratio is 0."""
+    return min(columns, max(1, math.floor(ratio * columns))) if ratio else 0
+
+
+def pieces(rows: int, row_bytes: int, limit: int = TRANSFER_BYTES) -> list[slice]:
+    """The rows in transfers of at most `limit` bytes, or of one row."""
+    size = max(1, limit // max(1, row_bytes))
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+class Columns:
+    """The columns of parameter `p`.
+
+    splits: whether columns are hot or cold; otherwise the parameter is hot as a whole, as one column.
+    number: of the parameter in its optimizer.
+    """
+
+    def __init__(self, p: Tensor, state: dict[str, Any], splits: bool, number: int) -> None:
+        self.p, self.state, self.splits, self.number = p, state, splits, number
+        self.hot_order: Tensor = state["hot"].cpu() if state else torch.empty(0, dtype=torch.int32)
+        self.cold_order: Tensor = state["cold"].cpu() if state else torch.empty(0, dtype=torch.int32)
+        self.landing: Sequence[Ticket] = ()  # transfers out of `out`
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["state"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    # -- the weight and its gradient, as this process holds them
+
+    @property
+    def weight(self) -> Tensor:
+        """[O, I], the parameter's own memory."""
+        W = _local([self.p])[0].detach()
+        return W if self.splits and W.ndim == 2 else W.view(self._shape(W))
+
+    @property
+    def gradient(self) -> Tensor:
+        """[O, I]."""
+        assert self.p.grad is not None
+        g = _local([self.p.grad])[0]
+        return g if self.splits and g.ndim == 2 else g.reshape(self._shape(g))
+
+    def _shape(self, t: Tensor) -> tuple[int, int]:
+        return (t.shape[0], math.prod(t.shape[1:])) if self.splits else (t.numel(), 1)
+
+    @property
+    def divided(self) -> bool:
+        """Whether it has hot and cold columns, so that there is something to choose."""
+        return bool(len(self.hot_order) and len(self.cold_order))
+
+    # -- the beginning
+
+    def check(self, device: torch.device) -> None:
+        """ValueError where the parameter is not one whose columns can be told apart, and moved from and to `device`."""
+        W, shape = _local([self.p])[0], list(self.p.shape)
+        if W.device != device:
+            raise ValueError(f"The parameters are on several devices, {W.device} and {device}: put the model on one.")
+        if self.p.grad is not None and self.p.grad.is_sparse:
+            raise ValueError(
+                f"The gradient of a parameter of shape {shape} is sparse, and has no columns: use a dense one."
+            )
+        if not W.is_contiguous() and not (W.ndim < 2 or (W.ndim == 2 and self.splits)):
+            raise ValueError(
+                f"A parameter of shape {shape} is not contiguous in memory: make it so with .contiguous()."
+            )
+        if self.splits and any(
+            placement.is_shard() and placement.dim != 0 for placement in getattr(self.p, "placements", ())
+        ):
+            raise ValueError(
+                f"A parameter of shape {shape} is sharded along its columns, and each process has to hold whole ones: shard "
+                'it along dimension 0, as fully_shard does, or put it in a parameter group with "offload": False.'
+            )
+
+    def begin(self, ratio: float, sums: int, link: Link) -> list[Ticket]:
+        """Makes the state: the first columns hot, moments 0. The cold ones' weights come down into `out`; `settle` afterwards."""
+        W = self.weight
+        H, C, rows = self.sizes(ratio)
+        every = torch.arange(H + C, dtype=torch.int32)
+        self.hot_order, self.cold_order = every[:H].clone(), every[H:].clone()
+        self.state["hot"], self.state["cold"] = on(W.device, self.hot_order), on(W.device, self.cold_order)
+        self.state["t_hot"] = torch.zeros(H, dtype=torch.int32, device=W.device)
+        for name in ("w_hot", "m_hot", "v_hot"):
+            self.state[name] = torch.zeros(H, rows, device=W.device)
+        if W.numel():
+            gather(W, self.hot, self.w_hot)
+        if not C:
+            return []
+        for name in ("w", "m", "v"):
+            self.state[name] = link.buffer((C, rows), torch.float32)
+        self.state["acc"] = link.buffer((sums, C, rows), torch.float32)
+        self.state["out"] = link.buffer((C, rows), W.dtype)
+        self.state["t_cold"] = torch.zeros(C, dtype=torch.int32)
+        self.state["counts"] = torch.zeros(sums, dtype=torch.int64)
+        self.state["rates"] = torch.zeros(sums, dtype=torch.float64)
+        for x in (self.m, self.v, self.acc):  # a sum is written before it is read, and saved before that
+            x.zero_()
+        return self.send(W, self.out, link)
+
+    def settle(self, tickets: Sequence[Ticket]) -> None:
+        """The second half of `begin`: the float32 weights of the cold columns."""
+        for ticket in tickets:
+            ticket.wait()
+        if len(self.cold_order):
+            self.w.copy_(self.out)
+
+    def sizes(self, ratio: float) -> tuple[int, int, int]:
+        """(H, C, O)."""
+        rows, columns = self.weight.shape
+        H = hot_columns(ratio, columns) if self.splits else columns
+        return H, columns - H, rows
+
+    def check_fits(self, state: Mapping[str, Any], ratio: float) -> None:
+        """ValueError where a saved state is not this parameter's."""
+        H, C, rows = self.sizes(ratio)
+        found = tuple(state["w_hot"].shape), len(state["cold"])
+        if found != ((H, rows), C):
+            raise ValueError(
+                f"The state of parameter {self.number} has {found[0][0]} hot and {found[1]} cold columns of {found[0][1]}, "
+                f"where the parameter has {H} and {C} of {rows}: load it into an optimizer over the same parameters."
+            )
+
+    def take_over(self, link: Link) -> None:
+        """Of a state that another optimizer left: the weights as they are there; what had been summed of a window is dropped."""
+        if len(self.cold_order):
+            self.counts.zero_()
+            self.rates.zero_()
+            self.out.copy_(self.w)
+            self.land(link)
+
+    # -- a step
+
+    def update_hot(
+        self, g_OI: Tensor, options: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """AdamW on the hot columns, with this step's gradient; the weight takes their values."""
+        if g_OI.numel() and len(self.hot_order):
+            states = (self.w_hot, self.m_hot, self.v_hot, self.t_hot)
+            update_columns_(self.weight, g_OI, self.hot, *states, grad_scale=grad_scale, found_inf=found_inf, **options)
+
+    def send(self, src_OI: Tensor, to_CO: Tensor, link: Link) -> list[Ticket]:
+        """The cold columns of `src` begin their way to `to`, a transfer for each of `self.pieces(to)`."""
+
+        def fill(index: Tensor) -> Callable[[Tensor], None]:
+            return lambda staging: gather(src_OI, index, staging)
+
+        return [
+            link.down(fill(index), to_CO[part], reads=(src_OI, index))
+            for part in self.pieces(to_CO)
+            for index in (self.cold[part],)
+        ]
+
+    def pieces(self, rows_CO: Tensor) -> list[slice]:
+        return pieces(len(rows_CO) if rows_CO.numel() else 0, rows_CO.shape[1] * rows_CO.element_size())
+
+    # -- the host's part: in its threads
+
+    def accumulate(
+        self, b: int, slot_CO: Tensor, tickets: Sequence[Ticket], scale: float | None, lr: float, counts: bool
+    ) -> None:
+        """Adds a step's gradients to sum b as they arrive; those of a step that does not count only arrive."""
+        first = not int(self.counts[b])
+        for part, ticket in zip(self.pieces(slot_CO), tickets, strict=True):
+            ticket.wait()
+            if counts:
+                add_rows_(self.acc[b, part], slot_CO[part], scale, first)
+        self.counts[b] += counts
+        self.rates[b] += lr * counts
+
+    def update_cold(self, b: int, options: dict[str, Any], corrected: bool) -> bool:
+        """AdamW on the cold columns with the mean of sum b, which is empty then; the result is in `out`. False: nothing was summed.
+
+        corrected: the update stands for as many steps as it has gradients, each with its own learning rate.
+        """
+        count = int(self.counts[b])
+        if not count:
+            return False
+        if corrected:
+            options = {**options, "lr": float(self.rates[b]), "elapsed": count}
+        update_rows_(
+            self.w, self.m, self.v, self.acc[b], self.t_cold, divide_by=count if count > 1 else None, **options
+        )
+        for ticket in self.landing:
+            ticket.wait()
+        self.out.copy_(self.w)
+        self.counts[b] = 0
+        self.rates[b] = 0.0
+        return True
+
+    # -- back to the weight
+
+    def land(self, link: Link) -> int:
+        """`out` goes into the weight's cold columns; its bytes."""
+        W = self.weight
+
+        def take(index: Tensor) -> Callable[[Tensor], None]:
+            return lambda staging: scatter_(W, index, staging)
+
+        self.landing = [link.up(self.out[part], take(self.cold[part])) for part in self.pieces(self.out)]
+        return self.out.nbytes
+
+    # -- which columns are hot
+
+    def choose(self, scores_I: Tensor, found_inf: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(int32 [H], the columns with the largest scores, among equals the lower one; their share of all scores, 0-d).
+
+        A step that is not finite chooses those that are hot already, and its share is NaN.
+        """
+        chosen = torch.sort(scores_I, descending=True, stable=True).indices[: len(self.hot_order)]
+        share = scores_I[chosen].sum() / scores_I.sum()
+        chosen = chosen.to(torch.int32)
+        if found_inf is not None:
+            bad = found_inf != 0
+            chosen = torch.where(bad, self.hot, chosen)
+            share = share.masked_fill(bad, torch.nan)
+        return chosen, share
+
+    def exchange(
+        self, chosen_H: Tensor, clocks_H: Tensor, betas: tuple[float, float], link: Link
+    ) -> tuple[int, int, Callable[[], None]]:
+        """Makes the chosen columns the hot ones: (how many change sides, bytes that move each way, what is left to do).
+
+        chosen, clocks: on the host; the clocks are those of the columns that are hot so far. What is left waits for the transfers
+        and touches w, m and v on the host only: a thread may do it, before it updates them again.
+        """
+        slots = torch.isin(self.hot_order, chosen_H, invert=True).nonzero().view(-1)  # whose columns leave the device
+        rows = torch.isin(self.cold_order, chosen_H).nonzero().view(-1)  # whose columns leave the host
+        if not len(slots):
+            return 0, 0, _nothing
+        device, column_bytes = self.hot.device, STATES * 4 * self.w.shape[1]
+        here = on(device, slots)
+        parts = pieces(len(slots), column_bytes, SWAP_BYTES) if column_bytes else []
+        swaps = [self._swap(here[part], rows[part], link) for part in parts]
+        self.t_hot.index_copy_(0, here, on(device, self.t_cold[rows]))
+        self.t_cold[rows] = clocks_H[slots]
+        self.hot_order[slots], self.cold_order[rows] = self.cold_order[rows], self.hot_order[slots]
+        to, source = regrouped(self.t_cold, betas)  # equal clocks come together: an update is a call for each run
+        for x in (self.t_cold, self.cold_order):
+            x[to] = x[source]
+        self.hot.copy_(on(device, self.hot_order))
+        self.cold.copy_(on(device, self.cold_order))
+
+        def finish() -> None:
+            for swap in swaps:
+                swap()
+            for x in (self.w, self.m, self.v):
+                x.index_copy_(0, to, x.index_select(0, source))
+
+        return len(slots), column_bytes * len(slots), finish
+
+    def _swap(self, slots_N: Tensor, rows_N: Tensor, link: Link) -> Callable[[], None]:
+        """The states of these slots and rows change places; what is left to do when they have arrived on the host."""
+        hot, cold = (self.w_hot, self.m_hot, self.v_hot), (self.w, self.m, self.v)
+        shape = (STATES, len(rows_N), self.w.shape[1])
+        leaving, entering = link.buffer(shape, torch.float32), link.buffer(shape, torch.float32)
+
+        def fill(staging: Tensor) -> None:
+            for part, x in zip(staging, hot):
+                torch.index_select(x, 0, slots_N, out=part)
+
+        def take(staging: Tensor) -> None:
+            for part, x in zip(staging, hot):
+                x.index_copy_(0, slots_N, part)
+
+        for part, x in zip(entering, cold):
+            torch.index_select(x, 0, rows_N, out=part)
+        down = link.down(fill, leaving, reads=(*hot, slots_N))
+        link.fence()  # what enters overwrites what leaves
+        up = link.up(entering, take)
+
+        def finish() -> None:
+            down.wait()
+            for part, x in zip(leaving, cold):
+                x.index_copy_(0, rows_N, part)
+            up.wait()
+
+        return finish
+
+    # -- numbers about the gradient, sums over the rows of this process
+
+    def energies(self, g_OI: Tensor) -> Tensor:
+        """float32 [I]: sums of squares of each column."""
+        return _column_sums(g_OI, lambda part: part.square_())
+
+    def magnitudes(self, g_OI: Tensor) -> Tensor:
+        """float32 [2]: mean |g| of the cold and of the hot columns; of a sharded weight, this process's part of them."""
+        sums = _column_sums(g_OI, lambda part: part.abs_())
+        return torch.stack(
+            [sums.index_select(0, index).sum() / (len(index) * self.p.shape[0]) for index in (self.cold, self.hot)]
+        )
+
+
+def _column_sums(g_OI: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
+    """float32 [I]: sums of what `of` makes, in place, of float32 copies of rows."""
+    rows = max(1, _BLOCK // max(1, g_OI.shape[1]))
+    parts = [of(part.to(torch.float32, copy=True)).sum(0) for part in g_OI.split(rows)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+def on(device: torch.device, value: Tensor) -> Tensor:
+    """A copy of a small host tensor on the device, which the host does not wait for."""
+    return value.clone() if device.type == "cpu" else value.pin_memory().to(device, non_blocking=True)
+
+
+def placed(name: str, value: Tensor, device: torch.device, link: Link) -> Tensor:
+    """A copy of an entry of the state where it belongs."""
+    if name not in HOST:
+        return value.to(device, copy=True)
+    to = link.buffer(value.shape, value.dtype) if value.ndim > 1 else torch.empty(value.shape, dtype=value.dtype)
+    return to.copy_(value)
+
+
+def _nothing() -> None:
+    pass
+
+
+def summed(values: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
+    """Each value's sum over the processes that hold other rows of its parameter, in one exchange a mesh."""
+    found = list(values)
+    together: dict[Any, list[int]] = {}
+    for i, p in enumerate(params):
+        if axes := _sharded_axes(p):
+            together.setdefault((p.device_mesh, axes), []).append(i)  # type: ignore[attr-defined]
+    for (mesh, axes), at in together.items():
+        flat = torch.cat([found[i].reshape(-1) for i in at])
+        for axis in axes:
+            torch.distributed.all_reduce(flat, group=mesh.get_group(axis))
+        for i, part in zip(at, flat.split([found[i].numel() for i in at])):
+            found[i] = part.view_as(found[i])
+    return found
+
+
+def _sharded_axes(p: Tensor) -> tuple[int, ...]:
+    return tuple(axis for axis, placement in enumerate(getattr(p, "placements", ())) if placement.is_shard())

@@ -1,0 +1,188 @@
+"""How much of a gradient's energy, its squared norm, lies in how few columns: the curve that ZenFlow stands or falls with.
+
+Hot columns are updated at once and cold ones late, so it pays where few columns hold most of the energy. The curve of a weight is
+the share of the squared norm in its k largest columns, from the scores of the latest choice.
+
+    weight               columns  hot   captured  largest 1 %  10 %   50 %
+    layers.0.mlp.up      4,096    10 %  62 %      31 %         62 %   91 %
+
+    I columns of a weight
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from surokit.tables import data_frame, html_table, text_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+# Of the energy that columns taken at random would leave to the host, a choice that takes less than this share is no choice: cold
+# columns then matter almost as much as hot ones, and all of them learn late.
+CONCENTRATED = 0.1
+KS = (0.01, 0.1, 0.5)
+_POINTS = 100  # of a curve in a table or a picture
+_INK, _SOFT, _GRID, _ACCENT = "#1c1f23", "#5f6670", "#e4e7eb", "#D55E00"
+
+
+@dataclass(frozen=True, eq=False)
+class WeightEnergy:
+    """A weight's latest choice of hot columns.
+
+    step: whose gradient was looked at. share: of its squared norm in the `hot` columns that were chosen. entered: how many of
+    these had been cold. curve_I: float64, share of the squared norm in the largest column, in the largest two, and so on.
+    """
+
+    name: str
+    step: int
+    columns: int
+    hot: int
+    share: float
+    entered: int
+    curve_I: NDArray[np.float64]
+
+    def captured(self, k: float) -> float:
+        """Share of the squared norm in the max(1, floor(k * columns)) largest columns; 0 for k = 0, ValueError outside [0, 1]."""
+        if not 0 <= k <= 1:
+            raise ValueError(f"captured(k={k}): a share of the columns, from 0 to 1.")
+        return float(self.curve_I[max(1, math.floor(k * self.columns)) - 1]) if k else 0.0
+
+    @property
+    def concentration(self) -> float:
+        """(share - k) / (1 - k), k the share of columns that are hot: 0 as columns at random, 1 where hot ones hold everything."""
+        k = self.hot / self.columns
+        return (self.share - k) / (1 - k) if k < 1 else 1.0
+
+
+def curve(scores: ArrayLike) -> NDArray[np.float64]:
+    """[I] scores, sums of squares of each column -> float64 [I]: share of their sum in the largest column, the largest two, ..."""
+    ordered = np.sort(np.asarray(scores, np.float64))[::-1]
+    total = ordered.sum()
+    return np.cumsum(ordered) / total if total > 0 else np.full(len(ordered), np.nan)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Energy:
+    """The weights whose columns are chosen, at the latest choice. Prints as a table; empty before the first one."""
+
+    weights: tuple[WeightEnergy, ...]
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def flat(self) -> tuple[WeightEnergy, ...]:
+        """Weights whose energy is not concentrated: hot columns take less than a tenth of what columns at random would leave."""
+        return tuple(weight for weight in self.weights if weight.concentration < CONCENTRATED)
+
+    def table(self) -> pd.DataFrame:
+        """A row a weight: weight, step, columns, hot, captured, entered, concentration, and top_1, top_10, top_50: what the
+        largest so many percent of its columns hold."""
+        columns = ("step", "columns", "hot", "share", "entered", "concentration")
+        names = ("weight", "step", "columns", "hot", "captured", "entered", "concentration", *map(_top, KS))
+        rows = [(w.name, *(getattr(w, c) for c in columns), *(w.captured(k) for k in KS)) for w in self.weights]
+        return data_frame(rows, names)
+
+    def curves(self) -> pd.DataFrame:
+        """The curves, a row a point: weight, k (share of the columns), captured; at most 100 points a weight."""
+        return data_frame(
+            [(w.name, k, captured) for w in self.weights for k, captured in zip(*_points(w))],
+            ("weight", "k", "captured"),
+        )
+
+    def plot(self) -> Figure:
+        """Captured energy against k, a line a weight, those of `flat` in colour; the figure is not yet shown. ValueError before
+        the first choice."""
+        if not self.weights:
+            raise ValueError("There is no choice of columns to draw yet: take as many steps as the first one needs.")
+        return _draw(self)
+
+    _HEADER = ("weight", "columns", "hot", "captured", *(f"top {k:.0%}" for k in KS))
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (w.name, f"{w.columns:,}", f"{w.hot:,}", f"{w.share:.1%}", *(f"{w.captured(k):.1%}" for k in KS))
+            for w in self.weights
+        ]
+
+    def __repr__(self) -> str:
+        if not self.weights:
+            return "no choice of columns yet"
+        return text_table(self._rows(), header=self._HEADER, right=range(1, 4 + len(KS)))
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows(), header=self._HEADER, right=range(1, 4 + len(KS)), title="Energy in columns")
+
+
+def warning_of(energy: Energy) -> str:
+    """The sentence where hot columns hold little more than their number does; "" where energy is concentrated, or nobody knows."""
+    flat = energy.flat()
+    if not flat:
+        return ""
+    named = ", ".join(w.name for w in flat[:3]) + (f" and {len(flat) - 3} more" if len(flat) > 3 else "")
+    worst = min(flat, key=lambda w: w.concentration)
+    wrong = 2 * len(flat) > len(energy)
+    remedy = (
+        "here ZenFlow is the wrong tool: surokit.OffloadAdamW updates all columns in every step"
+        if wrong
+        else 'put them in a parameter group with "offload": False, or raise topk_ratio'
+    )
+    return (
+        f"In {len(flat)} of {len(energy)} weights the gradient's energy is not concentrated in columns ({named}): in "
+        f"{worst.name} the {worst.hot / worst.columns:.1%} that are hot hold {worst.share:.1%} of it, less than "
+        f"{CONCENTRATED:.0%} of the way from what columns at random hold to everything. What is deferred matters as much as what "
+        f"is not; {remedy}."
+    )
+
+
+def _top(k: float) -> str:
+    return f"top_{100 * k:.0f}"
+
+
+def _points(weight: WeightEnergy) -> tuple[Sequence[float], Sequence[float]]:
+    """(k, captured), from the first column to the last, closer together where k is small."""
+    count = weight.columns
+    at = np.unique(np.geomspace(1, count, min(count, _POINTS)).round().astype(int))
+    return (at / count).tolist(), weight.curve_I[at - 1].tolist()
+
+
+def _draw(energy: Energy) -> Figure:
+    from matplotlib import pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(7.0, 4.2), layout="constrained")
+    figure.set_facecolor("white")
+    plt.close(figure)  # the caller shows what is returned; pyplot would show it a second time
+    flat = set(energy.flat())
+    for weight in sorted(energy.weights, key=lambda w: w in flat):
+        k, captured = _points(weight)
+        style: dict[str, Any] = (
+            {"color": _ACCENT, "linewidth": 1.4} if weight in flat else {"color": "#0072B2", "alpha": 0.5}
+        )
+        ax.plot(k, captured, zorder=2 + (weight in flat), **style)
+        ax.plot([weight.hot / weight.columns], [weight.share], "o", markersize=4, **style)
+    at = np.geomspace(min(1 / w.columns for w in energy.weights), 1, _POINTS)
+    ax.plot(at, at, color=_SOFT, linestyle="--", linewidth=1)
+    ax.plot([], [], color="#0072B2", label="a weight, and what is hot")
+    if flat:
+        ax.plot([], [], color=_ACCENT, label="not concentrated")
+    ax.plot([], [], color=_SOFT, linestyle="--", label="columns at random")
+    ax.legend(frameon=False, labelcolor=_INK, loc="upper left", fontsize=9)
+    ax.set_xscale("log")
+    ax.set_ylim(0, 1.02)
+    ax.set_facecolor("white")
+    ax.set_title("Energy of the gradient in its largest columns", loc="left", fontsize=11, color=_INK)
+    ax.set_xlabel("share k of a weight's columns", color=_SOFT)
+    ax.set_ylabel("share of the squared norm", color=_SOFT)
+    ax.tick_params(colors=_SOFT, length=0, which="both")
+    ax.grid(axis="y", color=_GRID)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.spines["bottom"].set_color(_SOFT)
+    return figure

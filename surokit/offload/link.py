@@ -1,0 +1,551 @@
+"""The link between host and device: copies beside the computation, in both directions, with their bytes counted.
+
+    HostLink        the device is a CPU: no copies but those that are asked for, at once
+    ThrottledLink   directions with a rate, on threads: a device's link simulated on a CPU
+    CudaLink        streams, pinned memory, events
+
+What is said of order holds for the device's main stream, the one that is current when a method is called. The host waits
+nowhere but in Ticket.wait and close; a simulated device waits where a real one's main stream would. A link belongs to the
+thread that trains; other threads may ask and wait for its tickets. A copy of a link, or an unpickled one, begins anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from surokit.errors import OffloadError
+from surokit.offload.workers import SLICE_S, Job, Worker, beat, nothing
+
+_REGISTERED = 64 << 20  # bytes above which memory is the system's own pages, which are pinned as they are
+_SHAPES = 64  # of staging memory that is kept
+_LIVE = 512  # pairs of events that wait to be read
+
+_C = TypeVar("_C", bound="_Copy")
+
+
+class Ticket(Protocol):
+    """Of a transfer that was started."""
+
+    def done(self) -> bool:
+        """Whether it is over; never waits."""
+        ...
+
+    def wait(self) -> None:
+        """The host thread waits until it is done; OffloadError if it failed, or after patience_s without life. Ctrl-C ends the
+        wait and changes nothing."""
+        ...
+
+
+class Arrival(Ticket, Protocol):
+    """A copy to the device that was started with `Link.fetch`. Done: the source may be written again."""
+
+    def land(self) -> Tensor:
+        """The copy, for what the device is given from now on: its main stream waits for it. Once; it may be kept and changed."""
+        ...
+
+
+class Link(ABC):
+    """Between the host and `device`. Counters: bytes_down, bytes_up of payload, bytes_small of `copy_down`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.bytes_down = self.bytes_up = self.bytes_small = 0
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory, contiguous and not initialized, pinned where it can be."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    @abstractmethod
+    def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> Ticket:
+        """Device to host: fill(staging) writes a device buffer of the shape and dtype of `to`, after all work that the device was
+        given so far; staging is copied into `to`, contiguous host memory, beside the main stream.
+
+        reads: what fill reads. It may be freed at once. It must not be *written in place* before `fence`, as fill may still be
+        reading it.
+        """
+
+    @abstractmethod
+    def fence(self) -> None:
+        """What the device is given from now on begins when all fills so far have read what they read; the host does not wait. For
+        what is then overwritten in place: columns that were sent down, gradients that are zeroed."""
+
+    @abstractmethod
+    def fetch(self, source: Tensor) -> Arrival:
+        """Host to device, for later: starts to copy `source`, contiguous, into a new device buffer beside the main stream."""
+
+    def up(self, source: Tensor, take: Callable[[Tensor], None]) -> Ticket:
+        """Host to device: `source`, contiguous, is copied to a staging buffer beside the main stream, which waits for it and runs
+        take(staging); staging is only its. Done: `source` may be written again."""
+        arrival = self.fetch(source)
+        take(arrival.land())
+        return arrival
+
+    @abstractmethod
+    def copy_down(self, value: Tensor, to: Tensor) -> Ticket:
+        """A small value (a scale, found_inf, indices, statistics) as it is after all work so far, into `to`, host memory of its
+        shape. It does not wait for payload; `value` may be overwritten at once."""
+
+    def device_stall_ms(self) -> float:
+        """So far, of the main stream waiting in `up`, `Arrival.land` and `fence`."""
+        return 0.0
+
+    @abstractmethod
+    def close(self) -> None:
+        """Waits for what is under way and ends what threads there are; the link can be used again. Closing twice does nothing."""
+
+
+def link_for(device: torch.device | str) -> Link:
+    """CudaLink on CUDA, HostLink on a CPU; ValueError on others."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return CudaLink(device)
+    if device.type == "cpu":
+        return HostLink()
+    raise ValueError(f"Offloading knows CUDA devices and the CPU, not {device.type!r}: move the model to one of them.")
+
+
+class _Done:
+    """A transfer that was over when its method returned."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class _Here(_Done):
+    def __init__(self, copy: Tensor) -> None:
+        self._copy = copy
+
+    def land(self) -> Tensor:
+        return self._copy
+
+
+class HostLink(Link):
+    """Of a CPU: fill writes `to` itself and take reads `source` itself, at once. Bytes are counted as on a device."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HostLink, ()
+
+    def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> Ticket:
+        fill(to)
+        self.bytes_down += to.nbytes
+        return _Done()
+
+    def fence(self) -> None:
+        pass
+
+    def fetch(self, source: Tensor) -> Arrival:
+        self.bytes_up += source.nbytes
+        return _Here(source.clone())
+
+    def up(self, source: Tensor, take: Callable[[Tensor], None]) -> Ticket:
+        take(source)
+        self.bytes_up += source.nbytes
+        return _Done()
+
+    def copy_down(self, value: Tensor, to: Tensor) -> Ticket:
+        to.copy_(value)
+        self.bytes_small += to.nbytes
+        return _Done()
+
+    def close(self) -> None:
+        pass
+
+
+class ThrottledLink(Link):
+    """A simulated link of a CPU "device". Each direction moves one transfer after the other, on a thread of its own: latency_s,
+    then its bytes at `gb_s` (1e9 bytes/s). Small values have a direction of their own. `up`, `land` and `fence` block the
+    caller, as the device would wait. ValueError unless gb_s > 0 and latency_s >= 0.
+
+    delay: gives more seconds for a transfer, and for a late fill, called in the direction's thread, for tests.
+    late_fill: fill runs when its transfer begins, as on a lean CudaLink, and not at the call, so that what is overwritten
+        without a `fence` shows.
+
+    Half of a transfer is copied when it begins and half when it ends, so that whoever reads too early, or writes too early,
+    shows as well.
+    """
+
+    def __init__(
+        self,
+        gb_s: float,
+        latency_s: float = 0.0,
+        delay: Callable[[], float] | None = None,
+        late_fill: bool = False,
+        patience_s: float = 60.0,
+    ) -> None:
+        if not gb_s > 0 or latency_s < 0:
+            raise ValueError(f"ThrottledLink: gb_s={gb_s} must be positive and latency_s={latency_s} not negative.")
+        super().__init__(torch.device("cpu"))
+        self._options = gb_s, latency_s, delay, late_fill, patience_s
+        self._late_fill = late_fill
+        self._spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self._down, self._up, self._small = (
+            _Direction(name, 1e9 * gb_s, latency_s, delay, patience_s) for name in ("down", "up", "small")
+        )
+        self._filling: Job | None = None  # the latest late fill
+        self._stall_s = 0.0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ThrottledLink, self._options
+
+    def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> Ticket:
+        _whole(to)
+        staging = self._staging(to)
+        if self._late_fill:
+            self._filling = self._down.begin(lambda: fill(staging))
+        else:
+            fill(staging)
+        self.bytes_down += to.nbytes
+        return self._down.move(staging, to, lambda: self._give_back(staging))
+
+    def fence(self) -> None:
+        begun = time.perf_counter()
+        if self._filling is not None:
+            self._filling.wait()
+            self._filling = None
+        self.waited(time.perf_counter() - begun)
+
+    def fetch(self, source: Tensor) -> Arrival:
+        _whole(source)
+        staging = self._staging(source)
+        self.bytes_up += source.nbytes
+        return _Coming(self, self._up.move(source, staging), staging)
+
+    def up(self, source: Tensor, take: Callable[[Tensor], None]) -> Ticket:
+        arrival = self.fetch(source)
+        take(staging := arrival.land())
+        self._give_back(staging)
+        return arrival
+
+    def copy_down(self, value: Tensor, to: Tensor) -> Ticket:
+        _whole(to)
+        self.bytes_small += to.nbytes
+        return self._small.move(_snapshot(value, to.dtype), to)
+
+    def device_stall_ms(self) -> float:
+        return 1e3 * self._stall_s
+
+    def _staging(self, like: Tensor) -> Tensor:
+        """Memory that was used before, if there is: the system's fresh pages are slower than many a link."""
+        with contextlib.suppress(KeyError, IndexError):
+            return self._spare[like.shape, like.dtype].pop()
+        return torch.empty_like(like)
+
+    def _give_back(self, staging: Tensor) -> None:
+        if len(self._spare) >= _SHAPES:
+            self._spare.clear()
+        self._spare.setdefault((staging.shape, staging.dtype), []).append(staging)
+
+    def waited(self, seconds: float) -> None:
+        """The simulated device waited."""
+        self._stall_s += seconds
+
+    def close(self) -> None:
+        try:
+            for direction in (self._down, self._up, self._small):
+                direction.drain()
+        finally:
+            for direction in (self._down, self._up, self._small):
+                direction.worker.close()
+
+
+class _Direction:
+    """One way of a ThrottledLink. What it moves ends when a running clock says so, which errors of sleeping do not add up to."""
+
+    def __init__(
+        self, name: str, rate: float, latency_s: float, delay: Callable[[], float] | None, patience_s: float
+    ) -> None:
+        self.worker = Worker(f"link {name}", patience_s=patience_s)
+        self._rate, self._latency_s, self._delay = rate, latency_s, delay
+        self._free = 0.0  # when the latest transfer is over, as time.perf_counter
+
+    def begin(self, work: Callable[[], None]) -> Job:
+        """Does `work` when what was asked before is over."""
+        asked = time.perf_counter()
+
+        def do() -> None:
+            self._next(asked, 0.0)
+            work()
+
+        return self.worker.submit(do)
+
+    def move(self, source: Tensor, to: Tensor, end: Callable[[], None] = nothing) -> Job:
+        asked = time.perf_counter()
+
+        def do() -> None:
+            over = self._next(asked, self._latency_s + to.nbytes / self._rate)
+            halves = list(zip(source.view(-1).tensor_split(2), to.view(-1).tensor_split(2)))
+            before = time.perf_counter()
+            halves[0][1].copy_(halves[0][0])
+            _sleep_until(over - (time.perf_counter() - before))
+            halves[1][1].copy_(halves[1][0])
+            _sleep_until(over)
+            end()
+
+        return self.worker.submit(do)
+
+    def _next(self, asked: float, takes_s: float) -> float:
+        """When what begins now is over; it begins when what came before is over, and it was asked for."""
+        start = max(asked, self._free) + (self._delay() if self._delay is not None else 0.0)
+        self._free = start + takes_s
+        _sleep_until(start)
+        return self._free
+
+    def drain(self) -> None:
+        self.worker.submit(nothing).wait()
+
+
+class _Coming:
+    """A simulated transfer up."""
+
+    def __init__(self, link: ThrottledLink, job: Job, staging: Tensor) -> None:
+        self._link, self._job, self._staging = link, job, staging
+        self.done, self.wait = job.done, job.wait
+
+    def land(self) -> Tensor:
+        begun = time.perf_counter()
+        self._job.wait()
+        self._link.waited(time.perf_counter() - begun)
+        return self._staging
+
+
+def _sleep_until(then: float) -> None:
+    while (left := then - time.perf_counter()) > 0:
+        time.sleep(min(left, SLICE_S))
+        beat()
+
+
+def _snapshot(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _whole(tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"A tensor of shape {list(tensor.shape)} is not contiguous: only whole memory is transferred.")
+
+
+class _Copy:
+    """A copy that was given to a CUDA stream."""
+
+    def __init__(self, stream: torch.cuda.Stream, host: Tensor, patience_s: float) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+        self._host: Tensor | None = host
+        self._patience_s = patience_s
+
+    def done(self) -> bool:
+        if self._host is not None and self._event.query():
+            self._host = None
+        return self._host is None
+
+    def wait(self) -> None:
+        # in slices: a wait in the driver ends neither by Ctrl-C nor if the device hangs
+        silent_s, slice_s = 0.0, 2e-5
+        while not self.done():
+            time.sleep(slice_s)
+            beat()
+            silent_s, slice_s = silent_s + slice_s, min(2 * slice_s, 1e-3)
+            if silent_s >= self._patience_s:
+                raise OffloadError(
+                    f"A copy between host and device is not done after {self._patience_s:g} s: the device hangs, or a step takes "
+                    "longer. Give the link more patience_s, or go on from a checkpoint."
+                )
+
+
+class _CopyUp(_Copy):
+    def __init__(
+        self,
+        stream: torch.cuda.Stream,
+        host: Tensor,
+        patience_s: float,
+        staging: Tensor,
+        stalls: _Stalls,
+        recorded: bool,
+    ) -> None:
+        super().__init__(stream, host, patience_s)
+        self._staging: Tensor | None = staging
+        self._stalls, self._recorded = stalls, recorded
+
+    def land(self) -> Tensor:
+        staging, self._staging = self._staging, None  # this object may outlive it
+        assert staging is not None, "a copy lands once"
+        main = torch.cuda.current_stream(staging.device)
+        self._stalls.wait(main, self._event)
+        if self._recorded:
+            staging.record_stream(main)
+        return staging
+
+
+class _Stalls:
+    """How long a stream waited for events: between two events of its own around each wait, read when they are over."""
+
+    def __init__(self) -> None:
+        self._ms = 0.0
+        self._pairs: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        if event.query():
+            return
+        self.read()
+        if len(self._pairs) == _LIVE:
+            stream.wait_event(event)
+            return
+        before, after = self._free.pop() if self._free else (_timed(), _timed())
+        before.record(stream)
+        stream.wait_event(event)
+        after.record(stream)
+        self._pairs.append((before, after))
+
+    def read(self) -> float:
+        while self._pairs and self._pairs[0][1].query():
+            before, after = self._pairs.popleft()
+            self._ms += before.elapsed_time(after)
+            self._free.append((before, after))
+        return self._ms
+
+
+def _timed() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def _registered(memory: Tensor, device: torch.device) -> Tensor:
+    """`memory` with its pages locked; RuntimeError if they cannot be."""
+    place, portable = memory.data_ptr(), 1
+    error = int(torch.cuda.cudart().cudaHostRegister(place, memory.nbytes, portable))
+    if error:
+        with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next launch to find: let it be this one
+            torch.zeros(1, device=device).add_(1)
+        raise RuntimeError(f"CUDA's error {error}")
+    weakref.finalize(memory, _unregister, place, os.getpid()).atexit = False
+    return memory
+
+
+def _unregister(place: int, pid: int) -> None:
+    """When the memory is freed: not before the link's copies are done, as it keeps theirs."""
+    if pid == os.getpid():
+        torch.cuda.cudart().cudaHostUnregister(place)
+
+
+class CudaLink(Link):
+    """Of a CUDA device: a stream for each direction, for fills and for small values, pinned host memory, events.
+
+    lean: fills run on the stream that copies down. Staging then needs the memory of the largest transfer, as a buffer that is
+        freed serves that stream's next fill at once; but a fill, what it reads and `fence` wait for all copies before. Otherwise
+        fills do not wait, and what is under way is staged as a whole. And a copy that is fetched begins after all work that the
+        device was given so far, in memory of the main stream, which is free for that stream's next work as soon as nobody holds
+        the copy, however far the host is ahead; it has to land.
+
+    Otherwise staging buffers, from torch's allocator, belong to the stream that fills them.
+    """
+
+    def __init__(self, device: torch.device | str = "cuda", lean: bool = False, patience_s: float = 60.0) -> None:
+        device = torch.device(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        super().__init__(torch.device("cuda", index))
+        self._options = lean, patience_s
+        self._lean, self._patience_s = lean, patience_s
+        self._down, self._up, self._small, fill = (torch.cuda.Stream(self.device) for _ in range(4))
+        self._fill = self._down if lean else fill
+        self._filled = torch.cuda.Event()
+        self._under_way: deque[_Copy] = deque()  # keeps the host memory of copies: the driver does not
+        self._stalls = _Stalls()
+        self._warned = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CudaLink, (self.device, *self._options)
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """As in Link. torch's pinned allocator rounds sizes up to powers of 2, so large buffers are pinned as they are."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        try:
+            if nbytes <= _REGISTERED:
+                return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+            return _registered(torch.empty(tuple(shape), dtype=dtype), self.device)
+        except RuntimeError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"{nbytes / 2**20:.0f} MiB of host memory could not be pinned ({error}). Copies from there are slower, and the "
+                    "host waits for them: raise the limit on locked memory (ulimit -l), or offload less.",
+                    stacklevel=2,
+                )
+            return super().buffer(shape, dtype)
+
+    def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> Ticket:
+        _whole(to)
+        self._fill.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._fill):
+            staging = torch.empty(to.shape, dtype=to.dtype, device=self.device)
+            fill(staging)
+            self._filled.record(self._fill)
+        for tensor in reads:
+            tensor.record_stream(self._fill)
+        if self._fill is not self._down:
+            self._down.wait_event(self._filled)
+            staging.record_stream(self._down)
+        with torch.cuda.stream(self._down):
+            to.copy_(staging, non_blocking=True)
+        self.bytes_down += to.nbytes
+        return self._launched(_Copy(self._down, to, self._patience_s))
+
+    def fence(self) -> None:
+        self._stalls.wait(torch.cuda.current_stream(self.device), self._filled)
+
+    def fetch(self, source: Tensor) -> Arrival:
+        _whole(source)
+        if self._lean:
+            staging = torch.empty(source.shape, dtype=source.dtype, device=self.device)
+            self._up.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._up):
+            if not self._lean:
+                staging = torch.empty(source.shape, dtype=source.dtype, device=self.device)
+            staging.copy_(source, non_blocking=True)
+        self.bytes_up += source.nbytes
+        return self._launched(
+            _CopyUp(self._up, source, self._patience_s, staging, self._stalls, recorded=not self._lean)
+        )
+
+    def copy_down(self, value: Tensor, to: Tensor) -> Ticket:
+        _whole(to)
+        main, side = torch.cuda.current_stream(self.device), self._small
+        copy = _snapshot(value, to.dtype)  # on the main stream, so before what overwrites it
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            to.copy_(copy, non_blocking=True)
+        copy.record_stream(side)
+        self.bytes_small += to.nbytes
+        return self._launched(_Copy(side, to, self._patience_s))
+
+    def device_stall_ms(self) -> float:
+        """As in Link; of what the device has passed so far, read without waiting. A copy that was there in time costs no events;
+        while 512 stalls are not over, further ones are not measured."""
+        return self._stalls.read()
+
+    def close(self) -> None:
+        while self._under_way:
+            self._under_way[0].wait()
+            self._under_way.popleft()
+
+    def _launched(self, copy: _C) -> _C:
+        while self._under_way and self._under_way[0].done():
+            self._under_way.popleft()
+        self._under_way.append(copy)
+        return copy

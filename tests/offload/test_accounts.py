@@ -1,0 +1,79 @@
+"""What an offloading optimizer counts."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from surokit.offload.accounts import CAUSES, RANGE, Accounts
+
+
+def test_a_wait_counts_for_its_cause_and_its_step() -> None:
+    accounts = Accounts()
+    for seconds in (0.02, 0.0, 0.01):
+        with accounts.stalled("adam"):
+            time.sleep(seconds)
+        with accounts.stalled("slot"):
+            pass
+        accounts.steps += 1
+    adam = accounts.stalls("adam")
+    assert adam[0] >= 20
+    assert adam[2] >= 10
+    assert len(adam) == 3
+    assert adam[1] < adam[0]
+    assert accounts.stall_by_cause["adam"] == pytest.approx(sum(adam))
+    assert accounts.stall_ms == pytest.approx(sum(sum(accounts.stalls(cause)) for cause in CAUSES))
+    assert accounts.stalls("landing") == [0.0, 0.0, 0.0]
+
+
+def test_a_wait_that_fails_counts_too() -> None:
+    accounts = Accounts()
+    with pytest.raises(KeyboardInterrupt), accounts.stalled("slot"):
+        raise KeyboardInterrupt
+    assert accounts.stall_ms > 0
+
+
+def test_an_unknown_cause_is_refused() -> None:
+    with pytest.raises(KeyError, match="coffee"), Accounts().stalled("coffee"):
+        pass
+
+
+def test_waits_are_held_for_the_last_steps_only() -> None:
+    accounts = Accounts()
+    for _ in range(5000):
+        accounts._stalls.append((accounts.steps, "slot", 1.0))
+        accounts.steps += 1
+    with accounts.stalled("adam"):
+        pass
+    assert len(accounts._stalls) <= 4096
+    assert len(accounts.stalls("slot")) == 4096
+    assert set(accounts.stalls("slot")[1:]) == {1.0}
+
+
+def test_bytes_add_up_by_kind() -> None:
+    accounts = Accounts()
+    accounts.moved("gradients", 10, 0)
+    accounts.moved("gradients", 5, 0)
+    accounts.moved("migration", 3, 4)
+    assert accounts.bytes == {"gradients": (15, 0), "weights": (0, 0), "migration": (3, 4), "setup": (0, 0)}
+
+
+def test_a_profile_shows_waits_by_name() -> None:
+    accounts = Accounts()
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+        accounts.stalled("landing"),
+    ):
+        torch.ones(3) + 1
+    assert f"{RANGE}landing" in {event.key for event in profile.key_averages()}
+
+
+def test_choices_are_remembered_and_the_latest_scores() -> None:
+    accounts, p = Accounts(), torch.zeros(2, 4)
+    for step in range(300):
+        accounts.selected(step, p, torch.full((4,), float(step)), 0.5, 2, 1)
+    assert len(accounts.choices[p]) == 256
+    assert accounts.choices[p][-1].step == 299
+    assert accounts.scores[p].tolist() == [299.0] * 4

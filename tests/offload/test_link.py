@@ -1,0 +1,702 @@
+"""Links: what arrives and when, order against what overwrites it, rates, bytes, stalls, ends. CUDA's is rehearsed on a stand-in
+for its streams that runs late and writes down who waits for whom; tests/gpu/test_offload.py runs it on a device."""
+
+import contextlib
+import copy
+import gc
+import pickle
+import random
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from surokit.errors import OffloadError
+from surokit.offload import link as links
+from surokit.offload.link import CudaLink, HostLink, ThrottledLink, link_for
+from surokit.offload.workers import Worker
+
+FAST = 100.0  # GB/s: faster than memory here, so without a rate
+
+
+def make_host():
+    return HostLink()
+
+
+def make_throttled():
+    return ThrottledLink(FAST)
+
+
+def make_late():
+    """Late in every way: fills run late, and delays are drawn."""
+    draw = random.Random(0).random
+    return ThrottledLink(FAST, latency_s=1e-4, delay=lambda: 2e-3 * draw(), late_fill=True)
+
+
+@pytest.fixture(params=[make_host, make_throttled, make_late], ids=["host", "throttled", "late"])
+def link(request):
+    link = request.param()
+    yield link
+    link.close()
+
+
+def filled(value):
+    def fill(staging):
+        staging.fill_(value)
+
+    return fill
+
+
+def copied_from(grads):
+    def fill(staging):
+        staging.copy_(grads)
+
+    return fill
+
+
+def taking(weight):
+    def take(staging):
+        weight.copy_(staging)
+
+    return take
+
+
+def failing(staging):
+    raise ZeroDivisionError
+
+
+def nothing(staging):
+    pass
+
+
+def test_what_goes_down_arrives_and_is_counted(link):
+    grads = torch.arange(12.0).view(3, 4)
+    to = link.buffer((4, 3), torch.float32)
+    assert to.is_contiguous()
+    ticket = link.down(copied_from(grads.t()), to, reads=[grads])
+    ticket.wait()
+    assert ticket.done()
+    assert torch.equal(to, grads.t())
+    assert (link.bytes_down, link.bytes_up, link.bytes_small) == (48, 0, 0)
+
+
+def test_what_goes_up_is_taken_and_its_source_is_free_then(link):
+    weight, source = torch.zeros(6, dtype=torch.bfloat16), torch.arange(3, dtype=torch.bfloat16)
+    ticket = link.up(source, lambda staging: weight[::2].copy_(staging))
+    ticket.wait()
+    source.fill_(7)
+    assert weight.tolist() == [0, 0, 1, 0, 2, 0]
+    assert (link.bytes_down, link.bytes_up, link.bytes_small) == (0, 6, 0)
+
+
+def test_a_fetched_copy_is_the_receivers(link):
+    source = torch.arange(5)
+    arrival = link.fetch(source)
+    arrival.wait()
+    source.zero_()
+    landed = arrival.land()
+    landed += 1
+    assert landed.tolist() == [1, 2, 3, 4, 5]
+    assert source.tolist() == [0] * 5
+    assert link.bytes_up == 40
+
+
+def test_a_small_value_is_copied_as_it_is(link):
+    value, to = torch.tensor(3.0), link.buffer((), torch.float32)
+    ticket = link.copy_down(value, to)
+    value.fill_(4.0)
+    ticket.wait()
+    assert to.item() == 3.0
+    assert (link.bytes_down, link.bytes_up, link.bytes_small) == (0, 0, 4)
+
+
+def test_a_small_value_is_copied_in_its_order_and_to_another_dtype(link):
+    value, to = torch.arange(6).view(2, 3).t(), link.buffer((3, 2), torch.float32)
+    link.copy_down(value, to).wait()
+    assert torch.equal(to, value.float())
+
+
+def test_what_is_behind_a_fence_may_be_overwritten(link):
+    grads, to = torch.ones(1000), [torch.zeros(1000) for _ in range(5)]
+    tickets = []
+    for each in to:
+        tickets.append(link.down(copied_from(grads), each, reads=[grads]))
+        link.fence()
+        grads += 1
+    for ticket in tickets:
+        ticket.wait()
+    assert [each.unique().tolist() for each in to] == [[1], [2], [3], [4], [5]]
+
+
+def test_empty_tensors_go_both_ways(link):
+    to = link.buffer((0, 4), torch.float32)
+    link.down(filled(1), to).wait()
+    taken = []
+    link.up(to, lambda staging: taken.append(staging.shape)).wait()
+    assert taken == [(0, 4)]
+
+
+def test_transfers_of_a_direction_keep_their_order(link):
+    to = torch.zeros(100)
+    tickets = [link.down(filled(i), to) for i in range(20)]
+    tickets[-1].wait()
+    assert to.unique().tolist() == [19]
+    assert all(ticket.done() for ticket in tickets)
+
+
+def test_closing_waits_and_a_link_can_be_used_again(link):
+    for value in (1.0, 2.0):
+        to = torch.zeros(10)
+        link.down(filled(value), to)
+        link.close()
+        assert to.tolist() == [value] * 10
+        link.close()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("make", [make_host, make_throttled])
+def test_a_copy_begins_anew(make, copied):
+    link = make()
+    link.down(filled(1), torch.zeros(4)).wait()
+    other = copied(link)
+    assert type(other) is type(link)
+    assert other.bytes_down == 0
+    to = torch.zeros(4)
+    other.down(filled(1), to).wait()
+    assert to.sum() == 4
+    link.close()
+    other.close()
+
+
+def test_links_belong_to_devices():
+    assert isinstance(link_for("cpu"), HostLink)
+    assert link_for("cpu").device == torch.device("cpu")
+    with pytest.raises(ValueError, match="knows CUDA devices and the CPU, not 'meta'"):
+        link_for("meta")
+
+
+# -- a simulated device
+
+
+class Gate:
+    """A delay that holds transfers until it is opened."""
+
+    def __init__(self):
+        self.open = threading.Event()
+
+    def __call__(self):
+        assert self.open.wait(10)
+        return 0.0
+
+
+def test_nothing_is_done_before_it_arrives():
+    gate = Gate()
+    link = ThrottledLink(FAST, delay=gate)
+    to, source = torch.zeros(4), torch.ones(4)
+    down, up, small = link.down(filled(1), to), link.fetch(source), link.copy_down(source, torch.zeros(4))
+    time.sleep(0.02)
+    assert [ticket.done() for ticket in (down, up, small)] == [False] * 3
+    assert to.sum() == 0
+    gate.open.set()
+    for ticket in (down, up, small):
+        ticket.wait()
+    assert to.sum() == 4
+    link.close()
+
+
+def test_half_of_a_transfer_is_there_when_it_has_begun():
+    link = ThrottledLink(1.0, latency_s=0.3)
+    to = torch.zeros(4)
+    ticket = link.down(filled(1), to)
+    time.sleep(0.15)
+    if not ticket.done():  # this machine was not too busy to look in time
+        assert to.tolist() == [1, 1, 0, 0]
+    ticket.wait()
+    assert to.tolist() == [1, 1, 1, 1]
+    link.close()
+
+
+def test_what_is_overwritten_without_a_fence_shows_where_fills_are_late():
+    gate = Gate()
+    link = ThrottledLink(FAST, delay=gate, late_fill=True)
+    grads, to = torch.ones(4), torch.zeros(4)
+    ticket = link.down(copied_from(grads), to, reads=[grads])
+    grads.fill_(2)
+    gate.open.set()
+    ticket.wait()
+    assert to.tolist() == [2, 2, 2, 2]
+    link.close()
+
+
+def test_a_fence_waits_for_late_fills_and_is_a_stall():
+    gate = Gate()
+    link = ThrottledLink(FAST, delay=gate, late_fill=True)
+    grads, to = torch.ones(4), torch.zeros(4)
+    ticket = link.down(copied_from(grads), to, reads=[grads])
+    threading.Timer(0.05, gate.open.set).start()
+    link.fence()
+    grads.fill_(2)
+    ticket.wait()
+    assert to.tolist() == [1, 1, 1, 1]
+    assert link.device_stall_ms() >= 40
+    link.close()
+
+
+def test_a_failing_late_fill_is_raised_by_a_fence_and_its_ticket():
+    link = ThrottledLink(FAST, late_fill=True)
+    ticket = link.down(failing, torch.zeros(4))
+    with pytest.raises(OffloadError, match="'link down' failed: ZeroDivisionError"):
+        link.fence()
+    with pytest.raises(OffloadError, match="has not begun this job, as one before it failed") as raised:
+        ticket.wait()
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    link.down(filled(1), torch.zeros(4)).wait()
+    link.close()
+
+
+def test_a_failing_fill_or_take_is_the_callers():
+    link = ThrottledLink(FAST)
+    with pytest.raises(ZeroDivisionError):
+        link.down(failing, torch.zeros(4))
+    with pytest.raises(ZeroDivisionError):
+        link.up(torch.zeros(4), failing)
+    link.close()
+
+
+def test_a_link_that_hangs_is_told():
+    gate = Gate()
+    link = ThrottledLink(FAST, delay=gate, patience_s=0.2)
+    ticket = link.down(filled(1), torch.zeros(4))
+    with pytest.raises(OffloadError, match="'link down' has given no sign of life for 0.2 s"):
+        ticket.wait()
+    gate.open.set()
+    link.close()
+
+
+def test_a_slow_transfer_lives():
+    link = ThrottledLink(1.0, latency_s=0.5, patience_s=0.2)
+    link.down(filled(1), torch.zeros(4)).wait()
+    link.close()
+
+
+def timed(run):
+    begun = time.perf_counter()
+    run()
+    return time.perf_counter() - begun
+
+
+def test_the_rate_is_kept():
+    """To 2 % over 50 ms. A busy machine only adds to a time, so the least of some counts; none is shorter than it says."""
+    link, to = ThrottledLink(0.1), torch.zeros(5_000_000, dtype=torch.uint8)
+    source = torch.ones_like(to)
+    for way in (lambda: link.down(filled(1), to).wait, lambda: link.fetch(source).land):
+        least, end = 1.0, time.monotonic() + 5
+        while least > 1.02 * 0.05 and time.monotonic() < end:
+            asked = time.perf_counter()
+            wait = way()
+            given = time.perf_counter()  # the link has it by now; the host was busy with filling it
+            wait()
+            over = time.perf_counter()
+            assert over - asked >= 0.05
+            least = min(least, over - given)
+        assert least <= 1.02 * 0.05
+    link.close()
+
+
+class SlowSleeper:
+    """Time that passes in sleep only, which always takes 1.5 ms longer than asked."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds + 1.5e-3
+
+
+@pytest.mark.parametrize("latency", [0.0, 2e-3])
+def test_errors_of_sleeping_do_not_add_up(monkeypatch, latency):
+    clock, gate, count = SlowSleeper(), Gate(), 10
+    monkeypatch.setattr(links, "time", clock)
+    link, source = ThrottledLink(0.2, latency, delay=gate), torch.ones(1_000_000, dtype=torch.uint8)  # 5 ms each
+    arrivals = [link.fetch(source) for _ in range(count)]
+    gate.open.set()
+    for arrival in arrivals:
+        arrival.wait()
+    expected = count * (5e-3 + latency)
+    assert expected <= clock.now <= 1.02 * expected + 1.5e-3
+    link.close()
+
+
+def test_directions_do_not_share_a_rate():
+    link, to = ThrottledLink(0.1), torch.zeros(5_000_000, dtype=torch.uint8)
+    source = torch.zeros_like(to)
+
+    def both():
+        ticket = link.down(filled(1), to)
+        link.up(source, nothing)
+        link.copy_down(torch.ones(()), torch.zeros(()))
+        ticket.wait()
+
+    assert min(timed(both) for _ in range(4)) < 0.09  # one after the other: 0.1
+    link.close()
+
+
+def test_who_lands_waits_and_that_is_counted():
+    link, source = ThrottledLink(0.1), torch.zeros(5_000_000, dtype=torch.uint8)
+    arrival = link.fetch(source)
+    assert link.device_stall_ms() == 0
+    arrival.land()
+    first = link.device_stall_ms()
+    assert first > 30
+    arrival = link.fetch(source)
+    arrival.wait()  # the host waited, and the device computed
+    arrival.land()
+    assert link.device_stall_ms() - first < 20
+    link.close()
+
+
+def test_a_transfer_that_waits_costs_no_processor_time():
+    link = ThrottledLink(0.1, latency_s=0.25)
+    before = time.process_time()
+    ticket = link.down(filled(1), torch.zeros(4))
+    time.sleep(0.25)
+    assert time.process_time() - before < 0.1
+    ticket.wait()
+    link.close()
+
+
+def test_the_training_thread_runs_while_a_transfer_waits():
+    """A thread that slept with Python's lock would stop it for the whole transfer."""
+    link, longest = ThrottledLink(0.1, latency_s=0.2), []
+    for _ in range(3):
+        ticket, last, gap = link.down(filled(1), torch.zeros(4)), time.perf_counter(), 0.0
+        while not ticket.done():
+            now = time.perf_counter()
+            last, gap = now, max(gap, now - last)
+        longest.append(gap)
+    assert min(longest) < 0.1
+    link.close()
+
+
+def test_dropped_links_leave_no_thread():
+    gc.collect()
+    time.sleep(0.1)
+    before = threading.active_count()
+    for _ in range(20):
+        link = make_throttled()
+        link.down(filled(1), torch.zeros(4)).wait()
+        link.up(torch.zeros(4), nothing)
+    assert threading.active_count() >= before + 2
+    del link
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize(("gb_s", "latency_s"), [(0, 0), (-1, 0), (float("nan"), 0), (1, -1)])
+def test_a_rate_is_positive(gb_s, latency_s):
+    with pytest.raises(ValueError, match="must be positive"):
+        ThrottledLink(gb_s, latency_s)
+
+
+def test_only_whole_memory_is_transferred():
+    link = make_throttled()
+    torn = torch.zeros(4, 4).t()
+    for call in (
+        lambda: link.down(filled(1), torn[:2]),
+        lambda: link.up(torn[:2], nothing),
+        lambda: link.copy_down(torch.zeros(2, 4), torn[:2]),
+    ):
+        with pytest.raises(ValueError, match="shape \\[2, 4\\] is not contiguous"):
+            call()
+    assert (link.bytes_down, link.bytes_up, link.bytes_small) == (0, 0, 0)
+    link.close()
+
+
+# -- CUDA, rehearsed: streams that do nothing before somebody lets them, and then only what others wait for
+
+
+class LateStream:
+    def __init__(self):
+        self.work, self.passed, self.kept = [], 0, []
+
+    def do(self, work):
+        self.work.append(work)
+
+    def wait_event(self, event):
+        if event.at is not None:
+            self.do(lambda at=event.at: at[0].run(at[1]))
+
+    def wait_stream(self, other):
+        count = len(other.work)
+        self.do(lambda: other.run(count))
+
+    def run(self, count=None):
+        """Until `count` pieces of work are done."""
+        while self.passed < (len(self.work) if count is None else count):
+            self.passed += 1
+            self.work[self.passed - 1]()
+
+
+class LateEvent:
+    clock = 0.0
+
+    def __init__(self, enable_timing=False):
+        self.at, self.time = None, 0.0
+
+    def record(self, stream):
+        self.at = stream, len(stream.work) + 1
+        stream.do(self.stamp)
+
+    def stamp(self):
+        LateEvent.clock += 1.0
+        self.time = LateEvent.clock
+
+    def query(self):
+        return self.at is None or self.at[0].passed >= self.at[1]
+
+    def elapsed_time(self, other):
+        return other.time - self.time
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """The main stream; what is copied is copied when its stream runs."""
+    main = LateStream()
+    streams = [main]
+
+    @contextlib.contextmanager
+    def stream(other):
+        streams.append(other)
+        yield
+        streams.pop()
+
+    copy_ = torch.Tensor.copy_
+
+    def launch(to, source, non_blocking=False):
+        streams[-1].do(lambda: copy_(to, source))
+        return to
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: LateStream())
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
+    monkeypatch.setattr(torch.Tensor, "copy_", launch)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: stream.kept.append(tensor))
+    return main
+
+
+def rehearsed(lean=False, patience_s=60.0):
+    link = CudaLink("cuda:0", lean, patience_s)
+    link.device = torch.device("cpu")
+    return link
+
+
+both = pytest.mark.parametrize("lean", [False, True], ids=["whole", "lean"])
+
+
+@both
+def test_a_fill_comes_after_the_main_streams_work_and_a_fence_before_more(late, lean):
+    link, grads, to = rehearsed(lean), torch.zeros(3), torch.zeros(3)
+    late.do(lambda: grads.fill_(1))
+    ticket = link.down(copied_from(grads), to, reads=[grads])
+    link.fence()
+    late.do(lambda: grads.fill_(2))
+    late.run()  # as far ahead as it can
+    assert not ticket.done()
+    link._down.run()
+    assert ticket.done()
+    ticket.wait()
+    assert to.tolist() == [1, 1, 1]
+    assert link.bytes_down == 12
+
+
+@both
+def test_a_copy_waits_for_its_fill_and_that_for_the_main_stream(late, lean):
+    link, grads, to = rehearsed(lean), torch.zeros(3), torch.zeros(3)
+    late.do(lambda: grads.fill_(1))
+    link.down(copied_from(grads), to, reads=[grads])
+    late.do(lambda: grads.fill_(2))
+    link._down.run()  # as far ahead as it can
+    assert to.tolist() == [1, 1, 1]
+    value, small = torch.zeros(()), torch.zeros(())
+    late.do(lambda: value.fill_(1))
+    link.copy_down(value, small)
+    link._small.run()
+    assert value == 1  # what came before has happened
+
+
+@both
+def test_without_a_fence_the_main_stream_is_ahead_of_a_fill(late, lean):
+    link, grads, to = rehearsed(lean), torch.ones(3), torch.zeros(3)
+    link.down(copied_from(grads), to, reads=[grads])
+    late.do(lambda: grads.fill_(2))
+    late.run()
+    link._down.run()
+    assert to.tolist() == [2, 2, 2]
+
+
+@both
+def test_a_fence_waits_for_copies_only_where_staging_is_lean(late, lean):
+    link, grads = rehearsed(lean), torch.ones(3)
+    tickets = [link.down(copied_from(grads), torch.zeros(3), reads=[grads]) for _ in range(3)]
+    link.fence()
+    late.run()
+    assert [ticket.done() for ticket in tickets] == ([True, True, False] if lean else [False] * 3)
+
+
+@both
+def test_memory_is_kept_for_the_streams_that_use_it(late, lean):
+    link, grads = rehearsed(lean), torch.ones(3)
+    link.down(copied_from(grads), torch.zeros(3), reads=[grads])
+    assert [x is grads for x in link._fill.kept] == [True]
+    assert len(link._down.kept) == 1  # the staging, or in a lean link the gradient
+    assert (link._fill is link._down) == lean
+    link.up(torch.ones(3), nothing)
+    assert [x.shape for x in late.kept] == ([] if lean else [(3,)])  # a lean link's is the main stream's own
+    value = torch.ones(())
+    link.copy_down(value, torch.zeros(()))
+    assert [x is value for x in link._small.kept] == [False]  # a copy, as value may be overwritten
+
+
+def test_host_memory_is_kept_until_its_copy_is_done(late):
+    link, to = rehearsed(), torch.zeros(3)
+    kept = weakref.ref(to)
+    link.down(filled(1), to)
+    del to
+    assert kept() is not None
+    link._down.run()
+    link.down(filled(1), torch.zeros(3))
+    late.work.clear()  # closures of this stand-in hold tensors
+    link._down.work.clear()
+    assert kept() is None
+
+
+def test_the_main_stream_waits_for_what_it_takes(late):
+    link, weight, source = rehearsed(), torch.zeros(3), torch.ones(3)
+    ticket = link.up(source, taking(weight))
+    assert not ticket.done()
+    late.run()
+    assert ticket.done()
+    assert weight.tolist() == [1, 1, 1]
+    assert link.bytes_up == 12
+
+
+def test_what_is_fetched_early_is_not_waited_for(late):
+    link, weight = rehearsed(), torch.zeros(3)
+    arrival = link.fetch(torch.ones(3))
+    late.do(lambda: weight.fill_(5))
+    late.run()
+    assert not arrival.done()  # the main stream went on
+    weight.copy_(arrival.land())
+    late.run()
+    assert weight.tolist() == [1, 1, 1]
+    with pytest.raises(AssertionError, match="lands once"):
+        arrival.land()
+
+
+def test_a_lean_links_fetched_copy_begins_after_the_work_so_far(late):
+    """As its memory may be what that work has just freed."""
+    link, order = rehearsed(lean=True), []
+    late.do(lambda: order.append("work so far"))
+    arrival = link.fetch(torch.ones(3))
+    link._up.do(lambda: order.append("copied"))
+    late.do(lambda: order.append("work after"))
+    link._up.run()
+    assert order == ["work so far", "copied"]
+    assert arrival.land().tolist() == [1, 1, 1]
+
+
+def test_stalls_are_read_late_and_only_where_there_can_be_one(late, monkeypatch):
+    link = rehearsed()
+    for _ in range(3):
+        link.up(torch.ones(3), nothing)
+    assert link.device_stall_ms() == 0
+    late.run()
+    stalled = link.device_stall_ms()
+    assert stalled > 0
+    assert link.device_stall_ms() == stalled
+    arrival = link.fetch(torch.ones(3))
+    link._up.run()
+    before = len(late.work)
+    arrival.land()  # has arrived: neither waits nor events
+    assert len(late.work) == before
+    monkeypatch.setattr(links, "_LIVE", 4)
+    for _ in range(10):
+        link.up(torch.ones(3), nothing)
+    assert len(link._stalls._pairs) == 4
+    late.run()
+    assert link.device_stall_ms() > stalled
+    assert not link._stalls._pairs
+    assert len(link._stalls._free) == 4
+
+
+def test_a_copy_is_waited_for_until_it_is_done_or_the_patience_ends(late):
+    link = rehearsed(patience_s=0.05)
+    ticket = link.down(filled(1), torch.zeros(3))
+    with pytest.raises(OffloadError, match="not done after 0.05 s: the device hangs"):
+        ticket.wait()
+    threading.Timer(0.02, link._down.run).start()
+    ticket.wait()
+    ticket = link.down(filled(1), torch.zeros(3))
+    threading.Timer(0.02, link._down.run).start()
+    link.close()
+    assert ticket.done()
+    link.close()
+
+
+def test_a_worker_that_waits_for_a_copy_lives(late):
+    link, worker = rehearsed(), Worker("accumulator", patience_s=0.2)
+    job = worker.submit(link.down(filled(1), torch.zeros(3)).wait)
+    threading.Timer(0.5, link._down.run).start()
+    job.wait()
+    worker.close()
+
+
+def test_memory_that_cannot_be_pinned_is_ordinary_and_said_once(monkeypatch):
+    """Small buffers come from torch, which needs a device; large ones are registered."""
+    link = rehearsed_buffers(monkeypatch, error=2)
+    with pytest.warns(UserWarning, match="65 MiB of host memory could not be pinned .*ulimit -l"):
+        large = link.buffer((65 << 20,), torch.uint8)
+    assert (large.shape, large.dtype) == ((65 << 20,), torch.uint8)
+    link.buffer((65 << 20,), torch.uint8)  # a second warning would be an error here
+    if not torch.cuda.is_available():
+        assert link.buffer((3, 4), torch.bfloat16).shape == (3, 4)
+
+
+def test_large_buffers_are_pinned_as_they_are_until_they_are_freed(monkeypatch):
+    link = rehearsed_buffers(monkeypatch, error=0)
+    large = link.buffer((65, 1 << 20), torch.uint8)
+    place, view = large.data_ptr(), large[1:]
+    assert link.calls == [("register", place, 65 << 20, 1)]
+    del large
+    assert len(link.calls) == 1  # a view is a use
+    del view
+    assert link.calls[1:] == [("unregister", place)]
+
+
+def rehearsed_buffers(monkeypatch, error):
+    calls = []
+
+    def register(*arguments):
+        calls.append(("register", *arguments))
+        return error
+
+    def unregister(place):
+        calls.append(("unregister", place))
+
+    fake = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    link = rehearsed()
+    link.calls = calls
+    return link

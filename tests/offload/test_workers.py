@@ -1,0 +1,576 @@
+"""Workers: order, errors, death, hanging, interrupts, ends (dropped, closed, forked, interpreter), cores and torch threads."""
+
+import copy
+import functools
+import gc
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from surokit.errors import OffloadError
+from surokit.offload import workers
+from surokit.offload.workers import Worker, beat, split_cores
+
+ROOT = Path(__file__).parents[2]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="cores and tasks are read as Linux tells them")
+
+
+@pytest.fixture
+def worker():
+    worker = Worker("adam", patience_s=5.0)
+    yield worker
+    worker.close()
+
+
+def boom():
+    raise RuntimeError("the sum overflowed")
+
+
+def nothing():
+    pass
+
+
+def thread_of(worker):
+    assert worker._shared.thread is not None
+    return worker._shared.thread
+
+
+def until(true, seconds=5.0):
+    """Waits for what another thread does at once."""
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert true()
+
+
+def test_jobs_are_done_in_their_order_on_one_thread_without_gradients(worker):
+    seen = []
+    jobs = [
+        worker.submit(lambda i=i: seen.append((i, threading.current_thread().name, torch.is_grad_enabled())))
+        for i in range(20)
+    ]
+    jobs[-1].wait()
+    assert seen == [(i, "surokit-adam", False) for i in range(20)]
+    assert all(job.done() for job in jobs)
+    assert torch.is_grad_enabled()
+
+
+def test_a_job_is_not_done_before_it_is(worker):
+    go = threading.Event()
+    job = worker.submit(go.wait)
+    behind = worker.submit(nothing)
+    assert not job.done()
+    assert not behind.done()
+    go.set()
+    behind.wait()
+    assert job.done()
+
+
+def test_a_wait_raises_the_jobs_error_with_its_traceback(worker):
+    job = worker.submit(boom)
+    for _ in range(2):  # whoever waits again is told again
+        with pytest.raises(OffloadError, match="'adam' failed: RuntimeError: the sum overflowed.*checkpoint") as raised:
+            job.wait()
+    cause = raised.value.__cause__
+    assert isinstance(cause, RuntimeError)
+    assert [frame.name for frame in traceback.extract_tb(cause.__traceback__)] == ["boom"]
+    worker.check()  # told already
+    worker.submit(nothing).wait()
+
+
+def test_check_raises_an_error_once_and_never_waits(worker):
+    go = threading.Event()
+    worker.submit(lambda: (go.wait(), boom()))
+    worker.check()
+    go.set()
+    until(lambda: worker._jobs[0].done())
+    with pytest.raises(OffloadError, match="overflowed"):
+        worker.check()
+    worker.check()
+
+
+def test_what_comes_behind_a_failed_job_is_not_done(worker):
+    seen = []
+    go = threading.Event()
+    worker.submit(lambda: (go.wait(), boom()))
+    behind = [worker.submit(lambda: seen.append("behind")) for _ in range(2)]
+    go.set()
+    with pytest.raises(OffloadError, match="has not begun this job, as one before it failed") as raised:
+        behind[1].wait()
+    assert str(raised.value.__cause__) == "the sum overflowed"  # the first failure, although nobody waited for that job
+    worker.check()
+    worker.submit(lambda: seen.append("after")).wait()
+    assert seen == ["after"]
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, MemoryError])
+def test_whatever_ends_a_job_belongs_to_who_waits(worker, kind):
+    def work():
+        raise kind
+
+    with pytest.raises(OffloadError, match=kind.__name__) as raised:
+        worker.submit(work).wait()
+    assert isinstance(raised.value.__cause__, kind)
+    worker.submit(nothing).wait()
+
+
+def test_a_thread_that_has_died_is_told(worker):
+    worker.submit(nothing).wait()
+    worker._shared.queue.put(None)  # its thread ends, and nobody has closed it
+    until(lambda: not thread_of(worker).is_alive())
+    lost = workers.Job(worker._shared, nothing)
+    for say in (lost.wait, worker.check, worker.check, lambda: worker.submit(nothing)):
+        with pytest.raises(OffloadError, match="'adam' has died"):
+            say()
+    worker.close()
+    worker.submit(nothing).wait()
+
+
+def test_a_wait_ends_when_the_thread_dies_meanwhile(worker):
+    go = threading.Event()
+    worker.submit(go.wait)
+    worker._shared.queue.put(None)
+    lost = worker.submit(nothing)
+    threading.Timer(0.1, go.set).start()
+    with pytest.raises(OffloadError, match="has died"):
+        lost.wait()
+
+
+def test_a_hanging_job_is_told_after_the_patience():
+    worker, go = Worker("accumulator", patience_s=0.2), threading.Event()
+    job = worker.submit(go.wait)
+    begun = time.monotonic()
+    with pytest.raises(OffloadError, match="'accumulator' has given no sign of life for 0.2 s"):
+        job.wait()
+    assert time.monotonic() - begun >= 0.19
+    go.set()
+    job.wait()  # it has not changed anything
+    worker.close()
+
+
+@pytest.mark.parametrize("sign", ["own", "module", "jobs"])
+def test_a_beat_is_a_sign_of_life(sign):
+    worker = Worker("adam", patience_s=0.3)
+
+    def work():
+        for _ in range(12):
+            time.sleep(0.05)
+            if sign != "jobs":
+                (worker.beat if sign == "own" else beat)()
+
+    if sign == "jobs":  # each is shorter than the patience, and all together are longer
+        jobs = [worker.submit(lambda: time.sleep(0.1)) for _ in range(6)]
+        jobs[-1].wait()
+    else:
+        worker.submit(work).wait()
+    beat()  # on other threads nothing
+    worker.close()
+
+
+def test_a_worker_that_waits_for_another_lives():
+    front, back = Worker("front", patience_s=0.3), Worker("back", patience_s=5.0)
+    slow = back.submit(lambda: time.sleep(0.7))
+    front.submit(slow.wait).wait()
+    front.close()
+    back.close()
+
+
+def test_an_interrupt_ends_a_wait_at_once_and_changes_nothing(worker):
+    took = []
+    for _ in range(3):
+        go = threading.Event()
+        sent: list[float] = []
+
+        def interrupt(sent=sent):
+            sent.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+        job = worker.submit(go.wait)
+        threading.Timer(0.05, interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            job.wait()
+        took.append(time.monotonic() - sent[0])
+        assert not job.done()
+        go.set()
+        job.wait()
+        worker.check()
+    assert min(took) < 0.1
+
+
+def test_a_delay_comes_before_each_job():
+    asked = []
+
+    def delay():
+        asked.append(time.monotonic())
+        return 0.02
+
+    begun = []
+    worker = Worker("adam", delay=delay)
+    for _ in range(3):
+        worker.submit(lambda: begun.append(time.monotonic()))
+    worker.submit(nothing).wait()
+    worker.close()
+    assert len(asked) == 4
+    assert all(b - a >= 0.02 for a, b in zip(asked, begun))
+
+
+def test_closing_drops_what_has_not_begun_and_a_submit_starts_anew(worker):
+    go, seen = threading.Event(), []
+    running = worker.submit(lambda: seen.append(go.wait() and "running"))
+    dropped = worker.submit(lambda: seen.append("dropped"))
+    threading.Timer(0.05, go.set).start()
+    worker.close()
+    assert seen == ["running"]
+    assert running.done()
+    assert dropped.done()
+    with pytest.raises(OffloadError, match="was closed before this job began"):
+        dropped.wait()
+    worker.close()
+    worker.check()
+    worker.submit(lambda: seen.append("anew")).wait()
+    assert seen == ["running", "anew"]
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match="threads=0 must be at least 1"):
+        Worker("adam", threads=0)
+    with pytest.raises(ValueError, match="patience_s=0"):
+        Worker("adam", patience_s=0)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
+def test_a_copy_has_a_thread_of_its_own(worker, copied):
+    worker.submit(nothing).wait()
+    other = copied(worker)
+    threads = []
+    for each in (worker, other):
+        each.submit(lambda: threads.append(threading.get_ident())).wait()
+    other.close()
+    assert (other.name, other.threads, other.patience_s) == ("adam", 1, 5.0)
+    assert len(set(threads)) == 2
+
+
+class Owner:
+    """As an optimizer: it holds its worker and jobs, and its jobs hold it."""
+
+    def __init__(self, threads=1):
+        self.worker = Worker("owned", threads=threads)
+        self.sum = torch.zeros(4)
+        self.job = self.worker.submit(self.add)
+
+    def add(self):
+        self.sum += 1
+
+    def add_when(self, go, done):
+        go.wait()
+        self.add()
+        done.append(self.sum[0].item())
+
+    def fail(self):
+        boom()
+
+
+def tasks():
+    """Of this process, torch's own threads among them."""
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
+def test_a_thousand_dropped_owners_leave_no_thread():
+    Owner().job.wait()
+    gc.collect()
+    until(lambda: not any(thread.name == "surokit-owned" for thread in threading.enumerate()))
+    threads = threading.active_count()
+    before = len(tasks()) if sys.platform == "linux" else 0
+    for _ in range(1000):
+        Owner().job.wait()
+    gc.collect()
+    until(lambda: threading.active_count() <= threads)
+    if sys.platform == "linux":
+        until(lambda: len(tasks()) <= before)
+
+
+def test_an_owner_that_is_dropped_with_an_error_that_nobody_saw_leaves_no_thread():
+    owner = Owner()
+    thread = thread_of(owner.worker)
+    failed = owner.worker.submit(owner.fail)
+    until(failed.done)
+    del owner, failed
+    gc.collect()
+    until(lambda: not thread.is_alive())
+
+
+def test_an_owner_that_is_dropped_while_its_job_runs_ends_after_it():
+    owner, go = Owner(), threading.Event()
+    done: list[float] = []
+    thread = thread_of(owner.worker)
+    owner.worker.submit(functools.partial(owner.add_when, go, done))
+    del owner
+    gc.collect()
+    time.sleep(0.05)
+    assert thread.is_alive()
+    go.set()
+    until(lambda: not thread.is_alive())
+    assert done == [2.0]
+
+
+@linux
+def test_torchs_own_threads_end_with_the_worker():
+    if torch.get_num_threads() < 2 or "libgomp" not in Path("/proc/self/maps").read_text():
+        pytest.skip("torch computes on one thread, or on threads that are kept")
+    big = torch.zeros(1 << 20).sigmoid_()  # with this thread's own
+    before = len(tasks())
+    owner = Owner(threads=2)
+    owner.worker.submit(big.sigmoid_).wait()
+    assert len(tasks()) >= before + 2
+    del owner
+    gc.collect()
+    until(lambda: len(tasks()) <= before)
+
+
+def run(code, **options):
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, **options)
+    return done, time.monotonic() - begun
+
+
+def test_the_interpreter_ends_cleanly_with_jobs_running():
+    done, _ = run(
+        """
+import time, torch, atexit
+from surokit.offload.workers import Worker
+began = []
+atexit.register(lambda: print("took", time.monotonic() - began[0]))  # runs after the worker's, which registers later
+beating, short, idle, unused = (Worker(name, threads=2) for name in ("beating", "short", "idle", "unused"))
+big = torch.zeros(1 << 20)
+def endless():
+    while True:
+        big.sigmoid_()
+        beating.beat()
+def brief():  # without a beat: waited for
+    for _ in range(100):
+        big.sigmoid()
+    print("brief is done", flush=True)
+beating.submit(endless)
+beating.submit(lambda: print("never"))
+short.submit(brief)
+idle.submit(lambda: None).wait()
+time.sleep(0.1)
+began.append(time.monotonic())
+"""
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "brief is done"
+    assert float(lines[1].removeprefix("took ")) < workers._EXIT_S
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_process_neither_uses_nor_joins_the_thread(worker):
+    go = threading.Event()
+    job = worker.submit(go.wait)
+    child = os.fork()
+    if child == 0:
+        told = 0
+        for say in (lambda: worker.submit(nothing), worker.check, job.wait):
+            try:
+                say()
+            except OffloadError as error:
+                told += "belongs to the process that this one was forked from" in str(error)
+        worker.close()  # waits for nobody
+        workers._end_all()
+        worker.__init__("child")  # one of its own works
+        worker.submit(nothing).wait()
+        del worker
+        os._exit(told)
+    deadline = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        assert time.monotonic() < deadline, "the child hangs"
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(ended[1]) == 3
+    assert not job.done()
+    go.set()
+    job.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="data loaders fork on Linux")
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_data_loaders_processes_come_and_go_beside_it(worker):
+    go = threading.Event()
+    job = worker.submit(go.wait)
+    data = torch.utils.data.TensorDataset(torch.arange(4))
+    loader = torch.utils.data.DataLoader(data, num_workers=1, multiprocessing_context="fork")
+    assert [int(x) for (x,) in loader] == [0, 1, 2, 3]
+    go.set()
+    job.wait()
+
+
+def test_torch_threads_are_the_workers_own():
+    main = torch.get_num_threads()
+    counts = {}
+
+    def fresh(name):
+        thread = threading.Thread(target=lambda: counts.update({name: torch.get_num_threads()}))
+        thread.start()
+        thread.join()
+
+    fresh("before")
+    for threads in (1, main + 2):
+        worker = Worker("adam", threads=threads)
+        worker.submit(lambda: counts.update(worker=torch.get_num_threads())).wait()
+        assert counts["worker"] == threads
+        assert torch.get_num_threads() == main
+        fresh("after")
+        assert counts["after"] == counts["before"]  # what new threads begin with is not changed either
+        worker.close()
+
+
+@linux
+def test_a_worker_and_torchs_threads_under_it_are_bound():
+    mine = os.sched_getaffinity(0)
+    core = max(mine)
+    before, bound = tasks(), {}
+    worker, big = Worker("adam", cores=[core], threads=2), torch.zeros(1 << 20)
+
+    def work():
+        big.sigmoid_()
+        bound.update({task: os.sched_getaffinity(task) for task in tasks() - before})
+
+    worker.submit(work).wait()
+    assert os.sched_getaffinity(0) == mine
+    assert bound
+    if workers._binds():
+        assert set(map(frozenset, bound.values())) == {frozenset({core})}
+    worker.close()
+
+
+@linux
+def test_nothing_is_bound_where_that_does_not_help(monkeypatch):
+    mine, seen = os.sched_getaffinity(0), []
+
+    def affinity_of_a_worker():
+        worker = Worker("adam", cores=[min(mine)])
+        worker.submit(lambda: seen.append(os.sched_getaffinity(threading.get_native_id()))).wait()
+        worker.close()
+
+    with monkeypatch.context() as patch:  # a group has the time of less than the cores
+        patch.setattr(workers, "_quota", lambda: len(mine) - 0.5)
+        affinity_of_a_worker()
+    with monkeypatch.context() as patch:  # not Linux
+        patch.delattr(os, "sched_setaffinity")
+        affinity_of_a_worker()
+    assert seen == [mine, mine]
+
+
+@linux
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_cannot_begin_is_told(monkeypatch):
+    monkeypatch.setattr(workers, "_binds", boom)
+    worker = Worker("adam", cores=[0])
+    with pytest.raises(OffloadError, match="'adam' has died"):
+        worker.submit(nothing).wait()
+    worker.close()
+
+
+def test_cores_that_are_gone_are_no_error():
+    worker = Worker("adam", cores=[100_000])
+    worker.submit(nothing).wait()
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("count", "reserved", "sizes"),
+    [
+        (3, 0.5, (1, 1, 1)),
+        (4, 0.5, (2, 1, 1)),
+        (8, 0.5, (4, 1, 3)),
+        (16, 0.5, (8, 2, 6)),
+        (64, 0.25, (16, 12, 36)),
+        (8, 0.0, (1, 1, 6)),
+        (8, 1.0, (6, 1, 1)),
+    ],
+)
+def test_cores_are_split(monkeypatch, count, reserved, sizes):
+    cores = list(range(10, 10 + count))
+    monkeypatch.setattr(workers, "_cores", lambda: cores)
+    parts = split_cores(reserved)
+    assert tuple(map(len, parts)) == sizes
+    assert [core for part in parts for core in part] == cores
+
+
+@pytest.mark.parametrize(("cores", "parts"), [([5], ([5], [5], [5])), ([5, 6], ([5], [6], [6]))])
+def test_few_cores_are_shared(monkeypatch, cores, parts):
+    monkeypatch.setattr(workers, "_cores", lambda: cores)
+    assert split_cores(0.5) == parts
+
+
+@pytest.mark.parametrize("reserved", [-0.1, 1.1, math.nan])
+def test_a_share_is_a_share(reserved):
+    with pytest.raises(ValueError, match="must be a share of the cores"):
+        split_cores(reserved)
+
+
+def test_the_cores_are_the_processs_and_no_more_than_its_time(monkeypatch):
+    monkeypatch.setattr(workers, "_quota", lambda: math.inf)
+    if hasattr(os, "sched_getaffinity"):
+        assert set(workers._cores()) == os.sched_getaffinity(0)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+        monkeypatch.setattr(workers, "_place", lambda core: (core % 4, core))
+        assert workers._cores() == [0, 4, 1, 5, 2, 6, 3, 7]  # two threads on each of four cores
+        for quota, count in ((3.5, 3), (0.5, 1), (99.0, 8)):
+            monkeypatch.setattr(workers, "_quota", lambda quota=quota: quota)
+            assert len(workers._cores()) == count
+        monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(workers, "_quota", lambda: math.inf)
+    assert workers._cores() == list(range(6))
+
+
+def test_siblings_are_read(tmp_path):
+    for core, siblings in ((0, "0,4\n"), (4, "0,4\n"), (3, "2-3\n")):
+        folder = tmp_path / f"cpu{core}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings)
+    assert [workers._place(core, tmp_path) for core in (0, 4, 3, 7)] == [(0, 0), (0, 4), (2, 3), (7, 7)]
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_the_time_of_control_groups_is_read(tmp_path):
+    own, groups = tmp_path / "own", tmp_path / "groups"
+    assert workers._quota(own, groups) == math.inf  # no such system
+    own.write_text("0::/a/b\n")
+    assert workers._quota(own, groups) == math.inf
+    write(groups / "a/b/cpu.max", "max 100000\n")
+    assert workers._quota(own, groups) == math.inf
+    write(groups / "a/cpu.max", "250000 100000\n")  # what is above counts too
+    assert workers._quota(own, groups) == 2.5
+    write(groups / "cpu.max", "nonsense\n")
+    assert workers._quota(own, groups) == 2.5
+    own.write_text("0::/../elsewhere\n")  # a container sees its own group as the top
+    write(groups / "cpu.max", "150000 100000\n")
+    assert workers._quota(own, groups) == 1.5
+
+
+def test_the_time_of_the_first_version_of_control_groups_is_read(tmp_path):
+    own, groups = tmp_path / "own", tmp_path / "groups"
+    own.write_text("5:memory:/a\n4:cpu,cpuacct:/a\n")
+    write(groups / "cpu/a/cpu.cfs_quota_us", "-1\n")
+    write(groups / "cpu/a/cpu.cfs_period_us", "100000\n")
+    assert workers._quota(own, groups) == math.inf
+    write(groups / "cpu/cpu.cfs_quota_us", "400000\n")
+    write(groups / "cpu/cpu.cfs_period_us", "100000\n")
+    assert workers._quota(own, groups) == 4.0
