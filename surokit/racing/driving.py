@@ -64,6 +64,7 @@ class _Follower:
 
     def on_step(self, record: Record) -> None:
         if self._listens:
+            self._driver.stop_turn()
             run = self._driver.race.runs[self._name]
             run.steps.add(record)
             if self._panel is not None:  # of the warm-up no times: it is in no rate
@@ -147,10 +148,11 @@ class Driver:
                 raise RuntimeError(
                     "The race goes on already: wait for it with race.wait(), or end it with race.stop()."
                 )
-            self._state = "running"
-        self._stop_asked, self._pause_asked = "", False  # what was asked before does not hold
-        for word in (STOP, PAUSE, SAVE):
-            self._remove(word)
+            self._stop_asked, self._pause_asked = "", False  # what was asked before does not hold
+            for word in (STOP, PAUSE, SAVE):
+                self._remove(word)
+            self.race.reason = ""
+            self._state = "running"  # last: what is asked from now on holds
 
     def end(self) -> None:
         self._state, self._worker = "idle", None
@@ -172,10 +174,9 @@ class Driver:
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         title = ", ".join(self.race.runs)
-        running = Running(stoppable, self, device, title, what="the race", goes_on="race.go_on()")
-        if self._view:
-            self._view.wait()  # now, where the cursor is
-        return running
+        if self._view and self._state == "idle":
+            self._view.wait()  # now, where the cursor is; before the thread, which an interrupt of this would leave to nobody
+        return Running(stoppable, self, device, title, what="the race", goes_on="race.go_on()")
 
     def _do(self, work: Callable[[], None]) -> None:
         self._worker = threading.get_ident()
@@ -463,15 +464,22 @@ class Driver:
         if self._state == "idle":
             return
         self._stop_asked = self._stop_asked or reason
-        if (session := self._session) is not None:
-            session.control.stop(reason)
+        self.stop_turn()
+
+    def stop_turn(self) -> None:
+        """Ends the turn that goes on, where the race shall stop; looked at again at each step: a stop may come before the first."""
+        if self._stop_asked and (session := self._session) is not None:
+            session.control.stop(self._stop_asked)
 
     def _file(self, word: str) -> Path | None:
         return None if self.race.run_dir is None else self.race.run_dir / word
 
     def _there(self, word: str) -> bool:
+        """Whether that file is in the folder; a disk that does not answer is no reason to stop."""
         file = self._file(word)
-        return file is not None and file.exists()
+        with suppress(OSError):
+            return file is not None and file.exists()
+        return False
 
     def _remove(self, word: str) -> None:
         file = self._file(word)
@@ -483,7 +491,7 @@ class Driver:
         """Between two turns: waits while it is paused, and says whether the race shall end."""
         try:
             while True:
-                if (file := self._file(STOP)) is not None and file.exists():
+                if (file := self._file(STOP)) is not None and self._there(STOP):
                     self._stop_asked = self._stop_asked or reason_in(file)
                     self._remove(STOP)
                 if self._there(SAVE):
@@ -517,12 +525,14 @@ class Driver:
         self._began_s = time.monotonic()
         previous = signal.getsignal(signal.SIGINT)
         main = threading.current_thread() is threading.main_thread() and previous not in (None, signal.SIG_IGN)
-        ends = _End(reason)
+        ends, interrupted = _End(reason), False
 
         def handler(_signal: int, _frame: Any) -> None:
+            nonlocal interrupted
             session = self._session
-            if self._stop_asked and not self._moving and not (session and session.control.final):
+            if interrupted and not self._moving and not (session and session.control.final):
                 raise KeyboardInterrupt
+            interrupted = True
             self.stop("interrupted")
             print("\nsurokit: stopping the race after this step", file=sys.stderr)
 
@@ -543,9 +553,9 @@ class Driver:
             self._clock_s, self._began_s = self._now_s(), math.inf
             if ends.reason:  # the race does not go on at once
                 self.race.reason = ends.reason
+                self._tell("", ends.reason)  # first: who finds that all runs are over knows how the race ended
                 for each in self.sessions.values():
                     each.journal.end_whole(ends.reason)
-                self._tell("", ends.reason)
                 self._save_now_and_then(at_once=True)
                 if self._view:
                     self._view.end(ends.reason)

@@ -31,7 +31,8 @@ class Race:
     """What happened so far, and the sessions that go on, where it was not loaded from a folder.
 
     runs: every run's turns, steps and losses by name. sessions: by name, ready to be used between calls; `bring(name)` first where
-    models are parked. reason: why it ended last. `await race`, or race.wait(): until one that goes on in a thread is over.
+    models are parked. reason: why it ended last, "" while it goes on. `await race`, or race.wait(): until one that goes on in a
+    thread is over.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class Race:
 
     @property
     def _ended_early(self) -> bool:
-        return self.reason not in ("", "done") and not self.running
+        return self.reason not in ("", "done")
 
     def _no_result(self, error: ValueError) -> str:
         if self.running:

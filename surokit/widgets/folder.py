@@ -238,7 +238,8 @@ class RaceFolder:
             else:
                 data = json.loads((self.path / RACE).read_text(encoding="utf-8"))
                 rounds = [turn["round"] for run in data["runs"] for turn in run["turns"]]
-                self._take_in(data["folders"], data["reason"], max(rounds, default=0), "")
+                state = data["reason"] or "saved while it went on"
+                self._take_in(data["folders"], state, max(rounds, default=0), "")
         return before != (self.state, self.round, self.turn, *self.runs)
 
     def _take_in(self, runs: dict[str, str], state: str, round: int, turn: str, **_later: Any) -> None:

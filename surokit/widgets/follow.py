@@ -106,6 +106,8 @@ class Watch:
             if folder.trouble and folder.state.reason is None:
                 folder.state.reason = f"lost: {folder.trouble}"
             self.states[name] = folder.state
+        for race in self.races.values():  # once more: it says how it ended before its runs do, which may just have
+            news |= race.look()
         heads = {label: race.words(self.states[name] for name in racing[label]) for label, race in self.races.items()}
         self.states.headline = " | ".join(f"{label}: {words}" if label else words for label, words in heads.items())
         return news

@@ -80,8 +80,10 @@ from surokit.widgets.state import PanelState, Ruler, Series, worst
 
 SLOTS = 32
 MESSAGE_BYTES = 18_500  # of 20,000, which leaves room for the message's own header
-HEAD_BYTES, DELTA_BYTES, KEY_BYTES = 6_500, 4_500, 6_500
-KEY_POINTS = 512
+DELTA_BYTES, KEY_BYTES = 4_500, 6_500
+KEY_POINTS, COARSEST = 512, 16
+# events, sentences and their letters: what is said first when there are many runs, is figures
+HEADS = ((12, 8, 200), (6, 3, 120), (2, 1, 80), (0, 0, 40), (0, 0, 12))
 RENEW_S = 10.0
 RUNS = 12  # beyond it runs are left out
 # what goes over the wire, most important first: with many runs the last ones find no room
@@ -141,17 +143,21 @@ class Wire:
         states = dict(list(self._states.items())[:RUNS])
         out = self._place(states)
         limit = self._take_points()
-        due, room = self._due(limit), KEY_BYTES
+        due = self._due(limit)
+        self._put_delta(out)
+        if due:  # keyframes leave room for what has to be said, and are coarser for it where there are many runs
+            self._put_head(out, states, final, HEADS[-1:])
+        room = whole = min(KEY_BYTES, _left(out))
         for place, slot in enumerate(due):
             if place and slot.gen:
                 break  # those that were never sent share a message; the others take turns, so that messages stay light
-            if not (taken := self._renew(slot, room, out)):
+            if not (taken := self._renew(slot, room, whole, out)):
                 break
             room -= taken
         self._put_delta(out)
-        self._put_head(out, states, final)
+        self._put_head(out, states, final, HEADS)
         for slot in due:  # what is left is for curves that lose detail, or soon will
-            if len(slot.points) >= limit / 2 and not self._renew(slot, _left(out), out):
+            if len(slot.points) >= limit / 2 and not self._renew(slot, _left(out), KEY_BYTES, out):
                 break
         self._put_delta(out)
         return out
@@ -196,7 +202,7 @@ class Wire:
 
         return sorted(filter(is_due, self._slots.values()), key=lambda s: (s.sent_s, NAMES.index(s.name), s.number))
 
-    def _renew(self, slot: _Slot, room: int, out: dict[str, str]) -> int:
+    def _renew(self, slot: _Slot, room: int, whole: int, out: dict[str, str]) -> int:
         """Puts a new keyframe into the message, coarser only where the whole room is not enough for it; its bytes, 0 where less is
         left than it needs."""
         name, limit = f"key_{slot.index}", KEY_POINTS
@@ -205,7 +211,7 @@ class Wire:
             text = _entry(slot, self._gens + 1, points)
             if (bytes_ := weight(name, text)) <= room:
                 break
-            if room < KEY_BYTES:
+            if room < whole or limit < COARSEST:
                 return 0
             limit = limit * 3 // 4
         self._gens += 1
@@ -217,14 +223,18 @@ class Wire:
         entries = (_entry(slot, slot.gen, slot.points) for slot in self._slots.values())
         out["delta"] = f'{{"n":{self._n},"series":[{",".join(entries)}]}}'
 
-    def _put_head(self, out: dict[str, str], states: Mapping[str, PanelState], final: bool) -> None:
+    def _put_head(
+        self, out: dict[str, str], states: Mapping[str, PanelState], final: bool, heads: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """The first of `heads` that there is room for, else the last."""
+        out.pop("head", None)
         room = _left(out)
-        # events, sentences and their letters: what is said first when there are many runs, is figures
-        for events, lines, letters in ((12, 8, 200), (6, 3, 120), (2, 1, 80), (0, 0, 40)):
+        for events, lines, letters in heads:
             head = self._head(states, final, events, lines, letters)
-            out["head"] = json.dumps(head, ensure_ascii=False, separators=(",", ":"))
-            if weight("head", out["head"]) <= room:
+            text = json.dumps(head, ensure_ascii=False, separators=(",", ":"))
+            if weight("head", text) <= room:
                 break
+        out["head"] = text
 
     def _head(
         self, states: Mapping[str, PanelState], final: bool, events: int, lines: int, letters: int
@@ -268,7 +278,7 @@ class Wire:
         told = figures(state)
         return {
             "key": plain(key)[:60],
-            "title": cut(state.title or key, 60),
+            "title": cut(state.title or key, min(letters, 60)),
             "recipe": cut(state.recipe, letters),
             "color": number,
             "state": state.standing,

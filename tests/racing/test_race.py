@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -596,6 +597,53 @@ def test_a_second_interrupt_ends_it_at_once(make):
         race.go_on(steps=8)
     assert race.reason == "interrupted"
     assert session.steps < 20
+
+
+def test_an_interrupt_after_another_stop_is_the_first(make):
+    race = make(steps=12)
+    race.settings["turn_s"] = 10.0
+
+    def both():
+        race.stop()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    race.sessions["fp8"].subscribe(StopAt(14, both))
+    race.go_on(steps=8)
+    assert race.reason == "stopped: by race.stop()"
+
+
+def test_a_stop_that_comes_before_a_turns_first_step_ends_it_after_that(make, monkeypatch):
+    race = make(steps=12)
+    race.settings["turn_s"] = 10.0
+    control = race.sessions["fp8"].control
+    begin, begun = control.begin, []
+
+    def stopped_just_before():
+        begun.append(True)
+        if len(begun) == 2:  # the timed steps, after the untimed one
+            race.stop()
+        begin()
+
+    monkeypatch.setattr(control, "begin", stopped_just_before)
+    race.go_on(steps=8)
+    assert race.reason == "stopped: by race.stop()"
+    assert len(race.runs["fp8"].steps) == 14
+
+
+def test_a_disk_that_does_not_answer_is_no_reason_to_stop(make, tmp_path, monkeypatch):
+    race = make(steps=12, run_dir=tmp_path / "race")
+    exists, asked = Path.exists, []
+
+    def refused(path):
+        if path.name in ("stop", "pause", "save"):
+            asked.append(path)
+            raise PermissionError(13, "Permission denied")
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", refused)
+    race.go_on(steps=4)
+    assert race.reason == "done"
+    assert tmp_path / "race" / "stop" in asked
 
 
 def test_what_stops_a_session_is_the_races_reason(make):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import surokit as sk
-from surokit.racing import UnequalWork
+from surokit.racing import UnequalWork, driving
 from tests.racing.conftest import batches
 
 
@@ -58,6 +58,7 @@ def test_it_computes_what_it_computes_without_a_thread_whatever_others_draw(make
     gate = Gate(3)
     race = make(thread=True, meters=[gate])
     assert race.running
+    assert race.reason == ""
     gate.wait(3)
     torch.manual_seed(5)
     drawn = torch.rand(1)
@@ -232,6 +233,16 @@ def test_an_interrupt_of_the_waiting_ends_the_race(make, monkeypatch, capsys):
     race = asyncio.run(run())
     assert race.reason == "interrupted"
     assert "race.go_on() goes on from there" in capsys.readouterr().err
+
+
+def test_an_interrupt_while_the_panel_opens_leaves_no_thread_behind(make, monkeypatch):
+    def interrupted(_view):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(driving._View, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make(thread=True, live=True)
+    assert not any(thread.name == "surokit-run" for thread in threading.enumerate())
 
 
 def test_a_race_without_a_whole_round_says_what_is_known_and_what_is_missing(make):

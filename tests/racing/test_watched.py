@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import surokit as sk
-from surokit.widgets.folder import RaceFolder, race_words
+from surokit.widgets.folder import RaceFolder, RunFolder, race_words
 from surokit.widgets.picture import picture, summary_text
 from surokit.widgets.wire import Wire
 from tests.racing.conftest import raced
@@ -78,6 +78,52 @@ def test_a_race_that_goes_on_is_followed_paused_and_stopped_through_its_folder(m
     assert set(seen.reasons.values()) == {"stopped: by somebody"}
     with pytest.raises(ValueError, match="no run to stop"):
         seen.control.stop()
+
+
+def test_how_a_race_ended_is_known_once_its_runs_are_over(make, over, tmp_path, monkeypatch):
+    race = make(steps=8, run_dir=tmp_path / "a")
+    told = []
+
+    class Last:
+        def on_step(self, record):
+            pass
+
+        def on_end(self, reason):
+            told.append(json.loads((tmp_path / "a" / "turn.json").read_text(encoding="utf-8"))["state"])
+
+    for session in race.sessions.values():
+        session.subscribe(Last())
+    race.go_on(steps=2)
+    assert told == ["done"] * 3
+
+    shutil.copytree(over, tmp_path / "b")
+    turn = tmp_path / "b" / "turn.json"
+    ended = turn.read_text(encoding="utf-8")
+    turn.write_text(json.dumps({**json.loads(ended), "state": "running", "turn": "fp8"}))
+    look = RunFolder.look
+
+    def ends_meanwhile(folder, budget_s):
+        turn.write_text(ended)
+        return look(folder, budget_s)
+
+    monkeypatch.setattr(RunFolder, "look", ends_meanwhile)
+    view = View()
+    assert sk.watch(tmp_path / "b", view=view).over
+    assert view.heads[-1] == "race · over after round 3"
+
+
+def test_what_was_saved_elsewhere_while_it_went_on_is_over(make, tmp_path):
+    gate = Gate(3)
+    race = make(thread=True, meters=[gate], control=False)
+    gate.wait(3)
+    race.save(tmp_path / "copy")
+    gate.open()
+    race.wait()
+    view = View()
+    seen = sk.watch(tmp_path / "copy", view=view, follow=False)
+    assert seen.over
+    assert view.heads[-1] == "race · over in warm-up: saved while it went on"
+    assert set(seen.reasons.values()) == {"saved while it went on"}
 
 
 def test_runs_that_are_not_there_yet_are_waited_for(over, tmp_path):

@@ -244,6 +244,31 @@ def test_many_runs_share_the_budget(runs):
     assert bool(head["runs"][0]["hidden"]) == (runs == 5)
 
 
+def test_the_budget_holds_where_names_and_numbers_are_long():
+    """Keyframes are coarser then, and come all the same."""
+    clock = Clock()
+    states = {f"run {i} {'w' * 60}": PanelState("t" * 60, recipe="y " * 60, total=10**8) for i in range(RUNS)}
+    wire, told = Wire(states, clock), set()
+    for step in range(10**7, 10**7 + 1000):
+        for i, state in enumerate(states.values()):
+            wide = math.sin(step * (i + 1)) * 1.2345e5
+            rates = {
+                "tokens": 1_234_567 + step % 7,
+                "seconds": abs(wide) / 1e3,
+                "idle": 0.1234,
+                "busy": 0.8,
+                "launches": 9e4,
+            }
+            add(state, step, wide, grad_norm=abs(wide), held_out=wide, lr=1.2345e-5, memory=12.345, **rates)
+            state.reason = "failed: " + "w" * 60
+        if step % 20 == 0:
+            clock.now += 0.25
+            message = wire.next()
+            assert size(message) <= MESSAGE_BYTES
+            told |= {name for name in message if name.startswith("key_")}
+    assert len(told) == SLOTS // RUNS * RUNS
+
+
 def test_a_race_over_in_few_messages_has_its_losses_first_and_is_whole_at_its_end():
     """25 messages for 30 curves: every run's losses have a keyframe in the fourth; what is still coarse comes after the end."""
     clock = Clock()
