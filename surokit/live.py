@@ -25,7 +25,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -33,8 +32,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from surokit.train.control import LOOK_EVERY_S, PAUSE, SAVE, STOP, WAIT_S, reason_in
 from surokit.train.describe import device_name, gpus_of
+from surokit.train.files import LOOK_EVERY_S, PAUSE, SAVE, STOP, WAIT_S, Files
 from surokit.train.records import Late, Records
 from surokit.train.setup import claim_folder
 from surokit.train.status import EVERY_S, RunInfo, StatusFile
@@ -54,7 +53,7 @@ class Asked:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder
+        self.files = Files(lambda: folder)
         self._looked_for: set[str] = set()
         self.forget()
 
@@ -63,8 +62,7 @@ class Asked:
         self.reason = ""
         self._pause = self._pause_file = self._save = False
         self._look_at = 0.0
-        for name in (STOP, PAUSE, SAVE):
-            self._take(name)
+        self.files.forget()
 
     def stop(self, reason: str = "stopped: by live.control.stop()") -> None:
         self.reason = self.reason or reason
@@ -76,7 +74,7 @@ class Asked:
 
     def resume(self) -> None:
         self._pause = self._pause_file = False
-        self._take(PAUSE)
+        self.files.remove(PAUSE)
 
     def save(self) -> None:
         self._save = True
@@ -108,26 +106,15 @@ class Asked:
 
     def _look(self, name: str) -> None:
         self._looked_for.add(name)
-        now = time.monotonic()
-        if self.folder is None or now < self._look_at:
+        if (now := time.monotonic()) < self._look_at:
             return
         self._look_at = now + LOOK_EVERY_S
-        with suppress(OSError):  # a disk that does not answer is no reason to stop
-            self._pause_file = (self.folder / PAUSE).exists()
-        if self._take(SAVE):
+        self._pause_file = self.files.pause
+        if self.files.save:
+            self.files.remove(SAVE)
             self._save = True
-        why = reason_in(self.folder / STOP)
-        if self._take(STOP):
-            self.reason = self.reason or why
-
-    def _take(self, name: str) -> bool:
-        """Removes a file; whether it was there."""
-        try:
-            if self.folder is not None:
-                (self.folder / name).unlink()
-        except OSError:
-            return False
-        return self.folder is not None
+        why = self.files.take_stop()
+        self.reason = self.reason or why
 
 
 class Live:

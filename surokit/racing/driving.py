@@ -19,9 +19,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +31,7 @@ from surokit.racing.parking import Parking, bytes_of
 from surokit.racing.predicted import Layers, Shares, predict
 from surokit.racing.runs import Prediction, Turn, WarmUp
 from surokit.train import Session
-from surokit.train.control import PAUSE, SAVE, STOP, reason_in
+from surokit.train.files import PAUSE, SAVE, WAIT_S, Files
 from surokit.train.locks import Lock
 from surokit.train.records import Record
 from surokit.train.running import Running
@@ -85,6 +84,7 @@ class Driver:
 
     def __init__(self, of: Race, builder: Builder, allowed: Sequence[str], live: bool, like: Race | None) -> None:
         self.race, self.builder, self.allowed, self.like = of, builder, allowed, like
+        self._files = Files(lambda: of.run_dir)
         self.sessions: dict[str, Session] = {}
         self.parking = Parking({})
         self.running = ""  # whose turn it is
@@ -149,8 +149,7 @@ class Driver:
                     "The race goes on already: wait for it with race.wait(), or end it with race.stop()."
                 )
             self._stop_asked, self._pause_asked = "", False  # what was asked before does not hold
-            for word in (STOP, PAUSE, SAVE):
-                self._remove(word)
+            self._files.forget()
             self.race.reason = ""
             self._state = "running"  # last: what is asked from now on holds
 
@@ -453,7 +452,7 @@ class Driver:
 
     def resume(self) -> None:
         self._pause_asked = False
-        self._remove(PAUSE)
+        self._files.remove(PAUSE)
 
     def save(self) -> None:
         """After this round; without a folder there is nowhere to save to."""
@@ -471,37 +470,20 @@ class Driver:
         if self._stop_asked and (session := self._session) is not None:
             session.control.stop(self._stop_asked)
 
-    def _file(self, word: str) -> Path | None:
-        return None if self.race.run_dir is None else self.race.run_dir / word
-
-    def _there(self, word: str) -> bool:
-        """Whether that file is in the folder; a disk that does not answer is no reason to stop."""
-        file = self._file(word)
-        with suppress(OSError):
-            return file is not None and file.exists()
-        return False
-
-    def _remove(self, word: str) -> None:
-        file = self._file(word)
-        with suppress(OSError):  # one that cannot be removed stops it, too
-            if file is not None:
-                file.unlink(missing_ok=True)
-
     def _stop_wanted(self) -> bool:
         """Between two turns: waits while it is paused, and says whether the race shall end."""
         try:
             while True:
-                if (file := self._file(STOP)) is not None and self._there(STOP):
-                    self._stop_asked = self._stop_asked or reason_in(file)
-                    self._remove(STOP)
-                if self._there(SAVE):
-                    self._remove(SAVE)
+                why = self._files.take_stop()
+                self._stop_asked = self._stop_asked or why
+                if self._files.save:
+                    self._files.remove(SAVE)
                     self.save()
-                if self._stop_asked or not (self._pause_asked or self._there(PAUSE)):
+                if self._stop_asked or not (self._pause_asked or self._files.pause):
                     break
                 self._show("paused")
                 self._sign()
-                time.sleep(0.05)
+                time.sleep(WAIT_S)
         finally:
             self._show("running")
         self._sign()

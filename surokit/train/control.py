@@ -18,11 +18,11 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
+from surokit.train.files import LOOK_EVERY_S, PAUSE, SAVE, WAIT_S, Files
 from surokit.train.locks import Lock
 from surokit.train.random_state import turn
 
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 P = ParamSpec("P")
 State = Literal["idle", "running", "paused"]
-
-STOP, PAUSE, SAVE = "stop", "pause", "save"  # files in the run's folder
-LOOK_EVERY_S = 0.5  # at files
-WAIT_S = 0.05  # between two looks while a run is paused
 
 
 class _Asked(Generic[T]):
@@ -81,13 +77,13 @@ class Control:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self.files = Files(lambda: session.run_dir)
         self._state: State = "idle"
         self._worker: int | None = None  # the thread that trains
         self._lock = Lock()  # for beginning and ending: held while an idle session works for somebody
         self._asked: deque[_Asked[Any]] = deque()
         self.midway = False  # of a step: neither before it nor after, so there is nothing whole to look at or to save
         self.final = False  # of a step: what changes cannot be undone by halves; a second interrupt waits for its end
-        self._deaf: set[str] = set()  # to these files
         self._forget()
 
     def _forget(self) -> None:
@@ -134,7 +130,7 @@ class Control:
     def resume(self) -> None:
         """Ends a pause, whoever asked for it."""
         self._pause_asked = self._pause_file = False
-        self._remove(PAUSE)
+        self.files.remove(PAUSE)
         self._news = True
 
     def save(self) -> None:
@@ -204,14 +200,8 @@ class Control:
                 raise self._busy()
             self._forget()
             if not self._session.journal.in_parts:
-                self.forget_files()
+                self.files.forget()  # between the parts of one run they hold
             self._state = "running"
-
-    def forget_files(self) -> None:
-        """What they asked of an earlier run does not hold for the one that begins; between the parts of one it does."""
-        self._deaf.clear()
-        for name in (STOP, PAUSE, SAVE):
-            self._remove(name)
 
     def enter(self) -> None:
         """This is the thread that trains."""
@@ -284,27 +274,10 @@ class Control:
             return
         self._look_at = now + LOOK_EVERY_S
         self._session.journal.beat()
-        self._pause_file = self._there(PAUSE)
-        self._save_asked = self._there(SAVE) or self._save_asked
-        if (folder := self._session.run_dir) is not None and self._there(STOP):
-            self._reason = self._reason or reason_in(folder / STOP)
-            self._remove(STOP)
-
-    def _there(self, name: str) -> bool:
-        """Whether that file is in the folder; a disk that does not answer is no reason to stop."""
-        folder = self._session.run_dir
-        with suppress(OSError):
-            return folder is not None and name not in self._deaf and (folder / name).exists()
-        return False
-
-    def _remove(self, name: str) -> None:
-        """One that cannot be removed is somebody else's, and says nothing any more."""
-        if self._session.run_dir is None:
-            return
-        try:
-            (self._session.run_dir / name).unlink(missing_ok=True)
-        except OSError:
-            self._deaf.add(name)
+        self._pause_file = self.files.pause
+        self._save_asked = self.files.save or self._save_asked
+        why = self.files.take_stop()
+        self._reason = self._reason or why
 
     def _serve(self) -> None:
         """Does what others wait for, and saves where that was asked. The random state is theirs meanwhile."""
@@ -324,7 +297,7 @@ class Control:
         except Exception as error:
             warnings.warn(f"The checkpoint that was asked for is not there: {error} Training goes on.", stacklevel=2)
         finally:
-            self._remove(SAVE)
+            self.files.remove(SAVE)
             session.measuring.restart()
 
     # -- interrupts
@@ -363,14 +336,6 @@ class Control:
             yield
         finally:
             signal.signal(signal.SIGINT, previous)
-
-
-def reason_in(file: Path) -> str:
-    """What a run is told to have ended for by the file `stop`: its first line, or where it was."""
-    line = ""
-    with suppress(OSError), file.open(encoding="utf-8", errors="replace") as text:
-        line = "".join(filter(str.isprintable, text.readline(200))).strip()
-    return f"stopped: {line or f'by the file {file.name} in {file.parent}'}"
 
 
 def at_a_boundary(

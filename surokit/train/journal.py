@@ -79,7 +79,7 @@ class Journal:
         """A run begins that is made of several run(), as in a race: until `end_whole` they are its parts. Beginning and end are
         told of the whole, and an interrupt is for whoever lets it go on."""
         self.in_parts = True
-        self._session.control.forget_files()
+        self._session.control.files.forget()
         self._open(total)
 
     def end_whole(self, reason: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from surokit.train import control
-from surokit.train.control import reason_in
+from surokit.train.files import reason_in
 from surokit.train.status import Status, read_status
 from surokit.widgets.folder import FileControl, RunFolder
 from surokit.widgets.front import WidgetView

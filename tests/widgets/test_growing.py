@@ -221,6 +221,16 @@ def test_a_long_file_keeps_its_extremes_and_its_sums(tmp_path, monkeypatch):
     assert a.loss.points()[0] == sorted(a.loss.points()[0])
 
 
+def test_waits_for_an_offloaded_optimizer_are_folded_too(tmp_path, monkeypatch):
+    grow(tmp_path, "".join(line(step, wall_ms=10.0, offload_ms=float(step % 5)) for step in range(1, 5001)))
+    monkeypatch.setattr(growing, "FOLDED", 200)
+    monkeypatch.setattr(growing, "RECENT_BYTES", 10_000)
+    reader = Reader(tmp_path / "records.jsonl")
+    reader.read()
+    assert reader._fold > 5
+    assert reader.state.offload_share == pytest.approx(0.2, rel=0.02)
+
+
 def test_what_later_lines_add_to_a_step_is_folded_with_it(tmp_path, monkeypatch):
     """As callbacks write: the loss in a line of its own, after the step."""
     rng = random.Random(0)

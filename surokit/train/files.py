@@ -1,0 +1,71 @@
+"""What is asked of a run from any process: the files stop, pause and save in its folder.
+
+    stop     the run ends; the file's first line says why, or where the file was says it
+    pause    the run waits for as long as the file is there
+    save     the run writes a checkpoint
+
+A disk that does not answer asks for nothing. A file that cannot be removed is somebody else's, and is heard once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+STOP, PAUSE, SAVE = "stop", "pause", "save"
+LOOK_EVERY_S = 0.5  # at files, while steps are taken
+WAIT_S = 0.05  # between two looks while a run is paused
+
+
+class Files:
+    """Those of one folder. folder: where it is at the time, None where there is none."""
+
+    def __init__(self, folder: Callable[[], Path | None]) -> None:
+        self._folder = folder
+        self._deaf: set[str] = set()
+
+    def forget(self) -> None:
+        """What was asked of an earlier run does not hold for the one that begins."""
+        self._deaf.clear()
+        for name in (STOP, PAUSE, SAVE):
+            self.remove(name)
+
+    def remove(self, name: str) -> None:
+        if (folder := self._folder()) is None:
+            return
+        try:
+            (folder / name).unlink(missing_ok=True)
+        except OSError:
+            self._deaf.add(name)
+
+    @property
+    def pause(self) -> bool:
+        return self._there(PAUSE)
+
+    @property
+    def save(self) -> bool:
+        return self._there(SAVE)
+
+    def take_stop(self) -> str:
+        """Why the run shall end, once for each file; "" where it goes on."""
+        folder = self._folder()
+        if folder is None or not self._there(STOP):
+            return ""
+        reason = reason_in(folder / STOP)
+        self.remove(STOP)
+        return reason
+
+    def _there(self, name: str) -> bool:
+        folder = self._folder()
+        with suppress(OSError):
+            return folder is not None and name not in self._deaf and (folder / name).exists()
+        return False
+
+
+def reason_in(file: Path) -> str:
+    """What a run is told to have ended for by the file `stop`: its first line, or where it was."""
+    line = ""
+    with suppress(OSError), file.open(encoding="utf-8", errors="replace") as text:
+        line = "".join(filter(str.isprintable, text.readline(200))).strip()
+    return f"stopped: {line or f'by the file {file.name} in {file.parent}'}"
