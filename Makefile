@@ -48,9 +48,11 @@ test-gpu: ## tests on a CUDA device, every Triton kernel among them (GPU_PY=pyth
 
 MINUTES ?= 24
 GPU_OUT ?= gpu.json
+OFFLOAD_MINUTES ?= 8
 bench-gpu: ## the tests, then everything that is measured on a GPU, in the order that matters (MINUTES=24, GPU_OUT=gpu.json)
 	@$(MAKE) --no-print-directory test-gpu || echo "Not all tests passed. What follows checks each recipe before its speed." >&2
 	@$(GPU_PY) -m surokit.bench gpu --minutes $(MINUTES) --out $(GPU_OUT)
+	@$(GPU_PY) -m surokit.bench offload --device cuda --minutes $(OFFLOAD_MINUTES) --out $(basename $(GPU_OUT))-offload.json
 
 soak: $(VENV)/.test ## long runs: full counts, large fuzz, many kills; raw output goes to docs/measurements
 	@$(PYTEST) -m soak -q

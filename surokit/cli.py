@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
+import importlib
 import json
 import os
 import sys
@@ -23,7 +25,14 @@ if TYPE_CHECKING:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with its complaint on one line."""
+    """argparse, with its complaint on one line, and about a command's options from that command."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}" + f"; did you mean {near[0]}?" * bool(near))
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         raise _UsageError(f"{message} (see {self.prog} --help)")
@@ -189,6 +198,8 @@ def _race(arguments: argparse.Namespace) -> int:
     from surokit import texts
     from surokit.recipe import find_recipe
 
+    _check_names(arguments.recipes)
+    _check_picture(arguments.plot)
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     lr, seed, length = given.get("lr", 1e-3), given.get("seed", 0), given.get("length", 128)
     recipes = {name: find_recipe(name) for name in arguments.recipes}
@@ -233,6 +244,27 @@ def _race(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         race.plot().savefig(arguments.plot, dpi=150)
     return 0 if race.reason == "done" else 130
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """A name is a run: none is given twice, and a comma stands in none."""
+    if any("," in name for name in names):
+        apart = " ".join(" ".join(names).replace(",", " ").split())
+        raise ValueError(f"--recipes {' '.join(names)}: separate names by spaces, as in --recipes {apart}.")
+    if double := next((name for name in names if names.count(name) > 1), None):
+        twin = " (a twin of the first races anyway, as the control)" * (double == names[0])
+        raise ValueError(f"--recipes {' '.join(names)}: {double!r} stands there twice; give each recipe once{twin}.")
+
+
+def _check_picture(path: Path | None) -> None:
+    """Whether a picture can be written there, before anything is computed for it."""
+    if path is None:
+        return
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--plot {path} is no kind of picture that can be written: use .png, .svg or .pdf.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"--plot {path}: No such file or directory: {path.parent}. Make that folder first.")
+    importlib.import_module("matplotlib")
 
 
 def _unequal(found: Sequence[Difference]) -> str:
@@ -288,6 +320,7 @@ _QUESTIONS = ("fits", "recipes", "largest", "days", "plot", "json")
 def _plan(arguments: argparse.Namespace) -> int:
     from surokit.planner import plan
 
+    _check_picture(arguments.plot)
     apart = ("command", "run", "argv", "what", "lora", *_QUESTIONS)
     given = {k: v for k, v in vars(arguments).items() if v is not None and k not in apart}
     if arguments.lora is not None:
@@ -359,11 +392,7 @@ def _plot(planned: Plan, arguments: argparse.Namespace) -> Path:
     plans = {planned.title: planned}
     if arguments.recipes:
         plans = {row.name: planned.but(recipe=row.recipe) for row in compare_recipes(planned)}
-    figure = plot_memory(plans, gib=arguments.fits)
-    known = sorted(figure.canvas.get_supported_filetypes())
-    if path.suffix.lstrip(".").lower() not in known:
-        raise ValueError(f"--plot {path} is no kind of picture that can be written: use .png, .svg or .pdf.")
-    figure.savefig(path, dpi=150)
+    plot_memory(plans, gib=arguments.fits).savefig(path, dpi=150)
     return path
 
 

@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(command, arguments)
     except KeyboardInterrupt:
-        kept = command == "gpu" or (command == "peers" and arguments.get("out"))
+        kept = command in ("gpu", "offload") or (command == "peers" and arguments.get("out"))
         words = "what was finished is in the file, and the same command goes on" if kept else "nothing is kept"
         print(f"surokit.bench: stopped; {words}.", file=sys.stderr)
         return 130
@@ -43,7 +43,7 @@ def _run(command: str, arguments: dict[str, Any]) -> int:
     return 0
 
 
-AS_THEY_GO = ("gpu", "peers")  # these write what they measure at once, wherever their call ends
+AS_THEY_GO = ("gpu", "peers", "offload")  # these write what they measure at once, wherever their call ends
 
 
 def _measured(command: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], str]]:
@@ -136,6 +136,27 @@ def _parser() -> argparse.ArgumentParser:
     overhead.add_argument("--rounds", type=int, default=60, help="how often the ways take turns (default 60)")
     overhead.add_argument("--steps", type=int, default=4, help="steps in a turn, 3 to 12 (default 4)")
 
+    offload = commands.add_parser(
+        "offload", help="no offload, OffloadAdamW and ZenFlow: step, stall, bytes; the device is emulated on a CPU"
+    )
+    offload.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
+    offload.add_argument("--rounds", type=int, default=8, help="how often the ways take turns (default 8)")
+    offload.add_argument(
+        "--minutes", type=float, default=20.0, help="how long this call may take (default 20); call it again"
+    )
+    offload.add_argument("--millions", type=float, default=25.0, help="parameters of the emulated model (default 25)")
+    offload.add_argument("--layers", type=int, help="of the 1.7B decoder on a GPU (default 28, all)")
+    offload.add_argument("--interval", type=int, help="steps of ZenFlow's windows on a GPU (default 4)")
+    offload.add_argument(
+        "--cases", nargs="+", default=[], metavar="WORD", help="emulated cases with a word in their name"
+    )
+    offload.add_argument("--new", action="store_true", help="begin a new file where --out is taken")
+    offload.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="the GPU's part with a tiny decoder on a processor; its times mean nothing",
+    )
+
     kernels = commands.add_parser("kernels", help="each kernel: bytes over time against a copy, products against bf16")
     kernels.add_argument("--rounds", type=int, default=20, help="how often the kernels take turns (default 20)")
     kernels.add_argument("--shape", type=int, nargs=2, metavar=("M", "K"), help="of the operands that are quantized")
@@ -147,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--settings", nargs="+", dest="names", help="which settings to run (default: all)")
     memory.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
 
-    for command in (cpu, gpu, peers, predicted, compiled, watching, overhead, kernels, memory):
+    for command in (cpu, gpu, peers, predicted, compiled, watching, overhead, offload, kernels, memory):
         command.add_argument(
             "--out", type=Path, help="write the raw result to this JSON file, in a folder that is there"
         )

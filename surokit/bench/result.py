@@ -150,6 +150,8 @@ def _table_for(data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
         "compiled",
         "front_ends",
         "watching",
+        "offload",
+        "deferral",
     ):
         if part in data:
             module = import_module(f"surokit.bench.{part}")

@@ -260,9 +260,6 @@ class Backbone(nn.Module):
 
 def twice(block: nn.Module, x_BTK: Tensor, context: _Context) -> Tensor:
     """The block's output, of which only the input is kept: backward computes the rest again."""
-    if hasattr(block, "computes_on"):  # its weights are streamed, and that does so by itself
-        streamed: Tensor = block(x_BTK, context)
-        return streamed
     random = draws_in_forward(block)
     y: Tensor = checkpoint(block, x_BTK, context, use_reentrant=False, preserve_rng_state=random)
     return y

@@ -149,7 +149,6 @@ class FusedLayer(Part):
         again = self.fusion is not None and self.fusion.recompute == "full" and not args
         # not where transformers' own checkpointing is on: once is enough
         again = again and self.training and torch.is_grad_enabled() and not self.gradient_checkpointing
-        again = again and not hasattr(self, "computes_on")  # its weights are streamed, and that does so by itself
         if again and not _sees_more(past_key_values, self.self_attn):
             # a second forward must not extend the cache again, so there is none, as with transformers' own checkpointing
             call = {**kwargs, "past_key_values": None, "use_cache": False}

@@ -7,7 +7,8 @@
     link.py        transfers between host and device; workers.py: threads that work beside the training thread
     weights.py     a model's weights, streamed block by block; activations.py: what backward needs of a forward
     forwards.py    a forward around a module's own
-    accounts.py    what is counted; report.py: what it says; timeline.py: who did what when
+    accounts.py    what is counted; report.py, energy.py: what it says; timeline.py: who did what when
+    deepspeed.py   a session's settings as a DeepSpeed configuration
 """
 
 from __future__ import annotations

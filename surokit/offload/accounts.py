@@ -63,7 +63,7 @@ class Accounts:
     choices: dict[Tensor, deque[Chosen]] = field(default_factory=dict)
     scores: dict[Tensor, Tensor] = field(default_factory=dict)  # [I], of the latest choice, on the device
     stall_by_cause: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))  # ms
-    _stalls: deque[tuple[int, str, float]] = field(default_factory=deque)  # step, cause, ms
+    _stalls: deque[tuple[int, dict[str, float]]] = field(default_factory=deque)  # step, ms by cause
 
     @property
     def stall_ms(self) -> float:
@@ -80,7 +80,9 @@ class Accounts:
         finally:
             ms = 1e3 * (time.perf_counter() - begun)
             self.stall_by_cause[cause] += ms
-            self._stalls.append((self.steps, cause, ms))
+            if not self._stalls or self._stalls[-1][0] != self.steps:
+                self._stalls.append((self.steps, dict.fromkeys(CAUSES, 0.0)))
+            self._stalls[-1][1][cause] += ms
             while self._stalls[0][0] <= self.steps - _STEPS:
                 self._stalls.popleft()
 
@@ -88,9 +90,9 @@ class Accounts:
         """Milliseconds of each of the last steps, up to 4,096 of them, oldest first."""
         last = min(self.steps, _STEPS)
         found = [0.0] * last
-        for step, of, ms in self._stalls:
-            if of == cause and (at := step - (self.steps - last)) in range(last):
-                found[at] += ms
+        for step, ms in self._stalls:
+            if (at := step - (self.steps - last)) in range(last):
+                found[at] = ms[cause]
         return found
 
     def moved(self, kind: str, down: int, up: int) -> None:

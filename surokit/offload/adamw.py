@@ -21,7 +21,7 @@ from torch import Tensor
 
 from surokit.errors import OffloadError
 from surokit.offload.accounts import Accounts
-from surokit.offload.columns import TRANSFER_BYTES
+from surokit.offload.columns import TRANSFER_BYTES, check_dense
 from surokit.offload.crew import Slot, whole
 from surokit.offload.link import Arrival, Link, Ticket, link_for
 from surokit.offload.rows import block, fused_adamw_, widened
@@ -300,6 +300,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     def _begin(self, p: Tensor) -> None:
         """A parameter's state: its master comes down, in pieces."""
+        check_dense(p)
         if p.device != self.link.device:
             raise ValueError(
                 f"{type(self).__name__}: parameters are on {p.device} and on {self.link.device}: use one device."

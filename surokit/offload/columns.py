@@ -50,6 +50,14 @@ def pieces(rows: int, row_bytes: int, limit: int = TRANSFER_BYTES) -> list[slice
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
+def check_dense(p: Tensor) -> None:
+    """ValueError where a parameter is not of real numbers, or its gradient is sparse: neither can be offloaded."""
+    if not p.is_floating_point():
+        raise ValueError(f"A parameter of shape {list(p.shape)} is {p.dtype}: train its torch.view_as_real.")
+    if p.grad is not None and p.grad.is_sparse:
+        raise ValueError(f"The gradient of a parameter of shape {list(p.shape)} is sparse: use a dense one.")
+
+
 class Columns:
     """The columns of parameter `p`.
 
@@ -99,10 +107,7 @@ class Columns:
         W, shape = _local([self.p])[0], list(self.p.shape)
         if W.device != device:
             raise ValueError(f"The parameters are on several devices, {W.device} and {device}: put the model on one.")
-        if self.p.grad is not None and self.p.grad.is_sparse:
-            raise ValueError(
-                f"The gradient of a parameter of shape {shape} is sparse, and has no columns: use a dense one."
-            )
+        check_dense(self.p)
         if not W.is_contiguous() and not (W.ndim < 2 or (W.ndim == 2 and self.splits)):
             raise ValueError(
                 f"A parameter of shape {shape} is not contiguous in memory: make it so with .contiguous()."

@@ -31,6 +31,7 @@ from surokit.offload.workers import SLICE_S, Job, Worker, beat, nothing
 _REGISTERED = 64 << 20  # bytes above which memory is the system's own pages, which are pinned as they are
 _SHAPES = 64  # of staging memory that is kept
 _LIVE = 512  # pairs of events that wait to be read
+_BUFFERS = 3  # on a device, that `up` takes turns with
 
 _C = TypeVar("_C", bound="_Copy")
 
@@ -345,13 +346,13 @@ class _Copy:
     """A copy that was given to a CUDA stream."""
 
     def __init__(self, stream: torch.cuda.Stream, host: Tensor, patience_s: float) -> None:
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
+        self.event = torch.cuda.Event()
+        self.event.record(stream)
         self._host: Tensor | None = host
         self._patience_s = patience_s
 
     def done(self) -> bool:
-        if self._host is not None and self._event.query():
+        if self._host is not None and self.event.query():
             self._host = None
         return self._host is None
 
@@ -387,7 +388,7 @@ class _CopyUp(_Copy):
         staging, self._staging = self._staging, None  # this object may outlive it
         assert staging is not None, "a copy lands once"
         main = torch.cuda.current_stream(staging.device)
-        self._stalls.wait(main, self._event)
+        self._stalls.wait(main, self.event)
         if self._recorded:
             staging.record_stream(main)
         return staging
@@ -453,10 +454,14 @@ class CudaLink(Link):
         device was given so far, in memory of the main stream, which is free for that stream's next work as soon as nobody holds
         the copy, however far the host is ahead; it has to land.
 
-    Otherwise staging buffers, from torch's allocator, belong to the stream that fills them.
+    Otherwise staging buffers, from torch's allocator, belong to the stream that fills them. What goes `up` takes turns with three
+    of them, which are kept: a copy waits until the main stream has taken what came by its buffer before.
+
+    patience_s: for how long a copy may wait for its turn, which comes after all work that the device was given before; as long as
+        processes wait for one another in an exchange.
     """
 
-    def __init__(self, device: torch.device | str = "cuda", lean: bool = False, patience_s: float = 60.0) -> None:
+    def __init__(self, device: torch.device | str = "cuda", lean: bool = False, patience_s: float = 600.0) -> None:
         device = torch.device(device)
         index = torch.cuda.current_device() if device.index is None else device.index
         super().__init__(torch.device("cuda", index))
@@ -465,6 +470,7 @@ class CudaLink(Link):
         self._down, self._up, self._small, fill = (torch.cuda.Stream(self.device) for _ in range(4))
         self._fill = self._down if lean else fill
         self._filled = torch.cuda.Event()
+        self._buffers = deque((torch.empty(0, dtype=torch.uint8), torch.cuda.Event()) for _ in range(_BUFFERS))
         self._under_way: deque[_Copy] = deque()  # keeps the host memory of copies: the driver does not
         self._stalls = _Stalls()
         self._warned = False
@@ -522,6 +528,35 @@ class CudaLink(Link):
         return self._launched(
             _CopyUp(self._up, source, self._patience_s, staging, self._stalls, recorded=not self._lean)
         )
+
+    def up(self, source: Tensor, take: Callable[[Tensor], None]) -> Ticket:
+        if self._lean:
+            return super().up(source, take)
+        _whole(source)
+        staging, taken = self._next_buffer(source)
+        main = torch.cuda.current_stream(self.device)
+        self._up.wait_event(taken)
+        with torch.cuda.stream(self._up):
+            staging.copy_(source, non_blocking=True)
+        self.bytes_up += source.nbytes
+        copy = self._launched(_Copy(self._up, source, self._patience_s))
+        self._stalls.wait(main, copy.event)
+        take(staging)
+        taken.record(main)
+        return copy
+
+    def _next_buffer(self, like: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        """Memory of the shape and dtype of `like`, and when the main stream is done with what came by it before.
+
+        One that is too small is given back to the stream that copies up, which waits for that event before it copies again.
+        """
+        self._buffers.rotate(-1)
+        memory, taken = self._buffers[-1]
+        if memory.nbytes < like.nbytes:
+            with torch.cuda.stream(self._up):
+                memory = torch.empty(like.nbytes, dtype=torch.uint8, device=self.device)
+            self._buffers[-1] = memory, taken
+        return memory[: like.nbytes].view(like.dtype).view(like.shape), taken
 
     def copy_down(self, value: Tensor, to: Tensor) -> Ticket:
         _whole(to)

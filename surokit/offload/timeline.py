@@ -123,14 +123,18 @@ def recorded() -> Iterator[Timeline]:
 
 
 def plot(timelines: Mapping[str, Timeline]) -> Figure:
-    """One above the other on a common axis of time, each with its name above it; the figure is not yet shown."""
+    """One above the other on a common axis of time, each with its name above it; the figure is not yet shown. ValueError where
+    nothing was recorded."""
     from matplotlib import pyplot as plt
 
+    ends = [each.stop_s for timeline in timelines.values() for each in timeline.spans]
+    if not ends:
+        raise ValueError("There is nothing to draw: take a step of an offloading optimizer inside `with recorded()`.")
     lanes = [_lanes(timeline) for timeline in timelines.values()]
     heights = [max(len(each), 1) for each in lanes]
     figure, axes = plt.subplots(
         len(lanes), 1, sharex=True, squeeze=False, height_ratios=heights, layout="constrained",
-        figsize=(9.0, 0.8 + 0.42 * len(lanes) + 0.27 * sum(heights)),
+        figsize=(9.0, 1.0 + 0.42 * len(lanes) + 0.27 * sum(heights)),
     )  # fmt: skip
     figure.set_facecolor("white")
     plt.close(figure)  # the caller shows what is returned
@@ -139,7 +143,8 @@ def plot(timelines: Mapping[str, Timeline]) -> Figure:
         ax.set_title(name, loc="left", fontsize=10, color=_INK)
     last = axes[-1, 0]
     last.set_xlabel("milliseconds", color=_SOFT)
-    shown = {span.what for timeline in timelines.values() for span in timeline.spans}
+    last.set_xlim(0, 1e3 * max(ends))
+    shown = {each.what for timeline in timelines.values() for each in timeline.spans}
     named = [(what, color) for what, color in _COLORS.items() if what in shown]
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for _, color in (*named, (WAIT, _WAITING))]
     figure.legend(
@@ -163,7 +168,6 @@ def _draw(ax: Axes, timeline: Timeline, lanes: list[str]) -> None:
             ax.broken_barh(extent, (lanes.index(each.lane) - 0.36, 0.72), color=_COLORS.get(each.what, _WAITING), lw=0)
     ax.set_yticks(range(len(lanes)), [_LANES.get(lane, lane) for lane in lanes])
     ax.set_ylim(len(lanes) - 0.5, -0.5)
-    ax.set_xlim(left=0)
     ax.set_facecolor("white")
     ax.tick_params(colors=_SOFT, length=0)
     ax.grid(axis="x", color=_GRID)

@@ -50,8 +50,7 @@ def offload_weights(
 
     Streamed are the blocks' parameters, codes and scales of quantized storage among them. On the device stay buffers; parameters
     that other modules share; and in a block with frozen matrices all that is trained, such as adapters. In training a block is
-    computed again in backward, so `recompute="full"` and transformers' gradient checkpointing have nothing left to do for it and
-    are passed over.
+    computed again in backward, once, also where `recompute="full"` or transformers' gradient checkpointing ask for the same.
 
     Gradients arrive in `.grad` by the end of backward(), where hooks run that were registered for after that
     (register_post_accumulate_grad_hook); torch.autograd.grad and a parameter's other hooks see nothing of streamed parameters.
@@ -311,6 +310,7 @@ class WeightStream:
         while self._pending:
             self._settle_one()
 
+    @torch.no_grad()
     def _settle_one(self) -> None:
         pending = self._pending.popleft()
         pending.ticket.wait()
@@ -336,7 +336,6 @@ class WeightStream:
             self.link.fence()
             self._reading = None
 
-    @torch.no_grad()
     def _finish(self) -> None:
         """At the end of backward."""
         self._queued = False
@@ -361,17 +360,14 @@ class _Pack:
 class Streamed(Forward):
     """A block whose weights are here for its turn only. differentiated: whether its latest forward was one that backward needs."""
 
-    pack: _Pack
-
     def __init__(self, module: nn.Module, number: int, stream: WeightStream) -> None:
         super().__init__(module)
         self.number, self.stream = number, stream
         self.shared: set[Tensor] = set()  # with modules elsewhere: not streamed
         self.differentiated = True
+        self._pack: _Pack | None = None
         self._laid: list[tuple[int, int, bool]] = []
         self._gradients: Tensor | None = None
-        if getattr(module, "gradient_checkpointing", False) is True:  # of transformers: once is enough
-            module.gradient_checkpointing = False  # type: ignore[assignment]
 
     def around(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -416,9 +412,16 @@ class Streamed(Forward):
 
     # -- host memory
 
+    @property
+    def pack(self) -> _Pack:
+        if self._pack is None:
+            self.lay()
+        assert self._pack is not None
+        return self._pack
+
     def lay(self) -> None:
-        """Puts the streamed parameters into one piece of host memory, unless they lie there: at first, and after whatever moved
-        or replaced one."""
+        """Puts the streamed parameters into one piece of host memory, unless they lie there, and the others on the device: at
+        first, and after whatever moved or replaced one."""
         if self._laid and self._laid == self._places():
             return
         params, holders = self._choose()
@@ -429,7 +432,8 @@ class Streamed(Forward):
             p.data = there
             if p.grad is not None:
                 p.grad = p.grad.to(there.device)
-        self.pack = _Pack(params, offsets, host, holders)
+        self._pack = _Pack(params, offsets, host, holders)
+        _move(self.module, self.stream.device, {*params})
         self._laid = self._places()
 
     def gradients(self, nbytes: int) -> Tensor:
@@ -465,7 +469,7 @@ class Streamed(Forward):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: their parameters lie elsewhere, and are laid anew."""
-        return vars(self) | {"_laid": [], "_gradients": None}
+        return vars(self) | {"_pack": None, "_laid": [], "_gradients": None}
 
 
 class _Fetched(torch.autograd.Function):

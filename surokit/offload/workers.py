@@ -340,10 +340,22 @@ def split_cores(reserved: float) -> tuple[list[int], list[int], list[int]]:
 
 
 def _cores() -> list[int]:
-    """What this process may use: its affinity, and no more of it than a control group gives it time for."""
+    """What this process may use: its affinity, no more of it than a control group gives it time for, and of that a rank's part."""
     cores = sorted(os.sched_getaffinity(0), key=_place) if hasattr(os, "sched_getaffinity") else []
     cores = cores or list(range(os.cpu_count() or 1))
-    return cores[: max(int(min(len(cores), _quota())), 1)]
+    return _part(cores[: max(int(min(len(cores), _quota())), 1)])
+
+
+def _part(cores: list[int]) -> list[int]:
+    """A rank's, of cores that the ranks of a machine have in common (LOCAL_RANK, LOCAL_WORLD_SIZE: torchrun's names). Ranks that
+    somebody bound have other cores than the process that started them, and keep all of theirs."""
+    rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    with contextlib.suppress(OSError, AttributeError):
+        if os.sched_getaffinity(0) != os.sched_getaffinity(os.getppid()):
+            return cores
+    if not 0 <= rank < ranks:
+        return cores
+    return cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks] or [cores[rank % len(cores)]]
 
 
 def _binds() -> bool:

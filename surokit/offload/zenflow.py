@@ -76,8 +76,9 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
     slots: steps whose cold gradients may be on their way.
     link: between host and device; None is that of the parameters' device.
 
-    Bytes of an element of a weight: 12 k on the device; on the host 12 (1 - k), 4 (1 - k) for each sum (two with overlap), and in
-    low precision (1 - k) for each slot and the result.
+    Bytes of an element of a weight whose gradients have b: on the device 12 k, and (1 - k) b of gradients that are on their way, so
+    that none waits for them; on the host 12 (1 - k), 4 (1 - k) for each sum (two with overlap), and (1 - k) b for each slot and
+    the result. Pinned memory in which columns change sides comes besides, and stays for the next choice: 24 for each that does.
 
     A Ctrl-C during `step` is raised when the step is complete; a second one at once. After that, or after any other error in the
     middle of a step, cold columns have its gradients all or not at all, and hot ones so far as it came. An error of a thread
@@ -166,22 +167,24 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
             )
         shares = {"topk_ratio": topk_ratio, "auto_ratio": auto_ratio, "pt_reserved_cores_perc": pt_reserved_cores_perc}
         for option, share in shares.items():
-            if not 0 <= share <= 1:
-                raise ValueError(f"ZenFlow: {option}={share} is a share, from 0 to 1.")
+            if not isinstance(share, (int, float)) or not 0 <= share <= 1:
+                raise ValueError(f"ZenFlow: {option}={share!r} is a share, from 0 to 1.")
         counts: dict[str, Any] = {"update_interval": update_interval, "select_interval": select_interval}
         for option, count in counts.items():
             if count != "auto" and not (isinstance(count, int) and count >= 1):
-                raise ValueError(f'ZenFlow: {option}={count!r} must be a number of at least 1, or "auto".')
+                raise ValueError(f'ZenFlow: {option}={count!r} must be an integer of at least 1, or "auto".')
         counts = {
             "max_interval": max_interval,
             "slots": slots,
             "steps_per_epoch": 1 if steps_per_epoch is None else steps_per_epoch,
         }
         for option, count in counts.items():
-            if count < 1:
-                raise ValueError(f"ZenFlow: {option}={count} must be at least 1.")
-        if full_warm_up_rounds < 0:
-            raise ValueError(f"ZenFlow: full_warm_up_rounds={full_warm_up_rounds} must not be negative.")
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"ZenFlow: {option}={count!r} must be an integer of at least 1.")
+        if not isinstance(full_warm_up_rounds, int) or full_warm_up_rounds < 0:
+            raise ValueError(
+                f"ZenFlow: full_warm_up_rounds={full_warm_up_rounds!r} must be an integer that is not negative."
+            )
         if select_strategy not in ("auto", "step", "epoch"):
             raise ValueError(f'ZenFlow: select_strategy={select_strategy!r} must be "auto", "step" or "epoch".')
         if select_strategy == "epoch" and steps_per_epoch is None:

@@ -31,6 +31,7 @@ from surokit.profiler.timeline import CATEGORIES, Event, Kind
 from surokit.profiler.work import Inputs, inputs_of
 
 _CLOCK = "surokit::clock"
+_CHATTER = (b"USDT:", b"ERROR: External init callback must run in same thread as registerClient")
 wait_for_device = torch.cuda.synchronize  # torch's own, also while the user's calls are noted or left out
 
 
@@ -252,8 +253,9 @@ def synchronize() -> None:
 
 @contextmanager
 def without_chatter() -> Iterator[None]:
-    """torch 2.13's tracer prints "USDT:..." lines to the error stream when it starts and stops. They are caught at the
-    file descriptor, the only place where C++ output can be; anything else that was printed meanwhile is passed on."""
+    """torch 2.13's tracer prints "USDT:..." lines to the error stream when it starts and stops, and one about its daemon, which
+    nobody uses here, when it first starts in a thread. They are caught at the file descriptor, the only place where C++ output can
+    be; anything else that was printed meanwhile is passed on."""
     try:
         saved = os.dup(2)
     except OSError:  # no error stream
@@ -268,5 +270,5 @@ def without_chatter() -> Iterator[None]:
             os.close(saved)
             caught.seek(0)
             for line in caught:
-                if not line.startswith(b"USDT:"):
+                if not line.startswith(_CHATTER):
                     os.write(2, line)

@@ -139,7 +139,26 @@ class Driver:
         made = min(len(run.steps) for run in self.race.runs.values())
         of = "" if self._aim is None else f" of {self._aim}"
         state = "is paused" if self._state == "paused" else "goes on"
-        return f"The race {state} {where}{whose}: every run has made at least {made}{of} steps."
+        pauses = ", and pauses before the next turn" if self._pausing else ""
+        told = f"every run has made at least {made}{of} steps" if made else "not every run has made a step yet"
+        return f"The race {state} {where}{whose}{pauses}: {told}."
+
+    @property
+    def _pausing(self) -> bool:
+        """Whether a pause was asked for that has not begun."""
+        return self._state == "running" and not self._stop_asked and (self._pause_asked or self._files.pause)
+
+    @property
+    def all_made(self) -> bool:
+        """Whether every run has the steps at which this call ends."""
+        return all(map(self._has_all, self.race.runs))
+
+    def _has_all(self, name: str) -> bool:
+        return self._aim is not None and len(self.race.runs[name].steps) >= self._aim
+
+    def _ending(self, name: str, reason: str) -> str:
+        """Of a run, where the race ends for this reason: one that has all its steps is done, whatever stopped the race then."""
+        return "done" if self._has_all(name) and not reason.startswith("failed") else reason
 
     def begin(self) -> None:
         """The race goes on, in this thread or in one that is started now. RuntimeError where it does already."""
@@ -536,11 +555,11 @@ class Driver:
             if ends.reason:  # the race does not go on at once
                 self.race.reason = ends.reason
                 self._tell("", ends.reason)  # first: who finds that all runs are over knows how the race ended
-                for each in self.sessions.values():
-                    each.journal.end_whole(ends.reason)
+                for name, each in self.sessions.items():
+                    each.journal.end_whole(self._ending(name, ends.reason))
                 self._save_now_and_then(at_once=True)
                 if self._view:
-                    self._view.end(ends.reason)
+                    self._view.end({name: self._ending(name, ends.reason) for name in self.race.runs})
 
     def _now_s(self) -> float:
         return self._clock_s + max(0.0, time.monotonic() - self._began_s)
@@ -618,9 +637,9 @@ class _View:
         for name in self._states:
             self._panel.run(name).on_pause(paused)
 
-    def end(self, reason: str) -> None:
-        """Leaves the final picture, if anything was shown."""
+    def end(self, reasons: dict[str, str]) -> None:
+        """Leaves the final picture, if anything was shown. reasons: why each run ended."""
         for name in self._states:
-            self._panel.run(name).state.reason = reason
+            self._panel.run(name).state.reason = reasons[name]
         if self._states:
             self._panel.refresh()

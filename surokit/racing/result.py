@@ -244,8 +244,12 @@ class Race:
 
     def _way_on(self) -> str:
         """What can be done after an early end."""
+        when = "early"
+        if self._driver is not None and self._driver.all_made:
+            when = "after its last step, but before its held-out losses and predictions were all taken"
+        ended = f"The race ended {when} ({self.reason})"
         if self.command is not None:
-            return f"The race ended early ({self.reason}). " + (
+            return f"{ended}. " + (
                 "Without --run-dir nothing of it was kept, and the same command races again from the start."
                 if self.run_dir is None
                 else f"A new process cannot go on: python {self.run_dir / 'rerun.py'} races again from the start."
@@ -253,8 +257,8 @@ class Race:
         if self._driver is not None and any(run.warm_up is None for run in self.runs.values()):
             return f"The race ended in its warm-up ({self.reason}): race again."
         if self._driver is not None:
-            return f"The race ended early ({self.reason}): race.go_on() goes on from there."
-        return f"The race ended early ({self.reason}): race.rerun() races again from the start."
+            return f"{ended}: race.go_on() goes on from there."
+        return f"{ended}: race.rerun() races again from the start."
 
     def _so_far(self) -> list[tuple[str, ...]]:
         """What there is without a result, under _SO_FAR."""

@@ -278,6 +278,10 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
             raise ValueError("This optimizer state was made with amsgrad or maximize, which AdamW does not have here.")
         saved = [index for group in groups for index in group["params"]]
         sources = {p: state_dict["state"].get(index) for p, index in zip(self._all_params(), saved)}
+        if any(source and not {"step", "exp_avg", "exp_avg_sq"} <= source.keys() for source in sources.values()):
+            raise ValueError(
+                f"This state was not made by an AdamW: load it into the optimizer that made it, not into {type(self).__name__}."
+            )
         if any(source and ("absmax" in source) != self._in_8bit(p) for p, source in sources.items()):
             raise ValueError("Moments of 8 bits and others do not mix: load the state into the optimizer that made it.")
         super().load_state_dict(state_dict)

@@ -417,11 +417,11 @@ class Session:
     def to_deepspeed(self, path: str | Path | None = None) -> dict[str, Any]:
         """These settings as a DeepSpeed configuration, which is also written to `path` as JSON where one is given.
 
-        ZeRO's stage (3 where parameters are sharded, 2 where the optimizer offloads, else 0), offload_optimizer, a zenflow block for
-        surokit.ZenFlow, optimizer, gradient_clipping, gradient_accumulation_steps, train_micro_batch_size_per_gpu, bf16 or fp16. Hot
-        columns are chosen every so many steps, as here; "epoch" stays. Without counterpart there: cold_update, max_interval,
-        steps_per_epoch, slots, link; recipes, the schedule, groups of parameters. A warning says where a setting would behave
-        differently; ValueError where ZenFlow's topk_ratio has no counterpart, or the rows of a batch are not known yet.
+        ZeRO's stage (3 where parameters are sharded, 2 where the optimizer offloads, else 0), offload_optimizer, a zenflow block
+        for surokit.ZenFlow, optimizer, gradient_clipping, gradient_accumulation_steps, train_micro_batch_size_per_gpu, bf16 or
+        fp16. Hot columns are chosen every so many steps, as here; "epoch" stays. Without counterpart there: cold_update,
+        max_interval, steps_per_epoch, slots, link; recipes, the schedule, groups of parameters. A warning says where a setting
+        would behave differently; ValueError where ZenFlow's topk_ratio has no counterpart, or a batch's rows are not known yet.
         """
         from surokit.offload.deepspeed import configuration
         from surokit.planner.live import facts_of_session

@@ -20,7 +20,7 @@ from html import escape
 from typing import Literal
 
 Theme = Literal["auto", "light", "dark"]
-Style = Literal["line", "faint", "dots"]
+Style = Literal["line", "broad", "faint", "dots"]  # broad: a pale line that others may lie on
 
 # Okabe and Ito (2008), in the order in which lines take them: light background, dark background.
 PALETTE_LIGHT = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B58900", "#56B4E9")
@@ -77,6 +77,7 @@ class Pane:
     y_ticks: int = 4
     legend: bool = True
     marks: Sequence[Mark] = ()
+    empty: str = "no steps yet"  # said in the place of an axis, where no line has a point
 
 
 def nice_ticks(low: float, high: float, target: int = 5) -> list[float]:
@@ -247,12 +248,14 @@ def draw_pane(pane: Pane, width: float) -> str:
     y_low, y_high = _limits(pane)
     x_scale, y_scale = (right - left) / (x_high - x_low), (bottom - top) / (y_high - y_low)
 
-    y_ticks = nice_ticks(y_low, y_high, pane.y_ticks)
+    y_ticks = nice_ticks(y_low, y_high, pane.y_ticks) if ends else []
     for value, label in zip(y_ticks, _tick_labels(y_ticks, pane.percent)):
         y = bottom - (value - y_low) * y_scale
         out.append(f'<path class="g" d="M{left:.1f} {y:.1f}H{right:.1f}"/>')
         out.append(_text(left - 6, round(y + 3.5, 1), label, "t", "end"))
-    x_ticks = [t for t in nice_ticks(x_low, x_high, pane.x_ticks) if t == round(t)]
+    if not ends:
+        out.append(_text(round((left + right) / 2, 1), round((top + bottom) / 2, 1), pane.empty, "m", "middle"))
+    x_ticks = [t for t in nice_ticks(x_low, x_high, pane.x_ticks) if t == round(t)] if ends else []
     for value, label in zip(x_ticks, _tick_labels(x_ticks, False)):
         x = left + (value - x_low) * x_scale
         at_end = right - x < 12
@@ -281,7 +284,7 @@ def _draw_line(
     left, right, top, bottom = frame
     (x_low, x_scale), (y_low, y_scale) = x_map, y_map
     # Points a pixel, beyond which nothing more can be seen: every point is paid for in bytes.
-    density = {"faint": 0.65, "line": 0.4, "dots": 0.07}[line.style]
+    density = {"faint": 0.65, "line": 0.4, "broad": 0.4, "dots": 0.07}[line.style]
     xs, ys = thin(line.x, line.y, max(16, int(density * (right - left))))
     points: list[tuple[float, float] | None] = []
     crosses: list[tuple[float, float]] = []
@@ -307,7 +310,7 @@ def _draw_line(
         out.append(f'<path class="r" d="{dots}"/><path class="d {color}" d="{dots}"/>' if dots else "")
     else:
         path = _path(points)
-        kind = "s" if line.style == "faint" else "l"
+        kind = {"faint": "s", "broad": "w"}.get(line.style, "l")
         alone = len([p for p in points if p]) == 1
         out.append(f'<path class="{kind} {color}" d="{path}{"h0" if alone else ""}"/>' if path else "")
     # Marks are few on purpose: the warning line under the figure carries the count.
@@ -395,7 +398,7 @@ def _css(theme: Theme) -> str:
         ".sk .n{font-size:13px}.sk .t{font-size:11px}"
         ".sk path{fill:none;stroke-linejoin:round;stroke-linecap:round}"
         ".sk .g,.sk .a{stroke-width:1;shape-rendering:crispEdges}.sk .p{stroke-width:4}.sk .q{stroke-width:4}"
-        ".sk .l{stroke-width:2}.sk .s{stroke-width:1.2;stroke-opacity:.42}"
+        ".sk .l{stroke-width:2}.sk .w{stroke-width:6;stroke-opacity:.45}.sk .s{stroke-width:1.2;stroke-opacity:.42}"
         ".sk .e,.sk .i{stroke-dasharray:2 3;stroke-opacity:.6}.sk path.v{stroke:none}"
         ".sk .d{stroke-width:6}.sk .r{stroke-width:9}.sk .x{stroke-width:2}.sk .o{stroke-width:1.5}"
     )

@@ -23,6 +23,7 @@ Foot = list[tuple[Literal["note", "warning", "advice"], str]]
 MESSAGE_BYTES = 20_000
 SHOWN_EVENTS, SHOWN_RUNS = 12, 8
 NONE = "–"
+NO_STEPS, NOT_TIMED = "no steps yet", "no timed steps yet"  # the first step is no rate, nor is a race's warm-up
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,9 @@ def phase_words(state: PanelState) -> str:
 
 
 def unit_of(*states: PanelState) -> str:
-    return "Tokens/s" if any(state.tokens for state in states) else "Steps/s"
+    """Of the rates; before the first step nobody knows, and most runs have tokens."""
+    begun = any(state.first_step is not None for state in states)
+    return "Tokens/s" if not begun or any(state.tokens for state in states) else "Steps/s"
 
 
 def hours(gpu_hours: float) -> str:
@@ -236,6 +239,7 @@ def _one(state: PanelState, theme: Theme, points: int) -> str:
                 y_ticks=4 if pane.name == "loss" else 3,
                 legend=pane.name == "loss",
                 marks=_marks(state) if pane.name == "loss" else (),
+                empty=NOT_TIMED if pane.name == "rate" else NO_STEPS,
             )
         )
     foot: Foot = [("note", line) for line in [*idle_lines(state), *layer_lines(state), *sustained_lines(state)]]
@@ -244,7 +248,7 @@ def _one(state: PanelState, theme: Theme, points: int) -> str:
         foot += [("warning", start), *(("advice", part) for part in rest)]
     foot += [("advice", line) for line in wrap(suggestion(state), 78)]
     if state.reason is not None:
-        foot.append(("note", cut(ending(state), 80)))
+        foot += [("note", part) for part in wrap(cut(ending(state), 150), 78)]
     memory = f"peak {told['memory'].value} · " if "memory" in told else ""
     stands = memory + phase_words(state)
     room = 78 - len(stands)
@@ -266,9 +270,12 @@ def _several(states: Mapping[str, PanelState], theme: Theme, points: int) -> str
     runs = list(states.items())[:SHOWN_RUNS]
     tight = points <= 150
     span = _span([state for _, state in runs], all(state.reason is not None for _, state in runs))
-    losses = [_line(Curve("", run, "line"), s.loss_mean, number, points) for number, (run, s) in enumerate(runs)]
+    curves = [(number, Curve("", run, "line"), state) for number, (run, state) in enumerate(runs)]
+    if headline(states) and runs:  # of a race the baseline broad beneath, and on it first its twin, the last run
+        curves = [(0, Curve("", runs[0][0], "broad"), runs[0][1]), *curves[:0:-1]]
+    losses = [_line(curve, state.loss_mean, number, points) for number, curve, state in curves]
     held_out = [_line(Curve("", "", "dots"), s.held_out, number, points) for number, (_, s) in enumerate(runs)]
-    rates = [_line(Curve("", run, "line"), s.rate_sustained, number, points) for number, (run, s) in enumerate(runs)]
+    rates = [_line(curve, state.rate_sustained, number, points) for number, curve, state in curves]
     marks = [mark for _, state in runs for mark in _marks(state)][-SHOWN_EVENTS:]
     panes = [
         Pane(
@@ -291,6 +298,7 @@ def _several(states: Mapping[str, PanelState], theme: Theme, points: int) -> str
             y_range=(0.0, None),
             y_ticks=3,
             legend=False,
+            empty=NOT_TIMED,
         ),
     ]
     columns, rows = run_table(dict(runs))

@@ -26,7 +26,7 @@ Standing = Literal["waiting", "running", "paused", "done", "interrupted", "stopp
 REPLACED = "replaced"  # the reason of a panel whose run goes on in another
 
 MEAN_STEPS = 10.0
-MEAN_SHARE = 1 / 40
+MEAN_SHARE, EARLY_SHARE = 1 / 40, 1 / 5
 EVENTS = 64
 # what happened, worst first, as the warnings tell it
 KINDS = {
@@ -265,9 +265,9 @@ class PanelState:
     smoothed as idle_mean is); memory (GiB, the highest so far), lr, grad_norm. `ruler` turns steps into tokens and seconds.
     `health` follows the run and gives the `events`, of which the worst and the latest are kept.
 
-    The smoothed loss is an exponential moving average over about a fortieth of the steps so far, at least ten: with a =
-    1 / that number, m <- m + a (loss - m) and w <- w + a (1 - w) from zero, shown bias-corrected as m / w (Adam's
-    correction, for an `a` that changes). Losses that are not finite are left out of it. The sustained rates divide two
+    The smoothed loss is an exponential moving average over about a fortieth of the steps so far, at least ten, but never over more
+    than a fifth of them, which would lag behind a loss that falls fast: m <- m + a (loss - m) with a = 1 / that number, so that it
+    begins with the first loss (a = 1). Losses that are not finite are left out of it. The sustained rates divide two
     decaying sums (half-life `half_life_s` of run time), work over seconds, so a pause counts in full.
 
     Goodput and lost time are those of profiler/sustained.py, step by step: of the run's wall time (`run_s`, where somebody
@@ -315,7 +315,7 @@ class PanelState:
         self.first_bad = ""
         self._waits = False  # whether any step said how long it waited
         self._losses = 0
-        self._sum = self._weight = self._stall_sum = 0.0
+        self._loss_mean = self._stall_sum = 0.0
         self._step_s = self._good_s = self._busy_s = self._rate_s = self._rate_work = 0.0
         self._seconds_sum = self._work_sum = self._idle_sum = self._idle_seconds = self._steps_sum = 0.0
         self._offload_sum: float | None = None
@@ -486,10 +486,9 @@ class PanelState:
         if loss - loss != 0.0:
             return
         self._losses += steps
-        new = min(1.0, steps / max(MEAN_STEPS, MEAN_SHARE * self._losses))
-        self._sum += new * (loss - self._sum)
-        self._weight += new * (1.0 - self._weight)
-        self.loss_mean.append(step, self._sum / self._weight)
+        over = min(max(MEAN_STEPS, MEAN_SHARE * self._losses), EARLY_SHARE * self._losses)
+        self._loss_mean += min(1.0, steps / over) * (loss - self._loss_mean)
+        self.loss_mean.append(step, self._loss_mean)
 
     def _add_rate(
         self,

@@ -270,11 +270,12 @@ class Oracle:
         first, since = self.since_selection is None, self.since_selection or 0
         if self.position != 0 or (not first and since < s.select_interval):
             return
+        divided = [w for w in self.weights if 0 < w.count < w.W.shape[1]]
         if first:
             self.since_selection = 0
-        if first and s.full_warm_up_rounds == 0:  # the first choice without warm-up is by its own step's gradients
+        if first and not any(w.scored for w in divided):  # no step of warm-up scored them: this step's own gradients do
             self._score(held, finite)
-        scored = [w for w in self.weights if w.scored and 0 < w.count < w.W.shape[1]]
+        scored = [w for w in divided if w.scored]
         if not scored:  # nothing to choose from: at the next window's end, then
             return
         for w in self.weights:

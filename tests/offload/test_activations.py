@@ -16,7 +16,7 @@ from surokit.offload.activations import ActivationStream, offload_activations
 from surokit.offload.link import HostLink, ThrottledLink
 from surokit.offload.weights import offload_weights
 from surokit.train import AdamW, Session
-from tests.offload.test_weights import Dropping, assert_same_step, decoder, ids
+from tests.offload.test_weights import SLACK_S, Dropping, assert_same_step, decoder, ids
 from tests.train.toys import make_batches
 
 FAST = 50.0  # GB/s
@@ -95,13 +95,14 @@ def test_dropout_and_a_model_of_transformers():
 
 def test_retain_graph_and_two_graphs_at_a_time():
     plain, model = decoder(), decoder()
-    offload_activations(model, min_bytes=64, link=link())
+    stream = offload_activations(model, min_bytes=64, link=link())
     for each in (plain, model):
         first = each(ids(0), labels=ids(0)).loss
         second = each(ids(1), labels=ids(1)).loss
         first.backward(retain_graph=True)
         second.backward()
-        first.backward()
+        first.backward(retain_graph=True)
+    assert stream.device_bytes <= 2 * 2 * 8 * 64 * 4  # what was fetched ahead for nobody
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters()))
 
 
@@ -188,8 +189,10 @@ def test_a_change_in_place_is_caught_or_harmless():
         y, seen = keeping(kept)
         other, _ = keeping(torch.randn(64))  # the first one's copy is made now
         kept.zero_()
-    (y + other).backward()
+        third, seen_later = keeping(kept)
+    (y + other + third).backward()
     assert torch.equal(seen[0][0], before)
+    assert torch.equal(seen_later[0][0], kept)
 
 
 # -- room, bytes and time
@@ -230,6 +233,19 @@ def test_little_is_on_the_device(prefetch):
     assert stream.device_bytes == 0
 
 
+@pytest.mark.parametrize("late_fill", [False, True])
+def test_copies_that_are_late_are_waited_for(late_fill):
+    x = torch.randn(1000, requires_grad=True)
+    (expected,) = torch.autograd.grad(x.exp().tanh().exp().tanh().exp().tanh().sum(), x)
+    slow = ThrottledLink(FAST, latency_s=0.02, late_fill=late_fill)
+    stream = offload_activations(min_bytes=1, prefetch=1, link=slow)
+    for _ in range(2):
+        with stream:
+            y = x.exp().tanh().exp().tanh().exp().tanh().sum()
+        (found,) = torch.autograd.grad(y, x)
+        assert torch.equal(expected, found)
+
+
 def test_host_memory_is_used_again():
     stream = saving()
     asked = []
@@ -262,7 +278,7 @@ def test_a_graph_that_is_dropped_leaves_nothing():
 
 def test_copies_run_beside_the_computation():
     """Forward and backward take the larger of computing and copying, and at the ends what nothing can run beside."""
-    compute_s, transfer_s, layers, width = 0.02, 0.015, 6, 50_000
+    compute_s, transfer_s, layers, width = 0.04, 0.03, 6, 50_000
 
     class Busy(Function):
         @staticmethod
@@ -291,10 +307,10 @@ def test_copies_run_beside_the_computation():
         x.backward(torch.ones_like(x))
         took.append(time.perf_counter() - begun)
         del x
-        if took[-1] < expected + 0.05:
+        if took[-1] < expected + SLACK_S:
             break
-    assert expected + 0.05 < 2 * layers * compute_s + moved
-    assert expected < min(took) < expected + 0.05
+    assert expected + SLACK_S < 2 * layers * compute_s + moved
+    assert expected < min(took) < expected + SLACK_S
 
 
 # -- with the rest of the house

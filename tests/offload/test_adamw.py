@@ -451,6 +451,17 @@ def test_options(options: dict[str, Any], words: str) -> None:
             make()
 
 
+def test_what_cannot_be_offloaded_is_refused_with_a_reason() -> None:
+    waves = nn.Parameter(torch.ones(2, 3, dtype=torch.complex64))
+    waves.grad = torch.ones_like(waves)
+    with pytest.raises(ValueError, match=r"\[2, 3\] is torch.complex64: .*view_as_real"):
+        OffloadAdamW([waves]).step()
+    table = nn.Embedding(5, 4, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"gradient .* \[5, 4\] is sparse"):
+        OffloadAdamW(table.parameters()).step()
+
+
 def test_a_specification() -> None:
     spec: Any = OffloadAdamW(lr=3e-4, pt_reserved_cores_perc=0.5)
     assert repr(spec) == "OffloadAdamW(lr=0.0003, pt_reserved_cores_perc=0.5)"

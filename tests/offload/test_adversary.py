@@ -222,6 +222,39 @@ def test_a_rate_in_a_tensor() -> None:
         assert torch.equal(p, q)
 
 
+def test_under_a_scheduler_of_torch() -> None:
+    for step, ours, theirs, optimizer, adamw in beside_adamw():
+        if step == 0:
+            schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(one, 10) for one in (optimizer, adamw)]
+        both(step, ours, theirs, optimizer, adamw)
+        for schedule in schedules:
+            schedule.step()
+
+
+def test_sparse_gradients_are_refused() -> None:
+    embed = nn.Embedding(20, 8, sparse=True)
+    optimizer = zenflow(embed.parameters())
+    embed(torch.arange(3)).sum().backward()
+    with pytest.raises(ValueError, match=r"sparse.*\.$"):
+        optimizer.step()
+
+
+def test_a_closure_that_fails_changes_nothing() -> None:
+    run = Run()
+    for _ in range(6):
+        run.step()
+    before = copy.deepcopy(run.optimizer.state_dict())
+
+    def closure() -> float:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run.optimizer.step(closure)
+    equal_trees(before, run.optimizer.state_dict())
+    run.step()
+    run.check(masters=True)
+
+
 # -- loops
 
 

@@ -77,6 +77,8 @@ def test_what_has_no_columns_is_refused_with_a_reason():
     sparse(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="sparse"):
         Columns(sparse.weight, {}, True, 0).check(cpu)
+    with pytest.raises(ValueError, match=r"\[2, 2\] is torch.complex64: .*view_as_real"):
+        Columns(torch.empty(2, 2, dtype=torch.complex64), {}, True, 0).check(cpu)
     with pytest.raises(ValueError, match="several devices, meta and cpu"):
         Columns(torch.empty(2, 2, device="meta"), {}, True, 0).check(cpu)
     across = weight(4, 4)

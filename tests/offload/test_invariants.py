@@ -33,6 +33,7 @@ import surokit as sk
 from surokit import texts
 from surokit.errors import OffloadError
 from surokit.offload import crew
+from surokit.offload.link import HostLink, Ticket
 from surokit.offload.workers import Job, Worker
 from tests.offload.oracle import Oracle, hot_columns
 from tests.offload.ranks import CASES, halves, loss_of, make_model, options_of
@@ -281,7 +282,7 @@ def test_09_one_step_windows_with_overlap_are_delayed_adam() -> None:
 VARIANTS: dict[str, dict[str, Any]] = {
     "overlap": {"topk_ratio": 0.2, "select_interval": 8},
     "no overlap": {"topk_ratio": 0.2, "select_interval": 8, "overlap_step": False},
-    "auto": {"topk_ratio": 0.2, "select_interval": 8, "update_interval": "auto", "max_interval": 5},
+    "auto": {"topk_ratio": 0.2, "select_interval": 8, "update_interval": "auto", "max_interval": 9},
     "time-corrected": {"topk_ratio": 0.2, "overlap_step": False, "cold_update": "time-corrected", "select_interval": 4},
     "warm-up": {"topk_ratio": 0.2, "select_interval": 4, "full_warm_up_rounds": 3},
 }
@@ -303,6 +304,49 @@ def test_10_bitwise_the_same_under_delays(name: str) -> None:
                 for p, q in zip(slow.params, shown[step]):
                     assert torch.equal(p, q), (seed, step)
             equal_runs(plain, slow)
+
+
+class Watching(HostLink):
+    """A copy upwards reads its source until some milliseconds later, when it is done, and sees whether it has changed by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed = self.watched = 0
+        self.watches: list[threading.Thread] = []
+
+    def up(self, source: Tensor, take: Callable[[Tensor], None]) -> Ticket:
+        before, link = source.clone(), self
+        super().up(source, take)
+
+        def watch() -> None:
+            time.sleep(0.01)
+            link.changed += not torch.equal(source, before)
+            link.watched += 1
+
+        watching = threading.Thread(target=watch)
+        self.watches.append(watching)
+        watching.start()
+
+        class Copying:
+            def done(self) -> bool:
+                return not watching.is_alive()
+
+            def wait(self) -> None:
+                watching.join()
+
+        return Copying()
+
+
+def test_10_what_travels_up_is_not_written_meanwhile() -> None:
+    link = Watching()
+    run = Run([(16, 20)], link=link, update_interval=1, select_interval=3)
+    for _ in range(12):
+        run.step()
+    run.check(masters=True)
+    for watching in link.watches:
+        watching.join()
+    assert link.watched > 12
+    assert link.changed == 0
 
 
 @pytest.mark.parametrize("name", VARIANTS)

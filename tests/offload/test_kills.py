@@ -202,6 +202,7 @@ def go(steps):
     run.optimizer.state_dict()
     gc.collect()
     return mib(), len(gc.get_objects())
+go(1)  # the list of objects takes 2 MiB itself
 before, after = go(first), go(steps - first)
 print(*before, *after)
 """
@@ -211,12 +212,12 @@ print(*before, *after)
     ("interval", "first", "steps", "most_mib"),
     [
         ("4", 200, 500, 4.0),
-        pytest.param("4", 5_000, 10_000, 1.5, marks=[pytest.mark.soak, pytest.mark.timeout(0)]),
-        pytest.param("auto", 5_000, 10_000, 1.5, marks=[pytest.mark.soak, pytest.mark.timeout(0)]),
+        pytest.param("4", 8_000, 18_000, 1.0, marks=[pytest.mark.soak, pytest.mark.timeout(0)]),
+        pytest.param("auto", 8_000, 18_000, 1.0, marks=[pytest.mark.soak, pytest.mark.timeout(0)]),
     ],
 )
 def test_memory_is_flat(interval: str, first: int, steps: int, most_mib: float) -> None:
-    """A step's cold gradients are 40 kB; what is remembered of 4,096 steps and 256 choices is 3 MiB."""
+    """A step's cold gradients are 40 kB; what is remembered of 4,096 steps and 256 choices is 3 MiB, all there after 8,000."""
     command = [sys.executable, "-c", LONG, str(first), str(steps), interval]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr

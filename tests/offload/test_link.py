@@ -560,7 +560,7 @@ def test_memory_is_kept_for_the_streams_that_use_it(late, lean):
     assert [x is grads for x in link._fill.kept] == [True]
     assert len(link._down.kept) == 1  # the staging, or in a lean link the gradient
     assert (link._fill is link._down) == lean
-    link.up(torch.ones(3), nothing)
+    link.fetch(torch.ones(3)).land()
     assert [x.shape for x in late.kept] == ([] if lean else [(3,)])  # a lean link's is the main stream's own
     value = torch.ones(())
     link.copy_down(value, torch.zeros(()))
@@ -588,6 +588,24 @@ def test_the_main_stream_waits_for_what_it_takes(late):
     assert ticket.done()
     assert weight.tolist() == [1, 1, 1]
     assert link.bytes_up == 12
+
+
+@pytest.mark.parametrize("sizes", [[3] * 8, [1, 2, 3, 4, 5, 6, 7, 8]], ids=["equal", "growing"])
+def test_what_goes_up_takes_turns_with_a_few_buffers(late, sizes):
+    link, weights = rehearsed(), [torch.zeros(n) for n in sizes]
+    places = set()
+    for i, weight in enumerate(weights):
+
+        def take(staging, weight=weight):
+            places.add(staging.data_ptr())
+            weight.copy_(staging)
+
+        link.up(torch.full_like(weight, i + 1), take)
+    link._up.run()  # as far ahead as it can: not beyond what the main stream has taken
+    late.run()
+    assert [weight.unique().tolist() for weight in weights] == [[i + 1] for i in range(8)]
+    assert len(places) <= 3 or sizes[0] != sizes[-1]
+    assert sum(memory.nbytes for memory, _ in link._buffers) <= 3 * 4 * max(sizes)
 
 
 def test_what_is_fetched_early_is_not_waited_for(late):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import surokit as sk
-from surokit.offload.accounts import Accounts
+from surokit.offload.accounts import CAUSES, Accounts
 from surokit.offload.report import report_of, staleness_bound
 from surokit.planner.offload import host_bytes
 from tests.offload.runs import Run, throttled
@@ -38,6 +38,16 @@ def made_up(**accounts: Any) -> Any:
     )
 
 
+def test_a_report_of_nothing_that_was_updated() -> None:
+    for make in (sk.ZenFlow, sk.OffloadAdamW):
+        empty: Any = nn.Parameter(torch.zeros(6, 0))
+        empty.grad = torch.zeros_like(empty)
+        optimizer: Any = make([empty])
+        optimizer.step()
+        assert optimizer.report().staleness == {}
+        assert "none yet" in repr(optimizer.report())
+
+
 def test_figures_against_arithmetic() -> None:
     optimizer = made_up(model_bytes=176, steps=8, windows=2)
     accounts = optimizer.accounts
@@ -48,7 +58,8 @@ def test_figures_against_arithmetic() -> None:
     accounts.staleness.update({0: 30, 4: 10})
     accounts.intervals[4] = 2
     accounts.stall_by_cause["adam"] = 16.0
-    accounts._stalls.extend([(3, "adam", 12.0), (7, "adam", 3.0), (7, "adam", 1.0)])
+    none = dict.fromkeys(CAUSES, 0.0)
+    accounts._stalls.extend([(3, none | {"adam": 12.0}), (7, none | {"adam": 4.0})])
     found = report_of(optimizer, buffers=[torch.zeros(10)])
     assert found.hot_share == pytest.approx(12 / 44)
     assert found.down == pytest.approx(128 / 176)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import random
 import time
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from tests.train.toys import make_batches
 CONFIG = DecoderConfig(vocab=32, width=64, ffn=128, layers=5, heads=2, kv_heads=1)
 L = CONFIG.layers
 FAST = 50.0  # GB/s
+SLACK_S = 0.15  # of a machine that others use
 
 
 def decoder(seed=0, **changes):
@@ -27,7 +29,9 @@ def decoder(seed=0, **changes):
 
 
 def link():
-    return ThrottledLink(FAST, late_fill=True)
+    """With transfers that come late, each by another time."""
+    late = random.Random(0)
+    return ThrottledLink(FAST, delay=lambda: late.uniform(0, 0.003), late_fill=True)
 
 
 def ids(seed=0, rows=2, length=8):
@@ -110,7 +114,7 @@ def test_a_model_of_transformers_and_its_cache():
         assert stream.peak_blocks == 2
 
 
-def test_their_checkpointing_is_passed_over():
+def test_their_checkpointing_beside_it_costs_nothing():
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
     torch.manual_seed(0)
@@ -314,7 +318,7 @@ def test_hooks_on_gradients_that_arrived():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("recipe", ["bf16", "qfp8", "qnf4"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "qfp8", "qnf4"])
 def test_adapters_stay_and_nothing_but_frozen_weights_moves(recipe, fused):
     plain, model = decoder().bfloat16(), decoder().bfloat16()
     for each in (plain, model):
@@ -330,6 +334,8 @@ def test_adapters_stay_and_nothing_but_frozen_weights_moves(recipe, fused):
     frozen = [p for p in model.model.layers[0].parameters() if not p.requires_grad]
     assert stream.block_bytes == bytes_of(*frozen)
     assert stream.bytes_up == (2 * L - 2) * stream.block_bytes
+    kept = [any(getattr(m, "frozen", None) is not None for m in each.modules()) for each in (plain, model)]
+    assert kept == [fused and recipe == "fp8", False]  # codes of weights that are gone again are not
     assert stream.bytes_down == 0
     assert stream.peak_blocks == 2
 
@@ -406,7 +412,7 @@ class Busy(nn.Module):
         return x * self.weight[:1]
 
 
-@pytest.mark.parametrize(("compute_s", "transfer_s"), [(0.03, 0.015), (0.03, 0.04)])
+@pytest.mark.parametrize(("compute_s", "transfer_s"), [(0.06, 0.03), (0.06, 0.08)])
 def test_transfers_run_beside_the_computation(compute_s, transfer_s):
     """A step takes the larger of both, and at its ends what nothing can run beside; not their sum."""
     layers, elements = 6, 50_000
@@ -416,15 +422,15 @@ def test_transfers_run_beside_the_computation(compute_s, transfer_s):
     computed, moved = 2 * layers * compute_s, (2 * layers - 2) * transfer_s
     # the first block's weights and the last one's gradients; while forward turns to backward nothing has to move
     expected = max(computed + transfer_s, moved + 3 * compute_s) + transfer_s
-    assert expected + 0.05 < computed + moved
+    assert expected + SLACK_S < computed + moved
     took = []
     for _ in range(5):  # a busy machine takes longer, never less
         begun = time.perf_counter()
         model(torch.ones(1, requires_grad=True)).sum().backward()
         took.append(time.perf_counter() - begun)
-        if took[-1] < expected + 0.05:
+        if took[-1] < expected + SLACK_S:
             break
-    assert max(computed, moved) < min(took) < expected + 0.05
+    assert max(computed, moved) < min(took) < expected + SLACK_S
     assert stream.peak_blocks == 2
 
 
@@ -479,7 +485,7 @@ def test_generation():
 
 def test_copies_and_pickles_stream_by_themselves():
     model = decoder()
-    stream = offload_weights(model, link=link())
+    stream = offload_weights(model, link=ThrottledLink(FAST))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert_same_step(model, other)
         assert other.model.layers[0].forward.stream is not stream
@@ -552,3 +558,17 @@ def test_a_prefix_of_keys_is_refused_in_training():
     offload_weights(model, link=link())
     with pytest.raises(ValueError, match="prefix of keys"):
         block(torch.ones(1, 32), past_key_values=SimpleNamespace(get_seq_length=lambda: 3))
+
+
+def test_what_is_added_or_frozen_afterwards_finds_its_place():
+    plain, model = decoder().bfloat16(), decoder().bfloat16()
+    stream = offload_weights(model, link=link())
+    everything = stream.host_bytes
+    for each in (plain, model):
+        torch.manual_seed(0)
+        sk.apply(each, sk.QFP8.lora(4))
+        for p in each.model.layers[0].parameters():
+            p.requires_grad_(False)
+    assert_same_step(plain, model)
+    assert stream.host_bytes < 0.6 * everything
+    assert stream.bytes_down == 0

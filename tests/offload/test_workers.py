@@ -536,6 +536,28 @@ def test_the_cores_are_the_processs_and_no_more_than_its_time(monkeypatch):
     assert workers._cores() == list(range(6))
 
 
+def test_ranks_of_a_machine_share_its_cores_unless_each_has_its_own(monkeypatch):
+    launcher = set(range(8))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)) if pid == 0 else launcher, raising=False)
+    monkeypatch.setattr(workers, "_quota", lambda: math.inf)
+    monkeypatch.setattr(workers, "_place", lambda core: (core, core))
+
+    def cores_of_ranks(ranks):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        for rank in range(ranks):
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            yield workers._cores()
+
+    assert list(cores_of_ranks(1)) == [list(range(8))]
+    assert list(cores_of_ranks(3)) == [[0, 1], [2, 3, 4], [5, 6, 7]]
+    assert all(len(cores) == 1 for cores in cores_of_ranks(10))
+    launcher = set(range(64))  # each rank was bound
+    assert list(cores_of_ranks(2)) == [list(range(8))] * 2
+    launcher = set(range(8))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert workers._cores() == list(range(8))
+
+
 def test_siblings_are_read(tmp_path):
     for core, siblings in ((0, "0,4\n"), (4, "0,4\n"), (3, "2-3\n")):
         folder = tmp_path / f"cpu{core}/topology"

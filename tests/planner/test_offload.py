@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -165,12 +166,12 @@ def test_a_host_from_a_calibration():
 
 def test_a_plan_of_an_optimizer_that_offloads():
     """Hot states on the device, and only there; the prediction takes the plan's k and says nothing of fitting."""
-    given = {"tokens": 1e9, "dtype": "bf16", "gpu": "H100", "mfu": 0.4}
-    whole, flow, synchronous = (plan(1e9, optimizer=name, **given) for name in ("adamw", "zenflow", "offloadadamw"))
+    options: dict[str, Any] = {"tokens": 1e9, "dtype": "bf16", "gpu": "H100", "mfu": 0.4}
+    whole, flow, synchronous = (plan(1e9, optimizer=name, **options) for name in ("adamw", "zenflow", "offloadadamw"))
     assert flow.memory["optimizer"].bytes == pytest.approx(1.2e9)
     assert synchronous.memory["optimizer"].bytes == 0
     assert whole.memory["optimizer"].bytes == 4e9
-    spec = plan(1e9, optimizer=sk.ZenFlow(topk_ratio=0.25), **given)
+    spec = plan(1e9, optimizer=sk.ZenFlow(topk_ratio=0.25), **options)
     assert spec.memory["optimizer"].bytes == pytest.approx(3e9)
     assert spec.but(gpus=2).memory["optimizer"].bytes == pytest.approx(3e9)
     assert "25%" in spec.memory["optimizer"].how

@@ -577,6 +577,7 @@ def test_the_tracers_chatter_is_dropped_and_the_rest_kept(capfd):
 
     with without_chatter():
         os.write(2, b"USDT:2026 profiler_start\nmine\n")
+        os.write(2, b"ERROR: External init callback must run in same thread as registerClient (1 != 2)\n")
     assert capfd.readouterr().err == "mine\n"
     with profile():
         train(1)

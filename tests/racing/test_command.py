@@ -121,6 +121,26 @@ def test_errors_are_one_line(capsys, monkeypatch, text):
     assert "steps=0: a whole number of at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--plot a.xyz", "--plot a.xyz is no kind of picture that can be written: use .png, .svg or .pdf"),
+        ("--plot nowhere/at/all.png", "No such file or directory: nowhere/at. Make that folder first"),
+        ("--recipes bf16 bf16", "'bf16' stands there twice; give each recipe once (a twin of the first"),
+        ("--recipes bf16 fp8 fp8", "'fp8' stands there twice; give each recipe once."),
+        ("--recipes bf16,fp8", "separate names by spaces, as in --recipes bf16 fp8"),
+        ("--recipes bf16, fp8", "separate names by spaces, as in --recipes bf16 fp8"),
+        ("--recipe fp8", "unrecognized arguments: --recipe fp8; did you mean --recipes? (see surokit race --help)"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_is_made(arguments, said, capsys, monkeypatch):
+    monkeypatch.setattr(sk, "train_tokenizer", lambda *_, **__: pytest.fail("something was made"))
+    assert cli.main(["race", *arguments.split(), "--steps", "4", *SMALL]) == 2
+    told = capsys.readouterr().err
+    assert said in " ".join(told.replace(" --steps 4 " + " ".join(SMALL), "").split())
+    assert told.count("\n") == 1
+
+
 def test_its_words_are_those_of_the_function():
     known = vars(cli._parser().parse_args(["race"]))
     apart = {"entries", "data", "optimizer", "schedule", "eval", "live", "allow", "together", "predict", "like"}

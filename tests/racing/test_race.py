@@ -583,6 +583,28 @@ def test_an_interrupt_tells_of_the_race_and_not_of_run(make, capsys):
     assert "ended early" not in repr(race)
 
 
+def test_interrupted_in_its_last_step_its_runs_are_done_and_the_rest_can_be_made_up_for(make, tmp_path):
+    made = []
+
+    def interrupt(_session):
+        made.append(1)
+        if len(made) == 16:
+            os.kill(os.getpid(), signal.SIGINT)
+        return {}
+
+    folder = tmp_path / "race"
+    race = make(steps=8, control=False, meters=[interrupt], eval=batches(2, seed=1), run_dir=folder)
+    assert race.reason == "interrupted"
+    assert [len(run.steps) for run in race.runs.values()] == [8, 8]
+    said = "ended after its last step, but before its held-out losses and predictions were all taken (interrupted): race.go_on()"
+    assert said in repr(race)
+    found = [read_status(folder / name) for name in ("bf16", "fp8")]
+    assert [status and status.state for status in found] == ["done", "done"]
+    race.go_on()
+    assert race.reason == "done"
+    assert all(run.held_out for run in race.runs.values())
+
+
 def test_a_second_interrupt_ends_it_at_once(make):
     race = make(steps=12)
     race.settings["turn_s"] = 10.0

@@ -122,6 +122,28 @@ def test_printed_it_says_how_far_it_is(make):
     assert "goes on" not in str(race)
 
 
+def test_a_pause_that_waits_for_the_turn_is_told(make):
+    gate = Gate(3)
+    race = make(thread=True, meters=[gate], turn_s=1e-6, control=False)
+    gate.wait(3)
+    race.pause()
+    assert "The race goes on in its warm-up, bf16's turn, and pauses before the next turn: every run" in str(race)
+    gate.open()
+    until(lambda: "The race is paused in round 1: every run" in str(race))
+    race.resume()
+    assert "pauses" not in str(race)
+    race.wait()
+
+
+def test_before_every_run_has_a_step_no_number_is_told(make):
+    gate = Gate(1)
+    race = make(thread=True, meters=[gate], control=False)
+    gate.wait(1)
+    assert "The race goes on in its warm-up, bf16's turn: not every run has made a step yet." in str(race)
+    gate.open()
+    race.wait()
+
+
 def test_what_is_there_meanwhile_is_whole(make):
     race = make(thread=True, steps=24, turn_s=1e-6)
     looks = 0

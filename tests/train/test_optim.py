@@ -369,3 +369,14 @@ def test_steps_under_torch_s_gradient_scaler():
         found.append(p.detach())
     assert torch.allclose(found[0], found[2], atol=1e-6)
     assert torch.allclose(found[1], found[2], atol=1e-6)
+
+
+def test_a_state_of_another_kind_is_refused():
+    p = nn.Parameter(torch.ones(4, 4))
+    p.grad = torch.ones(4, 4)
+    other = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+    other.step()
+    with pytest.raises(
+        ValueError, match="not made by an AdamW: load it into the optimizer that made it, not into AdamW"
+    ):
+        AdamW([p]).load_state_dict(other.state_dict())

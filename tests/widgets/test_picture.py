@@ -26,7 +26,7 @@ from surokit.widgets.picture import (
     summary_line,
     summary_text,
 )
-from surokit.widgets.state import PanelState
+from surokit.widgets.state import PanelState, Runs
 from tests.widgets.toys import wild
 
 
@@ -125,6 +125,34 @@ def test_many_runs_fit_a_message(runs):
     message = bundle(states)
     ElementTree.fromstring(message["image/svg+xml"])
     assert sum(len(text.encode()) for text in message.values()) <= MESSAGE_BYTES
+
+
+def test_the_reason_of_the_end_is_told_whole():
+    stopped = grown(reason="stopped: by session.control.stop()")
+    stopped.resumes = True
+    told = [text for text in words(picture(stopped)) if text]
+    at = next(i for i, text in enumerate(told) if text.startswith("Stopped after"))
+    assert " ".join(told[at : at + 2]).endswith("session.control.stop(). The next run() goes on from there.")
+
+
+def test_before_the_first_step_no_axis_is_made_up():
+    empty = Runs(bf16=PanelState("bf16"), fp8=PanelState("fp8"))
+    for svg in (picture(empty), picture(PanelState("bf16"))):
+        told = [text for text in words(svg) if text]
+        assert "no steps yet" in told
+        assert "no timed steps yet" in told
+        assert not {"0.0", "0.5", "1.0", "Steps/s"} & set(told)
+        assert 'class="g"' not in svg
+
+
+def test_where_the_runs_of_a_race_coincide_each_is_seen():
+    """The baseline broad and first, the twin on it, the others on both."""
+    runs = Runs((name, grown(200, title=name)) for name in ("bf16", "fp8", "bf16 again"))
+    plain = picture(runs)
+    assert 'class="w' not in plain
+    runs.headline = "race · round 3"
+    loss = picture(runs).split("</g>")[0]
+    assert re.findall(r'class="([wl] c\d)"', loss) == ["w c0", "l c2", "l c1"]
 
 
 def test_several_runs_in_one_picture():

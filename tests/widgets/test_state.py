@@ -77,21 +77,28 @@ def test_too_small_a_limit_is_refused():
         Series(4)
 
 
-def test_smoothed_loss_is_the_bias_corrected_average():
-    state = PanelState()
-    losses = [5.0, 4.0, math.nan, 3.0, 2.5]
+def test_smoothed_loss_is_over_a_fifth_of_the_steps_then_ten_then_a_fortieth():
+    state = PanelState(limit=2000)
+    losses = [math.nan if step == 7 else 5.0 + math.sin(step) for step in range(1, 900)]
     for step, loss in enumerate(losses, 1):
         state.add(step, loss=loss)
-    # Early on a is 1/10, so this is Adam's m / (1 - 0.9^n) over the finite losses.
-    m, n, expected = 0.0, 0, []
-    for loss in losses:
-        if math.isfinite(loss):
-            m, n = 0.9 * m + 0.1 * loss, n + 1
-            expected.append(m / (1 - 0.9**n))
+    mean, expected = 0.0, []
+    for n, loss in enumerate(filter(math.isfinite, losses), 1):
+        a = 1.0 if n <= 5 else 5 / n if n <= 50 else 1 / 10 if n <= 400 else 40 / n
+        mean = (1 - a) * mean + a * loss
+        expected.append(mean)
     x, y = state.loss_mean.points()
-    assert x == [1, 2, 4, 5]
+    assert x == [step for step in range(1, 900) if step != 7]
     assert y == pytest.approx(expected)
-    assert state.loss.points()[0] == [1, 2, 3, 4, 5]
+    assert state.loss.points()[0] == list(range(1, 900))
+
+
+def test_the_smoothed_loss_keeps_up_with_a_run_that_begins():
+    """A mean over ten steps from the first on would be 0.4 behind."""
+    state = PanelState()
+    for step in range(1, 13):
+        state.add(step, loss=7.0 - 0.1 * step)
+    assert state.loss_mean.points()[1][-1] == pytest.approx(5.8, abs=0.15)
 
 
 def test_constant_loss_is_its_own_average_for_any_length():

@@ -155,7 +155,7 @@ class Panel {
 
   // The lines of a pane, in the order in which they are drawn, on the chosen axis.
   lines(pane) {
-    const many = this.head.runs.length > 1, out = [];
+    const many = this.head.runs.length > 1, race = many && this.head.headline, out = [];
     this.head.runs.forEach((run, r) => {
       const along = this.along(r);
       pane.series.forEach((series, s) => {
@@ -163,14 +163,15 @@ class Panel {
         if (!curve || this.hidden.has(name) || (many && this.hidden.has(`style ${series.style}`))) return;
         const color = many ? run.color : series.style === "dots" ? 1 : pane.color;
         out.push({
-          run, series, color: color % 6, dash: many ? color >= 6 : series.style === "line" && pane.series.find((s) => s.style === "line") !== series,
+          run, series, color: color % 6, broad: race && r === 0 && series.style === "line", rank: race && r ? -r : 0, dash: many ? color >= 6 : series.style === "line" && pane.series.find((s) => s.style === "line") !== series,
           label: many ? `${run.key} ${series.label}` : series.label,
           x: curve.x.map(along), y: curve.y, steps: curve.x, drawn: series.style === "line" ? this.smoothed(curve) : curve.y,
         });
       });
     });
+    // Of a race the baseline lies broad beneath the others, and on it first its twin, the last run: where they coincide both are seen.
     const order = { faint: 0, line: 1, dots: 2 };
-    return out.sort((a, b) => order[a.series.style] - order[b.series.style]);
+    return out.sort((a, b) => order[a.series.style] - order[b.series.style] || b.broad - a.broad || a.rank - b.rank);
   }
 
   // Averaged once more over a share of the run: an exponential mean over steps, whatever their distance; it starts at the first value.
@@ -434,7 +435,7 @@ class Panel {
   }
 
   path(line, X, Y, box, x0, x1) {
-    const look = `sk-${line.series.style} sk-c${line.color}${line.dash ? " sk-dash" : ""}`;
+    const look = `sk-${line.series.style} sk-c${line.color}${line.dash ? " sk-dash" : ""}${line.broad ? " sk-broad" : ""}`;
     const { x, drawn } = line;
     const first = Math.max(at(x, x0) - 1, 0), last = Math.min(at(x, x1) + 2, x.length);
     let d = "", open = false, extra = "";
