@@ -9,6 +9,8 @@
     forwards.py    a forward around a module's own
     accounts.py    what is counted; report.py, energy.py: what it says; timeline.py: who did what when
     deepspeed.py   a session's settings as a DeepSpeed configuration
+
+Importing this loads none of them.
 """
 
 from __future__ import annotations

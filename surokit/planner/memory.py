@@ -42,7 +42,7 @@ from surokit.planner.activations import Activations, Ours, replay
 from surokit.planner.flops import Placement, Recompute, Trained, frozen, gradients, operand_bits, placements
 from surokit.planner.fused_activations import FusedLayers
 from surokit.planner.fusion import UNFUSED, Fused
-from surokit.planner.offload import OFFLOADING, host_bytes
+from surokit.planner.offload import OFFLOADING, device_bytes, host_bytes
 from surokit.planner.shape import Shape, built_here
 from surokit.planner.tape import GRADIENTS, KEPT, LOGITS, PASSING, Moment
 from surokit.planner.their_activations import Theirs
@@ -361,8 +361,11 @@ def _states(trained: float, setup: Setup) -> list[Term]:
 
 
 def _offloaded(trained: float, setup: Setup) -> Term:
-    """States of an offloading optimizer on the device; a CPU holds the host's as well."""
+    """What an offloading optimizer has on the device; a CPU holds the host's as well."""
     size, how = 12 * setup.hot * trained, f"{setup.hot:.0%} of {trained:,.0f} x 12 bytes; the rest on the host"
+    if setup.optimizer == "zenflow" and setup.device != "cpu":
+        size = device_bytes(trained, setup.hot, round(setup.trained_width))
+        how = f"{setup.hot:.0%} of {trained:,.0f} x 12 bytes, and gradients on their way to the host"
     if setup.device == "cpu":
         size += host_bytes(trained, setup.hot if setup.optimizer == "zenflow" else None, round(setup.trained_width))
         how = f"{trained:,.0f} x states, sums and transfers"

@@ -98,7 +98,8 @@ class Offload:
     binds           what ZenFlow's step takes as long as: compute, link, AdamW or adding
     landing_ms      that ZenFlow's step takes besides, for weights that come back
     traffic         bytes ZenFlow moves in a step over the model's; 2 without deferral
-    host_gib        host memory by way; device_gib what optimizer states keep on the GPU
+    host_gib        host memory by way; device_gib what the optimizer keeps on the GPU: states, and ZenFlow's
+                    cold gradients until they have left
     """
 
     parameters: float
@@ -195,7 +196,11 @@ def predict_offload(
     landing_ms = (1 - k) * over_link_ms / s
     synchronous, zenflow = (host_bytes(n, share, gradient_bytes, slots) / GIB for share in (None, k))
     host_gib: dict[Way, float] = {"none": 0.0, "synchronous": synchronous, "zenflow": zenflow}
-    device_gib: dict[Way, float] = {"none": 12 * n / GIB, "synchronous": 0.0, "zenflow": 12 * k * n / GIB}
+    device_gib: dict[Way, float] = {
+        "none": 12 * n / GIB,
+        "synchronous": 0.0,
+        "zenflow": device_bytes(n, k, gradient_bytes) / GIB,
+    }
     draft = Offload(
         parameters=n,
         host=host,
@@ -239,7 +244,7 @@ def _choose(o: Offload, most: float, fits: bool | None, free_gib: float | None) 
         )
     if not room["synchronous"]:
         return None, (
-            f"the host lacks memory for all states, and ZenFlow's hot columns take {figures.gib(hot)} of the GPU, more than is "
+            f"the host lacks memory for all states, and ZenFlow takes {figures.gib(hot)} of the GPU, more than is "
             "free: lower topk_ratio"
         )
     if not room["zenflow"]:
@@ -248,7 +253,8 @@ def _choose(o: Offload, most: float, fits: bool | None, free_gib: float | None) 
         )
     if not hot_fits:
         return "synchronous", (
-            f"ZenFlow's hot columns take {figures.gib(hot)} of the GPU, more than is free: lower topk_ratio to use it"
+            f"ZenFlow takes {figures.gib(hot)} of the GPU for hot columns and gradients on their way, more than is free: lower "
+            "topk_ratio to use it"
         )
     return "synchronous", f"ZenFlow would gain {gain:.2f} x only, and the synchronous way computes what AdamW does"
 
@@ -261,6 +267,12 @@ def stall_gain(stalled: float, removed: float) -> float:
     if stalled * removed == 1:
         raise ValueError("A step that only stalls cannot lose all of its stall: give stalled below 1.")
     return 1 / (1 - removed * stalled)
+
+
+def device_bytes(parameters: float, topk_ratio: float, gradient_bytes: int = 2) -> float:
+    """Bytes of the GPU that ZenFlow takes for so many trained parameters: states of hot columns, and gradients of cold ones, which
+    leave beside the next step."""
+    return parameters * (12 * topk_ratio + gradient_bytes * (1 - topk_ratio))
 
 
 def host_bytes(parameters: float, topk_ratio: float | None = 0.0, gradient_bytes: int = 2, slots: int = SLOTS) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from surokit.bench import result, study
+from surokit.bench import deferral, result, study
 from surokit.bench.__main__ import main
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,9 @@ def test_a_page_is_filled_from_its_raw_file(data, tmp_path):
     assert page.read_text() == once
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/recipes.md", "docs/speed.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/benchmarks.md", "docs/recipes.md", "docs/speed.md", "docs/offload.md"]
+)
 def test_tables_in_the_docs_are_those_of_the_raw_files(page):
     path = ROOT / page
     text = path.read_text(encoding="utf-8")
@@ -61,8 +63,8 @@ def test_tables_in_the_docs_are_those_of_the_raw_files(page):
     assert result.filled(text, path.parent) == text
 
 
-@pytest.mark.parametrize("page", ["docs/recipes.md"])
-def test_pictures_in_the_docs_are_those_of_the_raw_files(page):
+@pytest.mark.parametrize(("page", "made_by"), [("docs/recipes.md", study), ("docs/offload.md", deferral)])
+def test_pictures_in_the_docs_are_those_of_the_raw_files(page, made_by):
     """They carry a fingerprint of what they show: bytes differ between versions of matplotlib."""
     image = pytest.importorskip("PIL.Image")
     path = ROOT / page
@@ -70,7 +72,7 @@ def test_pictures_in_the_docs_are_those_of_the_raw_files(page):
     assert pictures
     for picture, data in pictures.items():
         with image.open(picture) as drawn:
-            assert drawn.text["Description"] == study.digest(data), f"python -m surokit.bench tables {page}"
+            assert drawn.text["Description"] == made_by.digest(data), f"python -m surokit.bench tables {page}"
             assert {"Software", "Creation Time"}.isdisjoint(drawn.text)
         assert f"({picture.name})" in path.read_text(encoding="utf-8")
 

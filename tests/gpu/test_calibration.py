@@ -29,7 +29,14 @@ def gpu(device, folder):
 def test_everything_that_applies_is_measured(gpu, device):
     reached = gpu.ceilings
     assert "without" not in reached.measured
-    wanted = {"bf16_tflops", "fp32_tflops", "bandwidth_tb_s", "launch_us", "host_adam_params_s", "host_accumulate_params_s"}
+    wanted = {
+        "bf16_tflops",
+        "fp32_tflops",
+        "bandwidth_tb_s",
+        "launch_us",
+        "host_adam_params_s",
+        "host_accumulate_params_s",
+    }
     if device.type == "cuda":
         wanted |= {"host_gb_s"} | ({"peer_gb_s"} if torch.cuda.device_count() > 1 else set())
     if native.available("tensor", device):
