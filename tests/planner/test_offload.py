@@ -167,7 +167,7 @@ def test_a_host_from_a_calibration():
 
 
 def test_a_plan_of_an_optimizer_that_offloads():
-    """On the device hot states, and cold gradients until they have left; the prediction takes the plan's k and says nothing of fitting."""
+    """On the device hot states, and cold gradients until they have left. The prediction takes the plan's k, and none of fitting."""
     options: dict[str, Any] = {"tokens": 1e9, "dtype": "bf16", "gpu": "H100", "mfu": 0.4}
     whole, flow, synchronous = (plan(1e9, optimizer=name, **options) for name in ("adamw", "zenflow", "offloadadamw"))
     assert flow.memory["optimizer"].bytes == pytest.approx(1.2e9 + 0.9 * 2e9)
