@@ -33,6 +33,7 @@ from surokit.train.optim import _local
 
 TRANSFER_BYTES = 64 * 2**20  # at most, of one transfer
 SWAP_BYTES = 16 * 2**20  # of one that changes columns, whose buffers are made for it
+STACK_FROM = 32  # columns, from which a weight of three dimensions is a stack of matrices
 STATES = 3  # of an element: weight and two moments
 _BLOCK = 1 << 24  # elements that are widened to float32 at a time
 
@@ -93,7 +94,13 @@ class Columns:
         return g if self.splits and g.ndim == 2 else g.reshape(self._shape(g))
 
     def _shape(self, t: Tensor) -> tuple[int, int]:
-        return (t.shape[0], math.prod(t.shape[1:])) if self.splits else (t.numel(), 1)
+        if not self.splits:
+            return t.numel(), 1
+        stack = (
+            t.ndim == 3 and t.shape[2] >= STACK_FROM
+        )  # experts' matrices; a convolution's last dimension is its kernel
+        rows = t.ndim - 1 if stack else 1
+        return math.prod(t.shape[:rows]), math.prod(t.shape[rows:])
 
     @property
     def divided(self) -> bool:
@@ -334,7 +341,10 @@ class Columns:
         """float32 [2]: mean |g| of the cold and of the hot columns; of a sharded weight, this process's part of them."""
         sums = _column_sums(g_OI, lambda part: part.abs_())
         return torch.stack(
-            [sums.index_select(0, index).sum() / (len(index) * self.p.shape[0]) for index in (self.cold, self.hot)]
+            [
+                sums.index_select(0, index).sum() / (len(index) * self._shape(self.p)[0])
+                for index in (self.cold, self.hot)
+            ]
         )
 
 

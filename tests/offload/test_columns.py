@@ -54,6 +54,10 @@ def test_weights_of_more_dimensions_and_transposed_ones_are_seen_as_out_by_in():
     conv = nn.Parameter(torch.randn(4, 3, 2, 2))
     assert made(conv).weight.shape == (4, 12)
     assert made(conv).weight.data_ptr() == conv.data_ptr()
+    assert made(nn.Parameter(torch.randn(4, 3, 5))).weight.shape == (4, 15), "a convolution along one dimension"
+    experts = nn.Parameter(torch.randn(2, 6, 40))
+    assert made(experts).weight.shape == (12, 40)
+    assert made(experts).magnitudes(torch.full((12, 40), -2.0)).tolist() == [2.0, 2.0]
     turned = nn.Parameter(torch.randn(10, 6).t())
     assert torch.equal(made(turned).w, turned.detach().t()[3:])
 
