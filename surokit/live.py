@@ -53,7 +53,8 @@ class Asked:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.files = Files(lambda: folder)
+        self.run_dir = folder
+        self.files = Files(self)
         self._looked_for: set[str] = set()
         self.forget()
 

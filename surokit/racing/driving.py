@@ -84,7 +84,7 @@ class Driver:
 
     def __init__(self, of: Race, builder: Builder, allowed: Sequence[str], live: bool, like: Race | None) -> None:
         self.race, self.builder, self.allowed, self.like = of, builder, allowed, like
-        self._files = Files(lambda: of.run_dir)
+        self._files = Files(of)
         self.sessions: dict[str, Session] = {}
         self.parking = Parking({})
         self.running = ""  # whose turn it is

@@ -77,7 +77,7 @@ class Control:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.files = Files(lambda: session.run_dir)
+        self.files = Files(session)
         self._state: State = "idle"
         self._worker: int | None = None  # the thread that trains
         self._lock = Lock()  # for beginning and ending: held while an idle session works for somebody

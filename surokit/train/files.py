@@ -9,20 +9,25 @@ A disk that does not answer asks for nothing. A file that cannot be removed is s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 STOP, PAUSE, SAVE = "stop", "pause", "save"
 LOOK_EVERY_S = 0.5  # at files, while steps are taken
 WAIT_S = 0.05  # between two looks while a run is paused
 
 
-class Files:
-    """Those of one folder. folder: where it is at the time, None where there is none."""
+class HasFolder(Protocol):
+    @property
+    def run_dir(self) -> Path | None: ...
 
-    def __init__(self, folder: Callable[[], Path | None]) -> None:
-        self._folder = folder
+
+class Files:
+    """Those in the owner's folder, wherever that is at the time; nothing is asked where it has none."""
+
+    def __init__(self, owner: HasFolder) -> None:
+        self._owner = owner
         self._deaf: set[str] = set()
 
     def forget(self) -> None:
@@ -32,7 +37,7 @@ class Files:
             self.remove(name)
 
     def remove(self, name: str) -> None:
-        if (folder := self._folder()) is None:
+        if (folder := self._owner.run_dir) is None:
             return
         try:
             (folder / name).unlink(missing_ok=True)
@@ -49,7 +54,7 @@ class Files:
 
     def take_stop(self) -> str:
         """Why the run shall end, once for each file; "" where it goes on."""
-        folder = self._folder()
+        folder = self._owner.run_dir
         if folder is None or not self._there(STOP):
             return ""
         reason = reason_in(folder / STOP)
@@ -57,7 +62,7 @@ class Files:
         return reason
 
     def _there(self, name: str) -> bool:
-        folder = self._folder()
+        folder = self._owner.run_dir
         with suppress(OSError):
             return folder is not None and name not in self._deaf and (folder / name).exists()
         return False

@@ -463,7 +463,7 @@ def late(optimizer, seed):
 
 @quiet
 @every
-def test_no_step_synchronizes(kind):
+def test_22_no_step_synchronizes(kind):
     params = parameters()
     optimizer = KINDS[kind](params)
     steps(optimizer, params, 0, 7)  # the first choice of columns reads its own step, and kernels are compiled
