@@ -10,10 +10,8 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -53,6 +51,7 @@ from tests.offload.runs import (
     slow_workers,
     throttled,
 )
+from tests.processes import found_by
 from tests.train.ranks import RANKS
 
 NO_OVERLAP: dict[str, Any] = {"overlap_step": False}
@@ -854,26 +853,7 @@ def test_a_decoder_on_shakespeare_is_the_oracles(dtype: torch.dtype, overlap: bo
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes found, by case."""
-    folder = tmp_path_factory.mktemp("zenflow")
-    processes = []
-    try:
-        for rank in range(RANKS):
-            with (folder / f"log{rank}.txt").open("w") as log:
-                command = [sys.executable, "-m", "tests.offload.ranks", str(rank), str(folder)]
-                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-                processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
-        for process in processes:
-            process.wait(TIMEOUT_S)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    found = []
-    for rank in range(RANKS):
-        path = folder / f"rank{rank}.pt"
-        assert path.exists(), f"rank {rank} wrote nothing:\n{(folder / f'log{rank}.txt').read_text()}"
-        found.append(torch.load(path))
-    return found
+    return found_by("tests.offload.ranks", RANKS, tmp_path_factory.mktemp("zenflow"), TIMEOUT_S)
 
 
 @pytest.mark.parametrize("case", CASES)

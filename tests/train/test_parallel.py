@@ -19,9 +19,6 @@ bit, shards end elsewhere than whole tensors, and a last bit of a weight can bec
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +32,7 @@ from torch import Tensor, nn
 import surokit as sk
 from surokit.train import AdamW, AdamW8bit, Spec
 from surokit.train.optim import _shard_number
+from tests.processes import found_by
 from tests.train.ranks import (
     CASES,
     RANKS,
@@ -58,26 +56,7 @@ TIMEOUT_S = 300  # they take 20 s on a machine that is free
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Result]]:
     """What each of the two processes found, by case."""
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = []
-    try:
-        for rank in range(RANKS):
-            with (folder / f"log{rank}.txt").open("w") as log:
-                command = [sys.executable, "-m", "tests.train.ranks", str(rank), str(folder)]
-                processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
-        for process in processes:
-            process.wait(TIMEOUT_S)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    found = []
-    for rank in range(RANKS):
-        path = folder / f"rank{rank}.pt"
-        assert path.exists(), f"rank {rank} wrote nothing:\n{(folder / f'log{rank}.txt').read_text()}"
-        found.append(torch.load(path))
-    return found
+    return found_by("tests.train.ranks", RANKS, tmp_path_factory.mktemp("ranks"), TIMEOUT_S)
 
 
 @pytest.fixture(autouse=True)
