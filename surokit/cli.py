@@ -133,7 +133,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--recipe": "name of a recipe, such as fp8 or qfp8 (nothing is quantized)",
         "--attention": "counts the keys that a token sees, or all: causal or full (causal)",
         "--recompute": "what backward computes again: none, selective or full (none)",
-        "--optimizer": "adamw, adamw8bit or sgd (adamw)",
+        "--optimizer": "adamw, adamw8bit, zenflow, offloadadamw or sgd (adamw)",
         "--state-dtype": "dtype of the optimizer's moments (the weights' own)",
         "--dtype": "dtype of weights and gradients: bf16, fp16 or fp32 (bf16)",
         "--logits": "fused with the loss, or whole (as the layers do)",
@@ -145,6 +145,8 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     given.add_argument("--lora", type=_number, metavar="RANK", help="train an adapter of this rank; the rest is frozen")
     given.add_argument("--graphs", action="store_true", default=None, help="a step captured as CUDA graphs")
     given.add_argument("--master", action="store_true", default=None, help="float32 masters of the weights")
+    given.add_argument("--offload-weights", action="store_true", default=None, help="weights of blocks on the host")
+    given.add_argument("--offload-activations", action="store_true", default=None, help="activations on the host")
     given.add_argument(
         "--inference", dest="training", action="store_false", default=None, help="a forward pass and its KV cache"
     )

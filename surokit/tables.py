@@ -36,7 +36,7 @@ def text_table(rows: Sequence[Row], *, header: Row | None = None, right: Sequenc
 
 
 def html_table(rows: Sequence[Row], *, header: Row | None = None, right: Sequence[int] = (), title: str = "") -> str:
-    """The same as an HTML table; a row with a single cell is a heading over the whole width."""
+    """The same as an HTML table; a row with a single cell is a heading over the whole width. A cell's leading spaces indent it."""
     width = max((len(row) for row in [*rows, *([header] if header else [])]), default=1)
     parts = ["<table>"]
     if title:
@@ -58,7 +58,10 @@ def html_table(rows: Sequence[Row], *, header: Row | None = None, right: Sequenc
 
 
 def _cell(tag: str, text: str, right: bool) -> str:
-    return f'<{tag} style="text-align:{"right" if right else "left"};padding:0 .6em">{escape(text)}</{tag}>'
+    indent = len(text) - len(text.lstrip(" "))  # HTML has none of its own
+    left = 0.6 + 0.5 * indent
+    style = f"text-align:{'right' if right else 'left'};padding:0 .6em" + (f" 0 {left:.2g}em" if indent else "")
+    return f'<{tag} style="{style}">{escape(text.lstrip(" "))}</{tag}>'
 
 
 def data_frame(rows: Sequence[Any], columns: Sequence[str] | None = None) -> pd.DataFrame:

@@ -14,8 +14,10 @@ what it takes       hardware.py  GPUs, their peaks with sources (hardware.csv), 
                     roofline.py  a step's time from rates and bandwidths
                     traffic.py   what it asks of them; fused_traffic.py: a fused one
                     layers.py    one linear layer of it
-                    communication.py, offload.py, energy.py
+                    communication.py, energy.py
+                    offload.py, streaming.py    with the optimizer's states, or weights, on the host
 asked backwards     questions.py what is the most that fits, how many GPUs, how many tokens
+                    offloading.py which optimizer, by memory and time
                     choices.py   which recipe; remedies.py: what binds, what makes it fit; faster.py: what makes it faster
 beside reality      check.py     a plan beside a measurement (measured.py reads it)
                     published.py published runs (published.csv)

@@ -100,13 +100,14 @@ def replay(
     width: int,
     gradients_there: bool = False,
     weight_share: float = 1.0,
+    most_kept: float | None = None,
     layers: type[Ours],
 ) -> Activations:
     """Forward and, in training, backward of `batch` sequences of `length` tokens, weights and activations of `width` bytes.
 
-    layers: whose: ours, ours fused, or transformers'.
+    layers: whose: ours, ours fused, or transformers'. most_kept: bytes of activations that stay where others wait on the host.
     """
-    tape = Tape(gradients_there=gradients_there, weight_share=weight_share, records=step.training)
+    tape = Tape(gradients_there=gradients_there, weight_share=weight_share, records=step.training, most_kept=most_kept)
     return layers(tape, shape, recipe, step, places, batch, length, width).replay()
 
 
@@ -166,7 +167,7 @@ class _Model:
             logits = tape.run((x,), rows * shape.vocab * self.w, kind=LOGITS)
             return Activations(0.0, logits.bytes, tuple(tape.moments.values()))
         kept = tape.held[KEPT] - (self.of(shape.width) if self.fused_loss else 0.0)
-        before = sum(tape.held.values())
+        before = sum(tape.here.values())
         tape.phase = "loss"
         loss = self.fused(x) if self.fused_loss else self.whole(x)
         at_loss = tape.moments["loss"].bytes - before

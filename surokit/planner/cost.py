@@ -108,7 +108,7 @@ class Time:
 
     `rate_tflops` are model TFLOPS of one GPU, `rate_how` says where it comes from, `mfu` is its share of `peak_tflops`
     (`peak` names it) and `hfu` the share with recompute. `usd` is at the middle of a price's range. `floor_*` are lower
-    bounds: no run is faster than `floor_how`.
+    bounds: no run is faster than `floor_how`. `waits_ms` is what offloading adds to a predicted step; None where it is not known.
     """
 
     rate_tflops: float | None = None
@@ -129,6 +129,7 @@ class Time:
     floor_gpu_hours: float | None = None
     floor_step_ms: float | None = None
     floor_how: str = ""
+    waits_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -153,23 +154,28 @@ def count_time(
     compute: Compute | None = None,
     kinds: Kinds = (None, None, None),
     estimate: Estimate | None = None,
+    waits_ms: float | None = None,
 ) -> Time:
     """Time, GPU hours and cost of `work`.
 
-    Without a given rate, that of an `estimate` at measured rates is taken; a datasheet's are no prediction. Without
-    `compute`, the bound takes every FLOP at the highest peak of `kinds`.
+    Without a given rate, that of an `estimate` at measured rates is taken, whose step waits for `waits_ms` besides; a datasheet's
+    are no prediction. Without `compute`, the bound takes every FLOP at the highest peak of `kinds`.
     """
     peak_tflops, peak = gpu.peak() if gpu else (None, "")
     rate: Fraction | None = None
     how = ""
+    predicted = tflops_per_gpu is None and mfu is None and estimate is not None and estimate.kind == "prediction"
     if tflops_per_gpu is not None:
         rate, how = exact(tflops_per_gpu), "as given"
     elif mfu is not None:
         assert peak_tflops is not None, "plan() has checked it"
         rate = exact(mfu) * exact(peak_tflops)
         how = f"MFU {mfu:.1%} of {peak}, {peak_tflops:g} TFLOPS"
-    elif estimate is not None and estimate.kind == "prediction":
+    elif predicted and estimate is not None:
         rate, how = exact(estimate.tflops), f"predicted, {estimate.how}"
+        if waits_ms:
+            rate *= exact(estimate.step_ms) / exact(estimate.step_ms + waits_ms)
+            how += ", with what the host adds"
     share = None if rate is None or peak_tflops is None else float(rate) / peak_tflops
     hours = days = step_s = usd = usd_range = None
     if rate is not None:
@@ -209,6 +215,7 @@ def count_time(
         floor_gpu_hours=floor_hours,
         floor_step_ms=None if floor_step is None else floor_step * 1000,
         floor_how=floor_how,
+        waits_ms=waits_ms if predicted else None,
     )
 
 

@@ -20,6 +20,7 @@ from surokit.planner.flops import frozen, gemms_of, on_gpu, operand_bits, produc
 from surokit.planner.fusion import read_fusion
 from surokit.planner.hardware import Gpu
 from surokit.planner.memory import Memory, Setup
+from surokit.planner.offload import OFFLOADING
 from surokit.planner.published import PLAUSIBLE_MFU, USUAL_MFU
 from surokit.planner.subject import Subject
 from surokit.tables import html_table, text_table
@@ -88,6 +89,8 @@ def plan_source(subject: Subject, given: Mapping[str, Any], setup: Setup, recipe
         said.append(f"fused ({how})" if setup.fusion else "not fused")
     if setup.recompute != getattr(own.arguments.get("fusion"), "recompute", "none") and "recompute" not in given:
         said.append(f"recompute {setup.recompute}")
+    host = {"offload_weights": setup.prefetch, "offload_activations": setup.offload_activations}
+    said += [f"{name.removeprefix('offload_')} on the host" for name, on in host.items() if on and name not in given]
     said += [] if "dtype" in given else [setup.dtype]
     said += [] if "gpu" in given else [f"on a {'CPU' if setup.device == 'cpu' else 'GPU'}"]
     if "optimizer" in own.arguments and "optimizer" not in given:
@@ -131,16 +134,17 @@ def plan_answers(plan: Plan) -> Iterator[str]:
         words = words.replace("Does not fit", "Does not fit unsharded")
     yield f"{words}; plan.fitting() says what helps" if too_large else words
     t, estimate = plan.time, plan.estimate
+    alone = ", without the offload" if plan.setup.offloads and t.waits_ms is None else ""
     rate = f"at the {t.rate_kind if t.rate_kind == 'given' else 'predicted'} {t.rate_tflops or 0:,.4g} TFLOPS"
     if t.days is not None and t.gpu_hours is not None:
         hours = figures.value(t.gpu_hours, "GPU hours")
-        yield f"Takes {figures.days(t.days)} on {_gpus(plan)}, {hours}, {rate} of each"
+        yield f"Takes {figures.days(t.days)} on {_gpus(plan)}, {hours}, {rate} of each{alone}"
     elif t.floor_days is not None:
         yield f"Takes at least {figures.days(t.floor_days)} on {_gpus(plan)}; a prediction needs a rate"
     elif t.step_ms is not None:
-        yield f"A step takes {figures.value(t.step_ms, 'ms')} {rate} of each GPU"
+        yield f"A step takes {figures.value(t.step_ms, 'ms')} {rate} of each GPU{alone}"
     elif estimate is not None:
-        yield f"A step takes {figures.value(estimate.step_ms, 'ms')} ({estimate.kind}): {estimate.how.partition(';')[0]}"
+        yield f"A step takes {figures.value(estimate.step_ms, 'ms')} ({estimate.kind}): {estimate.how.partition(';')[0]}{alone}"
     if plan.usd_range is not None:
         yield f"Costs {figures.span(*plan.usd_range, 'USD')}: GPU hours at {plan.price}"
 
@@ -247,6 +251,8 @@ def _memory(memory: Memory) -> Iterator[Line]:
     if memory.left_out:
         how += f"; without {memory.left_out[0].partition(':')[0]}"
     yield line("total", memory.gib, "GiB", "approximate", how)
+    for term in memory.host:
+        yield Line("memory of the host", term.name, term.gib, "GiB", "exact" if term.exact else "approximate", term.how)
 
 
 def plan_notes(plan: Plan) -> Iterator[str]:
@@ -274,6 +280,8 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         yield "an adapter's own parameters and FLOPs need a config and are left out; the frozen base makes 4ND"
     if setup.training and frozen(plan.recipe) and getattr(plan.recipe, "adapter", None) is None:
         yield f"nothing trains: {plan.recipe.name} freezes the base and has no adapter; add one with .lora()"
+    if setup.offloads:
+        yield from _offloaded(plan)
     if time.rate_tflops is None:
         wanted = ["tflops_per_gpu="]
         if gpu is None or gpu.bf16_tflops is not None:
@@ -291,6 +299,23 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         yield f"MFU {time.mfu:.0%} of {time.peak} is above what published runs sustain, mostly {_USUAL}"
     if gpu is not None and gpu.bf16_tflops is not None:
         yield from _peaks(on_gpu(plan.recipe, gpu), gpu)
+
+
+def _offloaded(plan: Plan) -> Iterator[str]:
+    """What a time says of the part that waits on the host."""
+    setup, time = plan.setup, plan.time
+    asks = "streamed" if setup.prefetch else "offload"
+    if time.waits_ms is not None:
+        waits = figures.value(time.waits_ms, "ms")
+        yield f"times count {waits} a step that {setup.offloads} on the host add, at calibrated rates; the estimate is without"
+    elif time.step_ms is not None or time.days is not None or plan.estimate is not None:
+        host = "planner.Host(link_gb_s=50, adam_params_s=2e9)"
+        predicts = "gpu=sk.calibrate() measures the rates"
+        if setup.prefetch or setup.optimizer in OFFLOADING:
+            predicts = f"plan.{asks}({host}) predicts a step with it, and {predicts}"
+        yield f"times are without what {setup.offloads} on the host add: {predicts}"
+    if plan.given.get("graphs"):
+        yield "steps with something on the host are not recorded as CUDA graphs: graphs=True is left out"
 
 
 def _too_fast(time: Time) -> bool:

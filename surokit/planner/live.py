@@ -2,6 +2,7 @@
 
     recipe          what `sk.apply` gave it, with the adapters that its layers have (ours or PEFT's)
     fusion          what `sk.fuse` gave it; recompute as that says, or as transformers' gradient checkpointing
+    on the host     weights and activations, by `sk.offload_weights` and `sk.offload_activations`
     what trains     the parameters that require a gradient, with their dtypes
     a session's     optimizer, micro-batches, batch and length where a step or its data tells them, whether it records CUDA graphs
 
@@ -11,7 +12,7 @@ Models and sessions are read by what they offer. Only a live one is asked for it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,7 +77,7 @@ def read_own(what: Any) -> Own:
             f"{len(base) - trains} of {len(base)} parameter tensors are frozen: gradients and the optimizer's states leave them "
             "out, FLOPs and activations are those of training all"
         )
-    arguments = {"recipe": _recipe(model, adapters), **_fusion(model)}
+    arguments = {"recipe": _recipe(model, adapters), **_fusion(model), **_on_the_host(model)}
     if getattr(what, "compile", None) is True or hasattr(model, "_orig_mod"):
         arguments["fusion"] = "none"
         notes.append("torch.compile is not planned: the step is taken as eager, with nothing fused")
@@ -169,6 +170,22 @@ def _fusion(model: Any) -> dict[str, Any]:
     checkpointed = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
     recompute = getattr(fusion, "recompute", None)
     return {"fusion": fusion, "recompute": "full" if checkpointed and recompute in (None, "none") else recompute}
+
+
+def _on_the_host(model: Any) -> dict[str, Any]:
+    """What `sk.offload_weights` and `sk.offload_activations` keep there: both put forwards around a module's own."""
+    streams = [stream for module in model.modules() for stream in _streams(vars(module).get("forward"))]
+    found: dict[str, Any] = {"offload_activations": True} if any(hasattr(s, "min_bytes") for s in streams) else {}
+    prefetch = next((s.prefetch for s in streams if hasattr(s, "resident_blocks")), None)
+    return found if prefetch is None else {**found, "offload_weights": prefetch, "recompute": "full"}
+
+
+def _streams(forward: Any) -> Iterator[Any]:
+    """Of the forwards around a module's own that are not removed, from the outside in (surokit/offload/forwards.py)."""
+    while forward is not None:
+        if not getattr(forward, "removed", True):
+            yield getattr(forward, "stream", None)
+        forward = getattr(forward, "__wrapped__", None)
 
 
 def facts_of_session(session: Any) -> dict[str, Any]:

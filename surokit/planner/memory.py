@@ -44,6 +44,7 @@ from surokit.planner.fused_activations import FusedLayers
 from surokit.planner.fusion import UNFUSED, Fused
 from surokit.planner.offload import OFFLOADING, device_bytes, host_bytes
 from surokit.planner.shape import Shape, built_here
+from surokit.planner.streaming import GRADIENT_BLOCKS, Blocks, read_blocks
 from surokit.planner.tape import GRADIENTS, KEPT, LOGITS, PASSING, Moment
 from surokit.planner.their_activations import Theirs
 
@@ -54,6 +55,9 @@ DTYPE_BYTES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "fp32": 4, "fl
 SLACK = 0.10
 # Elements that our AdamW widens to float32 at a time (train/optim.py), and that the 8-bit one takes at a time on a CPU.
 WIDENED, CHUNK_8BIT, CHUNK_8BIT_BYTES = 1 << 25, 1 << 16, 40
+ON_THEIR_WAY = (
+    3  # inputs of blocks that are on the device though they wait on the host: two fetched ahead, one that leaves
+)
 #: The phases of a step, in order.
 PHASES = ("forward", "loss", "backward", "optimizer")
 
@@ -104,12 +108,19 @@ class Phase:
 class Memory:
     """The terms of one GPU at the fullest moment, the phases, and what is left out for want of an argument.
 
-    Without batch and length there are no phases, and the terms are what a step holds in any case.
+    Without batch and length there are no phases, and the terms are what a step holds in any case. `host` is what waits on the
+    host, where anything does.
     """
 
     terms: tuple[Term, ...]
     left_out: tuple[str, ...] = ()
     phases: tuple[Phase, ...] = ()
+    host: tuple[Term, ...] = ()
+
+    @property
+    def host_gib(self) -> float:
+        """Of the host's memory, for each GPU."""
+        return sum(t.gib for t in self.host)
 
     @property
     def exact_gib(self) -> float:
@@ -152,8 +163,9 @@ class Setup:
 
     `zero` is the ZeRO stage over `gpus`: 1 shards optimizer states, 2 gradients too, 3 weights too. `batch` is
     sequences on one GPU, `length` tokens of each. `fusion` is what is computed together, `graphs` whether a step is captured as
-    CUDA graphs. `hot` is the share of the trained parameters whose states an offloading optimizer keeps on the device. `trained` is
-    what trains of a live model; without it what the recipe says.
+    CUDA graphs. `hot` is the share of the trained parameters whose states an offloading optimizer keeps on the device.
+    `prefetch` is how many blocks are fetched ahead where weights are streamed (0: they are not). `trained` is what trains of a live
+    model; without it what the recipe says.
     """
 
     dtype: str = "bf16"
@@ -174,7 +186,20 @@ class Setup:
     fusion: Fused = UNFUSED
     graphs: bool = False
     hot: float = 0.0
+    prefetch: int = 0
+    offload_activations: bool = False
     trained: Trained | None = None
+
+    @property
+    def offloads(self) -> str:
+        """What of a step waits on the host, in words; "" nothing."""
+        states = {"zenflow": "ZenFlow's states", "offloadadamw": "OffloadAdamW's states"} if self.training else {}
+        parts = [
+            states.get(self.optimizer, ""),
+            "weights" * bool(self.prefetch),
+            "activations" * self.offload_activations,
+        ]
+        return " and ".join(part for part in parts if part)
 
     @property
     def trained_width(self) -> float:
@@ -186,8 +211,17 @@ def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Set
     """Memory of one GPU; without a shape only the states, and a recipe's storage applies to every parameter."""
     places = placements(shape, recipe) if shape is not None else ()
     terms, trained = _weights(shape, parameters, recipe, setup, places)
+    host: list[Term] = []
+    blocks = blocks_of(shape, recipe, setup, places)
+    if blocks is not None:
+        terms, host = _streamed(terms, blocks, setup), _blocks_on_host(blocks, setup)
+        trained -= sum(blocks.trained) * setup.training
     if setup.training:
         terms += _states(trained, setup)
+        if blocks is not None:
+            terms = _block_gradients(terms, blocks, setup)
+        if setup.optimizer in OFFLOADING and setup.device != "cpu":
+            host.append(_states_on_host(trained, setup))
     left_out: list[str] = []
     phases: tuple[Phase, ...] = ()
     if shape is None:
@@ -197,11 +231,66 @@ def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Set
     elif setup.batch is None or setup.length is None:
         left_out.append("activations, logits and KV cache: give batch= and length=")
     else:
-        terms, phases = _with_step([*terms, _cache(shape, setup)], shape, trained, recipe, setup, places)
+        terms, phases, kept = _with_step([*terms, _cache(shape, setup)], shape, trained, recipe, setup, places)
+        if kept:
+            host.append(Term("activations", kept, False, "what backward needs, from 1 MiB on"))
     held = sum(t.bytes for t in terms if t.counted)
     how = f"allocator and workspace, {setup.slack:.0%} of the rest (usual: 5 to 10 %)"
     terms.append(Term("slack", setup.slack * held, False, how))
-    return Memory(tuple(terms), tuple(left_out), phases)
+    return Memory(tuple(terms), tuple(left_out), phases, tuple(host))
+
+
+def blocks_of(
+    shape: Shape | None, recipe: Any, setup: Setup, places: tuple[Placement, ...] | None = None
+) -> Blocks | None:
+    """What of each block is streamed; None where nothing is."""
+    if shape is None or not setup.prefetch:
+        return None
+    places = placements(shape, recipe) if places is None else places
+    base_trains = setup.training and not frozen(recipe)
+    return read_blocks(shape, recipe, places, DTYPE_BYTES[setup.dtype], base_trains=base_trains, trained=setup.trained)
+
+
+def _streamed(terms: list[Term], blocks: Blocks, setup: Setup) -> list[Term]:
+    """The terms of weights where blocks are streamed: what is outside of them, and those that are here at a time."""
+    own = [t for t in terms if t.name.partition(",")[0] == "weights"]
+    outside, here = sum(t.bytes for t in own) - sum(blocks.bytes), blocks.resident(setup.prefetch)
+    n = min(len(blocks.bytes), setup.prefetch + 1)
+    return [
+        Term("weights, outside the blocks", outside, True, "embeddings, head and the last norm"),
+        Term(
+            "weights, blocks at a time", here, True, f"{n} of {len(blocks.bytes)} blocks; the others wait on the host"
+        ),
+        *(t for t in terms if t not in own),
+    ]
+
+
+def _block_gradients(terms: list[Term], blocks: Blocks, setup: Setup) -> list[Term]:
+    """With those of blocks on their way to the host."""
+    passing = min(GRADIENT_BLOCKS, len(blocks.trained)) * max(blocks.trained) * setup.trained_width
+    how = f"; and {GRADIENT_BLOCKS} blocks' on their way to the host"
+    return [
+        replace(t, bytes=t.bytes + passing, most=t.bytes + passing, how=t.how + how, exact=False)
+        if t.name == "gradients" and passing
+        else t
+        for t in terms
+    ]
+
+
+def _blocks_on_host(blocks: Blocks, setup: Setup) -> list[Term]:
+    """Weights of the blocks and, where they train, gradients and what the optimizer keeps of them."""
+    found = [Term("weights of the blocks", sum(blocks.bytes), True, "as they are stored")]
+    if trained := sum(blocks.trained):
+        found.append(Term("their gradients", trained * setup.trained_width, True, f"{trained:,.0f} parameters"))
+        states = sum(t.bytes for t in _states(trained, replace(setup, gpus=1)) if t.name != "gradients")
+        found.append(Term("their optimizer", states, True, f"{setup.optimizer}'s, {trained:,.0f} parameters"))
+    return found
+
+
+def _states_on_host(trained: float, setup: Setup) -> Term:
+    shard, sharded = _shards(setup, 1)
+    size = host_bytes(trained / shard, setup.hot if setup.optimizer == "zenflow" else None, round(setup.trained_width))
+    return Term("optimizer", size, False, f"{trained:,.0f} x states, sums and transfers{sharded}")
 
 
 def stored_bytes(quantizer: Any, n: int, k: int) -> float:
@@ -249,7 +338,7 @@ def _weights(
         held = adapter * width if live is None else live.adapter_bytes
         how = f"{adapter:,} x {held / adapter:.4g} bytes, rank {recipe.adapter.rank}{sharded}"
         terms.append(Term("adapter", held / shard, True, how))
-    if setup.fusion.frozen != "no" and frozen(recipe) and setup.training:
+    if setup.fusion.frozen != "no" and frozen(recipe) and setup.training and not setup.prefetch:
         terms += _codes(shape, recipe, setup, places)
     if setup.training and (history := _history(recipe)):
         slots = 3 * sum(p.quantized for p in places)
@@ -355,7 +444,9 @@ def _states(trained: float, setup: Setup) -> list[Term]:
         )
     elif setup.optimizer in OFFLOADING:
         terms.append(_offloaded(trained / o_shard, setup))
-    if setup.master and width < 4:  # float32 weights are their own
+    if (
+        setup.master and width < 4 and setup.optimizer not in OFFLOADING
+    ):  # float32 weights are their own; others are on the host
         terms.append(Term("master weights", trained * 4 / o_shard, True, f"{trained:,.0f} x 4 bytes{o_how}"))
     return terms
 
@@ -367,30 +458,21 @@ def _offloaded(trained: float, setup: Setup) -> Term:
         size = device_bytes(trained, setup.hot, round(setup.trained_width))
         how = f"{setup.hot:.0%} of {trained:,.0f} x 12 bytes, and gradients on their way to the host"
     if setup.device == "cpu":
-        size += host_bytes(trained, setup.hot if setup.optimizer == "zenflow" else None, round(setup.trained_width))
+        size += _states_on_host(trained, replace(setup, gpus=1)).bytes
         how = f"{trained:,.0f} x states, sums and transfers"
     return Term("optimizer", size, False, how)
 
 
 def _with_step(
     terms: list[Term], shape: Shape, trained: float, recipe: Any, setup: Setup, places: tuple[Placement, ...]
-) -> tuple[list[Term], tuple[Phase, ...]]:
-    """The terms at the fullest moment of a step, what passes with it included, and the phases."""
-    assert setup.batch is not None
-    assert setup.length is not None
-    there = setup.training and setup.accumulate > 1
-    passing = replay(
-        shape,
-        recipe,
-        setup,
-        places,
-        batch=setup.batch,
-        length=setup.length,
-        width=DTYPE_BYTES[setup.dtype],
-        gradients_there=there,
-        weight_share=1 / _shards(setup, 2)[0],
-        layers=_layers_of(setup),
-    )
+) -> tuple[list[Term], tuple[Phase, ...], float]:
+    """The terms at the fullest moment of a step, what passes with it included, the phases, and bytes of activations on the host."""
+    # gradients of streamed blocks come and go, and are counted as if they were there all along
+    there = setup.training and (setup.accumulate > 1 or setup.prefetch > 0)
+    passing, on_host = _replayed(shape, recipe, setup, places, there), 0.0
+    if setup.offload_activations and setup.training:
+        most = _kept_here(shape, recipe, setup, places)
+        on_host, passing = passing.kept, _replayed(shape, recipe, setup, places, there, most)
     gradients = next((t for t in terms if t.name == "gradients"), None)
     fixed = sum(t.bytes for t in terms if t.counted and t is not gradients)
     moments = list(passing.moments)
@@ -408,7 +490,43 @@ def _with_step(
         held = full if held > 0.999 * full else held
         terms[terms.index(gradients)] = replace(gradients, bytes=held, most=full, exact=held in (0.0, full))
     phases = tuple(Phase(m.phase, fixed + m.bytes) for m in moments)
-    return [*terms, *_passing(shape, passing, peak, setup)], phases
+    return [*terms, *_passing(shape, passing, peak, setup)], phases, on_host
+
+
+def _replayed(
+    shape: Shape,
+    recipe: Any,
+    setup: Setup,
+    places: tuple[Placement, ...],
+    gradients_there: bool,
+    most_kept: float | None = None,
+) -> Activations:
+    assert setup.batch is not None
+    assert setup.length is not None
+    return replay(
+        shape,
+        recipe,
+        setup,
+        places,
+        batch=setup.batch,
+        length=setup.length,
+        width=DTYPE_BYTES[setup.dtype],
+        gradients_there=gradients_there,
+        weight_share=1 / _shards(setup, 2)[0],
+        most_kept=most_kept,
+        layers=_layers_of(setup),
+    )
+
+
+def _kept_here(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, ...]) -> float:
+    """Bytes of activations that the device has at most where they wait on the host: a block's, and what is on its way: inputs of
+    blocks that are computed again, else as much as a block's."""
+    assert setup.batch is not None
+    assert setup.length is not None
+    block = _replayed(shape, recipe, replace(setup, recompute="none"), places, False).kept / shape.layers
+    if setup.recompute != "full":
+        return 2 * block
+    return block + ON_THEIR_WAY * setup.batch * setup.length * shape.width * DTYPE_BYTES[setup.dtype]
 
 
 def _layers_of(setup: Setup) -> type[Ours]:
@@ -439,11 +557,13 @@ def _passing(shape: Shape, passing: Activations, peak: Moment, setup: Setup) -> 
         if setup.recompute == "selective":
             again = "outputs of norm and SwiGLU are computed again, where they are kept as numbers"
             how += "; " + (again if setup.fusion else "fused attention keeps no scores to drop")
+    if setup.offload_activations and setup.training:
+        how += "; on the device those of a block, and what is on its way"
     if passing.scores and setup.training:
         how += "; all of attention's scores, for want of a fused kernel"
     if setup.training:
         how += f", as {whose} layers keep them (form of arXiv 2205.05198)"
-    most = passing.kept if setup.training else -1.0
+    most = passing.kept if setup.training and not setup.offload_activations else -1.0
     terms = [Term("activations", peak.made_of[KEPT], False, how, most=most)]
     if not setup.training:
         which = f"{tokens:,} tokens" if setup.logits == "whole" else "the last token of each sequence"

@@ -25,43 +25,57 @@ accumulators 8, slots b each, updated weights that wait b. For the synchronous w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from html import escape
 from typing import TYPE_CHECKING, Literal
 
 from surokit.planner import arguments, figures
 from surokit.planner.hardware import Gpu
+from surokit.tables import data_frame, html_table, text_table
 
 if TYPE_CHECKING:
     import pandas as pd
 
 GIB = 2**30
 Way = Literal["none", "synchronous", "zenflow"]
+WAYS: tuple[Way, ...] = ("none", "synchronous", "zenflow")
 # Bytes that the host moves for a parameter: AdamW reads and writes weight and moments in float32, reads the sum of gradients and
 # writes the weight in 16 bits; adding up reads 16 bits and reads and writes the sum.
 _ADAM_BYTES, _ACCUMULATE_BYTES = 3 * 8 + 4 + 2, 2 + 8
 OFFLOADING = ("zenflow", "offloadadamw")  # optimizers, as a plan calls them
+HOT = 0.1  # ZenFlow's topk_ratio where nobody says another
 SLOTS = 3
 SUMS = 2  # accumulators: one is filled while the other is worked on
 TRANSFERS = 16  # of a synchronous step, at least
 _RING, _TRANSFER_BYTES = 2 * 3, 64 * 2**20  # pinned memory of the synchronous way: so many transfers, each no larger
+# A step of which this share of the GPU's memory is known to be taken is said to fit, whatever its activations take.
+AMPLE = 0.5
 # Below this gain the synchronous way is taken: it computes exactly what AdamW does, and deferred columns do not.
 WORTH_DEFERRING = 1.05
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host: `link_gb_s` of pinned copies in one direction, parameters a second that its AdamW updates, memory.
+    """The host that one GPU has: `link_gb_s` of pinned copies in one direction, parameters a second that its AdamW updates, memory.
 
     `accumulate_params_s` is how fast it adds gradients up; without it AdamW's rate times the bytes that AdamW moves over those
-    that adding moves, which is 3.
+    that adding moves, which is 3. Where several GPUs share a host, each has its part of it.
     """
 
-    link_gb_s: float
-    adam_params_s: float
+    link_gb_s: float = math.nan
+    adam_params_s: float = math.nan
     memory_gib: float | None = None
     accumulate_params_s: float | None = None
 
     def __post_init__(self) -> None:
+        rates = {"link_gb_s": self.link_gb_s, "adam_params_s": self.adam_params_s}
+        if missing := [name for name, rate in rates.items() if isinstance(rate, float) and math.isnan(rate)]:
+            raise TypeError(
+                f"Host() lacks {' and '.join(f'{name}=' for name in missing)}: plan(gpu=sk.calibrate()) measures them on this "
+                "machine; or give figures, such as link_gb_s=50 and adam_params_s=2e9."
+            )
         arguments.number("link_gb_s", self.link_gb_s)
         rate = arguments.number("adam_params_s", self.adam_params_s)
         if rate < 1e5:
@@ -89,6 +103,28 @@ def host_of(gpu: Gpu, memory_gib: float | None = None) -> Host | None:
 
 
 @dataclass(frozen=True)
+class Room:
+    """Memory of one GPU: `gib` that there is (None: not known), and what a step `takes` of it by way, GiB.
+
+    left_out    of what it takes, "" nothing; a way then fits for sure only where it takes little
+    cure        what helps where no way fits, in words
+    """
+
+    gib: float | None
+    takes: Mapping[Way, float]
+    left_out: str = ""
+    cure: str = ""
+
+    def fits(self, way: Way) -> bool | None:
+        """None where it is not known."""
+        if self.gib is None:
+            return None
+        if self.takes[way] > self.gib:
+            return False
+        return None if self.left_out and self.takes[way] > AMPLE * self.gib else True
+
+
+@dataclass(frozen=True, repr=False)
 class Offload:
     """Predicted times of a step and bytes, by way; `choice` is the one to take, and `why` says why in a sentence.
 
@@ -100,6 +136,8 @@ class Offload:
     traffic         bytes ZenFlow moves in a step over the model's; 2 without deferral
     host_gib        host memory by way; device_gib what the optimizer keeps on the GPU: states, and ZenFlow's
                     cold gradients until they have left
+    gpu_gib         what all of the step takes of the GPU by way, and fits whether that is there; None where not known
+    without         the optimizer of the way without offload
     """
 
     parameters: float
@@ -114,19 +152,25 @@ class Offload:
     traffic: float
     host_gib: dict[Way, float]
     device_gib: dict[Way, float]
-    choice: Way | None
-    why: str
+    choice: Way | None = None
+    why: str = ""
+    gpu_gib: dict[Way, float | None] = field(default_factory=lambda: dict.fromkeys(WAYS))
+    fits: dict[Way, bool | None] = field(default_factory=lambda: dict.fromkeys(WAYS))
+    without: str = "surokit.AdamW"
 
     @property
     def use(self) -> str:
         """The optimizer to take, as it is written; "" where there is no choice."""
-        k, s = self.topk_ratio, self.update_interval
-        ways = {
-            "none": "surokit.AdamW",
-            "synchronous": "surokit.OffloadAdamW",
-            "zenflow": f"surokit.ZenFlow(topk_ratio={k:g}, update_interval={s})",
-        }
-        return ways.get(self.choice or "", "")
+        return "" if self.choice is None else self._optimizers[self.choice]
+
+    @property
+    def _optimizers(self) -> dict[Way, str]:
+        zenflow = f"surokit.ZenFlow(topk_ratio={self.topk_ratio:g}, update_interval={self.update_interval})"
+        return {"none": self.without, "synchronous": "surokit.OffloadAdamW", "zenflow": zenflow}
+
+    @property
+    def step_ms(self) -> dict[Way, float]:
+        return {"none": self.none_ms, "synchronous": self.synchronous_ms, "zenflow": self.zenflow_ms}
 
     @property
     def stalled(self) -> float:
@@ -142,19 +186,53 @@ class Offload:
         return self.synchronous_ms / self.zenflow_ms
 
     def table(self) -> pd.DataFrame:
-        """One row a way: step_ms, speed against no offload, host_gib, device_gib of states, chosen."""
-        import pandas as pd
-
-        ways: tuple[tuple[Way, float], ...] = (
-            ("none", self.none_ms),
-            ("synchronous", self.synchronous_ms),
-            ("zenflow", self.zenflow_ms),
-        )
+        """One row a way: step_ms, speed against no offload, gpu_gib of the step and whether it fits, device_gib of what the
+        optimizer keeps of that, host_gib, chosen."""
+        columns = ["way", "step_ms", "speed", "gpu_gib", "fits", "device_gib", "host_gib", "chosen"]
         rows = [
-            (way, ms, self.none_ms / ms, self.host_gib[way], self.device_gib[way], way == self.choice)
-            for way, ms in ways
+            (
+                w,
+                ms,
+                self.none_ms / ms,
+                self.gpu_gib[w],
+                self.fits[w],
+                self.device_gib[w],
+                self.host_gib[w],
+                w == self.choice,
+            )
+            for w, ms in self.step_ms.items()
         ]
-        return pd.DataFrame(rows, columns=["way", "step_ms", "speed", "host_gib", "device_gib", "chosen"])
+        return data_frame(rows, columns)
+
+    _HEADER = ("", "step", "speed", "GPU", "", "of it optimizer", "host", "")
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        words = {True: "fits", False: "does not fit", None: ""}
+        for way, ms in self.step_ms.items():
+            gpu = self.gpu_gib[way]
+            yield (
+                self._optimizers[way].removeprefix("surokit."),
+                figures.value(ms, "ms"),
+                f"{self.none_ms / ms:.2f}",
+                "not known" if gpu is None else figures.gib(gpu),
+                words[self.fits[way]],
+                figures.gib(self.device_gib[way]),
+                figures.gib(self.host_gib[way]),
+                "taken" if way == self.choice else "",
+            )
+
+    def _title(self) -> str:
+        return f"Offload of {figures.count(self.parameters)} trained parameters: {f'take {self.use}' if self.use else 'no choice'}"
+
+    def __repr__(self) -> str:
+        table = text_table([*self._rows()], header=self._HEADER, right=(1, 2, 3, 5, 6))
+        return "\n".join([self._title(), *(f"  {part}" for part in self.why.split("; ")), "", table])
+
+    def _repr_html_(self) -> str:
+        why = "".join(f"<div>{escape(part)}</div>" for part in self.why.split("; "))
+        return f"<b>{escape(self._title())}</b>{why}" + html_table(
+            [*self._rows()], header=self._HEADER, right=(1, 2, 3, 5, 6)
+        )
 
 
 def predict_offload(
@@ -162,11 +240,13 @@ def predict_offload(
     parameters: float,
     host: Host,
     *,
-    topk_ratio: float = 0.1,
+    topk_ratio: float = HOT,
     update_interval: int = 4,
     gradient_bytes: int = 2,
     fits: bool | None = None,
-    free_gib: float | None = None,
+    room: Room | None = None,
+    states_gib: float | None = None,
+    without: str = "surokit.AdamW",
     slots: int = SLOTS,
 ) -> Offload:
     """A step's time by way, and the way to take.
@@ -174,8 +254,9 @@ def predict_offload(
     compute_ms      of a step without offload (an Estimate's step_ms)
     parameters      that train; `gradient_bytes` of each of their gradients
     topk_ratio, update_interval     ZenFlow's k and S
-    fits            whether the GPU's memory suffices without offload; None: not known, and nothing is said for it
-    free_gib        memory of the GPU for optimizer states, so that ZenFlow's share is checked too
+    fits            whether the GPU's memory suffices without offload; None: as `room` says, or not known
+    room            memory of the GPU, and what a step takes of it by way; `plan.offload` knows it
+    states_gib      what the optimizer keeps on the GPU without offload, `without` its name; float32 AdamW's 12 bytes a parameter
     slots           pinned buffers of the gradients
     """
     c, n = arguments.number("compute_ms", compute_ms), arguments.parameters(parameters)
@@ -185,7 +266,6 @@ def predict_offload(
     k, m = float(topk_ratio), n * arguments.integer("gradient_bytes", gradient_bytes, most=8)
     over_link_ms = m / (host.link_gb_s * 1e9) * 1e3
     adam_ms, adding_ms = n / host.adam_params_s * 1e3, n / host.adds_params_s * 1e3
-    traffic = (1 - k) * (1 + 1 / s)
     waits = {
         "compute": c,
         "link": (1 - k) * over_link_ms,
@@ -195,12 +275,7 @@ def predict_offload(
     binds = max(waits, key=lambda name: waits[name])
     landing_ms = (1 - k) * over_link_ms / s
     synchronous, zenflow = (host_bytes(n, share, gradient_bytes, slots) / GIB for share in (None, k))
-    host_gib: dict[Way, float] = {"none": 0.0, "synchronous": synchronous, "zenflow": zenflow}
-    device_gib: dict[Way, float] = {
-        "none": 12 * n / GIB,
-        "synchronous": 0.0,
-        "zenflow": device_bytes(n, k, gradient_bytes) / GIB,
-    }
+    known: dict[Way, bool | None] = {way: None if room is None else room.fits(way) for way in WAYS}
     draft = Offload(
         parameters=n,
         host=host,
@@ -211,52 +286,88 @@ def predict_offload(
         zenflow_ms=waits[binds] + landing_ms,
         binds=binds,
         landing_ms=landing_ms,
-        traffic=traffic,
-        host_gib=host_gib,
-        device_gib=device_gib,
-        choice=None,
-        why="",
+        traffic=(1 - k) * (1 + 1 / s),
+        host_gib={"none": 0.0, "synchronous": synchronous, "zenflow": zenflow},
+        device_gib={
+            "none": 12 * n / GIB if states_gib is None else states_gib,
+            "synchronous": 0.0,
+            "zenflow": device_bytes(n, k, gradient_bytes) / GIB,
+        },
+        gpu_gib={way: None if room is None else room.takes[way] for way in WAYS},
+        fits=known if fits is None else {**known, "none": fits},
+        without=without,
     )
-    most = float("inf")
+    most = math.inf
     if host.memory_gib:
         most = max(largest_on_host(host.memory_gib, share, gradient_bytes, slots) for share in (None, k))
-    choice, why = _choose(draft, most, fits, free_gib)
+    choice, why = _choose(draft, most, room)
     return replace(draft, choice=choice, why=why)
 
 
-def _choose(o: Offload, most: float, fits: bool | None, free_gib: float | None) -> tuple[Way | None, str]:
+def _choose(o: Offload, most: float, room: Room | None) -> tuple[Way | None, str]:
     """The way to take, and why. `most` parameters are what one of the two could train on this host."""
-    if fits:
-        return "none", "the GPU's memory suffices, and offload only adds time"
+    if o.fits["none"]:
+        return "none", _suffices(room)
+    choice, why = _choose_offload(o, most, room)
+    if o.fits["none"] is None and choice is not None:
+        return choice, f"not known whether it fits without: {_doubt(room)}; if it does not, {why}"
+    return choice, why
+
+
+def _suffices(room: Room | None) -> str:
+    if room is None or room.gib is None or not room.left_out:
+        return "the GPU's memory suffices, and offload only adds time"
+    return f"{_taken(room)}: fits but for the {room.left_out}; offload only adds time"
+
+
+def _doubt(room: Room | None) -> str:
+    if room is None:
+        return "plan.offload() compares with a GPU's memory, or say fits="
+    if room.gib is None:
+        return "the plan names no GPU whose memory is known, gpu="
+    return f"{_taken(room)} are taken without the {room.left_out}"
+
+
+def _taken(room: Room) -> str:
+    return f"{figures.gib(room.takes['none'])} of the GPU's {figures.gib(room.gib or 0.0)}"
+
+
+def _choose_offload(o: Offload, most: float, room: Room | None) -> tuple[Way | None, str]:
+    """Of the two that offload."""
     limit = o.host.memory_gib
-    room: dict[Way, bool] = {way: limit is None or gib <= limit for way, gib in o.host_gib.items()}
-    if limit is not None and not room["zenflow"] and not room["synchronous"]:
+    hosted = {way: limit is None or gib <= limit for way, gib in o.host_gib.items()}
+    if room is not None and room.gib is not None and o.fits["synchronous"] is False and o.fits["zenflow"] is False:
+        least = min(room.takes["synchronous"], room.takes["zenflow"])
+        needs = f"a step takes {figures.gib(least)} with the optimizer's states on the host"
+        return None, f"none of these fits: {needs}, the GPU has {figures.gib(room.gib)}" + "; " * bool(
+            room.cure
+        ) + room.cure
+    if limit is not None and not hosted["zenflow"] and not hosted["synchronous"]:
         return None, (
             f"the host's {figures.gib(limit)} hold no more than {figures.count(most)} trained parameters: "
             "train an adapter, or shard the states over GPUs with zero=1"
         )
-    hot = o.device_gib["zenflow"]
-    hot_fits = free_gib is None or hot <= free_gib
-    gain = o.synchronous_ms / o.zenflow_ms
-    if room["zenflow"] and hot_fits and (gain >= WORTH_DEFERRING or not room["synchronous"]):
+    hot, hot_fits = figures.gib(o.device_gib["zenflow"]), o.fits["zenflow"] is not False
+    if hosted["zenflow"] and hot_fits and (o.gain >= WORTH_DEFERRING or not hosted["synchronous"]):
         return "zenflow", (
-            f"{gain:.2f} x the synchronous way, bound by {o.binds}; deferred columns learn differently, so look at the loss"
+            f"ZenFlow's step is {o.gain:.2f} times as fast as OffloadAdamW's, bound by {o.binds}; deferred columns learn "
+            "differently, so look at the loss"
         )
-    if not room["synchronous"]:
+    if not hosted["synchronous"]:
         return None, (
-            f"the host lacks memory for all states, and ZenFlow takes {figures.gib(hot)} of the GPU, more than is "
-            "free: lower topk_ratio"
+            f"the host lacks memory for all states, and ZenFlow keeps {hot} on the GPU, more than is free: lower topk_ratio"
         )
-    if not room["zenflow"]:
+    if not hosted["zenflow"]:
         return "synchronous", (
             f"ZenFlow's sums and slots bring its host memory to {figures.gib(o.host_gib['zenflow'])}, more than there is"
         )
     if not hot_fits:
         return "synchronous", (
-            f"ZenFlow takes {figures.gib(hot)} of the GPU for hot columns and gradients on their way, more than is free: lower "
-            "topk_ratio to use it"
+            f"ZenFlow keeps {hot} on the GPU, hot columns and gradients on their way, more than is free: lower topk_ratio to use it"
         )
-    return "synchronous", f"ZenFlow would gain {gain:.2f} x only, and the synchronous way computes what AdamW does"
+    return "synchronous", (
+        f"ZenFlow's step would be {o.gain:.2f} times as fast as OffloadAdamW's, which computes what AdamW does"
+    )
 
 
 def stall_gain(stalled: float, removed: float) -> float:

@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from surokit.planner import arguments, choices, faster, figures, picture, questions, remedies
+from surokit.planner import arguments, choices, faster, figures, offloading, picture, questions, remedies
 from surokit.planner import check as checking
 from surokit.planner.check import Check
 from surokit.planner.cost import Price, Time, Work, count_time, exact, read_price
@@ -32,10 +32,11 @@ from surokit.planner.flops import (
 from surokit.planner.fusion import Transposed, read_fusion
 from surokit.planner.hardware import Gpu, find_gpu
 from surokit.planner.lines import Line, as_html, as_text, plan_answers, plan_lines, plan_notes, plan_source
-from surokit.planner.memory import DTYPE_BYTES, SLACK, Layers, Memory, Setup, count_memory
-from surokit.planner.offload import OFFLOADING, Host, Offload, host_of, predict_offload
+from surokit.planner.memory import DTYPE_BYTES, SLACK, Layers, Memory, Setup, blocks_of, count_memory
+from surokit.planner.offload import HOT, OFFLOADING, Host, Offload, host_of
 from surokit.planner.roofline import Estimate, estimate_step
 from surokit.planner.shape import Shape, built_here
+from surokit.planner.streaming import Streamed
 from surokit.planner.subject import Subject, read_subject
 from surokit.tables import data_frame
 
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _OPTIMIZERS = {name: name for name in ("adamw", "adamw8bit", *OFFLOADING, "none")} | {"sgd": "none"}
-_HOT = 0.1  # ZenFlow's topk_ratio where nobody says another
 
 
 @dataclass(frozen=True, repr=False)
@@ -172,25 +172,28 @@ class Plan:
         return remedies.binds(self)
 
     def offload(self, host: Host | None = None, **options: Any) -> Offload:
-        """A step with the optimizer's states on the host, synchronously and as ZenFlow, beside one without.
+        """A step with the optimizer's states on the host, synchronously and as ZenFlow, beside one without, and which to take: each
+        way is held against the GPU's memory and the host's.
 
-        host is what a calibration of the plan's GPU measured, without one. Options are those of `predict_offload`. Raises
-        ValueError where host or a step's time is not known.
+        host is what a calibration of the plan's GPU measured, without one. Options are those of `predict_offload`; without them
+        ZenFlow's are the plan's own optimizer's. Raises ValueError where host or a step's time is not known, TypeError for a host
+        that is none.
         """
-        host = host or (None if self.gpu is None else host_of(self.gpu))
-        if host is None:
-            raise ValueError(
-                "offload() needs the host's rates: give Host(link_gb_s=, adam_params_s=), or plan(gpu=sk.calibrate())."
-            )
-        step_ms = self.time.step_ms or (self.estimate.step_ms if self.estimate else None)
-        if step_ms is None:
-            raise ValueError("offload() needs a step's time: give batch=, length= and gpu=, or a rate.")
-        if self.setup.optimizer == "zenflow":
-            options.setdefault("topk_ratio", self.setup.hot)
-        without = self.setup.optimizer not in OFFLOADING  # then this plan's memory is that without offload
-        if without and self.gpu is not None and self.gpu.memory_gib is not None and not self.memory.left_out:
-            options.setdefault("fits", self.fits())
-        return predict_offload(step_ms, self.trained_parameters, host, **options)
+        return offloading.offload(self, host, **options)
+
+    def streamed(self, host: Host | None = None, *, prefetch: int | None = None) -> Streamed:
+        """A step whose blocks' weights stay on the host (sk.offload_weights), so many fetched ahead: memory, bytes, time.
+
+        host as for `offload`; prefetch is the plan's own, or 1, without it. Raises ValueError for a number of parameters, which has
+        no blocks, and where host or a step's time is not known.
+        """
+        return offloading.streamed(self, host, prefetch=prefetch)
+
+    @property
+    def deferral(self) -> dict[str, Any]:
+        """ZenFlow's settings that a prediction asks for, where the plan's optimizer is one."""
+        given = self.given.get("optimizer")
+        return _deferral(self.subject.own.arguments.get("optimizer") if given is None else given)
 
     # -- beside a measurement, and shown
 
@@ -292,6 +295,8 @@ def plan(
     fusion: Any = None,
     graphs: bool | None = None,
     transposed: Transposed | None = None,
+    offload_weights: bool | int | None = None,
+    offload_activations: bool | None = None,
 ) -> Plan:
     """Plan a run: FLOPs, time, cost, and the memory of one GPU.
 
@@ -324,6 +329,9 @@ def plan(
     graphs      True: a step is captured as CUDA graphs, and the host launches nothing; the gaps between kernels stay
     transposed  W' of a frozen weight that is quantized for its products: "cached", or turned "on the fly"; without it, as
                 `fusion` says
+    offload_weights     True, or how many are fetched ahead: the weights of blocks wait on the host (sk.offload_weights), and each
+                block is computed again in backward
+    offload_activations     True: what backward needs waits on the host (sk.offload_activations)
 
     Raises ValueError or TypeError, in one sentence with the remedy, for figures that cannot be meant.
     """
@@ -343,7 +351,8 @@ def plan(
     _choice("layers", layers, (None, "surokit", "transformers"))
     _choice("transposed", transposed, (None, "cached", "on the fly"))
     accumulate = own.get("accumulate", 1) if accumulate is None else arguments.integer("accumulate", accumulate)
-    for name, value in (("graphs", graphs), ("master", master), ("training", training)):
+    flags = {"graphs": graphs, "master": master, "training": training, "offload_activations": offload_activations}
+    for name, value in flags.items():
         if value is not None and not isinstance(value, bool):
             raise ValueError(f"{name}={value!r} is unknown: use True or False.")
     slack = 0.0 if slack == 0 and not isinstance(slack, bool) else arguments.share("slack", slack)
@@ -380,10 +389,22 @@ def plan(
     if graphs is None:
         graphs = kind == "cuda" and own.get("graphs", False)
     optimizer = own.get("optimizer", "adamw") if optimizer is None else optimizer
+    if kind != "cpu" and training:  # on a CPU all is the host's
+        offload_weights = own.get("offload_weights") if offload_weights is None else offload_weights
+        offload_activations = own.get("offload_activations") if offload_activations is None else offload_activations
     held = _dtype(dtype if dtype is not None else subject.dtype)
     # what trains of the model as it is says nothing of another recipe, or of other dtypes
     as_it_is = training and subject.own.has(recipe) and held == _dtype(subject.dtype)
     trained = subject.own.trained if as_it_is else None
+    prefetch = _prefetch(offload_weights, shape, kind, training and not frozen(recipe), _optimizer(optimizer))
+    if prefetch and training:
+        recompute = "full"
+    if prefetch and gpus > 1 and zero > 1:
+        raise ValueError(
+            f"offload_weights streams whole weights, and zero={zero} shards them: give zero=0 or 1, or leave it out."
+        )
+    if offload_activations and kind == "cpu":
+        raise ValueError("offload_activations needs a GPU: leave it out, or give gpu='H100' or the like.")
     setup = Setup(
         dtype=held,
         optimizer=_optimizer(optimizer),
@@ -402,9 +423,13 @@ def plan(
         slack=slack,
         fusion=fused,
         graphs=graphs,
-        hot=_hot(optimizer),
+        hot=_deferral(optimizer).get("topk_ratio", 0.0),
+        prefetch=prefetch,
+        offload_activations=bool(offload_activations),
         trained=trained,
     )
+    if setup.offloads:
+        setup = replace(setup, graphs=False)
     # our layers compute norms and SwiGLU again, which are no products
     ours = layers == "surokit" or bool(fused)
     repeated: Recompute = "none" if recompute == "selective" and ours else recompute
@@ -424,6 +449,20 @@ def plan(
     estimate = None
     if tflops_per_gpu is None and mfu is None and device is not None and device.ceilings is not None:
         estimate = _estimate(shape, parameters, compute, recipe, setup, device, between_gb_s)
+    memory = count_memory(shape, parameters, carried if fused else recipe, setup)
+    waits_ms = None
+    if setup.offloads and estimate is not None and device is not None and (host := host_of(device)) is not None:
+        with_offload = offloading.with_offload(
+            estimate.step_ms,
+            host,
+            shape=shape,
+            recipe=recipe,
+            setup=setup,
+            trained=_trains(shape, parameters, recipe, setup),
+            memory=memory,
+            deferral=_deferral(optimizer),
+        )
+        waits_ms = with_offload - estimate.step_ms
     step_tokens = None if batch is None or length is None else batch * length * accumulate * gpus
     work = Work(
         run=None if run_tokens is None else per_token * exact(run_tokens),
@@ -442,6 +481,7 @@ def plan(
         compute=compute,
         kinds=product_kinds(carried),
         estimate=estimate,
+        waits_ms=waits_ms,
     )
     parts = [subject.name]
     if recipe is not None:
@@ -469,7 +509,7 @@ def plan(
         flops_per_step=None if work.step is None else float(work.step),
         compute=compute,
         time=time,
-        memory=count_memory(shape, parameters, carried if fused else recipe, setup),
+        memory=memory,
         factor=factor,
         notes=subject.notes,
         source=plan_source(subject, given, setup, recipe),
@@ -503,6 +543,8 @@ def _estimate(
     between_gb_s: float | None,
 ) -> Estimate | None:
     trained = _trains(shape, parameters, recipe, setup)
+    if (blocks := blocks_of(shape, recipe, setup)) is not None:
+        trained -= sum(blocks.trained)  # are updated on the host
     return estimate_step(shape, compute, recipe, setup, gpu, trained_parameters=trained, between_gb_s=between_gb_s)
 
 
@@ -524,10 +566,30 @@ def _option(optimizer: Any, name: str) -> Any:
     return getattr(optimizer, name, None) or held.get(name)
 
 
-def _hot(optimizer: Any) -> float:
-    """Share of the states that an offloading optimizer keeps on the device."""
-    share = _option(optimizer, "topk_ratio")
-    return (_HOT if share is None else share) if _optimizer(optimizer) == "zenflow" else 0.0
+def _deferral(optimizer: Any) -> dict[str, Any]:
+    """ZenFlow's share k of hot columns and window S, as `predict_offload` takes them; a window by the "auto" rule is not known."""
+    if optimizer is None or _optimizer(optimizer) != "zenflow":
+        return {}
+    share, interval = _option(optimizer, "topk_ratio"), _option(optimizer, "update_interval")
+    found = {"topk_ratio": HOT if share is None else share}
+    return found if interval in (None, "auto") else {**found, "update_interval": interval}
+
+
+def _prefetch(asked: bool | int | None, shape: Shape | None, device: str, trains: bool, optimizer: str) -> int:
+    """Blocks that are fetched ahead; 0 where weights are not streamed."""
+    if not asked:
+        return 0
+    if shape is None:
+        raise ValueError(
+            "offload_weights streams blocks, and a number of parameters has none: plan with a config or a model."
+        )
+    if device == "cpu":
+        raise ValueError("offload_weights needs a GPU: leave it out, or give gpu='H100' or the like.")
+    if trains and optimizer in OFFLOADING:
+        raise ValueError(
+            "Weights that train on the host are updated there: give optimizer='adamw' with offload_weights."
+        )
+    return 1 if asked is True else arguments.integer("offload_weights", asked, most=1e4)
 
 
 def _optimizer(value: Any) -> str:

@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Remedy:
-    """One thing to change: `how` to write it, what it `costs`, and the memory that it alone leaves."""
+    """One thing to change: `how` to write it, what it `costs`, the memory that it alone leaves, and what it takes of the host's."""
 
     how: str
     changes: Mapping[str, Any]
     costs: str
     gib: float
     fits: bool
+    host_gib: float = 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,25 +52,33 @@ class Fitting:
     sentence: str
 
     def table(self) -> pd.DataFrame:
-        """A row a remedy: remedy, gib, fits, costs."""
-        columns = ["remedy", "gib", "fits", "costs"]
-        return data_frame([(r.how, r.gib, r.fits, r.costs) for r in self.remedies], columns)
+        """A row a remedy: remedy, gib, fits, host_gib, costs."""
+        columns = ["remedy", "gib", "fits", "host_gib", "costs"]
+        return data_frame([(r.how, r.gib, r.fits, r.host_gib, r.costs) for r in self.remedies], columns)
 
     def _rows(self) -> list[tuple[str, ...]]:
-        return [(r.how, figures.gib(r.gib), "fits" if r.fits else "", r.costs) for r in self.remedies]
+        return [
+            (
+                r.how,
+                figures.gib(r.gib),
+                "fits" if r.fits else "",
+                figures.gib(r.host_gib) if r.host_gib else "",
+                r.costs,
+            )
+            for r in self.remedies
+        ]
+
+    _HEADER = ("one at a time", "leaves", "", "on the host", "and costs")
 
     def _title(self) -> str:
         return f"{figures.gib(self.gib)} into {figures.gib(self.room_gib)}: {self.sentence}"
 
     def __repr__(self) -> str:
-        header = ("one at a time", "leaves", "", "and costs")
-        return "\n".join(
-            [self._title(), *([text_table(self._rows(), header=header, right=(1,))] if self.remedies else [])]
-        )
+        table = [text_table(self._rows(), header=self._HEADER, right=(1, 3))] if self.remedies else []
+        return "\n".join([self._title(), *table])
 
     def _repr_html_(self) -> str:
-        header = ("one at a time", "leaves", "", "and costs")
-        return html_table(self._rows(), header=header, right=(1,), title=self._title())
+        return html_table(self._rows(), header=self._HEADER, right=(1, 3), title=self._title())
 
 
 def fitting(plan: Plan, *, gib: float | None = None) -> Fitting:
@@ -80,8 +89,7 @@ def fitting(plan: Plan, *, gib: float | None = None) -> Fitting:
     room = asked_gib(plan, gib)
     needed = plan.memory.gib
     tries = list(_remedies(plan, room))
-    alone = [plan.but(**changes).memory.gib for _, changes, _ in tries]
-    remedies = tuple(Remedy(how, changes, costs, g, g <= room) for (how, changes, costs), g in zip(tries, alone))
+    remedies = tuple(_remedy(plan, room, *each) for each in tries)
     if needed <= room:
         return Fitting(room, needed, remedies, (), plan, f"it fits as it is{_without(plan)}")
     path = _eased(plan, _path(plan, remedies, room), room)
@@ -94,8 +102,19 @@ def fitting(plan: Plan, *, gib: float | None = None) -> Fitting:
         sentence = f"{left}, the largest term being {_largest(better)}; {cure}"
         return Fitting(room, needed, remedies, (), None, sentence)
     together = " with ".join(remedy.how for remedy in path)
-    sentence = f"{together} {'makes' if len(path) == 1 else 'make'} it fit ({figures.gib(better.memory.gib)})"
+    takes = figures.gib(better.memory.gib)
+    if better.memory.host:
+        takes += f", and {figures.gib(better.memory.host_gib)} on the host"
+    sentence = f"{together} {'makes' if len(path) == 1 else 'make'} it fit ({takes})"
     return Fitting(room, needed, remedies, path, better, sentence + _without(plan))
+
+
+def _remedy(plan: Plan, room: float, how: str, changes: Mapping[str, Any], costs: str) -> Remedy:
+    again = plan.but(**changes)
+    memory, waits_ms = again.memory, again.time.waits_ms
+    if waits_ms is not None and again.setup.offloads != plan.setup.offloads:
+        costs += f"; {figures.value(waits_ms, 'ms')} more a step"
+    return Remedy(how, changes, costs, memory.gib, memory.gib <= room, memory.host_gib)
 
 
 def _largest(plan: Plan) -> str:
@@ -174,9 +193,37 @@ def _remedies(plan: Plan, room: float) -> Iterator[tuple[str, dict[str, Any], st
         if s.layers == "surokit":
             costs += "; sk.fuse(model, recompute='full')"
         yield "recompute='full'", {"recompute": "full"}, costs
+    yield from _on_the_host(plan)
     if s.training and s.master and not frozen(plan.recipe):
         yield "master=False", {"master": False}, "precision: updates below the weights' own step are rounded away"
     yield from _smaller_weights(plan)
+
+
+def _on_the_host(plan: Plan) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """What may wait on the host of a GPU: the optimizer's states, activations, weights."""
+    s, trains = plan.setup, plan.setup.training and not frozen(plan.recipe)
+    if s.device == "cpu":
+        return
+    if s.training and plan.shape is not None and not s.offload_activations:
+        yield "offload_activations=True", {"offload_activations": True}, "time, where the link is slower than computing"
+    if trains and not s.prefetch and s.optimizer in ("adamw", "adamw8bit"):
+        yield "optimizer='offloadadamw'", {"optimizer": "offloadadamw"}, "time: the host's AdamW (plan.offload)"
+        deferred = {"optimizer": "zenflow"}
+        if plan.but(**deferred).memory.gib < plan.memory.gib:
+            yield (
+                "optimizer='zenflow'",
+                deferred,
+                "loss: deferred columns learn differently",
+            )
+    if s.training and plan.shape is not None and not s.prefetch and s.gpus == 1:
+        changes: dict[str, Any] = {"offload_weights": True}
+        if trains:  # they are updated where they are
+            changes["optimizer"] = s.optimizer if s.optimizer in ("adamw8bit", "none") else "adamw"
+        yield (
+            ", ".join(f"{name}={value!r}" for name, value in changes.items()),
+            changes,
+            "time: the link, and blocks computed again (plan.streamed)",
+        )
 
 
 def _smaller_batch(plan: Plan, room: float) -> tuple[str, dict[str, Any], str]:
@@ -199,8 +246,7 @@ def _eased(plan: Plan, path: tuple[Remedy, ...], room: float) -> tuple[Remedy, .
     if len(path) < 2 or not any("batch" in remedy.changes for remedy in path):
         return path
     how, changes, costs = _smaller_batch(plan.but(**others), room)
-    alone = plan.but(**changes).memory.gib
-    eased = Remedy(how, changes, costs, alone, alone <= room)
+    eased = _remedy(plan, room, how, changes, costs)
     return tuple(eased if "batch" in remedy.changes else remedy for remedy in path)
 
 

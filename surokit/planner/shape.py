@@ -309,21 +309,26 @@ class Shape:
     @property
     def small_parameters(self) -> int:
         """Norm weights, biases and attention sinks."""
-        norm = self.width * (2 if self.norm_bias else 1)
-        layer = self.norms * norm + (2 * self.head_dim if self.qk_norm else 0) + (self.heads if self.sinks else 0)
+        return sum(map(self.small_of, range(self.layers))) + self._norm
+
+    @property
+    def _norm(self) -> int:
+        return self.width * (2 if self.norm_bias else 1)
+
+    def small_of(self, layer: int) -> int:
+        """Of them, those of one block."""
+        found = self.norms * self._norm + (2 * self.head_dim if self.qk_norm else 0) + (self.heads if self.sinks else 0)
         if self.latent:
             rank = self.latent.query_rank or 0
-            layer += rank + self.latent.kv_rank
-            layer += rank + self.latent.kv_rank + self.latent.rope if self.qkv_bias else 0
+            found += rank + self.latent.kv_rank
+            found += rank + self.latent.kv_rank + self.latent.rope if self.qkv_bias else 0
         elif self.qkv_bias:
-            layer += self.query_width + 2 * self.kv_width
-        layer += self.width if self.o_bias else 0
-        dense = (2 if self.gated else 1) * self.ffn + self.width if self.mlp_bias else 0
-        routed = 0
-        if self.experts:
-            routed += self.experts.count * (self._expert_bias + 1) if self.experts.bias else 0
-            routed += 2 * self.experts.shared_ffn + self.width if self.mlp_bias and self.experts.shared_ffn else 0
-        return self.layers * layer + len(self.dense_layers) * dense + len(self.expert_layers) * routed + norm
+            found += self.query_width + 2 * self.kv_width
+        found += self.width if self.o_bias else 0
+        if (e := self.experts) is None or layer not in e.layers:
+            return found + ((2 if self.gated else 1) * self.ffn + self.width if self.mlp_bias else 0)
+        found += e.count * (self._expert_bias + 1) if e.bias else 0
+        return found + (2 * e.shared_ffn + self.width if self.mlp_bias and e.shared_ffn else 0)
 
     @property
     def _expert_bias(self) -> int:

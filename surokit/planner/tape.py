@@ -62,7 +62,14 @@ class Tape:
     """Replays allocations. `gradients_there` says that weight gradients are summed into ones that exist already, `records` that
     there will be a backward."""
 
-    def __init__(self, *, gradients_there: bool = False, weight_share: float = 1.0, records: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        gradients_there: bool = False,
+        weight_share: float = 1.0,
+        records: bool = True,
+        most_kept: float | None = None,
+    ) -> None:
         self.held: dict[str, float] = {KEPT: 0.0, LOGITS: 0.0, GRADIENTS: 0.0, PASSING: 0.0}
         self.moments: dict[str, Moment] = {}
         self.phase = "forward"
@@ -70,6 +77,7 @@ class Tape:
         self._share = weight_share  # of a weight gradient that stays on this GPU
         self._steps: list[_Step] = []
         self._records = records
+        self._most_kept = most_kept  # of activations that stay here; the others wait on the host
         self._seen_weight = 0.0
         self._gradients: dict[Value, _Gradient] = {}
 
@@ -313,6 +321,13 @@ class Tape:
 
     # -- counting
 
+    @property
+    def here(self) -> dict[str, float]:
+        """What is held, less the activations that wait on the host."""
+        if self._most_kept is None or self.held[KEPT] <= self._most_kept:
+            return self.held
+        return {**self.held, KEPT: self._most_kept}
+
     def _add(self, kind: str, size: float) -> None:
         self.held[kind] += size
         if size > 0:
@@ -320,7 +335,8 @@ class Tape:
 
     def _touch(self, scratch: float, kind: str = PASSING) -> None:
         moment = self.moments.setdefault(self.phase, Moment(self.phase))
-        now = sum(self.held.values()) + scratch
+        held = self.here
+        now = sum(held.values()) + scratch
         if now > moment.bytes:
             moment.bytes = now
-            moment.made_of = {**self.held, kind: self.held[kind] + scratch}
+            moment.made_of = {**held, kind: held[kind] + scratch}

@@ -11,12 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import surokit as sk
-from surokit.planner import plan
-from surokit.planner.hardware import Ceilings, Gpu
-from surokit.planner.offload import GIB, Host, host_bytes, host_of, largest_on_host, predict_offload, stall_gain
+from surokit import planner
+from surokit.planner.hardware import Ceilings, Gpu, find_gpu
+from surokit.planner.offload import GIB, Host, Room, host_bytes, host_of, largest_on_host, predict_offload, stall_gain
 
 # host AdamW of 1.7e9 parameters in 408 ms, its adding up in 136 ms
 HOST = Host(link_gb_s=50, adam_params_s=1.7e9 / 0.408, memory_gib=500)
+
+
+def plan(what, **options):
+    """Untyped, so that figures that may be None are used as they are."""
+    return planner.plan(what, **options)
 
 
 def predicted(compute_ms=360.0, parameters=1.7e9, host=HOST, **given):
@@ -128,27 +133,30 @@ def test_the_choice_and_its_reason():
     flow = predicted(fits=False)
     assert flow.choice == "zenflow"
     assert flow.why.startswith(
-        f"{flow.synchronous_ms / (360 + 15.3):.2f} x the synchronous way, bound by compute; deferred columns"
+        f"ZenFlow's step is {flow.synchronous_ms / (360 + 15.3):.2f} times as fast as OffloadAdamW's, bound by compute; deferred"
     )
     long = predicted(compute_ms=1e5)
     assert (long.choice, long.use) == ("synchronous", "surokit.OffloadAdamW")
     assert "computes what AdamW does" in long.why
+    assert long.why.startswith("not known whether it fits without: ")
     small = dataclasses.replace(HOST, memory_gib=16)
     none = predicted(host=small)
     assert none.choice is None
     assert none.use == ""
     assert "the host's 16.0 GiB hold no more than 1.398 B trained parameters" in none.why
     assert "train an adapter" in none.why
-    tight = predicted(free_gib=1.0)
+    room = Room(11.0, {"none": 20.0, "synchronous": 10.0, "zenflow": 12.0})
+    tight = predicted(room=room)
     assert tight.choice == "synchronous"
     assert "lower topk_ratio to use it" in tight.why
+    assert tight.fits == {"none": False, "synchronous": True, "zenflow": False}
     states = dataclasses.replace(HOST, memory_gib=host_bytes(1.7e9, None) / GIB)  # no sums, no slots
     assert predicted(host=states).choice == "synchronous"
     assert "ZenFlow's sums and slots" in predicted(host=states).why
     half = dataclasses.replace(HOST, memory_gib=host_bytes(1.7e9, 0.7) / GIB)  # less than all states take
     assert predicted(host=half, topk_ratio=0.7).choice == "zenflow"
     assert predicted(host=half, topk_ratio=0.7, compute_ms=1e5).choice == "zenflow"
-    lost = predicted(host=half, topk_ratio=0.7, free_gib=1.0)
+    lost = predicted(host=half, topk_ratio=0.7, room=room)
     assert lost.choice is None
     assert "lower topk_ratio" in lost.why
 
@@ -156,6 +164,7 @@ def test_the_choice_and_its_reason():
 def test_the_table():
     frame = predicted().table()
     assert list(frame.way) == ["none", "synchronous", "zenflow"]
+    assert frame.gpu_gib.isna().all()
     assert list(frame.way[frame.chosen]) == ["zenflow"]
     assert frame.speed[0] == 1.0
 
@@ -190,9 +199,172 @@ def test_a_plan_of_a_session_that_offloads():
     assert there.memory["optimizer"].bytes == (6 + 0.5 * 4) * trained
     offload = there.offload(HOST)
     assert offload.topk_ratio == 0.5
-    assert offload.choice != "none"
+    assert (offload.choice, offload.fits["none"]) == ("none", True)
+    assert there.offload(HOST, fits=False).choice == "zenflow"
     here = sk.plan(session)
     assert here.memory["optimizer"].bytes == pytest.approx(6 * trained + host_bytes(trained, 0.5, 4))
+
+
+# -- asked of a plan
+
+QWEN_8B = {
+    **{"model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936},
+}
+STEP: dict[str, Any] = {"batch": 4, "length": 4096, "mfu": 0.4, "recipe": "bf16"}
+FAST = Host(link_gb_s=50, adam_params_s=5e9)
+
+
+def test_every_way_is_held_against_the_gpus_memory():
+    """Weights and gradients alone are more than there is: no way is advised, and what is left is named."""
+    for what, gpu in ((QWEN_8B, "RTX4090"), ("8e9", "RTX4090"), ("70e9", "H100")):
+        o = plan(what, gpu=gpu, **STEP).offload(FAST)
+        assert (o.choice, o.use) == (None, "")
+        assert set(o.fits.values()) == {False}
+        for said in ("none of these fits", "an adapter", "sk.offload_weights", "sk.offload_activations", "more GPUs"):
+            assert said in o.why
+    # what fits is taken, and by the plan's own count of memory
+    p = plan(QWEN_8B, gpu="H100", recompute="full", state_dtype="fp32", master=True, **STEP)
+    o = p.offload(FAST)
+    assert o.fits == {"none": False, "synchronous": True, "zenflow": True}
+    assert o.choice == "zenflow"
+    assert o.gpu_gib["zenflow"] == p.but(optimizer=sk.ZenFlow(topk_ratio=0.1)).memory.gib < 80 < p.memory.gib
+    assert o.gpu_gib["synchronous"] == p.but(optimizer="offloadadamw").memory.gib
+    # too much for ZenFlow, and not for the synchronous way
+    tight = p.but(gpu=Gpu("Small", memory_gib=50, bf16_tflops=989)).offload(FAST)
+    assert (tight.choice, tight.fits["zenflow"]) == ("synchronous", False)
+
+
+def test_what_a_number_does_not_tell():
+    """Activations are not known: little is said to fit but for them, much to be unknown, too much not to fit."""
+    small = plan("1e9", gpu="H100", **STEP).offload(HOST)
+    assert (small.choice, small.use) == ("none", "surokit.AdamW")
+    assert (
+        "8.20 GiB of the GPU's 80.0 GiB: fits but for the activations, which a number of parameters does not tell"
+        in small.why
+    )
+    large = plan("8e9", gpu="H100", **STEP).offload(HOST)
+    assert large.fits["none"] is None
+    assert large.why.startswith(
+        "not known whether it fits without: 65.6 GiB of the GPU's 80.0 GiB are taken without the"
+    )
+    assert large.choice == "zenflow"
+    unknown = plan(QWEN_8B, tflops_per_gpu=400, batch=4, length=4096).offload(HOST)
+    assert "not known whether it fits without: the plan names no GPU" in unknown.why
+
+
+def test_states_are_those_of_the_plans_optimizer():
+    """Not 12 bytes a parameter where moments are in bf16, or in 8 bits."""
+    n = plan(QWEN_8B).parameters
+    p = plan(QWEN_8B, gpu="H200", **STEP)
+    for changes, each in (
+        ({}, 4),
+        ({"state_dtype": "fp32"}, 8),
+        ({"state_dtype": "fp32", "master": True}, 12),
+        ({"optimizer": "adamw8bit"}, 2 * (1 + 4 / 256)),
+        ({"optimizer": "zenflow"}, 4),
+    ):
+        o = p.but(**changes).offload(FAST)
+        assert o.device_gib["none"] == pytest.approx(each * n / GIB)
+    assert p.but(optimizer="adamw8bit", recompute="full").offload(FAST).use == "surokit.AdamW8bit"
+    # masters and moments in float32 are the host's then
+    assert "master weights" not in [t.name for t in p.but(optimizer="offloadadamw", master=True).memory.terms]
+
+
+def test_zenflows_settings_are_the_plans():
+    p = plan(QWEN_8B, gpu="H100", optimizer=sk.ZenFlow(update_interval=8, topk_ratio=0.05), **STEP)
+    o = p.offload(FAST)
+    assert (o.update_interval, o.topk_ratio) == (8, 0.05)
+    assert p.offload(FAST, update_interval=2).update_interval == 2
+    assert p.but(optimizer=sk.ZenFlow(update_interval="auto")).offload(FAST).update_interval == 4
+    assert plan(QWEN_8B, gpu="H100", dtype="fp32", **STEP).offload(FAST).landing_ms > o.landing_ms  # 4 bytes a gradient
+
+
+def calibrated(**rates):
+    """A GPU whose rates were measured, and of its host those given."""
+    ceilings = Ceilings("one machine", bf16_tflops=700, bandwidth_tb_s=3.0, launch_us=4.0, **rates)
+    return dataclasses.replace(find_gpu("H100"), ceilings=ceilings)
+
+
+def test_a_time_says_whether_it_counts_the_offload():
+    given = plan(QWEN_8B, gpu="H100", optimizer="offloadadamw", **STEP)
+    assert "at the given 395.6 TFLOPS of each GPU, without the offload" in repr(given)
+    assert any(
+        "plan.offload(planner.Host(link_gb_s=50, adam_params_s=2e9)) predicts a step with it" in n for n in given.notes
+    )
+    assert "without the offload" not in repr(given.but(optimizer="adamw"))
+    assert "without the offload" in repr(plan(QWEN_8B, batch=4, length=4096, gpu="H100", optimizer="zenflow"))
+    step: dict[str, Any] = {"batch": 4, "length": 4096, "recompute": "full", "tokens": 1e9, "usd_per_gpu_hour": 2.0}
+    gpu = calibrated(host_gb_s=25.0, host_adam_params_s=3e9)
+    for name, ms in (("offloadadamw", "synchronous_ms"), ("zenflow", "zenflow_ms")):
+        p = plan(QWEN_8B, gpu=gpu, optimizer=name, **step)
+        o = p.offload()
+        assert o.none_ms == p.estimate.step_ms
+        assert p.time.step_ms == pytest.approx(getattr(o, ms))
+        alone = plan(QWEN_8B, gpu=calibrated(), optimizer=name, **step)  # nobody measured the host
+        slower = p.time.step_ms / alone.time.step_ms
+        assert slower == pytest.approx(getattr(o, ms) / o.none_ms)
+        assert slower > 1
+        for figure in ("days", "gpu_hours", "usd"):
+            assert getattr(p, figure) == pytest.approx(slower * getattr(alone, figure))
+        assert p.time.tokens_per_s == pytest.approx(alone.time.tokens_per_s / slower)
+        assert "without the offload" not in repr(p)
+        assert "without the offload" in repr(alone)
+        assert any("on the host add, at calibrated rates" in note for note in p.notes)
+
+
+def test_hosts_memory_is_the_plans_own_count():
+    for changes in ({}, {"gpus": 8, "zero": 2}, {"recipe": sk.BF16.lora()}, {"dtype": "fp32"}):
+        p = plan(QWEN_8B, gpu="H100", **STEP).but(**changes)
+        o = p.offload(FAST)
+        for way, optimizer in (("synchronous", "offloadadamw"), ("zenflow", "zenflow")):
+            assert o.host_gib[way] == pytest.approx(p.but(optimizer=optimizer).memory.host_gib)
+
+
+def test_little_or_nothing_that_trains():
+    gpu, step = calibrated(host_gb_s=25.0, host_adam_params_s=3e9), {"batch": 4, "length": 64}
+    tiny = sk.DecoderConfig(layers=1, width=16, heads=2, kv_heads=1, vocab=32, ffn=32)
+    for what, optimizer in ((tiny, "zenflow"), (tiny, "offloadadamw"), (QWEN_8B, sk.ZenFlow(topk_ratio=1))):
+        p = plan(what, gpu=gpu, optimizer=optimizer, **step)
+        assert p.time.step_ms == pytest.approx(p.estimate.step_ms)
+        assert p.time.waits_ms == 0
+    for options in ({"training": False}, {"recipe": sk.QFP8}):
+        with pytest.raises(ValueError, match="Nothing is known to train in this plan"):
+            plan(8e9, gpu="H100", **{**STEP, **options}).offload(FAST)
+
+
+def test_graphs_are_left_out_beside_an_offload():
+    p = plan(QWEN_8B, gpu="H100", optimizer="zenflow", graphs=True, **STEP)
+    assert not p.setup.graphs
+    assert any("graphs=True is left out" in note for note in p.notes)
+
+
+def test_it_prints():
+    o = plan(QWEN_8B, gpu="H200", **STEP).offload(FAST)
+    text, html = repr(o), o._repr_html_()
+    assert text.startswith("Offload of 8.191 B trained parameters: take surokit.AdamW\n  the GPU's memory suffices")
+    assert [line.split()[0] for line in text.splitlines()[4:]] == ["AdamW", "OffloadAdamW", "ZenFlow(topk_ratio=0.1,"]
+    assert text.splitlines()[4].split()[-2:] == ["MiB", "taken"]
+    assert html.count("<tr>") == html.count("</tr>") == 4
+    assert html.startswith("<b>Offload of 8.191 B trained parameters: take surokit.AdamW</b><div>the GPU&#x27;s memory")
+    assert repr(plan("70e9", gpu="H100", **STEP).offload(FAST)).startswith(
+        "Offload of 70 B trained parameters: no choice\n"
+    )
+
+
+def test_what_is_no_host():
+    p = plan(QWEN_8B, gpu="H100", **STEP)
+    for ask in (p.offload, p.streamed):
+        with pytest.raises(
+            TypeError, match=r"host='big'\) is a str: give planner.Host\(link_gb_s=50, adam_params_s=2e9\)"
+        ):
+            ask("big")
+    with pytest.raises(
+        TypeError, match=r"lacks link_gb_s= and adam_params_s=: plan\(gpu=sk.calibrate\(\)\) measures them"
+    ):
+        Host(memory_gib=512)
+    with pytest.raises(TypeError, match="lacks adam_params_s=: .* such as link_gb_s=50 and adam_params_s=2e9"):
+        Host(50)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A plan asked backwards gives what the plan forwards says, to the last whole number; and every no comes with a remedy."""
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -148,7 +149,9 @@ def test_not_even_the_smallest_fits():
         with pytest.raises(ValueError, match=r"Not even batch=1 fits into .* the largest term being .* fit \(") as no:
             largest(p, "batch", gib=room)
         # what the sentence proposes does fit
-        how, left = re.search(r"\); (.*) makes? it fit \(([\d.]+) GiB\)\.$", str(no.value)).groups()  # type: ignore[union-attr]
+        found = re.search(r"\); (.*) makes? it fit \(([\d.]+) GiB(?:, and [\d.]+ GiB on the host)?\)\.$", str(no.value))
+        assert found is not None
+        how, left = found.groups()
         changes = eval(f"dict({how.replace(' with ', ', ')})", {"sk": sk})
         better = p.but(batch=1, **changes)
         assert better.memory.gib == pytest.approx(float(left), abs=0.06)
@@ -547,6 +550,9 @@ def test_the_cheapest_remedy_comes_first():
         "optimizer",
         "zero",
         "recompute",
+        "offload_activations",
+        "optimizer",
+        "optimizer",
         "recipe",
         "recipe",
         "recipe",
@@ -573,8 +579,35 @@ def test_fitting_shows_itself():
     )  # 2 N of 6 N without the head, and with attention
     assert "Decoder" not in repr(fitting(plan(LLAMA_8B, **FULL, layers="transformers")))
     assert found._repr_html_().count("<tr>") == found._repr_html_().count("</tr>") == 1 + len(found.remedies)
-    assert list(found.table().columns) == ["remedy", "gib", "fits", "costs"]
+    assert list(found.table().columns) == ["remedy", "gib", "fits", "host_gib", "costs"]
     assert "without activations" in fitting(plan(1e9), gib=80).sentence
+
+
+def test_what_may_wait_on_the_host_is_a_remedy():
+    """With the memory that is left, and the host's; none of them where there is nothing to gain, or no other memory."""
+    p = plan(LLAMA_8B, **FULL)
+    found = {remedy.how: remedy for remedy in fitting(p).remedies}
+    for how in (
+        "offload_activations=True",
+        "optimizer='offloadadamw'",
+        "optimizer='zenflow'",
+        "offload_weights=True, optimizer='adamw'",
+    ):
+        memory = p.but(**found[how].changes).memory
+        assert (found[how].gib, found[how].host_gib) == (memory.gib, memory.host_gib)
+        assert memory.gib < p.memory.gib
+        assert f"{memory.host_gib:.1f} GiB" in repr(fitting(p))
+    assert found["recompute='full'"].host_gib == 0
+    assert not {how for how in found if "offload" in how} & {r.how for r in fitting(p.but(gpu="cpu"), gib=80).remedies}
+    large = fitting(plan(LLAMA_70B, **FULL))
+    assert [remedy.how for remedy in large.path] == ["offload_weights=True, optimizer='adamw'"]
+    assert large.sentence.endswith(" GiB on the host)")
+    # with what a step waits for, where the host is known
+    ceilings = Ceilings("one machine", bf16_tflops=700, bandwidth_tb_s=3.0, host_gb_s=25.0, host_adam_params_s=3e9)
+    known = p.but(gpu=dataclasses.replace(planner.find_gpu("H100"), ceilings=ceilings))
+    remedy = next(r for r in fitting(known).remedies if r.how == "optimizer='offloadadamw'")
+    waits = known.but(optimizer="offloadadamw").time.waits_ms
+    assert f"{waits:,.0f} ms more a step" in remedy.costs
 
 
 def test_what_binds(bounds):
