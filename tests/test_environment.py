@@ -187,6 +187,8 @@ def test_front_ends(monkeypatch):
 def test_tables():
     assert text_table([("a", "1"), ("bb", "22")], header=("x", "y"), right=(1,)) == "  x    y\n  a    1\n  bb  22"
     assert text_table([]) == ""
+    indented = html_table([("  part", "1")])
+    assert '<td style="text-align:left;padding:0 .6em 0 1.6em">part</td>' in indented
     html = html_table([("group",), ("<a>", "1")], header=("x", "y"), title="t & t")
     assert "&lt;a&gt;" in html
     assert "t &amp; t" in html

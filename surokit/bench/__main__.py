@@ -68,8 +68,7 @@ def _fill(pages: list[Path]) -> int:
         text = page.read_text(encoding="utf-8")
         page.write_text(result.filled(text, page.parent), encoding="utf-8")
         for picture, data in result.pictures(text, page.parent).items():
-            part = next((part for part in ("peers", "deferral") if part in data), "study")
-            import_module(f"surokit.bench.{part}").draw(data, picture)
+            result.drawn_by(data).draw(data, picture)
     return 0
 
 
@@ -145,17 +144,26 @@ def _parser() -> argparse.ArgumentParser:
         "--minutes", type=float, default=20.0, help="how long this call may take (default 20); call it again"
     )
     offload.add_argument("--millions", type=float, default=25.0, help="parameters of the emulated model (default 25)")
-    offload.add_argument("--layers", type=int, help="of the 1.7B decoder on a GPU (default 28, all)")
+    offload.add_argument(
+        "--models", nargs="+", default=[], help="1.7b, 4b, 8b on a GPU (default: those that memory holds)"
+    )
+    offload.add_argument("--layers", type=int, help="of each on a GPU (default: all)")
     offload.add_argument("--interval", type=int, help="steps of ZenFlow's windows on a GPU (default 4)")
     offload.add_argument(
         "--cases", nargs="+", default=[], metavar="WORD", help="emulated cases with a word in their name"
     )
     offload.add_argument("--new", action="store_true", help="begin a new file where --out is taken")
+    offload.add_argument("--again", action="store_true", help="measure once more what failed")
     offload.add_argument(
         "--rehearse",
         action="store_true",
         help="the GPU's part with a tiny decoder on a processor; its times mean nothing",
     )
+
+    spans = commands.add_parser(
+        "spans", help="who does what when in steps of the three ways, on an emulated device, for a picture"
+    )
+    spans.add_argument("--steps", type=int, default=8, help="that are recorded (default 8)")
 
     kernels = commands.add_parser("kernels", help="each kernel: bytes over time against a copy, products against bf16")
     kernels.add_argument("--rounds", type=int, default=20, help="how often the kernels take turns (default 20)")
@@ -168,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--settings", nargs="+", dest="names", help="which settings to run (default: all)")
     memory.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
 
-    for command in (cpu, gpu, peers, predicted, compiled, watching, overhead, offload, kernels, memory):
+    for command in (cpu, gpu, peers, predicted, compiled, watching, overhead, offload, spans, kernels, memory):
         command.add_argument(
             "--out", type=Path, help="write the raw result to this JSON file, in a folder that is there"
         )

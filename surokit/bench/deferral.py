@@ -1,7 +1,9 @@
 """What deferral costs, as a table and a picture: held-out loss of ZenFlow's ways against AdamW over paired seeds.
 
-The raw file, docs/measurements/deferral.json, comes from tests/soak/test_offload.py: for every seed the held-out loss of every way.
-A way is named by what it is: `zenflow k=.1 S=4 overlap`, `... time-corrected`, `... lr x2`. Everything here follows from that file.
+The raw files, docs/measurements/deferral.json from random weights and deferral-finetuning.json from trained ones, come from
+tests/soak/test_offload.py: for every seed the held-out loss of every way, and the share of the gradient's squared norm that its
+hot columns had. A way is named by what it is: `zenflow k=.1 S=4 overlap`, `... time-corrected`, `... lr x2`; the rate that is
+doubled is AdamW's best in a sweep on a seed of its own. Everything here follows from such a file.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ NAMES = (
     *(f"zenflow {size}{way}" for size, way in product(_SIZES, _WAYS)),
     "zenflow k=.1 S=auto overlap",
     "zenflow k=.1 S=4 overlap lr x2",
+    "zenflow k=.1 S=4 overlap lr x4",
+    "zenflow k=.1 S=4 time-corrected lr x0.5",
     "adamw lr x2",
     "adamw lr x0.5",
 )
@@ -55,32 +59,53 @@ def options_of(name: str) -> dict[str, Any]:
     return options
 
 
+def tuned_rate(data: Mapping[str, Any]) -> float:
+    """The rate of the sweep that had AdamW's lowest held-out loss."""
+    return float(min(data["sweep"], key=data["sweep"].__getitem__))
+
+
 def gaps(data: Mapping[str, Any], name: str) -> list[float]:
-    """Of each seed: loss over AdamW's, less 1."""
-    return [run[name] / run[BASELINE] - 1 for run in data["deferral"]]
+    """Of each seed that has both: loss over AdamW's, less 1."""
+    losses = [run["loss"] for run in data["deferral"]]
+    return [each[name] / each[BASELINE] - 1 for each in losses if name in each]
 
 
 def names(data: Mapping[str, Any]) -> list[str]:
-    return [name for name in data["deferral"][0] if name != "seed"]
+    """What was measured, in the study's order; AdamW first."""
+    return [name for name in NAMES if name in data["deferral"][0]["loss"]]
 
 
 def interval(data: Mapping[str, Any], name: str) -> tuple[float, float, float]:
     """(mean, low, high) of the paired gaps: 95 %, Student's t; low and high are nan below two seeds."""
     found = gaps(data, name)
-    mean, n = statistics.mean(found), len(found)
+    middle, n = statistics.mean(found), len(found)
     half = student_t(0.975, n - 1) * statistics.stdev(found) / math.sqrt(n) if n > 1 else math.nan
-    return mean, mean - half, mean + half
+    return middle, middle - half, middle + half
+
+
+def mean(data: Mapping[str, Any], what: str, name: str) -> float:
+    """Over the seeds that have it, of a way's "loss" or "energy"; nan for none."""
+    found = [run[what][name] for run in data["deferral"] if name in run[what]]
+    return statistics.mean(found) if found else math.nan
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """A Markdown table: a row a way, its held-out loss, and the mean gap to AdamW with its interval."""
+    """A Markdown table: a row a way, its held-out loss, the mean gap to AdamW with its interval, the energy in hot columns. Under
+    it the loss before the first step, and the sweep that the rate is from."""
     rows: list[Sequence[str]] = []
     for name in names(data):
-        mean, low, high = interval(data, name)
-        gap = "" if name == BASELINE else f"{mean:+.2%}"
-        span = "" if name == BASELINE else f"{low:+.2%} to {high:+.2%}"
-        rows.append([name, f"{statistics.mean(run[name] for run in data['deferral']):.4f}", gap, span])
-    return markdown(data, ["optimizer", "held-out loss", "gap to adamw", "95 % interval"], rows)
+        gap, low, high = interval(data, name)
+        energy = mean(data, "energy", name)
+        cells = [name, f"{mean(data, 'loss', name):.4f}"]
+        cells += ["", ""] if name == BASELINE else [f"{gap:+.2%}", f"{low:+.2%} to {high:+.2%}"]
+        rows.append([*cells, "" if math.isnan(energy) else f"{energy:.1%}"])
+    head = ["optimizer", "held-out loss", "gap to adamw", "95 % interval", "energy in hot columns"]
+    seeds = {"paired seeds": len(data["deferral"])}
+    shown = {**data, "settings": {**data["settings"], **seeds}}
+    at_first = statistics.mean(run["at first"] for run in data["deferral"])
+    sweep = ", ".join(f"{loss:.4f} at {rate}" for rate, loss in data["sweep"].items())
+    note = f"Held-out loss before the first step: {at_first:.4f}. AdamW's on another seed: {sweep}."
+    return f"{markdown(shown, head, rows)}\n\n{note}"
 
 
 def digest(data: Mapping[str, Any]) -> str:
@@ -95,12 +120,14 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
 
 _COLORS = {"": "#0072B2", " overlap": "#D55E00", " time-corrected": "#009E73"}
 _INK, _SOFT = "#1c1f23", "#5f6670"
+_TICKS = (-5, -2, -1, 0, 1, 2, 5, 10, 20, 50)  # percent
 
 
 def figure(data: Mapping[str, Any]) -> Figure:
     """Left: the gap against the window S at k=.1; right: against the share k at S=4. Seeds, mean, interval."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Picture
+    from matplotlib.ticker import NullLocator
 
     panels = {
         "window S, at k = 0.1": {size.split("S=")[1]: size for size in _SIZES if "k=.1 " in size},
@@ -116,19 +143,26 @@ def figure(data: Mapping[str, Any]) -> Figure:
                 for at, name in zip(x, shown):
                     each = [100 * gap for gap in gaps(data, name)]
                     axes.plot([at] * len(each), each, "o", color=color, alpha=0.3, markersize=3, mew=0)
-                mean, low, high = ([100 * value for value in column] for column in zip(*spans))
+                middle, low, high = ([100 * value for value in column] for column in zip(*spans))
                 axes.vlines(x, low, high, color=color, linewidth=3, alpha=0.6)
                 axes.plot(
-                    x, mean, "D-", color=color, markersize=5, linewidth=1.2, label=way.strip() or "without overlap"
+                    x, middle, "D-", color=color, markersize=5, linewidth=1.2, label=way.strip() or "without overlap"
                 )
             axes.axhline(0, color=_SOFT, linewidth=0.8)
             axes.set_xticks(range(len(sizes)), list(sizes))
             axes.set_xlabel(label, color=_SOFT)
             axes.tick_params(colors=_SOFT, length=0)
             axes.spines[["top", "right", "left"]].set_visible(False)
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:+g} %")
+            axes.set_yscale("symlog", linthresh=1)  # the ways differ by fifty times
+            axes.margins(y=0.02)
+            limits = axes.get_ylim()
+            axes.set_yticks(_TICKS)
+            axes.set_ylim(limits)
+            axes.yaxis.set_minor_locator(NullLocator())
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:+g} %" if value else "0")
         first = picture.axes[0]
-        first.set_title("Held-out loss over AdamW's: seeds, mean, 95 % interval", loc="left", fontsize=10, color=_INK)
-        first.legend(frameon=False, labelcolor=_INK, loc="upper left")
+        title = f"Held-out loss over AdamW's, from {data['settings']['from']}: seeds, mean, 95 % interval"
+        first.set_title(title, loc="left", fontsize=10, color=_INK)
+        first.legend(labelcolor=_INK, loc="lower right", framealpha=1, edgecolor="none")
         picture.draw_without_rendering()  # texts take their font from here
     return picture

@@ -152,6 +152,7 @@ def _table_for(data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
         "watching",
         "offload",
         "deferral",
+        "spans",
     ):
         if part in data:
             module = import_module(f"surokit.bench.{part}")
@@ -171,3 +172,9 @@ def pictures(text: str, folder: Path) -> dict[Path, dict[str, Any]]:
         folder / place["picture"]: json.loads((folder / place["raw"]).read_text(encoding="utf-8"))
         for place in _PICTURE.finditer(text)
     }
+
+
+def drawn_by(data: Mapping[str, Any]) -> Any:
+    """The module whose `draw` makes the picture of a raw file, by what it holds; `digest` is the fingerprint in it."""
+    part = next((part for part in ("peers", "deferral", "spans") if part in data), "study")
+    return import_module(f"surokit.bench.{part}")

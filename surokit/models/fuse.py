@@ -138,7 +138,7 @@ def _fuse(name: str, module: nn.Module, fusion: Fusion) -> Row | None:
             return None
         if part is foreign.FusedNorm and not fusion.norm:
             why = "norm is off"
-        if "forward" in vars(module):
+        if "forward" in vars(module) and not getattr(module.forward, "follows_class", False):
             why = "another replaced its forward"
         if part is None or why:
             return Row(name, kind, why)

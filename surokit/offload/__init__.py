@@ -6,7 +6,7 @@
     rows.py        AdamW on columns stored as rows, and the kernels' door
     link.py        transfers between host and device; workers.py: threads that work beside the training thread
     weights.py     a model's weights, streamed block by block; activations.py: what backward needs of a forward
-    forwards.py    a forward around a module's own
+    forwards.py    what these two share: a forward around a module's own
     accounts.py    what is counted; report.py, energy.py: what it says; timeline.py: who did what when
     deepspeed.py   a session's settings as a DeepSpeed configuration
 

@@ -11,17 +11,22 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.profiler import record_function
 
 from surokit.offload.timeline import WAIT, span
 
+if TYPE_CHECKING:
+    from surokit.offload.link import Link
+
 # slot      no staging slot was free: gradients were still on their way, or still being added up
 # adam      the host's update was not done when it was due
-# landing   updated weights were given to the link, which took its time (on a device that is the device's time, see the link)
+# landing   updated weights, or columns that change sides, were given to the link, which took its time (on a device that is the
+#           device's time, see the link)
 # selection statistics or scores of gradients were not there yet
 CAUSES = ("slot", "adam", "landing", "selection")
 # setup: before the first step, of states. The others: of steps.
@@ -48,12 +53,14 @@ class Accounts:
     """Counters of one optimizer.
 
     model_bytes: of all parameters that it updates, in their gradients' dtype.
+    link_ms: of the device's waits that its link has counted, those that are accounted for; link_before_ms: those before.
     staleness: steps from a gradient to the weights that it changed -> gradient elements.
     intervals: steps of a window -> windows.
     names: of parameters, where somebody who knows them said so.
     """
 
     model_bytes: int = 0
+    link_ms: float = 0.0
     steps: int = 0
     windows: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
@@ -65,17 +72,22 @@ class Accounts:
     stall_by_cause: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))  # ms
     _stalls: deque[tuple[int, dict[str, float]]] = field(default_factory=deque)  # step, ms by cause
 
+    def __post_init__(self) -> None:
+        self.link_before_ms = self.link_ms
+
     @property
     def stall_ms(self) -> float:
         """Of the host, in all."""
         return sum(self.stall_by_cause.values())
 
     @contextmanager
-    def stalled(self, cause: str) -> Iterator[None]:
-        """What is done under it is a wait for `cause`, one of CAUSES; a profile shows it by that name."""
+    def stalled(self, cause: str, link: Link | None = None) -> Iterator[None]:
+        """What is done under it is a wait for `cause`, one of CAUSES; a profile shows it by that name. link: whose device is given
+        nothing under it, and so may run out of work; None where the link itself counts what its device waits."""
         begun = time.perf_counter()
+        idle = nullcontext() if link is None else link.host_waits()
         try:
-            with record_function(RANGE + cause), span(f"{WAIT} {cause}"):
+            with record_function(RANGE + cause), span(f"{WAIT} {cause}"), idle:
                 yield
         finally:
             ms = 1e3 * (time.perf_counter() - begun)
@@ -85,6 +97,11 @@ class Accounts:
             self._stalls[-1][1][cause] += ms
             while self._stalls[0][0] <= self.steps - _STEPS:
                 self._stalls.popleft()
+
+    def device_waited(self, link: Link) -> float:
+        """Milliseconds that the device was without work for waiting since the last call; on CUDA of waits that it has passed."""
+        before, self.link_ms = self.link_ms, link.device_stall_ms()
+        return self.link_ms - before
 
     def stalls(self, cause: str) -> list[float]:
         """Milliseconds of each of the last steps, up to 4,096 of them, oldest first."""

@@ -10,11 +10,14 @@ place before that is noticed and raised in backward, as torch does. Changed late
 
 from __future__ import annotations
 
+import math
 import weakref
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -22,10 +25,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from surokit.offload.forwards import Forward
-from surokit.offload.link import Arrival, CudaLink, Link, Ticket, link_for
+from surokit.offload.forwards import Forward, check_model, forwards_of, link_to
+from surokit.offload.link import Arrival, Link, Ticket
 
 MIN_BYTES = 1 << 20
+_DEAD = 1024  # entries of the tape that may be for nobody any more
 _WASTE = 4  # a view's whole memory is copied for it, and whoever shares it, if it has at most this many times the view's bytes
 
 
@@ -53,19 +57,17 @@ def offload_activations(
     Raises ValueError for prefetch < 0 and min_bytes < 1. In backward, RuntimeError for a tensor that was changed in place before
     it was copied.
     """
+    if model is not None:
+        check_model("offload_activations", model)
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(f"offload_activations(prefetch={prefetch!r}): a whole number of copies, at least 0.")
-    if not min_bytes >= 1:
+    number = isinstance(min_bytes, int | float) and not isinstance(min_bytes, bool)
+    if not number or not 1 <= min_bytes < math.inf:
         raise ValueError(f"offload_activations(min_bytes={min_bytes!r}): a number of bytes, at least 1.")
-    if link is None:
-        place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-        link = CudaLink(place, lean=True) if place.type == "cuda" else link_for(place)
-    elif device is not None and torch.device(device).type != link.device.type:
-        raise ValueError(f"offload_activations(device={str(device)!r}): the link given is one to {link.device}.")
-    stream = ActivationStream(link, int(min_bytes), prefetch)
+    stream = ActivationStream(link_to("offload_activations", device, link), int(min_bytes), prefetch)
     if model is not None:
         for module in model.modules():
-            if isinstance(before := vars(module).get("forward"), Saving):
+            for before in forwards_of(module, Saving):
                 before.remove()
         stream.attached.append(Saving(model, stream))
     return stream
@@ -79,16 +81,20 @@ class ActivationStream:
 
     def __init__(self, link: Link, min_bytes: int, prefetch: int) -> None:
         self.link, self.min_bytes, self.prefetch = link, min_bytes, prefetch
-        self.bytes_down = self.bytes_up = self.tensors = self.copies = 0
         self.attached: list[Saving] = []
         self._entered: list[Any] = []
         self._forget()
 
     def _forget(self) -> None:
-        self._tape: list[weakref.ref[_Copy]] = []  # in the order of saving; backward asks the other way round
+        """As before the first forward."""
+        self.bytes_down = self.bytes_up = self.tensors = self.copies = 0
+        # numbered in the order of saving; backward asks the other way round
+        self._tape: list[tuple[int, weakref.ref[_Copy]]] = []
+        self._limit = _DEAD  # of its length, until the dead are forgotten
         self._known: dict[int, list[weakref.ref[_Copy]]] = {}  # by storage
         self._latest: deque[weakref.ref[_Copy]] = deque()  # whose tensors the device has still got
-        self._free: dict[int, list[Tensor]] = {}  # host memory, by bytes
+        self._free: list[Tensor] = []  # host memory, the smallest first
+        self._returned: deque[Tensor] = deque()  # the same, from finalizers, which may run anywhere in between
         self._own: set[int] = set()  # storages of parameters and buffers
 
     @property
@@ -98,7 +104,7 @@ class ActivationStream:
     @property
     def device_bytes(self) -> int:
         """Of copies and originals that this holds on the device now."""
-        copies = {copy for ref in self._tape if (copy := ref()) is not None}
+        copies = {copy for _, ref in self._tape if (copy := ref()) is not None}
         return sum(copy.host.nbytes for copy in copies if copy.here is not None or copy.arrival is not None)
 
     def __repr__(self) -> str:
@@ -132,7 +138,7 @@ class ActivationStream:
         self._own = (
             set() if model is None else {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         )
-        self._prune()
+        self._begin()
         try:
             with saved_tensors_hooks(self._pack, self._unpack):
                 yield
@@ -140,8 +146,7 @@ class ActivationStream:
             self.link.fence()  # who comes after may change what was kept
 
     def __getstate__(self) -> dict[str, Any]:
-        transient = ("_tape", "_known", "_latest", "_free", "_own", "_entered")
-        return {name: value for name, value in vars(self).items() if name not in transient}
+        return {name: vars(self)[name] for name in ("link", "min_bytes", "prefetch", "attached")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -161,9 +166,11 @@ class ActivationStream:
         copy.uses += 1
         copy.left += 1
         self.tensors += 1
-        self._tape.append(weakref.ref(copy))
-        number, offset = len(self._tape) - 1, int(t.storage_offset()) * t.itemsize - copy.first
-        return _Saved(copy, number, t.dtype, offset, t.shape, t.stride())
+        self._tape.append((self.tensors, weakref.ref(copy)))
+        if len(self._tape) > self._limit:
+            self._forget_dead()
+        offset = int(t.storage_offset()) * t.itemsize - copy.first
+        return _Saved(copy, self.tensors, t.dtype, offset, t.shape, t.stride())
 
     def _goes(self, t: Tensor) -> bool:
         plain = type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and t.device == self.device
@@ -182,15 +189,15 @@ class ActivationStream:
 
     def _send(self, t: Tensor, extent: tuple[int, int]) -> _Copy:
         first, end = extent
-        storage, stock = t.untyped_storage(), self._free.get(end - first)
-        host = stock.pop() if stock else self.link.buffer((end - first,), torch.uint8)
+        storage, memory = t.untyped_storage(), self._memory(end - first)
+        host = memory[: end - first]
         here = _bytes(storage, t.device, first, end - first)
         self.link.fence()  # all that was sent before has been read
         while len(self._latest) >= max(1, self.prefetch):
             if (old := self._latest.popleft()()) is not None:
                 old.let_go()
         ticket = self.link.down(lambda staging: _copied(here, staging), host)
-        copy = _Copy(self, StorageWeakRef(storage), t._version, first, host, ticket, here, t.detach())
+        copy = _Copy(self, StorageWeakRef(storage), t._version, first, memory, host, ticket, here, t.detach())
         ref = weakref.ref(copy)
         self._latest.append(ref)
         self._known.setdefault(storage._cdata, []).append(ref)
@@ -198,14 +205,29 @@ class ActivationStream:
         self.copies += 1
         return copy
 
-    def _prune(self) -> None:
-        """As a forward begins: what nobody can ask for any more is forgotten."""
-        while self._tape and self._tape[-1]() is None:
-            self._tape.pop()
+    def _memory(self, nbytes: int) -> Tensor:
+        """Host memory of at least so many bytes: the smallest that is free, else new, in the place of the largest that is free. So
+        there are as many as ever waited at a time, whatever lengths sequences have."""
+        while self._returned:
+            insort(self._free, self._returned.popleft(), key=_nbytes)
+        if (k := bisect_left(self._free, nbytes, key=_nbytes)) < len(self._free):
+            return self._free.pop(k)
+        if self._free:
+            self._free.pop()
+        return self.link.buffer((nbytes,), torch.uint8)
+
+    def _begin(self) -> None:
+        """A forward begins: what the latest one left here is for nobody any more."""
         for ref in self._latest:
             if (copy := ref()) is not None:
                 copy.let_go()
         self._latest.clear()
+        self._forget_dead()
+
+    def _forget_dead(self) -> None:
+        """What nobody can ask for any more."""
+        self._tape = [entry for entry in self._tape if entry[1]() is not None]
+        self._limit = 2 * len(self._tape) + _DEAD
         for key, refs in list(self._known.items()):
             self._known[key] = [ref for ref in refs if (copy := ref()) is not None and not copy.storage.expired()]
             if not self._known[key]:
@@ -231,10 +253,10 @@ class ActivationStream:
     def _coming(self, saved: _Saved) -> list[_Copy]:
         """The next copies, `prefetch` of them, that backward will ask for."""
         coming: dict[_Copy, None] = {}
-        for number in range(saved.number - 1, -1, -1):
+        for k in reversed(range(bisect_left(self._tape, saved.number, key=_first))):
             if len(coming) == self.prefetch:
                 break
-            copy = self._tape[number]()
+            copy = self._tape[k][1]()
             if copy is not None and copy.left and copy is not saved.copy:
                 coming[copy] = None
         return list(coming)
@@ -253,9 +275,9 @@ class ActivationStream:
             copy.arrival = self.link.fetch(copy.host)
             self.bytes_up += copy.host.nbytes
 
-    def back(self, host: Tensor) -> None:
+    def back(self, memory: Tensor) -> None:
         """Host memory that is free."""
-        self._free.setdefault(host.nbytes, []).append(host)
+        self._returned.append(memory)
 
 
 @dataclass(eq=False)
@@ -266,7 +288,8 @@ class _Copy:
     storage: StorageWeakRef
     version: int
     first: int
-    host: Tensor  # uint8 [bytes]
+    memory: Tensor  # uint8, at least
+    host: Tensor  # its beginning, uint8 [bytes]
     ticket: Ticket
     here: Tensor | None  # the same on the device: the original, or a copy that came back
     original: Tensor | None  # knows the version
@@ -295,7 +318,7 @@ class _Copy:
     def __del__(self) -> None:
         if self.arrival is not None:
             self.arrival.land()  # what is in its memory next waits for it
-        self.stream.back(self.host)
+        self.stream.back(self.memory)
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,6 +355,9 @@ def _extent(t: Tensor) -> tuple[int, int] | None:
     if whole <= _WASTE * t.nbytes:
         return 0, whole
     return None
+
+
+_nbytes, _first = attrgetter("nbytes"), itemgetter(0)
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device, first: int, count: int) -> Tensor:

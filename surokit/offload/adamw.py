@@ -23,10 +23,12 @@ from surokit.errors import OffloadError
 from surokit.offload.accounts import Accounts
 from surokit.offload.columns import TRANSFER_BYTES, check_dense
 from surokit.offload.crew import Slot, whole
-from surokit.offload.link import Arrival, Link, Ticket, link_for
+from surokit.offload.link import Arrival, Link, Ticket
+from surokit.offload.options import check_offloading, link_of
 from surokit.offload.rows import block, fused_adamw_, widened
 from surokit.offload.workers import Job, Worker, beat, split_cores
-from surokit.train.optim import Parameters, SpecMeta, _local, check_adamw, decay_groups, scale_and_mask
+from surokit.offload.written import Written, adopt_
+from surokit.train.optim import Parameters, SpecMeta, adamw_states, decay_groups, local, scale_and_mask
 
 if TYPE_CHECKING:
     from surokit.offload.report import OffloadReport
@@ -35,7 +37,8 @@ _RING = 3  # transfers each way with memory of their own: one on its way, one be
 _TRANSFERS = 16  # of a step, where the model is large enough: the first and the last one are waited for in full
 _LEAST_BYTES = 1 << 20  # of a transfer, below which its latency counts
 _ALIGNED = 64  # elements at whose multiples parameters are cut, so that torch's kernel rounds as for a whole one
-_STATES = ("master", "exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STATES = ("master", *_MOMENTS)
 
 
 class Piece(NamedTuple):
@@ -100,52 +103,38 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         link: Link | None = None,
     ) -> None:
         assert params is not None, "SpecMeta gives a Spec then"
-        self.check(lr, betas, weight_decay, eps, pt_reserved_cores_perc=pt_reserved_cores_perc, link=link)
         self._reserved = pt_reserved_cores_perc
         self._start(link)
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "eps": eps}
-        super().__init__(decay_groups(params, weight_decay), defaults)
+        super().__init__(decay_groups(type(self).__name__, params, weight_decay), defaults)
 
     if TYPE_CHECKING:  # a type checker does not see that OffloadAdamW(lr=...) is a Spec
 
         def build(self, params: Parameters) -> OffloadAdamW: ...
 
     @classmethod
-    def check(
-        cls,
-        lr: float | Tensor = 0.0,
-        betas: tuple[float, float] = (0.0, 0.0),
-        weight_decay: float = 0.0,
-        eps: float = 1e-8,
-        *,
-        pt_reserved_cores_perc: float = 0.0,
-        link: Link | None = None,
-    ) -> None:
+    def check(cls, options: Mapping[str, Any]) -> None:
         """ValueError that names the option which is out of range."""
-        check_adamw(cls.__name__, lr, betas, weight_decay, eps)
-        if not 0 <= pt_reserved_cores_perc <= 1:
-            raise ValueError(
-                f"{cls.__name__}: pt_reserved_cores_perc={pt_reserved_cores_perc} is a share, from 0 to 1."
-            )
+        check_offloading(cls.__name__, options)
 
     def _start(self, link: Link | None) -> None:
         """As before the first step."""
         self._step_supports_amp_scaling = True  # torch's word for: reads grad_scale and found_inf
-        self.accounts = Accounts()
+        self.accounts = Accounts(link_ms=0.0 if link is None else link.device_stall_ms())
         self.stall_ms = 0.0  # that the host waited in the last step
+        self.device_stall_ms = 0.0  # that the device was without work for it, as far as the last step knows
         self._given_link = link
         self._down: list[Tensor] = []  # bytes, pinned
         self._up: list[Tensor] = []
         self._planned_for: Any = None
         self._transfers: list[Transfer] = []
+        self._written = Written()
         self._broken: BaseException | None = None
 
     @functools.cached_property
     def link(self) -> Link:
         """Between host and device."""
-        if self._given_link is not None:
-            return self._given_link
-        return link_for(self.param_groups[0]["params"][0].device)
+        return link_of(self, self._given_link)
 
     @functools.cached_property
     def _amp(self) -> Slot:
@@ -163,7 +152,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         """Waits, traffic and memory so far."""
         from surokit.offload.report import report_of
 
-        return report_of(self, buffers=(*self._down, *self._up), workers=(self._worker,))
+        return report_of(self, (*self._down, *self._up), (self._worker,), self._transfers)
 
     # -- a step
 
@@ -179,14 +168,17 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         with whole():
             before = self.accounts.stall_ms
+            self._adopt()
             self._plan(params)
             try:
                 self._step(params, self._transfers)
             except BaseException as error:
                 self._broken = error
                 raise
+            self._written.note(p for p, state in self.state.items() if "master" in state)
             self.accounts.steps += 1
             self.stall_ms = self.accounts.stall_ms - before
+            self.device_stall_ms = self.accounts.device_waited(self.link)
         return loss
 
     def _check(self) -> None:
@@ -200,10 +192,10 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         device = self.link.device
         self._amp.tag(*scale_and_mask(self, device))
         coming = [self._send(i, transfer) for i, transfer in enumerate(transfers[: _RING - 1])]
-        with self.accounts.stalled("slot"):
+        with self.accounts.stalled("slot", self.link):
             scale, finite = self._amp.read()
         if not finite:
-            with self.accounts.stalled("slot"):
+            with self.accounts.stalled("slot", self.link):
                 for ticket in coming:
                     ticket.wait()
             return
@@ -212,7 +204,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         jobs: list[Job] = []
         going: list[Arrival] = []
         for i, transfer in enumerate(transfers):
-            with self.accounts.stalled("slot"):
+            with self.accounts.stalled("slot", self.link):
                 coming[i].wait()
             if i >= _RING:
                 self._land(transfers[i - _RING], going[i - _RING])
@@ -259,7 +251,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     def _fetch(self, i: int, transfer: Transfer, job: Job) -> Arrival:
         """New weights begin their way up."""
-        with self.accounts.stalled("adam"):
+        with self.accounts.stalled("adam", self.link):
             job.wait()
         source = self._memory(self._up, i, transfer.numel, transfer.dtype)
         self.accounts.moved("weights", 0, source.nbytes)
@@ -286,7 +278,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         if kinds == self._planned_for:
             return
         for p in params:
-            if not self.state[p]:
+            if "master" not in self.state[p]:
                 self._begin(p)
         self._transfers, self._planned_for = list(_planned([(p, groups[p]) for p in params])), kinds
         for ring, largest in (
@@ -305,15 +297,34 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
             raise ValueError(
                 f"{type(self).__name__}: parameters are on {p.device} and on {self.link.device}: use one device."
             )
-        W, flat = _local([p])[0], _weight(p)
-        shape = W.permute(_memory_order(W)).shape
-        master, *moments = torch.empty(shape), torch.zeros(shape), torch.zeros(shape)
-        buffer = self.link.buffer([min(W.numel(), TRANSFER_BYTES // W.element_size())], W.dtype)
-        for part, wide in zip(flat.split(max(len(buffer), 1)), master.view(-1).split(max(len(buffer), 1))):
-            self.link.down(functools.partial(_fill, [part]), buffer[: len(part)], [W]).wait()
-            wide.copy_(buffer[: len(part)])
-        self.accounts.moved("setup", W.nbytes, 0)
-        self.state[p] = {"step": torch.zeros(()), "master": master, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+        W, state = local([p])[0], self.state[p]
+        order = _memory_order(W)
+        master = torch.empty(W.permute(order).shape)
+        self._read(p, master, Tensor.copy_)
+        if not state:
+            self.state[p] = {
+                "step": torch.zeros(()),
+                "master": master,
+                **{n: torch.zeros_like(master) for n in _MOMENTS},
+            }
+        else:  # loaded, of another AdamW
+            state |= {"master": master, **{name: state[name].permute(order).contiguous() for name in _MOMENTS}}
+
+    def _adopt(self) -> None:
+        """Masters take over what was written into weights by hand."""
+        for p in self._written.found(type(self).__name__):
+            self._read(p, self.state[p]["master"], adopt_)
+        self._written.forget()  # a step that is cut short leaves weights that it has not noted
+
+    def _read(self, p: Tensor, master: Tensor, take: Callable[[Tensor, Tensor], object]) -> None:
+        """`take` is given the master and the weight on the host, a piece after the other."""
+        flat = _weight(p)
+        size = max(min(len(flat), TRANSFER_BYTES // flat.element_size()), 1)
+        buffer = self.link.buffer([size], flat.dtype)
+        for part, wide in zip(flat.split(size), master.view(-1).split(size)):
+            self.link.down(functools.partial(_fill, [part]), buffer[: len(part)], [flat]).wait()
+            take(wide, buffer[: len(part)])
+        self.accounts.moved("setup", flat.nbytes, 0)
 
     # -- state
 
@@ -324,36 +335,40 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on bit for bit from where `state_dict` was made. ValueError where it does not fit."""
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        saved = {p: state_dict["state"].get(number) for p, number in zip(params, numbers)}
+        """Goes on bit for bit from where `state_dict` was made; AdamW's state, surokit's or torch's, is taken up with the
+        weights as they are at the next step. ValueError where it does not fit."""
+        saved = {p: state for p, state in adamw_states(self, state_dict).items() if state}
         for p, state in saved.items():
-            if state and "master" not in state:
+            if "absmax" in state:
+                raise ValueError(f"This state has moments of 8 bits, and those of {type(self).__name__} are float32.")
+            held, here = (local([t])[0].numel() for t in (state["exp_avg"], p))
+            if held != here:
                 raise ValueError(
-                    f"This state was not made by {type(self).__name__}: load it into the optimizer that made it."
-                )
-            if state and state["master"].numel() != _local([p])[0].numel():
-                raise ValueError(
-                    f"The state of a parameter {list(p.shape)} holds {state['master'].numel():,} elements of it, and here are "
-                    f"{_local([p])[0].numel():,}: load it with the model and the number of processes that it was made with."
+                    f"The state of a parameter {list(p.shape)} holds {held:,} elements of it, and here are {here:,}: load it with "
+                    "the model and the number of processes that it was made with."
                 )
         # without states, which torch would move to the parameters' device and dtype
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         names = self.accounts.names
-        self._stop()
+        self.close()
         self._start(self._given_link)
         self.accounts.names = names
         for p, state in saved.items():
-            if state:
-                self.state[p] = {
-                    name: torch.as_tensor(state[name]).detach().to("cpu", torch.float32, copy=True).contiguous()
-                    for name in ("step", *_STATES)
-                }
+            self.state[p] = {
+                name: local([torch.as_tensor(state[name])])[0].detach().to("cpu", torch.float32, copy=True).contiguous()
+                for name in ("step", *_STATES)
+                if name in state
+            }
 
-    def _stop(self) -> None:
+    @property
+    def workers(self) -> dict[str, Worker]:
+        """The thread beside the training thread, by name."""
+        return {"adam": self._worker}
+
+    def close(self) -> None:
+        """Ends the thread and leaves the link; for one that takes no more steps."""
         if (worker := self.__dict__.pop("_worker", None)) is not None:
-            worker.close()
+            worker.close(at_once=True)
         for name in ("link", "_amp"):
             self.__dict__.pop(name, None)
 
@@ -373,7 +388,7 @@ def _fill(parts: list[Tensor], staging: Tensor) -> None:
 
 def _planned(present: Sequence[tuple[Tensor, dict[str, Any]]]) -> Iterator[Transfer]:
     """Transfers of about equal size, in the order of the parameters."""
-    every = [(p, group, _local([p])[0]) for p, group in present]
+    every = [(p, group, local([p])[0]) for p, group in present]
     total = sum(W.numel() * p.grad.element_size() for p, _, W in every if p.grad is not None)
     limit = min(max(total // _TRANSFERS, _LEAST_BYTES), TRANSFER_BYTES)
     current: Transfer | None = None
@@ -408,7 +423,7 @@ def _memory_order(t: Tensor) -> list[int]:
 
 def _weight(p: Tensor) -> Tensor:
     """All that this process holds of a parameter, flat, in the order of its memory, and in its memory."""
-    W = _local([p])[0].detach()
+    W = local([p])[0].detach()
     ordered = W.permute(_memory_order(W))
     if not ordered.is_contiguous():
         raise ValueError(f"A parameter of shape {list(p.shape)} is not dense in memory: make it so with .contiguous().")
@@ -418,5 +433,5 @@ def _weight(p: Tensor) -> Tensor:
 def _gradient(p: Tensor) -> Tensor:
     """Its gradient, in the order of the parameter's memory."""
     assert p.grad is not None
-    W, g = _local([p, p.grad])
+    W, g = local([p, p.grad])
     return g.detach().permute(_memory_order(W)).reshape(-1)

@@ -22,17 +22,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from surokit.offload.link import Link, Ticket
 from surokit.offload.rows import add_rows_, gather, regrouped, scatter_, update_columns_, update_rows_
-from surokit.train.optim import _local
+from surokit.offload.written import adopt_
+from surokit.train.optim import local
+
+if TYPE_CHECKING:
+    from surokit.offload.crew import Swaps
 
 TRANSFER_BYTES = 64 * 2**20  # at most, of one transfer
-SWAP_BYTES = 16 * 2**20  # of one that changes columns, whose buffers are made for it
+SWAP_BYTES = 16 * 2**20  # of one that changes columns
 STACK_FROM = 32  # columns, from which a weight of three dimensions is a stack of matrices
 STATES = 3  # of an element: weight and two moments
 _BLOCK = 1 << 24  # elements that are widened to float32 at a time
@@ -83,23 +87,21 @@ class Columns:
     @property
     def weight(self) -> Tensor:
         """[O, I], the parameter's own memory."""
-        W = _local([self.p])[0].detach()
+        W = local([self.p])[0].detach()
         return W if self.splits and W.ndim == 2 else W.view(self._shape(W))
 
     @property
     def gradient(self) -> Tensor:
         """[O, I]."""
         assert self.p.grad is not None
-        g = _local([self.p.grad])[0]
+        g = local([self.p.grad])[0]
         return g if self.splits and g.ndim == 2 else g.reshape(self._shape(g))
 
     def _shape(self, t: Tensor) -> tuple[int, int]:
         if not self.splits:
             return t.numel(), 1
-        stack = (
-            t.ndim == 3 and t.shape[2] >= STACK_FROM
-        )  # experts' matrices; a convolution's last dimension is its kernel
-        rows = t.ndim - 1 if stack else 1
+        # of three dimensions a long last one is that of experts' matrices, a short one a convolution's kernel
+        rows = 2 if t.ndim == 3 and t.shape[2] >= STACK_FROM else 1
         return math.prod(t.shape[:rows]), math.prod(t.shape[rows:])
 
     @property
@@ -111,7 +113,7 @@ class Columns:
 
     def check(self, device: torch.device) -> None:
         """ValueError where the parameter is not one whose columns can be told apart, and moved from and to `device`."""
-        W, shape = _local([self.p])[0], list(self.p.shape)
+        W, shape = local([self.p])[0], list(self.p.shape)
         if W.device != device:
             raise ValueError(f"The parameters are on several devices, {W.device} and {device}: put the model on one.")
         check_dense(self.p)
@@ -182,6 +184,23 @@ class Columns:
             self.rates.zero_()
             self.out.copy_(self.w)
             self.land(link)
+
+    def adopt(self, link: Link) -> int:
+        """The masters take over what was written into the weight by hand; the bytes that came down for it, and are there.
+        `out` is nothing then that could land."""
+        W = self.weight
+        if W.numel() and len(self.hot_order):
+            shown = torch.empty_like(self.w_hot, dtype=W.dtype)
+            gather(W, self.hot, shown)
+            adopt_(self.w_hot, shown)
+        if not len(self.cold_order):
+            return 0
+        for ticket in self.landing:
+            ticket.wait()
+        for part, ticket in zip(self.pieces(self.out), self.send(W, self.out, link), strict=True):
+            ticket.wait()
+            adopt_(self.w[part], self.out[part])
+        return int(self.out.nbytes)
 
     # -- a step
 
@@ -271,21 +290,22 @@ class Columns:
         return chosen, share
 
     def exchange(
-        self, chosen_H: Tensor, clocks_H: Tensor, betas: tuple[float, float], link: Link
-    ) -> tuple[int, int, Callable[[], None]]:
-        """Makes the chosen columns the hot ones: (how many change sides, bytes that move each way, what is left to do).
+        self, chosen_H: Tensor, clocks_H: Tensor, betas: tuple[float, float], link: Link, swaps: Swaps
+    ) -> tuple[int, int]:
+        """Makes the chosen columns the hot ones: (how many change sides, bytes that move each way).
 
-        chosen, clocks: on the host; the clocks are those of the columns that are hot so far. What is left waits for the transfers
-        and touches w, m and v on the host only: a thread may do it, before it updates them again.
+        chosen, clocks: on the host; the clocks are those of the columns that are hot so far. What arrives is put into w, m and v by
+        the thread of `swaps`, which has to be through before anything else uses them.
         """
         slots = torch.isin(self.hot_order, chosen_H, invert=True).nonzero().view(-1)  # whose columns leave the device
         rows = torch.isin(self.cold_order, chosen_H).nonzero().view(-1)  # whose columns leave the host
         if not len(slots):
-            return 0, 0, _nothing
+            return 0, 0
         device, column_bytes = self.hot.device, STATES * 4 * self.w.shape[1]
         here = on(device, slots)
         parts = pieces(len(slots), column_bytes, SWAP_BYTES) if column_bytes else []
-        swaps = [self._swap(here[part], rows[part], link) for part in parts]
+        for part in parts:
+            self._swap(here[part], rows[part], link, swaps)
         self.t_hot.index_copy_(0, here, on(device, self.t_cold[rows]))
         self.t_cold[rows] = clocks_H[slots]
         self.hot_order[slots], self.cold_order[rows] = self.cold_order[rows], self.hot_order[slots]
@@ -295,19 +315,17 @@ class Columns:
         self.hot.copy_(on(device, self.hot_order))
         self.cold.copy_(on(device, self.cold_order))
 
-        def finish() -> None:
-            for swap in swaps:
-                swap()
+        def regroup() -> None:
             for x in (self.w, self.m, self.v):
                 x.index_copy_(0, to, x.index_select(0, source))
 
-        return len(slots), column_bytes * len(slots), finish
+        swaps.then(regroup)
+        return len(slots), column_bytes * len(slots)
 
-    def _swap(self, slots_N: Tensor, rows_N: Tensor, link: Link) -> Callable[[], None]:
-        """The states of these slots and rows change places; what is left to do when they have arrived on the host."""
+    def _swap(self, slots_N: Tensor, rows_N: Tensor, link: Link, swaps: Swaps) -> None:
+        """The states of these slots and rows change places."""
         hot, cold = (self.w_hot, self.m_hot, self.v_hot), (self.w, self.m, self.v)
-        shape = (STATES, len(rows_N), self.w.shape[1])
-        leaving, entering = link.buffer(shape, torch.float32), link.buffer(shape, torch.float32)
+        leaving, entering = swaps.pair((STATES, len(rows_N), self.w.shape[1]))
 
         def fill(staging: Tensor) -> None:
             for part, x in zip(staging, hot):
@@ -323,13 +341,13 @@ class Columns:
         link.fence()  # what enters overwrites what leaves
         up = link.up(entering, take)
 
-        def finish() -> None:
+        def empty() -> None:
             down.wait()
             for part, x in zip(leaving, cold):
                 x.index_copy_(0, rows_N, part)
             up.wait()
 
-        return finish
+        swaps.emptied_by(empty)
 
     # -- numbers about the gradient, sums over the rows of this process
 
@@ -366,10 +384,6 @@ def placed(name: str, value: Tensor, device: torch.device, link: Link) -> Tensor
         return value.to(device, copy=True)
     to = link.buffer(value.shape, value.dtype) if value.ndim > 1 else torch.empty(value.shape, dtype=value.dtype)
     return to.copy_(value)
-
-
-def _nothing() -> None:
-    pass
 
 
 def summed(values: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:

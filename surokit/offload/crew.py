@@ -1,11 +1,12 @@
-"""What the training thread and its two workers hand one another: slots, windows, choices, and the workers themselves."""
+"""What the training thread and its two workers hand one another: slots, windows, choices, swaps, and the workers themselves."""
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from surokit.offload.columns import Columns
 from surokit.offload.link import Link, Ticket
-from surokit.offload.workers import Job, Worker, split_cores
+from surokit.offload.workers import Job, Worker, nothing, split_cores
+
+_PAIRS = 4  # of buffers in which columns change sides, of which two are on their way, one is filled and one emptied
 
 
 class Slot:
@@ -140,6 +143,41 @@ class Note:
         return Note(list(statistics), torch.tensor(list(statistics.values())).view(-1, 2))
 
 
+class Swaps:
+    """The way of columns that change sides: pairs of buffers that take turns, and a thread that empties them into the host's
+    states, one after the other."""
+
+    def __init__(self, link: Link, worker: Worker) -> None:
+        self._link, self._worker = link, worker
+        self._ring: deque[tuple[Tensor, Job | None]] = deque([(torch.empty(0), None)] * _PAIRS)
+        self.last: Job | None = None
+
+    def pair(self, shape: tuple[int, ...]) -> Tensor:
+        """float32 [2, *shape] of the host, which is free: what it held last has left and was emptied."""
+        self._ring.rotate(-1)
+        memory, emptied = self._ring[-1]
+        if emptied is not None and not emptied.done():
+            with self._link.host_waits():
+                emptied.wait()
+        size = 2 * math.prod(shape)
+        if len(memory) < size:  # of a power of 2, so that it serves the next choice too
+            memory = self._link.buffer((1 << (size - 1).bit_length(),), torch.float32)
+        self._ring[-1] = memory, None
+        return memory[:size].view(2, *shape)
+
+    def emptied_by(self, work: Callable[[], None]) -> None:
+        """What the thread does before the latest pair is free again."""
+        self.then(work)
+        self._ring[-1] = self._ring[-1][0], self.last
+
+    def then(self, work: Callable[[], None]) -> None:
+        """What the thread does after all of that so far."""
+        self.last = self._worker.submit(work)
+
+    def buffers(self) -> list[Tensor]:
+        return [memory for memory, _ in self._ring if len(memory)]
+
+
 class Crew:
     """The accumulator, which adds gradients up, the thread with Adam, and the ring of slots between them and the training thread.
 
@@ -150,6 +188,7 @@ class Crew:
         _, summing, updating = split_cores(reserved)
         self.accumulator = Worker("accumulator", summing, len(summing))
         self.adam = Worker("adam", updating, len(updating))
+        self.swaps = Swaps(link, self.adam)
         self._ring = deque(Slot(link) for _ in range(slots))
 
     def next_slot(self) -> Slot:
@@ -158,8 +197,8 @@ class Crew:
         return self._ring[-1]
 
     def buffers(self) -> list[Tensor]:
-        """The slots' memory."""
-        return [rows for slot in self._ring for rows in slot.rows.values()]
+        """The memory of slots and swaps."""
+        return [rows for slot in self._ring for rows in slot.rows.values()] + self.swaps.buffers()
 
     def check(self) -> None:
         """Raises what a worker failed of."""
@@ -168,12 +207,13 @@ class Crew:
 
     def drain(self) -> None:
         """Waits until all that was submitted is done."""
-        self.accumulator.submit(_nothing).wait()
-        self.adam.submit(_nothing).wait()
+        self.accumulator.submit(nothing).wait()
+        self.adam.submit(nothing).wait()
 
     def close(self) -> None:
-        self.accumulator.close()
-        self.adam.close()
+        """Nobody wants what they do: so nobody waits for a transfer of theirs, which may hang."""
+        self.accumulator.close(at_once=True)
+        self.adam.close(at_once=True)
 
 
 @contextmanager
@@ -198,7 +238,3 @@ def whole() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
         if held:
             signal.raise_signal(signal.SIGINT)
-
-
-def _nothing() -> None:
-    pass

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,9 +28,15 @@ if TYPE_CHECKING:
 # Of the energy that columns taken at random would leave to the host, a choice that takes less than this share is no choice: cold
 # columns then matter almost as much as hot ones, and all of them learn late.
 CONCENTRATED = 0.1
+# What is said of a weight needs evidence. The largest of few columns hold much or little by chance: so many have to be hot. A
+# model's first gradients are flatter than later ones: its first choice does not count, and so many in a row have to agree. Noise
+# of scores lifts what the largest columns hold, never what columns at random do, so it hides a flat weight rather than making one.
+HOT, CHOICES = 10, 3
 KS = (0.01, 0.1, 0.5)
 _POINTS = 100  # of a curve in a table or a picture
-_INK, _SOFT, _GRID, _ACCENT = "#1c1f23", "#5f6670", "#e4e7eb", "#D55E00"
+_TICKS = (0.0001, 0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_INK, _SOFT, _GRID, _LINE, _ACCENT = "#1c1f23", "#5f6670", "#e4e7eb", "#0072B2", "#D55E00"
+_BEHIND = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}  # a label
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +44,8 @@ class WeightEnergy:
     """A weight's latest choice of hot columns.
 
     step: whose gradient was looked at. share: of its squared norm in the `hot` columns that were chosen. entered: how many of
-    these had been cold. curve_I: float64, share of the squared norm in the largest column, in the largest two, and so on.
+    these had been cold. curve_I: float64, share of the squared norm in the largest column, in the largest two, and so on. shares:
+    of all choices that are remembered, the latest last.
     """
 
     name: str
@@ -48,6 +55,7 @@ class WeightEnergy:
     share: float
     entered: int
     curve_I: NDArray[np.float64]
+    shares: tuple[float, ...] = ()
 
     def captured(self, k: float) -> float:
         """Share of the squared norm in the max(1, floor(k * columns)) largest columns; 0 for k = 0, ValueError outside [0, 1]."""
@@ -58,8 +66,22 @@ class WeightEnergy:
     @property
     def concentration(self) -> float:
         """(share - k) / (1 - k), k the share of columns that are hot: 0 as columns at random, 1 where hot ones hold everything."""
+        return self._concentration(self.share)
+
+    def _concentration(self, share: float) -> float:
         k = self.hot / self.columns
-        return (self.share - k) / (1 - k) if k < 1 else 1.0
+        return (share - k) / (1 - k) if k < 1 else 1.0
+
+    @property
+    def judged(self) -> bool:
+        """Whether there is evidence enough to call it flat: ten hot columns or more, and three choices after the first."""
+        return self.hot >= HOT and len(self.shares) > CHOICES
+
+    @property
+    def flat(self) -> bool:
+        """Whether its energy is not concentrated: in each of the last three choices hot columns took less than a tenth of what
+        columns at random would leave. False where it is not `judged`."""
+        return self.judged and all(self._concentration(share) < CONCENTRATED for share in self.shares[-CHOICES:])
 
 
 def curve(scores: ArrayLike) -> NDArray[np.float64]:
@@ -79,8 +101,8 @@ class Energy:
         return len(self.weights)
 
     def flat(self) -> tuple[WeightEnergy, ...]:
-        """Weights whose energy is not concentrated: hot columns take less than a tenth of what columns at random would leave."""
-        return tuple(weight for weight in self.weights if weight.concentration < CONCENTRATED)
+        """Weights whose energy is not concentrated, as WeightEnergy.flat says."""
+        return tuple(weight for weight in self.weights if weight.flat)
 
     def table(self) -> pd.DataFrame:
         """A row a weight: weight, step, columns, hot, captured, entered, concentration, and top_1, top_10, top_50: what the
@@ -98,8 +120,8 @@ class Energy:
         )
 
     def plot(self) -> Figure:
-        """Captured energy against k, a line a weight, those of `flat` in colour; the figure is not yet shown. ValueError before
-        the first choice."""
+        """Captured energy against k, a line a weight, those of `flat` in a colour of their own, with the names of the most and the
+        least concentrated; the figure is not yet shown. ValueError before the first choice."""
         if not self.weights:
             raise ValueError("There is no choice of columns to draw yet: take as many steps as the first one needs.")
         return _draw(self)
@@ -128,17 +150,18 @@ def warning_of(energy: Energy) -> str:
         return ""
     named = ", ".join(w.name for w in flat[:3]) + (f" and {len(flat) - 3} more" if len(flat) > 3 else "")
     worst = min(flat, key=lambda w: w.concentration)
-    wrong = 2 * len(flat) > len(energy)
+    judged = sum(weight.judged for weight in energy.weights)
+    wrong = 2 * len(flat) > judged
     remedy = (
         "here ZenFlow is the wrong tool: surokit.OffloadAdamW updates all columns in every step"
         if wrong
         else 'put them in a parameter group with "offload": False, or raise topk_ratio'
     )
     return (
-        f"In {len(flat)} of {len(energy)} weights the gradient's energy is not concentrated in columns ({named}): in "
-        f"{worst.name} the {worst.hot / worst.columns:.1%} that are hot hold {worst.share:.1%} of it, less than "
-        f"{CONCENTRATED:.0%} of the way from what columns at random hold to everything. What is deferred matters as much as what "
-        f"is not; {remedy}."
+        f"In {len(flat)} of {judged} weights the gradient's energy is not concentrated in columns ({named}): in "
+        f"{worst.name} the {worst.hot / worst.columns:.1%} that are hot hold {worst.share:.1%} of it, and in each of the last "
+        f"{CHOICES} choices less than {CONCENTRATED:.0%} of the way from what columns at random hold to everything. What is "
+        f"deferred matters as much as what is not; {remedy}."
     )
 
 
@@ -153,32 +176,52 @@ def _points(weight: WeightEnergy) -> tuple[Sequence[float], Sequence[float]]:
     return (at / count).tolist(), weight.curve_I[at - 1].tolist()
 
 
+def _end_of(name: str) -> str:
+    """Of a long path the end, which says more than its beginning."""
+    name = name.removesuffix(".weight")
+    return name if len(name) <= 40 else "…" + name[-39:]
+
+
 def _draw(energy: Energy) -> Figure:
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import NullFormatter, PercentFormatter
 
-    figure, ax = plt.subplots(figsize=(7.0, 4.2), layout="constrained")
+    figure, ax = plt.subplots(figsize=(7.6, 4.4), layout="constrained")
     figure.set_facecolor("white")
     plt.close(figure)  # the caller shows what is returned; pyplot would show it a second time
-    flat = set(energy.flat())
-    for weight in sorted(energy.weights, key=lambda w: w in flat):
+    ranked = sorted(energy.weights, key=lambda w: w.concentration)
+    named = {ranked[0], ranked[-1]}
+    for weight in ranked[::-1]:  # the flattest on top
         k, captured = _points(weight)
-        style: dict[str, Any] = (
-            {"color": _ACCENT, "linewidth": 1.4} if weight in flat else {"color": "#0072B2", "alpha": 0.5}
-        )
-        ax.plot(k, captured, zorder=2 + (weight in flat), **style)
-        ax.plot([weight.hot / weight.columns], [weight.share], "o", markersize=4, **style)
-    at = np.geomspace(min(1 / w.columns for w in energy.weights), 1, _POINTS)
-    ax.plot(at, at, color=_SOFT, linestyle="--", linewidth=1)
-    ax.plot([], [], color="#0072B2", label="a weight, and what is hot")
-    if flat:
-        ax.plot([], [], color=_ACCENT, label="not concentrated")
-    ax.plot([], [], color=_SOFT, linestyle="--", label="columns at random")
-    ax.legend(frameon=False, labelcolor=_INK, loc="upper left", fontsize=9)
+        width, alpha = (2.0, 1.0) if weight in named else (1.0, 0.45)
+        color, kind = (_ACCENT, "not concentrated") if weight.flat else (_LINE, "a weight")
+        ax.plot(k, captured, color=color, alpha=alpha, linewidth=width, label=kind)
+        ax.plot(weight.hot / weight.columns, weight.share, "o", color=color, alpha=alpha, markersize=5)
+    fewest = min(1 / w.columns for w in energy.weights)
+    at = np.geomspace(fewest, 1, _POINTS)
+    ax.plot(at, at, color=_SOFT, linestyle="--", linewidth=1, label="columns at random")
+    ax.plot([], [], "o", color=_LINE, markersize=5, label="what is hot")
+    for weight, (x, y), place in (
+        (ranked[-1], (-7, 3), {"ha": "right", "va": "bottom"}),
+        (ranked[0], (7, -4), {"ha": "left", "va": "top"}),
+    )[: len(named)]:
+        ax.annotate(
+            _end_of(weight.name), (weight.hot / weight.columns, weight.share), (x, y), fontsize=9,
+            textcoords="offset points", color=_ACCENT if weight.flat else _LINE, bbox=_BEHIND, **place,
+        )  # fmt: skip
+    handles = {line.get_label(): line for line in ax.lines if not str(line.get_label()).startswith("_")}
+    order = [name for name in ("a weight", "not concentrated", "what is hot", "columns at random") if name in handles]
+    ax.legend([handles[name] for name in order], order, frameon=False, labelcolor=_INK, loc="upper left", fontsize=9)
     ax.set_xscale("log")
+    ax.set_xlim(fewest, 1.02)
+    ax.set_xticks([tick for tick in _TICKS if tick >= fewest])
+    ax.xaxis.set_major_formatter(lambda k, _: f"{100 * k:g} %")
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.yaxis.set_major_formatter(PercentFormatter(1, 0, symbol=" %"))
     ax.set_ylim(0, 1.02)
     ax.set_facecolor("white")
     ax.set_title("Energy of the gradient in its largest columns", loc="left", fontsize=11, color=_INK)
-    ax.set_xlabel("share k of a weight's columns", color=_SOFT)
+    ax.set_xlabel("largest columns, share of all", color=_SOFT)
     ax.set_ylabel("share of the squared norm", color=_SOFT)
     ax.tick_params(colors=_SOFT, length=0, which="both")
     ax.grid(axis="y", color=_GRID)

@@ -1,16 +1,25 @@
-"""A forward put around a module's own: an attribute of that one object, so that its class, keys, hooks and parameters stay."""
+"""A forward around a module's own: what streamed weights and activations have in common, and the link that both take.
+
+Such a forward is an attribute `forward` of one object, which nn.Module calls in place of its class' forward, between the hooks.
+Class, parameters, names and hooks stay what they are. Several stand around one another and go in any order. Backward knows none of
+them: what is to happen there, a forward leaves with autograd (checkpoints, hooks for saved tensors).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from surokit.offload.link import CudaLink, Link, link_for
 
-class Forward:
+
+class Forward(ABC):
     """What `module(...)` runs, hooks aside, until `remove`: a subclass says what, in `around`.
 
     Copies (deepcopy, pickle) of the module take along one of their own.
@@ -18,26 +27,78 @@ class Forward:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.removed = False
         self._before: Callable[..., Any] | None = vars(module).get("forward")  # of somebody who did as we do
-        self._removed = False
         module.forward = self
 
+    @abstractmethod
     def around(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        """Calls `self.__wrapped__(*args, **kwargs)`, and does what is to be done before and after."""
 
     @_disable_dynamo  # copies and hooks are not for torch's compiler, which goes on around (and is not loaded for this)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__wrapped__(*args, **kwargs) if self._removed else self.around(*args, **kwargs)
+        return self.__wrapped__(*args, **kwargs) if self.removed else self.around(*args, **kwargs)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The module's own; by this name `inspect.signature` finds its arguments."""
+        """The next one inside, at last the module's own; by this name `inspect.signature` finds its arguments."""
         return self._before or MethodType(type(self.module).forward, self.module)
 
+    @property
+    def follows_class(self) -> bool:
+        """Whether this ends in the forward that the module's class has, whatever class it becomes (models/fuse.py)."""
+        return self._before is None or getattr(self._before, "follows_class", False)
+
     def remove(self) -> None:
-        """From now on the module's own runs. Where another stands around ours, ours only passes on."""
-        self._removed = True
-        if vars(self.module).get("forward") is self:
+        """From now on the next one inside runs. Where somebody else's stands around, this one stays there and only passes on."""
+        self.removed = True
+        outer = vars(self.module).get("forward")
+        if outer is self:
             del self.module.forward
             if self._before is not None:
                 self.module.forward = self._before
+        while isinstance(outer, Forward):
+            if outer._before is self:
+                outer._before = self._before
+            outer = outer._before
+
+
+F = TypeVar("F", bound=Forward)
+
+
+def forwards_of(module: nn.Module, kind: type[F]) -> Iterator[F]:
+    """Those of a kind that stand around a module's own and are not removed, from the outside in."""
+    forward = vars(module).get("forward")
+    while forward is not None:
+        if isinstance(forward, kind) and not forward.removed:
+            yield forward
+        forward = getattr(forward, "__wrapped__", None)
+
+
+def check_model(who: str, model: object) -> None:
+    """TypeError unless it is a module. who: the function that was called."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{who}() takes a model, a torch.nn.Module; {type(model).__name__} is none.")
+
+
+def link_to(who: str, device: torch.device | str | None, link: Link | None) -> Link:
+    """The link given, or a new one to the device: lean on CUDA. ValueError where they do not fit, TypeError for what is no link."""
+    if not isinstance(link, Link | None):
+        raise TypeError(
+            f"{who}(link={link!r}): a link of surokit.offload.link, such as ThrottledLink(gb_s=50), or None."
+        )
+    try:
+        place = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"{who}(device={device!r}): a device as torch names it, such as 'cuda:0' or 'cpu'.") from None
+    if link is not None:
+        if place is not None and (place.type != link.device.type or len({place.index, link.device.index} - {None}) > 1):
+            raise ValueError(f"{who}(device={str(place)!r}): the link given is one to {link.device}.")
+        return link
+    if place is None:
+        place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if place.type != "cuda":
+        return link_for(place)
+    if not torch.cuda.is_available():
+        raise ValueError(f"{who}(device={str(place)!r}): torch sees no CUDA device here; device='cpu' simulates one.")
+    return CudaLink(place, lean=True)

@@ -19,7 +19,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -28,7 +28,9 @@ from torch import Tensor
 from surokit.errors import OffloadError
 from surokit.offload.workers import SLICE_S, Job, Worker, beat, nothing
 
-_REGISTERED = 64 << 20  # bytes above which memory is the system's own pages, which are pinned as they are
+# bytes above which memory is the system's own pages, which are pinned as they are: glibc's largest mmap threshold, below which
+# neighbours may share a page, and a page is pinned once
+_REGISTERED = 32 << 20
 _SHAPES = 64  # of staging memory that is kept
 _LIVE = 512  # pairs of events that wait to be read
 _BUFFERS = 3  # on a device, that `up` takes turns with
@@ -63,6 +65,7 @@ class Link(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.bytes_down = self.bytes_up = self.bytes_small = 0
+        self._stall_s = 0.0  # of a CPU that stands for a device
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Host memory, contiguous and not initialized, pinned where it can be."""
@@ -98,9 +101,26 @@ class Link(ABC):
         """A small value (a scale, found_inf, indices, statistics) as it is after all work so far, into `to`, host memory of its
         shape. It does not wait for payload; `value` may be overwritten at once."""
 
+    def computes(self) -> contextlib.AbstractContextManager[None]:
+        """What is given to the device under it is its own work; for one that is emulated."""
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def host_waits(self) -> Iterator[None]:
+        """What the host does under it is waiting, and may leave the device without work. On a CPU the two are one thread."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited(time.perf_counter() - begun)
+
+    def waited(self, seconds: float) -> None:
+        """The simulated device waited."""
+        self._stall_s += seconds
+
     def device_stall_ms(self) -> float:
-        """So far, of the main stream waiting in `up`, `Arrival.land` and `fence`."""
-        return 0.0
+        """So far, of the device without work: while it waited in `up`, `Arrival.land` and `fence`, or the host in `host_waits`."""
+        return 1e3 * self._stall_s
 
     @abstractmethod
     def close(self) -> None:
@@ -201,7 +221,6 @@ class ThrottledLink(Link):
             _Direction(name, 1e9 * gb_s, latency_s, delay, patience_s) for name in ("down", "up", "small")
         )
         self._filling: Job | None = None  # the latest late fill
-        self._stall_s = 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ThrottledLink, self._options
@@ -212,7 +231,8 @@ class ThrottledLink(Link):
         if self._late_fill:
             self._filling = self._down.begin(lambda: fill(staging))
         else:
-            fill(staging)
+            with self.computes():
+                fill(staging)
         self.bytes_down += to.nbytes
         return self._down.move(staging, to, lambda: self._give_back(staging))
 
@@ -231,7 +251,9 @@ class ThrottledLink(Link):
 
     def up(self, source: Tensor, take: Callable[[Tensor], None]) -> Ticket:
         arrival = self.fetch(source)
-        take(staging := arrival.land())
+        staging = arrival.land()
+        with self.computes():
+            take(staging)
         self._give_back(staging)
         return arrival
 
@@ -239,9 +261,6 @@ class ThrottledLink(Link):
         _whole(to)
         self.bytes_small += to.nbytes
         return self._small.move(_snapshot(value, to.dtype), to)
-
-    def device_stall_ms(self) -> float:
-        return 1e3 * self._stall_s
 
     def _staging(self, like: Tensor) -> Tensor:
         """Memory that was used before, if there is: the system's fresh pages are slower than many a link."""
@@ -253,10 +272,6 @@ class ThrottledLink(Link):
         if len(self._spare) >= _SHAPES:
             self._spare.clear()
         self._spare.setdefault((staging.shape, staging.dtype), []).append(staging)
-
-    def waited(self, seconds: float) -> None:
-        """The simulated device waited."""
-        self._stall_s += seconds
 
     def close(self) -> None:
         try:
@@ -395,7 +410,7 @@ class _CopyUp(_Copy):
 
 
 class _Stalls:
-    """How long a stream waited for events: between two events of its own around each wait, read when they are over."""
+    """How long a stream had nothing to do for waiting: between two events of its own around each wait, read when they are over."""
 
     def __init__(self) -> None:
         self._ms = 0.0
@@ -403,17 +418,24 @@ class _Stalls:
         self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        if event.query():
-            return
+        if not event.query():
+            with self.around(stream):
+                stream.wait_event(event)
+
+    @contextlib.contextmanager
+    def around(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """The stream is given nothing but waits under it: it is without work from the end of what it was given before."""
         self.read()
         if len(self._pairs) == _LIVE:
-            stream.wait_event(event)
+            yield
             return
         before, after = self._free.pop() if self._free else (_timed(), _timed())
         before.record(stream)
-        stream.wait_event(event)
-        after.record(stream)
-        self._pairs.append((before, after))
+        try:
+            yield
+        finally:
+            after.record(stream)
+            self._pairs.append((before, after))
 
     def read(self) -> float:
         while self._pairs and self._pairs[0][1].query():
@@ -445,6 +467,13 @@ def _unregister(place: int, pid: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(place)
 
 
+_kept: list[_Copy] = []  # of links that were dropped
+
+
+def _keep(under_way: deque[_Copy]) -> None:
+    _kept.extend(copy for copy in under_way if not copy.done())
+
+
 class CudaLink(Link):
     """Of a CUDA device: a stream for each direction, for fills and for small values, pinned host memory, events.
 
@@ -472,6 +501,7 @@ class CudaLink(Link):
         self._filled = torch.cuda.Event()
         self._buffers = deque((torch.empty(0, dtype=torch.uint8), torch.cuda.Event()) for _ in range(_BUFFERS))
         self._under_way: deque[_Copy] = deque()  # keeps the host memory of copies: the driver does not
+        weakref.finalize(self, _keep, self._under_way).atexit = False
         self._stalls = _Stalls()
         self._warned = False
 
@@ -569,6 +599,12 @@ class CudaLink(Link):
         self.bytes_small += to.nbytes
         return self._launched(_Copy(side, to, self._patience_s))
 
+    @contextlib.contextmanager
+    def host_waits(self) -> Iterator[None]:
+        """As in Link. What the host waits while the main stream still works costs the device nothing, and is not counted."""
+        with self._stalls.around(torch.cuda.current_stream(self.device)):
+            yield
+
     def device_stall_ms(self) -> float:
         """As in Link; of what the device has passed so far, read without waiting. A copy that was there in time costs no events;
         while 512 stalls are not over, further ones are not measured."""
@@ -582,5 +618,7 @@ class CudaLink(Link):
     def _launched(self, copy: _C) -> _C:
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft()
+        for other in [other for other in _kept if other.done()]:
+            _kept.remove(other)
         self._under_way.append(copy)
         return copy

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -60,8 +60,8 @@ class Span(NamedTuple):
 class Timeline:
     """Spans in the order of their ends."""
 
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
+    def __init__(self, spans: Iterable[Span] = ()) -> None:
+        self.spans = list(spans)
         self._begun = time.perf_counter()
 
     def add(self, what: str, begun: float, over: float) -> None:
@@ -76,6 +76,11 @@ class Timeline:
         waits = [span for span in mine if span.what.startswith(WAIT)]
         waits = [w for w in waits if any(d.holds(w) for d in doing) and not any(o.holds(w) for o in waits)]
         return sum(span.seconds for span in doing) - sum(span.seconds for span in waits)
+
+    def __repr__(self) -> str:
+        over = max((span.stop_s for span in self.spans), default=0.0)
+        lanes = len({span.lane for span in self.spans})
+        return f"<Timeline of {len(self.spans)} spans on {lanes} threads, {1e3 * over:.0f} ms>"
 
     def table(self) -> pd.DataFrame:
         """A row a span: lane, what, start_s, stop_s."""

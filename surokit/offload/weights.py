@@ -13,9 +13,12 @@ The blocks that forward ends with are those that backward begins with, and are n
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +27,8 @@ from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from surokit.offload.forwards import Forward
-from surokit.offload.link import Arrival, CudaLink, Link, Ticket, link_for
+from surokit.offload.forwards import Forward, check_model, forwards_of, link_to
+from surokit.offload.link import Arrival, Link, Ticket
 
 ALIGNMENT = 16  # bytes: products on tensor cores want their operands to begin at a multiple, and joint ones touch
 _SPARES = 2  # host buffers for gradients that are added to others
@@ -41,8 +44,9 @@ def offload_weights(
 ) -> WeightStream:
     """Keeps the weights of the model's blocks on the host and streams them through `device`; everything else moves there.
 
-    model: any torch module whose blocks are called one after the other; apply a recipe, fuse and add adapters before, make the
-        optimizer or the Session after. A second call replaces the first.
+    model: any torch module whose blocks are called one after the other. Recipes, fusion and adapters may come before or after, and
+        so may an optimizer that has made no step; a Session comes after. A second call replaces the first. What a call of
+        model.to(...) moves comes back to the host in the next forward.
     device: where the model computes; None takes CUDA if there is one, else the CPU, where this only simulates.
     blocks: in the order in which they are called; None takes the items of the model's lists of like modules (torch.nn.ModuleList).
     prefetch: blocks that are fetched ahead; the device holds the weights of at most prefetch + 1.
@@ -53,24 +57,21 @@ def offload_weights(
     computed again in backward, once, also where `recompute="full"` or transformers' gradient checkpointing ask for the same.
 
     Gradients arrive in `.grad` by the end of backward(), where hooks run that were registered for after that
-    (register_post_accumulate_grad_hook); torch.autograd.grad and a parameter's other hooks see nothing of streamed parameters.
+    (register_post_accumulate_grad_hook). Hooks of a parameter (register_hook) are given what one call of its block has made, on the
+    host. torch.autograd.grad and backward(inputs=...) see nothing of streamed parameters.
     The memory of a gradient is written again by the next backward after `.grad = None`.
 
-    Raises ValueError for a model without such blocks, parameters that are no plain memory (shards, tensor subclasses, the meta
-    device), prefetch < 1, and a link of another device.
+    Raises ValueError for a model without such blocks, blocks that are not the model's or lie in one another, parameters that are no
+    plain memory (shards, tensor subclasses, the meta device), prefetch < 1, and a link of another device; TypeError for what is
+    no module. In backward, RuntimeError where weights were changed in place since their forward.
     """
+    check_model("offload_weights", model)
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
         raise ValueError(f"offload_weights(prefetch={prefetch!r}): a whole number of blocks, at least 1.")
-    place = torch.device(device) if device is not None else _default_device(link)
-    if link is None:
-        link = CudaLink(place, lean=True) if place.type == "cuda" else link_for(place)
-    indices = {place.index, link.device.index} - {None}
-    if link.device.type != place.type or len(indices) > 1:
-        raise ValueError(f"offload_weights(device={str(place)!r}): the link given is one to {link.device}.")
-    streamed = list(blocks) if blocks is not None else blocks_of(model)
-    _check(streamed)
+    link = link_to("offload_weights", device, link)
+    streamed = blocks_of(model) if blocks is None else _checked(model, blocks)
     for module in model.modules():
-        if isinstance(forward := vars(module).get("forward"), Streamed):
+        for forward in forwards_of(module, Streamed):
             forward.stream.close()
     stream = WeightStream(streamed, link, prefetch)
     stream.settle_in(model)
@@ -103,6 +104,17 @@ class _Pending:
     where: list[tuple[Tensor, Tensor]]  # parameter, and where its gradient arrives
     ticket: Ticket
     spare: Tensor | None  # it arrives here, to be added
+    end: weakref.ref[_End]  # of the backward pass that it is of
+
+
+class _End:
+    """What autograd calls when a backward pass is over. It holds this as long as the pass goes on, and drops it if that fails."""
+
+    def __init__(self, stream: WeightStream) -> None:
+        self._stream = stream
+
+    def __call__(self) -> None:
+        self._stream.finish()
 
 
 class WeightStream:
@@ -115,11 +127,12 @@ class WeightStream:
 
     def __init__(self, blocks: Sequence[nn.Module], link: Link, prefetch: int) -> None:
         self.link, self.prefetch = link, prefetch
-        self.bytes_up = self.bytes_down = self.peak_blocks = self.peak_bytes = 0
         self._blocks = [Streamed(module, number, self) for number, module in enumerate(blocks)]
         self._forget()
 
     def _forget(self) -> None:
+        """As before the first pass."""
+        self.bytes_up = self.bytes_down = self.peak_blocks = self.peak_bytes = 0
         self._there: dict[int, Arrival | Tensor] = {}  # by block: on its way, or landed and kept
         self._alive: list[tuple[StorageWeakRef, int]] = []  # device memory that was given out, and its bytes
         self._arrival: Arrival | None = None  # the latest of a forward
@@ -127,7 +140,7 @@ class WeightStream:
         self._pending: deque[_Pending] = deque()
         self._spares: list[Tensor] = []
         self._reading: object = None  # gradients that the link reads
-        self._queued = False
+        self._ends: dict[int, weakref.ref[_End]] = {}  # by backward pass
 
     @property
     def device(self) -> torch.device:
@@ -178,25 +191,31 @@ class WeightStream:
             block.module.computes_on = self.device  # type: ignore[assignment]
 
     def remove(self) -> None:
-        """Ends streaming: all weights move to the device. Finished backward passes keep their gradients."""
-        self.close()
-        for block in self._blocks:
-            _move(block.module, self.device, set())
+        """Ends streaming: all weights move to the device, and gradients with them. Nothing where a later call replaced this."""
+        if not self._closed:
+            self.close()
+            for block in self._blocks:
+                _move(block.module, self.device, set())
+
+    @property
+    def _closed(self) -> bool:
+        return self._blocks[0].removed
 
     def close(self) -> None:
         """Ends streaming, and leaves the weights where they are."""
+        if self._closed:
+            return
         self._drop({})
-        self.settle()
+        self._give_up_failed()
         self.link.close()
         for block in self._blocks:
             block.remove()
             vars(block.module).pop("computes_on", None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: what is on its way and where memory lies is not theirs."""
-        self.settle()
-        transient = ("_there", "_alive", "_arrival", "_pending", "_spares", "_reading")
-        return {name: value for name, value in vars(self).items() if name not in transient}
+        """For copies: what is on its way, where memory lies and what was counted is not theirs."""
+        self._give_up_failed()
+        return {name: vars(self)[name] for name in ("link", "prefetch", "_blocks")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -247,11 +266,8 @@ class WeightStream:
 
     def _begin_pass(self, backward: bool) -> None:
         self._drop({})
-        if not backward:  # what is left is of a backward that failed
-            for pending in self._pending:
-                pending.ticket.wait()
-            self._pending.clear()
-            self._reading, self._queued = None, False
+        if not backward:
+            self._give_up_failed()
 
     def _drop(self, wanted: dict[int, None]) -> None:
         for number in [n for n in self._there if n not in wanted]:
@@ -272,7 +288,8 @@ class WeightStream:
     def _fetch(self, number: int) -> Arrival:
         block = self._blocks[number]
         block.lay()
-        arrival = self.link.fetch(block.pack.host)
+        with _ordinary_tensors():
+            arrival = self.link.fetch(block.pack.host)
         self._arrival = None if _in_backward() else arrival
         self.bytes_up += block.pack.nbytes
         coming = [self._blocks[n].pack.nbytes for n, there in self._there.items() if not isinstance(there, Tensor)]
@@ -286,9 +303,7 @@ class WeightStream:
 
     def send(self, block: Streamed, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """The gradients of some of the block's parameters begin their way into `.grad`."""
-        if not self._queued:
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-            self._queued = True
+        end = self._end()
         self._read()
         if any(pending.block is block for pending in self._pending):
             self.settle()
@@ -301,9 +316,25 @@ class WeightStream:
                 there.copy_(grad)
 
         where = list(zip(params, _pieces(to, params, offsets)))
-        self._pending.append(_Pending(block, where, self.link.down(fill, to), spare))
+        self._pending.append(_Pending(block, where, self.link.down(fill, to), spare, end))
         self._reading = grads
         self.bytes_down += nbytes
+
+    def _end(self) -> weakref.ref[_End]:
+        """Of the backward pass that is going on."""
+        number = torch._C._current_graph_task_id()
+        if number not in self._ends:
+            self._give_up_failed()
+            torch.autograd.Variable._execution_engine.queue_callback(end := _End(self))
+            self._ends[number] = weakref.ref(end)
+        return self._ends[number]
+
+    def _give_up_failed(self) -> None:
+        """Gradients that backward passes left which failed are nobody's."""
+        self._ends = {number: end for number, end in self._ends.items() if end() is not None}
+        for pending in [pending for pending in self._pending if pending.end() is None]:
+            pending.ticket.wait()
+            self._pending.remove(pending)
 
     def settle(self) -> None:
         """Waits until all gradients that are on their way are in `.grad`."""
@@ -315,6 +346,9 @@ class WeightStream:
         pending = self._pending.popleft()
         pending.ticket.wait()
         for p, grad in pending.where:
+            for changed in (getattr(p, "_backward_hooks", None) or {}).values():
+                grad = grad if (new := changed(grad)) is None else new
+            grad = grad.to(p.device)  # streaming may have ended between forward and backward
             if p.grad is not None:
                 p.grad.add_(grad)
             else:
@@ -336,9 +370,8 @@ class WeightStream:
             self.link.fence()
             self._reading = None
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """At the end of backward."""
-        self._queued = False
         self._read()
         self.settle()
 
@@ -350,11 +383,18 @@ class _Pack:
     params: list[Tensor]
     offsets: list[int]
     host: Tensor  # uint8 [bytes]
-    holders: list[tuple[dict[str, Any], str, int]]  # a module's parameters, a name in it, which parameter
+    holders: list[
+        tuple[dict[str, Any], dict[str, int]]
+    ]  # a module's parameters, and which of these is there by which name
 
     @property
     def nbytes(self) -> int:
         return self.host.nbytes
+
+    def putting(self, tensors: Sequence[Tensor]) -> Callable[[], object]:
+        """Puts tensors in the parameters' places when called: one call without Python in it, so that no Ctrl-C comes between."""
+        each = [{name: tensors[k] for name, k in names.items()} for _, names in self.holders]
+        return partial(deque, map(dict.update, [held for held, _ in self.holders], each), 0)
 
 
 class Streamed(Forward):
@@ -370,29 +410,52 @@ class Streamed(Forward):
         self._gradients: Tensor | None = None
 
     def around(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self._turn(*args, **kwargs)
         given = (*args, *kwargs.values())
+        self._check_device(given)
+        if not torch.is_grad_enabled():
+            return self._turn([], *args, **kwargs)
         self.differentiated = any(p.requires_grad for p in self.module.parameters()) or any(
             isinstance(t, Tensor) and t.requires_grad for t in given
         )
         if not self.differentiated:
-            return self._turn(*args, **kwargs)
+            return self._turn([], *args, **kwargs)
         args, kwargs = _without_caches(args, kwargs)
-        return checkpoint(self._turn, *args, use_reentrant=False, **kwargs)
+        return checkpoint(self._turn, [], *args, use_reentrant=False, **kwargs)
 
-    def _turn(self, *args: Any, **kwargs: Any) -> Any:
-        here = self._on_device(self.stream.take(self))
+    def _turn(self, seen: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        """Computes the block. seen: empty in a forward, which leaves its parameters' versions there for backward."""
+        if self.removed:  # since that first turn; the weights may be another stream's now
+            other = next(forwards_of(self.module, Streamed), None)
+            return other._turn(seen, *args, **kwargs) if other is not None else self.__wrapped__(*args, **kwargs)
+        flat = self.stream.take(self)
         pack = self.pack
-        for held, name, k in pack.holders:
-            held[name] = here[k]
-        del here  # what autograd does not keep is gone with the forward
+        self._check_versions(seen)
+        borrow, give_back = pack.putting(self._on_device(flat)), pack.putting(pack.params)
+        del flat
         try:
+            borrow()
+            del borrow  # what autograd does not keep is gone with the forward
             return self.__wrapped__(*args, **kwargs)
         finally:
-            for held, name, k in pack.holders:
-                held[name] = pack.params[k]
+            give_back()
             self.stream.taken(self)
+
+    def _check_device(self, given: Sequence[Any]) -> None:
+        tensors = [t for t in given if isinstance(t, Tensor) and t.ndim]
+        if tensors and all(t.device != self.stream.device for t in tensors):
+            raise RuntimeError(
+                f"A block whose weights are streamed to {self.stream.device} was given a tensor on {tensors[0].device}: move the "
+                f"model back with model.to({str(self.stream.device)!r}), or call offload_weights anew for where it is now."
+            )
+
+    def _check_versions(self, seen: list[list[int]]) -> None:
+        versions = [p._version for p in self.pack.params]
+        if seen and seen != [versions]:
+            raise RuntimeError(
+                f"Weights of block {self.number} were changed after its forward, and backward would compute it again from others: "
+                "call backward() before whatever changes weights."
+            )
+        seen[:] = [versions]
 
     def _on_device(self, flat: Tensor) -> list[Tensor]:
         """The parameters, in memory of the device."""
@@ -426,15 +489,20 @@ class Streamed(Forward):
             return
         params, holders = self._choose()
         offsets, nbytes = _offsets(params)
-        host = self.stream.link.buffer((nbytes,), torch.uint8)
-        for p, there in zip(params, _pieces(host, params, offsets)):
-            there.copy_(p.detach())
-            p.data = there
-            if p.grad is not None:
-                p.grad = p.grad.to(there.device)
-        self._pack = _Pack(params, offsets, host, holders)
-        _move(self.module, self.stream.device, {*params})
+        with _ordinary_tensors():
+            host = self.stream.link.buffer((nbytes,), torch.uint8)
+            for p, there in zip(params, _pieces(host, params, offsets)):
+                there.copy_(p.detach())
+                p.data = there
+                if p.grad is not None:
+                    p.grad = p.grad.to(there.device)
+            self._pack = _Pack(params, offsets, host, holders)
+            _move(self.module, self.stream.device, {*params})
         self._laid = self._places()
+
+    def remove(self) -> None:
+        super().remove()
+        self._pack, self._laid, self._gradients = None, [], None
 
     def gradients(self, nbytes: int) -> Tensor:
         """Host memory for them, the same each time."""
@@ -450,7 +518,7 @@ class Streamed(Forward):
             if p is not None
         ]
 
-    def _choose(self) -> tuple[list[Tensor], list[tuple[dict[str, Any], str, int]]]:
+    def _choose(self) -> tuple[list[Tensor], list[tuple[dict[str, Any], dict[str, int]]]]:
         """What is streamed, and who holds it; by names, so that the weights of layers that lie side by side still do."""
         held = [
             (m._parameters, name, p)
@@ -465,7 +533,10 @@ class Streamed(Forward):
         for _, name, p in held:
             _check_plain(name, p)
         number = {p: k for k, p in enumerate(dict.fromkeys(p for _, _, p in held))}
-        return list(number), [(where, name, number[p]) for where, name, p in held]
+        holders: dict[int, tuple[dict[str, Any], dict[str, int]]] = {}
+        for where, name, p in held:
+            holders.setdefault(id(where), (where, {}))[1][name] = number[p]
+        return list(number), list(holders.values())
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: their parameters lie elsewhere, and are laid anew."""
@@ -506,10 +577,9 @@ def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _default_device(link: Link | None) -> torch.device:
-    if link is not None:
-        return link.device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _ordinary_tensors() -> AbstractContextManager[object]:
+    """Where tensors are made that outlive torch.inference_mode()."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
@@ -534,13 +604,20 @@ def _is_block(module: nn.Module) -> bool:
     return has_forward and next(module.parameters(), None) is not None
 
 
-def _check(blocks: Sequence[nn.Module]) -> None:
-    if not blocks or not all(isinstance(block, nn.Module) and _is_block(block) for block in blocks):
+def _checked(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """`blocks` as a list, if the model can be streamed by them."""
+    chosen = list(blocks) if isinstance(blocks, Iterable) else []
+    if not chosen or not all(isinstance(block, nn.Module) and _is_block(block) for block in chosen):
         raise ValueError(
             "offload_weights(blocks=...): modules with parameters and a forward, in the order in which they are called."
         )
-    if len(set(blocks)) < len(blocks):
+    if len(set(chosen)) < len(chosen):
         raise ValueError("offload_weights(blocks=...) names a block twice: name each once.")
+    if not {*chosen} <= {*model.modules()}:
+        raise ValueError("offload_weights(blocks=...): some are no modules of this model: take them from it.")
+    if any(inner in chosen for block in chosen for inner in list(block.modules())[1:]):
+        raise ValueError("offload_weights(blocks=...) names a block and one inside it: name one of them.")
+    return chosen
 
 
 def _plain(module: nn.Module) -> Iterator[Tensor]:

@@ -39,7 +39,7 @@ _here = threading.local()  # .shared: of the worker whose thread this is
 
 
 class _Leaving(BaseException):
-    """Ends a job at the interpreter's end."""
+    """Ends a job that nobody wants, or at the interpreter's end."""
 
 
 class _Shared:
@@ -223,13 +223,14 @@ class Worker:
         """A sign of life, from inside long work on its thread; elsewhere nothing. At the interpreter's end it ends the work."""
         beat()
 
-    def close(self) -> None:
-        """Ends the thread when the job that runs is done; jobs that had not begun are dropped, and their wait says so. A later
-        submit starts another thread. Closing twice does nothing."""
+    def close(self, at_once: bool = False) -> None:
+        """Ends the thread when the job that runs is done, or `at_once` at its next beat, where nobody wants what it makes; jobs
+        that had not begun are dropped, and their wait says so. A later submit starts another thread. Closing twice does nothing."""
         shared, self._shared = self._shared, None
         self._jobs.clear()
         if shared is None:
             return
+        shared.exiting |= at_once
         self._leave()
         if shared.silence() is None and shared.thread is not threading.current_thread():
             shared.wait(lambda: shared.gone, shared.ended)

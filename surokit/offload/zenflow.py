@@ -35,10 +35,12 @@ from surokit.errors import OffloadError
 from surokit.offload.accounts import Accounts
 from surokit.offload.columns import Columns, placed, summed
 from surokit.offload.crew import Choice, Crew, Note, Window, whole
-from surokit.offload.link import Link, Ticket, link_for
+from surokit.offload.link import Link, Ticket
+from surokit.offload.options import check_zenflow, link_of
 from surokit.offload.windows import LAG, Auto, Fixed
-from surokit.offload.workers import Job, beat
-from surokit.train.optim import Parameters, SpecMeta, check_adamw, decay_groups, scale_and_mask
+from surokit.offload.workers import Job, Worker, beat
+from surokit.offload.written import Written
+from surokit.train.optim import Parameters, SpecMeta, decay_groups, scale_and_mask
 
 if TYPE_CHECKING:
     from surokit.offload.report import OffloadReport
@@ -78,7 +80,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
 
     Bytes of an element of a weight whose gradients have b: on the device 12 k, and (1 - k) b of gradients that are on their way, so
     that none waits for them; on the host 12 (1 - k), 4 (1 - k) for each sum (two with overlap), and (1 - k) b for each slot and
-    the result. Pinned memory in which columns change sides comes besides, and stays for the next choice: 24 for each that does.
+    the result. Columns change sides through 128 MiB of pinned memory at most.
 
     A Ctrl-C during `step` is raised when the step is complete; a second one at once. After that, or after any other error in the
     middle of a step, cold columns have its gradients all or not at all, and hot ones so far as it came. An error of a thread
@@ -113,7 +115,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         link: Link | None = None,
     ) -> None:
         assert params is not None, "SpecMeta gives a Spec then"
-        settings: dict[str, Any] = {
+        self.settings: dict[str, Any] = {
             "topk_ratio": topk_ratio,
             "select_strategy": select_strategy,
             "select_interval": select_interval,
@@ -125,90 +127,26 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
             "cold_update": cold_update,
             "steps_per_epoch": steps_per_epoch,
         }
-        helpers: dict[str, Any] = {"pt_reserved_cores_perc": pt_reserved_cores_perc, "slots": slots}
-        self.check(lr, betas, weight_decay, eps, offload=offload, link=link, **settings, **helpers)
-        self.settings, self.helpers = settings, helpers
+        self.helpers: dict[str, Any] = {"pt_reserved_cores_perc": pt_reserved_cores_perc, "slots": slots}
         self._start(link)
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "eps": eps, "offload": True}
-        super().__init__(decay_groups(params, weight_decay), defaults)
+        super().__init__(decay_groups(type(self).__name__, params, weight_decay), defaults)
 
     if TYPE_CHECKING:  # a type checker does not see that ZenFlow(lr=...) is a Spec
 
         def build(self, params: Parameters) -> ZenFlow: ...
 
     @classmethod
-    def check(
-        cls,
-        lr: float | Tensor = 0.0,
-        betas: tuple[float, float] = (0.0, 0.0),
-        weight_decay: float = 0.0,
-        eps: float = 1e-8,
-        *,
-        topk_ratio: float = 0.1,
-        select_strategy: str = "auto",
-        select_interval: int | str = "auto",
-        update_interval: int | str = 4,
-        full_warm_up_rounds: int = 0,
-        overlap_step: bool = True,
-        auto_ratio: float = 0.99,
-        max_interval: int = 16,
-        pt_reserved_cores_perc: float = 0.5,
-        cold_update: str = "deepspeed",
-        steps_per_epoch: int | None = None,
-        offload: bool = False,
-        slots: int = 3,
-        link: Link | None = None,
-    ) -> None:
+    def check(cls, options: Mapping[str, Any]) -> None:
         """ValueError that names the option which is out of range."""
-        check_adamw(cls.__name__, lr, betas, weight_decay, eps)
-        if isinstance(lr, Tensor) and lr.device.type != "cpu":
-            raise ValueError(
-                f"ZenFlow: lr is read on the host every step, and this one is on {lr.device}: give a float."
-            )
-        shares = {"topk_ratio": topk_ratio, "auto_ratio": auto_ratio, "pt_reserved_cores_perc": pt_reserved_cores_perc}
-        for option, share in shares.items():
-            if not isinstance(share, (int, float)) or not 0 <= share <= 1:
-                raise ValueError(f"ZenFlow: {option}={share!r} is a share, from 0 to 1.")
-        counts: dict[str, Any] = {"update_interval": update_interval, "select_interval": select_interval}
-        for option, count in counts.items():
-            if count != "auto" and not (isinstance(count, int) and count >= 1):
-                raise ValueError(f'ZenFlow: {option}={count!r} must be an integer of at least 1, or "auto".')
-        counts = {
-            "max_interval": max_interval,
-            "slots": slots,
-            "steps_per_epoch": 1 if steps_per_epoch is None else steps_per_epoch,
-        }
-        for option, count in counts.items():
-            if not isinstance(count, int) or count < 1:
-                raise ValueError(f"ZenFlow: {option}={count!r} must be an integer of at least 1.")
-        if not isinstance(full_warm_up_rounds, int) or full_warm_up_rounds < 0:
-            raise ValueError(
-                f"ZenFlow: full_warm_up_rounds={full_warm_up_rounds!r} must be an integer that is not negative."
-            )
-        if select_strategy not in ("auto", "step", "epoch"):
-            raise ValueError(f'ZenFlow: select_strategy={select_strategy!r} must be "auto", "step" or "epoch".')
-        if select_strategy == "epoch" and steps_per_epoch is None:
-            raise ValueError(
-                'ZenFlow: select_strategy="epoch" needs steps_per_epoch, the number of steps that an epoch has.'
-            )
-        if cold_update not in ("deepspeed", "time-corrected"):
-            raise ValueError(f'ZenFlow: cold_update={cold_update!r} must be "deepspeed" or "time-corrected".')
-        if cold_update == "time-corrected" and overlap_step:
-            raise ValueError(
-                'ZenFlow: cold_update="time-corrected" trains worse with overlap than without correction: '
-                "give overlap_step=False with it."
-            )
-        if offload:
-            raise ValueError(
-                "ZenFlow: offload=True would keep hot columns on the host too, whose update the device would wait for each step: "
-                "choose a smaller topk_ratio, or surokit.OffloadAdamW for a host that holds everything."
-            )
+        check_zenflow(cls.__name__, options)
 
     def _start(self, link: Link | None) -> None:
         """As before the first step; threads begin with their first job."""
         self._step_supports_amp_scaling = True  # torch's word for: reads grad_scale and found_inf
-        self.accounts = Accounts()
-        self.stall_ms = 0.0  # that the host has waited in the last step
+        self.accounts = Accounts(link_ms=0.0 if link is None else link.device_stall_ms())
+        self.stall_ms = 0.0  # that the host waited in the last step
+        self.device_stall_ms = 0.0  # that the device was without work for it, as far as the last step knows
         self._given_link = link
         self._columns: dict[Tensor, Columns] = {}
         self._steps = 0
@@ -222,6 +160,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         self._choice: Choice | None = None
         self._moving: Job | None = None
         self._notes: deque[Note] = deque()
+        self._written = Written()
         self._broken: BaseException | None = None
 
     @property
@@ -237,9 +176,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
     @functools.cached_property
     def link(self) -> Link:
         """Between host and device."""
-        if self._given_link is not None:
-            return self._given_link
-        return link_for(self.param_groups[0]["params"][0].device)
+        return link_of(self, self._given_link)
 
     @functools.cached_property
     def _crew(self) -> Crew:
@@ -256,8 +193,11 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
                 loss = closure()
         with whole(), self._unbroken():
             before = self.accounts.stall_ms
+            self._adopt()
             self._step()
+            self._written.note(self._columns)
             self.stall_ms = self.accounts.stall_ms - before
+            self.device_stall_ms = self.accounts.device_waited(self.link)
         return loss
 
     def _step(self) -> None:
@@ -270,7 +210,8 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
             self._exchange(step)
         self._send(step, parts)
         self._steps, self._position = step, self._position + 1
-        self._update_hot(parts)
+        with self.link.computes():
+            self._update_hot(parts)
         if warming_up:
             self._end_window(wait=True)
             if step == settings["full_warm_up_rounds"]:
@@ -284,6 +225,20 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         self.link.fence()  # whoever comes next may write gradients and weights
         self.accounts.steps += 1
 
+    def _adopt(self) -> None:
+        """What was written into weights by hand counts. An update of theirs that waits to land began from others, and is dropped;
+        the window's sum goes on."""
+        if written := {self._columns[p] for p in self._written.found(type(self).__name__)}:
+            with self.accounts.stalled("adam", self.link):
+                for job in (self._pending.applied if self._pending is not None else None, self._moving):
+                    if job is not None:
+                        job.wait()
+            with self.accounts.stalled("landing", self.link):
+                self.accounts.moved("setup", sum(columns.adopt(self.link) for columns in written), 0)
+            if self._pending is not None:
+                self._pending.updated = [columns for columns in self._pending.updated if columns not in written]
+        self._written.forget()  # a step that is cut short leaves weights that it has not noted
+
     def _parts(self) -> list[Part]:
         """The parameters that have a gradient; those whose first it is get their state."""
         present = [(number, p, group) for number, (p, group) in enumerate(self._parameters()) if p.grad is not None]
@@ -296,7 +251,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         if not parts:
             return
         link, window, slot = self.link, self._window, self._crew.next_slot()
-        with self.accounts.stalled("slot"):
+        with self.accounts.stalled("slot", self.link):
             if slot.job is not None:
                 slot.job.wait()
         slot.tag(*scale_and_mask(self, link.device))
@@ -328,7 +283,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
 
     def _window_is_full(self) -> bool:
         while len(self._notes) > LAG:
-            with self.accounts.stalled("selection"):
+            with self.accounts.stalled("selection", self.link):
                 self._windows.note(self._notes.popleft().read())
         return self._windows.ends(self._position, sum(columns.divided for columns in self._columns.values()))
 
@@ -369,7 +324,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         if window is None:
             return
         if window.applied is not None:
-            with self.accounts.stalled("adam"):
+            with self.accounts.stalled("adam", self.link):
                 window.applied.wait()
         with self.accounts.stalled("landing"):
             self.accounts.moved("weights", 0, sum(columns.land(self.link) for columns in window.updated))
@@ -415,29 +370,22 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         if choice is None:
             return
         self._land(step)
-        with self.accounts.stalled("selection"):
+        with self.accounts.stalled("selection", self.link):
             choice.wait()
             if self._moving is not None:
                 self._moving.wait()
-        rest: list[Callable[[], None]] = []
-        groups = dict(self._parameters())
+        groups, swaps = dict(self._parameters()), self._crew.swaps
         try:
             for i, (columns, chosen, clocks, share) in enumerate(choice):
-                entered, moved, finish = columns.exchange(chosen, clocks, groups[columns.p]["betas"], self.link)
-                rest.append(finish)
+                with self.accounts.stalled("landing"):
+                    entered, moved = columns.exchange(chosen, clocks, groups[columns.p]["betas"], self.link, swaps)
                 self.accounts.moved("migration", moved, moved)
                 if choice.scores and math.isfinite(share):
                     self.accounts.selected(choice.step, columns.p, choice.scores[i], share, len(chosen), entered)
         except BaseException as error:
             self._broken = error  # some column may be on both sides, or on none
             raise
-
-        def finish_all() -> None:
-            for finish in rest:
-                finish()
-                beat()
-
-        self._moving = self._crew.adam.submit(finish_all)
+        self._moving = swaps.last
         self._choice, self._since = None, 0
 
     # -- parameters
@@ -571,13 +519,18 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
                 self._view(0, p, group).check_fits(state, self.settings["topk_ratio"])
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         names = self.accounts.names
-        self._stop()
+        self.close()
         self._start(self._given_link)
         self.accounts.names = names
         self.state.update({p: dict(state) for p, state in saved.items() if state})
         self._take_up(cursor)
 
-    def _stop(self) -> None:
+    @property
+    def workers(self) -> dict[str, Worker]:
+        """The threads beside the training thread, by name."""
+        return {"accumulator": self._crew.accumulator, "adam": self._crew.adam}
+
+    def close(self) -> None:
         """Ends the threads, whatever they are at."""
         if (crew := self.__dict__.pop("_crew", None)) is not None:
             with contextlib.suppress(OffloadError):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 WAITING = 64  # steps whose events are on their way; beyond it the oldest goes without
-_COLUMNS = ("wall_ms", "tokens", "stall_ms", "device_ms", "gap_ms")
+_COLUMNS = ("wall_ms", "tokens", "stall_ms", "offload_ms", "device_ms", "gap_ms")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class MonitorSummary:
     """What a loop came to. Prints as a table, shows itself in a notebook.
 
     sustained: rates, goodput, lost time (see Sustained); `unit` says whether rates count tokens or steps. stall_ms: waited for
-    a batch, a step (with `batches`, else NaN). gap_ms: no work of the loop on the device between two steps (with `batches` on a
+    a batch, a step (with `batches`, else NaN). offload_ms: the device was without work for an optimizer whose state is on the
+    host, a step (NaN for others). gap_ms: no work of the loop on the device between two steps (with `batches` on a
     GPU, else NaN). device_ms: from the end of one step on the device to the end of the next. activity: the sampled windows'
     estimate. device: power, clocks and PCIe traffic. notes: what was not measured, and why.
     """
@@ -56,6 +57,7 @@ class MonitorSummary:
     unit: str
     sustained: Sustained
     stall_ms: float
+    offload_ms: float
     gap_ms: float
     device_ms: float
     activity: Estimate
@@ -68,11 +70,20 @@ class MonitorSummary:
             ("device", self.name),
             ("steps", f"{self.steps:,}"),
             ("wall", f"{s.run_s:.1f} s, of it {s.step_s:.1f} s in steps"),
-            *rows(s, self.unit, "by the sampled idle share" if a.windows else "at least"),
+            *rows(
+                s,
+                self.unit,
+                "by the sampled idle share" if a.windows else "at least",
+                "data" if math.isnan(self.offload_ms) else "data or offload",
+            ),
         ]
         out += [
             (title, f"{value:.3g} ms a step")
-            for title, value in (("waiting for data", self.stall_ms), ("gap between steps", self.gap_ms))
+            for title, value in (
+                ("waiting for data", self.stall_ms),
+                ("waiting for offload", self.offload_ms),
+                ("gap between steps", self.gap_ms),
+            )
             if value == value
         ]
         if a.windows:
@@ -108,6 +119,7 @@ class _Step(NamedTuple):
     wall_ms: float
     tokens: float
     stall_ms: float
+    offload_ms: float
     before: Any = None
     start: Any = None
     end: Any = None
@@ -117,7 +129,8 @@ class _Step(NamedTuple):
         here = self.end is not None and _arrived(self.end)
         device_ms = _between(self.before, self.end) if here else math.nan
         gap_ms = _between(self.before, self.start) if here else math.nan
-        return self.wall_ms, self.tokens, self.stall_ms, device_ms, gap_ms if gap_ms != gap_ms else max(gap_ms, 0.0)
+        waits = self.stall_ms, self.offload_ms
+        return self.wall_ms, self.tokens, *waits, device_ms, gap_ms if gap_ms != gap_ms else max(gap_ms, 0.0)
 
 
 class Monitor:
@@ -149,7 +162,7 @@ class Monitor:
         self._stack: ExitStack | None = None
         self._steps = 0
         self._run_s = self._began_s = self._marked_s = 0.0
-        self._stall_ms = math.nan
+        self._stall_ms = self._offload_ms = math.nan
         self._start: Any = None
         self._end: Any = None
         self._by_user = False
@@ -167,7 +180,7 @@ class Monitor:
             self._windows.prepare()
             self._stack.callback(self._windows.drop)
         self._end = self._start = None
-        self._stall_ms = math.nan
+        self._stall_ms = self._offload_ms = math.nan
         self._began_s = self._marked_s = self._clock()
         return self
 
@@ -202,13 +215,17 @@ class Monitor:
             except StopIteration:
                 return
             waited_ms = (self._clock() - began) * 1e3
-            self._stall_ms = waited_ms if self._stall_ms != self._stall_ms else self._stall_ms + waited_ms
+            self._stall_ms = _plus(self._stall_ms, waited_ms)
             if self._start is None and self._stack is not None:
                 self._start = _event()
             yield item
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._by_user or capturing():  # recorded into a CUDA graph, which is no step yet
+        if capturing():  # recorded into a CUDA graph, which is no step yet
+            return
+        if (offload_ms := getattr(optimizer, "device_stall_ms", None)) is not None:
+            self._offload_ms = _plus(self._offload_ms, offload_ms)
+        if self._by_user:
             return
         turns = self._turns[optimizer] = self._turns.get(optimizer, 0) + 1
         marker = self._marker() if self._marker is not None else None
@@ -227,8 +244,8 @@ class Monitor:
         if end is not None and self._device_watch is None:
             self._device_watch = self._stack.enter_context(DeviceWatch(torch.cuda.current_device()))
         work = math.nan if tokens is None else tokens
-        self._waiting.append(_Step(wall_ms, work, self._stall_ms, self._end, self._start, end))
-        self._end, self._start, self._stall_ms = end, None, math.nan
+        self._waiting.append(_Step(wall_ms, work, self._stall_ms, self._offload_ms, self._end, self._start, end))
+        self._end, self._start, self._stall_ms, self._offload_ms = end, None, math.nan, math.nan
         self._steps += 1
         while self._waiting and (_arrived(self._waiting[0].end) or len(self._waiting) > WAITING):
             self._history.append(self._waiting.popleft().row())
@@ -247,7 +264,9 @@ class Monitor:
         work = np.nan_to_num(t["tokens"]) if known else t["steps"]
         activity = self._windows.estimate() if self._windows else Estimate()
         # a stall is idle time where no event says better; sampled windows see the gaps inside steps as well
-        idle_ms = np.where(np.isfinite(t["gap_ms"]), t["gap_ms"], t["stall_ms"])
+        offload_ms = np.nan_to_num(t["offload_ms"])
+        between_ms = np.where(np.isfinite(t["gap_ms"]), t["gap_ms"], t["stall_ms"])
+        idle_ms = np.where(np.isfinite(t["offload_ms"]), np.nan_to_num(between_ms) + offload_ms, between_ms)
         idle_frac = np.minimum(np.fmax(idle_ms / np.maximum(t["wall_ms"], 1e-9), activity.idle_frac), 1.0)
         notes = [
             *(self._device_watch.notes if self._device_watch else ()),
@@ -261,19 +280,19 @@ class Monitor:
                 t["wall_ms"],
                 work,
                 idle_frac=idle_frac,
-                stall_ms=np.nan_to_num(t["stall_ms"]),
+                stall_ms=np.nan_to_num(t["stall_ms"]) + offload_ms,
                 run_s=self._wall_s(),
                 usd_per_gpu_hour=self._price,
             ),
-            **{name: _mean(t[name], t["steps"]) for name in ("stall_ms", "gap_ms", "device_ms")},
+            **{name: _mean(t[name], t["steps"]) for name in ("stall_ms", "offload_ms", "gap_ms", "device_ms")},
             activity=activity,
             device=self._device_watch.figures() if self._device_watch else DeviceFigures(),
             notes=tuple(notes),
         )
 
     def frame(self) -> pd.DataFrame:
-        """pandas: steps, wall_ms, tokens, stall_ms, device_ms, gap_ms. A row is a step, or in a run of more than 16,384 steps
-        the sum of `steps` of them. Never waits: NaN where a value is missing or on its way."""
+        """pandas: steps, wall_ms, tokens, stall_ms, offload_ms, device_ms, gap_ms. A row is a step, or in a run of more than 16,384
+        steps the sum of `steps` of them. Never waits: NaN where a value is missing or on its way."""
         import pandas as pd
 
         return pd.DataFrame(self._table()).astype({"steps": "int64"})
@@ -286,6 +305,11 @@ class Monitor:
 
     def _repr_html_(self) -> str:
         return self.summary()._repr_html_() if self._steps else "<p>Monitor before the first step</p>"
+
+
+def _plus(so_far: float, more: float) -> float:
+    """NaN is nothing yet."""
+    return more if math.isnan(so_far) else so_far + more
 
 
 def _mean(values: Any, steps: Any) -> float:

@@ -32,6 +32,7 @@ _SYNC_CALLS = (  # without the version that some tracers add, as in cudaMemcpy_v
 )
 _COMMUNICATION = re.compile(r"nccl|rccl|^c10d::|^gloo:|record_param_comms", re.IGNORECASE)
 DATA_RANGES = ("enumerate(DataLoader)", "data:")
+_HOST_STATE = ("torch/optim/", "torch/utils/data/", "surokit/offload/")
 OPTIMIZER_RANGES = ("Optimizer.",)
 OFFLOAD_RANGES = (
     "surokit.offload.wait ",
@@ -222,7 +223,7 @@ class Observed:
         if self.on_gpu:
             self.reads = self._with_their_waits([s for s in self.r.syncs if s.device != "cpu"])
         else:  # an optimizer's counters and a loader's seed live on the CPU on purpose: no read of them waits for a device
-            self.reads = [s for s in self.r.syncs if not s.inside.startswith(("torch/optim/", "torch/utils/data/"))]
+            self.reads = [s for s in self.r.syncs if not s.inside.startswith(_HOST_STATE)]
         start, end = intervals(self.reads)
         self.sync = np.concatenate((self.waits.start_E, start)), np.concatenate((self.waits.end_E, end))
 

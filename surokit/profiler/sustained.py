@@ -145,9 +145,9 @@ def _share(part: Floats, whole: Floats) -> float:
 # -------------------------------------------------------------------------------------------------------------------- text
 
 
-def rows(s: Any, unit: str = "tokens/s", lost: str = "at least") -> list[tuple[str, str]]:
+def rows(s: Any, unit: str = "tokens/s", lost: str = "at least", waits: str = "data") -> list[tuple[str, str]]:
     """A Sustained, or what has its fields, as rows of a small table; `unit` says what the rates count, `lost` how the lost hours
-    are meant."""
+    are meant, `waits` what a stall waited for."""
     warm_up = "the first step" if s.warmup_steps == 1 else f"the first {s.warmup_steps} steps"
     left_out = f", without {warm_up} ({number(s.warmup_s)} s)" if s.warmup_steps else ""
     drift = percent(s.drift, "+")
@@ -164,7 +164,7 @@ def rows(s: Any, unit: str = "tokens/s", lost: str = "at least") -> list[tuple[s
             + f", over {s.windows}",
         ),
         ("drift", drift if math.isnan(s.drift) else f"{drift} from the first to the last tenth"),
-        ("goodput", f"{percent(s.goodput)} of the wall in steps that count, not waiting for data"),
+        ("goodput", f"{percent(s.goodput)} of the wall in steps that count, not waiting for {waits}"),
         ("GPU hours lost", f"{number(s.lost_gpu_hours)}, {lost}{price}"),
     ]
 

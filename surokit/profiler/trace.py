@@ -47,7 +47,7 @@ def read_chrome(
         raise FileNotFoundError(f"no trace at {file}; torch.profiler writes one with prof.export_chrome_trace(path)")
     if unit not in (None, "us", "ns"):
         raise ValueError(f"unit {unit!r} is none of a trace's units: 'us' or 'ns'")
-    size, limit = uncompressed_bytes(file) / 2**30, _free_gib() if limit_gib is None else limit_gib
+    size, limit = uncompressed_bytes(file) / 2**30, free_gib() if limit_gib is None else limit_gib
     if size > limit:
         raise ValueError(
             f"{file} holds about {size:.3g} GiB of text, and reading takes as much memory, more than "
@@ -136,7 +136,7 @@ def _one_name(ranges: Timeline) -> Timeline:
     return ranges.take(ranges.name_E == np.lexsort((end_N, count_N))[-1])
 
 
-def _free_gib() -> float:
+def free_gib() -> float:
     """Free memory of the machine, or of the container that is smaller; no limit where neither is told."""
     free = float("inf")
     with suppress(OSError, ValueError, IndexError):

@@ -320,6 +320,7 @@ def ignoring_warning(message: str) -> Iterator[None]:
 _TORCH = os.path.dirname(torch.__file__) + os.sep  # noqa: PTH120
 # the kernels are mapped from a folder of their own, which an editable install leaves outside the package's
 _OWN = tuple(str(Path(f).resolve().parent.parent) + os.sep for f in (__file__, str(reference.__file__)))
+_OFFLOAD = _OWN[0] + "offload" + os.sep  # reads what it keeps on the host: told apart from what a user could change
 _LIBRARIES = tuple(
     {
         path + os.sep
@@ -351,10 +352,13 @@ def user_line(frame: FrameType | None) -> tuple[str, int, str]:
         if library and not inside:
             inside, inside_line = library, frame.f_lineno
         frame = frame.f_back
-    return (first.f_code.co_filename, first.f_lineno, "") if first is not None else ("", 0, "")
+    own = f"{inside}:{inside_line}" if inside.startswith("surokit/") else ""  # one of our threads
+    return (first.f_code.co_filename, first.f_lineno, own) if first is not None else ("", 0, "")
 
 
 def _inside_library(file: str) -> str | None:
+    if file.startswith(_OFFLOAD):
+        return "surokit/offload/" + file[len(_OFFLOAD) :].replace(os.sep, "/")
     if file.startswith((*_OWN, _TORCH + "_ops.py", "<frozen")):
         return ""
     if file.startswith(_TORCH):

@@ -455,9 +455,15 @@ class Driver:
             return Layers(self.sessions[name].model, tokens, lambda: self._bring(name))
 
         try:
-            base = layers_of(baseline)
+            base, trained_by = layers_of(baseline), type(self.sessions[baseline].optimizer)
             for name in others:
-                runs[name].prediction = predict(layers_of(name), base, self._shares, step_s, parts)
+                runs[name].prediction = (
+                    predict(layers_of(name), base, self._shares, step_s, parts)
+                    if type(self.sessions[name].optimizer) is trained_by
+                    else Prediction(
+                        None, why="it is trained by another optimizer, and what products take says nothing of that"
+                    )
+                )
         except Exception as error:  # a race does not fail for want of a prediction
             for name in others:
                 runs[name].prediction = runs[name].prediction or Prediction(

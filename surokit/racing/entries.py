@@ -15,6 +15,7 @@ from torch import nn
 from surokit.racing.parking import Parking, bytes_of, fits, share_frozen
 from surokit.recipe import Recipe, find_recipe
 from surokit.train import Session
+from surokit.train.optim import Spec
 from surokit.train.stream import Batch
 
 Entry = Recipe | str | Session
@@ -62,6 +63,11 @@ def grid(entries: Any, control: bool) -> Grid:
     for name, entry in given.items():
         if not isinstance(name, str) or not name.strip():
             raise ValueError(f"race(): {name!r} is no name of an entry.")
+        if isinstance(entry, Spec | torch.optim.Optimizer):
+            raise TypeError(
+                f"race(): {name!r} is an optimizer: give Sessions that are trained by them, with the same weights, data and "
+                "schedule, and allow=('optimizer',)."
+            )
         if not isinstance(entry, Recipe | str | Session):
             raise TypeError(f"race(): {name!r} is a {type(entry).__name__}: give a recipe, its name, or a Session.")
         found[name] = entry if isinstance(entry, Session) else find_recipe(entry)

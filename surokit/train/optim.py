@@ -17,13 +17,15 @@ is, blocks of 8-bit moments begin with each shard, and every shard draws bits of
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surokit.kernels import best
 from surokit.kernels.reference.adamw import adamw_, stochastic_bf16
@@ -59,14 +61,21 @@ class Spec:
 
 
 class SpecMeta(type):
-    """Calling an optimizer class without parameters gives a Spec; with parameters first, the optimizer."""
+    """Calling an optimizer class without parameters gives a Spec; with parameters first, the optimizer.
+
+    Either way the class's `check` is given all options, with the defaults of its constructor.
+    """
 
     def __call__(cls, params: Parameters | None = None, **options: Any) -> Any:
-        if params is not None:
-            return super().__call__(params, **options)
-        inspect.signature(cls.__init__).bind(None, None, **options)  # type: ignore[misc]  # a misspelt option fails here
-        cls.check(**options)  # type: ignore[attr-defined]
-        return Spec(cls, options)  # type: ignore[arg-type]
+        signature = cls.__signature__
+        try:
+            given = signature.bind(None, **options)
+        except TypeError as error:  # a misspelt option
+            known = ", ".join(list(signature.parameters)[1:])
+            raise TypeError(f"{cls.__name__}: {error}. Its options are {known}.") from None
+        given.apply_defaults()
+        cls.check(given.arguments)  # type: ignore[attr-defined]
+        return Spec(cls, options) if params is None else super().__call__(params, **options)  # type: ignore[arg-type]
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -103,10 +112,9 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         seed: int = 0,
     ) -> None:
         assert params is not None, "SpecMeta gives a Spec then"
-        self.check(lr, betas, weight_decay, eps, state_dtype, rounding, seed)
         self.state_dtype, self.rounding, self.seed = state_dtype, rounding, seed
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "eps": eps, "fused": True}
-        super().__init__(decay_groups(params, weight_decay), defaults)
+        super().__init__(decay_groups(type(self).__name__, params, weight_decay), defaults)
         self._step_supports_amp_scaling = True  # torch's word for: reads grad_scale and found_inf
         self._warn_stalling_moments()
         if rounding == "stochastic" and any(p.dtype == torch.float16 for p in self._all_params()):
@@ -120,27 +128,16 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         def build(self, params: Parameters) -> AdamW: ...
 
     @classmethod
-    def check(
-        cls,
-        lr: float | Tensor = 0.0,
-        betas: tuple[float, float] = (0.0, 0.0),
-        weight_decay: float = 0.0,
-        eps: float = 1e-8,
-        state_dtype: torch.dtype | None = None,
-        rounding: str = "nearest",
-        seed: int = 0,
-    ) -> None:
+    def check(cls, options: Mapping[str, Any]) -> None:
         """ValueError that names the option which is out of range."""
         name = cls.__name__
-        check_adamw(name, lr, betas, weight_decay, eps)
-        if state_dtype not in (None, torch.float32):
-            raise ValueError(
-                f"{name}: state_dtype={state_dtype} must be None (the parameters' dtype) or torch.float32."
-            )
-        if rounding not in ("nearest", "stochastic"):
+        check_adamw(name, options)
+        if (dtype := options.get("state_dtype")) not in (None, torch.float32):
+            raise ValueError(f"{name}: state_dtype={dtype} must be None (the parameters' dtype) or torch.float32.")
+        if (rounding := options["rounding"]) not in ("nearest", "stochastic"):
             raise ValueError(f'{name}: rounding={rounding!r} must be "nearest" or "stochastic".')
-        if not 0 <= seed < 2**64:
-            raise ValueError(f"{name}: seed={seed} must be an integer from 0 to 2^64 - 1.")
+        if not isinstance(seed := options["seed"], int) or not 0 <= seed < 2**64:
+            raise ValueError(f"{name}: seed={seed!r} must be an integer from 0 to 2^64 - 1.")
 
     def _warn_stalling_moments(self) -> None:
         half = (torch.bfloat16, torch.float16)
@@ -148,9 +145,8 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
             low = self.state_dtype is None and any(p.dtype in half for p in group["params"])
             if low and group["betas"][1] >= 0.998:
                 warnings.warn(
-                    f"AdamW: beta2={group['betas'][1]} with bfloat16 moments: a decay below half a unit in the last "
-                    "place rounds away, so the second moment stalls. Use state_dtype=torch.float32 "
-                    "or beta2 <= 0.99.",
+                    f"{type(self).__name__}: beta2={group['betas'][1]} with bfloat16 moments: a decay below half a unit in the "
+                    "last place rounds away, so the second moment stalls. Use state_dtype=torch.float32 or beta2 <= 0.99.",
                     stacklevel=4,
                 )
                 return
@@ -201,10 +197,16 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     def _update(self, params: list[Tensor], options: dict[str, Any]) -> None:
         states = [self._state_of(p) for p in params]
-        params, grads = _local(params), _local([p.grad for p in params if p.grad is not None])
-        moments, squares = _local([s["exp_avg"] for s in states]), _local([s["exp_avg_sq"] for s in states])
+        params, grads = local(params), local([p.grad for p in params if p.grad is not None])
+        moments, squares = local([s["exp_avg"] for s in states]), local([s["exp_avg_sq"] for s in states])
         steps = [s["step"] for s in states]
         device = params[0].device
+        self._check_moved(device, moments[0].device)
+        if device.type == "cpu":  # there torch's fused kernel goes by memory, whatever the strides (tried)
+            grads = [
+                g if g.stride() == p.stride() else torch.empty_like(p, dtype=g.dtype).copy_(g)
+                for p, g in zip(params, grads)
+            ]
         # torch's fused kernel wants one dtype: with float32 moments it works on float32 copies, a chunk at a time
         mixed = self._mixed(params[0].dtype, grads[0].dtype)
         keys = _step_keys([s["key"] for s in states], steps) if self._rounds(params[0].dtype) else None
@@ -241,6 +243,13 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         if mixed:
             torch._foreach_copy_(params, targets)
 
+    def _check_moved(self, weights: torch.device, moments: torch.device) -> None:
+        if weights != moments:
+            raise RuntimeError(
+                f"{type(self).__name__}: weights are on {weights} and their moments on {moments}, since the model was moved or "
+                "offloaded: optimizer.load_state_dict(optimizer.state_dict()) brings the moments there."
+            )
+
     def _state_of(self, p: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[p]
         if not state:
@@ -271,17 +280,16 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, except that moments come back in this optimizer's dtype instead of the parameter's.
 
-        torch.optim.AdamW's state is accepted too, unless it has amsgrad or maximize.
+        torch.optim.AdamW's state is accepted too, unless it has amsgrad or maximize; and OffloadAdamW's where weights are whole and
+        float32, as are its masters.
         """
-        groups = state_dict["param_groups"]
-        if any(group.get("amsgrad") or group.get("maximize") for group in groups):
-            raise ValueError("This optimizer state was made with amsgrad or maximize, which AdamW does not have here.")
-        saved = [index for group in groups for index in group["params"]]
-        sources = {p: state_dict["state"].get(index) for p, index in zip(self._all_params(), saved)}
-        if any(source and not {"step", "exp_avg", "exp_avg_sq"} <= source.keys() for source in sources.values()):
+        sources = adamw_states(self, state_dict)
+        if any("master" in source and not _shows_all(p) for p, source in sources.items() if source):
             raise ValueError(
-                f"This state was not made by an AdamW: load it into the optimizer that made it, not into {type(self).__name__}."
+                "This state was made by OffloadAdamW, and its float32 masters say more than the weights do: load it into an "
+                f"OffloadAdamW, not into {type(self).__name__}."
             )
+        state_dict = {**state_dict, "state": {k: _without_master(v) for k, v in state_dict["state"].items()}}
         if any(source and ("absmax" in source) != self._in_8bit(p) for p, source in sources.items()):
             raise ValueError("Moments of 8 bits and others do not mix: load the state into the optimizer that made it.")
         super().load_state_dict(state_dict)
@@ -327,7 +335,7 @@ class AdamW8bit(AdamW):
     def _new_moments(self, p: Tensor) -> dict[str, Tensor]:
         if not self._in_8bit(p):
             return super()._new_moments(p)
-        blocks = -(-_local([p])[0].numel() // BLOCK)
+        blocks = -(-local([p])[0].numel() // BLOCK)
         return {
             "exp_avg": torch.zeros_like(p, dtype=torch.uint8, memory_format=torch.contiguous_format),
             "exp_avg_sq": torch.zeros_like(p, dtype=torch.uint8, memory_format=torch.contiguous_format),
@@ -344,12 +352,13 @@ class AdamW8bit(AdamW):
             return
         states = [self._state_of(p) for p in large]
         steps = [s["step"] for s in states]
+        self._check_moved(large[0].device, states[0]["exp_avg"].device)
         scale, mask = scale_and_mask(self, large[0].device)
         best(adamw8bit_, large[0].device)(
-            _local(large),
-            _local([p.grad for p in large if p.grad is not None]),
-            _local([s["exp_avg"] for s in states]),
-            _local([s["exp_avg_sq"] for s in states]),
+            local(large),
+            local([p.grad for p in large if p.grad is not None]),
+            local([s["exp_avg"] for s in states]),
+            local([s["exp_avg_sq"] for s in states]),
             [s["absmax"] for s in states],
             [s["absmax_sq"] for s in states],
             steps,
@@ -360,36 +369,70 @@ class AdamW8bit(AdamW):
         )
 
 
-def check_adamw(name: str, lr: float | Tensor, betas: tuple[float, float], weight_decay: float, eps: float) -> None:
+def adamw_states(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> dict[Tensor, dict[str, Any] | None]:
+    """Of each parameter what a state dict has of it. ValueError where these are not the moments of an AdamW."""
+    groups, name = state_dict["param_groups"], type(optimizer).__name__
+    if any(group.get("amsgrad") or group.get("maximize") for group in groups):
+        raise ValueError(f"This optimizer state was made with amsgrad or maximize, which {name} does not have here.")
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    saved = [index for group in groups for index in group["params"]]
+    sources = {p: state_dict["state"].get(index) for p, index in zip(params, saved)}
+    if any(source and not {"step", "exp_avg", "exp_avg_sq"} <= source.keys() for source in sources.values()):
+        raise ValueError(
+            f"This state was not made by an AdamW: load it into the optimizer that made it, not into {name}."
+        )
+    return sources
+
+
+def _shows_all(p: Tensor) -> bool:
+    """Whether a parameter is its own float32 master, in its order."""
+    return p.dtype == torch.float32 and p.is_contiguous() and not _sharded(p)
+
+
+def _without_master(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != "master"}
+
+
+def check_adamw(name: str, options: Mapping[str, Any]) -> None:
     """ValueError that names the option of AdamW which is out of range; `name`: of the optimizer."""
+    lr, betas = options["lr"], options["betas"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"{name}: lr is one number, not a tensor of shape {list(lr.shape)}.")
-    elif not 0 <= lr < float("inf"):
-        raise ValueError(f"{name}: lr={lr} must be a finite number >= 0.")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"{name}: betas={betas} must be two numbers in [0, 1).")
-    if weight_decay < 0 or eps < 0:
-        raise ValueError(f"{name}: weight_decay={weight_decay} and eps={eps} must not be negative.")
+    elif not _number(lr) or not 0 <= lr < math.inf:
+        raise ValueError(f"{name}: lr={lr!r} must be a finite number >= 0.")
+    pair = isinstance(betas, Sequence) and len(betas) == 2
+    if not pair or not all(_number(beta) and 0 <= beta < 1 for beta in betas):
+        raise ValueError(f"{name}: betas={betas!r} must be two numbers in [0, 1).")
+    for option in ("weight_decay", "eps"):
+        if not _number(value := options[option]) or not value >= 0:
+            raise ValueError(f"{name}: {option}={value!r} must be a number, and must not be negative.")
 
 
-def decay_groups(params: Parameters, weight_decay: float) -> list[dict[str, Any]]:
+def _number(value: Any) -> bool:
+    return isinstance(value, Real)
+
+
+def decay_groups(name: str, params: Parameters, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups of the trainable `params`, with weight decay from two dimensions up. Groups pass unchanged.
 
-    ValueError where nothing is trainable.
+    name: of the optimizer, for messages. ValueError where nothing is trainable.
     """
-    if isinstance(params, Tensor):
-        raise TypeError("AdamW takes an iterable of parameters, for example model.parameters(), not one tensor.")
+    if isinstance(params, Tensor | nn.Module):
+        kind = "one tensor" if isinstance(params, Tensor) else "a module"
+        raise TypeError(f"{name} takes an iterable of parameters, for example model.parameters(), not {kind}.")
     every = list(params)
     if every and isinstance(every[0], dict):
         return every  # type: ignore[return-value]
     tensors: list[Tensor] = [p for p in every if isinstance(p, Tensor)]
     if len(tensors) < len(every):
-        raise TypeError("AdamW takes parameters or torch's parameter groups; for named ones pass model.parameters().")
+        raise TypeError(f"{name} takes parameters or torch's parameter groups; for named ones pass model.parameters().")
     trainable = [p for p in tensors if p.requires_grad]
     if not trainable:
         raise ValueError(
-            "There is nothing to train: no parameter requires a gradient. "
+            f"{name}: there is nothing to train: no parameter requires a gradient. "
             "Unfreeze some, or add an adapter with recipe.lora()."
         )
     matrices = [p for p in trainable if p.ndim >= 2]
@@ -398,7 +441,7 @@ def decay_groups(params: Parameters, weight_decay: float) -> list[dict[str, Any]
     return [group for group in groups if group["params"]]
 
 
-def _local(tensors: list[Tensor]) -> list[Tensor]:
+def local(tensors: list[Tensor]) -> list[Tensor]:
     """What this process holds of each tensor: a DTensor's shard, which shares its memory; any other tensor itself."""
     return [t.to_local() if _sharded(t) else t for t in tensors]  # type: ignore[attr-defined]
 

@@ -84,7 +84,8 @@ class Late:
             before, start, end = self._events
             if before is not None and start is not None and end is not None:
                 span_ms, gap_ms = start.elapsed_time(end), before.elapsed_time(start)
-                values["idle_frac"] = max(0.0, gap_ms) / max(gap_ms + span_ms, 1e-9)
+                waited_ms = values.get("offload_ms", 0.0)  # some of it a step late, as the device passed it
+                values["idle_frac"] = min((max(0.0, gap_ms) + waited_ms) / max(gap_ms + span_ms, 1e-9), 1.0)
             self._values = values
         return self._values
 
@@ -96,8 +97,9 @@ class Record:
     step: number of steps done, from 1. lr: of the first parameter group. tokens: elements of input_ids, accumulation
     included. targets: labels that count. wall_ms: host time since the end of the step before (or since run() began).
     stall_ms: the part of it that waited for a batch. idle_frac: the share of it without forward, backward or optimizer
-    work, a lower bound of the idle time (gaps inside the step are the profiler's business). meters have offload_ms where the
-    optimizer offloads: how long the host waited in its step for slots, for the host's Adam and for transfers. peak_gib: of the
+    work, a lower bound of the idle time (other gaps inside the step are the profiler's business). meters have offload_ms where the
+    optimizer offloads, a part of the idle time too: how long the device was without work for a transfer or the host's update; on
+    CUDA of the waits that it had passed when the step was given, so some count a step later. peak_gib: of the
     device memory on CUDA, of the process on a CPU. elapsed_s: wall_ms summed over the run. skipped: not finite, so masked.
     """
 

@@ -43,6 +43,7 @@ from surokit.train.running import Running
 from surokit.train.schedule import Cosine, Schedule
 from surokit.train.setup import (
     build_optimizer,
+    check_place,
     check_settings,
     claim_folder,
     device_of,
@@ -279,6 +280,7 @@ class Session:
     def _step(self, batches: Sequence[Batch]) -> Record:
         for batch in batches:
             check_batch(batch)
+        check_place(self.model, self.device)
         self._prepare(None)
         if not self.model.training:
             self.model.train()

@@ -88,6 +88,16 @@ def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device if streamed is None else streamed
 
 
+def check_place(model: nn.Module, device: torch.device) -> None:
+    """RuntimeError where the model computes elsewhere now than when its session was made."""
+    here = next(model.parameters()).device
+    if here != device and (here := device_of(model)) != device:
+        raise RuntimeError(
+            f"This session was made when its model computed on {device}, and now it does on {here}: move the model, or call "
+            "offload_weights, before the Session is made."
+        )
+
+
 def vocabulary_of(model: nn.Module) -> int:
     """Rows of the model's token embedding, its largest one; a model without embeddings takes any token."""
     return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=sys.maxsize)

@@ -28,11 +28,12 @@ class Summary:
     were behind the last checkpoint. tokens_per_s_1s, _1min, _10min: over the last steps that together take that long, NaN in a
     shorter run. tokens_per_s_p5 ... p95: over windows of one second, or over steps in a run of fewer than 20 s (`windows` says
     which). drift: speed of the last tenth of the steps over the first tenth, less 1. idle_frac: a lower bound (see Record);
-    sampled_idle_frac: the mean over the windows of surokit.activity, None without them. offload_ms: a step, that the host waited
-    for an optimizer whose state is on the host; None for others.
-    goodput: step time that was neither skipped nor waiting for data over run_s. lost_gpu_hours: run_s less the busy time of the
-    steps that count, at least (of the CPU where there is no GPU); lost_usd at the price given. mfu: share of `peak`; None where
-    there is no peak to name, and `peak` says why. graphs: whether steps ran as CUDA graphs, and why not; "" where there is no CUDA.
+    sampled_idle_frac: the mean over the windows of surokit.activity, None without them. offload_ms: a step, that the device was
+    without work for an optimizer whose state is on the host, part of the idle share; None for others.
+    goodput: step time that was neither skipped nor waiting for data or offload over run_s. lost_gpu_hours: run_s less the busy
+    time of the steps that count, at least (of the CPU where there is no GPU); lost_usd at the price given. mfu: share of `peak`;
+    None where there is no peak to name, and `peak` says why. graphs: whether steps ran as CUDA graphs, and why not; "" where there
+    is no CUDA.
     """
 
     recipe: str
@@ -78,7 +79,7 @@ class Summary:
 
         skipped = f", {self.skipped} skipped" if self.skipped else ""
         redone = f", {self.redone_s:.1f} s taken again after a restart" if self.redone_s else ""
-        figures = rows(self)
+        figures = rows(self, waits="data" if self.offload_ms is None else "data or offload")
         out = [
             ("recipe", f"{self.recipe}{f' ({self.numerics})' if self.numerics else ''}"),
             ("device", self.device),
@@ -87,8 +88,8 @@ class Summary:
             ("wall", f"{self.run_s:.1f} s, of it {self.step_s:.1f} s in steps{redone}"),
             *figures[:-2],
             ("idle, at least", percent(self.idle_frac)),
+            *([] if self.offload_ms is None else [("  waiting for offload", self._offload())]),
             *([] if self.sampled_idle_frac is None else [("idle, sampled", percent(self.sampled_idle_frac))]),
-            *([] if self.offload_ms is None else [("waiting for offload", self._offload())]),
             *figures[-2:],
             ("MFU", f"{self.mfu:.1%} of {self.peak}" if self.mfu is not None else f"none: {self.peak}"),
             ("peak memory", f"{number(self.peak_gib)} GiB"),
@@ -124,6 +125,7 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
     if not steps:
         raise ValueError("There is nothing to sum up before the first step: call session.run(steps) first.")
     step_s = float(columns["wall_ms"].sum()) / 1e3
+    offload_ms = columns.get("offload_ms", np.full(steps, np.nan))
     # where older steps have left memory, those that are there stand for all
     all_steps_s = max(session.step_s, step_s)
     held = step_s / all_steps_s if all_steps_s else 1.0
@@ -133,13 +135,13 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
         columns["tokens"],
         idle_frac=columns["idle_frac"],
         skipped=columns["skipped"],
-        stall_ms=columns["stall_ms"],
+        stall_ms=columns["stall_ms"] + np.nan_to_num(offload_ms),
         run_s=held * run_s,
         usd_per_gpu_hour=usd_per_gpu_hour,
     )
     busy = columns.get("busy_frac", np.array([]))
     busy = busy[np.isfinite(busy)]
-    offload = columns.get("offload_ms", np.array([]))[sustained.warmup_steps :]
+    offload = offload_ms[sustained.warmup_steps :]
     offload = offload[np.isfinite(offload)]
     mfu, peak = _utilisation(session, sustained.tokens_per_s)
     losses = columns["loss"][np.isfinite(columns["loss"])]

@@ -107,8 +107,8 @@ def figures(state: PanelState) -> list[Figure]:
     told = " · ".join(f"{name} {_share(share)}" for name, share in causes.items() if share >= 0.0005)
     if state.idle_mean.last:
         out.append(Figure("idle", "Device idle", _percent(state.idle_mean), told or "at least"))
-    elif causes.get("data", 0.0) >= 0.005:
-        out.append(Figure("idle", "Device idle", f"≥ {_share(causes['data'])}", told))
+    elif sum(causes.values()) >= 0.005:
+        out.append(Figure("idle", "Device idle", f"≥ {_share(sum(causes.values()))}", told))
     if state.memory.last:
         out.append(Figure("memory", "Peak memory", f"{short(state.memory.last[1])} GiB"))
     if state.gpu_hours is not None:
@@ -394,16 +394,12 @@ def money_words(state: PanelState) -> str:
 
 
 def idle_lines(state: PanelState) -> list[str]:
-    """Where the time went that the device did not work, and how long an offloaded optimizer was waited for, a line each; [] where
-    nothing is known of it."""
-    words = {"data": "waiting for data", "between steps": "between steps", "inside steps": "inside steps"}
-    told = [f"{words[name]} {_share(share)}" for name, share in state.idle_causes.items() if share >= 0.0005]
+    """Where the time went that the device did not work, in a line; [] where nothing is known of it."""
+    words = {"data": "waiting for data", "offload": "waiting for offload"}
+    told = [f"{words.get(name, name)} {_share(share)}" for name, share in state.idle_causes.items() if share >= 0.0005]
     if told and told[-1].startswith("inside") and state.launches is not None:
         told[-1] += f" ({short(state.launches)} launches)"
-    lines = [f"Idle: {', '.join(told)}"] if told else []
-    if state.offload_share is not None:
-        lines.append(f"Waiting for the offloaded optimizer: {_share(state.offload_share)} of the time")
-    return lines
+    return [f"Idle: {', '.join(told)}"] if told else []
 
 
 def clock_time(seconds: float) -> str:
@@ -447,8 +443,11 @@ def summary_line(state: PanelState) -> str:
         words.append(f"held out {_loss(state.held_out)}")
     if state.rate_sustained.last:
         words.append(f"{_last(state.rate_sustained)} {'tokens/s' if state.tokens else 'steps/s'}")
-    if state.idle_mean.last:
-        words.append(f"idle {_percent(state.idle_mean)}")
+    causes = state.idle_causes
+    if state.idle_mean.last or sum(causes.values()) >= 0.005:
+        idle = _percent(state.idle_mean) if state.idle_mean.last else f"≥ {_share(sum(causes.values()))}"
+        offload = causes.get("offload", 0.0)
+        words.append(f"idle {idle}" + (f", for offload {_share(offload)}" if offload >= 0.005 else ""))
     if state.memory.last:
         words.append(f"peak {_last(state.memory)} GiB")
     if money := money_words(state):

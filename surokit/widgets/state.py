@@ -401,7 +401,8 @@ class PanelState:
         """One step's numbers; None means not measured. seconds: wall time since the step before. elapsed: seconds of the
         whole run so far, by default the sum of those. idle: share of the step's time, 0..1. stall: seconds of it that waited
         for a batch. memory: the highest so far, in GiB. busy: share of the time in which the device worked, 0..1, and launches: of
-        kernels a step, where a meter sampled them. offload: seconds in which the host waited for an offloaded optimizer. steps: how
+        kernels a step, where a meter sampled them. offload: seconds of it that the device waited for an offloading optimizer, idle
+        time as well. steps: how
         many steps up to this one the numbers stand for: the means of their losses, norms and shares, the sums of their tokens and
         seconds. Health judges single steps only.
 
@@ -438,8 +439,9 @@ class PanelState:
             self._add_rate(step, tokens, seconds, idle, stall, offload, steps)
             self._step_s += seconds
             if not skipped:
-                idle_s = stall if idle is None or idle != idle else idle * seconds
-                self._good_s += seconds - min(stall, idle_s)
+                waited = stall + (offload or 0.0)
+                idle_s = waited if idle is None or idle != idle else idle * seconds
+                self._good_s += seconds - min(waited, idle_s)
                 self._busy_s += seconds - idle_s
         if elapsed is not None:
             self.elapsed_s = elapsed
@@ -544,7 +546,7 @@ class PanelState:
 
     @property
     def goodput(self) -> float | None:
-        """Time of steps that count, without waiting for data, over the wall time of the run; None before the first."""
+        """Time of steps that count, without waiting for data or offload, over the wall time of the run; None before the first."""
         return self._good_s / max(self.run_s, self._step_s) if self._step_s and self._accounted else None
 
     @property
@@ -569,25 +571,22 @@ class PanelState:
 
     @property
     def idle_causes(self) -> dict[str, float]:
-        """Shares of the time at present, 0..1, by cause: "data", waiting for a batch; "between steps", other gaps between them,
-        where idle time is measured; "inside steps", between kernels, where a meter samples it. What is not known is not there.
+        """Shares of the time at present, 0..1, by cause: "data", waiting for a batch; "offload", waiting for an optimizer whose
+        state is on the host; "between steps", other gaps between them, where idle time is measured; "inside steps", between
+        kernels, where a meter samples it. What is not known is not there.
         """
         causes: dict[str, float] = {}
         if self._seconds_sum and (self._stall_sum > 0.0 or self.idle_mean.last is not None):
             causes["data"] = self._stall_sum / self._seconds_sum
-        outside = causes.get("data", 0.0)
+        if self._offload_sum is not None and self._seconds_sum:
+            causes["offload"] = self._offload_sum / self._seconds_sum
+        outside = sum(causes.values())
         if self.idle_mean.last is not None:
             causes["between steps"] = max(0.0, self.idle_mean.last[1] - outside)
             outside += causes["between steps"]
         if self.busy is not None:
             causes["inside steps"] = max(0.0, 1.0 - self.busy - outside)
         return causes
-
-    @property
-    def offload_share(self) -> float | None:
-        """Share of the time at present, 0..1, in which the host waited for an optimizer whose state is on the host; None where
-        there is none. It is part of the step, and the device may have had work meanwhile."""
-        return None if self._offload_sum is None or not self._seconds_sum else self._offload_sum / self._seconds_sum
 
     @property
     def light_per_rate(self) -> float | None:

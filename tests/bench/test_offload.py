@@ -1,5 +1,6 @@
 """The benchmark of offloading: its arithmetic, the emulated device, and short runs of both its parts."""
 
+import copy
 import itertools
 import json
 import math
@@ -9,10 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from surokit.bench import offload, result
+from surokit import environment
+from surokit.bench import book, offload, offload_decoder, offload_emulated, offload_table, result
 from surokit.bench.__main__ import main
-from surokit.bench.offload import AGAIN, CONTROL, NONE, WAYS, ZENFLOW, Case, Sleeper
+from surokit.bench.configurations import MODELS, TINY, Work
+from surokit.bench.offload_decoder import Real, Trains
+from surokit.bench.offload_emulated import Case, Emulated, Sleeper
+from surokit.bench.offload_ways import AGAIN, CONTROL, NONE, WAYS, ZENFLOW, turn
 from surokit.bench.process import Failed
+from surokit.offload.accounts import Accounts
+from surokit.offload.link import HostLink
 from surokit.planner.offload import stall_gain
 
 QUICK = {"compute_ms": 4.0, "emulated_ms": 2.0, "link_gb_s": 0.5, "rest_s": 1e-7, "stalled": 0.5, "tried": []}
@@ -50,7 +57,7 @@ def raw(rounds=6, zenflow_ms=110.0, up=0.225, landing=30.0):
 
 
 def test_figures():
-    found = offload.figures(raw(), "made up")
+    found = offload_table.figures(raw(), "made up")
     assert found["f"] == pytest.approx(0.5)
     assert found["gain"].mid == pytest.approx(200 / 110)
     assert found["removed"].mid == pytest.approx(0.9)  # 10 of 100 ms are left
@@ -64,13 +71,13 @@ def test_figures():
 @pytest.mark.parametrize(("change", "missed"), [({"zenflow_ms": 116.0}, {1, 2}), ({"up": 0.26}, {0})])
 def test_bars_that_are_missed_are_told(change, missed):
     data = raw(**change)
-    met = list(offload.figures(data, "made up")["bars"].values())
+    met = list(offload_table.figures(data, "made up")["bars"].values())
     assert met == [number not in missed for number in range(3)]
-    assert offload.table(data).count("MISSED") == len(missed)
+    assert offload_table.table(data).count("MISSED") == len(missed)
 
 
 def test_the_table(tmp_path):
-    text = offload.table(raw())
+    text = offload_table.table(raw())
     assert "| made up | zenflow | 110.0 (110.0 to 110.0) | landing 9.0 | 90.0% (90.0% to 90.0%) | 1.818" in text
     assert "| 1.77 | 0.9000 + 0.2250 | 1.1250 |" in text
     assert "AdamW slowed by resting" in text
@@ -82,10 +89,10 @@ def test_the_table(tmp_path):
 def test_only_whole_rounds_count():
     data = raw(rounds=3)
     del data["offload"][f"made up/1/{ZENFLOW}"]
-    assert len(offload.turns_of(data, "made up")[NONE]) == 2
+    assert len(offload_table.turns_of(data, "made up")[NONE]) == 2
     for number in range(3):
         data["offload"].pop(f"made up/{number}/{NONE}")
-    assert offload.table(data) == "No round is whole yet: call it again."
+    assert offload_table.table(data) == "No round is whole yet: call it again."
 
 
 # -- the device
@@ -109,7 +116,7 @@ def test_what_is_emulated_is_taken_off_the_computing():
 
 def test_fill_and_take_are_the_devices_work_and_the_transfer_is_not():
     device = Sleeper(0.0)
-    link = offload._link(device, gb_s=1e-3)
+    link = offload_emulated.link_of(device, gb_s=1e-3)
     data = torch.arange(50_000, dtype=torch.uint8)  # 50 ms
     to = torch.empty_like(data)
 
@@ -127,7 +134,8 @@ def test_fill_and_take_are_the_devices_work_and_the_transfer_is_not():
 class Steps:
     """A way whose steps are counted."""
 
-    window, parameters, optimizer = 4, 0, None
+    window, parameters = 4, 0
+    optimizer: Any = None
 
     def __init__(self):
         self.calls = []
@@ -148,7 +156,7 @@ class Steps:
 
 def test_a_turn_begins_behind_a_window_and_is_not_charged_what_is_owed():
     way = Steps()
-    found = offload.turn(way, 8)
+    found = turn(way, 8)
     assert way.calls == ["begin", *["step"] * 4, "begin", *["step"] * 8]
     assert found["steps"] == 8
     assert 3.75 <= found["ms"] < 20
@@ -179,16 +187,16 @@ def test_a_setting_brings_the_control_to_its_stall(case, monkeypatch):
         way.device.worked_s += 2 * steps * 0.02
         return {"ms": way.ms}
 
-    monkeypatch.setattr(offload, "Emulated", Model)
-    monkeypatch.setattr(offload, "turn", turn)
-    s = offload.setting(case, [Gradient()])
+    monkeypatch.setattr(offload_emulated, "Emulated", Model)
+    monkeypatch.setattr(offload_emulated, "turn", turn)
+    s = offload_emulated.setting(case, [Gradient()])
     assert s["compute_ms"] == pytest.approx(40)
     assert s["stalled"] == pytest.approx(case.stalled, rel=0.02)
     assert (s["rest_s"] > 0) == case.slowed
 
 
 def test_what_no_computing_had_room_for_is_time():
-    way = offload.Emulated(NONE, [torch.ones(2, 2)], Sleeper(0.01), gb_s=1.0)
+    way = Emulated(NONE, [torch.ones(2, 2)], Sleeper(0.01), gb_s=1.0)
     for owed_s, off in ((0.004, 0.004), (0.5, 0.01)):
         way.device.owed_s = owed_s
         assert way.over() == off
@@ -201,7 +209,7 @@ def test_what_no_computing_had_room_for_is_time():
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
     patch = pytest.MonkeyPatch()
-    patch.setattr(offload, "setting", lambda case, work: QUICK)
+    patch.setattr(offload_emulated, "setting", lambda case, work: QUICK)
     out = tmp_path_factory.mktemp("offload") / "raw.json"
     data = offload.run(device="cpu", rounds=2, millions=0.02, cases=["AdamW"], out=out)
     yield data, out
@@ -211,9 +219,9 @@ def emulated(tmp_path_factory):
 def test_an_emulated_run(emulated):
     data, out = emulated
     assert json.loads(out.read_text()) == data
-    assert offload.cases_of(data) == ["f = .5, AdamW", "f = .93, AdamW"]
+    assert offload_table.cases_of(data) == ["f = .5, AdamW", "f = .93, AdamW"]
     for case, interval in (("f = .5, AdamW", 4), ("f = .93, AdamW", 8)):
-        turns = offload.turns_of(data, case)
+        turns = offload_table.turns_of(data, case)
         for each in turns[CONTROL] + turns[AGAIN]:
             assert (each["down"], each["up"]) == (1, 1)
         for each in turns[ZENFLOW]:
@@ -240,64 +248,69 @@ def test_the_same_command_goes_on(emulated, monkeypatch):
 
 
 def test_without_time_nothing_is_lost(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(offload, "setting", lambda case, work: QUICK)
+    monkeypatch.setattr(offload_emulated, "setting", lambda case, work: QUICK)
     data = offload.run(device="cpu", millions=0.02, minutes=1e-6, out=tmp_path / "raw.json")
     assert data["offload"] == {}
     assert "Call it again to go on" in capsys.readouterr().err
 
 
-def test_a_rehearsal_of_the_gpus_part(tmp_path):
-    data = offload.run(rehearse=True, rounds=2, out=tmp_path / "raw.json")
-    turns = offload.turns_of(data, "real steps")
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory):
+    return offload.run(rehearse=True, rounds=2, out=tmp_path_factory.mktemp("offload") / "raw.json")
+
+
+def test_a_rehearsal_of_the_gpus_part(rehearsed):
+    data = rehearsed
+    turns = offload_table.turns_of(data, "tiny, S = 4")
     assert [len(turns[way]) for way in WAYS] == [2] * 4
-    found = offload.figures(data, "real steps")
+    found = offload_table.figures(data, "tiny, S = 4")
     assert found["down"] + found["up"] == pytest.approx(found["formula"], rel=0.02)
     assert math.isnan(found["explained"])  # waits of a host that runs ahead explain nothing
-    text = offload.table(data)
+    text = offload_table.table(data)
     assert "the times mean nothing" in text
-    assert data["offload"]["real steps/rates"]["rates"]["predicted"]["gain"] > 0
+    assert data["offload"]["tiny, S = 4/rates"]["rates"]["predicted"]["gain"] > 0
 
 
 def test_where_memory_is_short_ways_are_built_for_their_turns(tmp_path, monkeypatch):
-    build, count, room = offload.Real._build, itertools.count(), 2
+    build, count, room = Real._build, itertools.count(), 2
 
-    def first(self, interval):
-        build(self, interval)
+    def first(self):
+        build(self)
         if next(count) == room:
             raise RuntimeError("CUDA error: out of memory\nand more")
 
-    monkeypatch.setattr(offload.Real, "_build", first)
+    monkeypatch.setattr(Real, "_build", first)
     monkeypatch.setattr(offload.Bench, "_rates", lambda *arguments: {})
     data = offload.run(rehearse=True, rounds=2, out=tmp_path / "raw.json")
     assert all(each["alone"] for key, each in data["offload"].items() if "turn" in each)
-    assert "built anew for each turn" in offload.table(data)
+    assert "built anew for each turn" in offload_table.table(data)
 
 
 def test_a_way_that_fails_leaves_the_table_without_rounds(tmp_path, monkeypatch):
-    build = offload.Real._build
+    build = Real._build
 
-    def none_of_them(self, interval):
-        build(self, interval)
+    def none_of_them(self):
+        build(self)
         if self.way == NONE:
             raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(offload.Real, "_build", none_of_them)
+    monkeypatch.setattr(Real, "_build", none_of_them)
     data = offload.run(rehearse=True, rounds=2, out=tmp_path / "raw.json")
-    assert "none has not the memory it needs" in data["offload"][f"real steps/0/{NONE}"]["failed"]
-    assert "turn" in data["offload"][f"real steps/1/{ZENFLOW}"]
-    assert "No round is whole" in offload.table(data)
+    assert "none has not the memory it needs" in data["offload"][f"tiny, S = 4/0/{NONE}"]["failed"]
+    assert "turn" in data["offload"][f"tiny, S = 4/1/{ZENFLOW}"]
+    assert "No round is whole" in offload_table.table(data)
 
 
 def test_a_way_that_lacks_memory_keeps_nothing(monkeypatch):
-    def build(self, interval):
+    def build(self):
         self.model = self.optimizer = object()
         raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr(offload.Real, "_build", build)
+    monkeypatch.setattr(Real, "_build", build)
     closed = []
-    monkeypatch.setattr(offload.Real, "close", lambda self: closed.append(self))
+    monkeypatch.setattr(Real, "close", lambda self: closed.append(self))
     with pytest.raises(Failed, match="zenflow has not the memory") as caught:
-        offload.Real(ZENFLOW, offload.Work({}), "cpu", 4)
+        Real(ZENFLOW, Trains("", TINY, 4), Work(), "cpu")
     assert caught.value.why == "memory"
     assert caught.value.__context__ is None  # whose frames would hold the model
     assert len(closed) == 1
@@ -308,8 +321,11 @@ def test_a_way_that_lacks_memory_keeps_nothing(monkeypatch):
     [
         (["--rounds", "1"], "at least 2 rounds"),
         (["--minutes", "0"], "minutes and millions above 0"),
-        (["--device", "cpu", "--interval", "8"], "layers and interval are of the decoder on a GPU"),
+        (["--device", "cpu", "--interval", "8"], "models, layers and interval are of the decoder on a GPU"),
+        (["--device", "cpu", "--models", "4b"], "models, layers and interval are of the decoder on a GPU"),
         (["--device", "cpu", "--cases", "nothing"], "known are 'f = .5, AdamW'"),
+        (["--rehearse", "--cases", "link"], "cases are of an emulated device"),
+        (["--rehearse", "--interval", "0"], "interval=0: at least 1"),
     ],
 )
 def test_what_cannot_be_measured(arguments, words, capsys, tmp_path):
@@ -332,8 +348,192 @@ def test_the_command(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(offload, "run", run)
     out = tmp_path / "raw.json"
-    assert main(["offload", "--rounds", "5", "--layers", "4", "--out", str(out)]) == 0
+    words = ["--rounds", "5", "--models", "4b", "8b", "--layers", "4", "--again", "--out", str(out)]
+    assert main(["offload", *words]) == 0
     assert asked[0]["rounds"] == 5
+    assert asked[0]["models"] == ["4b", "8b"]
+    assert asked[0]["again"]
     assert asked[0]["layers"] == 4
     assert asked[0]["out"] == out
     assert "| made up | zenflow" in capsys.readouterr().out
+
+
+# -- which decoders, and what becomes of a run that does not end well
+
+
+def names_of(cases):
+    return [case.name for case in cases if not case.left_out]
+
+
+def test_decoders_are_chosen_by_free_memory():
+    large = offload_decoder.cases(Work(), (), None, 4, free_gib=78, host_gib=128)
+    assert [case.name for case in large] == ["1.7b, S = 4", "4b, S = 4", "8b, S = 4"]
+    assert names_of(large) == ["1.7b, S = 4"]
+    assert not large[0].alone
+    assert "GiB of the host as planned, and 70% of what is free are 90" in large[1].left_out
+    assert "of the device as planned" in large[2].left_out
+    assert names_of(offload_decoder.cases(Work(), (), None, 4, 78, 1024)) == ["1.7b, S = 4", "4b, S = 4"]
+    everything = offload_decoder.cases(Work(), (), None, 8)
+    assert names_of(everything) == ["1.7b, S = 8", "4b, S = 8", "8b, S = 8"]
+
+
+def test_a_host_that_holds_one_way_holds_them_by_turns():
+    case = offload_decoder.cases(Work(), ("1.7b",), None, 4, host_gib=64)[0]
+    assert not case.left_out
+    assert set(case.alone) == {CONTROL, ZENFLOW}
+
+
+def test_a_small_gpu_gets_fewer_layers():
+    small = offload_decoder.cases(Work(), (), None, 4, free_gib=22, host_gib=128)
+    found = small[0]
+    assert not found.left_out
+    assert 1 <= found.shape["layers"] < MODELS["1.7b"]["layers"]
+    assert found.name == f"1.7b of {found.shape['layers']} layers, S = 4"
+    held, _ = offload_decoder.planned(found.shape, Work(), NONE, 4)
+    more, _ = offload_decoder.planned({**found.shape, "layers": found.shape["layers"] + 1}, Work(), NONE, 4)
+    assert held <= offload_decoder.ROOM * 22 < more
+    # what was asked for by name is not replaced by something else
+    assert offload_decoder.cases(Work(), ("1.7b",), None, 4, free_gib=22, host_gib=128)[0].left_out
+    assert (
+        offload_decoder.cases(Work(), ("1.7b",), 2, 4, free_gib=22, host_gib=128)[0].name == "1.7b of 2 layers, S = 4"
+    )
+
+
+def test_what_no_memory_holds_is_told(tmp_path, monkeypatch, capsys):
+    here = environment.environment()
+    monkeypatch.setattr(book, "environment", lambda: here)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(offload_decoder, "free_memory", lambda device: (1.0, 1.0))
+    data = offload.run(device="cuda", out=tmp_path / "raw.json")
+    assert "left_out" in data["offload"]["1.7b, S = 4/setting"]
+    assert "GiB of the device as planned" in offload_table.table(data)
+
+
+def test_steps_are_looked_at_by_themselves(rehearsed):
+    for way, counted in ((NONE, 10), (CONTROL, 10), (ZENFLOW, 12)):
+        seen = rehearsed["offload"][f"tiny, S = 4/steps/{way}"]["seen"]
+        assert seen["steps"] == counted
+        for name in ("compute_ms", "update_ms", "host_ms"):
+            assert len(seen[name]) == counted
+            assert all(ms > 0 for ms in seen[name])
+        assert ("idle_ms" in seen) == (way != NONE)
+    turn = rehearsed["offload"][f"tiny, S = 4/0/{ZENFLOW}"]["turn"]
+    assert turn["model_bytes"] == 2 * rehearsed["offload"]["tiny, S = 4/rates"]["rates"]["parameters"]
+    text = offload_table.table(rehearsed)
+    assert "medians of single steps: " in text
+    assert "landing as planned 0.0 ms, (1-k) M/B" in text
+
+
+def test_landing_is_what_the_last_step_of_a_window_takes_longer():
+    seen = {"update_ms": [1.0, 2.0, 1.0, 9.0, 1.0, 1.0, 1.5, 11.0]}
+    assert offload_table.landing_ms(seen, 4) == pytest.approx(9.0)
+
+
+def test_a_gpu_s_memory_is_in_the_table(rehearsed):
+    data = copy.deepcopy(rehearsed)
+    data["offload"][f"tiny, S = 4/steps/{ZENFLOW}"]["seen"] |= {"reserved_mib": [2048.0, 3072.0], "peak_mib": 1024.0}
+    text = offload_table.table(data)
+    assert "memory 1,024 MiB, reserved 2,048 after the first and 3,072 after the last of 12 steps" in text
+
+
+class Counted:
+    """An optimizer whose device was without work for 10 ms; of these its host waited 7, and the rest was for weights."""
+
+    def __init__(self):
+        self.accounts = Accounts(model_bytes=100)
+        self.link = HostLink()
+
+    def step(self):
+        self.link.waited(10e-3)
+        self.accounts.stall_by_cause["adam"] += 7.0
+        self.accounts.stall_by_cause["landing"] += 20.0
+
+
+def test_what_the_device_waits_where_weights_land_is_told_apart():
+    class Offloads(Steps):
+        optimizer: Any = Counted()
+
+        def step(self):
+            self.optimizer.step()
+
+    found = turn(Offloads(), 4)
+    assert found["idle_ms"] == pytest.approx(10)
+    assert found["device_waits"] == pytest.approx(3)
+    assert offload_table.waits([found]) == pytest.approx({"slot": 0, "adam": 7, "landing": 3, "selection": 0})
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """ZenFlow's second turn fails, of another cause than memory; how often it was built is counted."""
+    built: list[Real] = []
+    step = Real.step
+
+    def failing(self):
+        if self.way == ZENFLOW and len(built) == 1 and self.steps_taken > 20:
+            raise ValueError("made up\nand more")
+        self.steps_taken += 1
+        step(self)
+
+    build = Real._build
+
+    def counting(self):
+        self.steps_taken = 0
+        if self.way == ZENFLOW:
+            built.append(self)
+        build(self)
+
+    monkeypatch.setattr(Real, "_build", counting)
+    monkeypatch.setattr(Real, "step", failing)
+    monkeypatch.setattr(offload.Bench, "_rates", lambda *arguments: {})
+    return built
+
+
+def test_what_fails_is_told_and_the_others_go_on(broken, tmp_path, capsys):
+    out = tmp_path / "raw.json"
+    data = offload.run(rehearse=True, rounds=3, out=out)
+    failed = {key: each["failed"] for key, each in data["offload"].items() if "failed" in each}
+    assert list(failed.values()) == ["ValueError: made up"]
+    (key,) = failed
+    assert key.endswith(ZENFLOW)
+    assert len(broken) == 2  # the one that failed is not asked again
+    assert f"- {key}: ValueError: made up" in offload_table.table(data)
+    assert "Traceback" in capsys.readouterr().err
+    assert all(len(turns) == 2 for turns in offload_table.turns_of(data, "tiny, S = 4").values())
+    assert offload.run(rehearse=True, rounds=3, out=out)["offload"][key]["failed"]
+    assert "turn" in offload.run(rehearse=True, rounds=3, out=out, again=True)["offload"][key]
+
+
+def test_a_device_that_answers_no_more_ends_the_call_and_blames_no_one(broken, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "raw.json"
+    monkeypatch.setattr(offload_decoder, "answers", lambda: False)
+    assert main(["offload", "--rehearse", "--rounds", "3", "--out", str(out)]) == 2
+    assert "The device answers no more, after ValueError: made up" in capsys.readouterr().err
+    kept = json.loads(out.read_text())["offload"]
+    assert not any("failed" in each for each in kept.values())
+    assert sum("turn" in each for each in kept.values()) >= 4
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_has(tmp_path, monkeypatch, capsys):
+    take, out = offload.Bench._turn, tmp_path / "raw.json"
+
+    def cut(self, turns, way, number):
+        if number == 1:
+            raise KeyboardInterrupt
+        take(self, turns, way, number)
+
+    monkeypatch.setattr(offload.Bench, "_turn", cut)
+    assert main(["offload", "--rehearse", "--out", str(out)]) == 130
+    assert "what was finished is in the file" in capsys.readouterr().err
+    data = json.loads(out.read_text())
+    assert {key.partition("/")[2] for key in data["offload"]} == {
+        "setting",
+        *(f"0/{way}" for way in WAYS),
+        *(f"steps/{way}" for way in (NONE, CONTROL, ZENFLOW)),
+    }
+    assert "1 rounds" in offload_table.table(data)
+
+
+def test_a_turn_that_would_not_end_in_time_is_left_to_the_next_call(tmp_path, monkeypatch):
+    monkeypatch.setattr(offload.Bench, "_step_s", lambda self, way: 3600.0)
+    data = offload.run(rehearse=True, out=tmp_path / "raw.json")
+    assert not any("turn" in each for each in data["offload"].values())

@@ -21,6 +21,7 @@ import surokit as sk
 from surokit.errors import OffloadError
 from surokit.offload import link as links
 from surokit.offload.link import CudaLink, link_for
+from tests.offload.copies import copied_from, filled, taking
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
@@ -55,27 +56,6 @@ def busy(ms, stream=None):
     cycles = int(ms * cycles_of_a_ms())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(cycles)
-
-
-def filled(value):
-    def fill(staging):
-        staging.fill_(value)
-
-    return fill
-
-
-def copied_from(source):
-    def fill(staging):
-        staging.copy_(source)
-
-    return fill
-
-
-def taking(weight):
-    def take(staging):
-        weight.copy_(staging)
-
-    return take
 
 
 @contextlib.contextmanager
@@ -360,6 +340,19 @@ def test_stalls_are_the_main_streams_waits(link):
     arrival.land()
     torch.cuda.synchronize()
     assert link.device_stall_ms() - before - exposed < 0.1 * took
+
+
+def test_a_host_that_waits_costs_the_device_nothing_while_it_has_work(link):
+    torch.cuda.synchronize()
+    busy(50)
+    with link.host_waits():
+        time.sleep(0.01)
+    torch.cuda.synchronize()
+    assert link.device_stall_ms() < 1
+    with link.host_waits():
+        time.sleep(0.05)
+    torch.cuda.synchronize()
+    assert 45 < link.device_stall_ms() < 100
 
 
 def test_events_that_wait_to_be_read_are_bounded(link, monkeypatch):

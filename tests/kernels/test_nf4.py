@@ -88,7 +88,9 @@ def nearly_equal(x, absmax, ours, theirs):
     nearest, next_nearest = (y[:, None] - values).abs().topk(2, largest=False).values.T
     assert (ours <= nearest + 1e-7).all()
     assert (theirs <= nearest + 2 / 65535).all()
-    assert (ours == theirs)[next_nearest > nearest + 2 / 65535].all()  # a grid has its own opinion of what is halfway only
+    assert (ours == theirs)[
+        next_nearest > nearest + 2 / 65535
+    ].all()  # a grid has its own opinion of what is halfway only
 
 
 @pytest.mark.parametrize(

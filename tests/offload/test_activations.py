@@ -5,6 +5,7 @@ import gc
 import inspect
 import pickle
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -263,6 +264,39 @@ def test_host_memory_is_used_again():
     assert len(asked) == 5
 
 
+def test_host_memory_is_used_again_whatever_lengths_come():
+    stream = saving()
+    for width in range(10, 200, 7):
+        with stream:
+            y = chain(5, width)
+        y.sum().backward()
+        del y
+    with stream:
+        y = chain(5, 3)
+    assert len(stream._free) == 0 < 5 == len({copy() for _, copy in stream._tape})
+    y.sum().backward()
+    del y
+    with stream:
+        chain(1, 196)
+    assert len(stream._free) + len(stream._returned) == 5  # never more than were needed at a time
+    assert sum(memory.nbytes for memory in (*stream._free, *stream._returned)) <= 5 * 199 * 4
+
+
+def test_the_tape_forgets():
+    """Where a graph is always alive, and within one context around many steps."""
+    stream = saving()
+    for _ in range(30):
+        with stream:
+            y = chain(5)  # the one before is alive until here
+    assert len(stream._tape) <= 10
+    with stream:
+        for _ in range(600):
+            y = chain(5)
+            assert len(stream._tape) <= 1024 + 3 * 10
+            assert len(stream._known) <= 1024
+    y.sum().backward()
+
+
 def test_a_graph_that_is_dropped_leaves_nothing():
     stream = saving()
     with stream:
@@ -356,8 +390,10 @@ def test_copies_remove_and_a_second_call():
 def test_refusals():
     with pytest.raises(ValueError, match="at least 0"):
         offload_activations(prefetch=-1)
-    with pytest.raises(ValueError, match="at least 1"):
-        offload_activations(min_bytes=0)
+    each: list[Any] = [0, -1, True, "1", float("nan"), float("inf")]
+    for wrong in each:
+        with pytest.raises(ValueError, match=r"min_bytes=.*: a number of bytes, at least 1"):
+            offload_activations(min_bytes=wrong)
     with pytest.raises(ValueError, match="one to cpu"):
         offload_activations(device="cuda", link=HostLink())
 

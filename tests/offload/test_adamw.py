@@ -356,15 +356,76 @@ def test_a_copy_goes_on_by_itself(how: str) -> None:
 def test_states_that_do_not_fit() -> None:
     params = parameters(shapes=[(4, 6)])
     optimizer = OffloadAdamW(params)
-    plain = sk.AdamW(params)
-    train(params, plain, range(1))
-    with pytest.raises(ValueError, match="not made by OffloadAdamW"):
-        optimizer.load_state_dict(plain.state_dict())
+    zenflow: Any = sk.ZenFlow(params)
+    train(params, zenflow, range(1))
+    with pytest.raises(ValueError, match="not made by an AdamW: .* not into OffloadAdamW"):
+        optimizer.load_state_dict(zenflow.state_dict())
+    for other_state in (optimizer.state_dict(), sk.AdamW(params).state_dict()):
+        with pytest.raises(ValueError, match="not made by ZenFlow: load it into the optimizer that made it"):
+            zenflow.load_state_dict(other_state)
+    large = [nn.Parameter(normal(80, 80))]
+    eight = sk.AdamW8bit(large)
+    train(large, eight, range(1))
+    with pytest.raises(ValueError, match="moments of 8 bits, and those of OffloadAdamW are float32"):
+        OffloadAdamW(large).load_state_dict(eight.state_dict())
     other = parameters(shapes=[(4, 7)])
     made = OffloadAdamW(other)
     train(other, made, range(1))
     with pytest.raises(ValueError, match=r"holds 28 elements of it, and here are 24"):
         optimizer.load_state_dict(made.state_dict())
+
+
+def test_goes_on_from_the_state_of_adamw_bit_for_bit_and_that_from_its() -> None:
+    """Saved at once and loaded again, too; whatever the weight's order in memory."""
+    ours, theirs = ([*parameters(), nn.Parameter(normal(20, 30).t())] for _ in range(2))
+    first, second = sk.AdamW(theirs, **OPTIONS), OffloadAdamW(ours)
+    train(theirs, first, range(3))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    second.load_state_dict(copy.deepcopy(second.state_dict()))
+    with torch.no_grad():
+        torch._foreach_copy_(list(ours), list(theirs))  # the weights of the next step count
+    train(ours, second, range(3, 6))
+    train(theirs, first, range(3, 6))
+    assert equal(ours, theirs)
+    whole = ours[:-1]
+    third, fourth = OffloadAdamW(whole), sk.AdamW(whole, **OPTIONS)
+    third.state.update({p: second.state[p] for p in whole})
+    fourth.load_state_dict(copy.deepcopy({**third.state_dict(), "param_groups": fourth.state_dict()["param_groups"]}))
+    assert fourth.state[whole[0]].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    train(whole, fourth, range(6, 8))
+    train(theirs, first, range(6, 8))
+    assert equal(whole, theirs[:-1])
+
+
+def test_goes_on_from_the_state_of_torch_s_adamw_in_low_precision() -> None:
+    """Its moments are those of the weights' dtype, and are widened; masters are the weights of the next step."""
+    params, wide = parameters(B), parameters()
+    plain = torch.optim.AdamW(params, **OPTIONS)
+    train(params, plain, range(3))
+    ours, reference = OffloadAdamW([{"params": params}]), sk.AdamW([{"params": wide}])
+    ours.load_state_dict(copy.deepcopy(plain.state_dict()))
+    reference.load_state_dict(copy.deepcopy(plain.state_dict()))
+    with torch.no_grad():
+        torch._foreach_copy_(list(wide), list(params))
+    for step in range(3, 6):
+        give_gradients(params, step)
+        for p, q in zip(params, wide):
+            assert p.grad is not None
+            q.grad = p.grad.float()
+        ours.step()
+        reference.step()
+    assert equal([ours.state[p]["master"] for p in params], wide)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: parameters(B), lambda: [nn.Parameter(normal(6, 4).t())]], ids=["bf16", "turned"]
+)
+def test_masters_are_not_dropped_silently(make: Callable[[], list[nn.Parameter]]) -> None:
+    params = make()
+    optimizer = OffloadAdamW(params)
+    train(params, optimizer, range(1))
+    with pytest.raises(ValueError, match="made by OffloadAdamW, and its float32 masters .* not into AdamW"):
+        sk.AdamW(params).load_state_dict(optimizer.state_dict())
 
 
 # -- what fails
@@ -443,6 +504,9 @@ def test_an_error_in_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"betas": (0.9, 1.0)}, "betas"),
         ({"weight_decay": -0.1}, "must not be negative"),
         ({"pt_reserved_cores_perc": 1.5}, "pt_reserved_cores_perc=1.5 is a share"),
+        ({"pt_reserved_cores_perc": "half"}, "pt_reserved_cores_perc='half' is a share"),
+        ({"link": "pcie"}, r"OffloadAdamW: link='pcie' must be a Link of surokit\.offload\.link, or None"),
+        ({"lr": torch.ones((), device="meta")}, "OffloadAdamW: lr is read on the host"),
     ],
 )
 def test_options(options: dict[str, Any], words: str) -> None:

@@ -283,8 +283,8 @@ def test_a_closure() -> None:
     assert optimizer.step(closure).item() < 24.0
 
 
-def test_weights_that_a_user_overwrites_come_back() -> None:
-    """The master counts, as in any training in mixed precision: a model that takes other weights needs another optimizer."""
+def test_weights_that_a_user_overwrites_in_data_come_back() -> None:
+    """Where torch does not count the write: the master counts then, as in any training in mixed precision."""
     run = Run(dtype=torch.bfloat16, **EACH_STEP)
     for step in range(8):
         if step == 5:

@@ -8,7 +8,9 @@ from torch import nn
 
 from surokit.offload import columns as under_test
 from surokit.offload.columns import TRANSFER_BYTES, Columns, hot_columns, pieces
+from surokit.offload.crew import Swaps
 from surokit.offload.link import HostLink, ThrottledLink
+from surokit.offload.workers import Worker
 
 BETAS = (0.9, 0.95)
 
@@ -128,7 +130,8 @@ def test_columns_change_sides_with_all_they_have(monkeypatch, swap_bytes, late):
     monkeypatch.setattr(under_test, "SWAP_BYTES", swap_bytes)
     generator = torch.Generator().manual_seed(0)
     link = ThrottledLink(1.0, late_fill=True) if late else HostLink()
-    columns = made(weight(6, 20), 0.3, link=link)
+    columns, worker = made(weight(6, 20), 0.3, link=link), Worker("adam")
+    swaps = Swaps(link, worker)
     for name in ("m_hot", "v_hot", "m", "v"):
         columns.state[name].normal_(generator=generator)
     columns.t_hot.random_(0, 5, generator=generator)
@@ -137,9 +140,11 @@ def test_columns_change_sides_with_all_they_have(monkeypatch, swap_bytes, late):
     for _ in range(8):
         before = set(columns.hot.tolist())
         chosen = torch.randperm(20, generator=generator)[:6].int()
-        changed, moved, finish = columns.exchange(chosen, columns.t_hot.clone(), BETAS, link)
+        changed, moved = columns.exchange(chosen, columns.t_hot.clone(), BETAS, link, swaps)
         link.fence()
-        finish()
+        if changed:
+            assert swaps.last is not None
+            swaps.last.wait()
         assert changed == len(before - set(chosen.tolist()))
         assert moved == changed * 6 * 12
         assert set(columns.hot.tolist()) == set(chosen.tolist())
@@ -150,8 +155,40 @@ def test_columns_change_sides_with_all_they_have(monkeypatch, swap_bytes, late):
         now, ticked = whole(columns)
         assert torch.equal(now, states)
         assert torch.equal(ticked, clocks)
-    same = columns.exchange(columns.hot.clone(), columns.t_hot.clone(), BETAS, link)
-    assert same[:2] == (0, 0)
+    assert columns.exchange(columns.hot.clone(), columns.t_hot.clone(), BETAS, link, swaps) == (0, 0)
+    worker.close()
+    link.close()
+
+
+@pytest.mark.parametrize("slow", ["thread", "link"])
+def test_columns_change_sides_in_bounded_memory_that_stays(monkeypatch, slow):
+    """However late the thread or the link, and how many columns of how many weights move."""
+    monkeypatch.setattr(under_test, "SWAP_BYTES", 3 * 6 * 4)  # a column
+    link = ThrottledLink(1.0, latency_s=2e-3 if slow == "link" else 0.0, late_fill=True)
+    worker = Worker("adam", delay=lambda: 2e-3 if slow == "thread" else 0.0)
+    made_of, swaps = [made(weight(6, 20, seed=i), 0.5, link=link) for i in range(3)], Swaps(link, worker)
+    states = [whole(columns) for columns in made_of]
+    buffers = []
+
+    def buffer(shape, dtype):
+        buffers.append(torch.empty(shape, dtype=dtype))
+        return buffers[-1]
+
+    monkeypatch.setattr(link, "buffer", buffer)
+    for _ in range(2):
+        for columns in made_of:
+            there = columns.cold.clone()
+            assert columns.exchange(there, columns.t_hot.clone(), BETAS, link, swaps) == (10, 10 * 72)
+    assert [buffer.nbytes for buffer in buffers] == [256] * 4  # two columns' 144 bytes, rounded up
+    assert len(swaps.buffers()) == 4
+    assert swaps.last is not None
+    swaps.last.wait()
+    link.fence()
+    for columns, (held, clocks) in zip(made_of, states):
+        now, ticked = whole(columns)
+        assert torch.equal(now, held)
+        assert torch.equal(ticked, clocks)
+    worker.close()
     link.close()
 
 

@@ -18,6 +18,7 @@ from surokit.errors import OffloadError
 from surokit.offload import link as links
 from surokit.offload.link import CudaLink, HostLink, ThrottledLink, link_for
 from surokit.offload.workers import Worker
+from tests.offload.copies import copied_from, filled, taking
 
 FAST = 100.0  # GB/s: faster than memory here, so without a rate
 
@@ -41,27 +42,6 @@ def link(request):
     link = request.param()
     yield link
     link.close()
-
-
-def filled(value):
-    def fill(staging):
-        staging.fill_(value)
-
-    return fill
-
-
-def copied_from(grads):
-    def fill(staging):
-        staging.copy_(grads)
-
-    return fill
-
-
-def taking(weight):
-    def take(staging):
-        weight.copy_(staging)
-
-    return take
 
 
 def failing(staging):
@@ -211,7 +191,8 @@ def test_half_of_a_transfer_is_there_when_it_has_begun():
     link = ThrottledLink(1.0, latency_s=0.3)
     to = torch.zeros(4)
     ticket = link.down(filled(1), to)
-    time.sleep(0.15)
+    while not to[0]:
+        time.sleep(0.01)
     if not ticket.done():  # this machine was not too busy to look in time
         assert to.tolist() == [1, 1, 0, 0]
     ticket.wait()
@@ -236,12 +217,19 @@ def test_a_fence_waits_for_late_fills_and_is_a_stall():
     link = ThrottledLink(FAST, delay=gate, late_fill=True)
     grads, to = torch.ones(4), torch.zeros(4)
     ticket = link.down(copied_from(grads), to, reads=[grads])
-    threading.Timer(0.05, gate.open.set).start()
+    opened: list[float] = []
+
+    def open_it():
+        opened.append(time.perf_counter())
+        gate.open.set()
+
+    threading.Timer(0.05, open_it).start()
+    given = time.perf_counter()
     link.fence()
     grads.fill_(2)
     ticket.wait()
     assert to.tolist() == [1, 1, 1, 1]
-    assert link.device_stall_ms() >= 40
+    assert link.device_stall_ms() >= 1e3 * (opened[0] - given) - 5
     link.close()
 
 
@@ -657,6 +645,41 @@ def test_stalls_are_read_late_and_only_where_there_can_be_one(late, monkeypatch)
     assert len(link._stalls._free) == 4
 
 
+def test_a_host_that_waits_costs_a_device_nothing_while_it_has_work(late, monkeypatch):
+    """The main stream's clock goes on while it works and while it has nothing to do."""
+
+    def works():
+        LateEvent.clock += 100.0
+
+    link = rehearsed()
+    late.do(works)
+    with link.host_waits():  # over before the work is
+        pass
+    late.run()
+    assert link.device_stall_ms() == 1  # from event to event
+    late.do(works)
+    with link.host_waits():
+        late.run()
+        LateEvent.clock += 30.0  # out of work
+    late.run()
+    assert link.device_stall_ms() == 1 + 31
+    monkeypatch.setattr(links, "_LIVE", 0)
+    with link.host_waits():
+        LateEvent.clock += 30.0
+    late.run()
+    assert link.device_stall_ms() == 32
+
+
+@pytest.mark.parametrize("make", [HostLink, lambda: ThrottledLink(FAST)], ids=["host", "throttled"])
+def test_on_a_cpu_the_waiting_host_is_the_waiting_device(make):
+    link = make()
+    with contextlib.suppress(KeyboardInterrupt), link.host_waits():
+        time.sleep(0.02)
+        raise KeyboardInterrupt
+    assert 20 <= link.device_stall_ms() < 1000
+    link.close()
+
+
 def test_a_copy_is_waited_for_until_it_is_done_or_the_patience_ends(late):
     link = rehearsed(patience_s=0.05)
     ticket = link.down(filled(1), torch.zeros(3))
@@ -669,6 +692,24 @@ def test_a_copy_is_waited_for_until_it_is_done_or_the_patience_ends(late):
     link.close()
     assert ticket.done()
     link.close()
+
+
+def test_host_memory_of_copies_outlives_their_link(late):
+    """The device writes there, whoever has dropped the link meanwhile; another link's next copy lets it go."""
+
+    def held():
+        return any(copy._host is to for copy in links._kept)
+
+    link, other, to = rehearsed(), rehearsed(), torch.zeros(3)
+    down = link._down
+    link.down(filled(1), to)
+    assert not held()
+    del link
+    gc.collect()
+    assert held()
+    down.run()
+    other.down(filled(2), torch.zeros(3))
+    assert not held()
 
 
 def test_a_worker_that_waits_for_a_copy_lives(late):
@@ -699,6 +740,16 @@ def test_large_buffers_are_pinned_as_they_are_until_they_are_freed(monkeypatch):
     assert len(link.calls) == 1  # a view is a use
     del view
     assert link.calls[1:] == [("unregister", place)]
+
+
+def test_only_memory_of_pages_of_its_own_is_pinned_as_it_is(monkeypatch):
+    """Two buffers that share a page would be pinned once, and unpinned under one another."""
+    link = rehearsed_buffers(monkeypatch, error=0)
+    link.buffer(((32 << 20) + 1,), torch.uint8)
+    assert [call[0] for call in link.calls] == ["register", "unregister"]
+    link._warned = True  # torch's own pins nothing where there is no device
+    link.buffer((32 << 20,), torch.uint8)
+    assert len(link.calls) == 2
 
 
 def rehearsed_buffers(monkeypatch, error):

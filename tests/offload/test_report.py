@@ -39,13 +39,13 @@ def made_up(**accounts: Any) -> Any:
 
 
 def test_a_report_of_nothing_that_was_updated() -> None:
-    for make in (sk.ZenFlow, sk.OffloadAdamW):
+    for make, said in ((sk.ZenFlow, "none yet"), (sk.OffloadAdamW, "0 a step")):
         empty: Any = nn.Parameter(torch.zeros(6, 0))
         empty.grad = torch.zeros_like(empty)
         optimizer: Any = make([empty])
         optimizer.step()
         assert optimizer.report().staleness == {}
-        assert "none yet" in repr(optimizer.report())
+        assert said in repr(optimizer.report())
 
 
 def test_figures_against_arithmetic() -> None:
@@ -61,6 +61,7 @@ def test_figures_against_arithmetic() -> None:
     none = dict.fromkeys(CAUSES, 0.0)
     accounts._stalls.extend([(3, none | {"adam": 12.0}), (7, none | {"adam": 4.0})])
     found = report_of(optimizer, buffers=[torch.zeros(10)])
+    assert not found.synchronous
     assert found.hot_share == pytest.approx(12 / 44)
     assert found.down == pytest.approx(128 / 176)
     assert found.traffic == pytest.approx(128 / 176 * 1.25) == pytest.approx(found.expected)
@@ -85,8 +86,10 @@ def test_selected_energy_is_weighted_by_energy() -> None:
     (W,), (bias,) = (group["params"] for group in optimizer.param_groups)
     accounts = optimizer.accounts
     accounts.call([("layers.0.mlp.weight", W)])
-    accounts.selected(1, W, torch.tensor([27.0, 1.0, 1.0, 1.0]), 0.9, 1, 1)
-    accounts.selected(1, bias, torch.ones(10), 0.1, 1, 0)
+    for step in (1, 2, 3, 4):
+        accounts.selected(step, W, torch.tensor([27.0, 1.0, 1.0, 1.0]), 0.9, 1, 1)
+        assert not report_of(optimizer).warnings
+        accounts.selected(step, bias, torch.full((100,), 0.1), 0.1, 10, 0)
     found = report_of(optimizer)
     assert found.selected == pytest.approx((0.9 * 30 + 0.1 * 10) / 40)
     assert found.selected_mean == pytest.approx(0.5)
@@ -95,7 +98,7 @@ def test_selected_energy_is_weighted_by_energy() -> None:
     (warning,) = found.warnings
     assert "parameter 1 [4]" in warning
     assert warning in repr(found)
-    assert "energy in hot columns" in found._repr_html_()
+    assert "on average; at random 10.6%" in found._repr_html_()  # 1 of 4 columns, and 10 of 100
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,31 @@ def test_the_synchronous_ways_report() -> None:
     assert (found.staleness, found.staleness_bound, found.hot_share) == ({0: 1.0}, 0, 0.0)
     assert found.stall.mean_ms == pytest.approx(sum(stall.mean_ms for stall in found.stalls))
     assert len(found.energy) == 0
-    assert "energy" not in repr(found)
+    for word in ("energy", "hot", "windows", "age of", "columns", "(1 - k)", "slot"):
+        assert word not in repr(found)
+    assert "2 x; all gradients and all weights are 2" in repr(found)
+    assert "transfers each way" in found._repr_html_()
+    table = found.table()
+    assert table.columns.tolist() == ["first", "parameters", "elements", "bytes_down", "bytes_up", "lr"]
+    assert table["first"].tolist() == ["parameter 0 [8, 8]", "parameter 1 [8]"]
+    assert table["bytes_down"].tolist() == table["bytes_up"].tolist() == [256, 32]
+    assert found.as_dict()["transfers"] == table.to_dict("records")
+    before_a_step: Any = sk.OffloadAdamW(params)
+    assert "transfers each way  0 a step" in repr(before_a_step.report())
+    assert before_a_step.report().table().empty
+
+
+def test_a_synchronous_report_knows_names_groups_and_dtypes() -> None:
+    W, b = nn.Parameter(torch.randn(8, 4).bfloat16()), nn.Parameter(torch.randn(8))
+    optimizer: Any = sk.OffloadAdamW([{"params": [W], "lr": 0.5}, {"params": [b]}], lr=0.25)
+    optimizer.accounts.call([("up.weight", W), ("up.bias", b)])
+    W.grad, b.grad = torch.ones_like(W), torch.ones_like(b)
+    optimizer.step()
+    found = optimizer.report()
+    assert [(m.first, m.bytes_down, m.bytes_up, m.lr) for m in found.transfers] == [
+        ("up.weight", 64, 64, 0.5),
+        ("up.bias", 32, 32, 0.25),
+    ]
 
 
 def found_setup(run: Run) -> int:

@@ -86,6 +86,8 @@ def test_what_a_lane_does_is_its_work_less_its_waits() -> None:
     ]
     assert timeline.busy_s("adam") == pytest.approx(8.0)
     assert timeline.busy_s("main") == 0
+    assert repr(timeline) == "<Timeline of 5 spans on 2 threads, 12000 ms>"
+    assert repr(Timeline()) == "<Timeline of 0 spans on 0 threads, 0 ms>"
 
 
 def test_the_picture_has_a_row_for_every_thread() -> None:

@@ -1,10 +1,15 @@
 """Streamed weights: the same numbers as without, few blocks on the device, bytes by a formula, and time beside the computation."""
 
 import copy
+import gc
 import pickle
 import random
+import signal
+import threading
 import time
+import tracemalloc
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -303,6 +308,108 @@ def test_a_backward_that_fails_leaves_no_trace():
     assert_same_step(plain, model)
 
 
+def test_a_backward_of_an_older_graph_after_one_that_failed():
+    """Its gradients arrive, and nothing of those that the other had sent."""
+    plain, model = decoder(), decoder()
+    offload_weights(model, link=link())
+    older = [each(ids(1), labels=ids(1)).loss for each in (plain, model)]
+
+    def fail(*_):
+        raise RuntimeError("on purpose")
+
+    loss = model(ids(), labels=ids()).loss
+    handle = model.model.layers[0].mlp.up_proj.register_forward_pre_hook(fail)  # when it is computed again
+    with pytest.raises(RuntimeError, match="on purpose"):
+        loss.backward()
+    handle.remove()
+    model.zero_grad()
+    for each in older:
+        each.backward()
+    assert all(torch.equal(*pair) for pair in zip(grads(plain), grads(model), strict=True))
+
+
+def test_a_failed_backward_sends_nothing_later():
+    model = decoder()
+    stream = offload_weights(model, link=ThrottledLink(FAST))
+    loss = model(ids(), labels=ids()).loss
+    model.model.layers[0].mlp.up_proj.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    model.zero_grad()
+    copy.deepcopy(model)
+    stream.remove()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_weights_that_change_between_forward_and_backward():
+    model = decoder()
+    offload_weights(model, link=link())
+    loss = model(ids(), labels=ids()).loss
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"block 2 were changed .* call backward\(\) before"):
+        loss.backward()
+
+
+class Wide(nn.Module):
+    """A block of many parameters and no work."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(1, 1) for _ in range(150))
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer it is only printed
+def test_no_interrupt_leaves_the_device_s_tensors_in_a_model():
+    model = nn.ModuleList([Wide()])
+    offload_weights(model, link=HostLink())
+    before = [id(p) for p in model.parameters()]
+    rng, x, caught = random.Random(0), torch.ones(1), 0
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for _ in range(60):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-4, 2e-3))
+                for _ in range(50):  # a finalizer may have swallowed it
+                    with torch.no_grad():
+                        model[0](x)
+            except KeyboardInterrupt:
+                caught += 1
+            assert [id(p) for p in model.parameters()] == before
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        torch.set_grad_enabled(True)  # its context may have been left halfway
+    assert caught > 30
+
+
+def test_hooks_of_parameters_change_what_arrives():
+    plain, model = decoder(), decoder()
+    offload_weights(model, link=link())
+    for each in (plain, model):
+        each.model.layers[1].mlp.up_proj.weight.register_hook(lambda grad: grad * (grad > 0))
+        each.model.layers[2].mlp.up_proj.weight.register_hook(lambda grad: None)
+    for seed in range(2):
+        assert_same_step(plain, model, seed)
+    assert model.model.layers[1].mlp.up_proj.weight.grad.min() == 0
+
+
+def test_inference_mode_makes_nothing_that_cannot_be_trained():
+    plain, model = decoder(), decoder()
+    offload_weights(model, link=link())
+    for each in (plain, model):
+        each.double()  # laid anew in the next forward
+    with torch.inference_mode():
+        assert torch.equal(plain(ids()).logits, model(ids()).logits)
+    for step in range(2):
+        assert_same_step(plain, model, seed=step)
+        for each in (plain, model):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+
+
 def test_hooks_on_gradients_that_arrived():
     model = decoder()
     offload_weights(model, link=link())
@@ -506,6 +613,129 @@ def test_remove_and_a_second_call():
     assert not any("forward" in vars(m) or "computes_on" in vars(m) for m in model.modules())
 
 
+def test_a_stream_that_was_replaced_leaves_the_model_alone():
+    plain, model = decoder(), decoder()
+    first = offload_weights(model, link=link())
+    second = offload_weights(model, link=link())
+    first.remove()
+    assert all(layer.computes_on == second.device for layer in model.model.layers)
+    assert_same_step(plain, model)
+    assert second.bytes_up > 0
+    for _ in range(2):
+        second.remove()
+    assert "computes_on" not in vars(model.model.layers[0])
+
+
+@pytest.mark.parametrize("change", ["remove", "again", "others"])
+def test_streaming_ends_between_forward_and_backward(change):
+    plain, model = decoder(), decoder()
+    stream = offload_weights(model, link=link())
+    losses = [each(ids(), labels=ids()).loss for each in (plain, model)]
+    if change == "remove":
+        stream.remove()
+    else:
+        blocks = None if change == "again" else list(model.model.layers[:2])
+        stream = offload_weights(model, blocks=blocks, prefetch=2, link=link())
+    for loss in losses:
+        loss.backward()
+    assert all(torch.equal(*pair) for pair in zip(grads(plain), grads(model), strict=True))
+    assert_same_step(plain, model)
+    assert stream.peak_blocks <= 3
+
+
+def test_streams_around_one_another_are_found():
+    """A second call finds the first one's forwards behind those of activations, and they are gone then."""
+    from surokit.offload.activations import offload_activations
+
+    plain, model = decoder(), decoder()
+    offload_weights(model, link=link())
+    first = model.model.layers[0]
+    saving = offload_activations(first, min_bytes=64, link=link())
+    for _ in range(2):
+        offload_weights(model, link=link())
+        assert_same_step(plain, model)
+    saving.remove()
+    assert isinstance(first.forward, Streamed)
+    first.forward.stream.remove()
+    assert "forward" not in vars(first)
+
+
+def test_fusing_afterwards():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    plain = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes, intermediate_size=64))
+    model = copy.deepcopy(plain)
+    offload_weights(model, link=link())
+    for fusion in (sk.Fusion(recompute="full"), sk.Fusion.OFF):
+        assert sk.fuse(plain.train(), fusion).line == sk.fuse(model.train(), fusion).line
+        assert_same_step(plain, model)
+
+
+def test_files_of_a_streamed_model(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = Dropping()
+    values = copy.deepcopy(model.state_dict())
+    offload_weights(model, link=link())
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    for found in (torch.load(tmp_path / "model.pt"), load_file(tmp_path / "model.safetensors")):
+        assert found.keys() == values.keys()
+        assert all(torch.equal(values[name], t) for name, t in found.items())
+
+
+def test_what_was_made_before_says_so():
+    """A session whose model computes elsewhere since, an optimizer whose weights moved, a part that was moved away."""
+    model = decoder()
+    session = make_session(model)
+    session.device = torch.device("meta")  # as if offload_weights had moved the model from there
+    with pytest.raises(RuntimeError, match="computed on meta, and now it does on cpu: .* before the Session"):
+        session.run(steps=1)
+    for optimizer in (AdamW(model.parameters(), lr=1e-2), sk.AdamW8bit(model.parameters(), lr=1e-2)):
+        model(ids(), labels=ids()).loss.backward()
+        optimizer.step()
+        for state in optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"].to("meta")
+        with pytest.raises(RuntimeError, match="weights are on cpu and their moments on meta.*load_state_dict"):
+            optimizer.step()
+    streamed = Dropping()
+    offload_weights(streamed, link=link())
+    with pytest.raises(RuntimeError, match="streamed to cpu was given a tensor on meta: .*model.to"):
+        streamed.layers[0](torch.ones(1, 32, device="meta"))
+
+
+def test_nothing_piles_up():
+    """Over many steps no memory, neither here nor in Python, and no thread; bytes as the formula says."""
+    model = Dropping()
+    stream = offload_weights(model, link=ThrottledLink(FAST))
+    activations = sk.offload_activations(model, min_bytes=64, link=ThrottledLink(FAST))
+
+    def steps(number):
+        for step in range(number):
+            model(ids(step % 3), ids(step % 3)).loss.backward()
+            model.zero_grad(set_to_none=step % 2 == 0)
+        gc.collect()
+        return threading.active_count(), sum(type(o) is torch.Tensor for o in gc.get_objects())
+
+    threads, tensors = steps(12)
+    tracemalloc.start()
+    try:
+        steps(5)
+        start = tracemalloc.get_traced_memory()[0]
+        after = steps(20)
+        grown = tracemalloc.get_traced_memory()[0] - start
+    finally:
+        tracemalloc.stop()
+    assert grown < 60_000
+    assert after[0] == threads
+    assert after[1] < tensors + 15
+    assert stream.bytes_up == stream.link.bytes_up == 37 * (2 * 3 - 2) * stream.block_bytes
+    assert stream.bytes_down == stream.link.bytes_down == 37 * stream.host_bytes
+    assert activations.bytes_down == activations.link.bytes_down
+    assert (stream.resident_blocks, stream.peak_blocks, activations.device_bytes) == (0, 2, 0)
+
+
 def test_compiled_around():
     """torch's compiler leaves the streamed blocks alone."""
     plain, model = Dropping(p=0.0), Dropping(p=0.0)
@@ -548,8 +778,41 @@ def test_refusals(tiny):
         offload_weights(decoder(), blocks=[])
     with pytest.raises(ValueError, match="on the meta device"):
         offload_weights(Decoder(CONFIG, device="meta"), device="cpu")
+    with pytest.raises(ValueError, match="no modules of this model"):
+        offload_weights(decoder(), blocks=model.model.layers)
+    with pytest.raises(ValueError, match="one inside it"):
+        offload_weights(model, blocks=[model.model.layers[0], model.model.layers[0].mlp])
     with pytest.raises(ValueError, match="one to cpu"):
         offload_weights(decoder(), device="cuda", link=HostLink())
+
+
+@pytest.mark.parametrize("function", [offload_weights, sk.offload_activations])
+def test_kinds(function):
+    for wrong in (3, "model", make_session(decoder())):
+        with pytest.raises(
+            TypeError, match=rf"{function.__name__}\(\) takes a model, .* {type(wrong).__name__} is none"
+        ):
+            function(wrong)
+    with pytest.raises(TypeError, match=r"link=3\): a link of"):
+        function(decoder(), link=3)
+    for wrong in ("cdua", 3.5):
+        with pytest.raises(ValueError, match=r"device=.*: a device as torch names it"):
+            function(decoder(), wrong)
+    for wrong in (-1, True, 1.5, "2"):
+        with pytest.raises(ValueError, match=r"prefetch=.*: a whole number"):
+            function(decoder(), prefetch=wrong)
+    with pytest.raises(ValueError, match="knows CUDA devices and the CPU"):
+        function(decoder(), "mps")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no CUDA device here; device='cpu'"):
+            function(decoder(), "cuda")
+
+
+def test_blocks_that_are_none():
+    each: list[Any] = [3, ["a"], [nn.Dropout()]]
+    for wrong in each:
+        with pytest.raises(ValueError, match="parameters and a forward"):
+            offload_weights(decoder(), blocks=wrong)
 
 
 def test_a_prefix_of_keys_is_refused_in_training():

@@ -163,13 +163,13 @@ def test_a_beat_is_a_sign_of_life(sign):
     worker = Worker("adam", patience_s=0.3)
 
     def work():
-        for _ in range(12):
-            time.sleep(0.05)
+        for _ in range(60):
+            time.sleep(0.01)
             if sign != "jobs":
                 (worker.beat if sign == "own" else beat)()
 
     if sign == "jobs":  # each is shorter than the patience, and all together are longer
-        jobs = [worker.submit(lambda: time.sleep(0.1)) for _ in range(6)]
+        jobs = [worker.submit(lambda: time.sleep(0.01)) for _ in range(60)]
         jobs[-1].wait()
     else:
         worker.submit(work).wait()
@@ -196,8 +196,8 @@ def test_an_interrupt_ends_a_wait_at_once_and_changes_nothing(worker):
             os.kill(os.getpid(), signal.SIGINT)
 
         job = worker.submit(go.wait)
-        threading.Timer(0.05, interrupt).start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            threading.Timer(0.05, interrupt).start()  # here: it may come before the wait
             job.wait()
         took.append(time.monotonic() - sent[0])
         assert not job.done()
@@ -225,9 +225,15 @@ def test_a_delay_comes_before_each_job():
 
 
 def test_closing_drops_what_has_not_begun_and_a_submit_starts_anew(worker):
-    go, seen = threading.Event(), []
-    running = worker.submit(lambda: seen.append(go.wait() and "running"))
+    begun, go, seen = threading.Event(), threading.Event(), []
+
+    def run_until_go():
+        begun.set()
+        seen.append(go.wait() and "running")
+
+    running = worker.submit(run_until_go)
     dropped = worker.submit(lambda: seen.append("dropped"))
+    assert begun.wait(10)
     threading.Timer(0.05, go.set).start()
     worker.close()
     assert seen == ["running"]
@@ -239,6 +245,22 @@ def test_closing_drops_what_has_not_begun_and_a_submit_starts_anew(worker):
     worker.check()
     worker.submit(lambda: seen.append("anew")).wait()
     assert seen == ["running", "anew"]
+
+
+def test_closing_at_once_ends_a_job_at_its_next_beat(worker):
+    begun = threading.Event()
+
+    def work():
+        begun.set()
+        while True:
+            time.sleep(0.001)
+            beat()
+
+    running = worker.submit(work)
+    assert begun.wait(10)
+    worker.close(at_once=True)
+    assert running.done()
+    worker.submit(nothing).wait()
 
 
 def test_options_are_checked():
@@ -271,7 +293,8 @@ class Owner:
     def add(self):
         self.sum += 1
 
-    def add_when(self, go, done):
+    def add_when(self, begun, go, done):
+        begun.set()
         go.wait()
         self.add()
         done.append(self.sum[0].item())
@@ -310,10 +333,11 @@ def test_an_owner_that_is_dropped_with_an_error_that_nobody_saw_leaves_no_thread
 
 
 def test_an_owner_that_is_dropped_while_its_job_runs_ends_after_it():
-    owner, go = Owner(), threading.Event()
+    owner, begun, go = Owner(), threading.Event(), threading.Event()
     done: list[float] = []
     thread = thread_of(owner.worker)
-    owner.worker.submit(functools.partial(owner.add_when, go, done))
+    owner.worker.submit(functools.partial(owner.add_when, begun, go, done))
+    assert begun.wait(10)
     del owner
     gc.collect()
     time.sleep(0.05)
@@ -346,17 +370,20 @@ def run(code, **options):
 def test_the_interpreter_ends_cleanly_with_jobs_running():
     done, _ = run(
         """
-import time, torch, atexit
+import threading, time, torch, atexit
 from surokit.offload.workers import Worker
 began = []
 atexit.register(lambda: print("took", time.monotonic() - began[0]))  # runs after the worker's, which registers later
 beating, short, idle, unused = (Worker(name, threads=2) for name in ("beating", "short", "idle", "unused"))
 big = torch.zeros(1 << 20)
+running = threading.Barrier(3)
 def endless():
+    running.wait()
     while True:
         big.sigmoid_()
         beating.beat()
 def brief():  # without a beat: waited for
+    running.wait()
     for _ in range(100):
         big.sigmoid()
     print("brief is done", flush=True)
@@ -364,7 +391,7 @@ beating.submit(endless)
 beating.submit(lambda: print("never"))
 short.submit(brief)
 idle.submit(lambda: None).wait()
-time.sleep(0.1)
+running.wait()
 began.append(time.monotonic())
 """
     )

@@ -9,6 +9,7 @@ import io
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ import surokit as sk
 from surokit.errors import OffloadError
 from surokit.kernels.reference import columns as kernels
 from surokit.offload import columns as columns_module
-from surokit.offload import crew
+from surokit.offload import crew, workers
 from surokit.offload.columns import HOST, Columns
 from surokit.offload.link import HostLink, ThrottledLink
 from surokit.offload.rows import update_rows_
@@ -471,6 +472,60 @@ def wait_until(condition):
         time.sleep(1e-3)
 
 
+class Hanging(HostLink):
+    """Transfer number `at` and what comes after it does not arrive before it is mended."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.left, self.mended = at, threading.Event()
+
+    def down(self, fill, to, reads=()):
+        ticket, self.left, mended = super().down(fill, to, reads), self.left - 1, self.mended
+
+        class Never:
+            done = mended.is_set
+
+            def wait(self):
+                deadline = time.monotonic() + 20
+                while not mended.is_set() and time.monotonic() < deadline:
+                    time.sleep(1e-3)
+                    workers.beat()
+
+        return ticket if self.left > 0 else Never()
+
+
+def test_a_state_is_loaded_at_once_where_a_transfer_hangs():
+    link = Hanging(13)
+    params, optimizer = zenflow(update_interval=4, link=link)
+    train(params, optimizer, 0, 2)
+    state, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
+    train(params, optimizer, 2, 4)  # the accumulator waits, and AdamW for it
+    begun = time.monotonic()
+    optimizer.load_state_dict(state)
+    assert time.monotonic() - begun < 5
+    link.mended.set()
+    with torch.no_grad():
+        for p, before in zip(params, weights):
+            p.copy_(before)
+    assert same(train(params, optimizer, 2, 9), train(*zenflow(update_interval=4), 0, 9))
+
+
+def test_a_link_of_another_device_is_refused_as_that():
+    class Elsewhere(HostLink):
+        def __init__(self):
+            super().__init__()
+            self.device = torch.device("meta")
+
+    for kind in (ZenFlow, sk.OffloadAdamW):
+        params = parameters()
+        optimizer: Any = kind(params, link=Elsewhere())
+        give_gradients(params, 0)
+        with pytest.raises(
+            ValueError, match=f"{kind.__name__}: the link is that of meta, and the parameters are on cpu"
+        ):
+            optimizer.step()
+
+
 class Pressed(HostLink):
     """Presses Ctrl-C in transfer number `at`."""
 
@@ -499,13 +554,26 @@ def test_a_second_ctrl_c_does_not_wait():
     params, optimizer = zenflow(update_interval=2, link=ThrottledLink(1.0))
     train(params, optimizer, 0, 2)
 
-    def press():
-        for _ in range(2):
-            time.sleep(0.1)
-            os.kill(os.getpid(), signal.SIGINT)
+    def waits():
+        frame = sys._current_frames()[main]
+        return frame.f_code.co_name == "wait" and frame.f_code.co_filename == workers.__file__
 
-    gate = threading.Event()
-    optimizer._crew.accumulator.submit(lambda: gate.wait(5) and None)
+    def stays():
+        """In a step: between two of them a first Ctrl-C would be raised at once."""
+        seen = set()
+        for _ in range(20):
+            seen.add((waits(), optimizer._steps))
+            time.sleep(0.01)
+        return seen == {(True, optimizer._steps)}
+
+    def press():
+        wait_until(stays)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+
+    main, gate = threading.get_ident(), threading.Event()
+    optimizer._crew.accumulator.submit(lambda: gate.wait(9) and None)
     pressing = threading.Thread(target=press)
     pressing.start()
     begun = time.monotonic()
@@ -578,6 +646,8 @@ def test_memory_that_runs_out_before_the_first_step_leaves_nothing(monkeypatch):
         ({"cold_update": "time-corrected"}, "give overlap_step=False"),
         ({"offload": True}, "surokit.OffloadAdamW"),
         ({"lr": -1.0}, "ZenFlow: lr=-1.0"),
+        ({"link": "pcie"}, r"ZenFlow: link='pcie' must be a Link of surokit\.offload\.link, or None"),
+        ({"betas": 0.9}, r"ZenFlow: betas=0\.9 must be two numbers"),
         ({"lr": torch.ones((), device="meta")}, "lr is read on the host"),
     ],
 )

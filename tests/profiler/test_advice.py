@@ -350,6 +350,12 @@ def test_every_rule_has_a_case():
 def test_the_remedy_of_an_offloaded_optimizer_suits_what_it_waits_for(wait, words):
     (row,) = fired("offload", lost=lost(offload=20.0), offload=[(wait, 1.0, 15.0), ("adam", 1.0, 5.0)])
     assert words in row["advice"]
+    settings = FUSED | {"optimizer": "OffloadAdamW fused=None foreach=None, 8 tensors"}
+    (row,) = fired("offload", lost=lost(offload=20.0), offload=[(wait, 1.0, 15.0)], settings=settings)
+    assert "surokit.ZenFlow" in row["advice"]  # which has none of these settings
+    assert not {"topk_ratio", "update_interval", "select_interval", "slots"} & set(
+        row["advice"].replace(",", " ").split()
+    )
 
 
 def _as_seen(what):

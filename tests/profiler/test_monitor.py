@@ -92,7 +92,7 @@ def test_steps_tokens_and_time_outside():
     assert s.goodput == pytest.approx(1.45 / 2.45)
     assert s.lost_usd == pytest.approx(1.0)
     frame = m.frame()
-    assert frame.columns.tolist() == ["steps", "wall_ms", "tokens", "stall_ms", "device_ms", "gap_ms"]
+    assert frame.columns.tolist() == ["steps", "wall_ms", "tokens", "stall_ms", "offload_ms", "device_ms", "gap_ms"]
     assert frame.wall_ms.tolist() == pytest.approx([500.0] + [50.0] * 19)
     assert frame.device_ms.isna().all()
 
@@ -137,6 +137,43 @@ def test_the_time_that_a_batch_takes():
     assert summary.sustained.goodput == pytest.approx(0.7)
     assert summary.sustained.idle_frac == pytest.approx(0.3)
     assert "waiting for data" in repr(summary)
+    assert math.isnan(summary.offload_ms)
+    assert "offload" not in repr(summary)
+
+
+@pytest.mark.parametrize("by_user", [False, True])
+def test_the_time_that_an_optimizer_on_the_host_takes(by_user):
+    clock = Clock()
+
+    class Offloading(torch.optim.SGD):
+        device_stall_ms = 0.0
+
+        def step(self, closure=None):
+            clock.now += 0.040
+            self.device_stall_ms = 25.0
+            return super().step(closure)
+
+    def loader():
+        for _ in range(8):
+            clock.now += 0.010
+            yield torch.ones(2)
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = Offloading([weight])
+    with Monitor(every=None, clock=clock) as m:
+        for _ in m.batches(loader()):
+            clock.now += 0.050
+            optimizer.step()
+            if by_user:
+                m.step()
+    summary = m.summary()
+    assert m.frame().offload_ms.iloc[1:].tolist() == pytest.approx([25.0] * 7)
+    assert summary.offload_ms == pytest.approx(25)
+    assert summary.sustained.idle_frac == pytest.approx(0.35)
+    assert summary.sustained.goodput == pytest.approx(0.65 + by_user * 0.35 / 8)  # the first m.step() knows no waits
+    assert "waiting for offload" in repr(summary)
+    assert "not waiting for data or offload" in repr(summary)
 
 
 def test_the_end_of_the_data_ends_the_loop_and_errors_pass():

@@ -439,8 +439,8 @@ def test_the_size_of_many_gzip_streams_is_estimated_from_all(tmp_path):
 
 
 def test_free_memory_is_the_limit_otherwise(monkeypatch, written):
-    assert 0 < trace._free_gib() <= psutil.virtual_memory().total / 2**30
-    monkeypatch.setattr(trace, "_free_gib", lambda: 1e-9)
+    assert 0 < trace.free_gib() <= psutil.virtual_memory().total / 2**30
+    monkeypatch.setattr(trace, "free_gib", lambda: 1e-9)
     with pytest.raises(ValueError, match=r"more than the 1e-09 GiB that are free"):
         written([GOOD])
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import surokit as sk
 from surokit.kernels.reference.adamw import adamw_
 from surokit.train import AdamW, AdamW8bit, Spec
 from surokit.train import optim as optim_module
@@ -34,6 +35,9 @@ def ulps(a: Tensor, b: Tensor) -> float:
     """Largest difference in units of b's own spacing."""
     spacing = torch.finfo(b.dtype).eps * b.float().abs().clamp_min(torch.finfo(b.dtype).tiny)
     return float(((a.float() - b.float()).abs() / spacing).max())
+
+
+every = pytest.mark.parametrize("kind", [sk.AdamW, sk.AdamW8bit, sk.OffloadAdamW, sk.ZenFlow])
 
 
 class TestArithmetic:
@@ -74,6 +78,24 @@ class TestArithmetic:
             two.step()
         for a, b in zip(ours, theirs):
             assert torch.equal(a, b)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("state_dtype", [None, torch.float32])
+    def test_a_gradient_in_another_order_than_its_weight(
+        self, dtype: torch.dtype, state_dtype: torch.dtype | None
+    ) -> None:
+        """Backward lays it as the weight; whoever gives it by hand may not."""
+        values = torch.randn(30, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+        params = [nn.Parameter(values.clone()), nn.Parameter(values.t().contiguous().t())]
+        assert params[0].stride() != params[1].stride()
+        for p in params:
+            optimizer = AdamW([p], lr=0.01, state_dtype=state_dtype)
+            for step in range(3):
+                set_grads([p], step)
+                assert p.grad is not None
+                p.grad = p.grad.contiguous()
+                optimizer.step()
+        assert torch.equal(params[0], params[1])
 
     def test_float32_moments_of_bf16_parameters(self) -> None:
         params = make_params(torch.bfloat16)
@@ -293,6 +315,10 @@ class TestSpec:
             ({"lr": torch.ones(2)}, "one number"),
             ({"betas": (0.9, 1.0)}, "betas"),
             ({"betas": (0.9,)}, "betas"),
+            ({"betas": 0.9}, r"AdamW: betas=0\.9 must be two numbers"),
+            ({"lr": "high"}, "AdamW: lr='high' must be a finite number"),
+            ({"eps": float("nan")}, "eps=nan"),
+            ({"seed": -1}, "seed=-1"),
             ({"weight_decay": -0.1}, "weight_decay"),
             ({"eps": -1e-8}, "eps"),
             ({"state_dtype": torch.float16}, "state_dtype"),
@@ -304,19 +330,26 @@ class TestSpec:
         with pytest.raises(ValueError, match=message):
             AdamW(nn.Linear(2, 2).parameters(), **options)
 
-    def test_a_misspelt_option(self) -> None:
-        with pytest.raises(TypeError, match="learning_rate"):
-            AdamW(learning_rate=1e-3)  # type: ignore[call-arg]
+    @every
+    def test_a_misspelt_option(self, kind: Any) -> None:
+        for given in ((), (nn.Linear(2, 2).parameters(),)):
+            with pytest.raises(TypeError, match=f"^{kind.__name__}: .*'learning_rate'. Its options are lr, betas, "):
+                kind(*given, learning_rate=1e-3)
 
-    def test_nothing_to_train(self) -> None:
-        with pytest.raises(ValueError, match="nothing to train"):
-            AdamW(lr=1e-3).build(nn.Linear(2, 2).requires_grad_(False).parameters())
+    @every
+    def test_nothing_to_train(self, kind: Any) -> None:
+        with pytest.raises(ValueError, match=f"^{kind.__name__}: there is nothing to train"):
+            kind(lr=1e-3).build(nn.Linear(2, 2).requires_grad_(False).parameters())
 
-    def test_wrong_parameters(self) -> None:
-        with pytest.raises(TypeError, match="iterable of parameters"):
-            AdamW(torch.ones(2), lr=1e-3)
-        with pytest.raises(TypeError, match=r"model\.parameters\(\)"):
-            AdamW(nn.Linear(2, 2).named_parameters(), lr=1e-3)  # type: ignore[arg-type]
+    @every
+    def test_wrong_parameters(self, kind: Any) -> None:
+        for wrong in (torch.ones(2), nn.Linear(2, 2)):
+            with pytest.raises(
+                TypeError, match=rf"^{kind.__name__} takes .*model\.parameters\(\), not (one tensor|a module)"
+            ):
+                kind(wrong, lr=1e-3)
+        with pytest.raises(TypeError, match=rf"^{kind.__name__} takes .*model\.parameters\(\)"):
+            kind(nn.Linear(2, 2).named_parameters(), lr=1e-3)
 
     def test_bf16_moments_that_stall_are_warned_of_once(self) -> None:
         params = make_params(torch.bfloat16)

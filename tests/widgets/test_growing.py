@@ -228,7 +228,7 @@ def test_waits_for_an_offloaded_optimizer_are_folded_too(tmp_path, monkeypatch):
     reader = Reader(tmp_path / "records.jsonl")
     reader.read()
     assert reader._fold > 5
-    assert reader.state.offload_share == pytest.approx(0.2, rel=0.02)
+    assert reader.state.idle_causes["offload"] == pytest.approx(0.2, rel=0.02)
 
 
 def test_what_later_lines_add_to_a_step_is_folded_with_it(tmp_path, monkeypatch):

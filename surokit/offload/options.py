@@ -1,0 +1,80 @@
+"""What the options of offloading optimizers may be: a ValueError names the one that is out of range, when it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from surokit.offload.link import Link, link_for
+from surokit.train.optim import check_adamw
+
+
+def check_offloading(name: str, options: Mapping[str, Any]) -> None:
+    """Of every optimizer `name` whose state is on the host."""
+    check_adamw(name, options)
+    lr, link = options["lr"], options["link"]
+    if isinstance(lr, Tensor) and lr.device.type != "cpu":
+        raise ValueError(f"{name}: lr is read on the host every step, and this one is on {lr.device}: give a float.")
+    if not isinstance(link, Link | None):
+        raise ValueError(
+            f"{name}: link={link!r} must be a Link of surokit.offload.link, or None for that of the parameters' device."
+        )
+    _share(name, options, "pt_reserved_cores_perc")
+
+
+def check_zenflow(name: str, options: Mapping[str, Any]) -> None:
+    """Of ZenFlow."""
+    check_offloading(name, options)
+    _share(name, options, "topk_ratio")
+    _share(name, options, "auto_ratio")
+    for option in ("update_interval", "select_interval"):
+        if options[option] != "auto" and not _whole(options[option], 1):
+            raise ValueError(f'{name}: {option}={options[option]!r} must be an integer of at least 1, or "auto".')
+    for option in ("max_interval", "slots", "steps_per_epoch"):
+        absent = option == "steps_per_epoch" and options[option] is None
+        if not absent and not _whole(options[option], 1):
+            raise ValueError(f"{name}: {option}={options[option]!r} must be an integer of at least 1.")
+    if not _whole(rounds := options["full_warm_up_rounds"], 0):
+        raise ValueError(f"{name}: full_warm_up_rounds={rounds!r} must be an integer that is not negative.")
+    if (strategy := options["select_strategy"]) not in ("auto", "step", "epoch"):
+        raise ValueError(f'{name}: select_strategy={strategy!r} must be "auto", "step" or "epoch".')
+    if strategy == "epoch" and options["steps_per_epoch"] is None:
+        raise ValueError(
+            f'{name}: select_strategy="epoch" needs steps_per_epoch, the number of steps that an epoch has.'
+        )
+    if (update := options["cold_update"]) not in ("deepspeed", "time-corrected"):
+        raise ValueError(f'{name}: cold_update={update!r} must be "deepspeed" or "time-corrected".')
+    if update == "time-corrected" and options["overlap_step"]:
+        raise ValueError(
+            f'{name}: cold_update="time-corrected" trains worse with overlap than without correction: '
+            "give overlap_step=False with it."
+        )
+    if options["offload"]:
+        raise ValueError(
+            f"{name}: offload=True would keep hot columns on the host too, whose update the device would wait for each step: "
+            "choose a smaller topk_ratio, or surokit.OffloadAdamW for a host that holds everything."
+        )
+
+
+def link_of(optimizer: Optimizer, given: Link | None) -> Link:
+    """The link that an optimizer was given, or that of its parameters' device. ValueError where it was given another device's."""
+    device = optimizer.param_groups[0]["params"][0].device
+    if given is not None and given.device != device:
+        raise ValueError(
+            f"{type(optimizer).__name__}: the link is that of {given.device}, and the parameters are on {device}: give a link of "
+            "their device, or none."
+        )
+    return given or link_for(device)
+
+
+def _share(name: str, options: Mapping[str, Any], option: str) -> None:
+    value = options[option]
+    if not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{name}: {option}={value!r} is a share, from 0 to 1.")
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and value >= least
