@@ -54,6 +54,13 @@ def test_optimizer(session):
         "rounding: stochastic against nearest",
         b={"optimizer": sk.AdamW(lr=3e-3, rounding="stochastic")},
     )
+    against(
+        session,
+        "optimizer",
+        "options than 'one', topk_ratio: 0.1 against 0.5, update_interval: 4 against 8: give",
+        a={"optimizer": sk.ZenFlow(lr=3e-3, topk_ratio=0.5, update_interval=8)},
+        b={"optimizer": sk.ZenFlow(lr=3e-3)},
+    )
 
 
 def test_schedule(session):
