@@ -543,7 +543,11 @@ class CudaLink(Link):
         return self._launched(_Copy(self._down, to, self._patience_s))
 
     def fence(self) -> None:
-        self._stalls.wait(torch.cuda.current_stream(self.device), self._filled)
+        main = torch.cuda.current_stream(self.device)
+        if self._lean:  # a fill waits for the copies before it
+            self._stalls.wait(main, self._filled)
+        else:  # it waits for the device's own work
+            main.wait_event(self._filled)
 
     def fetch(self, source: Tensor) -> Arrival:
         _whole(source)

@@ -244,7 +244,8 @@ class Monitor:
         if end is not None and self._device_watch is None:
             self._device_watch = self._stack.enter_context(DeviceWatch(torch.cuda.current_device()))
         work = math.nan if tokens is None else tokens
-        self._waiting.append(_Step(wall_ms, work, self._stall_ms, self._offload_ms, self._end, self._start, end))
+        offload_ms = min(self._offload_ms, wall_ms)  # of others besides, where optimizers share a link
+        self._waiting.append(_Step(wall_ms, work, self._stall_ms, offload_ms, self._end, self._start, end))
         self._end, self._start, self._stall_ms, self._offload_ms = end, None, math.nan, math.nan
         self._steps += 1
         while self._waiting and (_arrived(self._waiting[0].end) or len(self._waiting) > WAITING):
@@ -280,7 +281,7 @@ class Monitor:
                 t["wall_ms"],
                 work,
                 idle_frac=idle_frac,
-                stall_ms=np.nan_to_num(t["stall_ms"]) + offload_ms,
+                stall_ms=np.minimum(np.nan_to_num(t["stall_ms"]) + offload_ms, t["wall_ms"]),
                 run_s=self._wall_s(),
                 usd_per_gpu_hour=self._price,
             ),

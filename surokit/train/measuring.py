@@ -157,10 +157,10 @@ class Measuring:
         before, in_loop = self._before or start, self._before is not None
         wall_s = end_s - before.host_s
         offload_ms: float | None = getattr(session.optimizer, "device_stall_ms", None)
-        if offload_ms is not None:
-            host["offload_ms"] = offload_ms
+        if offload_ms is not None:  # more than the step took where waits of others, by the same link, are in it
+            host["offload_ms"] = offload_ms = min(offload_ms, 1e3 * wall_s)
         if self.device.type != "cuda" and in_loop and wall_s > 0:
-            host["idle_frac"] = 1 - (end_s - start.host_s - (offload_ms or 0.0) / 1e3) / wall_s
+            host["idle_frac"] = min(1.0, 1 - (end_s - start.host_s - (offload_ms or 0.0) / 1e3) / wall_s)
         if self.watch is not None:
             latest = self.watch.latest  # once: its thread puts another in its place
             host.update((name, latest[name]) for name in DEVICE_COLUMNS & latest.keys())

@@ -573,7 +573,6 @@ def test_waits_are_reported(kind):
     torch.cuda.synchronize()
     assert link.bytes_down > 0
     assert link.bytes_up > 0
-    assert optimizer.stall_ms >= 0
     assert link.device_stall_ms() > 0
 
 

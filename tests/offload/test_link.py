@@ -539,6 +539,7 @@ def test_a_fence_waits_for_copies_only_where_staging_is_lean(late, lean):
     link.fence()
     late.run()
     assert [ticket.done() for ticket in tickets] == ([True, True, False] if lean else [False] * 3)
+    assert (link.device_stall_ms() > 0) is lean  # else it waits for the device's own work
 
 
 @both

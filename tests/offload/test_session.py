@@ -47,6 +47,19 @@ def test_records_say_how_long_the_optimizer_was_waited_for() -> None:
     assert "offload_ms" not in plain.records.names
 
 
+def test_waits_of_another_by_the_same_link_are_never_more_than_the_step() -> None:
+    link = ThrottledLink(0.0003)
+    session = make_session(optimizer=sk.OffloadAdamW(lr=1e-2, link=link))
+    session.run(2)
+    for _ in range(3):
+        link.up(torch.zeros(20_000), lambda staging: None)  # some 250 ms that are no step's
+        session.run(2)
+    steps = session.records.frame()
+    assert (steps["offload_ms"] <= steps["wall_ms"]).all()
+    assert steps["idle_frac"].between(0, 1).all()
+    assert 0 <= session.summary().goodput <= 1
+
+
 def test_the_summary_has_a_row_for_it() -> None:
     session = offloading()
     session.run(6)
