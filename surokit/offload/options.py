@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
@@ -61,7 +62,7 @@ def check_zenflow(name: str, options: Mapping[str, Any]) -> None:
 
 def link_of(optimizer: Optimizer, given: Link | None) -> Link:
     """The link that an optimizer was given, or that of its parameters' device. ValueError where it was given another device's."""
-    device = optimizer.param_groups[0]["params"][0].device
+    device = next(p.device for group in optimizer.param_groups for p in group["params"])
     if given is not None and given.device != device:
         raise ValueError(
             f"{type(optimizer).__name__}: the link is that of {given.device}, and the parameters are on {device}: give a link of "
@@ -72,9 +73,9 @@ def link_of(optimizer: Optimizer, given: Link | None) -> Link:
 
 def _share(name: str, options: Mapping[str, Any], option: str) -> None:
     value = options[option]
-    if not isinstance(value, int | float) or not 0 <= value <= 1:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
         raise ValueError(f"{name}: {option}={value!r} is a share, from 0 to 1.")
 
 
 def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and value >= least
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least

@@ -15,6 +15,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -623,6 +624,15 @@ def test_memory_that_runs_out_before_the_first_step_leaves_nothing(monkeypatch):
     assert same(train(params, optimizer, 0, 5), train(*zenflow(), 0, 5))
 
 
+@pytest.mark.parametrize("make", [sk.ZenFlow, sk.OffloadAdamW])
+def test_a_group_may_be_empty_and_numbers_numpys(make):
+    params = parameters()
+    optimizer = make([{"params": []}, {"params": params}], pt_reserved_cores_perc=np.float64(0.5))
+    before = [p.detach().clone() for p in params]
+    train(params, optimizer, 0, 2)
+    assert not any(torch.equal(p, q) for p, q in zip(params, before))
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -647,6 +657,8 @@ def test_memory_that_runs_out_before_the_first_step_leaves_nothing(monkeypatch):
         ({"offload": True}, "surokit.OffloadAdamW"),
         ({"lr": -1.0}, "ZenFlow: lr=-1.0"),
         ({"link": "pcie"}, r"ZenFlow: link='pcie' must be a Link of surokit\.offload\.link, or None"),
+        ({"slots": True}, "slots=True must be an integer"),
+        ({"topk_ratio": True}, "topk_ratio=True is a share"),
         ({"betas": 0.9}, r"ZenFlow: betas=0\.9 must be two numbers"),
         ({"lr": torch.ones((), device="meta")}, "lr is read on the host"),
     ],
