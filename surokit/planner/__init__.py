@@ -17,7 +17,7 @@ what it takes       hardware.py  GPUs, their peaks with sources (hardware.csv), 
                     communication.py, energy.py
                     offload.py, streaming.py    with the optimizer's states, or weights, on the host
 asked backwards     questions.py what is the most that fits, how many GPUs, how many tokens
-                    offloading.py which optimizer, by memory and time
+                    on_host.py   which optimizer on the host, by memory and time; streamed weights
                     choices.py   which recipe; remedies.py: what binds, what makes it fit; faster.py: what makes it faster
 beside reality      check.py     a plan beside a measurement (measured.py reads it)
                     published.py published runs (published.csv)

@@ -20,7 +20,7 @@ from surokit.planner.flops import frozen, gemms_of, on_gpu, operand_bits, produc
 from surokit.planner.fusion import read_fusion
 from surokit.planner.hardware import Gpu
 from surokit.planner.memory import Memory, Setup
-from surokit.planner.offload import OFFLOADING
+from surokit.planner.offload import INTERVAL, OFFLOADING
 from surokit.planner.published import PLAUSIBLE_MFU, USUAL_MFU
 from surokit.planner.subject import Subject
 from surokit.tables import html_table, text_table
@@ -90,7 +90,10 @@ def plan_source(subject: Subject, given: Mapping[str, Any], setup: Setup, recipe
     if setup.recompute != getattr(own.arguments.get("fusion"), "recompute", "none") and "recompute" not in given:
         said.append(f"recompute {setup.recompute}")
     host = {"offload_weights": setup.prefetch, "offload_activations": setup.offload_activations}
-    said += [f"{name.removeprefix('offload_')} on the host" for name, on in host.items() if on and name not in given]
+    for name, planned in host.items():
+        what = name.removeprefix("offload_")
+        if name not in given and (planned or (setup.device == "cpu" and own.arguments.get(name))):
+            said.append(f"{what} on the host" if planned else f"{what} streamed, within the CPU's own memory")
     said += [] if "dtype" in given else [setup.dtype]
     said += [] if "gpu" in given else [f"on a {'CPU' if setup.device == 'cpu' else 'GPU'}"]
     if "optimizer" in own.arguments and "optimizer" not in given:
@@ -313,7 +316,11 @@ def _offloaded(plan: Plan) -> Iterator[str]:
         predicts = "gpu=sk.calibrate() measures the rates"
         if setup.prefetch or setup.optimizer in OFFLOADING:
             predicts = f"plan.{asks}({host}) predicts a step with it, and {predicts}"
+        if setup.device == "cpu":
+            predicts = "a CPU has no link to itself whose rate could be known; plan with gpu='H100' or the like"
         yield f"times are without what {setup.offloads} on the host add: {predicts}"
+    if plan.deferral.get("update_interval") == "auto":
+        yield f"how long ZenFlow's windows by the 'auto' rule are is not known: they are taken to have {INTERVAL} steps"
     if plan.given.get("graphs"):
         yield "steps with something on the host are not recorded as CUDA graphs: graphs=True is left out"
 

@@ -42,7 +42,7 @@ from surokit.planner.activations import Activations, Ours, replay
 from surokit.planner.flops import Placement, Recompute, Trained, frozen, gradients, operand_bits, placements
 from surokit.planner.fused_activations import FusedLayers
 from surokit.planner.fusion import UNFUSED, Fused
-from surokit.planner.offload import OFFLOADING, device_bytes, host_bytes
+from surokit.planner.offload import OFFLOADING, SLOTS, device_bytes, host_bytes
 from surokit.planner.shape import Shape, built_here
 from surokit.planner.streaming import GRADIENT_BLOCKS, Blocks, read_blocks
 from surokit.planner.tape import GRADIENTS, KEPT, LOGITS, PASSING, Moment
@@ -163,9 +163,9 @@ class Setup:
 
     `zero` is the ZeRO stage over `gpus`: 1 shards optimizer states, 2 gradients too, 3 weights too. `batch` is
     sequences on one GPU, `length` tokens of each. `fusion` is what is computed together, `graphs` whether a step is captured as
-    CUDA graphs. `hot` is the share of the trained parameters whose states an offloading optimizer keeps on the device.
-    `prefetch` is how many blocks are fetched ahead where weights are streamed (0: they are not). `trained` is what trains of a live
-    model; without it what the recipe says.
+    CUDA graphs. `hot` is the share of the trained parameters whose states ZenFlow keeps on the device, `overlap` and `slots` are
+    its settings. `prefetch` is how many blocks are fetched ahead where weights are streamed (0: they are not). `trained` is what
+    trains of a live model; without it what the recipe says.
     """
 
     dtype: str = "bf16"
@@ -186,6 +186,8 @@ class Setup:
     fusion: Fused = UNFUSED
     graphs: bool = False
     hot: float = 0.0
+    overlap: bool = True
+    slots: int = SLOTS
     prefetch: int = 0
     offload_activations: bool = False
     trained: Trained | None = None
@@ -289,7 +291,8 @@ def _blocks_on_host(blocks: Blocks, setup: Setup) -> list[Term]:
 
 def _states_on_host(trained: float, setup: Setup) -> Term:
     shard, sharded = _shards(setup, 1)
-    size = host_bytes(trained / shard, setup.hot if setup.optimizer == "zenflow" else None, round(setup.trained_width))
+    hot = setup.hot if setup.optimizer == "zenflow" else None
+    size = host_bytes(trained / shard, hot, round(setup.trained_width), setup.slots, setup.overlap)
     return Term("optimizer", size, False, f"{trained:,.0f} x states, sums and transfers{sharded}")
 
 
@@ -452,14 +455,15 @@ def _states(trained: float, setup: Setup) -> list[Term]:
 
 
 def _offloaded(trained: float, setup: Setup) -> Term:
-    """What an offloading optimizer has on the device; a CPU holds the host's as well."""
-    size, how = 12 * setup.hot * trained, f"{setup.hot:.0%} of {trained:,.0f} x 12 bytes; the rest on the host"
-    if setup.optimizer == "zenflow" and setup.device != "cpu":
-        size = device_bytes(trained, setup.hot, round(setup.trained_width))
-        how = f"{setup.hot:.0%} of {trained:,.0f} x 12 bytes, and gradients on their way to the host"
+    """What an offloading optimizer has on the device; a CPU holds the host's as well, and copies nothing to itself."""
+    deferred = setup.optimizer == "zenflow"
     if setup.device == "cpu":
-        size += _states_on_host(trained, replace(setup, gpus=1)).bytes
-        how = f"{trained:,.0f} x states, sums and transfers"
+        size = 12 * setup.hot * trained * deferred + _states_on_host(trained, replace(setup, gpus=1)).bytes
+        return Term("optimizer", size, False, f"{trained:,.0f} x states, sums and transfers")
+    size = device_bytes(trained, setup.hot if deferred else None, round(setup.trained_width))
+    how = "transfers each way; the states are on the host"
+    if deferred:
+        how = f"{setup.hot:.0%} of {trained:,.0f} x 12 bytes, gradients on their way to the host, and transfers back"
     return Term("optimizer", size, False, how)
 
 

@@ -3,6 +3,8 @@
     none           C                                                                   surokit.AdamW
     synchronous    C + pipelined(M/B, N/r, M/B)                                        surokit.OffloadAdamW
     ZenFlow        max(C, (1-k) M/B, (1-k) N/(S r), (1-k) N/q) + (1-k) M/(S B)         surokit.ZenFlow
+      no overlap   max(C, h) + (min(C, h) + (1-k) N/r + (1-k) M/B) / S                 overlap_step=False
+                   h = max((1-k) M/B, (1-k) N/q)
 
 C computing of a step, M bytes of the trained weights in the gradients' dtype, N their number, B the link's rate in one direction, r
 and q the host's rates of AdamW and of adding gradients up.
@@ -15,12 +17,17 @@ ZenFlow (arXiv 2505.12242) updates the share k of columns with the largest gradi
 host every S steps, beside the GPU's work. So a step waits for whatever takes longest, and besides for its share of the weights
 that land: they are ordered before a forward pass and nothing hides them. Both directions together are (1-k)(1+1/S) M.
 
+Without overlap the device waits at each window's end for all of the host's update. The gradients of S steps come down and are added
+beside the S - 1 computations after the first, C + (S-1) max(C, h) + h in all; then AdamW updates all cold columns, and then they
+land, none of it beside the device's work.
+
 Where the synchronous step is stalled for a share f of its time and a share x of the stall is removed, the gain is 1 / (1 - x f).
 
 r and q are those of the threads that they were measured with; a worker that has fewer may be slower, unless memory is what limits.
 
 Host memory, bytes of an element that is not hot, with gradients and weights of b bytes: weights and moments in float32 12, two
-accumulators 8, slots b each, updated weights that wait b. For the synchronous way 12, and three transfers each way.
+accumulators 8 (without overlap one, 4), slots b each, updated weights that wait b. For the synchronous way 12, and three transfers
+each way, which are on the device too; ZenFlow has there 12 of an element that is hot, b of one that is not, and three transfers up.
 """
 
 from __future__ import annotations
@@ -29,7 +36,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
-from typing import TYPE_CHECKING, Literal
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal
 
 from surokit.planner import arguments, figures
 from surokit.planner.hardware import Gpu
@@ -46,12 +54,16 @@ WAYS: tuple[Way, ...] = ("none", "synchronous", "zenflow")
 _ADAM_BYTES, _ACCUMULATE_BYTES = 3 * 8 + 4 + 2, 2 + 8
 OFFLOADING = ("zenflow", "offloadadamw")  # optimizers, as a plan calls them
 HOT = 0.1  # ZenFlow's topk_ratio where nobody says another
+INTERVAL = 4  # its update_interval, and what one by the "auto" rule is taken to be
 SLOTS = 3
-SUMS = 2  # accumulators: one is filled while the other is worked on
 TRANSFERS = 16  # of a synchronous step, at least
-_RING, _TRANSFER_BYTES = 2 * 3, 64 * 2**20  # pinned memory of the synchronous way: so many transfers, each no larger
+# Memory of the synchronous way, on the host and on the device: so many transfers, each no larger.
+_RING, _TRANSFER_BYTES = 2 * 3, 64 * 2**20
+_STAGED = 3  # ZenFlow's buffers on the device that what goes up takes turns with
 # A step of which this share of the GPU's memory is known to be taken is said to fit, whatever its activations take.
 AMPLE = 0.5
+# Beyond these a Host was given in other units: GB/s of a link, GiB, parameters a second.
+_MOST_GB_S, _MOST_GIB, _PARAMS_S = 1e4, 1e5, (1e5, 1e13)
 # Below this gain the synchronous way is taken: it computes exactly what AdamW does, and deferred columns do not.
 WORTH_DEFERRING = 1.05
 
@@ -76,19 +88,32 @@ class Host:
                 f"Host() lacks {' and '.join(f'{name}=' for name in missing)}: plan(gpu=sk.calibrate()) measures them on this "
                 "machine; or give figures, such as link_gb_s=50 and adam_params_s=2e9."
             )
-        arguments.number("link_gb_s", self.link_gb_s)
-        rate = arguments.number("adam_params_s", self.adam_params_s)
-        if rate < 1e5:
+        link = arguments.number("link_gb_s", self.link_gb_s)
+        if link > _MOST_GB_S:
+            guess = link / (1e9 if link > 1e8 else 1e3)
             raise ValueError(
-                f"adam_params_s={rate:g} is slower than any host: the unit is parameters a second, 2e9 for two billion."
+                f"link_gb_s={link:g} is more than any link has: did you mean {guess:.4g} (the unit is 1e9 bytes a second)?"
             )
-        for name in ("memory_gib", "accumulate_params_s"):
-            if getattr(self, name) is not None:
-                arguments.number(name, getattr(self, name))
+        _plausible_rate("adam_params_s", self.adam_params_s)
+        if self.accumulate_params_s is not None:
+            _plausible_rate("accumulate_params_s", self.accumulate_params_s)
+        if self.memory_gib is not None and (memory := arguments.number("memory_gib", self.memory_gib)) > _MOST_GIB:
+            guess = memory / (GIB if memory > 1e9 else 1024)
+            raise ValueError(
+                f"memory_gib={memory:g} is more than any host has: did you mean {guess:.4g} (the unit is GiB)?"
+            )
 
     @property
     def adds_params_s(self) -> float:
         return self.accumulate_params_s or self.adam_params_s * _ADAM_BYTES / _ACCUMULATE_BYTES
+
+
+def _plausible_rate(name: str, value: float) -> None:
+    rate, unit = arguments.number(name, value), "the unit is parameters a second, 2e9 for two billion"
+    if rate < _PARAMS_S[0]:
+        raise ValueError(f"{name}={rate:g} is slower than any host: {unit}.")
+    if rate > _PARAMS_S[1]:
+        raise ValueError(f"{name}={rate:g} is faster than any host: {unit}.")
 
 
 def host_of(gpu: Gpu, memory_gib: float | None = None) -> Host | None:
@@ -131,13 +156,15 @@ class Offload:
     stalled         f: share of the synchronous step in which the GPU waits
     removed         x: share of that stall that ZenFlow removes; below 0 where its step takes longer
     gain            of ZenFlow over the synchronous way, 1 / (1 - x f)
-    binds           what ZenFlow's step takes as long as: compute, link, AdamW or adding
+    binds           what takes most of ZenFlow's step: compute, link, AdamW or adding
     landing_ms      that ZenFlow's step takes besides, for weights that come back
+    update_ms       and without overlap, for the window's last gradients and the host's AdamW; 0 with it
     traffic         bytes ZenFlow moves in a step over the model's; 2 without deferral
-    host_gib        host memory by way; device_gib what the optimizer keeps on the GPU: states, and ZenFlow's
-                    cold gradients until they have left
+    host_gib        host memory by way, and hosted whether that is there; device_gib what the optimizer keeps on the GPU:
+                    states, and ZenFlow's cold gradients until they have left
     gpu_gib         what all of the step takes of the GPU by way, and fits whether that is there; None where not known
     without         the optimizer of the way without offload
+    kind            of the times, "prediction" or "optimistic", and `rates` that they rest on, "" those that were given
     """
 
     parameters: float
@@ -157,6 +184,11 @@ class Offload:
     gpu_gib: dict[Way, float | None] = field(default_factory=lambda: dict.fromkeys(WAYS))
     fits: dict[Way, bool | None] = field(default_factory=lambda: dict.fromkeys(WAYS))
     without: str = "surokit.AdamW"
+    overlap_step: bool = True
+    slots: int = SLOTS
+    update_ms: float = 0.0
+    kind: str = "prediction"
+    rates: str = ""
 
     @property
     def use(self) -> str:
@@ -165,12 +197,19 @@ class Offload:
 
     @property
     def _optimizers(self) -> dict[Way, str]:
-        zenflow = f"surokit.ZenFlow(topk_ratio={self.topk_ratio:g}, update_interval={self.update_interval})"
+        zenflow = f"surokit.ZenFlow(topk_ratio={self.topk_ratio:g}, update_interval={self.update_interval}"
+        zenflow += ")" if self.overlap_step else ", overlap_step=False)"
         return {"none": self.without, "synchronous": "surokit.OffloadAdamW", "zenflow": zenflow}
 
     @property
     def step_ms(self) -> dict[Way, float]:
         return {"none": self.none_ms, "synchronous": self.synchronous_ms, "zenflow": self.zenflow_ms}
+
+    @property
+    def hosted(self) -> dict[Way, bool | None]:
+        """Whether the host has the memory, by way; None where its memory is not known."""
+        limit = self.host.memory_gib
+        return {way: None if limit is None else gib <= limit for way, gib in self.host_gib.items()}
 
     @property
     def stalled(self) -> float:
@@ -187,8 +226,8 @@ class Offload:
 
     def table(self) -> pd.DataFrame:
         """One row a way: step_ms, speed against no offload, gpu_gib of the step and whether it fits, device_gib of what the
-        optimizer keeps of that, host_gib, chosen."""
-        columns = ["way", "step_ms", "speed", "gpu_gib", "fits", "device_gib", "host_gib", "chosen"]
+        optimizer keeps of that, host_gib and whether the host has it, chosen, kind of the times."""
+        columns = ["way", "step_ms", "speed", "gpu_gib", "fits", "device_gib", "host_gib", "hosted", "chosen", "kind"]
         rows = [
             (
                 w,
@@ -198,13 +237,15 @@ class Offload:
                 self.fits[w],
                 self.device_gib[w],
                 self.host_gib[w],
+                self.hosted[w],
                 w == self.choice,
+                self.kind,
             )
             for w, ms in self.step_ms.items()
         ]
         return data_frame(rows, columns)
 
-    _HEADER = ("", "step", "speed", "GPU", "", "of it optimizer", "host", "")
+    _HEADER = ("", "step", "speed", "GPU", "", "of it optimizer", "host", "", "")
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         words = {True: "fits", False: "does not fit", None: ""}
@@ -218,18 +259,23 @@ class Offload:
                 words[self.fits[way]],
                 figures.gib(self.device_gib[way]),
                 figures.gib(self.host_gib[way]),
+                words[self.hosted[way]] if self.host_gib[way] else "",
                 "taken" if way == self.choice else "",
             )
 
     def _title(self) -> str:
         return f"Offload of {figures.count(self.parameters)} trained parameters: {f'take {self.use}' if self.use else 'no choice'}"
 
+    def _parts(self) -> list[str]:
+        optimistic = [] if self.kind == "prediction" else [f"times are {self.kind}: {self.rates.partition(';')[0]}"]
+        return [*self.why.split("; "), *optimistic]
+
     def __repr__(self) -> str:
         table = text_table([*self._rows()], header=self._HEADER, right=(1, 2, 3, 5, 6))
-        return "\n".join([self._title(), *(f"  {part}" for part in self.why.split("; ")), "", table])
+        return "\n".join([self._title(), *(f"  {part}" for part in self._parts()), "", table])
 
     def _repr_html_(self) -> str:
-        why = "".join(f"<div>{escape(part)}</div>" for part in self.why.split("; "))
+        why = "".join(f"<div>{escape(part)}</div>" for part in self._parts())
         return f"<b>{escape(self._title())}</b>{why}" + html_table(
             [*self._rows()], header=self._HEADER, right=(1, 2, 3, 5, 6)
         )
@@ -241,29 +287,36 @@ def predict_offload(
     host: Host,
     *,
     topk_ratio: float = HOT,
-    update_interval: int = 4,
+    update_interval: int | Literal["auto"] = INTERVAL,
+    overlap_step: bool = True,
+    slots: int = SLOTS,
     gradient_bytes: int = 2,
     fits: bool | None = None,
     room: Room | None = None,
     states_gib: float | None = None,
     without: str = "surokit.AdamW",
-    slots: int = SLOTS,
 ) -> Offload:
     """A step's time by way, and the way to take.
 
     compute_ms      of a step without offload (an Estimate's step_ms)
     parameters      that train; `gradient_bytes` of each of their gradients
-    topk_ratio, update_interval     ZenFlow's k and S
+    topk_ratio, update_interval, overlap_step, slots    ZenFlow's own; k below 1, since at 1 nothing is offloaded. How long windows
+                    by the "auto" rule are is not known before a run: S is taken to be 4, and `why` says so
     fits            whether the GPU's memory suffices without offload; None: as `room` says, or not known
     room            memory of the GPU, and what a step takes of it by way; `plan.offload` knows it
     states_gib      what the optimizer keeps on the GPU without offload, `without` its name; float32 AdamW's 12 bytes a parameter
-    slots           pinned buffers of the gradients
     """
     c, n = arguments.number("compute_ms", compute_ms), arguments.parameters(parameters)
-    s = arguments.integer("update_interval", update_interval, most=1e6)
-    if isinstance(topk_ratio, bool) or not 0 <= topk_ratio < 1:
-        raise ValueError(f"topk_ratio={topk_ratio!r} must be a share from 0 to below 1: 0.1 is a tenth of the columns.")
-    k, m = float(topk_ratio), n * arguments.integer("gradient_bytes", gradient_bytes, most=8)
+    s = INTERVAL if update_interval == "auto" else arguments.integer("update_interval", update_interval, most=1e6)
+    slots = arguments.integer("slots", slots, most=1e6)
+    if not isinstance(overlap_step, bool):
+        raise ValueError(f"overlap_step={overlap_step!r} is unknown: use True or False.")
+    if not isinstance(topk_ratio, bool) and topk_ratio == 1:
+        raise ValueError(
+            "topk_ratio=1 offloads nothing: every column is hot, and all states stay on the GPU as float32 AdamW's do. Give a "
+            "share below 1, 0.1 is a tenth of the columns."
+        )
+    k, m = _hot(topk_ratio), n * arguments.integer("gradient_bytes", gradient_bytes, most=8)
     over_link_ms = m / (host.link_gb_s * 1e9) * 1e3
     adam_ms, adding_ms = n / host.adam_params_s * 1e3, n / host.adds_params_s * 1e3
     waits = {
@@ -273,8 +326,12 @@ def predict_offload(
         "adding": (1 - k) * adding_ms,
     }
     binds = max(waits, key=lambda name: waits[name])
-    landing_ms = (1 - k) * over_link_ms / s
-    synchronous, zenflow = (host_bytes(n, share, gradient_bytes, slots) / GIB for share in (None, k))
+    beside_ms, update_ms, landing_ms = waits[binds], 0.0, waits["link"] / s
+    if not overlap_step:
+        down_ms = max(waits["link"], waits["adding"])
+        beside_ms, update_ms = max(c, down_ms), min(c, down_ms) / s + waits["AdamW"]
+    held: dict[str, Any] = {"gradient_bytes": gradient_bytes, "slots": slots, "overlap": overlap_step}
+    synchronous, zenflow = (host_bytes(n, share, **held) / GIB for share in (None, k))
     known: dict[Way, bool | None] = {way: None if room is None else room.fits(way) for way in WAYS}
     draft = Offload(
         parameters=n,
@@ -283,24 +340,29 @@ def predict_offload(
         update_interval=s,
         none_ms=c,
         synchronous_ms=c + _pipelined(max(TRANSFERS, m / _TRANSFER_BYTES), over_link_ms, adam_ms, over_link_ms),
-        zenflow_ms=waits[binds] + landing_ms,
+        zenflow_ms=beside_ms + update_ms + landing_ms,
         binds=binds,
         landing_ms=landing_ms,
         traffic=(1 - k) * (1 + 1 / s),
         host_gib={"none": 0.0, "synchronous": synchronous, "zenflow": zenflow},
         device_gib={
             "none": 12 * n / GIB if states_gib is None else states_gib,
-            "synchronous": 0.0,
+            "synchronous": device_bytes(n, None, gradient_bytes) / GIB,
             "zenflow": device_bytes(n, k, gradient_bytes) / GIB,
         },
         gpu_gib={way: None if room is None else room.takes[way] for way in WAYS},
         fits=known if fits is None else {**known, "none": fits},
         without=without,
+        overlap_step=overlap_step,
+        slots=slots,
+        update_ms=update_ms,
     )
     most = math.inf
     if host.memory_gib:
-        most = max(largest_on_host(host.memory_gib, share, gradient_bytes, slots) for share in (None, k))
+        most = max(largest_on_host(host.memory_gib, share, **held) for share in (None, k))
     choice, why = _choose(draft, most, room)
+    if update_interval == "auto":
+        why += f"; how long windows by the 'auto' rule are is not known: ZenFlow's are taken to have {s} steps"
     return replace(draft, choice=choice, why=why)
 
 
@@ -334,8 +396,7 @@ def _taken(room: Room) -> str:
 
 def _choose_offload(o: Offload, most: float, room: Room | None) -> tuple[Way | None, str]:
     """Of the two that offload."""
-    limit = o.host.memory_gib
-    hosted = {way: limit is None or gib <= limit for way, gib in o.host_gib.items()}
+    limit, hosted = o.host.memory_gib, {way: there is not False for way, there in o.hosted.items()}
     if room is not None and room.gib is not None and o.fits["synchronous"] is False and o.fits["zenflow"] is False:
         least = min(room.takes["synchronous"], room.takes["zenflow"])
         needs = f"a step takes {figures.gib(least)} with the optimizer's states on the host"
@@ -355,7 +416,8 @@ def _choose_offload(o: Offload, most: float, room: Room | None) -> tuple[Way | N
         )
     if not hosted["synchronous"]:
         return None, (
-            f"the host lacks memory for all states, and ZenFlow keeps {hot} on the GPU, more than is free: lower topk_ratio"
+            f"the host lacks memory for all states, and ZenFlow keeps {hot} on the GPU, more than is free: lower topk_ratio as "
+            "far as the host has room for what that adds there"
         )
     if not hosted["zenflow"]:
         return "synchronous", (
@@ -380,22 +442,41 @@ def stall_gain(stalled: float, removed: float) -> float:
     return 1 / (1 - removed * stalled)
 
 
-def device_bytes(parameters: float, topk_ratio: float, gradient_bytes: int = 2) -> float:
-    """Bytes of the GPU that ZenFlow takes for so many trained parameters: states of hot columns, and gradients of cold ones, which
-    leave beside the next step."""
-    return parameters * (12 * topk_ratio + gradient_bytes * (1 - topk_ratio))
-
-
-def host_bytes(parameters: float, topk_ratio: float | None = 0.0, gradient_bytes: int = 2, slots: int = SLOTS) -> float:
-    """Bytes of host memory for so many trained parameters of `gradient_bytes`, as ZenFlow with overlap allocates them; with
-    topk_ratio=None as the synchronous way does. Columns that change sides take some more, for a moment."""
+def device_bytes(parameters: float, topk_ratio: float | None, gradient_bytes: int = 2) -> float:
+    """Bytes of the GPU that ZenFlow takes for so many trained parameters: states of hot columns, gradients of cold ones, which
+    leave beside the next step, and what stages weights that go up; with topk_ratio=None the synchronous way's transfers."""
     if topk_ratio is None:
-        return parameters * 12 + _RING * min(parameters * gradient_bytes / TRANSFERS, _TRANSFER_BYTES)
-    return parameters * (1 - topk_ratio) * (12 + 4 * SUMS + (slots + 1) * gradient_bytes)
+        return _rings(parameters, gradient_bytes)
+    cold = parameters * (1 - topk_ratio) * gradient_bytes
+    return parameters * 12 * topk_ratio + cold + _STAGED * min(cold, _TRANSFER_BYTES)
+
+
+def host_bytes(
+    parameters: float,
+    topk_ratio: float | None = 0.0,
+    gradient_bytes: int = 2,
+    slots: int = SLOTS,
+    overlap: bool = True,
+) -> float:
+    """Bytes of host memory for so many trained parameters of `gradient_bytes`, as ZenFlow allocates them; with topk_ratio=None as
+    the synchronous way does. Columns that change sides take up to 128 MiB more."""
+    if topk_ratio is None:
+        return parameters * 12 + _rings(parameters, gradient_bytes)
+    sums = 2 if overlap else 1  # one is filled while the other is worked on
+    return parameters * (1 - topk_ratio) * (12 + 4 * sums + (slots + 1) * gradient_bytes)
+
+
+def _rings(parameters: float, gradient_bytes: int) -> float:
+    """Bytes of the synchronous way's transfers, on the host and again on the device."""
+    return _RING * min(parameters * gradient_bytes / TRANSFERS, _TRANSFER_BYTES)
 
 
 def largest_on_host(
-    memory_gib: float, topk_ratio: float | None = 0.0, gradient_bytes: int = 2, slots: int = SLOTS
+    memory_gib: float,
+    topk_ratio: float | None = 0.0,
+    gradient_bytes: int = 2,
+    slots: int = SLOTS,
+    overlap: bool = True,
 ) -> float:
     """The most trained parameters that a host of so much memory serves; topk_ratio as for `host_bytes`."""
     room = arguments.number("memory_gib", memory_gib) * GIB
@@ -404,7 +485,14 @@ def largest_on_host(
         most = (room - rings) / 12
         small = _TRANSFER_BYTES * TRANSFERS / gradient_bytes  # parameters up to which a transfer is smaller than that
         return most if most > small else room / (12 + _RING * gradient_bytes / TRANSFERS)
-    return room / host_bytes(1.0, topk_ratio, gradient_bytes, slots)
+    return room / host_bytes(1.0, _hot(topk_ratio), gradient_bytes, slots, overlap)
+
+
+def _hot(topk_ratio: Any) -> float:
+    number = isinstance(topk_ratio, Real) and not isinstance(topk_ratio, bool)
+    if not number or not 0 <= topk_ratio < 1:
+        raise ValueError(f"topk_ratio={topk_ratio!r} must be a share from 0 to below 1: 0.1 is a tenth of the columns.")
+    return float(topk_ratio)
 
 
 def _pipelined(transfers: float, *stages_ms: float) -> float:

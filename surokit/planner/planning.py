@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from surokit.planner import arguments, choices, faster, figures, offloading, picture, questions, remedies
+from surokit.planner import arguments, choices, faster, figures, on_host, picture, questions, remedies
 from surokit.planner import check as checking
 from surokit.planner.check import Check
 from surokit.planner.cost import Price, Time, Work, count_time, exact, read_price
@@ -33,7 +33,7 @@ from surokit.planner.fusion import Transposed, read_fusion
 from surokit.planner.hardware import Gpu, find_gpu
 from surokit.planner.lines import Line, as_html, as_text, plan_answers, plan_lines, plan_notes, plan_source
 from surokit.planner.memory import DTYPE_BYTES, SLACK, Layers, Memory, Setup, blocks_of, count_memory
-from surokit.planner.offload import HOT, OFFLOADING, Host, Offload, host_of
+from surokit.planner.offload import HOT, OFFLOADING, SLOTS, Host, Offload, host_of
 from surokit.planner.roofline import Estimate, estimate_step
 from surokit.planner.shape import Shape, built_here
 from surokit.planner.streaming import Streamed
@@ -159,9 +159,9 @@ class Plan:
         """This plan in every recipe: step, speedup, memory, native or emulated; of those that fit, the one predicted fastest."""
         return choices.recipes(self, names, gib=gib)
 
-    def fitting(self, *, gib: float | None = None) -> remedies.Fitting:
-        """What would make the plan fit, cheapest first, and what each leaves."""
-        return remedies.fitting(self, gib=gib)
+    def fitting(self, *, gib: float | None = None, host: Host | None = None) -> remedies.Fitting:
+        """What would make the plan fit, cheapest first, and what each leaves; on the host too, where `host` has a `memory_gib`."""
+        return remedies.fitting(self, gib=gib, host=host)
 
     def faster(self, *, gib: float | None = None) -> faster.Faster:
         """What fusing, CUDA graphs, less recompute and a cached W' are planned to give, and which of them to choose."""
@@ -179,7 +179,7 @@ class Plan:
         ZenFlow's are the plan's own optimizer's. Raises ValueError where host or a step's time is not known, TypeError for a host
         that is none.
         """
-        return offloading.offload(self, host, **options)
+        return on_host.offload(self, host, **options)
 
     def streamed(self, host: Host | None = None, *, prefetch: int | None = None) -> Streamed:
         """A step whose blocks' weights stay on the host (sk.offload_weights), so many fetched ahead: memory, bytes, time.
@@ -187,7 +187,7 @@ class Plan:
         host as for `offload`; prefetch is the plan's own, or 1, without it. Raises ValueError for a number of parameters, which has
         no blocks, and where host or a step's time is not known.
         """
-        return offloading.streamed(self, host, prefetch=prefetch)
+        return on_host.streamed(self, host, prefetch=prefetch)
 
     @property
     def deferral(self) -> dict[str, Any]:
@@ -405,6 +405,7 @@ def plan(
         )
     if offload_activations and kind == "cpu":
         raise ValueError("offload_activations needs a GPU: leave it out, or give gpu='H100' or the like.")
+    deferral = _deferral(optimizer)
     setup = Setup(
         dtype=held,
         optimizer=_optimizer(optimizer),
@@ -423,7 +424,9 @@ def plan(
         slack=slack,
         fusion=fused,
         graphs=graphs,
-        hot=_deferral(optimizer).get("topk_ratio", 0.0),
+        hot=deferral.get("topk_ratio", 0.0),
+        overlap=deferral.get("overlap_step", True),
+        slots=deferral.get("slots", SLOTS),
         prefetch=prefetch,
         offload_activations=bool(offload_activations),
         trained=trained,
@@ -452,7 +455,7 @@ def plan(
     memory = count_memory(shape, parameters, carried if fused else recipe, setup)
     waits_ms = None
     if setup.offloads and estimate is not None and device is not None and (host := host_of(device)) is not None:
-        with_offload = offloading.with_offload(
+        with_offload = on_host.with_offload(
             estimate.step_ms,
             host,
             shape=shape,
@@ -460,7 +463,7 @@ def plan(
             setup=setup,
             trained=_trains(shape, parameters, recipe, setup),
             memory=memory,
-            deferral=_deferral(optimizer),
+            deferral=deferral,
         )
         waits_ms = with_offload - estimate.step_ms
     step_tokens = None if batch is None or length is None else batch * length * accumulate * gpus
@@ -562,17 +565,16 @@ def _dtype(value: Any) -> str:
 
 def _option(optimizer: Any, name: str) -> Any:
     """An option of an optimizer, or of a spec that holds its options."""
-    held = getattr(optimizer, "options", {}) | getattr(optimizer, "settings", {})
+    held = getattr(optimizer, "options", {}) | getattr(optimizer, "settings", {}) | getattr(optimizer, "helpers", {})
     return getattr(optimizer, name, None) or held.get(name)
 
 
 def _deferral(optimizer: Any) -> dict[str, Any]:
-    """ZenFlow's share k of hot columns and window S, as `predict_offload` takes them; a window by the "auto" rule is not known."""
+    """ZenFlow's settings that memory and time depend on, as `predict_offload` takes them; {} of another optimizer."""
     if optimizer is None or _optimizer(optimizer) != "zenflow":
         return {}
-    share, interval = _option(optimizer, "topk_ratio"), _option(optimizer, "update_interval")
-    found = {"topk_ratio": HOT if share is None else share}
-    return found if interval in (None, "auto") else {**found, "update_interval": interval}
+    found = {name: _option(optimizer, name) for name in ("topk_ratio", "update_interval", "overlap_step", "slots")}
+    return {"topk_ratio": HOT} | {name: value for name, value in found.items() if value is not None}
 
 
 def _prefetch(asked: bool | int | None, shape: Shape | None, device: str, trains: bool, optimizer: str) -> int:
@@ -587,7 +589,8 @@ def _prefetch(asked: bool | int | None, shape: Shape | None, device: str, trains
         raise ValueError("offload_weights needs a GPU: leave it out, or give gpu='H100' or the like.")
     if trains and optimizer in OFFLOADING:
         raise ValueError(
-            "Weights that train on the host are updated there: give optimizer='adamw' with offload_weights."
+            "ZenFlow and OffloadAdamW take parameters of one device. Trained weights that offload_weights keeps on the host are "
+            "updated there: give optimizer='adamw' with offload_weights."
         )
     return 1 if asked is True else arguments.integer("offload_weights", asked, most=1e4)
 

@@ -1,11 +1,13 @@
 """What would make a plan fit, and what binds it: each answer plans again with other arguments, and shows what that gives.
 
 Remedies come in the order of what they cost a user: first those that change neither the mathematics nor the time by much, then
-those that take time, then those that change what is stored, and last those that change what is trained.
+those that take time, then those that change what is stored, and last those that change what is trained. What a remedy puts on
+the host has to fit there too, where the host's memory is known.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from surokit.planner import figures
 from surokit.planner.choices import asked_gib, compare_recipes, known_gib
 from surokit.planner.flops import frozen
+from surokit.planner.offload import Host, host_of
 from surokit.tables import data_frame, html_table, text_table
 
 if TYPE_CHECKING:
@@ -23,10 +26,16 @@ if TYPE_CHECKING:
     from surokit.planner.planning import Plan
     from surokit.recipe import Lora
 
+#: A remedy is shown where it alone takes this share of the memory away, or is part of the path.
+NOTICEABLE = 0.01
+
 
 @dataclass(frozen=True)
 class Remedy:
-    """One thing to change: `how` to write it, what it `costs`, the memory that it alone leaves, and what it takes of the host's."""
+    """One thing to change: `how` to write it, what it `costs`, the memory that it alone leaves, and what it takes of the host's.
+
+    `fits` says whether GPU and host have that much, `hosted` whether the host has; of a host whose memory is not known anything.
+    """
 
     how: str
     changes: Mapping[str, Any]
@@ -34,6 +43,21 @@ class Remedy:
     gib: float
     fits: bool
     host_gib: float = 0.0
+    hosted: bool = True
+
+
+@dataclass(frozen=True)
+class _Space:
+    """Memory of one GPU, and of its host where that is known, GiB."""
+
+    gib: float
+    host_gib: float = math.inf
+
+    def holds(self, memory: Memory) -> bool:
+        return memory.gib <= self.gib and self.hosts(memory)
+
+    def hosts(self, memory: Memory) -> bool:
+        return memory.host_gib <= self.host_gib
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,7 +65,8 @@ class Fitting:
     """What would make a plan fit into `room_gib`: each remedy alone, and in `path` the cheapest that do it together.
 
     `plan` is the plan with the path taken, itself where it fits already, None where nothing here is enough. A remedy that saves
-    nothing alone may still help beside another: the peak moves from one part of a step to the next.
+    nothing alone may still help beside another, as the peak moves from one part of a step to the next: it is listed only in a path.
+    `host_room_gib` is the host's memory, None where it is not known.
     """
 
     room_gib: float
@@ -50,28 +75,38 @@ class Fitting:
     path: tuple[Remedy, ...]
     plan: Plan | None
     sentence: str
+    host_room_gib: float | None = None
+
+    @property
+    def already(self) -> bool:
+        """Whether it fits as it is."""
+        return self.plan is not None and not self.path
 
     def table(self) -> pd.DataFrame:
-        """A row a remedy: remedy, gib, fits, host_gib, costs."""
-        columns = ["remedy", "gib", "fits", "host_gib", "costs"]
-        return data_frame([(r.how, r.gib, r.fits, r.host_gib, r.costs) for r in self.remedies], columns)
+        """A row a remedy: remedy, gib, fits, host_gib, hosted, costs."""
+        columns = ["remedy", "gib", "fits", "host_gib", "hosted", "costs"]
+        return data_frame([(r.how, r.gib, r.fits, r.host_gib, r.hosted, r.costs) for r in self.remedies], columns)
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
             (
                 r.how,
                 figures.gib(r.gib),
-                "fits" if r.fits else "",
+                "would fit" if r.fits and not self.already else "",
                 figures.gib(r.host_gib) if r.host_gib else "",
+                "" if r.hosted else "does not fit",
                 r.costs,
             )
             for r in self.remedies
         ]
 
-    _HEADER = ("one at a time", "leaves", "", "on the host", "and costs")
+    _HEADER = ("one at a time", "leaves", "", "on the host", "", "and costs")
 
     def _title(self) -> str:
-        return f"{figures.gib(self.gib)} into {figures.gib(self.room_gib)}: {self.sentence}"
+        room = figures.gib(self.room_gib)
+        if self.host_room_gib is not None:
+            room += f", and {figures.gib(self.host_room_gib)} of the host's"
+        return f"{figures.gib(self.gib)} into {room}: {self.sentence}"
 
     def __repr__(self) -> str:
         table = [text_table(self._rows(), header=self._HEADER, right=(1, 3))] if self.remedies else []
@@ -81,40 +116,64 @@ class Fitting:
         return html_table(self._rows(), header=self._HEADER, right=(1, 3), title=self._title())
 
 
-def fitting(plan: Plan, *, gib: float | None = None) -> Fitting:
-    """What would make the plan fit into `gib` (the GPU's own memory without it), cheapest first.
+def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -> Fitting:
+    """What would make the plan fit into `gib` (the GPU's own memory without it) and, where its memory is known, the host's.
 
-    Raises ValueError where the memory to fit into is not known.
+    host is the one that a calibration of the plan's GPU measured, without one. Cheapest remedies first. Raises ValueError where the
+    memory to fit into is not known, TypeError for a host that is none.
     """
-    room = asked_gib(plan, gib)
-    needed = plan.memory.gib
-    tries = list(_remedies(plan, room))
-    remedies = tuple(_remedy(plan, room, *each) for each in tries)
-    if needed <= room:
-        return Fitting(room, needed, remedies, (), plan, f"it fits as it is{_without(plan)}")
-    path = _eased(plan, _path(plan, remedies, room), room)
-    better = plan.but(**_merged(path or remedies))
-    if not path:
-        left = f"all remedies together leave {figures.gib(better.memory.gib)}" if remedies else "there is no remedy"
-        cure = "take a smaller model, shorter sequences or a GPU with more memory"
-        if plan.setup.training and not (plan.setup.zero == 3 and plan.setup.gpus > 1):
-            cure += ", or more GPUs with zero=3"
-        sentence = f"{left}, the largest term being {_largest(better)}; {cure}"
-        return Fitting(room, needed, remedies, (), None, sentence)
-    together = " with ".join(remedy.how for remedy in path)
-    takes = figures.gib(better.memory.gib)
-    if better.memory.host:
-        takes += f", and {figures.gib(better.memory.host_gib)} on the host"
-    sentence = f"{together} {'makes' if len(path) == 1 else 'make'} it fit ({takes})"
-    return Fitting(room, needed, remedies, path, better, sentence + _without(plan))
+    space = _space(plan, gib, host)
+    memory, host_room = plan.memory, None if math.isinf(space.host_gib) else space.host_gib
+    tries = tuple(_remedy(plan, space, *each) for each in _remedies(plan, space))
+    path = () if space.holds(memory) else _eased(plan, _path(plan, tries, space), space)
+    eased = {tuple(remedy.changes): remedy for remedy in path}
+    better = plan.but(**_merged(path or tries))
+    if space.holds(memory):
+        better, sentence = plan, f"it fits as it is{_without(plan)}"
+    elif path:
+        together = " with ".join(remedy.how for remedy in path)
+        verb = "makes" if len(path) == 1 else "make"
+        sentence = f"{together} {verb} it fit ({_takes(better)}){_without(plan)}"
+    else:
+        sentence = _no_way(plan, tries, better, space)
+    helping = tuple(r for r in tries if r.gib <= (1 - NOTICEABLE) * memory.gib or tuple(r.changes) in eased)
+    enough = better if path or space.holds(memory) else None
+    return Fitting(space.gib, memory.gib, helping, path, enough, sentence, host_room)
 
 
-def _remedy(plan: Plan, room: float, how: str, changes: Mapping[str, Any], costs: str) -> Remedy:
+def _space(plan: Plan, gib: float | None, host: Host | None) -> _Space:
+    if host is None and plan.gpu is not None:
+        host = host_of(plan.gpu)
+    if host is not None and not isinstance(host, Host):
+        raise TypeError(
+            f"fitting(host={host!r}) is a {type(host).__name__}: give planner.Host(link_gb_s=50, adam_params_s=2e9, "
+            "memory_gib=512)."
+        )
+    return _Space(asked_gib(plan, gib), (host and host.memory_gib) or math.inf)
+
+
+def _no_way(plan: Plan, tries: Sequence[Remedy], together: Plan, space: _Space) -> str:
+    """Why no remedy suffices, and what else might."""
+    cure = "take a smaller model, shorter sequences or a GPU with more memory"
+    if plan.setup.training and not (plan.setup.zero == 3 and plan.setup.gpus > 1):
+        cure += ", or more GPUs with zero=3"
+    left = f"all remedies together leave {_takes(together)}" if tries else "there is no remedy"
+    if not space.hosts(together.memory):
+        return f"{left}, and the host has {figures.gib(space.host_gib)}; {cure}"
+    return f"{left}, the largest term being {_largest(together)}; {cure}"
+
+
+def _takes(plan: Plan) -> str:
+    host = f", and {figures.gib(plan.memory.host_gib)} on the host" if plan.memory.host else ""
+    return figures.gib(plan.memory.gib) + host
+
+
+def _remedy(plan: Plan, space: _Space, how: str, changes: Mapping[str, Any], costs: str) -> Remedy:
     again = plan.but(**changes)
     memory, waits_ms = again.memory, again.time.waits_ms
     if waits_ms is not None and again.setup.offloads != plan.setup.offloads:
         costs += f"; {figures.value(waits_ms, 'ms')} more a step"
-    return Remedy(how, changes, costs, memory.gib, memory.gib <= room, memory.host_gib)
+    return Remedy(how, changes, costs, memory.gib, space.holds(memory), memory.host_gib, space.hosts(memory))
 
 
 def _largest(plan: Plan) -> str:
@@ -136,11 +195,11 @@ def _merged(remedies: Sequence[Remedy]) -> dict[str, Any]:
     return changes
 
 
-def _path(plan: Plan, remedies: Sequence[Remedy], room: float) -> tuple[Remedy, ...]:
+def _path(plan: Plan, remedies: Sequence[Remedy], space: _Space) -> tuple[Remedy, ...]:
     """The cheapest remedy that suffices, or the cheapest that do together, none of which could be left out."""
 
     def fits(some: Sequence[Remedy]) -> bool:
-        return plan.but(**_merged(some)).memory.gib <= room
+        return space.holds(plan.but(**_merged(some)).memory)
 
     # together, remedies that leave the recipe come before one that changes it, and with it perhaps what trains
     leaving = [r for r in remedies if "recipe" not in r.changes]
@@ -167,13 +226,13 @@ def _together(remedies: Sequence[Remedy], fits: Callable[[Sequence[Remedy]], boo
     return []
 
 
-def _remedies(plan: Plan, room: float) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _remedies(plan: Plan, space: _Space) -> Iterator[tuple[str, dict[str, Any], str]]:
     """(how to write it, the changes, what it costs), cheapest first."""
     s = plan.setup
     if s.training and s.logits == "whole" and s.layers == "surokit" and plan.shape is not None:
         yield "logits='fused'", {"logits": "fused"}, "nothing: the loss takes the logits a part at a time"
     if s.batch is not None and s.batch > 1:
-        yield _smaller_batch(plan, room)
+        yield _smaller_batch(plan, space)
     if s.training and s.gpus > 1:
         for stage in range(s.zero + 1, 3):
             yield f"zero={stage}", {"zero": stage}, "no more traffic between GPUs (arXiv 1910.02054)"
@@ -193,13 +252,13 @@ def _remedies(plan: Plan, room: float) -> Iterator[tuple[str, dict[str, Any], st
         if s.layers == "surokit":
             costs += "; sk.fuse(model, recompute='full')"
         yield "recompute='full'", {"recompute": "full"}, costs
-    yield from _on_the_host(plan)
+    yield from _on_the_host(plan, space)
     if s.training and s.master and not frozen(plan.recipe):
         yield "master=False", {"master": False}, "precision: updates below the weights' own step are rounded away"
     yield from _smaller_weights(plan)
 
 
-def _on_the_host(plan: Plan) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _on_the_host(plan: Plan, space: _Space) -> Iterator[tuple[str, dict[str, Any], str]]:
     """What may wait on the host of a GPU: the optimizer's states, activations, weights."""
     s, trains = plan.setup, plan.setup.training and not frozen(plan.recipe)
     if s.device == "cpu":
@@ -217,16 +276,20 @@ def _on_the_host(plan: Plan) -> Iterator[tuple[str, dict[str, Any], str]]:
             )
     if s.training and plan.shape is not None and not s.prefetch and s.gpus == 1:
         changes: dict[str, Any] = {"offload_weights": True}
+        costs = "time: the link, and blocks computed again (plan.streamed)"
         if trains:  # they are updated where they are
             changes["optimizer"] = s.optimizer if s.optimizer in ("adamw8bit", "none") else "adamw"
-        yield (
-            ", ".join(f"{name}={value!r}" for name, value in changes.items()),
-            changes,
-            "time: the link, and blocks computed again (plan.streamed)",
-        )
+        yield _written(changes), changes, costs
+        if changes.get("optimizer") == "adamw" and not space.hosts(plan.but(**changes).memory):
+            changes = {**changes, "optimizer": "adamw8bit"}
+            yield _written(changes), changes, f"{costs}; precision: moments in 8 bits"
 
 
-def _smaller_batch(plan: Plan, room: float) -> tuple[str, dict[str, Any], str]:
+def _written(changes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in changes.items())
+
+
+def _smaller_batch(plan: Plan, space: _Space) -> tuple[str, dict[str, Any], str]:
     """The largest micro-batch that fits and divides the batch, or one sequence; as many tokens a step."""
     s = plan.setup
     assert s.batch is not None
@@ -234,19 +297,22 @@ def _smaller_batch(plan: Plan, room: float) -> tuple[str, dict[str, Any], str]:
         changes: dict[str, Any] = {"batch": batch}
         if s.training:
             changes["accumulate"] = s.accumulate * s.batch // batch
-        if batch == 1 or plan.but(**changes).memory.gib <= room:
+        if batch == 1 or space.holds(plan.but(**changes).memory):
             break
-    how = ", ".join(f"{name}={value}" for name, value in changes.items())
-    return how, changes, "launches: the same step in smaller parts" if s.training else "fewer sequences at a time"
+    return (
+        _written(changes),
+        changes,
+        "launches: the same step in smaller parts" if s.training else "fewer sequences at a time",
+    )
 
 
-def _eased(plan: Plan, path: tuple[Remedy, ...], room: float) -> tuple[Remedy, ...]:
+def _eased(plan: Plan, path: tuple[Remedy, ...], space: _Space) -> tuple[Remedy, ...]:
     """The path with no smaller a batch than its other remedies ask for."""
     others = _merged([remedy for remedy in path if "batch" not in remedy.changes])
     if len(path) < 2 or not any("batch" in remedy.changes for remedy in path):
         return path
-    how, changes, costs = _smaller_batch(plan.but(**others), room)
-    eased = _remedy(plan, room, how, changes, costs)
+    how, changes, costs = _smaller_batch(plan.but(**others), space)
+    eased = _remedy(plan, space, how, changes, costs)
     return tuple(eased if "batch" in remedy.changes else remedy for remedy in path)
 
 
@@ -332,7 +398,7 @@ def _memory_binding(plan: Plan) -> Binding:
     m = plan.memory
     term = m.largest
     loosens = ""
-    for how, changes, costs in _remedies(plan, known_gib(plan, None) or 0.0):
+    for how, changes, costs in _remedies(plan, _Space(known_gib(plan, None) or 0.0)):
         less = plan.but(**changes).memory
         left, (what, there) = _kind(less, term)[1], _kind(m, term)
         if left <= 0.8 * there and less.gib < m.gib:

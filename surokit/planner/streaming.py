@@ -76,6 +76,7 @@ class Streamed:
     bytes_up, bytes_down    over the link in a step; `block_bytes` are the largest block's
     compute_ms      of a step in which blocks are computed `again`, as in training; link_ms what the busier direction takes
     exposed_ms      of the link that nothing hides, and adam_ms of the host's AdamW
+    kind            of the times, "prediction" or "optimistic", and `rates` that they rest on, "" those that were given
     gpu_gib, host_gib   memory of one GPU at the step's fullest moment, and of the host; fits: whether the GPU has it, None where
                     that is not known
     """
@@ -95,6 +96,8 @@ class Streamed:
     fits: bool | None
     host: Host
     again: bool = True
+    kind: str = "prediction"
+    rates: str = ""
 
     @property
     def step_ms(self) -> float:
@@ -108,7 +111,10 @@ class Streamed:
 
     def _title(self) -> str:
         what = f"{self.blocks} blocks streamed, {self.prefetch} ahead ({self.name})"
-        return f"{what}: a step of {_ms(self.step_ms)} is predicted, bound by {self.binds}"
+        step, bound = f"{what}: a step of {_ms(self.step_ms)}", f", bound by {self.binds}"
+        if self.kind == "prediction":
+            return f"{step} is predicted{bound}"
+        return f"{step} ({self.kind}: {self.rates.partition(';')[0]}){bound}"
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         gpu = {True: "fits", False: "does not fit", None: ""}[self.fits]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import time
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -12,8 +15,22 @@ from hypothesis import strategies as st
 
 import surokit as sk
 from surokit import planner
+from surokit.bench.offload_emulated import Sleeper, link_of
+from surokit.offload import adamw, columns, link
+from surokit.offload.columns import Columns
+from surokit.planner import offload
 from surokit.planner.hardware import Ceilings, Gpu, find_gpu
-from surokit.planner.offload import GIB, Host, Room, host_bytes, host_of, largest_on_host, predict_offload, stall_gain
+from surokit.planner.offload import (
+    GIB,
+    Host,
+    Room,
+    device_bytes,
+    host_bytes,
+    host_of,
+    largest_on_host,
+    predict_offload,
+    stall_gain,
+)
 
 # host AdamW of 1.7e9 parameters in 408 ms, its adding up in 136 ms
 HOST = Host(link_gb_s=50, adam_params_s=1.7e9 / 0.408, memory_gib=500)
@@ -49,6 +66,52 @@ def test_the_formulas_by_hand():
     assert (big.zenflow_ms, big.binds) == (pytest.approx(360 + 15.3), "compute")
     assert big.removed == pytest.approx(1 - 15.3 / (big.synchronous_ms - 360))
     assert big.use == "surokit.ZenFlow(topk_ratio=0.1, update_interval=4)"
+
+
+def test_without_overlap_all_of_the_hosts_update_is_waited_for():
+    """At a window's end the last gradients come down and are added, AdamW updates all cold columns, and they land."""
+    adam, adding, link = 0.9 * 408, 0.9 * 136, 0.9 * 68
+    for compute, interval, binds in ((90.0, 1, "AdamW"), (90.0, 4, "adding"), (360.0, 4, "compute")):
+        o = predicted(compute, update_interval=interval, overlap_step=False)
+        window = compute + (interval - 1) * max(compute, adding) + adding + adam + link
+        assert o.zenflow_ms == pytest.approx(window / interval)
+        assert o.landing_ms == pytest.approx(link / interval)
+        assert o.zenflow_ms == pytest.approx(max(compute, adding) + o.update_ms + o.landing_ms)
+        assert o.zenflow_ms > predicted(compute, update_interval=interval).zenflow_ms
+        assert o.binds == binds
+    assert predicted().update_ms == 0
+    assert o.use == "surokit.ZenFlow(topk_ratio=0.1, update_interval=4, overlap_step=False)"
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_steps_time_on_an_emulated_device(overlap, monkeypatch):
+    """A device that sleeps, a slow link, and a host whose AdamW takes its time. What else runs here makes it slower at times, and
+    never faster."""
+    compute_s, link_s, adam_s, update = 0.1, 0.08, 0.12, Columns.update_cold
+
+    def update_slowly(*args: Any) -> Any:
+        time.sleep(adam_s)
+        return update(*args)
+
+    monkeypatch.setattr(Columns, "update_cold", update_slowly)
+    device, weight = Sleeper(compute_s), torch.nn.Parameter(torch.randn(128, 128))
+    weight.grad = torch.randn(128, 128)
+    gb_s, n = 4 * weight.numel() / 1e9 / link_s, weight.numel()
+    options: dict[str, Any] = {"topk_ratio": 0.25, "update_interval": 2, "overlap_step": overlap}
+
+    def window_ms() -> float:
+        begun = time.perf_counter()
+        for _ in range(2):
+            device.compute()
+            optimizer.step()
+        return (time.perf_counter() - begun) * 1e3
+
+    with closing(link_of(device, gb_s)) as link, closing(sk.ZenFlow([weight], link=link, **options)) as optimizer:
+        window_ms()  # makes the states
+        took_ms = min(window_ms() for _ in range(3)) / 2
+    host = Host(gb_s, 0.75 * n / adam_s, accumulate_params_s=1e12)
+    o = predict_offload(1e3 * compute_s, n, host, gradient_bytes=4, **options)
+    assert took_ms == pytest.approx(o.zenflow_ms, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -115,16 +178,27 @@ def test_memory_of_the_host():
     assert host_bytes(1e6, None) == pytest.approx(12e6 + 6 * 2e6 / 16)
     o = predicted(parameters=qwen3_8b, compute_ms=1e4)
     assert o.device_gib["none"] == pytest.approx(12 * qwen3_8b / GIB)
-    assert o.device_gib["zenflow"] == pytest.approx(
-        (0.1 * 12 + 0.9 * 2) * qwen3_8b / GIB
-    )  # states; gradients on their way
+    # states; gradients on their way; what comes back through three buffers, and the synchronous way's three transfers each way
+    assert o.device_gib["zenflow"] == pytest.approx((0.1 * 12 + 0.9 * 2) * qwen3_8b / GIB + 3 / 16)
+    assert o.device_gib["synchronous"] == pytest.approx(6 / 16)
+    assert device_bytes(1e6, 0.1) == pytest.approx(1.2e6 + 4 * 1.8e6)
+    assert device_bytes(1e6, None) == pytest.approx(6 * 2e6 / 16)
     assert o.host_gib["synchronous"] < o.host_gib["zenflow"]  # no sums, no slots
 
 
-@given(memory=st.floats(0.01, 4096), k=st.none() | st.floats(0, 0.9))
-def test_the_largest_model_fills_the_host(memory, k):
-    most = largest_on_host(memory, k)
-    assert host_bytes(most, k) / GIB == pytest.approx(memory)
+def test_the_planners_sizes_are_the_optimizers():
+    """The planner knows no torch, so it cannot ask."""
+    assert (offload._TRANSFER_BYTES, offload._STAGED) == (columns.TRANSFER_BYTES, link._BUFFERS)
+    assert (offload._RING, offload.TRANSFERS) == (2 * adamw._RING, adamw._TRANSFERS)
+    settings = inspect.signature(sk.ZenFlow.__init__).parameters
+    for name, value in (("slots", offload.SLOTS), ("topk_ratio", offload.HOT), ("update_interval", offload.INTERVAL)):
+        assert settings[name].default == value
+
+
+@given(memory=st.floats(0.01, 4096), k=st.none() | st.floats(0, 0.9), slots=st.integers(1, 20), overlap=st.booleans())
+def test_the_largest_model_fills_the_host(memory, k, slots, overlap):
+    most = largest_on_host(memory, k, slots=slots, overlap=overlap)
+    assert host_bytes(most, k, slots=slots, overlap=overlap) / GIB == pytest.approx(memory)
 
 
 def test_the_choice_and_its_reason():
@@ -179,12 +253,12 @@ def test_a_plan_of_an_optimizer_that_offloads():
     """On the device hot states, and cold gradients until they have left. The prediction takes the plan's k, and none of fitting."""
     options: dict[str, Any] = {"tokens": 1e9, "dtype": "bf16", "gpu": "H100", "mfu": 0.4}
     whole, flow, synchronous = (plan(1e9, optimizer=name, **options) for name in ("adamw", "zenflow", "offloadadamw"))
-    assert flow.memory["optimizer"].bytes == pytest.approx(1.2e9 + 0.9 * 2e9)
-    assert synchronous.memory["optimizer"].bytes == 0
+    assert flow.memory["optimizer"].bytes == pytest.approx(1.2e9 + 0.9 * 2e9 + 3 * 2**26)
+    assert synchronous.memory["optimizer"].bytes == 6 * 2**26
     assert whole.memory["optimizer"].bytes == 4e9
     spec = plan(1e9, optimizer=sk.ZenFlow(topk_ratio=0.25), **options)
-    assert spec.memory["optimizer"].bytes == pytest.approx(3e9 + 0.75 * 2e9)
-    assert spec.but(gpus=2).memory["optimizer"].bytes == pytest.approx(4.5e9)
+    assert spec.memory["optimizer"].bytes == pytest.approx(3e9 + 0.75 * 2e9 + 3 * 2**26)
+    assert spec.but(gpus=2).memory["optimizer"].bytes == pytest.approx(4.5e9 + 3 * 2**26)
     assert "25%" in spec.memory["optimizer"].how
 
 
@@ -196,13 +270,34 @@ def test_a_plan_of_a_session_that_offloads():
     there = sk.plan(session, gpu="H100", mfu=0.4)
     trained = there.trained_parameters
     assert there.setup.hot == 0.5
-    assert there.memory["optimizer"].bytes == (6 + 0.5 * 4) * trained
+    assert (
+        there.memory["optimizer"].bytes == (6 + 4 * 0.5 * 4) * trained
+    )  # small: what stages weights holds all of them
     offload = there.offload(HOST)
     assert offload.topk_ratio == 0.5
     assert (offload.choice, offload.fits["none"]) == ("none", True)
     assert there.offload(HOST, fits=False).choice == "zenflow"
     here = sk.plan(session)
     assert here.memory["optimizer"].bytes == pytest.approx(6 * trained + host_bytes(trained, 0.5, 4))
+
+
+def test_a_session_holds_what_its_plan_says():
+    """On a CPU both sides are the same memory. What columns change sides through is not planned, and the same for all three."""
+    held, planned = [], []
+    ids = torch.randint(512, (2, 32))
+    settings: list[dict[str, Any]] = [{}, {"overlap_step": False}, {"slots": 8}]
+    for own in settings:
+        torch.manual_seed(0)
+        model = sk.Decoder(sk.DecoderConfig(layers=1, width=128, heads=4, kv_heads=2, vocab=512, ffn=352))
+        session = sk.Session(model, [{"input_ids": ids, "labels": ids}] * 9, optimizer=sk.ZenFlow(lr=1e-3, **own))
+        session.run(9)
+        optimizer: Any = session.optimizer
+        report = optimizer.report()
+        held.append(report.host_bytes + report.device_bytes)
+        planned.append(sk.plan(session).memory["optimizer"].bytes)
+    for more in (1, 2):
+        assert planned[more] - planned[0] == pytest.approx(held[more] - held[0], rel=0.01)
+        assert planned[more] == pytest.approx(held[more], rel=0.1)
 
 
 # -- asked of a plan
@@ -276,8 +371,34 @@ def test_zenflows_settings_are_the_plans():
     o = p.offload(FAST)
     assert (o.update_interval, o.topk_ratio) == (8, 0.05)
     assert p.offload(FAST, update_interval=2).update_interval == 2
-    assert p.but(optimizer=sk.ZenFlow(update_interval="auto")).offload(FAST).update_interval == 4
+    own = p.but(optimizer=sk.ZenFlow(overlap_step=False, slots=8))
+    found = own.offload(FAST)
+    assert (found.overlap_step, found.slots) == (False, 8)
+    assert found.host_gib["zenflow"] == pytest.approx(0.9 * (12 + 4 + 9 * 2) * p.parameters / GIB)
+    assert found.host_gib["zenflow"] == pytest.approx(own.memory.host_gib)
+    assert found.zenflow_ms > p.offload(FAST, topk_ratio=0.1, update_interval=4).zenflow_ms
+    built = sk.ZenFlow([torch.nn.Parameter(torch.ones(2, 2))], slots=8, overlap_step=False)
+    assert p.but(optimizer=built).memory.host_gib == own.memory.host_gib
     assert plan(QWEN_8B, gpu="H100", dtype="fp32", **STEP).offload(FAST).landing_ms > o.landing_ms  # 4 bytes a gradient
+
+
+def test_windows_by_the_auto_rule_are_taken_to_have_four_steps_and_that_is_said():
+    p = plan(QWEN_8B, gpu="H100", optimizer=sk.ZenFlow(update_interval="auto"), **STEP)
+    said = "windows by the 'auto' rule are is not known"
+    assert any(said in note for note in p.notes)
+    o = p.offload(FAST)
+    assert o.update_interval == 4
+    assert said in o.why
+    assert said not in p.offload(FAST, update_interval=4).why
+    assert not any(said in note for note in p.but(optimizer="zenflow").notes)
+
+
+def test_all_hot_is_no_offload():
+    p = plan(QWEN_8B, gpu="H100", optimizer=sk.ZenFlow(topk_ratio=1.0), **STEP)
+    with pytest.raises(ValueError, match="topk_ratio=1 offloads nothing: every column is hot"):
+        p.offload(FAST)
+    assert p.offload(FAST, topk_ratio=0.1).topk_ratio == 0.1
+    assert p.memory.host_gib == 0
 
 
 def calibrated(**rates):
@@ -296,7 +417,8 @@ def test_a_time_says_whether_it_counts_the_offload():
     assert "without the offload" in repr(plan(QWEN_8B, batch=4, length=4096, gpu="H100", optimizer="zenflow"))
     step: dict[str, Any] = {"batch": 4, "length": 4096, "recompute": "full", "tokens": 1e9, "usd_per_gpu_hour": 2.0}
     gpu = calibrated(host_gb_s=25.0, host_adam_params_s=3e9)
-    for name, ms in (("offloadadamw", "synchronous_ms"), ("zenflow", "zenflow_ms")):
+    waiting = sk.ZenFlow(overlap_step=False, update_interval="auto")
+    for name, ms in (("offloadadamw", "synchronous_ms"), ("zenflow", "zenflow_ms"), (waiting, "zenflow_ms")):
         p = plan(QWEN_8B, gpu=gpu, optimizer=name, **step)
         o = p.offload()
         assert o.none_ms == p.estimate.step_ms
@@ -352,6 +474,75 @@ def test_it_prints():
     )
 
 
+def test_advice_holds_against_the_host():
+    """No way is advised that its memory has no room for, and the table says which it has."""
+    p = plan(QWEN_8B, gpu=Gpu("Small", memory_gib=36, bf16_tflops=989), state_dtype="fp32", master=True, **STEP)
+    small = dataclasses.replace(FAST, memory_gib=64)
+    o, free = p.offload(small), p.offload(FAST)
+    assert o.choice is free.choice is None
+    streams = "offload_weights=True, optimizer='adamw' makes it fit"
+    assert streams in free.why
+    assert streams not in o.why
+    assert p.fitting(host=small).sentence in o.why
+    assert "sk.offload_weights" in free.why
+    assert o.hosted == {"none": True, "synchronous": False, "zenflow": False}
+    assert free.hosted == dict.fromkeys(o.hosted)
+    assert [line.count("does not fit") for line in repr(o).splitlines()[-3:]] == [1, 2, 2]
+    assert [line.count("does not fit") for line in repr(free).splitlines()[-3:]] == [1, 1, 1]
+    assert list(o.table().hosted) == [True, False, False]
+
+
+def test_times_at_a_datasheets_rates_say_so():
+    """As the plan's own answer does; at a rate that was given, and at measured ones, they are predictions."""
+    step: dict[str, Any] = {"batch": 4, "length": 4096}
+    p = plan(QWEN_8B, gpu="H100", **step)
+    said = "optimistic: rates of the datasheet of H100, which no run reaches"
+    assert p.answers[1].endswith(f"({said.replace(': ', '): ')}")
+    o = p.offload(FAST)
+    assert f"  times are {said}\n" in repr(o)
+    assert f"<div>times are {said}</div>" in o._repr_html_()
+    assert set(o.table().kind) == {"optimistic"}
+    measured = calibrated(host_gb_s=25.0, host_adam_params_s=3e9)
+    for sure in (p.but(mfu=0.4).offload(FAST), plan(QWEN_8B, gpu=measured, **step).offload()):
+        assert "optimistic" not in repr(sure)
+        assert set(sure.table().kind) == {"prediction"}
+
+
+@pytest.mark.parametrize(
+    ("what", "options", "give"),
+    [
+        (7e9, {"gpu": "H100", "mfu": 0.4, "tokens": 1e9}, "give batch= and length=."),
+        (7e9, {"gpu": "H100", "batch": 4, "length": 2048}, "give a rate, mfu= or tflops_per_gpu=."),
+        (7e9, {"batch": 4}, "give length= and a rate, gpu= with mfu= or tflops_per_gpu=."),
+        (QWEN_8B, {"gpu": "H100", "mfu": 0.4, "batch": 4}, "give length=."),
+        (QWEN_8B, {"batch": 4, "length": 2048}, "give gpu= or tflops_per_gpu=."),
+        (QWEN_8B, {"batch": 4, "length": 64, "gpu": Gpu("Mine", 80)}, "The BF16 rate of Mine is not known"),
+    ],
+)
+def test_what_a_steps_time_lacks(what, options, give):
+    """Only that, and not what was given."""
+    with pytest.raises(ValueError, match="needs a step's time") as no:
+        plan(what, **options).offload(FAST)
+    assert str(no.value).startswith(f"The prediction needs a step's time: {give}")
+
+
+def test_a_cpu_has_no_link_to_itself():
+    processor = Gpu(
+        "cpu: mine", 64, device="cpu", ceilings=Ceilings("today", fp32_tflops=1, bf16_tflops=1, bandwidth_tb_s=0.1)
+    )
+    p = plan(QWEN_8B, gpu=processor, batch=1, length=64, optimizer="zenflow")
+    for ask in (p.offload, p.but(optimizer="adamw").streamed):
+        with pytest.raises(ValueError, match="A CPU has no link to itself: .* give gpu='H100'") as no:
+            ask()
+        assert "calibrate" not in str(no.value)
+    assert p.answers[1].endswith(", without the offload")
+    note = next(note for note in p.notes if "ZenFlow's states on the host add" in note)
+    assert "a CPU has no link to itself" in note
+    assert "calibrate" not in note
+    with pytest.raises(ValueError, match="the calibration of H100 lacks the host's AdamW: give planner.Host"):
+        plan(QWEN_8B, gpu=calibrated(host_gb_s=25.0), batch=1, length=64).offload()
+
+
 def test_what_is_no_host():
     p = plan(QWEN_8B, gpu="H100", **STEP)
     for ask in (p.offload, p.streamed):
@@ -373,10 +564,25 @@ def test_what_is_no_host():
         (lambda: Host(0, 1e9), "link_gb_s=0"),
         (lambda: Host(25, 2), "the unit is parameters a second, 2e9 for two billion"),
         (lambda: Host(25, 2e9, memory_gib=-1), "memory_gib=-1"),
+        (lambda: Host(50e9, 2e9), r"more than any link has: did you mean 50 \(the unit is 1e9 bytes a second\)"),
+        (lambda: Host(50e3, 2e9), "did you mean 50 "),
+        (lambda: Host(50, 2e18), "faster than any host: the unit is parameters a second"),
+        (lambda: Host(50, 2e9, accumulate_params_s=6), "accumulate_params_s=6 is slower than any host"),
+        (
+            lambda: Host(50, 2e9, memory_gib=512 * 2**30),
+            r"more than any host has: did you mean 512 \(the unit is GiB\)",
+        ),
+        (lambda: Host(50, 2e9, memory_gib=512 * 1024), "did you mean 512 "),
         (lambda: predicted(compute_ms=0), "compute_ms=0"),
         (lambda: predicted(parameters=8), "did you mean 8e9"),
         (lambda: predicted(topk_ratio=10), "0.1 is a tenth of the columns"),
-        (lambda: predicted(topk_ratio=1), "share from 0 to below 1"),
+        (lambda: predicted(topk_ratio=-0.1), "share from 0 to below 1"),
+        (lambda: predicted(topk_ratio=1), "topk_ratio=1 offloads nothing"),
+        (lambda: predicted(topk_ratio="a tenth"), "share from 0 to below 1"),
+        (lambda: largest_on_host(512, topk_ratio=2), "topk_ratio=2 must be a share from 0 to below 1"),
+        (lambda: largest_on_host(512, topk_ratio=1), "topk_ratio=1 must be a share from 0 to below 1"),
+        (lambda: predicted(overlap_step="no"), "overlap_step='no' is unknown: use True or False"),
+        (lambda: predicted(slots=0), "slots=0"),
         (lambda: predicted(update_interval=0), "update_interval=0"),
         (lambda: predicted(update_interval=1.5), "must be a whole number"),
     ],

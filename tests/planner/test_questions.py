@@ -15,6 +15,7 @@ from surokit.planner import Gpu, Plan, read_shape
 from surokit.planner.choices import compare_recipes, recipes
 from surokit.planner.communication import fit_speedup
 from surokit.planner.hardware import Ceilings
+from surokit.planner.offload import Host
 from surokit.planner.questions import _in_layers, gpus_for, largest, parameters_for, rate_for, tokens_for
 from surokit.planner.remedies import binds, fitting
 from surokit.planner.scaling import CHINCHILLA, KAPLAN
@@ -579,7 +580,7 @@ def test_fitting_shows_itself():
     )  # 2 N of 6 N without the head, and with attention
     assert "Decoder" not in repr(fitting(plan(LLAMA_8B, **FULL, layers="transformers")))
     assert found._repr_html_().count("<tr>") == found._repr_html_().count("</tr>") == 1 + len(found.remedies)
-    assert list(found.table().columns) == ["remedy", "gib", "fits", "host_gib", "costs"]
+    assert list(found.table().columns) == ["remedy", "gib", "fits", "host_gib", "hosted", "costs"]
     assert "without activations" in fitting(plan(1e9), gib=80).sentence
 
 
@@ -608,6 +609,53 @@ def test_what_may_wait_on_the_host_is_a_remedy():
     remedy = next(r for r in fitting(known).remedies if r.how == "optimizer='offloadadamw'")
     waits = known.but(optimizer="offloadadamw").time.waits_ms
     assert f"{waits:,.0f} ms more a step" in remedy.costs
+
+
+def test_a_remedy_has_to_fit_on_the_host_too(monkeypatch):
+    p = plan(LLAMA_70B, batch=2, length=2048, recompute="full", gpu="H100", state_dtype="fp32", master=True)
+    streams = "offload_weights=True, optimizer='adamw'"
+    assert [r.how for r in fitting(p).path] == [streams]  # of a host whose memory is not known
+    host = Host(50, 2e9, memory_gib=512)
+    found = p.fitting(host=host)
+    refused = {r.how: r for r in found.remedies}[streams]
+    assert refused.gib < 80 < 512 < refused.host_gib
+    assert (refused.fits, refused.hosted) == (False, False)
+    assert found.path
+    assert found.plan.memory.gib <= 80
+    assert 0 < found.plan.memory.host_gib <= 512
+    assert all("recipe" not in r.changes for r in found.path)
+    assert "into 80.0 GiB, and 512.0 GiB of the host's: " in repr(found)
+    row = next(line for line in repr(found).splitlines() if line.startswith(f"  {streams} "))
+    assert "would fit" not in row
+    assert f"{refused.host_gib:,.1f} GiB  does not fit  time" in row
+    # a plan that fits on the GPU alone does not fit, and what no remedy mends says so
+    streamed = p.but(offload_weights=True)
+    assert streamed.fits()
+    assert "it fits as it is" not in streamed.fitting(host=host).sentence
+    none = p.fitting(gib=12, host=dataclasses.replace(host, memory_gib=16))
+    assert none.plan is None
+    assert " on the host, and the host has 16.0 GiB; take a smaller model" in none.sentence
+    # a calibrated host needs no saying
+    monkeypatch.setattr("surokit.planner.remedies.host_of", lambda gpu: host)
+    assert fitting(p) == found
+    with pytest.raises(TypeError, match=r"fitting\(host=512\) is a int: give planner.Host"):
+        p.fitting(host=512)
+
+
+def test_only_what_makes_room_is_listed():
+    """An option that leaves as much, or more, is none; what fits already is not said to be made fit."""
+    small = {**LLAMA_8B, "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192}
+    p = plan(small, batch=2, length=2048, gpu="H100", recompute="full")
+    assert p.but(batch=1, accumulate=2).memory.gib > p.memory.gib
+    assert p.but(offload_activations=True).memory.gib > 0.99 * p.memory.gib
+    found = fitting(p)
+    assert found.already
+    assert found.remedies
+    assert all(r.fits and r.gib <= 0.99 * p.memory.gib for r in found.remedies)
+    assert not {"batch=1, accumulate=2", "offload_activations=True"} & {r.how for r in found.remedies}
+    assert "would fit" not in repr(found)
+    assert "would fit" in repr(fitting(p, gib=10))
+    assert not fitting(p, gib=10).already
 
 
 def test_what_binds(bounds):

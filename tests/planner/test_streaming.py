@@ -92,6 +92,8 @@ def test_a_live_model_says_what_is_on_the_host():
     assert (own.prefetch, own.offload_activations) == (3, False)
     assert plan(run).setup.offloads == ""  # on a CPU all is the host's
     assert plan(run).setup.recompute == "full"
+    said = repr(plan(run)).splitlines()[1]
+    assert "weights streamed, within the CPU's own memory, activations streamed, within the CPU's own memory" in said
     activations.remove(), stream.remove()
     setup = plan(run, gpu="H100", mfu=0.4).setup
     assert (setup.prefetch, setup.offload_activations, setup.recompute) == (0, False, "none")
@@ -178,6 +180,30 @@ def test_it_prints():
     assert any(
         "plan.streamed(planner.Host(link_gb_s=50, adam_params_s=2e9)) predicts a step" in note for note in p.notes
     )
+
+
+def test_a_step_at_a_datasheets_rates_says_so():
+    found = plan(QWEN_8B, gpu="H100", batch=4, length=4096).streamed(HOST)
+    assert "ms (optimistic: rates of the datasheet of H100, which no run reaches), bound by " in repr(found)
+    assert "predicted" not in repr(found)
+    assert "is predicted" in repr(plan(QWEN_8B, gpu="H100", **STEP).streamed(HOST))
+
+
+@pytest.mark.parametrize("optimizer", [sk.ZenFlow, sk.OffloadAdamW])
+def test_trained_weights_on_the_host_are_no_offloading_optimizers(optimizer):
+    """A plan for a GPU says so, and the optimizer where the host is another device; on a CPU they are the same memory."""
+    run, _ = session()
+    there = sk.Session(run.model, [{"input_ids": IDS, "labels": IDS}], optimizer=optimizer(lr=1e-3))
+    there.run(1)
+    assert plan(there).setup.optimizer == optimizer.__name__.lower()
+    said = "keeps on the host are updated there"
+    with pytest.raises(ValueError, match=f"offload_weights {said}: give optimizer='adamw'"):
+        plan(there, gpu="H100")
+    here, elsewhere = (torch.nn.Parameter(torch.zeros(4, 4, device=device)) for device in ("cpu", "meta"))
+    two = optimizer([here, elsewhere], lr=1e-3)
+    here.grad, elsewhere.grad = torch.ones(4, 4), torch.ones(4, 4, device="meta")
+    with pytest.raises(ValueError, match=f"several devices, meta and cpu: .* offload_weights {said}: give sk.AdamW"):
+        two.step()
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,21 @@ from typing import TYPE_CHECKING, Any
 from surokit.planner.choices import known_gib
 from surokit.planner.flops import frozen, on_gpu
 from surokit.planner.memory import Memory, Setup, blocks_of, count_memory
-from surokit.planner.offload import GIB, HOT, OFFLOADING, WAYS, Host, Offload, Room, Way, host_of, predict_offload
-from surokit.planner.remedies import fitting
+from surokit.planner.offload import (
+    GIB,
+    HOT,
+    OFFLOADING,
+    SLOTS,
+    WAYS,
+    Host,
+    Offload,
+    Room,
+    Way,
+    host_of,
+    predict_offload,
+)
+from surokit.planner.remedies import Fitting, fitting
+from surokit.planner.roofline import why_no_estimate
 from surokit.planner.shape import Shape
 from surokit.planner.streaming import Streamed, predict_streamed
 
@@ -42,13 +55,19 @@ def offload(plan: Plan, host: Host | None = None, **options: Any) -> Offload:
     options = {**plan.deferral, "gradient_bytes": round(plan.setup.trained_width), **options}
     own = plan.setup.optimizer
     without = "adamw" if own in OFFLOADING else own
-    hot = {"zenflow": options.get("topk_ratio", HOT)}
-    memory = {way: _memory(plan, optimizer=_OPTIMIZERS.get(way, without), hot=hot.get(way, 0.0)) for way in WAYS}
-    options.setdefault("room", _room(plan, {way: m.gib for way, m in memory.items()}, memory["none"]))
+    deferred = {
+        "hot": options.get("topk_ratio", HOT),
+        "overlap": options.get("overlap_step", True),
+        "slots": options.get("slots", SLOTS),
+    }
+    memory = {way: _memory(plan, optimizer=_OPTIMIZERS.get(way, without), **deferred) for way in WAYS}
+    options.setdefault("room", _room(plan, {way: m.gib for way, m in memory.items()}, memory["none"], host))
     states = sum(t.bytes for t in memory["none"].terms if t.name in ("optimizer", "master weights")) / GIB
-    return predict_offload(
+    found = predict_offload(
         _computing_ms(plan), trained, host, states_gib=states, without=_CLASSES.get(without, without), **options
     )
+    kind, rates = _rates(plan)
+    return replace(found, kind=kind, rates=rates)
 
 
 def streamed(plan: Plan, host: Host | None = None, *, prefetch: int | None = None) -> Streamed:
@@ -60,12 +79,13 @@ def streamed(plan: Plan, host: Host | None = None, *, prefetch: int | None = Non
     setup, recipe = again.setup, plan.recipe
     blocks = blocks_of(plan.shape, recipe, setup)
     assert blocks is not None
+    computing_ms = _computing_ms(again, plan)
     room, memory = known_gib(plan, None), again.memory
     fits = None if room is None or (memory.left_out and memory.gib <= room) else memory.gib <= room
-    return predict_streamed(
+    found = predict_streamed(
         blocks,
         host,
-        compute_ms=_computing_ms(again, plan),
+        compute_ms=computing_ms,
         prefetch=setup.prefetch,
         width=setup.trained_width,
         accumulate=setup.accumulate,
@@ -75,6 +95,8 @@ def streamed(plan: Plan, host: Host | None = None, *, prefetch: int | None = Non
         fits=fits,
         name="bf16" if recipe is None else recipe.name,
     )
+    kind, rates = _rates(again)
+    return replace(found, kind=kind, rates=rates)
 
 
 def with_offload(
@@ -122,10 +144,23 @@ def _host(plan: Plan, host: Any, asks: str) -> Host:
             "where the plan has gpu=sk.calibrate()."
         )
     if host is None:
-        raise ValueError(
-            f"{asks}() needs the host's rates: give Host(link_gb_s=, adam_params_s=), or plan(gpu=sk.calibrate())."
-        )
+        raise ValueError(_no_host(plan, asks))
     return host
+
+
+def _no_host(plan: Plan, asks: str) -> str:
+    """Why the host beside the plan's GPU is not known, and what to do."""
+    give = "planner.Host(link_gb_s=50, adam_params_s=2e9)"
+    if plan.setup.device == "cpu":
+        return f"A CPU has no link to itself: {asks}() is about a GPU and its host, give gpu='H100' or the like, and {give}."
+    if plan.gpu is None or plan.gpu.ceilings is None:
+        return f"{asks}() needs the host's rates: give Host(link_gb_s=, adam_params_s=), or plan(gpu=sk.calibrate())."
+    rates = {
+        "the link": plan.gpu.ceilings.host_gb_s or plan.gpu.host_gb_s,
+        "the host's AdamW": plan.gpu.ceilings.host_adam_params_s,
+    }
+    lacks = " and ".join(name for name, rate in rates.items() if rate is None)
+    return f"{asks}() needs the host's rates, and the calibration of {plan.gpu.name} lacks {lacks}: give {give}."
 
 
 def _computing_ms(plan: Plan, at_rate_of: Plan | None = None) -> float:
@@ -134,8 +169,30 @@ def _computing_ms(plan: Plan, at_rate_of: Plan | None = None) -> float:
     if given.time.step_ms is not None and given.time.rate_kind == "given":
         return given.time.step_ms * (1 + _again(plan)) / (1 + _again(given))
     if plan.estimate is None:
-        raise ValueError("The prediction needs a step's time: give batch=, length= and gpu=, or a rate.")
+        raise ValueError(f"The prediction needs a step's time: {_no_time(plan)}")
     return plan.estimate.step_ms
+
+
+def _no_time(plan: Plan) -> str:
+    """What a step's time lacks, and what to give."""
+    wanted = [f"{name}=" for name in ("batch", "length") if getattr(plan.setup, name) is None]
+    if plan.time.rate_tflops is None:
+        if plan.shape is None:
+            share = "gpu= with mfu=" if plan.gpu is None else "mfu="
+            wanted.append(f"a rate, {share} or tflops_per_gpu=")
+        elif plan.gpu is None:
+            wanted.append("gpu= or tflops_per_gpu=")
+    if not wanted:
+        return why_no_estimate(plan.shape, plan.compute, plan.setup, plan.gpu)
+    return f"give {' and '.join(filter(None, (', '.join(wanted[:-1]), wanted[-1])))}."
+
+
+def _rates(plan: Plan) -> tuple[str, str]:
+    """(kind of a time that the plan's step gives, the rates that it rests on): as the plan labels its own."""
+    if plan.time.rate_kind == "given" and plan.time.step_ms is not None:
+        return "prediction", ""
+    assert plan.estimate is not None, "its time was asked before"
+    return plan.estimate.kind, plan.estimate.how
 
 
 def _again(plan: Plan) -> float:
@@ -153,7 +210,7 @@ def _memory(plan: Plan, **changes: Any) -> Memory:
     return count_memory(plan.shape, plan.parameters, recipe, replace(plan.setup, **changes))
 
 
-def _room(plan: Plan, takes: Mapping[Way, float], memory: Memory) -> Room:
+def _room(plan: Plan, takes: Mapping[Way, float], memory: Memory, host: Host) -> Room:
     gib = None if plan.gpu is None else plan.gpu.memory_gib
     left_out = ""
     if memory.left_out:
@@ -162,17 +219,23 @@ def _room(plan: Plan, takes: Mapping[Way, float], memory: Memory) -> Room:
             left_out = "activations, which take batch= and length="
     cure = ""
     if gib is not None and min(takes["synchronous"], takes["zenflow"]) > gib:
-        cure = f"left are {_left(plan)}; plan.fitting() compares them: {fitting(plan).sentence}"
+        found, asks = fitting(plan, host=host), "plan.fitting()" if host.memory_gib is None else "plan.fitting(host=)"
+        cure = f"left are {_left(plan, found)}; {asks} compares them: {found.sentence}"
     return Room(gib, takes, left_out, cure)
 
 
-def _left(plan: Plan) -> str:
-    """What else makes room, in words."""
+def _left(plan: Plan, found: Fitting) -> str:
+    """What else makes room, in words; nothing that the host has no memory for."""
+    hosted = {name for r in found.remedies if r.hosted or r in found.path for name in r.changes}
+    refused = {name for remedy in found.remedies for name in remedy.changes} - hosted
+    offloads = (
+        "offload_weights" * (not plan.setup.prefetch),
+        "offload_activations" * (not plan.setup.offload_activations),
+    )
     ways = [
         "recompute='full'" if plan.setup.recompute != "full" else "",
         "" if frozen(plan.recipe) else "an adapter (recipe.lora())",
-        "sk.offload_weights" if not plan.setup.prefetch else "",
-        "sk.offload_activations" if not plan.setup.offload_activations else "",
+        *(f"sk.{name}" for name in offloads if name and name not in refused),
         "more GPUs (zero=3)",
     ]
     return ", ".join(way for way in ways if way)
