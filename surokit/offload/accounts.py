@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 # slot      no staging slot was free: gradients were still on their way, or still being added up
 # adam      the host's update was not done when it was due
 # landing   updated weights, or columns that change sides, were given to the link, which took its time (on a device that is the
-#           device's time, see the link)
+#           device's time, see the link); or weights that somebody wrote by hand came down and were taken over
 # selection statistics or scores of gradients were not there yet
 CAUSES = ("slot", "adam", "landing", "selection")
-# setup: before the first step, of states. The others: of steps.
-KINDS = ("gradients", "weights", "migration", "setup")
+# setup: of states, as they are made. adopted: of weights that somebody wrote by hand. The others: of steps.
+KINDS = ("gradients", "weights", "migration", "setup", "adopted")
 # How waits are marked in a profile: RANGE and the cause. profiler/observed.py knows it by this name.
 RANGE = "surokit.offload.wait "
 _STEPS = 4096  # whose waits are held one by one
@@ -102,6 +102,12 @@ class Accounts:
         """Milliseconds that the device was without work for waiting since the last call; on CUDA of waits that it has passed."""
         before, self.link_ms = self.link_ms, link.device_stall_ms()
         return self.link_ms - before
+
+    def left(self, link: Link, given: Link | None) -> None:
+        """`link` is no longer used. The next one is a new one, unless it is the one that was given."""
+        shift = 0.0 if link is given else link.device_stall_ms()
+        self.link_ms -= shift
+        self.link_before_ms -= shift
 
     def stalls(self, cause: str) -> list[float]:
         """Milliseconds of each of the last steps, up to 4,096 of them, oldest first."""

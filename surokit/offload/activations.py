@@ -54,6 +54,8 @@ def offload_activations(
     With blocks that are computed again (recompute="full", `offload_weights`), what is kept of a block is its input, and that goes
     to the host. Host memory of a step is used again by the next.
 
+    Without a model and outside of a `with` it does nothing.
+
     Raises ValueError for prefetch < 0 and min_bytes < 1. In backward, RuntimeError for a tensor that was changed in place before
     it was copied.
     """
@@ -110,7 +112,8 @@ class ActivationStream:
     def __repr__(self) -> str:
         return (
             f"activations of at least {self.min_bytes / 2**20:,.3g} MiB on the host, from {self.device}, {self.prefetch} "
-            f"fetched ahead\nso far {self.copies} copies for {self.tensors} tensors, {self.bytes_down / 2**20:,.1f} MiB down, "
+            f"fetched ahead{'' if self.attached or self._entered else '; at present of nothing: give a model, or use it in a with'}"
+            f"\nso far {self.copies} copies for {self.tensors} tensors, {self.bytes_down / 2**20:,.1f} MiB down, "
             f"{self.bytes_up / 2**20:,.1f} MiB up"
         )
 

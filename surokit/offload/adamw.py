@@ -10,6 +10,7 @@ The host holds a float32 master of every weight and both moments in float32, in 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,14 +22,24 @@ from torch import Tensor
 
 from surokit.errors import OffloadError
 from surokit.offload.accounts import Accounts
-from surokit.offload.columns import TRANSFER_BYTES, check_dense
+from surokit.offload.columns import TRANSFER_BYTES, check_dense, several_devices
 from surokit.offload.crew import Slot, whole
 from surokit.offload.link import Arrival, Link, Ticket
 from surokit.offload.options import check_offloading, link_of
 from surokit.offload.rows import block, fused_adamw_, widened
 from surokit.offload.workers import Job, Worker, beat, split_cores
 from surokit.offload.written import Written, adopt_
-from surokit.train.optim import Parameters, SpecMeta, adamw_states, decay_groups, local, scale_and_mask
+from surokit.train.optim import (
+    Parameters,
+    SpecMeta,
+    adamw_states,
+    decay_groups,
+    given_order,
+    in_groups_of,
+    local,
+    memory_order,
+    scale_and_mask,
+)
 
 if TYPE_CHECKING:
     from surokit.offload.report import OffloadReport
@@ -77,14 +88,15 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
     link: between host and device; None is that of the parameters' device.
 
     The numbers are those of float32 AdamW: each step updates a float32 master of the weight, whatever dtype the weight has on the
-    device, by torch's fused kernel, and the weight is the master rounded to nearest. As surokit.AdamW it divides gradients by
-    `grad_scale` and masks the step where `found_inf` is not 0. Of a sharded parameter (FSDP2) each process updates its shard.
+    device (float64 too), by torch's fused kernel, and the weight is the master rounded to nearest. As surokit.AdamW it divides
+    gradients by `grad_scale` and masks the step where `found_inf` is not 0. Of a sharded parameter (FSDP2) each process updates its
+    shard.
 
     Bytes of an element: 12 on the host. On the device none but those of three transfers each way, of 64 MiB at most; on the host
     the same, pinned.
 
-    A Ctrl-C during `step` is raised when the step is complete, a second one at once. After a second one, and after an error of a
-    thread, the state is partly of the next step, and a state has to be loaded.
+    A Ctrl-C during `step` is raised when the step is complete, a second one at once. After a second one, and after any other error
+    in the middle of a step, the state is partly of the next step, and a state has to be loaded.
     """
 
     grad_scale: Tensor | None
@@ -106,7 +118,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         self._reserved = pt_reserved_cores_perc
         self._start(link)
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "eps": eps}
-        super().__init__(decay_groups(type(self).__name__, params, weight_decay), defaults)
+        super().__init__(decay_groups(self, params, weight_decay), defaults)
 
     if TYPE_CHECKING:  # a type checker does not see that OffloadAdamW(lr=...) is a Spec
 
@@ -128,7 +140,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         self._up: list[Tensor] = []
         self._planned_for: Any = None
         self._transfers: list[Transfer] = []
-        self._written = Written()
+        self._written = Written(type(self).__name__, "give such parameters to surokit.AdamW, or write less often.")
         self._broken: BaseException | None = None
 
     @functools.cached_property
@@ -168,7 +180,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         with whole():
             before = self.accounts.stall_ms
-            self._adopt()
+            self._adopt(stacklevel=7)  # found, _adopt, step, and torch's wrappers around both
             self._plan(params)
             try:
                 self._step(params, self._transfers)
@@ -273,6 +285,8 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     def _plan(self, params: Sequence[Tensor]) -> None:
         """Transfers of these parameters' gradients, unless they are as in the step before; new parameters get their state."""
+        for p in params:
+            check_dense(p)
         groups = {p: group for group in self.param_groups for p in group["params"]}
         kinds = [(id(p), id(groups[p]), p.grad.dtype) for p in params if p.grad is not None]
         if kinds == self._planned_for:
@@ -280,7 +294,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         for p in params:
             if "master" not in self.state[p]:
                 self._begin(p)
-        self._transfers, self._planned_for = list(_planned([(p, groups[p]) for p in params])), kinds
+        self._transfers = list(_planned([(p, groups[p]) for p in params]))
         for ring, largest in (
             (self._down, max((t.numel * t.grad_dtype.itemsize for t in self._transfers), default=0)),
             (self._up, max((t.numel * t.dtype.itemsize for t in self._transfers), default=0)),
@@ -289,18 +303,19 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
                 ring[:] = [self.link.buffer([largest], torch.uint8) for _ in self._transfers[:_RING]]
         size = sum(t.numel * t.grad_dtype.itemsize for t in self._transfers)
         self.accounts.model_bytes = max(self.accounts.model_bytes, size)
+        self._planned_for = kinds  # last: memory may have run out
 
     def _begin(self, p: Tensor) -> None:
         """A parameter's state: its master comes down, in pieces."""
-        check_dense(p)
         if p.device != self.link.device:
-            raise ValueError(
-                f"{type(self).__name__}: parameters are on {p.device} and on {self.link.device}: use one device."
-            )
+            raise several_devices(p.device, self.link.device)
         W, state = local([p])[0], self.state[p]
-        order = _memory_order(W)
+        order = memory_order(W)
         master = torch.empty(W.permute(order).shape)
-        self._read(p, master, Tensor.copy_)
+        for wide, shown, ticket in self._read(p, master):
+            ticket.wait()
+            wide.copy_(shown)
+        self.accounts.moved("setup", W.nbytes, 0)
         if not state:
             self.state[p] = {
                 "step": torch.zeros(()),
@@ -309,44 +324,48 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
             }
         else:  # loaded, of another AdamW
             state |= {"master": master, **{name: state[name].permute(order).contiguous() for name in _MOMENTS}}
+        self._written.note([p])  # whether or not there is a step
 
-    def _adopt(self) -> None:
+    @torch.no_grad()
+    def _adopt(self, stacklevel: int) -> None:
         """Masters take over what was written into weights by hand."""
-        for p in self._written.found(type(self).__name__):
-            self._read(p, self.state[p]["master"], adopt_)
-        self._written.forget()  # a step that is cut short leaves weights that it has not noted
+        written = self._written.found(stacklevel)
+        for p in written:
+            for wide, shown, ticket in self._read(p, self.state[p]["master"]):
+                with self.accounts.stalled("landing", self.link):
+                    ticket.wait()
+                    adopt_(wide, shown)
+            self.accounts.moved("adopted", local([p])[0].nbytes, 0)
+        self._written.note(written)
 
-    def _read(self, p: Tensor, master: Tensor, take: Callable[[Tensor, Tensor], object]) -> None:
-        """`take` is given the master and the weight on the host, a piece after the other."""
+    def _read(self, p: Tensor, master: Tensor) -> Iterator[tuple[Tensor, Tensor, Ticket]]:
+        """Pieces of the master, and of the weight, which is there when its ticket is done; one after the other."""
         flat = _weight(p)
         size = max(min(len(flat), TRANSFER_BYTES // flat.element_size()), 1)
         buffer = self.link.buffer([size], flat.dtype)
         for part, wide in zip(flat.split(size), master.view(-1).split(size)):
-            self.link.down(functools.partial(_fill, [part]), buffer[: len(part)], [flat]).wait()
-            take(wide, buffer[: len(part)])
-        self.accounts.moved("setup", flat.nbytes, 0)
+            shown = buffer[: len(part)]
+            yield wide, shown, self.link.down(functools.partial(_fill, [part]), shown, [flat])
 
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Of each parameter, in float32: "step", "master", "exp_avg" and "exp_avg_sq", of the shape that this process
-        holds, with dimensions in the order of the parameter's memory."""
+        holds, with dimensions in the order of the parameter's memory. Weights that were written by hand are taken over, as by the
+        next step."""
         self._check()
+        self._adopt(stacklevel=5)  # found, _adopt with torch's wrapper, and state_dict
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on bit for bit from where `state_dict` was made; AdamW's state, surokit's or torch's, is taken up with the
-        weights as they are at the next step. ValueError where it does not fit."""
+        weights as they are at the next step. Where torch's and this one were given one iterable of the same parameters, all options
+        but the weight decay are that state's. ValueError where it does not fit."""
+        state_dict = in_groups_of(self, state_dict)
         saved = {p: state for p, state in adamw_states(self, state_dict).items() if state}
-        for p, state in saved.items():
+        for state in saved.values():
             if "absmax" in state:
                 raise ValueError(f"This state has moments of 8 bits, and those of {type(self).__name__} are float32.")
-            held, here = (local([t])[0].numel() for t in (state["exp_avg"], p))
-            if held != here:
-                raise ValueError(
-                    f"The state of a parameter {list(p.shape)} holds {held:,} elements of it, and here are {here:,}: load it with "
-                    "the model and the number of processes that it was made with."
-                )
         # without states, which torch would move to the parameters' device and dtype
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         names = self.accounts.names
@@ -368,13 +387,17 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
     def close(self) -> None:
         """Ends the thread and leaves the link; for one that takes no more steps."""
         if (worker := self.__dict__.pop("_worker", None)) is not None:
-            worker.close(at_once=True)
-        for name in ("link", "_amp"):
-            self.__dict__.pop(name, None)
+            with contextlib.suppress(OffloadError):
+                worker.close(at_once=True)
+        self.__dict__.pop("_amp", None)
+        if (link := self.__dict__.pop("link", None)) is not None:
+            self.accounts.left(link, self._given_link)
 
     def __getstate__(self) -> dict[str, Any]:
         self._check()
-        return {**super().__getstate__(), "_reserved": self._reserved, "_given_link": self._given_link}
+        self._adopt(stacklevel=5)
+        own = {"_reserved": self._reserved, "_given_link": self._given_link}
+        return {**super().__getstate__(), **own, **given_order(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -415,16 +438,10 @@ def _planned(present: Sequence[tuple[Tensor, dict[str, Any]]]) -> Iterator[Trans
         yield current
 
 
-def _memory_order(t: Tensor) -> list[int]:
-    """Dimensions from the one with the largest stride to the one with the smallest."""
-    strides = t.stride()
-    return sorted(range(t.ndim), key=lambda d: (-strides[d], d))
-
-
 def _weight(p: Tensor) -> Tensor:
     """All that this process holds of a parameter, flat, in the order of its memory, and in its memory."""
     W = local([p])[0].detach()
-    ordered = W.permute(_memory_order(W))
+    ordered = W.permute(memory_order(W))
     if not ordered.is_contiguous():
         raise ValueError(f"A parameter of shape {list(p.shape)} is not dense in memory: make it so with .contiguous().")
     return ordered.view(-1)
@@ -434,4 +451,4 @@ def _gradient(p: Tensor) -> Tensor:
     """Its gradient, in the order of the parameter's memory."""
     assert p.grad is not None
     W, g = local([p, p.grad])
-    return g.detach().permute(_memory_order(W)).reshape(-1)
+    return g.detach().permute(memory_order(W)).reshape(-1)

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from surokit.offload.link import Link, Ticket
-from surokit.offload.rows import add_rows_, gather, regrouped, scatter_, update_columns_, update_rows_
-from surokit.offload.written import adopt_
+from surokit.offload.rows import add_rows_, block, gather, regrouped, scatter_, update_columns_, update_rows_
+from surokit.offload.written import adopt_, adopt_before_
 from surokit.train.optim import local
 
 if TYPE_CHECKING:
@@ -61,6 +61,14 @@ def check_dense(p: Tensor) -> None:
         raise ValueError(f"A parameter of shape {list(p.shape)} is {p.dtype}: train its torch.view_as_real.")
     if p.grad is not None and p.grad.is_sparse:
         raise ValueError(f"The gradient of a parameter of shape {list(p.shape)} is sparse: use a dense one.")
+
+
+def several_devices(one: torch.device, other: torch.device) -> ValueError:
+    """Of parameters: an optimizer keeps states of one device's. As a plan refuses it too (surokit/planner/planning.py)."""
+    return ValueError(
+        f"The parameters are on several devices, {one} and {other}: put the model on one. Trained weights that offload_weights "
+        "keeps on the host are updated there: give sk.AdamW."
+    )
 
 
 class Columns:
@@ -115,7 +123,7 @@ class Columns:
         """ValueError where the parameter is not one whose columns can be told apart, and moved from and to `device`."""
         W, shape = local([self.p])[0], list(self.p.shape)
         if W.device != device:
-            raise ValueError(f"The parameters are on several devices, {W.device} and {device}: put the model on one.")
+            raise several_devices(W.device, device)
         check_dense(self.p)
         if not W.is_contiguous() and not (W.ndim < 2 or (W.ndim == 2 and self.splits)):
             raise ValueError(
@@ -185,9 +193,12 @@ class Columns:
             self.out.copy_(self.w)
             self.land(link)
 
-    def adopt(self, link: Link) -> int:
+    def adopt(self, link: Link, update: Mapping[str, Any] | None = None) -> int:
         """The masters take over what was written into the weight by hand; the bytes that came down for it, and are there.
-        `out` is nothing then that could land."""
+
+        update: options of the one that waits in `out`, which is then made on what was written, and still waits. Without one `out`
+        is nothing that could land.
+        """
         W = self.weight
         if W.numel() and len(self.hot_order):
             shown = torch.empty_like(self.w_hot, dtype=W.dtype)
@@ -197,10 +208,28 @@ class Columns:
             return 0
         for ticket in self.landing:
             ticket.wait()
-        for part, ticket in zip(self.pieces(self.out), self.send(W, self.out, link), strict=True):
-            ticket.wait()
-            adopt_(self.w[part], self.out[part])
+        coming = self.send(W, self.out, link)
+        with link.host_waits():
+            for part, ticket in zip(self.pieces(self.out), coming, strict=True):
+                ticket.wait()
+                if update is None:
+                    adopt_(self.w[part], self.out[part])
+                else:
+                    self._adopt_before(part, update)
         return int(self.out.nbytes)
+
+    def _adopt_before(self, part: slice, update: Mapping[str, Any]) -> None:
+        """Of these rows. w, m, v and clocks are those after `update`; `out`, which is as the weight, becomes what is to land."""
+        lr, (beta1, beta2), decay = update["lr"], update["betas"], 1 - update["lr"] * update["weight_decay"]
+        clocks_C1 = self.t_cold[part, None].double()
+        size_C1, root_C1 = (lr / (1 - beta1**clocks_C1)).float(), (1 - beta2**clocks_C1).sqrt().float()
+        w, m, v, out = (x[part] for x in (self.w, self.m, self.v, self.out))
+        for some in pieces(len(w), 4 * w.shape[1], 4 * block()):
+            for strip in pieces(w.shape[1], 4, 4 * block()):
+                at = some, strip
+                step = size_C1[some] * m[at] / (v[at].sqrt() / root_C1[some] + update["eps"])
+                adopt_before_(w[at], out[at], step, decay)
+        out.copy_(w)
 
     # -- a step
 
@@ -241,25 +270,25 @@ class Columns:
         self.counts[b] += counts
         self.rates[b] += lr * counts
 
-    def update_cold(self, b: int, options: dict[str, Any], corrected: bool) -> bool:
-        """AdamW on the cold columns with the mean of sum b, which is empty then; the result is in `out`. False: nothing was summed.
+    def update_cold(self, b: int, options: dict[str, Any], corrected: bool) -> dict[str, Any] | None:
+        """AdamW on the cold columns with the mean of sum b, which is empty then; the result is in `out`. The options that held, or
+        None: nothing was summed.
 
         corrected: the update stands for as many steps as it has gradients, each with its own learning rate.
         """
         count = int(self.counts[b])
         if not count:
-            return False
+            return None
         if corrected:
-            options = {**options, "lr": float(self.rates[b]), "elapsed": count}
-        update_rows_(
-            self.w, self.m, self.v, self.acc[b], self.t_cold, divide_by=count if count > 1 else None, **options
-        )
+            options = {**options, "lr": float(self.rates[b])}
+        of_sum: dict[str, Any] = {"divide_by": count if count > 1 else None, "elapsed": count if corrected else 1}
+        update_rows_(self.w, self.m, self.v, self.acc[b], self.t_cold, **of_sum, **options)
         for ticket in self.landing:
             ticket.wait()
         self.out.copy_(self.w)
         self.counts[b] = 0
         self.rates[b] = 0.0
-        return True
+        return options
 
     # -- back to the weight
 

@@ -65,16 +65,16 @@ class Window:
     finite: list[tuple[int, int]] = field(default_factory=list)  # of these, what counts: (step, gradient elements)
     filled: Job | None = None  # its latest step is in the sum
     applied: Job | None = None
-    updated: list[Columns] = field(default_factory=list)  # whose result is to land
+    updated: dict[Columns, dict[str, Any]] = field(default_factory=dict)  # whose result is to land: its options
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, when its jobs are done."""
-        updated = [columns.number for columns in self.updated]
+        updated = {columns.number: dict(options) for columns, options in self.updated.items()}
         return {"b": self.b, "steps": self.steps, "finite": list(self.finite), "updated": updated}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any], by_number: Mapping[int, Columns]) -> Window:
-        updated = [by_number[number] for number in data["updated"]]
+        updated = {by_number[number]: dict(options) for number, options in data["updated"].items()}
         return Window(data["b"], data["steps"], [(step, n) for step, n in data["finite"]], updated=updated)
 
 
@@ -212,8 +212,10 @@ class Crew:
 
     def close(self) -> None:
         """Nobody wants what they do: so nobody waits for a transfer of theirs, which may hang."""
-        self.accumulator.close(at_once=True)
-        self.adam.close(at_once=True)
+        try:
+            self.accumulator.close(at_once=True)
+        finally:
+            self.adam.close(at_once=True)
 
 
 @contextmanager

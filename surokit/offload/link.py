@@ -20,6 +20,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -211,8 +212,11 @@ class ThrottledLink(Link):
         late_fill: bool = False,
         patience_s: float = 60.0,
     ) -> None:
-        if not gb_s > 0 or latency_s < 0:
-            raise ValueError(f"ThrottledLink: gb_s={gb_s} must be positive and latency_s={latency_s} not negative.")
+        given: tuple[Any, ...] = gb_s, latency_s
+        if not all(isinstance(value, Real) for value in given) or not gb_s > 0 or not latency_s >= 0:
+            raise ValueError(
+                f"ThrottledLink: gb_s={gb_s!r} must be positive and latency_s={latency_s!r} not negative, numbers both."
+            )
         super().__init__(torch.device("cpu"))
         self._options = gb_s, latency_s, delay, late_fill, patience_s
         self._late_fill = late_fill

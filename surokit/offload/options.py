@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -31,6 +31,9 @@ def check_zenflow(name: str, options: Mapping[str, Any]) -> None:
     check_offloading(name, options)
     _share(name, options, "topk_ratio")
     _share(name, options, "auto_ratio")
+    for option in ("overlap_step", "offload"):
+        if not isinstance(options[option], bool):
+            raise ValueError(f"{name}: {option}={options[option]!r} must be True or False.")
     for option in ("update_interval", "select_interval"):
         if options[option] != "auto" and not _whole(options[option], 1):
             raise ValueError(f'{name}: {option}={options[option]!r} must be an integer of at least 1, or "auto".')
@@ -60,6 +63,16 @@ def check_zenflow(name: str, options: Mapping[str, Any]) -> None:
         )
 
 
+def check_group(name: str, group: Mapping[str, Any], of_all: Collection[str]) -> None:
+    """Of a parameter group of ZenFlow; `of_all`: options that are not a group's."""
+    if found := [option for option in of_all if option in group]:
+        raise ValueError(f"{name}: {found[0]} is one for all groups: give it to {name} itself, and none to a group.")
+    if not isinstance(offload := group.get("offload", True), bool):
+        raise ValueError(
+            f'{name}: "offload": {offload!r} of a group must be True, or False for parameters that stay on the device.'
+        )
+
+
 def link_of(optimizer: Optimizer, given: Link | None) -> Link:
     """The link that an optimizer was given, or that of its parameters' device. ValueError where it was given another device's."""
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
@@ -73,9 +86,9 @@ def link_of(optimizer: Optimizer, given: Link | None) -> Link:
 
 def _share(name: str, options: Mapping[str, Any], option: str) -> None:
     value = options[option]
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
         raise ValueError(f"{name}: {option}={value!r} is a share, from 0 to 1.")
 
 
 def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least

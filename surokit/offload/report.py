@@ -74,13 +74,15 @@ class OffloadReport:
     waited for a copy or the host's wait left it none; at least, as far as it was measured.
     model_bytes: of all parameters it updates, in their gradients' dtype. down, up: bytes a step over model_bytes, migration
     left out; expected: (1 - k) (1 + 1/S), with the share k of elements that are hot and the mean length S of a window,
-    which down + up come to over whole windows. migration: the same each way, of columns that change sides.
+    which down + up come to over whole windows. migration: the same each way, of columns that change sides. adopted: the same
+    of weights that somebody wrote by hand, which came down.
     staleness: share of the gradient's elements by how many steps later they reached the weights; staleness_bound: the most.
     intervals: windows by their length in steps.
     hot_share: of the elements. selected: share of the squared norm in the hot columns, over all weights, at the latest choice;
     selected_mean: over the choices that are remembered, weights counted alike; NaN without a choice. energy: by weight.
     host_bytes, device_bytes: held for the optimizer on each side. threads: name -> (torch threads, cores).
-    transfers: of OffloadAdamW, whose steps are synchronous: nothing is deferred, and what speaks of columns and windows is empty.
+    transfers: of OffloadAdamW, whose steps are synchronous: nothing is deferred, a step is a window, and what speaks of columns is
+    empty.
     """
 
     optimizer: str
@@ -106,6 +108,7 @@ class OffloadReport:
     threads: Mapping[str, tuple[int, tuple[int, ...]]]
     transfers: tuple[Moved, ...] = ()
     synchronous: bool = False
+    adopted: float = 0.0
 
     @property
     def traffic(self) -> float:
@@ -132,6 +135,7 @@ class OffloadReport:
             **{name: getattr(self, name) for name in plain},
             "stall_ms": {s.cause: {"mean": s.mean_ms, "p95": s.p95_ms} for s in (*self.stalls, self.stall)},
             "migration": {"down": self.migration[0], "up": self.migration[1]},
+            "adopted": self.adopted,
             "staleness": dict(self.staleness),
             "intervals": dict(self.intervals),
             "threads": {name: {"threads": n, "cores": list(cores)} for name, (n, cores) in self.threads.items()},
@@ -148,6 +152,7 @@ class OffloadReport:
 
     def _rows(self) -> list[tuple[str, str]]:
         told = _TOLD_SYNCHRONOUS if self.synchronous else _TOLD
+        adopted = [("weights written by hand", f"{self.adopted:.3g} x down")] if self.adopted else []
         return [
             ("steps", f"{self.steps:,}{'' if self.synchronous else self._windows()}"),
             ("host waits", _ms(self.stall)),
@@ -156,6 +161,7 @@ class OffloadReport:
             ("gradients down", f"{self.down:.4g} x the model's {_bytes(self.model_bytes)} a step"),
             ("weights up", f"{self.up:.4g} x"),
             *(self._of_transfers() if self.synchronous else self._of_columns()),
+            *adopted,
             ("memory", f"{_bytes(self.host_bytes)} of the host, {_bytes(self.device_bytes)} of the device"),
             *((f"thread {name}", _thread(n, cores)) for name, (n, cores) in self.threads.items()),
         ]
@@ -181,7 +187,12 @@ class OffloadReport:
             ("both", f"{self.traffic:.4g} x" + formula),
             ("columns that change sides", f"{down:.3g} x down, {up:.3g} x up"),
             ("age of gradients, steps", f"{ages or 'none yet'}; at most {self.staleness_bound}"),
-            ("hot", f"{self.hot_share:.2%} of the elements"),
+            (
+                "hot",
+                "not known before the first step"
+                if math.isnan(self.hot_share)
+                else f"{self.hot_share:.2%} of the elements",
+            ),
         ]
         chosen = "not known before the next choice of columns"
         if len(self.energy):
@@ -255,6 +266,7 @@ def report_of(
         threads={"training": (torch.get_num_threads(), ()), **{w.name: (w.threads, w.cores) for w in workers}},
         transfers=_moved(transfers or (), _names(accounts, optimizer)),
         synchronous=transfers is not None,
+        adopted=accounts.bytes["adopted"][0] / steps / max(model_bytes, 1),
     )
 
 

@@ -1,8 +1,9 @@
 """Which weights somebody has written by hand since an optimizer's last step: a state loaded, an average swapped in, a clamp.
 
 An optimizer with masters of its own would undo that with its next update; instead it asks here, and takes the values over. torch
-counts what is done to a tensor in place. It does not count what goes around autograd, `p.data.copy_(x)` first of all, nor a
-sharded parameter's `p.detach().to_local().copy_(x)`, nor a kernel of Triton's: such writes are undone.
+counts what is done to a tensor in place. It does not count what goes around autograd: `p.data = x` and `p.data.copy_(x)`,
+torch.nn.utils.vector_to_parameters, torch.distributed's broadcast and all_reduce of a parameter, a sharded parameter's
+`p.detach().to_local().copy_(x)`, torch's fused optimizers, a kernel of Triton's. Such writes are undone.
 """
 
 from __future__ import annotations
@@ -17,27 +18,32 @@ from surokit.train.optim import local
 
 
 class Written:
-    """Of one optimizer. Between `forget` and the next `note` no write counts: a state was loaded, or a step was cut short."""
+    """Of one optimizer, by its name. remedy: a sentence for those who write in every step.
 
-    def __init__(self) -> None:
+    Before the first `note` no write counts: a state was loaded, and model and optimizer may be loaded in either order.
+    """
+
+    def __init__(self, optimizer: str, remedy: str) -> None:
+        self._optimizer, self._remedy = optimizer, remedy
         self._versions: dict[Tensor, tuple[int, int]] = {}
+        self._said = False
 
     def note(self, params: Iterable[Tensor]) -> None:
-        """These are as the optimizer left them."""
-        self._versions = {p: _version(p) for p in params}
+        """These are as the optimizer left them, or knows them."""
+        self._versions |= {p: _version(p) for p in params}
 
-    def forget(self) -> None:
-        self._versions = {}
-
-    def found(self, optimizer: str) -> list[Tensor]:
-        """Those that were written since they were noted, with a warning, so that a mistake of theirs or of ours is seen."""
-        written = [p for p, version in self._versions.items() if _version(p) != version]
-        if written:
+    def found(self, stacklevel: int) -> list[Tensor]:
+        """Those that were written since they were noted. The first time with a warning, so that a mistake of theirs or of ours is
+        seen; stacklevel: as warnings.warn counts from here."""
+        written = [p for p, version in self._versions.items() if _version(p) != version and _is_here(p)]
+        if written and not self._said:
             warnings.warn(
-                f"{optimizer}: {len(written)} of {len(self._versions)} parameters were written since the last step, and not by "
-                "this optimizer. It takes their values over; its moments stay.",
-                stacklevel=6,  # found, _adopt, step, and torch's two wrappers around it
+                f"{self._optimizer}: {len(written)} of {len(self._versions)} parameters were written since the last step, and not "
+                "by this optimizer. It takes their values over; its moments stay. This is said once. Writing in every step makes "
+                f"every step wait for the host: {self._remedy}",
+                stacklevel=stacklevel,
             )
+            self._said = True
         return written
 
 
@@ -46,6 +52,19 @@ def _version(p: Tensor) -> tuple[int, int]:
     return p._version, local([p])[0]._version
 
 
+def _is_here(p: Tensor) -> bool:
+    """Whether its memory is; that of a parked session is not, and waits until it is back."""
+    W = local([p])[0]
+    return W.untyped_storage().nbytes() >= W.nbytes
+
+
 def adopt_(master: Tensor, shown: Tensor) -> None:
     """master, float32, takes the values of `shown`, but keeps its own where they round to what is shown."""
     master.copy_(torch.where(master.to(shown.dtype) == shown, master, shown))
+
+
+def adopt_before_(master: Tensor, shown: Tensor, step: Tensor, decay: float) -> None:
+    """The same where the master has made an update, w decay - step, that `shown` does not have yet: it is made on `shown`, and
+    stays as it is where the master before it rounds to what is shown."""
+    before = (master + step) / decay
+    master.copy_(torch.where(before.to(shown.dtype) == shown, master, shown.float() * decay - step))

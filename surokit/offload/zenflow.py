@@ -33,14 +33,14 @@ from torch import Tensor
 
 from surokit.errors import OffloadError
 from surokit.offload.accounts import Accounts
-from surokit.offload.columns import Columns, placed, summed
+from surokit.offload.columns import Columns, check_dense, placed, summed
 from surokit.offload.crew import Choice, Crew, Note, Window, whole
 from surokit.offload.link import Link, Ticket
-from surokit.offload.options import check_zenflow, link_of
+from surokit.offload.options import check_group, check_zenflow, link_of
 from surokit.offload.windows import LAG, Auto, Fixed
 from surokit.offload.workers import Job, Worker, beat
 from surokit.offload.written import Written
-from surokit.train.optim import Parameters, SpecMeta, decay_groups, scale_and_mask
+from surokit.train.optim import Parameters, SpecMeta, check_state, decay_groups, scale_and_mask
 
 if TYPE_CHECKING:
     from surokit.offload.report import OffloadReport
@@ -57,7 +57,7 @@ class Part(NamedTuple):
 
 
 class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
-    """AdamW with most of its state on the host, updated while the device goes on.
+    """AdamW with most of its state on the host, updated while the device goes on, in float32 whatever the weights' dtype.
 
     params: tensors or torch's parameter groups, as for surokit.AdamW; absent: a `Spec`. Those with fewer than two dimensions, and
         groups with "offload": False, are hot as a whole.
@@ -80,11 +80,13 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
 
     Bytes of an element of a weight whose gradients have b: on the device 12 k, and (1 - k) b of gradients that are on their way, so
     that none waits for them; on the host 12 (1 - k), 4 (1 - k) for each sum (two with overlap), and (1 - k) b for each slot and
-    the result. Columns change sides through 128 MiB of pinned memory at most.
+    the result. Columns change sides through 128 MiB of pinned memory at most; where a column has more than 16 MiB of state, from
+    1.4 million rows on, through that of 8 to 16 columns.
 
-    A Ctrl-C during `step` is raised when the step is complete; a second one at once. After that, or after any other error in the
-    middle of a step, cold columns have its gradients all or not at all, and hot ones so far as it came. An error of a thread
-    is raised by the next step, after which a state has to be loaded.
+    A Ctrl-C during `step` is raised when the step is complete; a second one at once. After that, or after the device's memory ran
+    out in the middle of a step, cold columns have its gradients all or not at all, and hot ones so far as it came, unless columns
+    were just changing sides. After that, and after any other error in the middle of a step, a state has to be loaded; so it has
+    after an error of a thread, which the next step raises. What is refused before anything changes leaves all as it was.
     """
 
     grad_scale: Tensor | None
@@ -130,7 +132,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         self.helpers: dict[str, Any] = {"pt_reserved_cores_perc": pt_reserved_cores_perc, "slots": slots}
         self._start(link)
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "eps": eps, "offload": True}
-        super().__init__(decay_groups(type(self).__name__, params, weight_decay), defaults)
+        super().__init__(decay_groups(self, params, weight_decay), defaults)
 
     if TYPE_CHECKING:  # a type checker does not see that ZenFlow(lr=...) is a Spec
 
@@ -140,6 +142,11 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
     def check(cls, options: Mapping[str, Any]) -> None:
         """ValueError that names the option which is out of range."""
         check_zenflow(cls.__name__, options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. ValueError for an option that is one for all groups, or an "offload" that is no bool."""
+        check_group(type(self).__name__, param_group, (*self.settings, *self.helpers, "link"))
+        super().add_param_group(param_group)
 
     def _start(self, link: Link | None) -> None:
         """As before the first step; threads begin with their first job."""
@@ -160,7 +167,9 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         self._choice: Choice | None = None
         self._moving: Job | None = None
         self._notes: deque[Note] = deque()
-        self._written = Written()
+        self._written = Written(
+            type(self).__name__, 'give such parameters a group with "offload": False, or write less often.'
+        )
         self._broken: BaseException | None = None
 
     @property
@@ -193,17 +202,20 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
                 loss = closure()
         with whole(), self._unbroken():
             before = self.accounts.stall_ms
-            self._adopt()
-            self._step()
-            self._written.note(self._columns)
+            self._adopt(stacklevel=7)  # found, _adopt, step, and torch's wrappers around both
+            try:
+                parts = self._parts()
+                with self._changing():
+                    self._step(parts)
+            finally:  # a step that is cut short writes weights too
+                self._written.note(self._columns)
             self.stall_ms = self.accounts.stall_ms - before
             self.device_stall_ms = self.accounts.device_waited(self.link)
         return loss
 
-    def _step(self) -> None:
+    def _step(self, parts: Sequence[Part]) -> None:
         settings, step = self.settings, self._steps + 1
         warming_up = step <= settings["full_warm_up_rounds"]
-        parts = self._parts()
         if not warming_up:
             if self._since is None and self._choice is None:
                 self._choose(step, parts)
@@ -225,23 +237,28 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         self.link.fence()  # whoever comes next may write gradients and weights
         self.accounts.steps += 1
 
-    def _adopt(self) -> None:
-        """What was written into weights by hand counts. An update of theirs that waits to land began from others, and is dropped;
-        the window's sum goes on."""
-        if written := {self._columns[p] for p in self._written.found(type(self).__name__)}:
+    @torch.no_grad()
+    def _adopt(self, stacklevel: int) -> None:
+        """What was written into weights by hand counts; an update of theirs that waits to land is made on that."""
+        written = [self._columns[p] for p in self._written.found(stacklevel)]
+        if not written:
+            return
+        pending = Window(0) if self._pending is None else self._pending
+        if any(len(columns.cold_order) for columns in written):
             with self.accounts.stalled("adam", self.link):
-                for job in (self._pending.applied if self._pending is not None else None, self._moving):
+                for job in (pending.applied, self._moving):
                     if job is not None:
                         job.wait()
-            with self.accounts.stalled("landing", self.link):
-                self.accounts.moved("setup", sum(columns.adopt(self.link) for columns in written), 0)
-            if self._pending is not None:
-                self._pending.updated = [columns for columns in self._pending.updated if columns not in written]
-        self._written.forget()  # a step that is cut short leaves weights that it has not noted
+        with self.accounts.stalled("landing"):
+            came = sum(columns.adopt(self.link, pending.updated.get(columns)) for columns in written)
+        self.accounts.moved("adopted", came, 0)
+        self._written.note(columns.p for columns in written)
 
     def _parts(self) -> list[Part]:
         """The parameters that have a gradient; those whose first it is get their state."""
         present = [(number, p, group) for number, (p, group) in enumerate(self._parameters()) if p.grad is not None]
+        for _, p, _ in present:
+            check_dense(p)
         self._begin([each for each in present if each[1] not in self._columns])
         return [Part(self._columns[p], self._columns[p].gradient, group) for _, p, group in present]
 
@@ -311,8 +328,8 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
             if window.filled is not None:
                 window.filled.wait()
             for columns, options in work:
-                if columns.update_cold(window.b, options, corrected):
-                    window.updated.append(columns)
+                if (update := columns.update_cold(window.b, options, corrected)) is not None:
+                    window.updated[columns] = update
                 beat()
 
         window.applied = self._crew.adam.submit(apply)
@@ -442,6 +459,18 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
             self._broken = error
             raise
 
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """An error inside leaves a step that nobody can say how far it came, so that a state has to be loaded. A Ctrl-C and memory
+        that runs out are raised between two pieces of work, and training may go on."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._broken = error
+            raise
+
     def drain(self) -> None:
         """Waits until threads and transfers have done all that they were given; nothing lands."""
         with self._unbroken():
@@ -451,6 +480,11 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
                 self._choice.wait()
             for note in self._notes:
                 note.read()
+
+    def _drain_and_adopt(self) -> None:
+        self.drain()
+        with self._unbroken():
+            self._adopt(stacklevel=6)  # found, _adopt with torch's wrapper, this, and state_dict
 
     # -- state
 
@@ -463,8 +497,9 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the place in the schedule under "zenflow". Waits for the threads and changes nothing: what is summed,
-        and what waits to land, is in it. The tensors are the optimizer's own: copy or write them before the next step."""
-        self.drain()
+        and what waits to land, is in it, and weights that were written by hand are taken over, as by the next step. The tensors are
+        the optimizer's own: copy or write them before the next step."""
+        self._drain_and_adopt()
         return {**super().state_dict(), "zenflow": self._cursor()}
 
     def _cursor(self) -> dict[str, Any]:
@@ -500,6 +535,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on bit for bit from where `state_dict` was made, in the middle of a window too. ValueError where it does not fit."""
+        check_state(self, state_dict)
         cursor = state_dict.get("zenflow")
         if cursor is None:
             raise ValueError(
@@ -535,10 +571,11 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         if (crew := self.__dict__.pop("_crew", None)) is not None:
             with contextlib.suppress(OffloadError):
                 crew.close()
-        self.__dict__.pop("link", None)
+        if (link := self.__dict__.pop("link", None)) is not None:
+            self.accounts.left(link, self._given_link)
 
     def __getstate__(self) -> dict[str, Any]:
-        self.drain()
+        self._drain_and_adopt()
         own = {"settings": self.settings, "helpers": self.helpers, "_given_link": self._given_link}
         return {**super().__getstate__(), **own, "zenflow": self._cursor()}
 

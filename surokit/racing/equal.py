@@ -314,7 +314,9 @@ def _name(meter: Any) -> str:
 def optimizer_words(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> str:
     """Class and options, of every kind of group once. rates: of the groups, as they began."""
     own = {name: getattr(optimizer, name) for name in ("state_dtype", "rounding", "seed") if hasattr(optimizer, name)}
-    own |= getattr(optimizer, "settings", {})  # of all groups, where an optimizer has such: ZenFlow's windows and columns
+    own |= getattr(
+        optimizer, "settings", {}
+    )  # of all groups, where an optimizer has such: ZenFlow's windows and columns
     groups: list[str] = []
     for group, rate in zip(optimizer.param_groups, rates):
         options = {k: _plain(v) for k, v in group.items() if k not in ("params", "initial_lr")}

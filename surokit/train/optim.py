@@ -114,7 +114,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         assert params is not None, "SpecMeta gives a Spec then"
         self.state_dtype, self.rounding, self.seed = state_dtype, rounding, seed
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "eps": eps, "fused": True}
-        super().__init__(decay_groups(type(self).__name__, params, weight_decay), defaults)
+        super().__init__(decay_groups(self, params, weight_decay), defaults)
         self._step_supports_amp_scaling = True  # torch's word for: reads grad_scale and found_inf
         self._warn_stalling_moments()
         if rounding == "stochastic" and any(p.dtype == torch.float16 for p in self._all_params()):
@@ -271,18 +271,20 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
     def __getstate__(self) -> dict[str, Any]:
         # the base class keeps three entries only
         own = {"state_dtype": self.state_dtype, "rounding": self.rounding, "seed": self.seed}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), **own, **given_order(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._step_supports_amp_scaling = True
         super().__setstate__(state)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As torch's, except that moments come back in this optimizer's dtype instead of the parameter's.
 
-        torch.optim.AdamW's state is accepted too, unless it has amsgrad or maximize; and OffloadAdamW's where weights are whole and
-        float32, as are its masters.
+        torch.optim.AdamW's state is accepted too, unless it has amsgrad or maximize: where both were given one iterable of the same
+        parameters, all options but the weight decay are that state's. So is OffloadAdamW's where weights are whole and float32, as
+        are its masters.
         """
+        state_dict = in_groups_of(self, state_dict)
         sources = adamw_states(self, state_dict)
         if any("master" in source and not _shows_all(p) for p, source in sources.items() if source):
             raise ValueError(
@@ -292,7 +294,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         state_dict = {**state_dict, "state": {k: _without_master(v) for k, v in state_dict["state"].items()}}
         if any(source and ("absmax" in source) != self._in_8bit(p) for p, source in sources.items()):
             raise ValueError("Moments of 8 bits and others do not mix: load the state into the optimizer that made it.")
-        super().load_state_dict(state_dict)
+        super().load_state_dict(dict(state_dict))
         for p, source in sources.items():
             if not source:
                 continue
@@ -372,7 +374,8 @@ class AdamW8bit(AdamW):
 def adamw_states(
     optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> dict[Tensor, dict[str, Any] | None]:
-    """Of each parameter what a state dict has of it. ValueError where these are not the moments of an AdamW."""
+    """Of each parameter what a state dict with the optimizer's groups has of it. ValueError where these are not the moments of an
+    AdamW, or not this parameter's."""
     groups, name = state_dict["param_groups"], type(optimizer).__name__
     if any(group.get("amsgrad") or group.get("maximize") for group in groups):
         raise ValueError(f"This optimizer state was made with amsgrad or maximize, which {name} does not have here.")
@@ -383,7 +386,53 @@ def adamw_states(
         raise ValueError(
             f"This state was not made by an AdamW: load it into the optimizer that made it, not into {name}."
         )
+    for index, (p, source) in zip(saved, sources.items()):
+        if not source:
+            continue
+        here, held = local([p])[0], local([source["exp_avg"]])[0].shape
+        if held != (here.permute(memory_order(here)) if "master" in source else here).shape:
+            processes = ", in as many processes," if _sharded(p) else ""
+            raise ValueError(
+                f"Parameter {index} of the state is {list(held)}, and here it is {list(here.shape)}: load it into an optimizer "
+                f"over the same model, with the same parameter groups{processes} in the same order."
+            )
     return sources
+
+
+def in_groups_of(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state dict with the optimizer's parameter groups; ValueError where it has others.
+
+    One group over all parameters of the iterable that the optimizer was made of, frozen ones too, as torch's AdamW has it, becomes
+    those of `decay_groups`: with the options of that one, and the weight decay that they have here.
+    """
+    check_state(optimizer, state_dict)
+    name, here, saved = type(optimizer).__name__, optimizer.param_groups, state_dict["param_groups"]
+    sizes, held = ([len(group["params"]) for group in groups] for groups in (here, saved))
+    if sizes == held:
+        return state_dict
+    given, order = given_order(optimizer).get("given_order", (0, []))
+    if held != [given] or len(order) != sum(sizes):
+        raise ValueError(
+            f"The state has parameter groups of {held} tensors, and this {name} of {sizes}: give {name} the same parameters in the "
+            "same groups."
+        )
+    options = {option: value for option, value in saved[0].items() if option not in ("params", "param_names")}
+    numbers = iter([saved[0]["params"][i] for i in order])
+    groups = [
+        {**options, "weight_decay": group["weight_decay"], "params": [next(numbers) for _ in group["params"]]}
+        for group in here
+    ]
+    state = {number: state_dict["state"].get(number) for group in groups for number in group["params"]}
+    return {**state_dict, "state": {n: of for n, of in state.items() if of}, "param_groups": groups}
+
+
+def check_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """ValueError where this is no state of an optimizer."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"{type(optimizer).__name__}.load_state_dict takes what an optimizer's state_dict() gave, a dict with state and "
+            f"param_groups, and not {type(state_dict).__name__}."
+        )
 
 
 def _shows_all(p: Tensor) -> bool:
@@ -415,11 +464,12 @@ def _number(value: Any) -> bool:
     return isinstance(value, Real)
 
 
-def decay_groups(name: str, params: Parameters, weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(optimizer: torch.optim.Optimizer, params: Parameters, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups of the trainable `params`, with weight decay from two dimensions up. Groups pass unchanged.
 
-    name: of the optimizer, for messages. ValueError where nothing is trainable.
+    The optimizer remembers in which order it was given them (`given_order`). ValueError where nothing is trainable.
     """
+    name = type(optimizer).__name__
     if isinstance(params, Tensor | nn.Module):
         kind = "one tensor" if isinstance(params, Tensor) else "a module"
         raise TypeError(f"{name} takes an iterable of parameters, for example model.parameters(), not {kind}.")
@@ -429,21 +479,35 @@ def decay_groups(name: str, params: Parameters, weight_decay: float) -> list[dic
     tensors: list[Tensor] = [p for p in every if isinstance(p, Tensor)]
     if len(tensors) < len(every):
         raise TypeError(f"{name} takes parameters or torch's parameter groups; for named ones pass model.parameters().")
-    trainable = [p for p in tensors if p.requires_grad]
-    if not trainable:
+    if not any(p.requires_grad for p in tensors):
         raise ValueError(
             f"{name}: there is nothing to train: no parameter requires a gradient. "
             "Unfreeze some, or add an adapter with recipe.lora()."
         )
-    matrices = [p for p in trainable if p.ndim >= 2]
-    vectors = [p for p in trainable if p.ndim < 2]
-    groups = ({"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0})
-    return [group for group in groups if group["params"]]
+    matrices = [i for i, p in enumerate(tensors) if p.requires_grad and p.ndim >= 2]
+    vectors = [i for i, p in enumerate(tensors) if p.requires_grad and p.ndim < 2]
+    vars(optimizer)["given_order"] = len(tensors), matrices + vectors
+    return [
+        {"params": [tensors[i] for i in group], "weight_decay": decay}
+        for group, decay in ((matrices, weight_decay), (vectors, 0.0))
+        if group
+    ]
+
+
+def given_order(optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, list[int]]]:
+    """As an attribute: (how many parameters the iterable had that `decay_groups` took apart, each one's place in it). Or {}."""
+    return {name: value for name, value in vars(optimizer).items() if name == "given_order"}
 
 
 def local(tensors: list[Tensor]) -> list[Tensor]:
     """What this process holds of each tensor: a DTensor's shard, which shares its memory; any other tensor itself."""
     return [t.to_local() if _sharded(t) else t for t in tensors]  # type: ignore[attr-defined]
+
+
+def memory_order(t: Tensor) -> list[int]:
+    """Dimensions from the one with the largest stride to the one with the smallest."""
+    strides = t.stride()
+    return sorted(range(t.ndim), key=lambda d: (-strides[d], d))
 
 
 def _sharded(t: Tensor) -> bool:

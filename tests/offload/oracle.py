@@ -80,6 +80,7 @@ class Weight:
         self.fresh()
         self.pending: Tensor | None = None  # cold columns' values that W does not show yet
         self.pending_columns = torch.zeros(0, dtype=torch.int64)
+        self.before, self.kept = self.w, 1.0  # the masters that the pending update found, and what decay left of them
         self.pending_ages: list[int] = []
         self.scored = False
         self.scores: Tensor | None = None
@@ -244,6 +245,7 @@ class Oracle:
         for i, w in enumerate(self.weights):
             if w.finite:
                 mean = w.acc[:, w.cold] / w.finite
+                w.before, w.kept = w.w.clone(), 1 - lr * w.weight_decay
                 if s.cold_update == "deepspeed":
                     w.adam(w.cold, mean, lr, w.weight_decay)
                 else:
@@ -303,12 +305,19 @@ class Oracle:
     # -- writes by hand
 
     def write(self, i: int, value: Tensor) -> None:
-        """Weight i is given other values between two steps. What still is as it rounds keeps its digits, and what waited to be
-        shown is dropped."""
+        """Weight i is given other values between two steps. What still is as it rounds keeps its digits, and an update that waits
+        to be shown is made on the new values."""
         w = self.weights[i]
         w.W = self._columns(w, value).clone()
-        w.w = torch.where(w.w.to(w.W.dtype) == w.W, w.w, w.W.to(w.w.dtype))
-        w.pending, w.pending_ages = None, []
+        before = w.w.clone()
+        late = w.pending_columns if w.pending is not None else w.pending_columns[:0]
+        before[:, late] = w.before[:, late]
+        same, X = before.to(w.W.dtype) == w.W, w.W.to(w.w.dtype)
+        written = X.clone()
+        written[:, late] = w.kept * (X - before)[:, late] + w.w[:, late]  # what both updates take off is the same
+        w.w = torch.where(same, w.w, written)
+        if w.pending is not None:
+            w.pending = w.w[:, late].to(w.W.dtype)
 
     # -- what the tests ask
 

@@ -43,12 +43,6 @@ def written(name: str, rank: int) -> dict[str, Any]:
     steps of a rate of 0, in which updates that were under way would land."""
     from torch.distributed.fsdp import fully_shard
 
-    model = make_model()
-    for layer in (model[0], model[2]):  # type: ignore[index]
-        fully_shard(layer)
-    fully_shard(model)
-    params = list(model.parameters())
-    optimizer = getattr(sk, name)(params, lr=1e-2)
     found: dict[str, Any] = {"quiet": [], "said": [], "held": []}
 
     def step(number: int) -> list[str]:
@@ -65,9 +59,17 @@ def written(name: str, rank: int) -> dict[str, Any]:
         return [p.detach().to_local().clone() for p in params]  # type: ignore[attr-defined]
 
     for wholly in (True, False):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2
+        model = make_model()
+        for layer in (model[0], model[2]):  # type: ignore[index]
+            fully_shard(layer)
+        fully_shard(model)
+        params = list(model.parameters())
+        optimizer = getattr(sk, name)(params, lr=1e-2)
         for number in range(6):
+            for group in optimizer.param_groups:
+                group["lr"] = (
+                    1e-2 if number < 3 else 0.0
+                )  # a window ends at a rate of 0, and is under way when somebody writes
             found["quiet"] += step(number)
         with torch.no_grad():
             if wholly:
@@ -76,8 +78,6 @@ def written(name: str, rank: int) -> dict[str, Any]:
                 for p in params:
                     p.to_local().mul_(0.5)  # type: ignore[attr-defined]
         values = mine()
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
         found["said"].append(step(6))
         for number in range(7, 15):
             found["quiet"] += step(number)

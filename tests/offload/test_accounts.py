@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import surokit as sk
 from surokit.offload.accounts import CAUSES, RANGE, Accounts
+from surokit.offload.link import HostLink, Link
 
 
 def test_a_wait_counts_for_its_cause_and_its_step() -> None:
@@ -58,7 +62,29 @@ def test_bytes_add_up_by_kind() -> None:
     accounts.moved("gradients", 10, 0)
     accounts.moved("gradients", 5, 0)
     accounts.moved("migration", 3, 4)
-    assert accounts.bytes == {"gradients": (15, 0), "weights": (0, 0), "migration": (3, 4), "setup": (0, 0)}
+    assert accounts.bytes == {
+        "gradients": (15, 0),
+        "weights": (0, 0),
+        "migration": (3, 4),
+        "setup": (0, 0),
+        "adopted": (0, 0),
+    }
+
+
+@pytest.mark.parametrize("given", [None, HostLink()])
+@pytest.mark.parametrize("make", [sk.OffloadAdamW, sk.ZenFlow])
+def test_what_the_device_waited_goes_on_with_the_next_link(make: Any, given: Link | None) -> None:
+    """And not from below 0, where the first one had counted more."""
+    p = nn.Parameter(torch.zeros(4, 8))
+    optimizer: Any = make([p], link=given)
+    for step in range(6):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.link.waited(1.0)
+        if step == 3:
+            optimizer.close()
+    assert 1e3 <= optimizer.device_stall_ms < 1.5e3
+    assert 6e3 <= 6 * optimizer.report().device_stall_ms < 7e3
 
 
 def test_a_profile_shows_waits_by_name() -> None:

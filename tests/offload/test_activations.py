@@ -387,6 +387,14 @@ def test_copies_remove_and_a_second_call():
     assert "fetched ahead" in repr(second)
 
 
+def test_what_is_put_around_nothing_says_so():
+    idle = offload_activations(min_bytes=64)
+    assert "at present of nothing: give a model, or use it in a with" in repr(idle)
+    with idle:
+        assert "of nothing" not in repr(idle)
+    assert "of nothing" not in repr(offload_activations(nn.Linear(4, 4), min_bytes=64))
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="at least 0"):
         offload_activations(prefetch=-1)

@@ -7,6 +7,7 @@ import math
 import pickle
 import random
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -371,8 +372,15 @@ def test_states_that_do_not_fit() -> None:
     other = parameters(shapes=[(4, 7)])
     made = OffloadAdamW(other)
     train(other, made, range(1))
-    with pytest.raises(ValueError, match=r"holds 28 elements of it, and here are 24"):
+    with pytest.raises(
+        ValueError, match=r"Parameter 0 of the state is \[4, 7\], and here it is \[4, 6\]: .* the same model"
+    ):
         optimizer.load_state_dict(made.state_dict())
+    for nothing in (None, {}, {"model": 1}):
+        with pytest.raises(
+            ValueError, match=r"OffloadAdamW.load_state_dict takes what an optimizer's state_dict\(\) gave"
+        ):
+            optimizer.load_state_dict(nothing)  # type: ignore[arg-type]
 
 
 def test_goes_on_from_the_state_of_adamw_bit_for_bit_and_that_from_its() -> None:
@@ -415,6 +423,64 @@ def test_goes_on_from_the_state_of_torch_s_adamw_in_low_precision() -> None:
         ours.step()
         reference.step()
     assert equal([ours.state[p]["master"] for p in params], wide)
+
+
+@pytest.mark.parametrize("make", [OffloadAdamW, sk.AdamW])
+@pytest.mark.parametrize("copied", [False, True])
+def test_goes_on_from_the_state_of_torch_s_adamw_over_the_same_iterable(make: Any, copied: bool) -> None:
+    """Its one group has all parameters in their order, frozen ones and those without a gradient too."""
+    ours, theirs = parameters(), parameters()
+    for params in (ours, theirs):
+        params[2].requires_grad_(False)
+    plain = torch.optim.AdamW(theirs, **{**OPTIONS, "weight_decay": 0.0, "eps": 1e-6}, fused=True)
+
+    def both(step: int) -> None:
+        for params, optimizer in ((ours, mine), (theirs, plain)):
+            give_gradients(params, step)
+            params[2].grad = params[0].grad = None
+            optimizer.step()
+
+    mine = plain
+    both(0)
+    ours = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in theirs]
+    mine = make(iter(ours), **{**OPTIONS, "lr": 1.0, "weight_decay": 0.0})
+    if copied:
+        ours, mine = copy.deepcopy((ours, mine))
+    plain.param_groups[0]["lr"] = 3e-3
+    mine.load_state_dict(copy.deepcopy(plain.state_dict()))
+    assert [(len(g["params"]), g["lr"], g["eps"]) for g in mine.param_groups] == [(3, 3e-3, 1e-6), (2, 3e-3, 1e-6)]
+    for step in range(1, 4):
+        both(step)
+    assert equal(ours, theirs)
+
+
+@pytest.mark.parametrize("make", [OffloadAdamW, sk.AdamW])
+def test_of_a_state_that_is_taken_up_the_decay_stays_here(make: Any) -> None:
+    params = parameters()
+    plain = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.3)
+    train(params, plain, range(1))
+    optimizer = make(params, weight_decay=0.2)
+    optimizer.load_state_dict(plain.state_dict())
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.2, 0.0]
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.2, 0.0]
+
+
+@pytest.mark.parametrize("make", [OffloadAdamW, sk.AdamW])
+def test_groups_of_a_state_that_are_others(make: Any) -> None:
+    params = [nn.Parameter(normal(16)), nn.Parameter(normal(1, 16))]
+    turned = torch.optim.AdamW([{"params": [p]} for p in params])
+    train(params, turned, range(1))
+    optimizer = make(params)
+    with pytest.raises(
+        ValueError, match=r"Parameter 0 of the state is \[16\], and here it is \[1, 16\]: .* groups in the same"
+    ):
+        optimizer.load_state_dict(turned.state_dict())
+    with pytest.raises(ValueError, match=r"groups of \[1, 1\] tensors, and this \w+ of \[2\]: give \w+ the same param"):
+        make([{"params": params}]).load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"groups of \[3\] tensors, and this \w+ of \[1, 1\]"):
+        optimizer.load_state_dict(torch.optim.AdamW([*params, nn.Parameter(normal(2))]).state_dict())
+    assert not optimizer.state
 
 
 @pytest.mark.parametrize(
@@ -478,6 +544,49 @@ def test_a_step_that_was_cut_short(small_transfers: None) -> None:
     again = parameters()
     other = OffloadAdamW(again, **OPTIONS)
     train(again, other, range(4))
+    assert equal(everything(params, optimizer), everything(again, other))
+
+
+def test_a_state_is_loaded_after_the_thread_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, though the thread still hangs."""
+    params = parameters()
+    optimizer = OffloadAdamW(params, **OPTIONS)
+    train(params, optimizer, range(2))
+    state, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
+    over = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer._worker._shared, "patience_s", 0.1)
+        patch.setattr(adamw, "fused_adamw_", lambda *_, **__: over.wait(5))
+        with pytest.raises(OffloadError, match="no sign of life"):
+            train(params, optimizer, range(2, 3))
+        optimizer.load_state_dict(state)
+        over.set()
+    with torch.no_grad():
+        torch._foreach_copy_(list[Tensor](params), weights)
+    train(params, optimizer, range(2, 4))
+    straight = parameters()
+    train(straight, OffloadAdamW(straight, **OPTIONS), range(4))
+    assert equal(params, straight)
+
+
+def test_memory_that_runs_out_before_a_step_changes_nothing() -> None:
+    class Scarce(HostLink):
+        scarce = True
+
+        def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+            if dtype == torch.uint8 and self.scarce:  # a transfer's
+                raise MemoryError
+            return super().buffer(shape, dtype)
+
+    params, link = parameters(), Scarce()
+    optimizer = OffloadAdamW(params, **OPTIONS, link=link)
+    with pytest.raises(MemoryError):
+        train(params, optimizer, range(1))
+    link.scarce = False
+    train(params, optimizer, range(2))
+    again = parameters()
+    other = OffloadAdamW(again, **OPTIONS)
+    train(again, other, range(2))
     assert equal(everything(params, optimizer), everything(again, other))
 
 

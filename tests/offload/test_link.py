@@ -389,7 +389,7 @@ def test_dropped_links_leave_no_thread():
     assert threading.active_count() <= before
 
 
-@pytest.mark.parametrize(("gb_s", "latency_s"), [(0, 0), (-1, 0), (float("nan"), 0), (1, -1)])
+@pytest.mark.parametrize(("gb_s", "latency_s"), [(0, 0), (-1, 0), (float("nan"), 0), (1, -1), ("1", 0), (1, None)])
 def test_a_rate_is_positive(gb_s, latency_s):
     with pytest.raises(ValueError, match="must be positive"):
         ThrottledLink(gb_s, latency_s)

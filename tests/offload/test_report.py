@@ -202,3 +202,9 @@ def found_setup(run: Run) -> int:
     """Bytes before the first step."""
     down, up = run.optimizer.accounts.bytes["setup"]
     return int(down + up)
+
+
+def test_before_the_first_step_nothing_is_not_a_number() -> None:
+    for make in (sk.ZenFlow, sk.OffloadAdamW):
+        text = repr(make(nn.Linear(4, 4).parameters(), lr=0.1).report())
+        assert "nan" not in text

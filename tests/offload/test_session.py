@@ -13,6 +13,7 @@ import surokit as sk
 from surokit.offload.link import ThrottledLink
 from surokit.train import Record, Session
 from surokit.train.capture import why_not
+from surokit.train.errors import ResumeError
 from surokit.train.records import Late
 from surokit.widgets.picture import figures, idle_lines, summary_line
 from surokit.widgets.state import PanelState
@@ -204,6 +205,28 @@ def test_a_fork_goes_on_bit_for_bit() -> None:
     equal_trees(dict(session.model.named_parameters()), dict(twin.model.named_parameters()))
     equal_trees(session.optimizer.state_dict(), twin.optimizer.state_dict())
     assert twin.optimizer.report().steps == 7  # type: ignore[attr-defined]  # counted anew
+
+
+@pytest.mark.parametrize("make", [sk.AdamW(lr=1e-2), lambda params: torch.optim.AdamW(params, lr=1e-2)])
+def test_a_run_changes_from_adamw(make: Any, tmp_path: Path) -> None:
+    """To OffloadAdamW with moments and the options given; to ZenFlow with the weights alone."""
+    first = make_session(optimizer=make, run_dir=tmp_path / "run")
+    first.run(4)
+    first.save()
+    options: dict[str, Any] = {"data": make_batches(), "model": Toy(seed=9)}
+    second = Session.resume(tmp_path / "run", **options, optimizer=sk.OffloadAdamW(lr=1e-3, betas=(0.8, 0.9)))
+    for p, q in zip(first.model.parameters(), second.model.parameters()):
+        assert torch.equal(p, q)
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(first.optimizer.state[p][name], second.optimizer.state[q][name])
+    assert {group["betas"] for group in second.optimizer.param_groups} == {(0.8, 0.9)}
+    second.run(2)
+    assert len(second.records) == 6
+    with pytest.raises(ResumeError, match="not made by ZenFlow"):
+        Session.resume(tmp_path / "run", **options, optimizer=sk.ZenFlow(lr=1e-2))
+    third = Session(second.model, make_batches(), optimizer=sk.ZenFlow(lr=1e-2))
+    third.run(2)
+    assert third.optimizer.report().steps == 2  # type: ignore[attr-defined]
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:

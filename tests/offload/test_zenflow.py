@@ -587,6 +587,75 @@ def test_a_second_ctrl_c_does_not_wait():
     optimizer.link.close()
 
 
+def test_a_thread_that_hangs_leaves_none_that_goes_on(monkeypatch):
+    params, optimizer = zenflow(update_interval=2)
+    train(params, optimizer, 0, 4)
+    crew = optimizer._crew
+    adam: Any = crew.adam._shared
+
+    def hangs(at_once):
+        raise OffloadError("it hangs")
+
+    monkeypatch.setattr(crew.accumulator, "close", hangs)
+    optimizer.close()
+    adam.thread.join(5)
+    assert not adam.thread.is_alive()
+
+
+class Once(ThrottledLink):
+    """Its method `name` fails in the call number `at`; and then no more."""
+
+    def __init__(self, name, at):
+        super().__init__(5.0)
+        self.left, inner = at, getattr(self, name)
+
+        def fails(*args, **options):
+            self.left -= 1
+            if not self.left:
+                raise RuntimeError("the wire broke")
+            return inner(*args, **options)
+
+        setattr(self, name, fails)
+
+
+@pytest.mark.parametrize(("name", "at"), [("down", 14), ("up", 4), ("fetch", 4), ("copy_down", 7), ("fence", 9)])
+def test_after_an_error_in_the_middle_of_a_step_a_state_has_to_be_loaded(name, at):
+    options: dict[str, Any] = {"update_interval": 2, "select_strategy": "step", "select_interval": 4}
+    params, optimizer = zenflow(**options, link=Once(name, at))
+    done, state, weights = 0, {}, []
+
+    def go_on():
+        nonlocal done, state, weights
+        while done < 20:
+            state, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
+            train(params, optimizer, done, done + 1)
+            done += 1
+
+    with pytest.raises(RuntimeError, match="the wire broke"):
+        go_on()
+    for use in (lambda: train(params, optimizer, done, done + 1), optimizer.state_dict):
+        with pytest.raises(OffloadError, match="cut short by an error.*load a state") as raised:
+            use()
+        assert "the wire broke" in str(raised.value.__cause__)
+    optimizer.load_state_dict(state)
+    with torch.no_grad():
+        torch._foreach_copy_(list(params), weights)
+    assert 0 < done < 14
+    assert same(train(params, optimizer, done, 14), train(*zenflow(**options), 0, 14))
+
+
+def test_what_is_refused_before_anything_changes_breaks_nothing():
+    params, optimizer = zenflow(update_interval=2)
+    late = nn.Parameter(torch.ones(4, 4))
+    optimizer.add_param_group({"params": [late]})
+    train(params, optimizer, 0, 3)
+    late.grad = torch.ones(4, 4).to_sparse()
+    with pytest.raises(ValueError, match="sparse"):
+        optimizer.step()
+    late.grad = None
+    assert same(train(params, optimizer, 3, 8), train(*zenflow(update_interval=2), 0, 8))
+
+
 def test_memory_that_runs_out_in_the_middle_of_a_step_is_survived(monkeypatch):
     params, optimizer = zenflow(update_interval=2)
     train(params, optimizer, 0, 4)
@@ -658,6 +727,8 @@ def test_a_group_may_be_empty_and_numbers_numpys(make):
         ({"lr": -1.0}, "ZenFlow: lr=-1.0"),
         ({"link": "pcie"}, r"ZenFlow: link='pcie' must be a Link of surokit\.offload\.link, or None"),
         ({"slots": True}, "slots=True must be an integer"),
+        ({"overlap_step": "no"}, "overlap_step='no' must be True or False"),
+        ({"offload": "no"}, "offload='no' must be True or False"),
         ({"topk_ratio": True}, "topk_ratio=True is a share"),
         ({"betas": 0.9}, r"ZenFlow: betas=0\.9 must be two numbers"),
         ({"lr": torch.ones((), device="meta")}, "lr is read on the host"),
@@ -668,6 +739,25 @@ def test_options_out_of_range_are_named_when_they_are_given(options, says):
         sk.ZenFlow(**options)
     with pytest.raises(ValueError, match=says):
         ZenFlow(parameters(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"offload": "no"}, "\"offload\": 'no' of a group must be True, or False"),
+        ({"topk_ratio": 0.5}, "topk_ratio is one for all groups: give it to ZenFlow itself"),
+        ({"slots": 2}, "slots is one for all groups"),
+        ({"link": None}, "link is one for all groups"),
+    ],
+)
+def test_options_of_a_group_are_those_that_a_group_may_have(options, says):
+    first, *others = parameters()
+    with pytest.raises(ValueError, match=says):
+        ZenFlow([{"params": [first], **options}, {"params": others}])
+    optimizer = ZenFlow(others)
+    with pytest.raises(ValueError, match=says):
+        optimizer.add_param_group({"params": [first], **options})
+    optimizer.add_param_group({"params": [first], "offload": False, "lr": 1e-4})
 
 
 def test_a_session_says_why_its_steps_are_not_recorded():
