@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,20 @@ WRITES: list[Callable[[Params], None]] = [load, clamp, average]
 by_hand = pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 
 
+def beside_adamw(make: Callable[[Params], Any], write: Callable[[Params], None]) -> Iterator[tuple[Tensor, Tensor]]:
+    """After each of nine steps, before three of which somebody writes: each parameter, and sk.AdamW's."""
+    ours, theirs = make_params(WHOLE), make_params(WHOLE)
+    optimizer, adamw = make(ours), sk.AdamW(theirs, lr=1e-2)
+    for step in range(9):
+        if step in (3, 4, 7):
+            with torch.no_grad():
+                write(ours)
+                write(theirs)
+        for params, one in ((ours, optimizer), (theirs, adamw)):
+            feed(one, params, make_grads(WHOLE, step))
+        yield from zip(ours, theirs)
+
+
 @written
 @by_hand
 @pytest.mark.parametrize(
@@ -63,34 +77,16 @@ by_hand = pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__nam
     ids=["offload", "offload, throttled", "hot", "hot, throttled"],
 )
 def test_a_write_holds_as_in_adamw_bit_for_bit(make: Callable[[Params], Any], write: Callable[[Params], None]) -> None:
-    ours, theirs = make_params(WHOLE), make_params(WHOLE)
-    optimizer, adamw = make(ours), sk.AdamW(theirs, lr=1e-2)
-    for step in range(9):
-        if step in (3, 4, 7):
-            with torch.no_grad():
-                write(ours)
-                write(theirs)
-        for params, one in ((ours, optimizer), (theirs, adamw)):
-            feed(one, params, make_grads(WHOLE, step))
-        for p, q in zip(ours, theirs):
-            assert torch.equal(p, q), step
+    for p, q in beside_adamw(make, write):
+        assert torch.equal(p, q)
 
 
 @written
 @by_hand
 def test_a_write_holds_in_cold_columns_that_no_window_defers(write: Callable[[Params], None]) -> None:
-    ours, theirs = make_params(WHOLE), make_params(WHOLE)
-    optimizer: Any = sk.ZenFlow(ours, lr=1e-2, topk_ratio=0.3, update_interval=1, overlap_step=False, **EVERY)
-    adamw = sk.AdamW(theirs, lr=1e-2)
-    for step in range(9):
-        if step in (3, 4, 7):
-            with torch.no_grad():
-                write(ours)
-                write(theirs)
-        for params, one in ((ours, optimizer), (theirs, adamw)):
-            feed(one, params, make_grads(WHOLE, step))
-        for p, q in zip(ours, theirs):
-            torch.testing.assert_close(p.detach(), q.detach(), atol=2e-6, rtol=2e-6)
+    options: dict[str, Any] = {"topk_ratio": 0.3, "update_interval": 1, "overlap_step": False, **EVERY}
+    for p, q in beside_adamw(lambda params: sk.ZenFlow(params, lr=1e-2, **options), write):
+        torch.testing.assert_close(p.detach(), q.detach(), atol=2e-6, rtol=2e-6)
 
 
 @written
