@@ -22,18 +22,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from surokit.offload.link import Link, Ticket
 from surokit.offload.rows import add_rows_, block, gather, regrouped, scatter_, update_columns_, update_rows_
+from surokit.offload.swaps import Swaps
 from surokit.offload.written import adopt_, adopt_before_
 from surokit.train.optim import local
-
-if TYPE_CHECKING:
-    from surokit.offload.crew import Swaps
 
 TRANSFER_BYTES = 64 * 2**20  # at most, of one transfer
 SWAP_BYTES = 16 * 2**20  # of one that changes columns

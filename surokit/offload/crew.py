@@ -1,12 +1,11 @@
-"""What the training thread and its two workers hand one another: slots, windows, choices, swaps, and the workers themselves."""
+"""What the training thread and its two workers hand one another: slots, windows, choices, and the workers themselves."""
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +15,8 @@ from torch import Tensor
 
 from surokit.offload.columns import Columns
 from surokit.offload.link import Link, Ticket
+from surokit.offload.swaps import Swaps
 from surokit.offload.workers import Job, Worker, nothing, split_cores
-
-_PAIRS = 4  # of buffers in which columns change sides, of which two are on their way, one is filled and one emptied
 
 
 class Slot:
@@ -141,41 +139,6 @@ class Note:
     def known(statistics: Mapping[int, tuple[float, float]]) -> Note:
         """What `read` gave."""
         return Note(list(statistics), torch.tensor(list(statistics.values())).view(-1, 2))
-
-
-class Swaps:
-    """The way of columns that change sides: pairs of buffers that take turns, and a thread that empties them into the host's
-    states, one after the other."""
-
-    def __init__(self, link: Link, worker: Worker) -> None:
-        self._link, self._worker = link, worker
-        self._ring: deque[tuple[Tensor, Job | None]] = deque([(torch.empty(0), None)] * _PAIRS)
-        self.last: Job | None = None
-
-    def pair(self, shape: tuple[int, ...]) -> Tensor:
-        """float32 [2, *shape] of the host, which is free: what it held last has left and was emptied."""
-        self._ring.rotate(-1)
-        memory, emptied = self._ring[-1]
-        if emptied is not None and not emptied.done():
-            with self._link.host_waits():
-                emptied.wait()
-        size = 2 * math.prod(shape)
-        if len(memory) < size:  # of a power of 2, so that it serves the next choice too
-            memory = self._link.buffer((1 << (size - 1).bit_length(),), torch.float32)
-        self._ring[-1] = memory, None
-        return memory[:size].view(2, *shape)
-
-    def emptied_by(self, work: Callable[[], None]) -> None:
-        """What the thread does before the latest pair is free again."""
-        self.then(work)
-        self._ring[-1] = self._ring[-1][0], self.last
-
-    def then(self, work: Callable[[], None]) -> None:
-        """What the thread does after all of that so far."""
-        self.last = self._worker.submit(work)
-
-    def buffers(self) -> list[Tensor]:
-        return [memory for memory, _ in self._ring if len(memory)]
 
 
 class Crew:

@@ -8,8 +8,8 @@ from torch import nn
 
 from surokit.offload import columns as under_test
 from surokit.offload.columns import TRANSFER_BYTES, Columns, hot_columns, pieces
-from surokit.offload.crew import Swaps
 from surokit.offload.link import HostLink, ThrottledLink
+from surokit.offload.swaps import Swaps
 from surokit.offload.workers import Worker
 
 BETAS = (0.9, 0.95)
