@@ -383,9 +383,8 @@ class _Pack:
     params: list[Tensor]
     offsets: list[int]
     host: Tensor  # uint8 [bytes]
-    holders: list[
-        tuple[dict[str, Any], dict[str, int]]
-    ]  # a module's parameters, and which of these is there by which name
+    # a module's parameters, and which of these is there by which name
+    holders: list[tuple[dict[str, Any], dict[str, int]]]
 
     @property
     def nbytes(self) -> int:

@@ -55,9 +55,8 @@ DTYPE_BYTES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "fp32": 4, "fl
 SLACK = 0.10
 # Elements that our AdamW widens to float32 at a time (train/optim.py), and that the 8-bit one takes at a time on a CPU.
 WIDENED, CHUNK_8BIT, CHUNK_8BIT_BYTES = 1 << 25, 1 << 16, 40
-ON_THEIR_WAY = (
-    3  # inputs of blocks that are on the device though they wait on the host: two fetched ahead, one that leaves
-)
+# inputs of blocks that are on the device though they wait on the host: two fetched ahead, one that leaves
+ON_THEIR_WAY = 3
 #: The phases of a step, in order.
 PHASES = ("forward", "loss", "backward", "optimizer")
 
@@ -447,9 +446,8 @@ def _states(trained: float, setup: Setup) -> list[Term]:
         )
     elif setup.optimizer in OFFLOADING:
         terms.append(_offloaded(trained / o_shard, setup))
-    if (
-        setup.master and width < 4 and setup.optimizer not in OFFLOADING
-    ):  # float32 weights are their own; others are on the host
+    # float32 weights are their own masters, and those of an offloading optimizer are on the host
+    if setup.master and width < 4 and setup.optimizer not in OFFLOADING:
         terms.append(Term("master weights", trained * 4 / o_shard, True, f"{trained:,.0f} x 4 bytes{o_how}"))
     return terms
 

@@ -127,6 +127,19 @@ def host_of(gpu: Gpu, memory_gib: float | None = None) -> Host | None:
     return None if link is None or rate is None else Host(link, rate, memory_gib, adding)
 
 
+def asked_host(asks: str, host: object, gpu: Gpu | None) -> Host | None:
+    """The host given, or the one beside the GPU where that is known. asks: the method that was called; TypeError for what is no
+    host."""
+    if host is None:
+        return None if gpu is None else host_of(gpu)
+    if isinstance(host, Host):
+        return host
+    raise TypeError(
+        f"{asks}(host={host!r}) is a {type(host).__name__}: give planner.Host(link_gb_s=50, adam_params_s=2e9), or nothing where "
+        "the plan has gpu=sk.calibrate()."
+    )
+
+
 @dataclass(frozen=True)
 class Room:
     """Memory of one GPU: `gib` that there is (None: not known), and what a step `takes` of it by way, GiB.

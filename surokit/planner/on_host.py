@@ -23,7 +23,7 @@ from surokit.planner.offload import (
     Offload,
     Room,
     Way,
-    host_of,
+    asked_host,
     predict_offload,
 )
 from surokit.planner.remedies import Fitting, fitting
@@ -136,16 +136,10 @@ def with_offload(
 
 
 def _host(plan: Plan, host: Any, asks: str) -> Host:
-    if host is None:
-        host = None if plan.gpu is None else host_of(plan.gpu)
-    elif not isinstance(host, Host):
-        raise TypeError(
-            f"{asks}(host={host!r}) is a {type(host).__name__}: give planner.Host(link_gb_s=50, adam_params_s=2e9), or nothing "
-            "where the plan has gpu=sk.calibrate()."
-        )
-    if host is None:
+    found = asked_host(asks, host, plan.gpu)
+    if found is None:
         raise ValueError(_no_host(plan, asks))
-    return host
+    return found
 
 
 def _no_host(plan: Plan, asks: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from surokit.planner import figures
 from surokit.planner.choices import asked_gib, compare_recipes, known_gib
 from surokit.planner.flops import frozen
-from surokit.planner.offload import Host, host_of
+from surokit.planner.offload import Host, asked_host
 from surokit.tables import data_frame, html_table, text_table
 
 if TYPE_CHECKING:
@@ -142,13 +142,7 @@ def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -
 
 
 def _space(plan: Plan, gib: float | None, host: Host | None) -> _Space:
-    if host is None and plan.gpu is not None:
-        host = host_of(plan.gpu)
-    if host is not None and not isinstance(host, Host):
-        raise TypeError(
-            f"fitting(host={host!r}) is a {type(host).__name__}: give planner.Host(link_gb_s=50, adam_params_s=2e9, "
-            "memory_gib=512)."
-        )
+    host = asked_host("fitting", host, plan.gpu)
     return _Space(asked_gib(plan, gib), (host and host.memory_gib) or math.inf)
 
 

@@ -39,6 +39,23 @@ def give_gradients(params: Sequence[Tensor], step: int) -> None:
         p.grad = normal(*p.shape, seed=1000 * step + i).to(p.dtype)
 
 
+def train_wide_beside(
+    params: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
+    wide: Sequence[Tensor],
+    other: torch.optim.Optimizer,
+    steps: range,
+) -> None:
+    """Both, with the same gradients: those of `wide` in float32."""
+    for step in steps:
+        give_gradients(params, step)
+        for p, q in zip(params, wide):
+            assert p.grad is not None
+            q.grad = p.grad.float()
+        optimizer.step()
+        other.step()
+
+
 def train(params: Sequence[Tensor], optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
         give_gradients(params, step)
@@ -109,13 +126,7 @@ def test_dtypes_and_groups_side_by_side(small_transfers: None) -> None:
     ours = [*parameters(B)[:3], *parameters()[3:]]
     wide = [nn.Parameter(p.detach().to(F, copy=True)) for p in ours]
     mine, other = OffloadAdamW(groups(ours), **OPTIONS), sk.AdamW(groups(wide), **OPTIONS)
-    for step in range(4):
-        give_gradients(ours, step)
-        for p, q in zip(ours, wide):
-            assert p.grad is not None
-            q.grad = p.grad.float()
-        mine.step()
-        other.step()
+    train_wide_beside(ours, mine, wide, other, range(4))
     assert equal([mine.state[p]["master"] for p in ours], wide)
 
 
@@ -415,13 +426,7 @@ def test_goes_on_from_the_state_of_torch_s_adamw_in_low_precision() -> None:
     reference.load_state_dict(copy.deepcopy(plain.state_dict()))
     with torch.no_grad():
         torch._foreach_copy_(list(wide), list(params))
-    for step in range(3, 6):
-        give_gradients(params, step)
-        for p, q in zip(params, wide):
-            assert p.grad is not None
-            q.grad = p.grad.float()
-        ours.step()
-        reference.step()
+    train_wide_beside(params, ours, wide, reference, range(3, 6))
     assert equal([ours.state[p]["master"] for p in params], wide)
 
 

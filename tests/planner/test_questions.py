@@ -636,7 +636,7 @@ def test_a_remedy_has_to_fit_on_the_host_too(monkeypatch):
     assert none.plan is None
     assert " on the host, and the host has 16.0 GiB; take a smaller model" in none.sentence
     # a calibrated host needs no saying
-    monkeypatch.setattr("surokit.planner.remedies.host_of", lambda gpu: host)
+    monkeypatch.setattr("surokit.planner.offload.host_of", lambda gpu: host)
     assert fitting(p) == found
     with pytest.raises(TypeError, match=r"fitting\(host=512\) is a int: give planner.Host"):
         p.fitting(host=512)
