@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from surokit import kernels
 from surokit.convert import linear_layers, on_device, precision, why_kept
 from surokit.nn.linear import Linear
+from surokit.places import check_values
 from surokit.product import product
 from surokit.quantized import Quantized, quantize
 from surokit.quantizer import NV, PerTensor, Quantizer
@@ -52,6 +53,7 @@ def compare(model: nn.Module, batch: Mapping[str, Tensor], *recipes: Recipe | st
 
     if not isinstance(batch, Mapping):
         raise TypeError(f'compare() takes a batch {{"input_ids": ..., "labels": ...}}, not a {type(batch).__name__}.')
+    check_values(model, "compare")
     chosen = list(dict.fromkeys(find_recipe(r) for r in recipes))
     if not chosen:
         raise ValueError("compare() needs at least one recipe, for example compare(model, batch, surokit.FP8).")

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from surokit.environment import cores, cpu_model, float32_precision, front_end
 from surokit.kernels import native
-from surokit.planner.hardware import GPUS, Ceilings, Gpu, find_gpu
+from surokit.planner.hardware import GPUS, Ceilings, Gpu, find_gpu, machine_gib
 
 _VERSION = 3  # of the measurements: a change of what is measured makes cached figures stale
 _SIZES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192)}  # of square products
@@ -347,7 +347,7 @@ def _row(where: torch.device) -> Gpu:
     if where.type == "cpu":
         n = cores()
         name = f"cpu: {cpu_model()}, {n} core{'' if n == 1 else 's'}"
-        return Gpu(name, memory_gib=_host_gib(), source="this machine", device="cpu")
+        return Gpu(name, memory_gib=machine_gib(), source="this machine", device="cpu")
     properties = torch.cuda.get_device_properties(where)
     memory_gib = round(properties.total_memory / 2**30, 2)
     try:
@@ -360,18 +360,6 @@ def _row(where: torch.device) -> Gpu:
             capability=capability,
             source="torch's properties of the device; no row in the table",
         )
-
-
-def _host_gib() -> float | None:
-    """Memory that this process may have: the machine's, or its control group's limit where that is less."""
-    try:
-        held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not on every system
-        return None
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text(encoding="ascii").strip()).isdigit():
-        held = min(held, int(text))
-    return round(held / 2**30, 2)
 
 
 # -- the kept result

@@ -37,7 +37,7 @@ def product(
         y_MN = _of_codes(a_MK, b_NK, dtype, fast_accumulation)
     else:
         a, b = (m.dequantize(dtype) if isinstance(m, Quantized) else m.to(dtype) for m in (a_MK, b_NK))
-        return a @ b.t() if onto is None else onto.addmm_(a, b.t())
+        return kernels.mm(a, b.t()) if onto is None else kernels.addmm_(onto, a, b.t())
     return y_MN if onto is None else onto.add_(y_MN)
 
 
@@ -46,7 +46,7 @@ def _of_codes(a_MK: Quantized, b_NK: Quantized, dtype: torch.dtype, fast_accumul
     if kind and native.available(kind, a_MK.codes.device) and a_MK.codes.numel() and b_NK.codes.numel():
         return _native(kind, a_MK, b_NK, dtype, fast_accumulation)
     if a_MK.quantizer.hadamard != b_NK.quantizer.hadamard:  # other bases: turn both back
-        return a_MK.dequantize(dtype) @ b_NK.dequantize(dtype).t()
+        return kernels.mm(a_MK.dequantize(dtype), b_NK.dequantize(dtype).t())
     (a, a_scale), (b, b_scale) = a_MK.factors(), b_NK.factors()
     return kernels.emulated_mm(a, a_scale, b, b_scale, dtype, pow2=_pow2(a_MK) and _pow2(b_NK))
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from surokit import calibration
 from surokit.calibration import PARTS, Part
 from surokit.environment import cores, cpu_model
 from surokit.planner import Gpu, find_gpu, plan
 from surokit.planner.hardware import Ceilings
+from tests.clocks import Clock
 
 CPU = torch.device("cpu")
 LLAMA = {
@@ -93,43 +94,55 @@ def test_figures_have_the_digits_that_a_clock_is_worth(counted, monkeypatch):
     assert calibrate("cpu", 1, cache=False).ceilings.bf16_tflops == 33.33
 
 
-def test_products_agree_with_a_clock(measured):
-    """The same product timed by hand: within a factor, since the machine does other things too."""
-    a, b = torch.randn(512, 512), torch.randn(512, 512)
-    a @ b
-    times = []
-    for _ in range(20):
-        started = time.perf_counter()
-        a @ b
-        times.append(time.perf_counter() - started)
-    assert measured.ceilings.fp32_tflops == pytest.approx(2 * 512**3 / min(times) / 1e12, rel=0.9)
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(calibration, "time", clock)
+    return clock
 
 
-def test_a_part_lasts_about_as_long_as_it_may():
+@pytest.mark.parametrize("field", ["fp32_tflops", "bf16_tflops"])
+def test_a_product_is_of_two_operations_for_each_pair_of_numbers(field, clock, monkeypatch):
+    """The rate of a real product, on a clock that gives each one the time of 1e9 operations a second."""
+    part = next(part for part in PARTS if part.field == field)
+
+    class Multiplies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket is torch.ops.aten.mm:
+                (rows, between), columns = args[0].shape, args[1].shape[1]
+                clock.sleep(2 * rows * between * columns * 1e-9)
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setitem(calibration._SIZES, "cpu", (32, 64))
+    with Multiplies():
+        assert part.measure(CPU, 0.01) == pytest.approx(1e-3, rel=0.01)
+
+
+def test_a_part_lasts_as_long_as_it_may(clock):
     calls = []
 
     def call():
         calls.append(1)
-        time.sleep(0.01)
+        clock.sleep(0.01)
 
-    started = time.perf_counter()
-    assert calibration._median_s(call, CPU, 0.2) == pytest.approx(0.0105, rel=0.5)
-    assert 0.15 < time.perf_counter() - started < 1.5
+    assert calibration._median_s(call, CPU, 0.2) == pytest.approx(0.01)
+    assert 0.2 <= clock.perf_counter() < 0.25
+    calls.clear()
     calibration._median_s(call, CPU, 0)  # a minimum is kept
     assert len(calls) >= 5
 
 
-def test_a_products_largest_size_is_left_out_where_it_would_take_too_long():
+def test_a_products_largest_size_is_left_out_where_it_would_take_too_long(clock):
     sizes = []
 
     def multiply(n):
         sizes.append(n)
-        return lambda: time.sleep(n**3 * 1e-10)
+        return lambda: clock.sleep(n**3 * 1e-10)
 
     rate = calibration._best_product(multiply, CPU, 0.1)
     assert sizes[0] == 256
     assert 2048 not in sizes  # 0.86 s a product
-    assert 0 < rate < 2 / 1e-10 / 1e12
+    assert rate == pytest.approx(2 / 1e-10 / 1e12)
 
 
 def test_a_failing_part_is_none_and_said(monkeypatch):

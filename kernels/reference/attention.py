@@ -8,7 +8,8 @@ and dv in bfloat16. Here each block is a few batched products, the softmax is do
 summed in float32. Keys that no row of a block sees are never touched.
 
 A CPU's batched product rounds s to bfloat16, which costs accuracy where scores are large (error of dq at scores of standard
-deviation 6: 1.7 %). What the rounding took away is r = scale q k' - s, a second product that is small and so exact enough,
+deviation 6: 1.7 %). Where bfloat16 products go through float32 (matmul.py) a block is float32 throughout, and nothing is lost.
+Elsewhere: what the rounding took away is r = scale q k' - s, a second product that is small and so exact enough,
 and to first order softmax(s + r) = p + p (r - sum(r p)), the softmax's own derivative: the error is then 0.5 %, the flash
 kernel's. It is left out where rows' largest scores, of which every sixteenth is looked at, are small: rounding costs little.
 
@@ -22,8 +23,10 @@ import math
 import torch
 from torch import Tensor
 
+from .matmul import through_float32
+
 BLOCK_ROWS = 256
-GROUP_ELEMENTS = 2 * 1024 * 1024  # scores held at once, 4 MiB
+GROUP_ELEMENTS = 2 * 1024 * 1024  # scores held at once: 4 MiB in bfloat16
 LARGE_SCORE = 6.0
 HIDDEN = -30000.0  # far below any score, and finite so that r stays finite too
 
@@ -43,10 +46,11 @@ def causal_backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     rows = min(BLOCK_ROWS, T)
     size = max(1, min(N, GROUP_ELEMENTS // (R * rows * T)))
-    buffers = q.new_empty((2, size * R * rows * T))
+    dtype = torch.float32 if through_float32(q) else q.dtype
+    buffers = q.new_empty((2, size * R * rows * T), dtype=dtype)
     for first in range(0, N, size):
         group = slice(first, first + size)
-        inputs, outputs = [x[group] for x in (do, q, k, v)], [x[group] for x in (dq, dk, dv)]
+        inputs, outputs = [x[group].to(dtype) for x in (do, q, k, v)], [x[group] for x in (dq, dk, dv)]
         _group_backward(inputs, outputs, scale, rows, buffers)
     # the projections around attention read [B, T, H, D]
     return tuple(  # type: ignore[return-value]
@@ -72,7 +76,7 @@ def _group_backward(inputs: list[Tensor], outputs: list[Tensor], scale: float, r
         torch.baddbmm(s, q_block, k_seen.transpose(1, 2), beta=0, alpha=scale, out=s)
         s.view(N, R, n, last)[..., first:].add_(hidden[:n, :n])
         torch.softmax(s, -1, out=p)
-        if float(s[:, ::16].amax(-1).abs().amax()) > LARGE_SCORE:
+        if s.dtype != torch.float32 and float(s[:, ::16].amax(-1).abs().amax()) > LARGE_SCORE:
             torch.baddbmm(s, q_block, k_seen.transpose(1, 2), beta=-1, alpha=scale, out=s)
             p += _softmax_backward_(s, p)
 

@@ -23,6 +23,7 @@ from surokit.formats import E2M1
 from .quantize import round_stochastic
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+SIGNED = VALUES + tuple(-v for v in VALUES)
 # Midpoints of neighbours, and whether the midpoint itself goes to the lower code (the one with the even mantissa)
 _MIDPOINTS = tuple((0.5 * (low + high), code % 2 == 0) for code, (low, high) in enumerate(pairwise(VALUES)))
 
@@ -42,7 +43,30 @@ def encode(y: Tensor, key: Tensor | None = None) -> Tensor:
 
 def decode(nibbles: Tensor) -> Tensor:
     """The values in bfloat16, exactly."""
-    return table(VALUES + tuple(-v for v in VALUES), torch.bfloat16, nibbles.device)[nibbles.int()]
+    return table(SIGNED, torch.bfloat16, nibbles.device)[nibbles.int()]
+
+
+def decode_packed(packed: Tensor, columns: int) -> Tensor:
+    """The values [M, columns] of `pack`ed codes in bfloat16, exactly: decode(unpack(packed, columns))."""
+    values = look_up_pairs(packed, SIGNED, torch.bfloat16)
+    return values.view(packed.shape[0], 2 * packed.shape[1])[:, :columns]
+
+
+def look_up_pairs(packed: Tensor, values: tuple[float, ...], dtype: torch.dtype, high_first: bool = False) -> Tensor:
+    """values[code] for both codes of each byte, flat [2 * bytes] in `dtype`; the low nibble is the first unless `high_first`.
+
+    One look-up a byte in a table of 256 pairs, each moved as one integer: a tenth of the time of a look-up a code.
+    """
+    whole = torch.int64 if dtype.itemsize == 4 else torch.int32
+    pairs = table(_pairs(values, high_first), dtype, packed.device).view(whole)
+    return pairs.index_select(0, packed.reshape(-1).int()).view(dtype)
+
+
+@cache
+def _pairs(values: tuple[float, ...], high_first: bool) -> tuple[float, ...]:
+    """The 512 numbers of the 256 bytes, two a byte."""
+    halves = ((byte >> 4, byte & 15) if high_first else (byte & 15, byte >> 4) for byte in range(256))
+    return tuple(values[code] for pair in halves for code in pair)
 
 
 @cache

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import nf4, nvfp4
+from .matmul import addmm_, mm
 from .quantize import decode
 
 
@@ -31,14 +32,14 @@ def scaled_mm(
     CPU use its bfloat16 product.
     """
     if pow2 and out_dtype == torch.bfloat16 and a_scale.numel() * b_scale.numel() > 1:
-        return (a_MK * a_scale.to(a_MK.dtype)) @ (b_NK * b_scale.to(b_NK.dtype)).t()
+        return mm(a_MK * a_scale.to(a_MK.dtype), (b_NK * b_scale.to(b_NK.dtype)).t())
     scale = a_scale * b_scale.t()
     if a_MK.device.type == "cuda":
         return torch.mm(a_MK, b_NK.t(), out_dtype=torch.float32).mul_(scale).to(out_dtype)
     if scale.numel() == 1 and out_dtype == torch.bfloat16:
         # alpha meets the float32 sum before it is rounded; reading it costs nothing where there is no device to wait for
-        zero = torch.zeros((), dtype=out_dtype)
-        return torch.addmm(zero, a_MK, b_NK.t(), beta=0, alpha=scale.item())
+        y_MN = a_MK.new_empty((len(a_MK), len(b_NK)))
+        return addmm_(y_MN, a_MK, b_NK.t(), beta=0.0, alpha=scale.item())
     return (a_MK.float() @ b_NK.float().t()).mul_(scale).to(out_dtype)
 
 
@@ -61,7 +62,7 @@ def dequantize_mm_nf4(
 ) -> Tensor:
     """x_TK @ W_NK' for a frozen weight of `shape` (N, K), or `transposed` x_TN @ W_NK."""
     w_NK = nf4.dequantize(codes, scales, second, shape, x_TC.dtype)
-    return x_TC @ (w_NK if transposed else w_NK.t())
+    return mm(x_TC, w_NK if transposed else w_NK.t())
 
 
 def dequantize_mm_fp8(
@@ -69,4 +70,4 @@ def dequantize_mm_fp8(
 ) -> Tensor:
     """x_TK @ W_NK' for a frozen weight in float8, or `transposed` x_TN @ W_NK."""
     w_NK = decode(codes_NK, scale_inv, rows, columns, x_TC.dtype)
-    return x_TC @ (w_NK if transposed else w_NK.t())
+    return mm(x_TC, w_NK if transposed else w_NK.t())

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .matmul import addmm_, mm
+
 IGNORED = -100
 CHUNK_ELEMENTS = {"cpu": 4 * 1024 * 1024, "cuda": 64 * 1024 * 1024}  # of the float32 logits
 MIN_ROWS = 64
@@ -47,7 +49,7 @@ def forward(
     for first in range(0, T, rows):
         last = min(first + rows, T)
         x, counted, index = x_TK[first:last], counted_T1[first:last], index_T1[first:last]
-        logits = torch.mm(x, w_VK.t(), out=logits_buffer[: last - first])
+        logits = addmm_(logits_buffer[: last - first], x, w_VK.t(), beta=0.0)
         p = p_buffer[: last - first].copy_(logits)
         torch.log_softmax(p, -1, out=p)
         loss -= p.gather(1, index).mul_(counted).sum()
@@ -55,9 +57,9 @@ def forward(
             continue
         dl = logits.copy_(p.exp_().scatter_add_(1, index, minus_one.expand(last - first, 1)))
         if dx_TK is not None:
-            dx_TK[first:last] = torch.mm(dl, w_VK) * share_T1[first:last]
+            dx_TK[first:last] = mm(dl, w_VK) * share_T1[first:last]
         if part_VK is not None and dw_VK is not None:
-            torch.mm(dl.t(), x * counted, out=part_VK)
+            addmm_(part_VK, dl.t(), x * counted, beta=0.0)
             if dw_VK is not part_VK:
                 dw_VK += part_VK
     if dw_VK is not None:

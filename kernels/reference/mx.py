@@ -59,7 +59,7 @@ def dequantize(
     codes: Tensor, scales_MC: Tensor, columns: int, format: Format, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """q 2^(byte - 127) [M, columns], rounded to `dtype`: exact wherever the dtype has the number."""
-    q_MK = fp4.decode(fp4.unpack(codes, columns)) if format == E2M1 else values(codes)
+    q_MK = fp4.decode_packed(codes, columns) if format == E2M1 else values(codes)
     return _scaled(q_MK, scales_MC.float()).to(dtype)
 
 

@@ -24,10 +24,11 @@ from torch import Tensor
 from surokit.formats import NF4
 
 from .dynamic8bit import numbers
-from .fp4 import table
+from .fp4 import look_up_pairs, table
 
 BLOCK = 64
 DOUBLE = 256  # scales in a block of double quantization
+CPU_PIECE = 256 * 1024  # elements decoded at once: what is between codes and numbers stays in the cache
 LEAST = 1e-38  # of an absmax that is divided by: below, 1 / absmax would overflow
 
 MIDPOINTS = tuple(0.5 * (low + high) for low, high in pairwise(NF4.values))
@@ -80,12 +81,17 @@ def dequantize(
     absmax = scales.reshape(-1)
     if second:
         absmax = (
-            _times(table(numbers(signed=True), torch.float32, codes.device)[absmax.int()], second[0], DOUBLE)
+            _times_(table(numbers(signed=True), torch.float32, codes.device)[absmax.int()], second[0], DOUBLE)
             + second[1]
         )
     codes = codes.reshape(-1)
-    q = torch.stack((codes >> 4, codes & 15), dim=-1).view(-1)[:elements]
-    return _times(table(NF4.values, torch.float32, codes.device)[q.int()], absmax, BLOCK).to(dtype).view(shape)
+    y = torch.empty(elements, dtype=dtype, device=codes.device)
+    piece = CPU_PIECE if codes.device.type == "cpu" else max(1, elements)
+    for first in range(0, elements, piece):
+        last = min(first + piece, elements)
+        q = look_up_pairs(codes[first // 2 : (last + 1) // 2], NF4.values, torch.float32, high_first=True)
+        y[first:last] = _times_(q[: last - first], absmax[first // BLOCK :], BLOCK)
+    return y.view(shape)
 
 
 def _normalized(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -100,9 +106,11 @@ def _normalized(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return y, absmax + (absmax - absmax)
 
 
-def _times(x: Tensor, scales: Tensor, block: int) -> Tensor:
-    """x [n], each block times its scale."""
+def _times_(x: Tensor, scales: Tensor, block: int) -> Tensor:
+    """x [n], each block times its scale, in place."""
     n = x.numel()
     full = n // block
-    y = (x[: full * block].view(-1, block) * scales[:full, None]).view(-1)
-    return torch.cat((y, x[full * block :] * scales[full])) if n % block else y
+    x[: full * block].view(-1, block).mul_(scales[:full, None])
+    if n % block:
+        x[full * block :] *= scales[full]
+    return x

@@ -32,7 +32,7 @@ from torch import Tensor
 from surokit.formats import E2M1, E4M3
 
 from . import fp4, hadamard
-from .quantize import FLT_MAX, values
+from .quantize import FLT_MAX, times_tiles_, values
 from .quantize import amax as tile_amax
 
 COLUMNS = 16
@@ -92,9 +92,8 @@ def dequantize(
 
 def factors(packed: Tensor, scales_RC: Tensor, rows: int, columns: int) -> Tensor:
     """q S_blk in bfloat16 [M, columns], exactly: operands of a product to which the two tensors' scales are applied afterwards."""
-    q_RrCc = _blocks(fp4.decode(fp4.unpack(packed, columns)), rows)
-    y_RrCc = q_RrCc * _over_blocks(values(scales_RC))
-    return _joined(y_RrCc, packed.shape[0], columns)
+    q_MK = fp4.decode_packed(packed, columns).contiguous()
+    return times_tiles_(q_MK, values(scales_RC), rows, COLUMNS)
 
 
 def _blocks(x_MK: Tensor, rows: int) -> Tensor:

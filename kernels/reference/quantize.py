@@ -147,8 +147,19 @@ def decode(
     codes_MK: Tensor, scale_inv_RC: Tensor, rows: int = 0, columns: int = 0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """codes * scale_inv in float32, rounded to `dtype`. Exact in bfloat16 where the scales are powers of two."""
-    s = spread(scale_inv_RC, codes_MK, rows, columns)
-    return values(codes_MK).float().mul_(s).to(dtype)
+    return times_tiles_(values(codes_MK).float(), scale_inv_RC, rows, columns).to(dtype)
+
+
+def times_tiles_(y_MK: Tensor, scale_RC: Tensor, rows: int, columns: int) -> Tensor:
+    """y times `spread` of the scales, in place; scales are not written out for every row of their tiles."""
+    rows, columns = tile_shape(y_MK, rows, columns)
+    scale_RK = spread(scale_RC, y_MK, 1, columns)
+    if rows == 1 or len(scale_RC) == 1:
+        return y_MK.mul_(scale_RK)
+    full = len(y_MK) // rows
+    y_MK[: full * rows].unflatten(0, (full, rows)).mul_(scale_RK[:full, None])
+    y_MK[full * rows :].mul_(scale_RK[full:])
+    return y_MK
 
 
 def values(codes: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from surokit.kernels import native
 from surokit.kernels.ops import OPERATIONS, best, only_reference, serving
-from surokit.kernels.reference import adamw, adamw8bit, columns, delayed, loss, norm, qk, rope, swiglu
+from surokit.kernels.reference import adamw, adamw8bit, columns, delayed, loss, matmul, norm, qk, rope, swiglu
 from surokit.kernels.reference import quantize as tiles
 from surokit.kernels.reference import random as draws
 
@@ -67,7 +67,8 @@ def choices(device: torch.device | str | None = None) -> list[Choice]:
         raise ValueError(
             f"torch {torch.__version__} finds no CUDA device here to choose for: choices('cpu') lists this machine's."
         )
-    rows = [Choice(f"product {kind}", *native.choice(kind, device)) for kind in native.KINDS]
+    rows = [Choice("product bf16", *matmul.choice(device))]
+    rows += [Choice(f"product {kind}", *native.choice(kind, device)) for kind in native.KINDS]
     functions = {op.name: op.reference for op in OPERATIONS.values()} | FUSED
     for name, function in functions.items():
         folder, _, why = serving(function, device)
@@ -115,6 +116,8 @@ def new_key(device: torch.device, generator: torch.Generator | None = None, seed
 
 # -- products
 
+mm, addmm_, linear = matmul.mm, matmul.addmm_, matmul.linear  # of matrices that are not quantized
+through_float32, converting, bf16_instructions = matmul.through_float32, matmul.converting, matmul.bf16_instructions
 emulated_mm = _ops.emulated_mm  # from bfloat16 factors; see kernels/reference/gemm.py
 fp8_mm, nv_mm, nf4_mm = _ops.fp8_mm, _ops.nv_mm, _ops.nf4_mm  # of activations and a frozen weight, decoded on the way
 
@@ -122,11 +125,17 @@ __all__ = [
     "FUSED",
     "OPERATIONS",
     "Choice",
+    "addmm_",
     "amax",
     "best",
+    "bf16_instructions",
     "choices",
+    "converting",
+    "linear",
+    "mm",
     "new_key",
     "only_reference",
     "serving",
+    "through_float32",
     "values",
 ]

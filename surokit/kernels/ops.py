@@ -24,6 +24,10 @@ from surokit.kernels.reference import gemm, hadamard, mx, nf4, nvfp4, transpose
 from surokit.kernels.reference import quantize as tiles
 
 _LIBRARY = torch.library.Library("surokit", "DEF")
+KERNELS_FROM = (
+    8,
+    0,
+)  # compute capability: Turing's GPUs and older ones have no bfloat16, and no kernel was compiled for them
 Function = Callable[..., Any]
 
 
@@ -107,7 +111,7 @@ def _found(folder: str, file: str, function: str, device: torch.device) -> tuple
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         return None, "" if error.name == name else f"{folder} cannot be loaded here ({error})"
-    needs = getattr(module, "NEEDS", (0, 0))
+    needs = getattr(module, "NEEDS", KERNELS_FROM)
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < needs:
         return None, f"kernels/{folder}/{file} needs compute capability {needs[0]}.{needs[1]}"
     if folder == "triton" and (fault := _fault_of_triton(device)):

@@ -1,6 +1,7 @@
 """Attention over torch's kernels: the fastest one that is right for what is asked, and documents packed into rows.
 
-- bfloat16 on a CPU: torch's forward with a gradient of our own (kernels/reference/attention.py), because torch's is slow.
+- bfloat16 on a CPU: torch's forward with a gradient of our own (kernels/reference/attention.py), because torch's is slow. With
+  a mask the gradient is torch's, in float32 on processors without bfloat16 instructions.
 - Half precision on Hopper and data-center Blackwell: cuDNN's kernel, called by name rather than through a priority that is
   global to the process. torch's own switches (`torch.backends.cuda.enable_cudnn_sdp`, `torch.nn.attention.sdpa_kernel`)
   turn it off.
@@ -21,8 +22,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from surokit import kernels
 from surokit.kernels.reference import attention as reference
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -81,9 +84,14 @@ def attention(
         repeats = q_BHTD.shape[1] // k_BGTD.shape[1]
         k_BGTD, v_BGTD = k_BGTD.repeat_interleave(repeats, 1), v_BGTD.repeat_interleave(repeats, 1)
         grouped = False
-    return F.scaled_dot_product_attention(
-        q_BHTD, k_BGTD, v_BGTD, attn_mask=mask, is_causal=causal and mask is None, scale=scale, enable_gqa=grouped
-    )
+    how: dict[str, Any] = {"is_causal": causal and mask is None, "scale": scale, "enable_gqa": grouped}
+    if kernels.through_float32(q_BHTD) and torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            q, k, v = (x.float() for x in (q_BHTD, k_BGTD, v_BGTD))
+            return F.scaled_dot_product_attention(q, k, v, mask, **how).to(q_BHTD.dtype)
+        y: Tensor = _GradientInFloat32.apply(q_BHTD, k_BGTD, v_BGTD, mask, how)
+        return y
+    return F.scaled_dot_product_attention(q_BHTD, k_BGTD, v_BGTD, mask, **how)
 
 
 # What is seen ----------------------------------------------------------------------------------------------------------
@@ -232,6 +240,27 @@ def _causal_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 @torch.library.custom_op("surokit::causal_attention_cpu_backward", mutates_args=())
 def _causal_cpu_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     return reference.causal_backward(dy, q, k, v, scale)
+
+
+class _GradientInFloat32(torch.autograd.Function):
+    """torch's attention on a CPU without bfloat16 instructions: its forward is as fast in bfloat16 as in float32, its backward
+    twice as slow, so that backward computes both again in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: dict[str, Any]) -> Tensor:
+        ctx.save_for_backward(q, k, v, mask)
+        ctx.how = how
+        return F.scaled_dot_product_attention(q, k, v, mask, **how)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        *inputs, mask = ctx.saved_tensors
+        with torch.enable_grad():
+            q, k, v = (t.detach().float().requires_grad_() for t in inputs)
+            y = F.scaled_dot_product_attention(q, k, v, mask, **ctx.how)
+        grads = torch.autograd.grad(y, (q, k, v), dy.float())
+        return *(g.to(dy.dtype) for g in grads), None, None
 
 
 def _like(x_BHTD: Tensor) -> Tensor:

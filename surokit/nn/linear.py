@@ -18,11 +18,40 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from surokit import kernels
 from surokit.nn.frozen import Frozen
 from surokit.nn.products import Precision, three_products
 from surokit.quantized import Quantized, quantize
 from surokit.quantizer import Quantizer
 from surokit.recipe import Lora
+
+
+def linear(x: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear: x [..., K] to [..., N]; bfloat16 goes through float32 on a CPU where that is faster."""
+    if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        x, w_NK, bias_N = x.to(dtype), w_NK.to(dtype), None if bias_N is None else bias_N.to(dtype)
+    if not kernels.through_float32(x) or w_NK.dtype != x.dtype or x.shape[-1:] != w_NK.shape[1:]:
+        return F.linear(x, w_NK, bias_N)
+    y_TN: Tensor = _ThroughFloat32.apply(x.reshape(-1, x.shape[-1]), w_NK, bias_N)
+    return y_TN.view(*x.shape[:-1], len(w_NK))
+
+
+class _ThroughFloat32(torch.autograd.Function):
+    """Its gradients are products of the same kind, so it can be differentiated as often as torch's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_TK, w_NK)
+        return kernels.linear(x_TK, w_NK, bias_N)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: Tensor) -> Any:
+        x_TK, w_NK = ctx.saved_tensors
+        wants_dx, wants_dw, wants_dbias = ctx.needs_input_grad
+        dx_TK = _ThroughFloat32.apply(dy_TN, w_NK.t(), None) if wants_dx else None
+        dw_NK = _ThroughFloat32.apply(dy_TN.t(), x_TK.t(), None) if wants_dw else None
+        return dx_TK, dw_NK, dy_TN.sum(0) if wants_dbias else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +107,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.precision is None and self.storage is None:
-            y = F.linear(x, self.weight, self.bias)
+            y = linear(x, self.weight, self.bias)
         else:
             y = self._quantized(x)
         return y + self.adapter(x) if self.has_adapter else y

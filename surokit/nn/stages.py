@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
+from surokit import kernels
 from surokit.nn.frozen import Members
 from surokit.nn.fusion import Fusion
 from surokit.nn.grouping import Group, Held, Plan, is_ours, plan_of, stacked, tensors_of
@@ -110,7 +110,7 @@ def _output(plan: Plan, group: Group, held: Sequence[Held], members: Members, x_
     biases = [held[i].bias for i in members if held[i].bias is not None]
     if group.plain:
         assert isinstance(x_q, Tensor)
-        return F.linear(x_q, stacked([held[i].w for i in members]), stacked(biases) if biases else None)
+        return kernels.linear(x_q, stacked([held[i].w for i in members]), stacked(biases) if biases else None)
     products = plan.products(group, members)
     kept = group.frozen.codes(members) if group.frozen else None
     w_q = products.w(plan.weight(held, members)) if kept is None else kept
@@ -161,11 +161,11 @@ class _Stage(torch.autograd.Function):
             outputs += [_output(plan, group, held, members, x_q) for members in group.outputs]
             if group.frozen is not None:
                 group.frozen.note([held[i].w for i in group.members], group.record)
-        h_TR = x_TK @ stacked([held[i].A for i in adapted]).t() if adapted else None
+        h_TR = kernels.mm(x_TK, stacked([held[i].A for i in adapted]).t()) if adapted else None
         if h_TR is not None:
             y = plan.split(outputs)
             for i, h_Tr in zip(adapted, h_TR.split([len(held[i].A) for i in adapted], 1)):
-                y[i].addmm_(h_Tr, held[i].B.t(), alpha=plan.layers[i].scale)
+                kernels.addmm_(y[i], h_Tr, held[i].B.t(), alpha=plan.layers[i].scale)
 
         again = later and plan.recomputes
         kept = made.kept if again or any(t is not None and t.requires_grad for t in source) else ()
@@ -265,12 +265,12 @@ class _Backward:
         for i, h_Tr, dh_Tr in zip(self._adapted, h_TR.split(self._ranks, 1), dh_TR.split(self._ranks, 1)):
             if i in reached:
                 scale, B = self.plan.layers[i].scale, self.held[i].B
-                dh_Tr.addmm_(self.dy[i], B, beta=0, alpha=scale)
+                kernels.addmm_(dh_Tr, self.dy[i], B, beta=0.0, alpha=scale)
                 if self.wants[i].B:
-                    self._dB[i] = torch.empty_like(B).addmm_(self.dy[i].t(), h_Tr, beta=0, alpha=scale)
+                    self._dB[i] = kernels.addmm_(torch.empty_like(B), self.dy[i].t(), h_Tr, beta=0.0, alpha=scale)
         if self.wants_dx:
             A_RK = stacked([self.held[i].A for i in self._adapted])
-            self.dx_TK = dh_TR @ A_RK if self.dx_TK is None else self.dx_TK.addmm_(dh_TR, A_RK)
+            self.dx_TK = kernels.mm(dh_TR, A_RK) if self.dx_TK is None else kernels.addmm_(self.dx_TK, dh_TR, A_RK)
         self._dh_TR = dh_TR if any(self.wants[i].A for i in self._adapted) else None
 
     def wants_x(self, x_codes: Sequence[tuple[Tensor, ...]]) -> bool:
@@ -285,5 +285,5 @@ class _Backward:
             dw = products.grad_weight(dy_t, x_t, self.held[members[0]].w.dtype)
             self._dw |= self.plan.parts(members, dw, 0)
         if self._dh_TR is not None and x_TK is not None:
-            dA_RK = self._dh_TR.t() @ x_TK
+            dA_RK = kernels.mm(self._dh_TR.t(), x_TK)
             self._dA = {i: dA for i, dA in zip(self._adapted, dA_RK.split(self._ranks)) if self.wants[i].A}

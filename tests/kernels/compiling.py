@@ -6,12 +6,15 @@ A test file `test_triton_<op>.py` says what to compile: calls of the op's public
         "per row": (FP8, lambda: quantize(matrix(), E4M3, 1, 0)),
     }
 
-`python -m tests.kernels.compiling OUT.json [op ...]` (one process, since Triton decides at import between interpreter and
-compiler) makes every call once for each of its architectures, on CPU tensors, with a driver that names that architecture and
+`python -m tests.kernels.compiling OUT.json [--sample] [op ...]` (one process, since Triton decides at import between interpreter
+and compiler) makes every call once for each of its architectures, on CPU tensors, with a driver that names that architecture and
 launches nothing. So what is compiled has the real constants, number of warps and alignment, and the PTX shows what a GPU will run.
 Results stay unwritten. `compiled()` starts that process for the file asked for and returns the PTX:
 
     compiled()["quantize", "per row", 90]["row_kernel"]     # file, launch, architecture; kernel -> PTX
+
+Compiling takes minutes, so it is sampled (`--sample`): sm_90 compiles every launch, another architecture launch after launch
+until it has each kernel once. `pytest --whole` compiles every launch for every architecture that it claims.
 
 `python -m surokit.bench compiled` says what ptxas makes of each kernel; surokit/bench/compiled.py starts the process for both.
 
@@ -62,7 +65,9 @@ def launched_kernels(path: Path) -> set[str]:
 
 
 class Compiled:
-    """PTX by file, launch and architecture. A file is compiled when it is asked for."""
+    """PTX by file, launch and architecture. A file is compiled when it is asked for, a sample of it unless `whole`."""
+
+    whole = False
 
     def __getitem__(self, where: tuple[str, str, int]) -> dict[str, str]:
         file, launch, arch = where
@@ -70,11 +75,11 @@ class Compiled:
 
     def of(self, file: str) -> dict[tuple[str, int], dict[str, str]]:
         """Launch and architecture -> kernel -> PTX."""
-        return {(launch, arch): ptx for launch, arch, ptx, error, _ in _rows(file) if not error}
+        return {(launch, arch): ptx for launch, arch, ptx, error, _ in self._rows(file) if not error}
 
     def failures(self, file: str) -> dict[tuple[str, int], str]:
         """The message of every launch that does not compile."""
-        return {(launch, arch): error for launch, arch, _, error, _ in _rows(file) if error}
+        return {(launch, arch): error for launch, arch, _, error, _ in self._rows(file) if error}
 
     def rows(self) -> list[tuple[str, Row]]:
         """Everything: (file, row)."""
@@ -83,7 +88,20 @@ class Compiled:
 
     def everything(self) -> None:
         """Compile what is not yet, in one process."""
-        _run([path.stem for path in FILES if path.stem not in _known])
+        self._run([path.stem for path in FILES if path.stem not in _known])
+
+    def _rows(self, file: str) -> list[Row]:
+        if file not in _known:
+            self._run([file])
+        return _known[file]
+
+    def _run(self, files: list[str]) -> None:
+        if not files:
+            return
+        found: dict[str, list[Row]] = {file: [] for file in files}
+        for file, (launch, arch, kernels, error, sizes) in bench.launches(*files, sample=not self.whole):
+            found[file].append((launch, arch, kernels, error, sizes))
+        _known.update(found)
 
 
 @cache
@@ -96,22 +114,7 @@ Row = tuple[str, int, dict[str, str], str, dict[str, list[tuple[int, int]]]]
 _known: dict[str, list[Row]] = {}
 
 
-def _rows(file: str) -> list[Row]:
-    if file not in _known:
-        _run([file])
-    return _known[file]
-
-
-def _run(files: list[str]) -> None:
-    if not files:
-        return
-    found: dict[str, list[Row]] = {file: [] for file in files}
-    for file, (launch, arch, kernels, error, sizes) in bench.launches(*files):
-        found[file].append((launch, arch, kernels, error, sizes))
-    _known.update(found)
-
-
-def _compile(paths: list[Path]) -> list[tuple[str, *Row]]:
+def _compile(paths: list[Path], sample: bool) -> list[tuple[str, *Row]]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -153,8 +156,12 @@ def _compile(paths: list[Path]) -> list[tuple[str, *Row]]:
         except Exception as error:
             results.append((path.stem, "import", 0, {}, f"{type(error).__name__}: {error}", {}))
             continue
+        had: dict[int, set[str]] = {}  # architecture -> kernels
         for name, (architectures, call) in launches.items():
-            for arch in architectures:
+            kernels: set[str] = set()  # of this launch
+            for arch in sorted(architectures, key=lambda arch: arch != 90):
+                if sample and kernels and kernels <= had.get(arch, set()):
+                    continue
                 driver.set_active(Absent(arch))
                 found.clear()
                 sizes.clear()
@@ -163,10 +170,13 @@ def _compile(paths: list[Path]) -> list[tuple[str, *Row]]:
                     call()
                 except Exception as error:
                     message = f"{type(error).__name__}: {error}"
+                kernels |= found.keys()
+                had.setdefault(arch, set()).update(found)
                 results.append((path.stem, name, arch, dict(found), message, dict(sizes)))
     return results
 
 
 if __name__ == "__main__":
-    paths = [p for p in FILES if p.stem in sys.argv[2:] or len(sys.argv) == 2]  # all, or the ops named
-    Path(sys.argv[1]).write_text(json.dumps(_compile(paths)), encoding="utf-8")
+    out, sample, named = sys.argv[1], "--sample" in sys.argv, {p.stem for p in FILES} & set(sys.argv)
+    chosen = [p for p in FILES if p.stem in named or not named]  # all, or the ops named
+    Path(out).write_text(json.dumps(_compile(chosen, sample)), encoding="utf-8")

@@ -2,9 +2,15 @@
 
 import pytest
 
+from tests.kernels.compiling import compiled
 from tests.kernels.interpreter import correct, poisoned
 
 correct()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _whole(request):
+    compiled().whole = request.config.getoption("--whole")
 
 
 @pytest.fixture(autouse=True)

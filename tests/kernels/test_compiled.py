@@ -7,6 +7,8 @@ import pytest
 from surokit.bench import compiled as bench
 from tests.kernels.compiling import FILES, compiled, launched_kernels
 
+pytestmark = pytest.mark.sampled
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _everything():

@@ -96,3 +96,24 @@ def test_stochastic_rounding_is_unbiased(y):
 def test_stochastic_rounding_saturates():
     key = torch.tensor([5, 6], dtype=torch.int32)
     assert fp4.encode(torch.tensor([6.1, 1e30, INF, -7.0, -INF]), key).tolist() == [7, 7, 7, 15, 15]
+
+
+@pytest.mark.parametrize(("M", "K"), [(1, 1), (3, 7), (16, 32), (5, 0)])
+def test_packed_codes_decode_to_what_each_alone_does(M, K):
+    nibbles = torch.randint(16, (M, K), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    packed = fp4.pack(nibbles)
+    expected = fp4.decode(nibbles)
+    assert torch.equal(fp4.decode_packed(packed, K), expected)
+    assert fp4.decode_packed(packed, K).signbit().equal(expected.signbit())
+    turned = packed.t().contiguous().t()  # any layout
+    assert torch.equal(fp4.decode_packed(turned, K), expected)
+
+
+def test_pairs_are_looked_up_in_either_order():
+    values = tuple(float(n) for n in range(16))
+    packed = torch.tensor([[0x21, 0xF0]], dtype=torch.uint8)
+    for dtype in (torch.float32, torch.bfloat16):
+        low = fp4.look_up_pairs(packed, values, dtype)
+        assert low.dtype == dtype
+        assert low.tolist() == [1, 2, 0, 15]
+        assert fp4.look_up_pairs(packed, values, dtype, high_first=True).tolist() == [2, 1, 15, 0]

@@ -245,4 +245,32 @@ def test_where_triton_cannot_launch_the_reference_serves_and_says_why(monkeypatc
 def test_choices_for_a_device_that_is_not_there_are_refused():
     with pytest.raises(ValueError, match=r"finds no CUDA device here.*choices\('cpu'\)"):
         kernels.choices("cuda")
-    assert {choice.backend for choice in kernels.choices()} == {"emulated", "reference"}
+    backends = {choice.op: choice.backend for choice in kernels.choices()}
+    assert backends.pop("product bf16") in ("torch", "float32")
+    assert set(backends.values()) == {"emulated", "reference"}
+
+
+def test_a_gpu_older_than_the_kernels_runs_the_definitions_and_says_why(monkeypatch):
+    """Compute capability 7.5, as the free T4 of a hosted notebook: nothing of ours is even tried there."""
+    from surokit.kernels import best, choices, ops
+    from surokit.kernels.reference import quantize
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    monkeypatch.setattr(
+        ops, "_fault_of_triton", lambda device: pytest.fail("Triton was launched on a GPU it does not know.")
+    )
+    caches = (ops._serving, native.available)
+    for cached in caches:
+        cached.cache_clear()
+    try:
+        rows = {row.op: row for row in choices("cuda")}
+        assert {row.backend for row in rows.values()} == {"reference", "emulated"}
+        assert rows["amax"].why == "kernels/triton/quantize needs compute capability 8.9"
+        assert rows["rms_norm"].why == "kernels/triton/norm needs compute capability 8.0"
+        assert "kernels/cuda/transpose needs compute capability 8.0" in rows["transpose_fp8"].why
+        assert rows["product tensor"].backend == "emulated"
+        assert best(quantize.quantize, torch.device("cuda")) is quantize.quantize
+    finally:
+        for cached in caches:
+            cached.cache_clear()

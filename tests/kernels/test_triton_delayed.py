@@ -9,6 +9,8 @@ from surokit.kernels.triton import delayed as kernels
 from tests.kernels.compiling import ANY, FP8, Launches, compiled, matrix
 from tests.kernels.interpreter import DEVICE, poisoned
 
+pytestmark = pytest.mark.sampled
+
 INF, NAN = float("inf"), float("nan")
 
 

@@ -13,6 +13,8 @@ from surokit.kernels.triton import gemm
 from tests.kernels.compiling import ANY, Launches, compiled, matrix
 from tests.kernels.interpreter import DEVICE
 
+pytestmark = pytest.mark.sampled
+
 CODES = (matrix(512, 256, torch.uint8), matrix(32, 32, torch.float8_e4m3fn), torch.ones(1, 1))
 SCALES = (matrix(512, 8, torch.uint8), (torch.ones(16), torch.ones(1)), (512, 512))
 TILES = (matrix(512, 512, torch.float8_e4m3fn), torch.ones(4, 4), 128, 128)
@@ -155,8 +157,9 @@ def test_clear_errors():
 
 
 def test_tensor_cores_multiply():
-    for launch in LAUNCHES:
-        for arch, opcode in {80: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}.items():
-            ptx = compiled()["gemm", launch, arch]["dequantize_mm_kernel"]
-            assert ("mma.sync" if launch == "few tokens" else opcode) in ptx
-            assert "fma.rn" not in ptx
+    opcodes = {80: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
+    for (launch, arch), kernels_ptx in compiled().of("gemm").items():
+        ptx = kernels_ptx["dequantize_mm_kernel"]
+        assert ("mma.sync" if launch == "few tokens" else opcodes[arch]) in ptx
+        assert "fma.rn" not in ptx
+    assert {arch for _, arch in compiled().of("gemm")} == set(opcodes)

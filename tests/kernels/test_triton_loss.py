@@ -8,6 +8,8 @@ from surokit.kernels.triton import loss as kernels
 from tests.kernels.compiling import ANY, Launches, matrix
 from tests.kernels.interpreter import DEVICE
 
+pytestmark = pytest.mark.sampled
+
 LABELS = torch.zeros(256, dtype=torch.int64)
 
 LAUNCHES: Launches = {

@@ -12,6 +12,8 @@ from tests.kernels.compiling import ANY, FP8, Launches, compiled, matrix
 from tests.kernels.interpreter import DEVICE
 from tests.kernels.test_triton_quantize import KEY, inputs, same
 
+pytestmark = pytest.mark.sampled
+
 E8M0 = torch.float8_e8m0fnu
 SCALES = matrix(256, 16, torch.uint8).view(E8M0)
 

@@ -16,6 +16,8 @@ from surokit.kernels.triton import nvfp4
 from tests.kernels.compiling import ANY, Launches, compiled, matrix
 from tests.kernels.interpreter import DEVICE
 
+pytestmark = pytest.mark.sampled
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 KEY = torch.tensor([12345, -678], dtype=torch.int32)
 ERRORS = [None, "mse", "mae"]

@@ -10,6 +10,8 @@ from surokit.kernels.triton import qk as kernels
 from tests.kernels.compiling import ANY, Launches
 from tests.kernels.interpreter import DEVICE, INTERPRETED
 
+pytestmark = pytest.mark.sampled
+
 
 def example(B, T, heads, D, dtype=torch.bfloat16, device="cpu", scale=1.0, batched=False):
     """A joint projection and its parts q and k, gradients as attention gives them, tables, weights."""

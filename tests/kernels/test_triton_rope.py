@@ -8,6 +8,8 @@ from surokit.kernels.triton import rope as kernels
 from tests.kernels.compiling import ANY, Launches, matrix
 from tests.kernels.interpreter import DEVICE
 
+pytestmark = pytest.mark.sampled
+
 LAUNCHES: Launches = {
     "heads": (ANY, lambda: kernels.rotate(matrix(64, 2048).view(2, 32, 16, 128), matrix(32, 64), matrix(32, 64))),
     "back": (ANY, lambda: kernels.rotate(matrix(64, 2048).view(2, 32, 16, 128), matrix(32, 64), matrix(32, 64), True)),

@@ -13,6 +13,8 @@ from surokit.kernels.triton import swiglu as kernels
 from tests.kernels.compiling import ANY, FP8, Launches, compiled, matrix
 from tests.kernels.interpreter import DEVICE, poisoned
 
+pytestmark = pytest.mark.sampled
+
 INF, NAN = float("inf"), float("nan")
 BLOCKS = {"columns": 128, "pow2": True}
 SIZES = (90, 120)  # for what differs from another launch in its sizes only

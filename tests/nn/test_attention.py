@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention import varlen
 
 import surokit as sk
+from surokit.kernels import converting
 from surokit.models import decoder
 from surokit.nn import attention as module
 from surokit.nn.attention import Documents, attention, visibility, visible
@@ -162,6 +163,26 @@ def test_documents_are_a_mask_where_there_is_no_kernel(monkeypatch, installed):
     module._looked_up.cache_clear()
     # with a cache only what follows is new: as before, documents are of the first tokens
     assert visibility(1, 4, None, None, CPU, torch.float32, STARTS) is None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("window", "documents"), [(None, True), (3, False), (5, True)])
+def test_a_masked_gradient_through_float32(window, documents, compiled):
+    torch.manual_seed(0)
+    mask = visible(T, 0, window, POSITIONS if documents else None, CPU)
+    given = [torch.randn(2, heads, T, D).bfloat16() for heads in (H, G, G)]
+    dy = torch.randn(2, H, T, D).bfloat16()
+
+    def run(dtype, function=attention):
+        q, k, v = (t.to(dtype).requires_grad_() for t in given)
+        y = function(q, k, v, mask=mask)
+        return [y, *torch.autograd.grad(y, (q, k, v), dy.to(dtype))]
+
+    with converting(True):
+        found = run(torch.bfloat16, torch.compile(attention, backend="aot_eager") if compiled else attention)
+    for ours, exact in zip(found, run(torch.float64)):
+        assert ours.dtype == torch.bfloat16
+        assert (ours.double() - exact).norm() < 0.004 * exact.norm()
 
 
 def test_the_mask_of_positions_is_the_mask_of_documents_with_a_window():

@@ -1,0 +1,181 @@
+"""Products of bfloat16 matrices: as torch multiplies them, and on a CPU without bfloat16 instructions through float32.
+
+    y_MN = alpha a_MK b_KN + beta y_MN        summed in float32 and rounded once to bfloat16
+
+Without such instructions torch multiplies bfloat16 at a third of float32's speed. Converting both operands, multiplying in
+float32 and rounding the result gives the same numbers up to the order of the sums, since both ways sum in float32 and round
+once. Few rows, columns or terms do not pay for the conversion and stay with torch.
+
+The float32 copies live in a buffer of at most SCRATCH_ELEMENTS. Each thread keeps its own, because a fresh one for every product
+costs up to half of what converting wins. Larger products are cut into blocks; where K is cut too, the block's sum goes on in
+float32, so that it is still rounded once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SCRATCH_ELEMENTS = 4 * 1024 * 1024  # float32: 16 MiB
+LEAST_REUSE = 12  # multiply-adds for each number that is converted, from which a conversion pays
+SMALL_ELEMENTS = 128 * 1024  # below, fresh memory is cheaper than looking after kept memory
+MOST_SIDE = 1024  # rows and columns of a block of the result
+
+# of oneDNN's ONEDNN_MAX_CPU_ISA, those that leave bfloat16 instructions unused
+_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
+
+_converts: bool | None = None  # None: as the processor says
+_kept = threading.local()
+
+
+def mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """The product [M, N] of two matrices of one dtype, in that dtype."""
+    if not _pays(a_MK, b_KN):
+        return a_MK @ b_KN
+    return _through_float32_(a_MK.new_empty((a_MK.shape[0], b_KN.shape[1])), a_MK, b_KN, 0.0, 1.0)
+
+
+def addmm_(y_MN: Tensor, a_MK: Tensor, b_KN: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    """beta y + alpha a b, written over y [M, N]; all of one dtype, any strides. With beta 0 what y held does not count."""
+    if _pays(a_MK, b_KN):
+        return _through_float32_(y_MN, a_MK, b_KN, beta, alpha)
+    if beta == 0 and alpha == 1:
+        return torch.mm(a_MK, b_KN, out=y_MN)
+    return y_MN.addmm_(a_MK, b_KN, beta=beta, alpha=alpha)
+
+
+def linear(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """x w' + bias [T, N], rounded once."""
+    if bias_N is None:
+        return mm(x_TK, w_NK.t())
+    if not _pays(x_TK, w_NK.t()):
+        return torch.nn.functional.linear(x_TK, w_NK, bias_N)
+    y_TN = bias_N.expand(len(x_TK), len(w_NK)).contiguous()
+    return _through_float32_(y_TN, x_TK, w_NK.t(), 1.0, 1.0)
+
+
+# -- which way
+
+
+def through_float32(x: Tensor) -> bool:
+    """Whether large products of `x` with its like are computed in float32: bfloat16 on a CPU without instructions for it."""
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and converts()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def converts() -> bool:
+    """Whether bfloat16 products on this CPU go through float32; a compiled graph keeps the answer of its making."""
+    return bf16_instructions() is None if _converts is None else _converts
+
+
+@contextmanager
+def converting(yes: bool) -> Iterator[None]:
+    """Inside the `with`, bfloat16 products on a CPU go through float32 or through torch, whatever the processor can do."""
+    global _converts
+    before, _converts = _converts, yes
+    try:
+        yield
+    finally:
+        _converts = before
+
+
+@cache
+def bf16_instructions() -> str | None:
+    """The widest instructions for bfloat16 products that torch uses on this processor, None without any.
+
+    They are the processor's flags as Linux names them ("amx_bf16", "avx512_bf16", on Arm "bf16"), as far as the environment
+    variable ONEDNN_MAX_CPU_ISA lets oneDNN use them. torch's own questions read the flags alone.
+    """
+    info = Path("/proc/cpuinfo")
+    flags = set(info.read_text(encoding="utf-8", errors="replace").split()) if info.is_file() else set()
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    if limit in _WITHOUT_BF16:
+        return None
+    if limit.startswith(("AVX512_CORE_BF16", "AVX512_CORE_FP16")) or limit == "AVX10_1_512":
+        flags.discard("amx_bf16")
+    return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in flags), None)
+
+
+def choice(device: torch.device) -> tuple[str, str]:
+    """What multiplies bfloat16 matrices on a device, "torch" or "float32", and why."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return (
+            "emulated",
+            "tensor cores multiply bfloat16 from compute capability 8.0 on: torch converts to float32 here",
+        )
+    if device.type != "cpu":
+        return "torch", f"{device.type} multiplies them itself"
+    found = bf16_instructions()
+    instructions = f"this processor has {found}" if found else "torch finds no bfloat16 instructions here"
+    if converts():
+        return "float32", f"{instructions}: operands are converted, and the result is rounded once"
+    return "torch", instructions
+
+
+def _pays(a_MK: Tensor, b_KN: Tensor) -> bool:
+    if not through_float32(a_MK):
+        return False
+    (M, K), N = a_MK.shape, b_KN.shape[1]
+    return M * K * N >= LEAST_REUSE * (M * K + K * N + M * N) > 0
+
+
+# -- how
+
+
+def _through_float32_(y_MN: Tensor, a_MK: Tensor, b_KN: Tensor, beta: float, alpha: float) -> Tensor:
+    (M, K), N = a_MK.shape, b_KN.shape[1]
+    # a compiler plans its own buffers
+    if torch.compiler.is_compiling() or M * K + K * N + M * N <= SMALL_ELEMENTS:
+        a, b = a_MK.float(), b_KN.float()
+        if beta:
+            return y_MN.copy_(torch.addmm(y_MN.float(), a, b, beta=beta, alpha=alpha))
+        ab = torch.mm(a, b)
+        return y_MN.copy_(ab if alpha == 1 else ab.mul_(alpha))
+    m, k, n = _block(M, K, N)
+    buffer = _scratch(y_MN, m * n + m * k + k * n)
+    for rows, columns in product(_cut(M, m), _cut(N, n)):
+        y_block = y_MN[rows, columns]
+        y, rest = _converted(y_block, buffer, fill=beta != 0)
+        for terms in _cut(K, k):
+            a, room = _converted(a_MK[rows, terms], rest)
+            b, _ = _converted(b_KN[terms, columns], room)
+            y.addmm_(a, b, beta=1.0 if terms.start else beta, alpha=alpha)
+        y_block.copy_(y)
+    return y_MN
+
+
+def _block(M: int, K: int, N: int) -> tuple[int, int, int]:
+    """Rows, terms and columns that are multiplied at once: m n + m k + k n <= SCRATCH_ELEMENTS."""
+    m, n = min(M, MOST_SIDE), min(N, MOST_SIDE)
+    return m, min(K, (SCRATCH_ELEMENTS - m * n) // (m + n)), n
+
+
+def _cut(extent: int, most: int) -> list[slice]:
+    return [slice(first, min(first + most, extent)) for first in range(0, extent, most)]
+
+
+def _converted(x: Tensor, buffer: Tensor, fill: bool = True) -> tuple[Tensor, Tensor]:
+    """`x` [R, C] in float32 at the front of `buffer`, laid out along the dimension that is contiguous in x, and what is left."""
+    R, C = x.shape
+    turned = x.stride(0) == 1 and x.stride(1) != 1
+    x32 = buffer[: R * C].view((C, R)).t() if turned else buffer[: R * C].view((R, C))
+    return x32.copy_(x) if fill else x32, buffer[R * C :]
+
+
+def _scratch(like: Tensor, elements: int) -> Tensor:
+    """float32 numbers of this thread, kept from call to call; fresh ones for tensors without data (torch.compile's, vmap's)."""
+    if type(like) is not Tensor:
+        return like.new_empty(elements, dtype=torch.float32)
+    kept: Tensor | None = getattr(_kept, "buffer", None)
+    if kept is None or kept.numel() < elements:
+        with torch.inference_mode(False):
+            kept = _kept.buffer = torch.empty(elements, dtype=torch.float32)
+    return kept

@@ -1,0 +1,283 @@
+"""bfloat16 products through float32: against float64 and torch's own, at odd sizes, in blocks, for every layout."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from surokit import kernels
+from surokit.kernels.reference import attention, loss, matmul
+from surokit.nn.linear import linear
+
+SIZES = [(64, 64, 64), (33, 2048, 100), (512, 96, 200), (130, 257, 514), (400, 40, 1000)]
+
+
+@pytest.fixture
+def in_scratch(monkeypatch):
+    monkeypatch.setattr(matmul, "SMALL_ELEMENTS", 0)
+    with kernels.converting(True):
+        yield
+
+
+@pytest.fixture(params=["small", "with scratch"])
+def through_float32(request, monkeypatch):
+    if request.param == "with scratch":
+        monkeypatch.setattr(matmul, "SMALL_ELEMENTS", 0)
+    with kernels.converting(True):
+        yield
+
+
+def matrices(M, K, N, size=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(M, K, generator=generator).mul(size).bfloat16()
+    return a, torch.randn(K, N, generator=generator).bfloat16()
+
+
+def ulps(y, exact):
+    """Distance of bfloat16 numbers from float64 ones, in units of the last place of the exact ones."""
+    _, exponent = torch.frexp(exact)
+    return (y.double() - exact).abs() / torch.ldexp(torch.ones_like(exact), exponent - 8)
+
+
+@pytest.mark.parametrize(("M", "K", "N"), SIZES)
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_error_is_no_larger_than_torchs(M, K, N, size, through_float32):
+    a, b = matrices(M, K, N, size)
+    exact = a.double() @ b.double()
+    ours, theirs = matmul.mm(a, b), a @ b
+    assert ours.dtype == torch.bfloat16
+    error, torchs = ((y.double() - exact).norm() for y in (ours, theirs))
+    assert error <= 1.001 * torchs
+    # where terms cancel, the order of the float32 sums is worth more than the last place of what is left
+    cancelled = exact.abs() < 1e-3 * (a.double().abs() @ b.double().abs())
+    assert ulps(ours, exact)[~cancelled].max() <= 1.0
+
+
+@pytest.mark.parametrize("turned", ["a", "b", "y", "aby"])
+def test_any_layout(turned, through_float32):
+    a, b = matrices(128, 96, 160)
+    y = torch.empty(128, 160, dtype=torch.bfloat16)
+    expected = matmul.mm(a, b)
+    a, b, y = (t.t().contiguous().t() if name in turned else t for name, t in (("a", a), ("b", b), ("y", y)))
+    assert torch.equal(matmul.addmm_(y, a, b, beta=0.0), expected)
+    wide = torch.full((128, 200), 7.0, dtype=torch.bfloat16)
+    assert torch.equal(matmul.addmm_(wide[:, 20:180], a, b, beta=0.0), expected)
+    assert (wide[:, :20] == 7).all()
+    assert (wide[:, 180:] == 7).all()
+
+
+def test_a_product_is_added_and_rounded_once(through_float32):
+    a, b = matrices(128, 96, 160)
+    y = torch.randn(128, 160, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = 0.5 * y.double() + 3 * (a.double() @ b.double())
+    result = matmul.addmm_(y.clone(), a, b, beta=0.5, alpha=3.0)
+    assert (ulps(result, exact) <= 0.51).double().mean() > 0.999
+    bias = y[0]
+    exact = a.double() @ b.double() + bias.double()
+    assert (ulps(matmul.linear(a, b.t(), bias), exact) <= 0.51).double().mean() > 0.999
+
+
+def test_what_stood_in_a_result_that_is_not_added_to_does_not_count(through_float32):
+    a, b = matrices(128, 96, 160)
+    y = torch.full((128, 160), float("nan"), dtype=torch.bfloat16)
+    assert torch.equal(matmul.addmm_(y, a, b, beta=0.0), matmul.mm(a, b))
+
+
+def test_nan_and_inf_reach_what_they_should(through_float32):
+    a, b = matrices(128, 96, 160)
+    a[3, 5], b[7, 11] = float("inf"), float("nan")
+    y = matmul.mm(a, b)
+    assert not y[3].isfinite().any()
+    assert y[:, 11].isnan().all()
+    clean = y[torch.arange(128) != 3][:, torch.arange(160) != 11]
+    assert clean.isfinite().all()
+
+
+def test_large_products_are_cut_and_rounded_once(monkeypatch, in_scratch):
+    a, b = matrices(300, 200, 500)
+    y = torch.ones(300, 500, dtype=torch.bfloat16)
+    whole = matmul.addmm_(y.clone(), a, b)
+    monkeypatch.setattr(matmul, "MOST_SIDE", 128)
+    monkeypatch.setattr(matmul, "SCRATCH_ELEMENTS", 40_000)  # 128 x 92 x 128: each extent is cut, and not evenly
+    monkeypatch.setattr(matmul, "_kept", threading.local())
+    cut = matmul.addmm_(y.clone(), a, b)
+    assert 0 < matmul._kept.buffer.numel() <= 40_000
+    # a float32 product may sum in another order at another size: the last place of a few may differ
+    assert (cut != whole).double().mean() < 1e-3
+    assert F.mse_loss(cut.double(), whole.double()) < 1e-6 * whole.double().var()
+
+
+@pytest.mark.parametrize(
+    ("M", "K", "N"),
+    [(4096, 14336, 4096), (128, 2048, 128_256), (128, 128_256, 2048), (100_000, 64, 64), (64, 10**7, 64)],
+)
+def test_scratch_is_bounded(M, K, N):
+    m, k, n = matmul._block(M, K, N)
+    assert m * n + m * k + k * n <= matmul.SCRATCH_ELEMENTS
+    assert min(m / min(M, 1024), n / min(N, 1024), k / min(K, 1024)) >= 1  # and a block is worth its while
+
+
+def test_scratch_is_kept_by_each_thread(in_scratch):
+    a, b = matrices(128, 96, 160)
+    found = {}
+
+    def address(name):
+        matmul.mm(a, b)
+        first = matmul._kept.buffer
+        matmul.mm(a, b)
+        found[name] = first, matmul._kept.buffer
+
+    address("main")
+    thread = threading.Thread(target=address, args=["other"])
+    thread.start()
+    thread.join()
+    assert found["main"][0] is found["main"][1]
+    assert found["other"][0] is found["other"][1]
+    assert found["main"][0] is not found["other"][0]
+
+
+def test_threads_do_not_write_into_each_others_scratch(in_scratch):
+    a, b = matrices(256, 96, 160)
+    expected = matmul.mm(a, b)
+    wrong: list[int] = []
+
+    def work():
+        wrong.extend(n for n in range(50) if not torch.equal(matmul.mm(a, b), expected))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_few_rows_stay_with_torch(monkeypatch, through_float32):
+    monkeypatch.setattr(matmul, "_through_float32_", None)  # calling it would fail
+    for M, K, N in [(1, 576, 1536), (8, 576, 1536), (128, 576, 8), (0, 64, 64), (64, 0, 64), (16, 16, 16)]:
+        a, b = matrices(M, K, N)
+        assert torch.equal(matmul.mm(a, b), a @ b)
+        bias = torch.ones(N, dtype=torch.bfloat16)
+        assert torch.equal(matmul.linear(a, b.t(), bias), F.linear(a, b.t(), bias))
+    for dtype in (torch.float32, torch.float64, torch.float16):
+        a, b = matrices(128, 128, 128)
+        assert torch.equal(matmul.mm(a.to(dtype), b.to(dtype)), a.to(dtype) @ b.to(dtype))
+
+
+def test_results_are_repeatable(through_float32):
+    a, b = matrices(300, 200, 500)
+    first = matmul.mm(a, b)
+    matmul.mm(*matrices(64, 64, 64, size=1e30))  # other numbers in the same scratch
+    assert torch.equal(matmul.mm(a, b), first)
+
+
+# -- with gradients
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("leading", [(128,), (4, 32), (2, 3, 40)])
+def test_gradients(leading, bias, through_float32):
+    torch.manual_seed(0)
+    inputs = [torch.randn(*leading, 96), torch.randn(160, 96), torch.randn(160)][: 3 if bias else 2]
+    dy = torch.randn(*leading, 160).bfloat16()
+
+    def run(f, dtype):
+        given = [t.bfloat16().to(dtype).requires_grad_() for t in inputs]
+        y = f(*given)
+        return [y, *torch.autograd.grad(y, given, dy.to(dtype))]
+
+    for ours, torchs, exact in zip(
+        run(linear, torch.bfloat16), run(F.linear, torch.bfloat16), run(F.linear, torch.float64)
+    ):
+        assert ours.shape == exact.shape
+        error, torchs_error = ((t.double() - exact).norm() for t in (ours, torchs))
+        assert error <= 1.01 * torchs_error
+
+
+def test_a_gradient_of_gradients(through_float32):
+    torch.manual_seed(0)
+
+    def penalty(dtype):
+        x, w = (t.bfloat16().to(dtype).requires_grad_() for t in (X, W))
+        dx = torch.autograd.grad(linear(x, w).square().sum(), x, create_graph=True)[0]
+        return torch.autograd.grad(dx.square().sum(), w)[0].double()
+
+    X, W = torch.randn(128, 96), torch.randn(160, 96)
+    exact = penalty(torch.float64)
+    assert (penalty(torch.bfloat16) - exact).norm() < 0.02 * exact.norm()
+
+
+def test_autocast(through_float32):
+    torch.manual_seed(0)
+    x, w = torch.randn(128, 96, requires_grad=True), torch.randn(160, 96, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x, w)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, matmul.mm(x.detach().bfloat16(), w.detach().bfloat16().t()))
+    y.float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+
+
+def test_the_gradient_of_attention_is_float32_throughout(through_float32):
+    torch.manual_seed(0)
+    q, do = (torch.randn(2, 4, 64, 16).mul(s).bfloat16() for s in (4.0, 1.0))
+    k, v = (torch.randn(2, 2, 64, 16).mul(s).bfloat16() for s in (2.0, 1.0))
+    exact = attention.causal_backward(*(t.double() for t in (do, q, k, v)), 0.25)
+    for ours, best in zip(attention.causal_backward(do, q, k, v, 0.25), exact):
+        assert ours.dtype == torch.bfloat16
+        assert (ours.double() - best).norm() < 0.003 * best.norm()  # one rounding: 2^-9 / sqrt(3) and a little
+
+
+def test_the_loss_and_its_gradients():
+    torch.manual_seed(0)
+    x, w = torch.randn(200, 64).bfloat16(), torch.randn(300, 64).bfloat16()
+    labels = torch.randint(300, (200,))
+    labels[::7] = -100
+    exact = loss.forward(x.double(), w.double(), labels, True, True)
+    for yes in (False, True):
+        with kernels.converting(yes):
+            found = loss.forward(x, w, labels, True, True)
+        assert abs(found[0] - exact[0]) < 1e-3 * exact[0]
+        for ours, best in zip(found[1:], exact[1:]):
+            assert (ours.double() - best).norm() < 0.01 * best.norm()
+
+
+# -- which way
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit", "found"),
+    [
+        ("avx512f avx512_bf16 amx_bf16", None, "amx_bf16"),
+        ("avx512f avx512_bf16 amx_bf16", "avx512_core_bf16", "avx512_bf16"),
+        ("avx512f avx512_bf16 amx_bf16", "AVX512_CORE_AMX", "amx_bf16"),
+        ("avx512f avx512_bf16 amx_bf16", "AVX512_CORE", None),
+        ("avx512f avx512_bf16", None, "avx512_bf16"),
+        ("avx512f avx512_bf16", "AVX512_CORE_VNNI", None),
+        ("avx512f avx512_bf16", "default", "avx512_bf16"),
+        ("avx512f avx512_vnni", None, None),
+        ("avx2", "ALL", None),
+        ("asimd bf16", None, "bf16"),
+    ],
+)
+def test_what_the_processor_has(monkeypatch, flags, limit, found):
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: f"processor : 0\nflags : fpu {flags}\n")
+    if limit is None:
+        monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    else:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert matmul.bf16_instructions.__wrapped__() == found
+
+
+def test_a_choice_is_told():
+    for yes, backend in ((True, "float32"), (False, "torch")):
+        with kernels.converting(yes):
+            choice = next(c for c in kernels.choices("cpu") if c.op == "product bf16")
+            assert choice.backend == backend
+            assert kernels.through_float32(torch.zeros(1, dtype=torch.bfloat16)) is yes
+    assert not kernels.through_float32(torch.zeros(1))
+    assert not kernels.through_float32(torch.zeros(1, dtype=torch.bfloat16, device="meta"))
