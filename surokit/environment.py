@@ -43,15 +43,19 @@ _OPTIONAL = (
     ("nbconvert", "notebooks as web pages", 'pip install "surokit[lab]"'),
 )
 _LOW_DISK_GIB = 5
+_KERNELS = "surokit's kernels"
 
 
 def environment() -> dict[str, Any]:
     """Versions and device of this process, as plain data.
 
     Keys: surokit, python, torch, triton, cuda, device, cuda_capability, cpu, cpu_bf16, cores, platform, date. What is not
-    there is None; `device` is the GPU's name, or "cpu". Imports torch; takes a millisecond once that is loaded.
+    there is None; `device` is the GPU's name, or "cpu"; `cpu_bf16` the processor's instructions for bf16 products: those with
+    "amx_bf16" are several times faster than those with "avx512_bf16", under one name. Imports torch.
     """
     import torch
+
+    from surokit.kernels import bf16_instructions
 
     device, capability = "cpu", None
     if torch.cuda.is_available():
@@ -66,7 +70,7 @@ def environment() -> dict[str, Any]:
         "device": device,
         "cuda_capability": capability,
         "cpu": cpu_model(),
-        "cpu_bf16": cpu_bf16(),
+        "cpu_bf16": bf16_instructions(),
         "cores": cores(),
         "platform": platform.platform(),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -88,14 +92,6 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def cpu_bf16() -> str | None:
-    """The widest instructions for bf16 products that Linux says this processor has, None where it has none: with "amx_bf16" they
-    are several times faster than with "avx512_bf16", on processors that share a name."""
-    info = Path("/proc/cpuinfo")
-    words = set(info.read_text(encoding="utf-8", errors="replace").split()) if info.is_file() else set()
-    return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in words), None)
-
-
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -114,7 +110,10 @@ def float32_precision() -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's table. `state` is ok, native, emulated, missing or low; `remedy` is empty where none is needed."""
+    """One line of the doctor's table.
+
+    state: ok, native, float32 (products are computed in it), emulated, missing or low. remedy: empty where none is needed.
+    """
 
     group: str
     name: str
@@ -144,8 +143,10 @@ class Doctor:
         emulated = [f.name for f in self.findings if f.state == "emulated"]
         if not self.ok:
             return "Something that training needs is missing; the remedy stands beside it."
+        old = any(f.name == _KERNELS and f.state == "missing" for f in self.findings)
+        too_old = "This GPU is too old for surokit's kernels: everything runs, and slowly. " * old
         # never empty: no GPU multiplies all of them
-        return f"Ready. Emulated here, right in its numbers and no faster: {', '.join(emulated)}."
+        return f"Ready. {too_old}Emulated here, right in its numbers and no faster: {', '.join(emulated)}."
 
     def __repr__(self) -> str:
         rows = [(f.group, f.name, f.state, f.detail + (f"  ({f.remedy})" if f.remedy else "")) for f in self.findings]
@@ -218,10 +219,18 @@ def _formats() -> list[Finding]:
     if find_spec("torch") is None:
         return found  # nothing multiplies anything
     from surokit.kernels import native
+    from surokit.kernels.ops import KERNELS_FROM
 
+    if capability is not None:
+        start = f"compute capability {KERNELS_FROM[0]}.{KERNELS_FROM[1]}"
+        if capability >= KERNELS_FROM:
+            found.append(Finding("device", _KERNELS, "ok", f"from {start}"))
+        else:
+            why = f"they start at {start}; the definitions in PyTorch run instead, with the same numbers"
+            found.append(Finding("device", _KERNELS, "missing", why, "a GPU of 2020 or later: A100, L4, RTX 30"))
     first = f"tensor cores from compute capability {_BF16_FROM[0]}.{_BF16_FROM[1]}"
     if capability is None:
-        found.append(Finding("formats", "bf16", "native", "torch's own products"))
+        found.append(_bf16_on_cpu())
     else:
         found.append(Finding("formats", "bf16", "native" if capability >= _BF16_FROM else "emulated", first))
     for name, kind in PRODUCTS.items():
@@ -234,6 +243,13 @@ def _formats() -> list[Finding]:
         detail = "stored codes are multiplied" if here else "stored, and decoded for bf16 products"
         found.append(Finding("storage", name, "native" if here else "ok", detail))
     return found
+
+
+def _bf16_on_cpu() -> Finding:
+    from surokit.kernels import choices
+
+    product = next(choice for choice in choices("cpu") if choice.op == "product bf16")
+    return Finding("formats", "bf16", "native" if product.backend == "torch" else "float32", product.why)
 
 
 def front_end() -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from surokit import kernels
 from surokit.environment import cores, cpu_model, doctor, float32_precision, front_end
 from surokit.recipe import recipes
 from surokit.tables import html_table, text_table
@@ -32,19 +33,11 @@ def test_environment_is_plain_data():
     assert list(found) == keys.split()
 
 
-@pytest.mark.parametrize(
-    ("flags", "found"),
-    [
-        ("flags : fpu avx512f avx512_bf16 amx_bf16 amx_tile", "amx_bf16"),
-        ("flags : fpu avx512f avx512_bf16", "avx512_bf16"),
-        ("Features : fp asimd bf16", "bf16"),
-        ("flags : fpu avx2", None),
-    ],
-)
-def test_the_widest_bf16_instructions(monkeypatch, tmp_path, flags, found):
-    (tmp_path / "cpuinfo").write_text(flags)
-    monkeypatch.setattr(module, "Path", lambda _: tmp_path / "cpuinfo")
-    assert module.cpu_bf16() == found
+def test_how_bf16_is_multiplied_is_told(monkeypatch):
+    monkeypatch.setattr(module, "_gpu", lambda: ("none", None))
+    for yes, state in ((True, "float32"), (False, "native")):
+        with kernels.converting(yes):
+            assert module.doctor()["bf16"].state == state
 
 
 def test_importing_it_loads_nothing():
@@ -89,6 +82,20 @@ def test_formats_by_compute_capability(monkeypatch, capability, native):
     assert found["gpu"].detail == f"Pretend, 80 GiB, 1 of 2, compute capability {capability[0]}.{capability[1]}"
     emulated = repr(found).rpartition("no faster: ")[2].rstrip(".").split(", ")
     assert emulated == [name for name in ("bf16", *module.PRODUCTS) if name not in native]
+
+
+def test_a_gpu_older_than_the_kernels_is_told_and_serves(monkeypatch):
+    """As the free T4 of a hosted notebook: no bf16, no kernel of ours, and everything runs all the same."""
+    pretend_gpu(monkeypatch, 7, 5)
+    found = doctor()
+    assert (found["surokit's kernels"].state, found["bf16"].state) == ("missing", "emulated")
+    assert "they start at compute capability 8.0; the definitions in PyTorch run instead" in repr(found)
+    assert "A100, L4, RTX 30" in repr(found)
+    assert "This GPU is too old for surokit's kernels" in repr(found)
+    assert found.ok
+    pretend_gpu(monkeypatch, 8, 0)
+    assert doctor()["surokit's kernels"].state == "ok"
+    assert "too old" not in repr(doctor())
 
 
 def test_blocks_need_their_cuda(monkeypatch):

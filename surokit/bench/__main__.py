@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     cpu = commands.add_parser("cpu", help="a small decoder beside transformers on the CPU: tokens/s, memory, loss")
+    cpu.add_argument("--case", choices=("train", "lora"), default="train", help="what is trained (default train)")
     cpu.add_argument("--systems", nargs="+", dest="names", help="which systems to run (default: all)")
     cpu.add_argument("--rounds", type=int, default=8, help="how often the systems take turns (default 8)")
     cpu.add_argument("--steps", type=int, default=4, help="steps in a turn (default 4)")

@@ -116,9 +116,11 @@ def run(arch: int = 90) -> dict[str, Any]:
     return result(launches(), arch)
 
 
-def launches(*files: str) -> list[tuple[str, list[Any]]]:
+def launches(*files: str, sample: bool = False) -> list[tuple[str, list[Any]]]:
     """What the launches of these files of kernels/triton, or of all, compile to: (file, row) with the row's launch, architecture,
     kernel -> PTX, error, and kernel -> sizes of its variants.
+
+    With `sample`, compute capability 9.0 has every launch, each other one as many as it takes to compile every kernel.
 
     tests/kernels/compiling.py compiles them, in a process of its own without Triton's interpreter. Raises RuntimeError outside a
     checkout, and where that process fails.
@@ -128,7 +130,7 @@ def launches(*files: str) -> list[tuple[str, list[Any]]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "ptx.json"
-        command = [sys.executable, "-m", "tests.kernels.compiling", str(out), *files]
+        command = [sys.executable, "-m", "tests.kernels.compiling", str(out), *(["--sample"] if sample else []), *files]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
         if done.returncode:
             raise RuntimeError(f"Compiling ended with exit status {done.returncode}:\n{done.stderr[-4000:]}")

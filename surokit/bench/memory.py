@@ -1,9 +1,10 @@
 """The bytes that one training step really takes, beside what the planner predicts: small decoders, many settings.
 
 On a CPU torch's profiler reports each allocation and each release of torch's CPU allocator. It listens from before the model is
-built, so the running sum is what tensors hold, in and between operations; libraries' own scratch (oneDNN, BLAS) and the
-process itself are not in it. On CUDA the same marks read torch.cuda.max_memory_allocated. Measured is the second step: the first
-one makes the optimizer's states.
+built, so the running sum is what tensors hold, in and between operations. The scratch of matrix products is left out: how
+much a product takes depends on the processor (without bf16 instructions oneDNN converts), and a plan is of tensors that live.
+On CUDA the same marks read torch.cuda.max_memory_allocated. Measured is the second step: the first one makes the optimizer's
+states.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ PHASES = ("forward", "backward", "optimizer")
 MIB = 2**20
 _REST = "rest"
 _MARK = "surokit.memory:"
+#: Operators that are one product: what they allocate and release before they end is scratch, what they leave is a tensor.
+PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"))
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes held before the step, and the most that was held in each phase of it."""
+    """Bytes held before the step, and the most that was held in each phase of it.
+
+    `left` outlives model and optimizer: what libraries keep between calls. It is in none of the others.
+    """
 
     rest: int
     phases: Mapping[str, int]
+    left: int = 0
 
     @property
     def peak(self) -> int:
@@ -78,11 +85,15 @@ class Measured:
 
 
 class Meter:
-    """The most bytes that were held between two marks, by the first mark's name; the last phase of a name counts most."""
+    """The most bytes that were held between two marks, by the first mark's name; the last phase of a name counts most.
+
+    `left` is what is still held when it stops listening.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.peaks: list[tuple[str, int]] = []
+        self.left = 0
         self._name: str | None = None
 
     def mark(self, name: str) -> None:
@@ -100,16 +111,20 @@ class Meter:
 
     def read(self, events: Sequence[Any]) -> None:
         """Take the phases from the events of a CPU's profile."""
-        held = most = 0
+        held = most = product_ends = 0
         name: str | None = None
         for event in sorted(events, key=lambda e: int(e.start_ns())):
+            if event.start_ns() > product_ends:  # a product counts by what it leaves
+                most = max(most, held)
             if event.name() == "[memory]":
                 held += event.nbytes()
-                most = max(most, held)
+            elif event.name() in PRODUCTS:
+                product_ends = max(product_ends, int(event.end_ns()))
             elif event.name().startswith(_MARK):
                 if name is not None:
                     self.peaks.append((name, most))
                 name, most = event.name().removeprefix(_MARK), held
+        self.left = held
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -313,9 +328,11 @@ def measure(setting: Setting, device: str = "cpu", model_of: Callable[[], nn.Mod
         meter.mark("end")
         for handle in handles:
             handle.remove()
-        del step, model, optimizer
-    phases = {name: max(b for n, b in meter.peaks if n == name) - before for name in PHASES}
-    return Measured(rest=meter.peaks[0][1] - before, phases=phases)
+        del step, model, optimizer, handles
+        gc.collect()
+    outside = before + meter.left
+    phases = {name: max(b for n, b in meter.peaks if n == name) - outside for name in PHASES}
+    return Measured(rest=meter.peaks[0][1] - outside, phases=phases, left=meter.left)
 
 
 def model_of(setting: Setting, device: str = "cpu") -> nn.Module:

@@ -2,7 +2,7 @@
 
 Every configuration of the targets' table is planned with fusing, CUDA graphs and the codes of frozen weights kept, at three sets of
 rates: assumed ones, which make the prediction; those that large products and copies are said to reach; and the datasheet's, which
-no run reaches. The assumed ones fit a model of 8B: the products of small ones reach less. Attention is taken as FlashAttention-2's
+few runs reach. The assumed ones fit a model of 8B: the products of small ones reach less. Attention is taken as FlashAttention-2's
 in all three. What is assumed goes into the raw file. Where a step does not fit the GPU, it is planned with the first recompute that
 makes it fit.
 """

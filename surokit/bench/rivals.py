@@ -101,20 +101,20 @@ def _pretrained(work: Work, folder: str) -> Any:
     model.to(work["device"]).train()
     if work["recompute"] == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return _with_peft(model, work) if work["train"] == "lora" else model
+    if work["train"] != "lora":
+        return model
+    if work["recompute"] == "full":
+        model.enable_input_require_grads()
+    return with_peft(model, work["rank"], work["alpha"])
 
 
-def _with_peft(model: Any, work: Work) -> Any:
+def with_peft(model: Any, rank: int, alpha: float) -> Any:
+    """PEFT's adapters on every projection of a model, in the model's dtype as ours are; by default they would be float32."""
     from peft import LoraConfig, get_peft_model
 
     from surokit.recipe import PROJECTIONS
 
-    config = LoraConfig(
-        r=work["rank"], lora_alpha=work["alpha"], lora_dropout=0.0, target_modules=list(PROJECTIONS), bias="none"
-    )
-    if work["recompute"] == "full":
-        model.enable_input_require_grads()
-    # adapters in the model's dtype, as ours are; by default they would be float32, which is slower
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=list(PROJECTIONS), bias="none")
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 

@@ -4,23 +4,26 @@ import copy
 import itertools
 import json
 import math
-import time
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 from surokit import environment
-from surokit.bench import book, offload, offload_decoder, offload_emulated, offload_table, result
+from surokit.bench import book, offload, offload_decoder, offload_emulated, offload_table, offload_ways, result
 from surokit.bench.__main__ import main
 from surokit.bench.configurations import MODELS, TINY, Work
 from surokit.bench.offload_decoder import Real, Trains
 from surokit.bench.offload_emulated import Case, Emulated, Sleeper
 from surokit.bench.offload_ways import AGAIN, CONTROL, NONE, WAYS, ZENFLOW, turn
 from surokit.bench.process import Failed
+from surokit.offload import link as links
 from surokit.offload.accounts import Accounts
 from surokit.offload.link import HostLink
 from surokit.planner.offload import stall_gain
+from tests.clocks import Clock, until
+from tests.offload.runs import waits
 
 QUICK = {"compute_ms": 4.0, "emulated_ms": 2.0, "link_gb_s": 0.5, "rest_s": 1e-7, "stalled": 0.5, "tried": []}
 
@@ -98,24 +101,35 @@ def test_only_whole_rounds_count():
 # -- the device
 
 
-def test_what_is_emulated_is_taken_off_the_computing():
-    device = Sleeper(0.05)
+def test_what_is_emulated_is_taken_off_the_computing(monkeypatch):
+    clock, device = Clock(), Sleeper(0.05)
+    monkeypatch.setattr(offload_emulated, "time", clock)
     with device.works():
-        time.sleep(0.03)
-    assert device.owed_s >= 0.03
-    begun = time.perf_counter()
+        clock.sleep(0.03)
+    assert device.owed_s == pytest.approx(0.03)
     device.compute()
-    assert time.perf_counter() - begun > 0.01
+    assert clock.perf_counter() == pytest.approx(0.05)
     assert device.owed_s == 0
     device.owed_s = 0.12
-    begun = time.perf_counter()
     device.compute()
-    assert time.perf_counter() - begun < 0.04  # all of it was paid for
+    assert clock.perf_counter() == pytest.approx(0.05)  # all of it was paid for
     assert device.owed_s == pytest.approx(0.07)
 
 
-def test_fill_and_take_are_the_devices_work_and_the_transfer_is_not():
-    device = Sleeper(0.0)
+class Waited(Clock):
+    """Time does not pass in another thread before this one waits."""
+
+    main = threading.get_ident()
+
+    def sleep(self, seconds):
+        until(lambda: threading.get_ident() == self.main or waits(self.main))
+        super().sleep(seconds)
+
+
+def test_fill_and_take_are_the_devices_work_and_the_transfer_is_not(monkeypatch):
+    clock, device = Waited(), Sleeper(0.0)
+    for module in (offload_emulated, links):
+        monkeypatch.setattr(module, "time", clock)
     link = offload_emulated.link_of(device, gb_s=1e-3)
     data = torch.arange(50_000, dtype=torch.uint8)  # 50 ms
     to = torch.empty_like(data)
@@ -124,28 +138,29 @@ def test_fill_and_take_are_the_devices_work_and_the_transfer_is_not():
         staging.copy_(data)
 
     link.down(fill, to).wait()
-    link.up(to, lambda staging: time.sleep(0.02))
+    link.up(to, lambda staging: clock.sleep(0.02))
     link.close()
     assert torch.equal(to, data)
-    assert 0.02 <= device.worked_s < 0.05
-    assert link.device_stall_ms() >= 40
+    assert device.worked_s == pytest.approx(0.02)
+    assert link.device_stall_ms() == pytest.approx(50)
 
 
 class Steps:
-    """A way whose steps are counted."""
+    """A way whose steps are counted, and take 5 ms each on a clock of their own."""
 
     window, parameters = 4, 0
     optimizer: Any = None
 
     def __init__(self):
         self.calls = []
+        self.clock = Clock()
 
     def begin(self):
         self.calls.append("begin")
 
     def step(self):
         self.calls.append("step")
-        time.sleep(0.005)
+        self.clock.sleep(0.005)
 
     def over(self):
         return 0.01
@@ -154,12 +169,13 @@ class Steps:
         self.calls.append("close")
 
 
-def test_a_turn_begins_behind_a_window_and_is_not_charged_what_is_owed():
+def test_a_turn_begins_behind_a_window_and_is_not_charged_what_is_owed(monkeypatch):
     way = Steps()
+    monkeypatch.setattr(offload_ways, "time", way.clock)
     found = turn(way, 8)
     assert way.calls == ["begin", *["step"] * 4, "begin", *["step"] * 8]
     assert found["steps"] == 8
-    assert 3.75 <= found["ms"] < 20
+    assert found["ms"] == pytest.approx((8 * 5 - 10) / 8)
     assert found["owed_ms"] == 10
 
 

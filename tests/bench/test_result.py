@@ -165,7 +165,7 @@ def test_the_cost_of_watching_is_measured(tmp_path, capsys):
 
 def test_bad_input_is_one_sentence(capsys):
     assert main(["cpu", "--systems", "nonsense"]) == 2
-    assert "There is no system 'nonsense': known are transformers," in capsys.readouterr().err
+    assert "There is no system 'nonsense' in the case 'train': known are transformers bf16," in capsys.readouterr().err
 
 
 def test_without_a_gpu_the_gpu_benchmark_says_so(capsys):
