@@ -10,9 +10,12 @@ import contextlib
 import difflib
 import importlib
 import json
+import math
 import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -31,7 +34,8 @@ class _Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}" + f"; did you mean {near[0]}?" * bool(near))
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -69,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | plan | race | watch | quickstart")
 
     doctor = commands.add_parser("doctor", help="what this machine has, which formats are native, what is missing")
+    doctor.add_argument("--json", action="store_true", help="the same as JSON")
     doctor.set_defaults(run=_doctor)
 
     plan = commands.add_parser(
@@ -84,7 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_race(commands.add_parser("race", help="race recipes on this machine, in turns", allow_abbrev=False))
 
     watch = commands.add_parser(
-        "watch", help="follow runs from their folders until they end; Ctrl-C ends the watching only"
+        "watch",
+        help="follow runs from their folders until they end; a folder may come later; Ctrl-C ends the watching only",
     )
     watch.add_argument("folders", nargs="+", metavar="FOLDER", help="the run_dir of a run, or a folder of some")
     watch.set_defaults(run=_watch)
@@ -308,11 +314,27 @@ def _price(text: str) -> float | tuple[float, float]:
     raise argparse.ArgumentTypeError(f"{text!r} is no price in USD: write 2.5, or a range as 1.8-3.2")
 
 
-def _doctor(_: argparse.Namespace) -> int:
+def _print_json(said: Mapping[str, Any]) -> None:
+    """Print JSON that every reader takes: a figure that is no number is null, as JSON has neither NaN nor Infinity."""
+    print(json.dumps(_finite(said), indent=1, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
     from surokit.environment import doctor
 
     found = doctor()
-    print(found)
+    if arguments.json:
+        _print_json({"ok": found.ok, "findings": [asdict(finding) for finding in found.findings]})
+    else:
+        print(found)
     return 0 if found.ok else 1
 
 
@@ -336,7 +358,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         lines = [line.__dict__ for line in planned.lines()]
         found = {name: answer for name, (answer, _) in answers.items()}
         said = {"title": planned.title, "answers": planned.answers, "lines": lines, "notes": planned.all_notes}
-        print(json.dumps({**said, **found}, indent=1))
+        _print_json({**said, **found})
     else:
         print("\n\n".join([str(planned), *(text for _, text in answers.values())]))
     return 0
@@ -398,9 +420,25 @@ def _plot(planned: Plan, arguments: argparse.Namespace) -> Path:
     return path
 
 
+_LOOK_EVERY_S = 0.5
+
+
+def _wait_for(folders: Sequence[str]) -> None:
+    """Wait until every folder that is not there yet is there, and holds what says whose it is."""
+    from surokit.widgets.folder import begun
+
+    missing = [path for path in (Path(folder).expanduser() for folder in folders) if not path.exists()]
+    for path in missing:
+        print(f"Waiting for {path}, which is not there yet; Ctrl-C ends the waiting.", file=sys.stderr, flush=True)
+    tick = threading.Event()
+    while not all(map(begun, missing)):
+        tick.wait(_LOOK_EVERY_S)
+
+
 def _watch(arguments: argparse.Namespace) -> int:
     from surokit.widgets.follow import watch
 
+    _wait_for(arguments.folders)
     seen = watch(*arguments.folders, view="text")
     status = 0
     try:

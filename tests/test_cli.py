@@ -2,12 +2,15 @@
 
 import base64
 import inspect
+import io
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -115,20 +118,28 @@ def test_arguments_reach_the_plan(config, capsys):
 
 def test_a_name_on_the_hub(config, capsys, monkeypatch):
     def fetch(repo_id, filename, *, online):
-        assert (repo_id, filename) == ("Qwen/Qwen3-8B", "config.json")
+        assert (repo_id, filename) == ("Some/Model-8B", "config.json")
         if not online:
             raise FileNotFoundError("not in the cache")
         return Path(config)
 
     monkeypatch.setattr("surokit.hub.fetch", fetch)
     monkeypatch.setattr("surokit.hub.reachable", lambda: True)
-    lines = {line["term"]: line["value"] for line in planned(capsys, "Qwen/Qwen3-8B")["lines"]}
+    lines = {line["term"]: line["value"] for line in planned(capsys, "Some/Model-8B")["lines"]}
     assert lines["parameters"] == sk.plan(QWEN3_8B).parameters
     monkeypatch.setattr("surokit.hub.reachable", lambda: False)
-    assert cli.main(["plan", "Qwen/Qwen3-8B"]) == 2
+    assert cli.main(["plan", "Some/Model-8B"]) == 2
     captured = capsys.readouterr()
-    assert "Qwen/Qwen3-8B" in captured.err
+    assert "Some/Model-8B" in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_a_model_of_the_catalogue_needs_no_network(capsys, monkeypatch):
+    monkeypatch.delattr("surokit.hub.fetch")
+    said = planned(capsys, "llama-3.1-8b", "--batch", 1, "--length", 512, "--gpu", "H100")
+    assert said["title"].startswith("llama of 8.03 B parameters from the catalogue's meta-llama/Llama-3.1-8B")
+    assert cli.main(["plan", "llama-3.1-9b"]) == 2
+    assert "did you mean 'meta-llama/Llama-3.1-8B'" in capsys.readouterr().err
 
 
 def test_inference_holds_a_cache_and_no_gradients(config, capsys):
@@ -209,6 +220,9 @@ def test_recipes_and_a_picture_of_them(config, tmp_path, capsys):
         ("plan 8e9 --plot nowhere/at/all.png", "No such file"),
         ("plan 8e9 --lora 0", "rank"),
         ("plan", "required: what"),
+        ("doctor --xyzzy", "unrecognized arguments: --xyzzy (see surokit doctor --help)"),
+        ("doctor --jsn", "unrecognized arguments: --jsn; did you mean --json?"),
+        ("plan 8e9 --xyzzy", "unrecognized arguments: --xyzzy (see surokit plan --help)"),
         ("pln 8e9", "invalid choice: 'pln'"),
         ("", "required: doctor | plan | race | watch | quickstart"),
     ],
@@ -226,14 +240,89 @@ def test_doctor(capsys):
     assert "surokit doctor" in capsys.readouterr().out
 
 
+def no_constant(name):
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_doctor_as_json(capsys):
+    """The keys are documented in docs/index.md."""
+    assert cli.main(["doctor", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out, parse_constant=no_constant)
+    found = sk.doctor()
+    assert list(said) == ["ok", "findings"]
+    assert said["ok"] is found.ok
+    assert {each["name"]: each["state"] for each in said["findings"]} == {f.name: f.state for f in found.findings}
+    assert all(list(each) == ["group", "name", "state", "detail", "remedy"] for each in said["findings"])
+
+
+def test_plan_as_json(config, capsys, monkeypatch):
+    """The keys are documented in docs/planning.md; a figure that is no number is null."""
+    said = planned(capsys, config, "--batch", 2, "--length", 128, "--fits", 80)
+    assert list(said) == ["title", "answers", "lines", "notes", "fits"]
+    assert all(list(line) == ["group", "term", "value", "unit", "kind", "how"] for line in said["lines"])
+    monkeypatch.setattr(cli, "_answers", lambda *_: {"fits": ({"gib": [math.inf, math.nan, 2.0]}, "")})
+    assert cli.main(["plan", config, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=no_constant)["fits"] == {"gib": [None, None, 2.0]}
+
+
 def test_watch_prints_until_the_runs_end(tmp_path, capsys):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "records.jsonl").write_text('{"step": 1, "loss": 2.0, "wall_ms": 5.0}\n')
     (tmp_path / "a" / "run.json").write_text('{"state": "done", "step": 1}')
     assert cli.main(["watch", str(tmp_path)]) == 0
     assert "Done at step 1." in capsys.readouterr().out
-    assert cli.main(["watch", str(tmp_path / "b")]) == 2
-    assert "There is no folder" in capsys.readouterr().err
+
+
+class Ticks:
+    """The clock of a waiting command: each tick takes no time and something happens in it."""
+
+    def __init__(self, *happens):
+        self.happens, self.waited = list(happens), []
+
+    def wait(self, seconds):
+        self.waited.append(seconds)
+        assert self.happens, "the command still waits, and nothing more happens"
+        self.happens.pop(0)()
+
+
+def test_watch_waits_for_a_folder_that_is_not_there_yet(tmp_path, capsys, monkeypatch):
+    run, race = tmp_path / "later" / "a", tmp_path / "race"
+
+    def is_a_run():
+        (run / "run.json").write_text('{"state": "done", "step": 1}')
+        (run / "records.jsonl").write_text('{"step": 1, "loss": 2.0, "wall_ms": 5.0}\n')
+
+    def is_a_race():
+        race.mkdir()
+        (race / "race.json").write_text('{"reason": "done", "folders": {"a": "../later/a"}, "runs": []}')
+
+    ticks = Ticks(run.parent.mkdir, run.mkdir, is_a_run, is_a_race)
+    monkeypatch.setattr(cli, "threading", SimpleNamespace(Event=lambda: ticks))
+    assert cli.main(["watch", str(run.parent), str(race)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[:2] == [
+        f"Waiting for {folder}, which is not there yet; Ctrl-C ends the waiting." for folder in (run.parent, race)
+    ]
+    assert not ticks.happens
+    assert "Done at step 1." in captured.out + captured.err
+
+
+def test_an_interrupt_ends_the_waiting_for_a_folder(tmp_path, capsys, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "threading", SimpleNamespace(Event=lambda: Ticks(interrupt)))
+    assert cli.main(["watch", str(tmp_path / "b")]) == 130
+    captured = capsys.readouterr()
+    assert f"Waiting for {tmp_path / 'b'}" in captured.err
+    assert "Traceback" not in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_watch_does_not_wait_for_what_is_no_folder_of_a_run(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["watch", str(tmp_path / "file")]) == 2
+    assert "is a file" in capsys.readouterr().err
 
 
 def test_an_interrupt_ends_the_watching_only(tmp_path, capsys, monkeypatch):
@@ -309,6 +398,63 @@ def test_a_notebook_runs_in_this_interpreter_and_leaves_everything(tmp_path, cap
     assert (runs / "cell-04-1.svg").read_text().startswith("<svg")
     assert "answer" in (runs / "nb.html").read_text(encoding="utf-8")
     assert nbformat.read(notebook, as_version=4).cells[1].outputs == []
+
+
+class Screen(io.StringIO):
+    """A terminal, or a log."""
+
+    def __init__(self, terminal):
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self):
+        return self.terminal
+
+    def lines(self):
+        """What a reader sees: of what was written over, the last."""
+        return [line.rpartition("\r")[2].rstrip() for line in self.getvalue().rstrip("\n").split("\n")]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_a_cell_says_is_shown_while_it_runs_now_and_then(terminal):
+    now = [0.0]
+    screen = Screen(terminal)
+    progress = headless.Progress(screen, clock=lambda: now[0])
+    progress.begin("[ 1/2] train()")
+    for second in range(40):
+        now[0] = float(second)
+        progress.tell(f"step {second} / 40 · {40 - second} s to go" + " x" * 100)
+        if second == 20:
+            assert f"step {20 if terminal else 15} / 40" in screen.lines()[-1]
+            assert len(screen.lines()[-1]) <= progress.WIDTH + 8
+    now[0] = 40.0
+    progress.end()
+    progress.begin("[ 2/2] more()")
+    now[0] = 40.1
+    progress.tell("too soon")
+    progress.end()
+    between = [] if terminal else ["step 15 / 40", "step 30 / 40"]
+    lines = screen.lines()
+    assert lines[0] == ("[ 1/2] train()  40.0 s" if terminal else "[ 1/2] train()")
+    assert [line.split(" ·")[0].strip() for line in lines[1:-1] if "step" in line] == between
+    assert lines[-1] == "[ 2/2] more()  0.1 s"
+    assert "too soon" not in screen.getvalue()
+
+
+def test_a_sessions_panel_says_how_long_it_takes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(headless.Progress, "LOG_EVERY_S", 0.0)
+    training = """
+import torch, surokit as sk
+model = sk.Decoder(sk.DecoderConfig(layers=1, width=16, heads=2, kv_heads=1, vocab=32, ffn=16))
+ids = torch.randint(32, (2, 8))
+session = sk.Session(model, [{"input_ids": ids, "labels": ids}], optimizer=sk.AdamW(lr=1e-3))
+session.live()
+session.run(3)
+"""
+    assert headless.execute(write(tmp_path / "nb.ipynb", new_code_cell(training)), tmp_path / "run") == 0
+    out = capsys.readouterr().out
+    assert "waiting for the first step" in out
+    assert "step 3 / 3" in out
 
 
 def test_a_failing_cell_is_told_and_what_ran_is_kept(tmp_path, capsys):

@@ -2,8 +2,10 @@
 
 what is planned     subject.py   a number of parameters, a config, a model: read once
                     live.py      what a live model or a session says of itself
+                    catalogue.py well-known models by name (models.csv)
                     configs.py   every family's config.json as a Shape
                     shape.py     the sizes of a decoder, and the matrices they make
+                    typical.py   the shape that so many parameters typically have
                     fusion.py    which operations of a step are one
 what it computes    flops.py     FLOPs a token, product by product
 what it holds       memory.py    bytes of one GPU, term by term, at the fullest moment of a step

@@ -181,8 +181,8 @@ class Check:
         if rate is not None:
             changes = {"tflops_per_gpu": rate, "mfu": None}
             # far below the peak a rate is refused as a slip of the unit; as a share it is what it is
-            if gpu is not None and gpu.bf16_tflops and rate < (gpu.fastest_tflops or 0) / 1000:
-                changes = {"tflops_per_gpu": None, "mfu": rate / gpu.bf16_tflops}
+            if gpu is not None and gpu.plain_tflops and rate < (gpu.fastest_tflops or 0) / 1000:
+                changes = {"tflops_per_gpu": None, "mfu": rate / gpu.plain_tflops}
         if (slack := self.slack) is not None and slack <= _MOST_SLACK:
             changes["slack"] = slack
         if not changes:
@@ -520,7 +520,7 @@ def _why_slow(result: Check, row: Row) -> str:
             f"{figures.value(first.expected or 0.0, 'ms')} were expected, the most of any module"
         )
     if row.kind in ("bound", "optimistic") and (plan.gpu is None or plan.gpu.ceilings is None):
-        return "because no run reaches a datasheet's rates: plan with gpu=calibrate() for a prediction"
+        return "because few runs reach a datasheet's rates: plan with gpu=calibrate() for a prediction"
     rate, given = _rate(plan, m), _given_tflops(plan, row)
     if rate is not None and given is not None:
         return f"because {given:,.4g} TFLOPS were given and {rate:,.4g} were reached"

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 def asked_gib(plan: Plan, gib: float | None) -> float:
-    """The memory to fit into, GiB: as given, or the GPU's own."""
+    """The memory to fit into, GiB: as given, or the GPU's own, or a CPU's machine's."""
     if gib is None:
-        if plan.gpu is None or plan.gpu.memory_gib is None:
+        if plan.room_gib is None:
             raise ValueError("The memory to fit into is not known: give gib=80, or the plan a gpu= that has it.")
-        return plan.gpu.memory_gib
+        return plan.room_gib
     room = arguments.number("gib", gib)
     # no device holds 20 TiB: bytes or MiB were meant
     if room > 20_000:
@@ -41,9 +41,7 @@ def asked_gib(plan: Plan, gib: float | None) -> float:
 
 def known_gib(plan: Plan, gib: float | None) -> float | None:
     """The same, None where it is not known."""
-    if gib is None and (plan.gpu is None or plan.gpu.memory_gib is None):
-        return None
-    return asked_gib(plan, gib)
+    return plan.room_gib if gib is None else asked_gib(plan, gib)
 
 
 # -- recipes
@@ -187,7 +185,7 @@ def _products(recipe: Recipe, gpu: Gpu | None) -> tuple[str, str]:
             cores = TENSOR_CORES[gemm.kind]
             emulated[f"{cores.name} need {cores.where}"] = None
         elif gpu.peak(gemm.kind) == gpu.peak():
-            native[f"{TENSOR_CORES[gemm.kind].name}, counted at the BF16 peak: theirs is not known"] = None
+            native[f"{TENSOR_CORES[gemm.kind].name}, counted at the {gpu.plain} peak: theirs is not known"] = None
         else:
             native[TENSOR_CORES[gemm.kind].name] = None
     word = "emulated" if not native else "partly native" if emulated else "native"

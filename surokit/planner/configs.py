@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surokit.planner import arguments
+from surokit.planner import arguments, catalogue
 from surokit.planner.shape import Experts, Latent, Shape
 
 _NEEDED = {
@@ -308,7 +308,8 @@ _OTHER = Family({}, mlp_bias="mlp_bias", windows=_all_blocks)
 def read_shape(what: Any) -> tuple[Shape, str]:
     """(shape, where it came from) of a Shape, a config dict, a path, a Hub id, a config object or a live model.
 
-    A Hub id ("Qwen/Qwen3-8B") is asked for its config.json only, from the local cache where it has it. Raises ValueError for a
+    A name of the catalogue ("llama-3.1-8b") needs nothing else. Of another Hub id ("org/name") the config.json is read, from the
+    local cache where it has it. Raises ValueError for a
     config that lacks a field or describes another architecture, FileNotFoundError for a path without a config.json or an id that
     cannot be had, TypeError for anything else.
     """
@@ -340,17 +341,23 @@ def read_shape(what: Any) -> tuple[Shape, str]:
 
 
 def _read_text(what: str | Path) -> tuple[str, Mapping[str, Any]]:
-    """(where it was found, the config) of a path or a Hub id."""
+    """(where it was found, the config) of a path, a name of the catalogue or a Hub id."""
     path = Path(what).expanduser()
     where = ""
     if path.is_dir():
         path = path / "config.json"
-    elif not path.exists() and isinstance(what, str) and _HUB_ID.fullmatch(what):
-        path, where = _fetched(what), what
+    elif not path.exists() and isinstance(what, str):
+        if (model := catalogue.find(what)) is not None:
+            return f"the catalogue's {model.name}", model.config
+        if _HUB_ID.fullmatch(what):
+            path, where = _fetched(what), what
     if not path.is_file():
+        near = catalogue.nearest(str(what))
         hint = (
             ": write a number of parameters as 8e9."
             if _looks_like_count(str(what))
+            else f": did you mean {near!r}, which is known without a network?"
+            if near
             else ": give a folder or a config.json that is on this machine, or a Hub id such as 'Qwen/Qwen3-8B'."
         )
         raise FileNotFoundError(f"There is no {path}{hint}")
@@ -390,9 +397,11 @@ def _fetched(repo_id: str) -> Path:
             cause, said = "the Hub answers but does not give it (a wrong name, or one that needs a login)", error
     else:
         cause, said = "the Hub cannot be reached and the cache lacks it", None
+    near = catalogue.nearest(repo_id)
+    hint = f" Did you mean {near!r}, which is known without a network?" if near else ""
     raise FileNotFoundError(
         f"There is no folder {repo_id}, and no such config.json from the Hub: {cause}. Check the name, the network, or give "
-        "the sizes as a dict."
+        f"the sizes as a dict.{hint}"
     ) from said
 
 

@@ -221,7 +221,7 @@ def count_time(
 
 def _floor(compute: Compute | None, gpu: Gpu | None, kinds: Kinds) -> tuple[float | None, str]:
     """(GPU seconds a model FLOP, in words) with every product at its own dense peak: nothing is faster than that."""
-    if gpu is None or gpu.bf16_tflops is None:
+    if gpu is None or gpu.plain_tflops is None:
         return None, ""
     if compute is None:
         tflops, name = max((gpu.peak(kind) for kind in kinds), key=lambda peak: peak[0] or 0.0)

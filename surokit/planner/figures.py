@@ -37,7 +37,7 @@ def value(number: float, unit: str) -> str:
             return gib(number)
         case "days":
             return days(number)
-        case "GPU hours" | "USD":
+        case "GPU hours" | "hours" | "USD":
             return f"{count(number, 5) if number >= 1e6 else f'{number:,.{2 if number < 100 else 0}f}'} {unit}"
         case "parameters":
             return count(number)

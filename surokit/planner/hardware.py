@@ -17,9 +17,10 @@ import csv
 import difflib
 import io
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +28,9 @@ from typing import Any, Literal
 
 from surokit.formats import TENSOR_CORES, Kind
 from surokit.planner import arguments
+
+#: The compute capability from which tensor cores multiply bf16.
+BF16_FROM = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ class Gpu:
     `capability`, CUDA's compute capability, says which products are native; without it those are whose peak is given. `peer_gb_s`
     and `host_gb_s` are links to other GPUs of the node and to the host, GB/s in one direction; `watts` the power limit it is sold
     with. `ceilings` are what a calibration of one machine reached, None for a row of the table. `device` is "cpu" where a
-    calibration measured a processor.
+    calibration measured a processor. fp16_tflops and fp32_tflops are known of GPUs that do not multiply bf16; `plain` says in which
+    of the three a plan computes the products that no recipe quantizes.
     """
 
     name: str
@@ -80,6 +85,9 @@ class Gpu:
     watts: float | None = None
     ceilings: Ceilings | None = None
     device: Literal["cuda", "cpu"] = "cuda"
+    fp16_tflops: float | None = None
+    fp32_tflops: float | None = None
+    plain: Literal["BF16", "FP16", "FP32"] = "BF16"
 
     def __post_init__(self) -> None:
         if not self.name.strip():
@@ -94,7 +102,22 @@ class Gpu:
     @property
     def fastest_tflops(self) -> float | None:
         """The highest dense peak that is known, of any format."""
-        return max((t for t in (self.bf16_tflops, self.fp8_tflops, self.fp4_tflops) if t is not None), default=None)
+        known = (self.bf16_tflops, self.fp16_tflops, self.fp32_tflops, self.fp8_tflops, self.fp4_tflops)
+        return max((t for t in known if t is not None), default=None)
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether its tensor cores multiply bf16; of a GPU whose compute capability is not known it is taken so."""
+        return self.device == "cpu" or self.capability is None or self.capability >= BF16_FROM
+
+    @property
+    def plain_tflops(self) -> float | None:
+        """The dense peak of the products that no recipe quantizes."""
+        return {"BF16": self.bf16_tflops, "FP16": self.fp16_tflops, "FP32": self.fp32_tflops}[self.plain]
+
+    def multiplying(self, dtype: str) -> Gpu:
+        """The same GPU for a model of this dtype. Without bf16 products its tensor cores multiply fp16, and bf16 counts as fp32."""
+        return self if self.has_bf16 else replace(self, plain="FP16" if dtype == "fp16" else "FP32")
 
     def multiplies(self, kind: Kind | None) -> bool:
         """Whether its tensor cores compute products of this kind; None is a quantized product that has no kind."""
@@ -105,12 +128,12 @@ class Gpu:
         return TENSOR_CORES[kind].on(self.capability)
 
     def peak(self, kind: Kind | None = None) -> tuple[float | None, str]:
-        """(dense TFLOPS, name of the peak) of products of a kind; bf16's where they are not native or nobody vouched."""
+        """(dense TFLOPS, name of the peak) of products of a kind; of plain ones where they are not native or nobody vouched."""
         if kind is not None and self.multiplies(kind):
             tflops, name = self._quantized(kind)
             if tflops is not None:
                 return tflops, f"{self.name} dense {name}"
-        return self.bf16_tflops, f"{self.name} dense BF16"
+        return self.plain_tflops, f"{self.name} dense {self.plain}"
 
     def to_json(self) -> str:
         """The GPU as JSON text, for `Gpu.from_json`; figures that are unknown are left out."""
@@ -170,7 +193,7 @@ def _key(name: str) -> str:
 
 
 #: Columns of hardware.csv and of a user's table; only the name is needed.
-COLUMNS = tuple(f.name for f in fields(Gpu) if f.name not in ("ceilings", "device"))
+COLUMNS = tuple(f.name for f in fields(Gpu) if f.name not in ("ceilings", "device", "plain"))
 
 
 def _parse(text: str, where: str) -> Iterator[Gpu]:
@@ -236,6 +259,19 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(_TABLE)
 
 #: A processor: our CPU kernels compute, at rates that `surokit.calibrate("cpu")` would measure.
 PROCESSOR = Gpu("CPU", source="any processor", device="cpu")
+
+
+def machine_gib() -> float | None:
+    """Memory that this process may have, GiB: the machine's, or its control group's limit where that is less; None where the system
+    does not say."""
+    try:
+        held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        return None
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text(encoding="ascii").strip()).isdigit():
+        held = min(held, int(text))
+    return round(held / 2**30, 2)
 
 
 def register(gpu: Gpu) -> Gpu:

@@ -66,13 +66,13 @@ def linear_seconds(recipe: Any, n: int, k: int, tokens: int, *, trains: bool, gp
     Launches, and the fusion of quantization into other kernels, are left out. Raises ValueError where nobody vouched for the
     GPU's peak.
     """
-    if gpu.bf16_tflops is None:
+    if gpu.plain_tflops is None:
         raise ValueError(f"Nobody vouched for a peak of {gpu.name}: give Gpu({gpu.name!r}, bf16_tflops=...).")
     rate = (gpu.bandwidth_tb_s or float("inf")) * 1e12
     total = 0.0
     for kernel in linear_kernels(recipe, n, k, tokens, trains=trains, gpu=gpu):
         tflops, _ = gpu.peak(kernel.kind)
-        assert tflops is not None, "a GPU with a BF16 peak has one for every product"
+        assert tflops is not None, "a GPU with a peak of plain products has one for every product"
         total += max(kernel.flop / (tflops * 1e12), kernel.bytes / rate)
     return total
 

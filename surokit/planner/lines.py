@@ -18,11 +18,12 @@ from surokit.planner.configs import FAMILIES
 from surokit.planner.cost import Time
 from surokit.planner.flops import frozen, gemms_of, on_gpu, operand_bits, product_kinds
 from surokit.planner.fusion import read_fusion
-from surokit.planner.hardware import Gpu
+from surokit.planner.hardware import BF16_FROM, Gpu
 from surokit.planner.memory import Memory, Setup
 from surokit.planner.offload import INTERVAL, OFFLOADING
 from surokit.planner.published import PLAUSIBLE_MFU, USUAL_MFU
 from surokit.planner.subject import Subject
+from surokit.planner.typical import typical_shape
 from surokit.tables import html_table, text_table
 
 if TYPE_CHECKING:
@@ -57,13 +58,17 @@ class Line:
 def verdict(plan: Plan) -> tuple[str, bool]:
     """Whether the plan fits, in words, and whether it surely does not."""
     memory = plan.memory
-    needed = figures.gib(memory.gib) + (" and more" if memory.left_out else "")
+    needed = figures.gib(memory.gib)
+    if memory.left_out:
+        needed = f"at least {needed}, without {memory.left_out[0].partition(',')[0]},"
+    elif plan.shape is None:
+        needed = f"about {needed}"
     peak = "" if memory.peak_phase is None else f" at its peak in the {memory.peak_phase}"
     most = f"{peak}, most of it {memory.largest.name}"
-    limit = None if plan.gpu is None else plan.gpu.memory_gib
-    if plan.gpu is None or limit is None:
-        return f"Holds {needed} on {'the CPU' if plan.setup.device == 'cpu' else 'each GPU'}{most}", False
-    owner = "the machine" if plan.gpu.device == "cpu" else plan.gpu.name
+    limit, on_cpu = plan.room_gib, _on_cpu(plan)
+    if limit is None:
+        return f"Holds {needed} on {'the CPU' if on_cpu else 'each GPU'}{most}", False
+    owner = "the machine" if on_cpu or plan.gpu is None else plan.gpu.name
     room = f"of {owner}'s {limit:g} GiB"
     if memory.gib > limit:
         return f"Does not fit: {needed} {room}{most}", True
@@ -140,16 +145,16 @@ def plan_answers(plan: Plan) -> Iterator[str]:
     alone = ", without the offload" if plan.setup.offloads and t.waits_ms is None else ""
     rate = f"at the {t.rate_kind if t.rate_kind == 'given' else 'predicted'} {t.rate_tflops or 0:,.4g} TFLOPS"
     if t.days is not None and t.gpu_hours is not None:
-        hours = figures.value(t.gpu_hours, "GPU hours")
-        yield f"Takes {figures.days(t.days)} on {_gpus(plan)}, {hours}, {rate} of each{alone}"
+        hours = "" if _on_cpu(plan) else f"{figures.value(t.gpu_hours, 'GPU hours')}, "
+        yield f"Takes {figures.days(t.days)} on {_gpus(plan)}, {hours}{rate}{' of each' * (not _on_cpu(plan))}{alone}"
     elif t.floor_days is not None:
         yield f"Takes at least {figures.days(t.floor_days)} on {_gpus(plan)}; a prediction needs a rate"
     elif t.step_ms is not None:
-        yield f"A step takes {figures.value(t.step_ms, 'ms')} {rate} of each GPU{alone}"
+        yield f"A step takes {figures.value(t.step_ms, 'ms')} {rate}{' of each GPU' * (not _on_cpu(plan))}{alone}"
     elif estimate is not None:
         yield f"A step takes {figures.value(estimate.step_ms, 'ms')} ({estimate.kind}): {estimate.how.partition(';')[0]}{alone}"
     if plan.usd_range is not None:
-        yield f"Costs {figures.span(*plan.usd_range, 'USD')}: GPU hours at {plan.price}"
+        yield f"Costs {figures.span(*plan.usd_range, 'USD')}: {_hours(plan)} at {plan.price}"
 
 
 def plan_lines(plan: Plan) -> Iterator[Line]:
@@ -164,7 +169,7 @@ def plan_lines(plan: Plan) -> Iterator[Line]:
     yield from _compute(plan)
     yield from _time(plan)
     yield from _estimate(plan)
-    yield from _memory(plan.memory)
+    yield from _memory(plan.memory, f"memory of one {_device(plan)}")
 
 
 def _counted(plan: Plan) -> str:
@@ -208,14 +213,14 @@ def _time(plan: Plan) -> Iterator[Line]:
             how = f"MFU {t.mfu:.1%} of {t.peak}, {t.peak_tflops:g} TFLOPS"
         if t.hfu is not None and t.mfu is not None and t.hfu > t.mfu:
             how += f", HFU {t.hfu:.1%}"
-        yield line("rate of one GPU", t.rate_tflops, "TFLOPS", t.rate_kind, how)
+        yield line(f"rate of one {_device(plan)}", t.rate_tflops, "TFLOPS", t.rate_kind, how)
     if t.goodput < 1:
         yield line("goodput", t.goodput, "share", "given", "share of the hours that makes progress")
     if t.days is not None and t.gpu_hours is not None:
         yield line("time", t.days, "days", "prediction", f"FLOPs / {_gpus(plan)} / rate / goodput")
-        yield line("GPU hours", t.gpu_hours, "GPU hours", "prediction", "time x GPUs")
+        yield line(_hours(plan), t.gpu_hours, _hours(plan), "prediction", f"time x {_device(plan)}s")
     if t.usd is not None:
-        how = f"GPU hours x {plan.price}, as given"
+        how = f"{_hours(plan)} x {plan.price}, as given"
         low, high = plan.usd_range or (t.usd, t.usd)
         if low < high:
             how = f"the middle of {figures.span(low, high, 'USD')}; {how}"
@@ -239,11 +244,23 @@ def _estimate(plan: Plan) -> Iterator[Line]:
 
 
 def _gpus(plan: Plan) -> str:
-    return f"{plan.setup.gpus:,} GPU{'' if plan.setup.gpus == 1 else 's'}"
+    return f"{plan.setup.gpus:,} {_device(plan)}{'' if plan.setup.gpus == 1 else 's'}"
 
 
-def _memory(memory: Memory) -> Iterator[Line]:
-    line = partial(Line, "memory of one GPU")
+def _on_cpu(plan: Plan) -> bool:
+    return plan.setup.device == "cpu"
+
+
+def _device(plan: Plan) -> str:
+    return "CPU" if _on_cpu(plan) else "GPU"
+
+
+def _hours(plan: Plan) -> str:
+    return "hours" if _on_cpu(plan) else "GPU hours"
+
+
+def _memory(memory: Memory, group: str) -> Iterator[Line]:
+    line = partial(Line, group)
     for term in memory.terms:
         if term.counted:
             how = term.how
@@ -264,6 +281,8 @@ def plan_notes(plan: Plan) -> Iterator[str]:
     yield from _other_than_live(plan)
     for text in plan.memory.left_out:
         yield f"memory leaves out {text}"
+    if shape is None and not plan.memory.left_out and (typical := typical_shape(plan.parameters)) is not None:
+        yield f"memory is that of a typical shape, after {typical[1]}: {typical[0].words}; a config gives the model's own"
     if setup.gpus > 1 and not setup.zero:
         yield "every GPU is taken to hold all states: give zero=1, 2 or 3 to shard them over the GPUs"
     if setup.gpus == 1 and setup.zero:
@@ -273,21 +292,24 @@ def plan_notes(plan: Plan) -> Iterator[str]:
     if (
         setup.training
         and setup.optimizer == "adamw"
-        and setup.state_dtype == setup.dtype == "bf16"
+        and setup.state_dtype == setup.dtype != "fp32"
         and not frozen(plan.recipe)
     ):
-        yield "moments are in bf16 and there are no float32 masters, as sk.AdamW has it: state_dtype='fp32', master=True adds them"
+        moments = f"moments are in {setup.dtype} and there are no float32 masters, as sk.AdamW has it"
+        yield f"{moments}: state_dtype='fp32', master=True adds them"
+    if gpu is not None and not gpu.has_bf16:
+        yield from _without_bf16(gpu, setup)
     if shape is not None and setup.length is None:
         yield "attention's products are left out of the FLOPs: give length="
     if shape is None and frozen(plan.recipe) and setup.training:
-        yield "an adapter's own parameters and FLOPs need a config and are left out; the frozen base makes 4ND"
+        yield "an adapter's own FLOPs need a config and are left out; the frozen base makes 4ND"
     if setup.training and frozen(plan.recipe) and getattr(plan.recipe, "adapter", None) is None:
         yield f"nothing trains: {plan.recipe.name} freezes the base and has no adapter; add one with .lora()"
     if setup.offloads:
         yield from _offloaded(plan)
     if time.rate_tflops is None:
         wanted = ["tflops_per_gpu="]
-        if gpu is None or gpu.bf16_tflops is not None:
+        if gpu is None or gpu.plain_tflops is not None:
             wanted.append("mfu=" + ("" if gpu else " with gpu="))
         if (shape is not None and setup.training) or len(wanted) == 1:
             wanted.append("gpu=sk.calibrate()")
@@ -299,9 +321,23 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         rate = f"{time.rate_tflops:,.4g} TFLOPS"
         yield f"no run is that fast, {rate} is beyond {time.floor_how}: give a lower rate, or the recipe that has fewer bits"
     elif time.mfu is not None and time.mfu > PLAUSIBLE_MFU[1]:
-        yield f"MFU {time.mfu:.0%} of {time.peak} is above what published runs sustain, mostly {_USUAL}"
-    if gpu is not None and gpu.bf16_tflops is not None:
+        yield f"MFU {time.mfu:.0%} of {time.peak} is above what published steps reach, mostly {_USUAL}"
+    if gpu is not None and gpu.plain_tflops is not None:
         yield from _peaks(on_gpu(plan.recipe, gpu), gpu)
+
+
+def _without_bf16(gpu: Gpu, setup: Setup) -> Iterator[str]:
+    """What a GPU that does not multiply bf16 asks for."""
+    older = f"{gpu.name} does not multiply bf16 (compute capability {_dotted(gpu.capability)}; from {_dotted(BF16_FROM)} on)"
+    if setup.dtype == "fp16":
+        yield f"{older}: fp16 is planned, and training in it needs loss scaling; dtype='fp32' plans float32"
+    elif setup.dtype == "bf16":
+        yield f"{older}: bf16 is computed as float32, and counts at that peak; dtype='fp16' uses its tensor cores"
+    yield f"surokit's kernels begin at compute capability {_dotted(BF16_FROM)} too: plain PyTorch runs there, slower than estimated"
+
+
+def _dotted(capability: tuple[int, int] | None) -> str:
+    return ".".join(map(str, capability or ()))
 
 
 def _offloaded(plan: Plan) -> Iterator[str]:
@@ -349,11 +385,12 @@ def _peaks(recipe: Any, gpu: Gpu) -> Iterator[str]:
             known.add(peak)
     for where, operands in emulated.items():
         what = " and ".join(operands)
-        yield f"products of {what} count at {gpu.name}'s BF16 peak (emulated: no product for them there, {where})"
+        yield f"products of {what} count at {gpu.name}'s {gpu.plain} peak (emulated: no product for them there, {where})"
     if unknown:
-        yield f"{gpu.name} has no known peak for {' and '.join(sorted(unknown))} operands: they count at its BF16 peak"
+        yield f"{gpu.name} has no known peak for {' and '.join(sorted(unknown))} operands: they count at its {gpu.plain} peak"
     if known:
-        yield f"a share of the BF16 peak says little with products at {' and '.join(sorted(known))}; a bound takes each at its own"
+        peaks = " and ".join(sorted(known))
+        yield f"a share of the {gpu.plain} peak says little with products at {peaks}; a bound takes each at its own"
 
 
 _USUAL = f"{USUAL_MFU[0]:.0%} to {USUAL_MFU[1]:.0%}"
@@ -365,7 +402,7 @@ def _usual(plan: Plan) -> str:
     if gpu is None or floor is None or any(gpu.peak(k) != gpu.peak() for k in product_kinds(on_gpu(plan.recipe, gpu))):
         return ""
     low, high = (figures.days(floor / share) for share in reversed(USUAL_MFU))
-    return f"; at the {_USUAL} of the BF16 peak that most published runs reach it would be {low} to {high}"
+    return f"; at the {_USUAL} of the {gpu.plain} peak at which most published steps run it would be {low} to {high}"
 
 
 def as_text(title: str, answers: Iterable[str], lines: Sequence[Line], notes: Sequence[str]) -> str:

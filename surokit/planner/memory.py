@@ -47,6 +47,7 @@ from surokit.planner.shape import Shape, built_here
 from surokit.planner.streaming import GRADIENT_BLOCKS, Blocks, read_blocks
 from surokit.planner.tape import GRADIENTS, KEPT, LOGITS, PASSING, Moment
 from surokit.planner.their_activations import Theirs
+from surokit.planner.typical import typical_shape
 
 GIB = 2**30
 #: Bytes an element of the dtypes that weights, gradients and optimizer states come in.
@@ -209,7 +210,10 @@ class Setup:
 
 
 def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Setup) -> Memory:
-    """Memory of one GPU; without a shape only the states, and a recipe's storage applies to every parameter."""
+    """Memory of one GPU. A number of parameters has that of a typical shape (typical.py) where batch and length are given; without
+    them only the states are counted, and a recipe's storage applies to every parameter."""
+    if shape is None and setup.batch and setup.length and (typical := typical_shape(parameters)) is not None:
+        return _as_typical(typical[0], parameters, recipe, setup)
     places = placements(shape, recipe) if shape is not None else ()
     terms, trained = _weights(shape, parameters, recipe, setup, places)
     host: list[Term] = []
@@ -226,7 +230,8 @@ def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Set
     left_out: list[str] = []
     phases: tuple[Phase, ...] = ()
     if shape is None:
-        left_out.append("activations, logits and KV cache: give a config in place of a number of parameters")
+        wanted = "a config in place of a number of parameters" if setup.batch and setup.length else "batch= and length="
+        left_out.append(f"activations, logits and KV cache: give {wanted}")
     elif setup.layers == "surokit" and not built_here(shape):
         raise ValueError(f"surokit has no layers for {shape.family}: leave layers= out, or give layers='transformers'.")
     elif setup.batch is None or setup.length is None:
@@ -239,6 +244,18 @@ def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Set
     how = f"allocator and workspace, {setup.slack:.0%} of the rest (usual: 5 to 10 %)"
     terms.append(Term("slack", setup.slack * held, False, how))
     return Memory(tuple(terms), tuple(left_out), phases, tuple(host))
+
+
+def _as_typical(shape: Shape, parameters: float, recipe: Any, setup: Setup) -> Memory:
+    """The memory of a shape that is near, scaled to the number of parameters; nothing of it is exact."""
+    found, ratio = count_memory(shape, shape.parameters, recipe, setup), parameters / shape.parameters
+
+    def scaled(terms: tuple[Term, ...]) -> tuple[Term, ...]:
+        how = "as of a typical shape"
+        return tuple(Term(t.name, t.bytes * ratio, False, how, t.counted, t.most * ratio) for t in terms)
+
+    phases = tuple(replace(phase, bytes=phase.bytes * ratio) for phase in found.phases)
+    return Memory(scaled(found.terms), found.left_out, phases, scaled(found.host))
 
 
 def blocks_of(

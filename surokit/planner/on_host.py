@@ -205,7 +205,7 @@ def _memory(plan: Plan, **changes: Any) -> Memory:
 
 
 def _room(plan: Plan, takes: Mapping[Way, float], memory: Memory, host: Host) -> Room:
-    gib = None if plan.gpu is None else plan.gpu.memory_gib
+    gib = plan.room_gib
     left_out = ""
     if memory.left_out:
         left_out = "activations, which a number of parameters does not tell: give a config"

@@ -122,7 +122,7 @@ def plot_memory(plans: Mapping[str, Plan] | Plan, gib: float | Sequence[float] |
 def _limits(named: Mapping[str, Plan], gib: float | Sequence[float] | None) -> dict[int, float]:
     """The memory that each bar is held against, by row; with several given ones only their number matters."""
     if gib is None:
-        own = {row: plan.gpu.memory_gib for row, plan in enumerate(named.values()) if plan.gpu is not None}
+        own = {row: plan.room_gib for row, plan in enumerate(named.values())}
         return {row: limit for row, limit in own.items() if limit is not None}
     if isinstance(gib, Sequence):
         return dict(enumerate(arguments.number("gib", each) for each in gib))
@@ -151,7 +151,7 @@ def _name_total(ax: Any, row: int, memory: Memory, limit: float | None, scale: f
     total = memory.gib
     words = figures.gib(total)
     if memory.left_out:
-        words += " and more"
+        words += " without activations"
     fits = limit is None or total <= limit
     if limit is not None and not (fits and memory.left_out):
         words += ", fits" if fits else ", too large"

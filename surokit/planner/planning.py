@@ -30,7 +30,7 @@ from surokit.planner.flops import (
     trained_parameters,
 )
 from surokit.planner.fusion import Transposed, read_fusion
-from surokit.planner.hardware import Gpu, find_gpu
+from surokit.planner.hardware import Gpu, find_gpu, machine_gib
 from surokit.planner.lines import Line, as_html, as_text, plan_answers, plan_lines, plan_notes, plan_source
 from surokit.planner.memory import DTYPE_BYTES, SLACK, Layers, Memory, Setup, blocks_of, count_memory
 from surokit.planner.offload import HOT, OFFLOADING, SLOTS, Host, Offload, host_of
@@ -118,8 +118,15 @@ class Plan:
         """Parameters with a gradient and an optimizer's state."""
         return _trains(self.shape, self.parameters, self.recipe, self.setup)
 
+    @property
+    def room_gib(self) -> float | None:
+        """The memory to fit into: the GPU's own; on a CPU that of the Gpu given for it, or of this machine. None where unknown."""
+        if self.gpu is not None and self.gpu.memory_gib is not None:
+            return self.gpu.memory_gib
+        return machine_gib() if self.setup.device == "cpu" else None
+
     def fits(self, gib: float | None = None) -> bool:
-        """Whether the memory of one GPU suffices: all terms, exact and approximate, against `gib` (the GPU's own without it).
+        """Whether the memory of one GPU suffices: all terms, exact and approximate, against `gib` (`room_gib` without it).
 
         Raises ValueError where the answer needs a term that could not be counted.
         """
@@ -160,7 +167,7 @@ class Plan:
         return choices.recipes(self, names, gib=gib)
 
     def fitting(self, *, gib: float | None = None, host: Host | None = None) -> remedies.Fitting:
-        """What would make the plan fit, cheapest first, and what each leaves; on the host too, where `host` has a `memory_gib`."""
+        """What would make the plan fit, and what each leaves; on the host too, where `host` has a `memory_gib`."""
         return remedies.fitting(self, gib=gib, host=host)
 
     def faster(self, *, gib: float | None = None) -> faster.Faster:
@@ -316,7 +323,8 @@ def plan(
                 SwiGLU of our fused layers; attention's products in transformers' layers
     optimizer   "adamw" (without it), "adamw8bit", "sgd" (no state), "zenflow" or "offloadadamw" (states on the host), or an
                 optimizer of ours; `state_dtype` is that of its moments, the weights' own without it
-    dtype       of weights and gradients (bf16; a live model's own); `master` adds float32 masters
+    dtype       of weights and gradients (bf16, or fp16 on a GPU without bf16 products; a live model's own); `master` adds float32
+                masters
     zero        ZeRO stage over `gpus`: 1 shards optimizer states, 2 gradients too, 3 weights too
     layers      "surokit" or "transformers": whose layers compute, which decides what is kept for the backward; a live model's own
                 without it
@@ -340,6 +348,9 @@ def plan(
     shape, parameters, own = subject.shape, subject.parameters, subject.own.arguments
     gpus = arguments.integer("gpus", gpus, most=1e7)
     device = None if gpu is None else find_gpu(gpu)
+    without_bf16 = device is not None and not device.has_bf16
+    held = _dtype(dtype or subject.dtype or ("fp16" if without_bf16 else None))
+    device = device.multiplying(held) if device else None
     batch = own.get("batch") if batch is None else arguments.integer("batch", batch)
     length = own.get("length") if length is None else arguments.integer("length", length)
     run_tokens = None if tokens is None else arguments.tokens(tokens)
@@ -364,10 +375,11 @@ def plan(
         tflops_per_gpu = arguments.rate(tflops_per_gpu, *((device.name, device.fastest_tflops) if device else ()))
     if mfu is not None:
         mfu = arguments.share("mfu", mfu)
-        if device is None or device.bf16_tflops is None:
-            name = "no GPU" if device is None else f"no BF16 peak of {device.name}"
+        if device is None or device.plain_tflops is None:
+            peak = "BF16" if device is None else device.plain
+            name = "no GPU" if device is None else f"no {peak} peak of {device.name}"
             raise ValueError(
-                f"mfu={mfu:g} is a share of a dense BF16 peak, and there is {name}: give gpu='H100' or the like, "
+                f"mfu={mfu:g} is a share of a dense {peak} peak, and there is {name}: give gpu='H100' or the like, "
                 "or tflops_per_gpu=."
             )
     if recipe is not None:
@@ -392,7 +404,6 @@ def plan(
     if kind != "cpu" and training:  # on a CPU all is the host's
         offload_weights = own.get("offload_weights") if offload_weights is None else offload_weights
         offload_activations = own.get("offload_activations") if offload_activations is None else offload_activations
-    held = _dtype(dtype if dtype is not None else subject.dtype)
     # what trains of the model as it is says nothing of another recipe, or of other dtypes
     as_it_is = training and subject.own.has(recipe) and held == _dtype(subject.dtype)
     trained = subject.own.trained if as_it_is else None

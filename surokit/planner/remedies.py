@@ -1,7 +1,7 @@
 """What would make a plan fit, and what binds it: each answer plans again with other arguments, and shows what that gives.
 
-Remedies come in the order of what they cost a user: first those that change neither the mathematics nor the time by much, then
-those that take time, then those that change what is stored, and last those that change what is trained. What a remedy puts on
+Remedies come in a fixed order: smaller parts of the same step, the optimizer's state, what is computed again, what waits on the
+host, masters, and last an adapter and a stored base, which change what is trained. What a remedy puts on
 the host has to fit there too, where the host's memory is known.
 """
 
@@ -62,7 +62,7 @@ class _Space:
 
 @dataclass(frozen=True, repr=False)
 class Fitting:
-    """What would make a plan fit into `room_gib`: each remedy alone, and in `path` the cheapest that do it together.
+    """What would make a plan fit into `room_gib`: each remedy alone, and in `path` the first that do it together.
 
     `plan` is the plan with the path taken, itself where it fits already, None where nothing here is enough. A remedy that saves
     nothing alone may still help beside another, as the peak moves from one part of a step to the next: it is listed only in a path.
@@ -119,7 +119,7 @@ class Fitting:
 def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -> Fitting:
     """What would make the plan fit into `gib` (the GPU's own memory without it) and, where its memory is known, the host's.
 
-    host is the one that a calibration of the plan's GPU measured, without one. Cheapest remedies first. Raises ValueError where the
+    host is the one that a calibration of the plan's GPU measured, without one. Raises ValueError where the
     memory to fit into is not known, TypeError for a host that is none.
     """
     space = _space(plan, gib, host)
@@ -190,7 +190,7 @@ def _merged(remedies: Sequence[Remedy]) -> dict[str, Any]:
 
 
 def _path(plan: Plan, remedies: Sequence[Remedy], space: _Space) -> tuple[Remedy, ...]:
-    """The cheapest remedy that suffices, or the cheapest that do together, none of which could be left out."""
+    """The first remedy that suffices, or the first that do together, none of which could be left out."""
 
     def fits(some: Sequence[Remedy]) -> bool:
         return space.holds(plan.but(**_merged(some)).memory)
@@ -221,7 +221,7 @@ def _together(remedies: Sequence[Remedy], fits: Callable[[Sequence[Remedy]], boo
 
 
 def _remedies(plan: Plan, space: _Space) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(how to write it, the changes, what it costs), cheapest first."""
+    """(how to write it, the changes, what it costs), in the order of this file's opening."""
     s = plan.setup
     if s.training and s.logits == "whole" and s.layers == "surokit" and plan.shape is not None:
         yield "logits='fused'", {"logits": "fused"}, "nothing: the loss takes the logits a part at a time"
@@ -337,7 +337,8 @@ def _smaller_weights(plan: Plan) -> Iterator[tuple[str, dict[str, Any], str]]:
             recipe = base.store(stored).lora(adapter.rank, adapter.alpha, adapter.targets)
             how = f"{name}.store(sk.{storage}){lora or '.lora()'}"
         else:
-            recipe, how = stored.lora(adapter.rank, adapter.alpha, adapter.targets), f"sk.{storage}{lora}"
+            recipe = stored.lora(adapter.rank, adapter.alpha, adapter.targets)
+            how = f"sk.{storage}{lora or ('.lora()' if plan.setup.training else '')}"
         costs = f"precision: the frozen weights in {stored.storage.bits:.3g} bits"
         trains = plan.setup.training and not frozen(own)
         yield f"recipe={how}", {"recipe": recipe}, f"{costs}; an adapter trains" if trains else costs
@@ -400,7 +401,8 @@ def _memory_binding(plan: Plan) -> Binding:
             break
     share = term.gib / m.gib if m.gib else 0.0
     phase = f", in its {m.peak_phase} phase" if m.peak_phase else ""
-    return Binding("memory", term.name, share, f"{figures.gib(m.gib)} on one GPU{phase}", loosens)
+    where = "CPU" if plan.setup.device == "cpu" else "GPU"
+    return Binding("memory", term.name, share, f"{figures.gib(m.gib)} on one {where}{phase}", loosens)
 
 
 def _kind(memory: Memory, term: Term) -> tuple[str, float]:

@@ -1,7 +1,7 @@
 """How long a step is planned to take: each kernel the larger of its FLOPs over a rate and its bytes over a bandwidth.
 
 traffic.py says what one GPU computes, moves and launches; here it meets rates. Where the GPU was calibrated (`Gpu.ceilings`) these
-are rates that the machine reached, and the estimate is a prediction. Elsewhere they are the datasheet's, which no run reaches,
+are rates that the machine reached, and the estimate is a prediction. Elsewhere they are the datasheet's, which few runs reach,
 and the estimate is optimistic; it says so.
 
     row     max(FLOPs / rate, bytes / bandwidth, launches x launch time)       which of the three is the row's bound
@@ -321,7 +321,7 @@ def estimate_step(
         tokens=mine * setup.gpus,
         model_flop=float(compute.model) * mine,
         floor_ms=_floor_ms(compute, gpu, rates) * mine,
-        peak_tflops=gpu.bf16_tflops,
+        peak_tflops=gpu.plain_tflops,
         notes=tuple(_notes(rates, sent, rows)),
     )
 
@@ -342,21 +342,24 @@ def rates_of(gpu: Gpu, dtype: str = "bf16") -> Rates | str:
     """What `gpu` is taken to reach in a model of `dtype`, or one sentence on which figure is missing."""
     c = gpu.ceilings
     full = dtype in ("fp32", "float32")
-    plain = (c.fp32_tflops if full else c.bf16_tflops) if c else None
+    measured = {"BF16": "bf16_tflops", "FP32": "fp32_tflops"}.get("FP32" if full else gpu.plain)
+    plain = getattr(c, measured) if c and measured else None
     bandwidth = c.bandwidth_tb_s if c else None
     reached = [name for name, rate in (("products", plain), ("bandwidth", bandwidth)) if rate is not None]
-    plain = plain or (None if full else gpu.bf16_tflops)
+    plain = plain or (gpu.fp32_tflops if full else gpu.plain_tflops)
     bandwidth = bandwidth or gpu.bandwidth_tb_s
     if plain is None or bandwidth is None:
         if gpu.device == "cpu":
             return f"How fast {gpu.name} computes and copies was not measured: plan with gpu=sk.calibrate('cpu')."
         if plain is None and full:
             return f"The float32 rate of {gpu.name} is not known: calibrate it with sk.calibrate()."
-        field, what = ("bf16_tflops", "BF16 rate") if plain is None else ("bandwidth_tb_s", "memory bandwidth")
+        field, what = "bandwidth_tb_s", "memory bandwidth"
+        if plain is None:
+            field, what = f"{gpu.plain.lower()}_tflops", f"{gpu.plain} rate"
         return f"The {what} of {gpu.name} is not known: give Gpu({gpu.name!r}, {field}=...) or calibrate it with sk.calibrate()."
-    how = f"rates of the datasheet of {gpu.name}, which no run reaches"
+    how = f"rates of the datasheet of {gpu.name}, which few runs reach"
     if c and reached:
-        rest = "" if len(reached) == 2 else f", the rest of the datasheet of {gpu.name}, which no run reaches"
+        rest = "" if len(reached) == 2 else f", the rest of the datasheet of {gpu.name}, which few runs reach"
         how = f"{reached[0] if rest else 'rates'} measured on {c.measured}{rest}"
     products: dict[Kind | None, float] = {None: plain}
     assumed: dict[str, None] = {}
@@ -369,7 +372,7 @@ def rates_of(gpu: Gpu, dtype: str = "bf16") -> Rates | str:
     attention = _attention_rate(gpu, plain, full)
     if attention < plain:
         how += (
-            f"; attention at the {attention / (gpu.bf16_tflops or attention):.0%} of the peak that is published for it"
+            f"; attention at the {attention / (gpu.plain_tflops or attention):.0%} of the peak that is published for it"
         )
     return Rates(
         products=products,
@@ -399,10 +402,10 @@ def _own_rate(gpu: Gpu, kind: Kind) -> tuple[float | None, bool]:
 
 
 def _attention_rate(gpu: Gpu, plain: float, full: bool) -> float:
-    if full or gpu.capability is None or gpu.bf16_tflops is None:
+    if full or gpu.capability is None or gpu.plain_tflops is None:
         return plain
     share = next((share for first, share in ATTENTION_SHARE if gpu.capability >= first), 1.0)
-    return min(plain, share * gpu.bf16_tflops)
+    return min(plain, share * gpu.plain_tflops)
 
 
 def _row(load: Load, rates: Rates) -> Row:

@@ -429,7 +429,7 @@ class Hub:
         monkeypatch.setattr(hub, "reachable", lambda: online)
 
     def fetch(self, repo_id, filename, *, online):
-        assert (repo_id, filename) == ("Qwen/Qwen3-0.6B", "config.json")
+        assert (repo_id, filename) == ("Some/Model-0.6B", "config.json")
         self.asked.append(online)
         if self.exists and (self.cached or online):
             return self.path
@@ -448,7 +448,7 @@ def stored(tmp_path):
 )
 def test_a_hub_id_asks_the_cache_and_then_the_hub(stored, monkeypatch, cached, online, asked):
     stub = Hub(monkeypatch, stored, cached=cached, online=online)
-    assert read_shape("Qwen/Qwen3-0.6B") == (read_shape(fields("qwen3"))[0], "from Qwen/Qwen3-0.6B")
+    assert read_shape("Some/Model-0.6B") == (read_shape(fields("qwen3"))[0], "from Some/Model-0.6B")
     assert stub.asked == asked
 
 
@@ -458,13 +458,13 @@ def test_a_hub_id_asks_the_cache_and_then_the_hub(stored, monkeypatch, cached, o
 def test_a_hub_id_that_cannot_be_had(stored, monkeypatch, online, said):
     Hub(monkeypatch, stored, cached=False, online=online, exists=False)
     with pytest.raises(FileNotFoundError, match=said) as caught:
-        read_shape("Qwen/Qwen3-0.6B")
+        read_shape("Some/Model-0.6B")
     assert "\n" not in str(caught.value)
 
 
 def test_a_folder_of_that_name_comes_before_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub, "fetch", None)
-    (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
-    (tmp_path / "Qwen" / "Qwen3-0.6B" / "config.json").write_text(json.dumps(fields("qwen3")), encoding="utf-8")
-    assert isinstance(read_shape("Qwen/Qwen3-0.6B")[0], Shape)
+    (tmp_path / "Some" / "Model-0.6B").mkdir(parents=True)
+    (tmp_path / "Some" / "Model-0.6B" / "config.json").write_text(json.dumps(fields("qwen3")), encoding="utf-8")
+    assert isinstance(read_shape("Some/Model-0.6B")[0], Shape)

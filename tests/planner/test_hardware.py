@@ -67,6 +67,17 @@ def test_figures_as_vendors_print_them(name, figures):
         assert getattr(gpu, each) == (None if printed is None else pytest.approx(printed, rel=0.003)), each
 
 
+@pytest.mark.parametrize(("name", "fp16", "fp32"), [("T4", 65, 8.1), ("V100", 125, 15.7)])
+def test_gpus_without_bf16_are_known_by_fp16_and_fp32(name, fp16, fp32):
+    gpu = find_gpu(name)
+    assert (gpu.bf16_tflops, gpu.fp16_tflops, gpu.fp32_tflops) == (None, fp16, fp32)
+    assert not gpu.has_bf16
+    assert gpu.multiplying("fp16").peak() == (fp16, f"{name} dense FP16")
+    assert gpu.multiplying("bf16").peak() == gpu.multiplying("fp32").peak() == (fp32, f"{name} dense FP32")
+    newer = find_gpu("H100")
+    assert newer.multiplying("fp16") is newer
+
+
 def test_eight_bits_are_twice_and_four_bits_are_more_where_both_are_known():
     for gpu in planner.GPUS.values():
         if gpu.fp8_tflops is not None and gpu.bf16_tflops is not None:

@@ -83,6 +83,7 @@ def test_without_overlap_all_of_the_hosts_update_is_waited_for():
     assert o.use == "surokit.ZenFlow(topk_ratio=0.1, update_interval=4, overlap_step=False)"
 
 
+@pytest.mark.soak  # it compares seconds, which needs a machine that does nothing else
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_steps_time_on_an_emulated_device(overlap, monkeypatch):
     """A device that sleeps, a slow link, and a host whose AdamW takes its time. What else runs here makes it slower at times, and
@@ -331,19 +332,15 @@ def test_every_way_is_held_against_the_gpus_memory():
 
 
 def test_what_a_number_does_not_tell():
-    """Activations are not known: little is said to fit but for them, much to be unknown, too much not to fit."""
+    """A number near a known model has the activations of a typical shape; of another they are not known, and that is said."""
+    tiny = plan("1e6", gpu="H100", **STEP).offload(HOST)
+    assert (tiny.choice, tiny.use) == ("none", "surokit.AdamW")
+    assert "fits but for the activations, which a number of parameters does not tell" in tiny.why
     small = plan("1e9", gpu="H100", **STEP).offload(HOST)
-    assert (small.choice, small.use) == ("none", "surokit.AdamW")
-    assert (
-        "8.20 GiB of the GPU's 80.0 GiB: fits but for the activations, which a number of parameters does not tell"
-        in small.why
-    )
+    assert small.fits["none"]
+    assert small.why == "the GPU's memory suffices, and offload only adds time"
     large = plan("8e9", gpu="H100", **STEP).offload(HOST)
-    assert large.fits["none"] is None
-    assert large.why.startswith(
-        "not known whether it fits without: 65.6 GiB of the GPU's 80.0 GiB are taken without the"
-    )
-    assert large.choice == "zenflow"
+    assert large.fits["none"] is False
     unknown = plan(QWEN_8B, tflops_per_gpu=400, batch=4, length=4096).offload(HOST)
     assert "not known whether it fits without: the plan names no GPU" in unknown.why
 
@@ -496,7 +493,7 @@ def test_times_at_a_datasheets_rates_say_so():
     """As the plan's own answer does; at a rate that was given, and at measured ones, they are predictions."""
     step: dict[str, Any] = {"batch": 4, "length": 4096}
     p = plan(QWEN_8B, gpu="H100", **step)
-    said = "optimistic: rates of the datasheet of H100, which no run reaches"
+    said = "optimistic: rates of the datasheet of H100, which few runs reach"
     assert p.answers[1].endswith(f"({said.replace(': ', '): ')}")
     o = p.offload(FAST)
     assert f"  times are {said}\n" in repr(o)

@@ -32,7 +32,7 @@ LLAMA_8B = {
 }
 SMALL = {**LLAMA_8B, "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 640, "vocab_size": 4096}
 FULL = {"batch": 4, "length": 4096, "gpu": "H100"}
-FEW = settings(max_examples=20, deadline=None)
+FEW = settings(max_examples=settings().max_examples // 12)  # each takes a second; make soak looks further
 
 
 def plan(what, **given):
@@ -686,9 +686,9 @@ def test_a_remedy_says_what_is_left_of_the_same_kind():
     remedy = binds(served).memory.remedy
     assert f"recipe=sk.QFP8 leaves {weights:.2f} GiB of weights" in remedy
     assert "trains" not in "".join(r.costs for r in fitting(served, gib=80).remedies)
-    assert "recipe=sk.QNF4" in [r.how for r in fitting(plan(8e9, recipe="qfp8"), gib=80).remedies]
+    assert "recipe=sk.QNF4.lora()" in [r.how for r in fitting(plan(8e9, recipe="qfp8"), gib=80).remedies]
     estimated = str(binds(plan(LLAMA_8B, **FULL, optimizer="sgd", recompute="full")).time)
-    assert "(optimistic: rates of the datasheet of H100, which no run reaches)" in estimated
+    assert "(optimistic: rates of the datasheet of H100, which few runs reach)" in estimated
     assert " times as fast as bf16" in estimated
     assert "predicted" not in estimated
 

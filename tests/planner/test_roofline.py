@@ -435,7 +435,7 @@ def test_a_calibration_cut_short_is_not_all_datasheet(figures, said):
     gpu = dataclasses.replace(find_gpu("H200"), ceilings=Ceilings("a test", **figures))
     rates = rates_of(gpu)
     assert isinstance(rates, Rates)
-    assert rates.how.startswith(f"{said} measured on a test, the rest of the datasheet of H200, which no run reaches")
+    assert rates.how.startswith(f"{said} measured on a test, the rest of the datasheet of H200, which few runs reach")
     assert not rates.measured
 
 
@@ -444,7 +444,7 @@ def test_measured_rates_predict_and_the_datasheet_is_optimistic():
     assert (told.kind, sheet.kind) == ("prediction", "optimistic")
     assert told.how.startswith("rates measured on a test; 8-bit products, not measured, at their peak times")
     assert sheet.how == (
-        "rates of the datasheet of H200, which no run reaches; attention at the 35% of the peak that is published for it"
+        "rates of the datasheet of H200, which few runs reach; attention at the 35% of the peak that is published for it"
     )
     assert sheet.step_ms < told.step_ms
     assert sheet.launch_ms is None

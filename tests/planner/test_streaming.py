@@ -184,7 +184,7 @@ def test_it_prints():
 
 def test_a_step_at_a_datasheets_rates_says_so():
     found = plan(QWEN_8B, gpu="H100", batch=4, length=4096).streamed(HOST)
-    assert "ms (optimistic: rates of the datasheet of H100, which no run reaches), bound by " in repr(found)
+    assert "ms (optimistic: rates of the datasheet of H100, which few runs reach), bound by " in repr(found)
     assert "predicted" not in repr(found)
     assert "is predicted" in repr(plan(QWEN_8B, gpu="H100", **STEP).streamed(HOST))
 

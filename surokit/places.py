@@ -1,0 +1,75 @@
+"""Where things happen: the device that somebody names, the device that a model is on, the folder that somebody wants written.
+Refused in plain words where it cannot be, before any work is lost.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def find_device(device: torch.device | str | None, who: str) -> torch.device:
+    """The device that is named; None is a CUDA GPU if there is one, else the CPU.
+
+    who: the function that was asked, for the message, such as "load". ValueError for a name that torch does not know, and for a
+    CUDA device that is not there.
+    """
+    import torch
+
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"{who}(device={device!r}): torch knows no such device; give 'cuda', 'cuda:1' or 'cpu'."
+        ) from None
+    if found.type != "cuda":
+        return found
+    if not torch.cuda.is_available():
+        why = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device here"
+        raise ValueError(
+            f"{who}(device={str(device)!r}): {why} (torch {torch.__version__}). device='cpu' works here, and surokit doctor says "
+            "what this machine has."
+        )
+    count = torch.cuda.device_count()
+    if found.index is not None and found.index >= count:
+        raise ValueError(
+            f"{who}(device={str(device)!r}): there {'is 1 CUDA device' if count == 1 else f'are {count} CUDA devices'} here, "
+            f"counted from 0: give 'cuda' or 'cuda:{count - 1}'."
+        )
+    return found
+
+
+def check_values(model: nn.Module, who: str) -> None:
+    """ValueError for a model with parameters on the meta device. who: the function that was asked, such as "Session"."""
+    name = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if name is not None:
+        raise ValueError(
+            f"{who}() needs a model with values, and this {type(model).__name__} is on the meta device ({name}), which has shapes "
+            "only: load it with surokit.load(), or model.to_empty(device='cpu') and fill its weights."
+        )
+
+
+def make_folder(folder: Path, what: str) -> None:
+    """Makes the folder with its parents, if it is not there, and makes sure that files can be written in it.
+
+    what: its part in the message, such as "run directory". PermissionError, or the OSError that the system gave, in a sentence.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(
+            dir=folder
+        ):  # permissions alone do not tell it: a file system may be read-only, or full
+            pass
+    except OSError as error:
+        raise type(error)(
+            error.errno,
+            f"The {what} {folder} cannot be written to ({error.strerror or error}): choose a folder of yours, or have its "
+            "permissions changed.",
+        ) from error
