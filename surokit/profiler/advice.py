@@ -22,6 +22,7 @@ from surokit.profiler.observed import DATA_RANGES, Table, place_text
 WORTH = 0.01  # share of the step below which a rule keeps silent
 MOST_OF_IT = 0.5  # the least own share: on a busy machine the profiler's costs come out too high
 TINY_MS = 0.01  # an operator that takes less on a CPU does next to nothing
+LARGE = 0.25  # share of the step from which a part is named though nothing of it is lost
 EVERY = 20  # steps between two reads of a value that is only shown
 
 
@@ -120,6 +121,16 @@ def advise(summary: Mapping[str, Any], tables: Mapping[str, Table], settings: Ma
         rows = [replace(row, evidence=row.evidence + _claimed_too(seen, row, found)) for row in found]
     columns = ("rule", "advice", "evidence", "gain_ms", "file", "line")
     return {name: [getattr(row, name) for row in rows] for name in columns}
+
+
+def nothing_to_win(summary: Mapping[str, Any], advice: Table) -> str:
+    """A sentence where no advice is worth anything, on what the step is made of; "" where some is."""
+    wall, phases = summary["wall_ms"], summary["phases_ms"]
+    if not wall or summary["activity"] == "unknown" or max(advice["gain_ms"], default=0.0) >= WORTH * wall:
+        return ""
+    phase, ms = max(phases.items(), key=lambda item: float(item[1]))
+    most = f"most of it is {phase} ({ms / wall:.0%})"
+    return f"no advice can win {WORTH:.0%} of the step: {most}, which less work, fewer bits or a faster device make shorter"
 
 
 def _bounded(seen: Seen, row: Row) -> Row:
@@ -274,31 +285,56 @@ def launches(seen: Seen) -> Iterator[Row]:
     yield Row("launches", advice, f"most often {name}, {calls:.0f} a step", lost, ("launches",))
 
 
-_WITH_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+# how often an update moves a tensor of the parameters' size: in the fused form, which reads parameter, gradient and states once and
+# writes all but the gradient, and operator by operator (torch/optim, with weight decay and momentum)
+_MOVED = {"Adam": (7, 20), "AdamW": (7, 20), "Adagrad": (5, 11), "SGD": (5, 8)}
+_MOVED_BY = {"addcdiv_": 4, "addcmul_": 3, "lerp_": 3}  # the same of an operator that only optimizers call
 
 
 def optimizer(seen: Seen) -> Iterator[Row]:
-    """An optimizer that walks its parameters one by one, or in groups, where one fused operator would do."""
+    """An optimizer that walks its parameters one by one, or in groups, where one fused operator would do; and one that cannot be
+    faster and takes much of the step."""
     ms, said = seen.phase("optimizer"), seen.settings.get("optimizer", "")
     kind = said.partition(" ")[0]
     loops = seen.called("addcdiv_")
     grouped = sum(calls for name, calls in seen.calls.items() if name.startswith("aten::_foreach_addc"))
     tensors = float(match[1]) if (match := re.search(r"(\d+) tensors", said)) else 0.0
     fused = "fused=True" in said or any(name.startswith("aten::_fused_") for name in seen.calls)
-    many = max(loops, tensors if kind in _WITH_FUSED else 0.0)
-    if fused or not seen.worth(ms, 5) or (many < 8 and not grouped):
-        return
-    how = "in groups" if grouped else "one by one"
-    fix = f"torch.optim.{kind}(..., fused=True)" if kind in _WITH_FUSED else "fused=True where it has one"
-    advice = f"the optimizer updates {many or grouped:.0f} tensors {how} in {ms:.3g} ms: {fix}, or sk.AdamW"
-    evidence = f"{loops:.0f} x aten::addcdiv_ a step" if loops else said or f"{grouped:.0f} foreach operators a step"
-    if seen.on_gpu:  # the host's time behind a busy GPU is free
-        ms = min(
-            ms,
-            seen.summary["idle_ms"]
-            + sum(own for name, own in seen.rows("modules", "module self_ms") if name == "(optimizer)"),
+    many = max(loops, tensors if kind in _MOVED else 0.0)
+    busy = sum(own for name, own in seen.rows("modules", "module self_ms") if name == "(optimizer)")
+    parts = ("launches", "host", "busy")
+    # the host's time behind a busy GPU is free
+    taken = min(ms, seen.summary["idle_ms"] + busy) if seen.on_gpu else ms
+    gain = taken - _fused_takes(seen, kind, min(busy, taken), many)
+    if not fused and (many or grouped) and seen.worth(gain, 2):
+        how = "in groups" if grouped else "one by one"
+        fix = f"torch.optim.{kind}(..., fused=True)" if kind in _MOVED else "fused=True where it has one"
+        advice = f"the optimizer updates {many or grouped:.0f} tensors {how} in {ms:.3g} ms: {fix}, or sk.AdamW"
+        calls = f"{loops:.0f} x aten::addcdiv_" if loops else said or f"{grouped:.0f} foreach operators"
+        yield Row("optimizer", advice, f"{calls} a step, {ms / seen.wall:.0%} of the step", gain, parts)
+    elif taken >= LARGE * seen.wall:
+        word = "fused" if fused else "as it is"
+        advice = (
+            f"the optimizer, {word}, takes {ms:.3g} ms of {seen.wall:.3g}: let one update serve two batches or more (a larger "
+            "batch, accumulation), which trains differently"
         )
-    yield Row("optimizer", advice, evidence, ms, ("launches", "host", "busy"))
+        if kind == "AdamW8bit" and not seen.on_gpu:
+            advice += ", or take sk.AdamW: moments in 8 bits are slow on a CPU"
+        yield Row("optimizer share", advice, f"{ms / seen.wall:.0%} of the step; {said}", taken / 2, parts)
+
+
+def _fused_takes(seen: Seen, kind: str, busy_ms: float, tensors: float) -> float:
+    """The least that a fused update would still take: moving the tensors once. On a CPU at the speed of the fastest operator of the
+    update that is there; where operators are so short that only their number counts, nothing."""
+    moved, moved_apart = _MOVED.get(kind, (0, 1))
+    if seen.on_gpu:
+        return busy_ms * moved / moved_apart
+    own = dict(seen.rows("ops", "op self_ms"))
+    each = [own[f"aten::{name}"] / times for name, times in _MOVED_BY.items() if own.get(f"aten::{name}")]
+    if each:
+        return min(busy_ms, moved * min(each))
+    # without such an operator, as in SGD, the fused form is no faster where the tensors are large
+    return busy_ms if moved and busy_ms > moved_apart * TINY_MS * max(tensors, 1) else 0.0
 
 
 _OFFLOAD_REMEDIES = {  # what an offloading optimizer waits for most -> what to change

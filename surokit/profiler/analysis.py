@@ -79,7 +79,7 @@ def analyse(recording: Recording, named_by: Recording | None = None) -> Analysis
     }
     in_copies_ns = exposed_copies(o) if o.on_gpu else (int(own_op_E[copying_E].sum()), 0)
     tables["lost"] = lost_table(o, divided, tables, in_copies_ns)
-    if not recording.traced:  # nothing recorded is not nothing done
+    if not o.seen:  # nothing recorded is not nothing done
         tables |= {name: {column: [] for column in tables[name]} for name in ("gaps", "lines", "lost")}
     return Analysis(_summary(o, modules, tables["steps"]), tables, o.windows, tuple(o.notes))
 
@@ -151,20 +151,20 @@ def _device_copies(o: Observed) -> Table:
 
 def _summary(o: Observed, modules: Modules, steps: Table) -> dict[str, Any]:
     n, r = o.steps, o.r
-    wall, busy = ms(o.wall_ns) / n, ms(o.busy_K.sum()) / n if r.traced else nan
+    wall, busy = ms(o.wall_ns) / n, ms(o.busy_K.sum()) / n if o.seen else nan
     p5, p50, p95 = np.percentile(steps["wall_ms"], [5, 50, 95]).tolist()
     waits = int(o.in_steps(o.waits.start_E).sum())
     gflop = None if modules.flop is None else float(modules.flop.sum()) / 1e9
     communicating, exposed = _communication(o)
     return {
         "device": r.device,
-        "activity": ("gpu" if o.on_gpu else "cpu") if r.traced else "unknown",
+        "activity": ("gpu" if o.on_gpu else "cpu") if o.seen else "unknown",
         "steps": n,
         "warmup": o.skipped,
         "wall_ms": wall,
         "busy_ms": busy,
         "idle_ms": wall - busy,
-        **{f"{name}_wait_ms": ms(waits_G.sum()) / n if r.traced else nan for name, waits_G in _waits(o).items()},
+        **{f"{name}_wait_ms": ms(waits_G.sum()) / n if o.seen else nan for name, waits_G in _waits(o).items()},
         "busy_frac": busy / wall if wall else 0.0,
         "wall_p5_ms": p5,
         "wall_p50_ms": p50,

@@ -2,7 +2,7 @@
 
     light of an operator = max(FLOPs / rate of its products, bytes / bandwidth)        FLOPs and bytes as `work` counts them
 
-Rates are the ceilings of a calibration (surokit/calibration.py), where there are none the datasheet's, which no run reaches. The
+Rates are the ceilings of a calibration (surokit/calibration.py), where there are none the datasheet's, which few runs reach. The
 light of a module is the sum over the operators that it runs itself, forward and backward, and stands beside its own measured time;
 so the pseudo-rows have one as well. A share above one says that the data was in a cache, which the copy of a calibration is not.
 

@@ -75,6 +75,7 @@ class MonitorSummary:
                 self.unit,
                 "by the sampled idle share" if a.windows else "at least",
                 "data" if math.isnan(self.offload_ms) else "data or offload",
+                on_gpu=self.name != "cpu",
             ),
         ]
         out += [

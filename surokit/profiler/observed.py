@@ -73,7 +73,7 @@ class Observed:
 
     host_thread_A and host_time_A: where on the host each was asked for. own_A: its share of the busy time of the steps.
     windows: (begin, stop) of each step K on device time; hosts: the marks between steps on the host. G: the gaps of all steps,
-    in order.
+    in order. seen: whether anything was recorded whose absence is idle time.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -87,15 +87,20 @@ class Observed:
         self.calls = every.take(every.is_kind(Kind.RUNTIME))
         self.ranges = every.take(every.is_kind(Kind.ANNOTATION))
         self.active = every.take(device) if self.on_gpu else self.ops.take(self.named(self.ops, is_operator))
-        if not len(every):
-            why = "" if recording.notes else ": nothing in the block used PyTorch"
-            self.notes.append(f"no events were recorded{why}")
         if every.damaged:
             self.notes.append(f"{every.damaged} damaged events were left out")
         self._join_launches()
         self._cut_steps()
         self._break_down()
         self._find_waits()
+        # where torch did nothing its idle share would be that of a program that is not seen
+        ran = self.ops.start_E[self.named(self.ops, is_operator)]
+        self.seen = recording.traced and bool(self.busy_K.any() or self.in_steps(ran).any())
+        if recording.traced and not self.seen:
+            self.notes.append(
+                "no torch operator was recorded in these steps, so their busy and idle time are not known: "
+                "the work was done outside of torch, or in another thread or process"
+            )
 
     def named(self, events: Timeline, chosen: Callable[[str], object] | tuple[str, ...]) -> Bool:
         """A mask of the events whose name is chosen, by a function or by one of several beginnings."""

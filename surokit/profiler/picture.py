@@ -81,7 +81,7 @@ def step_svg(shown: Shown, step: int, title: str = "", span_ns: int = 0) -> str:
     span = max(stop - begin, span_ns, 1)
     lanes = _lanes(shown.recording, begin, stop)
     rows = [[lane] for lane in lanes]
-    if shown.recording.traced:  # else idle time is unknown
+    if shown.summary["activity"] != "unknown":  # else idle time is
         rows.append(_gap_lanes(shown, step, lanes))
     scale = (WIDTH - LEFT - 8) / span
     title = title or f"step {step}, {three_digits((stop - begin) / 1e6)} ms"
@@ -203,7 +203,7 @@ def profile_html(shown: Shown) -> str:
         _phases(s),
     ]
     if tables["lost"]["cause"]:
-        parts += ["<p><b>Lost time</b></p>", _lost_table(tables["lost"], s["wall_ms"] or 1.0)]
+        parts += ["<p><b>Lost time</b></p>", _lost_table(tables["lost"], s["activity"])]
     if shown.by == "module" and any(tables["modules"]["self_ms"]):
         parts += ["<p><b>Busy time by module</b></p>", _module_table(tables["modules"], s["busy_ms"], shown.light)]
     elif rows := largest(tables, shown.by, ROWS):
@@ -275,9 +275,17 @@ def _phases(s: dict[str, Any]) -> str:
     return "".join(parts) + f'</svg><div style="font-size:11px;margin-left:{LEFT / WIDTH:.0%}">{legend}</div>'
 
 
-def _lost_table(lost: Table, wall: float) -> str:
+def _lost_table(lost: Table, activity: str) -> str:
     dollars = any(usd is not None for usd in lost.get("usd_per_day", ()))
-    header = ["", "", "ms a step", "share", "GPU hours a day", *(["USD a day"] if dollars else []), "evidence"]
+    header = [
+        "",
+        "",
+        "ms a step",
+        "share",
+        "GPU hours a day" if activity == "gpu" else "hours a day",
+        *(["USD a day"] if dollars else []),
+        "evidence",
+    ]
     rows = []
     for i, cause in enumerate(lost["cause"]):
         usd = [f"{lost['usd_per_day'][i]:,.2f}"] if dollars else []

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
-from surokit.profiler.advice import advise
+from surokit.profiler.advice import advise, nothing_to_win
 from surokit.profiler.analysis import Analysis, Table, analyse
 from surokit.profiler.picture import ADVICE, Shown, largest, profile_html, rates, short_name, step_svg
 from surokit.profiler.recording import Recording, pack, unpack
@@ -97,7 +97,7 @@ class Profile:
     @property
     def lost(self) -> pd.DataFrame:
         """Four rows, launches, syncs, copies, host: cause, ms_per_step, share of the wall, gpu_hours_per_day (24 x
-        share), usd_per_day (None without a price), evidence. `surokit.profiler.causes` defines each."""
+        share, of whatever device), usd_per_day (None without a price), evidence. `surokit.profiler.causes` defines each."""
         return self._frame("lost")
 
     @property
@@ -342,15 +342,16 @@ class Profile:
 
     def _all_notes(self) -> list[str]:
         s = self._analysis.summary
-        notes = []
+        notes = [nothing] if (nothing := nothing_to_win(s, self._analysis.tables["advice"])) else []
         if s["activity"] == "cpu":
             notes.append("CPU: idle means time outside operators")
         if s["overhead_ms"]:
             notes.append(f"the profiler's own share is about {three_digits(s['overhead_ms'])} ms a step (calibrated)")
         if s["unprofiled_ms"] is not None:
             notes.append(f"a step without the profiler took {three_digits(s['unprofiled_ms'])} ms")
-        if (usd := self._done().usd_per_gpu_hour) is not None:
-            notes.append(f"at {usd:g} USD a GPU hour; a day is 24 hours of steps like these")
+        if (usd := self._done().usd_per_gpu_hour) is not None and s["activity"] != "unknown":
+            hour = "a GPU hour" if s["activity"] == "gpu" else "an hour"
+            notes.append(f"at {usd:g} USD {hour}; a day is 24 hours of steps like these")
         return notes + list(self._analysis.notes)
 
     def __repr__(self) -> str:

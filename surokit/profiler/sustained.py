@@ -145,9 +145,12 @@ def _share(part: Floats, whole: Floats) -> float:
 # -------------------------------------------------------------------------------------------------------------------- text
 
 
-def rows(s: Any, unit: str = "tokens/s", lost: str = "at least", waits: str = "data") -> list[tuple[str, str]]:
+def rows(
+    s: Any, unit: str = "tokens/s", lost: str = "at least", waits: str = "data", *, on_gpu: bool = True
+) -> list[tuple[str, str]]:
     """A Sustained, or what has its fields, as rows of a small table; `unit` says what the rates count, `lost` how the lost hours
-    are meant, `waits` what a stall waited for."""
+    are meant, `waits` what a stall waited for, `on_gpu` whose hours they are."""
+    hours = "GPU hours" if on_gpu else "hours"
     warm_up = "the first step" if s.warmup_steps == 1 else f"the first {s.warmup_steps} steps"
     left_out = f", without {warm_up} ({number(s.warmup_s)} s)" if s.warmup_steps else ""
     drift = percent(s.drift, "+")
@@ -165,7 +168,7 @@ def rows(s: Any, unit: str = "tokens/s", lost: str = "at least", waits: str = "d
         ),
         ("drift", drift if math.isnan(s.drift) else f"{drift} from the first to the last tenth"),
         ("goodput", f"{percent(s.goodput)} of the wall in steps that count, not waiting for {waits}"),
-        ("GPU hours lost", f"{number(s.lost_gpu_hours)}, {lost}{price}"),
+        (f"{hours} lost", f"{number(s.lost_gpu_hours)}, {lost}{price}"),
     ]
 
 

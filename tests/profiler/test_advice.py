@@ -4,6 +4,7 @@
 import pkgutil
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 import surokit as sk
 from surokit.profiler import advice
-from surokit.profiler.advice import RULES, Seen, advise
+from surokit.profiler.advice import RULES, Seen, advise, nothing_to_win
 from tests.profiler.models import Net, train
 
 COLUMNS = {
@@ -148,9 +149,15 @@ CASES = {
             "ops": [op("addcdiv_", 148.0, 3.0)],
             "settings": {"optimizer": "AdamW fused=None foreach=False, 148 tensors"},
         },
-        9.0,  # 5 ms idle and 4 ms of kernels; the rest ran behind a busy GPU
+        7.6,  # 5 ms idle and 13 / 20 of 4 ms of kernels; the rest ran behind a busy GPU
         ("updates 148 tensors one by one in 15 ms", "torch.optim.AdamW(..., fused=True)", "148 x aten::addcdiv_"),
         {"settings": FUSED},
+    ),
+    "optimizer share": (
+        {"phases": {"optimizer": 56.0}, "modules": [("(optimizer)", "", 50.0)], "lost": lost(host=10.0)},
+        28.0,
+        ("the optimizer, fused, takes 56 ms of 100", "accumulation", "56% of the step"),
+        {"phases": {"optimizer": 20.0}},
     ),
     "clipping": (
         {
@@ -404,6 +411,70 @@ def test_a_foreach_optimizer_and_one_without_a_fused_form():
     assert "fused=True where it has one" in row["advice"]
 
 
+LOOP = "AdamW fused=None foreach=None, 5 tensors"
+LARGE = [
+    op("mm", 9.0, 30.0),
+    op("sqrt", 5.0, 11.0),
+    op("lerp_", 5.0, 3.0),
+    op("addcmul_", 5.0, 3.0),
+    op("addcdiv_", 5.0, 8.0),
+]
+SMALL = [op("mm", 9.0, 30.0), *(op(name, 80.0, 0.4) for name in ("sqrt", "lerp_", "addcmul_", "addcdiv_"))]
+
+
+@pytest.mark.parametrize(
+    ("ops", "optimizer", "busy", "gain"),
+    [
+        (LARGE, LOOP, 50.0, 56.0 - 7 * 3 / 3),  # seven times one pass of the fastest operator there, addcmul_ or lerp_
+        (SMALL, LOOP, 50.0, 56.0 - 7 * 0.4 / 4),
+        (LARGE, "Adagrad fused=None foreach=None, 5 tensors", 50.0, 56.0 - 5 * 3 / 3),
+        # SGD calls nothing of its own: of short operators all but their work, of long ones only the time between them
+        ([op("add_", 160.0, 0.8)], "SGD fused=None foreach=None, 80 tensors", 0.8, 56.0),
+        ([op("add_", 10.0, 40.0)], "SGD fused=None foreach=None, 5 tensors", 40.0, 16.0),
+    ],
+)
+def test_what_a_fused_optimizer_can_win_on_a_cpu(ops, optimizer, busy, gain):
+    """An optimizer that takes 56 % of the step leads the advice, with what one pass over its tensors leaves of it."""
+    what = {
+        "phases": {"optimizer": 56.0},
+        "ops": ops,
+        "lost": lost(launches=30.0, host=30.0),
+        "modules": [("(optimizer)", "", busy)],
+        "syncs": [(ME, 7, ".item()", 1.0, 0.08, "")],
+        "settings": FUSED | {"optimizer": optimizer},
+    }
+    table = advise(*seen("cpu", **what))
+    row = table["rule"].index("optimizer")
+    assert row == (0 if gain > 30 else 1)  # by what can be won
+    assert table["gain_ms"][row] == pytest.approx(gain)
+    assert "56% of the step" in table["evidence"][row]
+
+
+def test_moments_in_8_bits_are_slow_on_a_cpu():
+    what = {"phases": {"optimizer": 90.0}, "modules": [("(optimizer)", "", 80.0)], "lost": lost(host=10.0)}
+    settings = FUSED | {"optimizer": "AdamW8bit fused=True foreach=None, 38 tensors"}
+    for activity, told in (("cpu", True), ("gpu", False)):
+        (row,) = fired("optimizer share", activity=activity, settings=settings, **what)
+        assert ("sk.AdamW: moments in 8 bits are slow on a CPU" in row["advice"]) is told
+
+
+def test_where_nothing_can_be_won_that_is_said():
+    phases = {"forward": 40.0, "backward": 58.0, "optimizer": 2.0}
+    summary, tables, settings = seen(
+        "cpu", phases=phases, syncs=[(ME, 7, ".item()", 1.0, 0.08, "")], lost=lost(syncs=0.08)
+    )
+    table = advise(summary, tables, settings)
+    assert table["rule"] == ["sync"]
+    assert nothing_to_win(summary, table) == (
+        "no advice can win 1% of the step: most of it is backward (58%), which less work, fewer bits or a faster device make "
+        "shorter"
+    )
+    nothing: dict[str, list[object]] = {name: [] for name in table}
+    assert nothing_to_win(summary, nothing) == nothing_to_win(summary, table)
+    assert nothing_to_win(summary, table | {"gain_ms": [1.0]}) == ""
+    assert nothing_to_win(summary | {"activity": "unknown"}, nothing) == ""
+
+
 def test_rules_that_claim_the_same_time_say_so():
     what = {
         "lost": lost(launches=10.0, host=20.0),
@@ -540,11 +611,13 @@ def test_no_steps_no_advice():
 
 
 def advised(step, steps=3):
-    with sk.profile(steps, 1) as p:
-        for _ in range(steps + 1):
-            step()
-            p.step()
-    table = p.advice
+    """What a real step is told, whatever share of it a fault took this time."""
+    with mock.patch.object(advice, "WORTH", 1e-9):
+        with sk.profile(steps, 1) as p:
+            for _ in range(steps + 1):
+                step()
+                p.step()
+        table = p.advice
     return dict(zip(table.rule, zip(table.advice, table.evidence, table.gain_ms)))
 
 

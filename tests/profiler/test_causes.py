@@ -1,6 +1,7 @@
 """What holds of every recording: the parts sum. And the exact answers of copies, communication, steps without kernels,
 and who is named on a CPU."""
 
+import math
 import time
 from dataclasses import replace
 
@@ -90,7 +91,13 @@ def test_parts_sum(recording, named):
     timeline = r.timeline.take(
         r.timeline.is_kind(*kinds) & r.timeline.is_named("autograd" not in n for n in r.timeline.names)
     )
-    assert s["busy_ms"] * n * 1e6 == pytest.approx(raster(timeline, begin, stop).sum())
+    busy = raster(timeline, begin, stop).sum()
+    if s["activity"] == "unknown":  # no operator ran: no share of anything is told
+        assert busy == 0
+        assert math.isnan(s["busy_ms"])
+        assert t["lost"]["cause"] == []
+        return
+    assert s["busy_ms"] * n * 1e6 == pytest.approx(busy)
     talks = timeline.is_named("nccl" in name for name in timeline.names)
     talking, silent = raster(timeline.take(talks), begin, stop), raster(timeline.take(~talks), begin, stop)
     assert s["comm_ms"] * n * 1e6 == pytest.approx(talking.sum())
@@ -147,7 +154,7 @@ def test_waits_for_an_offloaded_optimizer_are_a_cause_of_their_own():
     assert found.tables["offload"] == {"wait": ["adam", "landing"], "count": [1, 1], "ms": [0.02, 0.003]}
     assert "0.02 ms in waits for adam" in column(found.tables["lost"], "cause", "evidence")["offload"]
     assert column(found.tables["lines"], "line", "ms")[0] == pytest.approx(0.02)
-    assert analyse(block(made[:1], 100)).tables["lost"]["cause"] == list(CAUSES)
+    assert analyse(block(made[:2], 100)).tables["lost"]["cause"] == list(CAUSES)
 
 
 def test_waits_for_an_offloaded_optimizer_on_a_cpu():
@@ -229,7 +236,7 @@ def test_a_step_that_launches_nothing_ends_at_its_mark():
 def test_an_empty_window_has_no_shares():
     found = analyse(Recording(Timeline.of([]), 5, 5))
     assert (found.summary["wall_ms"], found.summary["busy_frac"], found.summary["tflops"]) == (0, 0, None)
-    assert found.tables["lost"]["share"] == [0, 0, 0, 0]
+    assert found.tables["lost"]["share"] == []
 
 
 def test_loss_clipping_and_optimizer_are_rows_of_their_own():

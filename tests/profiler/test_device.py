@@ -75,7 +75,7 @@ def watch(monkeypatch, nvml, samples=4):
     with DeviceWatch(every_s=0.01) as w:
         until = time.monotonic() + 20
         while w._samples < samples and time.monotonic() < until and w._thread and w._thread.is_alive():
-            time.sleep(0.005)
+            w._thread.join(0.005)
         latest = w.latest
     return w, latest
 
@@ -147,8 +147,8 @@ def test_it_starts_again_and_stops_twice(monkeypatch, gpu):
     w.start()
     w.start()
     until = time.monotonic() + 20
-    while w.figures().samples <= first and time.monotonic() < until:
-        time.sleep(0.005)
+    while w.figures().samples <= first and time.monotonic() < until and w._thread:
+        w._thread.join(0.005)
     w.stop()
     w.stop()
     assert w.figures().samples > first

@@ -523,7 +523,7 @@ def slow_data(seconds=0.02):
 def test_sleep_is_named_by_its_line():
     with profile(steps=2, warmup=1) as p:
         train(3, each=lambda step, loss: slow_data())
-    worst = row(p.gaps)
-    assert worst.ms >= 20
-    assert (worst.file, worst.line) == (__file__, line_of("asleep", __name__))
+    # a sleep takes no less, and whatever else the machine did is another gap
+    named = p.gaps[(p.gaps.file == __file__) & (p.gaps.line == line_of("asleep", __name__))]
+    assert (named.ms >= 20).any()
     assert sys.gettrace() is None or "pytest_cov" in sys.modules

@@ -1,11 +1,8 @@
-"""The reader and the algebra beside HolisticTraceAnalysis, on one synthetic GPU trace: the same answers where the
-definitions agree, and at least five times as fast."""
+"""The reader and the algebra beside HolisticTraceAnalysis, on synthetic GPU traces: the same where the definitions agree."""
 
 import contextlib
-import gc
 import json
 import logging
-import time
 import warnings
 
 import numpy as np
@@ -67,13 +64,6 @@ def synthetic(path, count=EVENTS, seed=0):
         file.write("\n]}\n")
 
 
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory):
-    path = tmp_path_factory.mktemp("traces") / "rank0.pt.trace.json"
-    synthetic(path)
-    return path
-
-
 def ours(path):
     """What HTA's temporal breakdown and overlap say, from the algebra: microseconds of one rank."""
     device = activities(path)
@@ -93,14 +83,6 @@ def ours(path):
 def activities(path):
     timeline = read_chrome(path).timeline
     return timeline.take(timeline.is_kind(Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET))
-
-
-def seconds(run):
-    """Processor time, which other work on the machine disturbs least (both are single-threaded), and the result."""
-    gc.collect()
-    begin = time.process_time()
-    value = run()
-    return time.process_time() - begin, value
 
 
 @pytest.fixture(scope="module")
@@ -127,11 +109,11 @@ def theirs():
     return run
 
 
-def test_the_same_answers_five_times_as_fast(trace, theirs):
-    hta_s, expected = seconds(lambda: theirs(trace))
-    our_s, found = min((seconds(lambda: ours(trace)) for _ in range(3)), key=lambda pair: pair[0])
+def test_the_same_answers(tmp_path, theirs):
+    path = tmp_path / "rank0.pt.trace.json"
+    synthetic(path)
+    expected, found = theirs(path), ours(path)
     assert found == {name: expected[name] for name in found}
-    assert 5 * our_s < hta_s, (our_s, hta_s)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -22,7 +22,7 @@ from surokit.profiler.report import Profile
 from surokit.profiler.timeline import Event, Kind, Timeline
 from surokit.tables import three_digits
 from tests.profiler.models import train
-from tests.profiler.traces import events, gpu_recording
+from tests.profiler.traces import cpu_step, events, gpu_recording
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -291,6 +291,16 @@ def test_dollars_are_shown_where_a_price_is_known(profile_):
     assert "11.00" in next(line for line in repr(priced).splitlines() if line.startswith("  syncs"))
     assert "USD a day" in priced._repr_html_()
     assert "2.5 USD a GPU hour" in repr(priced)
+    assert "GPU hours a day" in priced._repr_html_()
+
+
+def test_a_cpu_loses_hours():
+    priced = Profile(replace(cpu_step(), usd_per_gpu_hour=2.5))
+    text, page = repr(priced), priced._repr_html_()
+    assert "2.5 USD an hour" in text
+    assert "<th" in page
+    assert "hours a day" in page
+    assert "GPU hour" not in text + page
 
 
 def test_text_names_the_essentials(profile_):
