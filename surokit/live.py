@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from surokit.train.describe import device_name, gpus_of
+from surokit.train.errors import NoTargetsError
 from surokit.train.files import LOOK_EVERY_S, PAUSE, SAVE, STOP, WAIT_S, Files
 from surokit.train.records import Late, Records
 from surokit.train.setup import claim_folder
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 KEEP = 1 << 16  # rows in memory; the oldest leave first
+EMPTY_STEPS = 5  # in a row, in which no label counts
 
 
 class Asked:
@@ -172,7 +174,8 @@ class Live:
         self._panel = Panel(state, view=view, control=self.control if buttons else None, every_s=every, clock=clock)
         self._rows: deque[dict[str, float]] = deque(maxlen=KEEP)
         self._late: deque[tuple[dict[str, float], dict[str, float], list[Late]]] = deque()
-        self._step = 0
+        self._step = self._empty_steps = 0
+        self._nothing_counts = False  # in several steps in a row, and nobody was told yet
         self._logged_s: float | None = clock()
         self._elapsed_s = 0.0
         self._closed = False
@@ -193,14 +196,19 @@ class Live:
         loss: float | torch.Tensor | None = None,
         tokens: float | torch.Tensor | None = None,
         step: int | None = None,
+        *,
+        targets: float | torch.Tensor | None = None,
         **more: float | torch.Tensor | None,
     ) -> None:
         """One step's numbers: floats, or tensors of one element on any device; None is left out. Never waits.
 
         step: its number, by default one more than the last. The same number again adds to that step, after the end too, as an
-        evaluation does (which then waits for its value). tokens: trained on in this step. more: further columns of `frame()`;
-        `eval_loss` (held-out loss), `lr`, `grad_norm`, `peak_gib` and `idle_frac` (0..1) are drawn. Raises TypeError for what is
-        not a number, ValueError for a tensor of more elements or a step that goes back.
+        evaluation does (which then waits for its value). tokens: trained on in this step. targets: how many of its labels count,
+        such as (labels[:, 1:] != -100).sum(); at 0 the step has no loss, and a warning stands on the panel. more: further columns
+        of `frame()`; `eval_loss` (held-out loss), `lr`, `grad_norm`, `peak_gib` and `idle_frac` (0..1) are drawn.
+
+        Raises TypeError for what is not a number, ValueError for a tensor of more elements or a step that goes back, NoTargetsError
+        once no label counted in 5 steps in a row; what was logged is kept.
         """
         step = self._step + 1 if step is None else int(step)
         again = step == self._step and bool(self._rows)
@@ -210,7 +218,7 @@ class Live:
             )
         known: dict[str, float] = {}
         coming: dict[torch.device, dict[str, torch.Tensor]] = {}
-        for name, value in {"loss": loss, "tokens": tokens, **more}.items():
+        for name, value in {"loss": loss, "tokens": tokens, "targets": targets, **more}.items():
             if value is not None:
                 _sort(name, value, known, coming)
         if not again:
@@ -226,11 +234,14 @@ class Live:
         if coming or self._late:
             self._late.append((row, news, [Late(values, {}) for values in coming.values()]))
         else:
-            self._arrived(news)
+            self._arrived(row, news)
         self._harvest(wait=self._closed or len(self._late) > KEEP)
         if self._closed and self._records is not None:
             self._records.flush()
         self._beat()
+        if self._nothing_counts:
+            self._nothing_counts, self._empty_steps = False, 0
+            raise NoTargetsError(EMPTY_STEPS)
 
     # -- what others ask of the loop
 
@@ -329,10 +340,18 @@ class Live:
             for late in lates:
                 row.update(late.wait())
                 news.update(late.wait())
-            self._arrived(news)
+            self._arrived(row, news)
         self._panel.tick()
 
-    def _arrived(self, news: dict[str, float]) -> None:
+    def _arrived(self, row: dict[str, float], news: dict[str, float]) -> None:
+        """Passes on what has come of a step, whose row has it already."""
+        if row.get("targets") == 0:  # said now, or earlier of the same step
+            for values in (row, news):
+                values.pop("loss", None)
+                values.pop("grad_norm", None)
+        if "targets" in news:
+            self._empty_steps = self._empty_steps + 1 if news["targets"] == 0 else 0
+            self._nothing_counts = self._nothing_counts or self._empty_steps >= EMPTY_STEPS
         if self._closed and self.state.reason is not None:  # beside the last step of a loop that is over, and stays so
             self.state.add_row(news)
         else:
@@ -392,6 +411,14 @@ def ending_of(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return f"failed: {type(error).__name__}: {error}"
+
+
+def with_targets(count: torch.Tensor | None, labels: Any) -> torch.Tensor | None:
+    """`count`, and how many of `labels` count beside it, on their device; as it was where these are no class labels."""
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+        return count
+    here = (labels != -100).sum()
+    return here if count is None else count + here
 
 
 def _sort(name: str, value: Any, known: dict[str, float], coming: dict[torch.device, dict[str, torch.Tensor]]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -13,10 +12,11 @@ import torch
 
 import surokit.live
 from surokit.live import Live
-from surokit.train import status
+from surokit.train import NoTargetsError, status
 from surokit.train.lines import read
 from surokit.widgets.folder import FileControl, RunFolder
 from surokit.widgets.picture import sustained_lines
+from tests.waiting import wait_for
 
 
 class View:
@@ -412,7 +412,8 @@ def test_late_values_are_written_when_they_arrive(tmp_path, slow):
     assert list(read(tmp_path / "run" / "records.jsonl")["loss"]) == [1.0, 2.0]
 
 
-def test_files_ask_and_a_watcher_sees_it(tmp_path):
+def test_files_ask_and_a_watcher_sees_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(surokit.live, "LOOK_EVERY_S", 0.0)
     (tmp_path / "stop").touch()  # of an earlier run
     live = Live("mine", run_dir=tmp_path, exist="resume", view=View())
     assert not live.control.stop_wanted()
@@ -421,12 +422,10 @@ def test_files_ask_and_a_watcher_sees_it(tmp_path):
     folder.look()
     control.save()
     control.pause()
-    time.sleep(0.6)  # files are looked at every half second
     paused = []
 
     def resume():
-        while read_status(tmp_path).state != "paused":
-            time.sleep(0.02)
+        wait_for(lambda: read_status(tmp_path).state == "paused")
         paused.append(True)
         control.resume()
 
@@ -437,7 +436,6 @@ def test_files_ask_and_a_watcher_sees_it(tmp_path):
     assert live.save_asked
     assert not (tmp_path / "save").exists()
     control.stop()
-    time.sleep(0.6)
     assert live.stop_asked
     live.close()
     folder.look()
@@ -488,3 +486,50 @@ def test_on_a_gpu_log_does_not_sync():
     live.close()
     assert live.state.loss.count == 40
     assert live.frame()["loss"].notna().all()
+
+
+def test_steps_without_a_label_that_counts(tmp_path):
+    with Live(run_dir=tmp_path / "run", view=View()) as live:
+        for step in range(1, 6):
+            live.log(loss=2.0 if step != 3 else 0.0, grad_norm=1.0, targets=torch.tensor(64 * (step != 3)))
+    frame = live.frame()
+    assert frame.loss.isna().tolist() == frame.grad_norm.isna().tolist() == [s == 3 for s in range(1, 6)]
+    assert [e.kind for e in live.state.events] == ["no_targets"]
+    assert live.state.loss.count == 4
+    rows = read(tmp_path / "run" / "records.jsonl")
+    assert np.isnan(rows["loss"]).tolist() == [s == 3 for s in range(1, 6)]
+
+
+def test_a_loss_that_comes_later_in_such_a_step_is_none(live):
+    live.log(targets=0)
+    live.log(loss=0.0, step=1)
+    assert live.state.loss.count == 0
+    assert "loss" not in live.frame()
+
+
+def test_five_steps_without_a_label_that_counts_are_an_error(live):
+    live.log(loss=2.0, targets=8)
+    for _ in range(4):
+        live.log(loss=0.0, targets=0)
+    with pytest.raises(NoTargetsError, match="mask"):
+        live.log(loss=0.0, targets=0)
+    assert len(live.frame()) == 6
+    live.log(loss=2.0, targets=8)
+    live.log(loss=0.0, targets=0)
+
+
+def test_late_counts_are_an_error_when_they_arrive(live, slow):
+    for _ in range(5):
+        live.log(loss=torch.tensor(0.0), targets=torch.tensor(0))
+    assert not live.state.events
+    for values in slow:
+        values.here = True
+    with pytest.raises(NoTargetsError):
+        live.log(loss=2.0, targets=4)
+
+
+def test_losses_of_exactly_zero_are_suspected(live):
+    for _ in range(6):
+        live.clock.now += 1.0
+        live.log(loss=0.0)
+    assert [e.kind for e in live.state.events] == ["no_targets"]

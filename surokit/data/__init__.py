@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surokit.data import conversations, sources
+from surokit.data import conversations, sources, templates
 from surokit.data.batches import Batches, check_positive, check_seed, document_starts
 from surokit.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, train_tokenizer
 
@@ -69,6 +69,7 @@ def text(
     count = len(lengths)
     if count == 0:
         raise ValueError(f"there is no text in {name}")
+    firsts_N = np.cumsum([0, *lengths[:-1]])
     whole, rest = divmod(len(ids_N), length)
     if whole == 0:
         raise ValueError(
@@ -82,7 +83,8 @@ def text(
         batch=batch,
         seed=seed,
         shuffle=shuffle,
-        starts_SM=document_starts(np.cumsum([0, *lengths[:-1]]), whole, length) if documents else None,
+        starts_SM=document_starts(firsts_N, whole, length) if documents else None,
+        firsts_N=firsts_N,
         tokenizer=tokenizer,
         name=name,
         notes=tuple(notes),
@@ -131,12 +133,13 @@ def chat(
     if train_on not in ("assistant", "all"):
         raise ValueError(f'train_on={train_on!r} must be "assistant" or "all"')
     tokenizer = load_tokenizer(tokenizer)
+    template = conversations.template_for(tokenizer, template)
     name, values = sources.read(source, split, sources.choose_conversation(column))
     # Only compact arrays are kept: the encoded conversations of a group are dropped with the group.
     dtype = _dtype(tokenizer)
     kept: list[tuple[NDArray[Any], NDArray[np.bool_]]] = []
     cut = unheard = straddling = count = 0
-    for group in _groups(((where, conversations.normalise(value, where)) for where, value in values), 500):
+    for group in _groups(((where, templates.normalise(value, where)) for where, value in values), 500):
         for encoded in conversations.encode(group, tokenizer, template, train_on):
             count += 1
             straddling += encoded.straddling
@@ -181,7 +184,9 @@ def chat(
         trained_ST=trained_ST,
         filled_S=filled_S,
         starts_SM=document_starts(np.array(firsts), len(packed), length) if documents else None,
+        firsts_N=np.array(firsts),
         tokenizer=tokenizer,
+        chat_template=template,
         name=name,
         notes=tuple(notes),
     )

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from surokit.data.example import Example, look_at
 from surokit.data.tokenizer import Tokenizer
 
 # Held-out sequences are drawn with a seed of their own: runs with different seeds are judged on the same text.
@@ -43,10 +44,12 @@ class Batches:
         filled_S: tokens that are not padding in each sequence, [S]; None where there is no padding.
         starts_SM: first tokens of the documents of each sequence as `document_starts` gives them, [S, M], to keep documents
             apart; None for sequences that are seen as one text.
+        firsts_N: first tokens of all documents in the row of all tokens, [N], ascending, for `example`; None where unknown.
         batch: sequences a batch, B.
         seed: of the order.
         shuffle: False keeps the sequences' own order in every epoch.
         tokenizer: that made the tokens; None for other tokens.
+        chat_template: that conversations were rendered with; None for other text.
         name: what the data is, for messages.
         notes: what was left out, for `repr`.
 
@@ -64,7 +67,9 @@ class Batches:
         trained_ST: NDArray[np.bool_] | None = None,
         filled_S: NDArray[np.int64] | None = None,
         starts_SM: NDArray[np.int32] | None = None,
+        firsts_N: NDArray[np.int64] | None = None,
         tokenizer: Tokenizer | None = None,
+        chat_template: str | None = None,
         name: str = "tokens",
         notes: tuple[str, ...] = (),
     ) -> None:
@@ -72,7 +77,8 @@ class Batches:
         check_positive("length", ids_ST.shape[1])
         check_seed(seed)
         self.batch, self.length, self.seed, self.shuffle = batch, int(ids_ST.shape[1]), seed, shuffle
-        self.tokenizer, self.name, self.notes = tokenizer, name, notes
+        self.tokenizer, self.chat_template, self.name, self.notes = tokenizer, chat_template, name, notes
+        self._firsts_N = firsts_N
         self._ids_ST, self._trained_ST, self._filled_S, self._starts_SM = ids_ST, trained_ST, filled_S, starts_SM
         self._rows_S = np.arange(len(ids_ST))
         self._restarts = False
@@ -164,16 +170,51 @@ class Batches:
         return np.random.default_rng((self.seed, epoch)).permutation(self._rows_S)
 
     def _make(self, order_S: NDArray[np.int64], index: int, pin: bool) -> dict[str, torch.Tensor]:
-        rows_B = order_S[index * self.batch : (index + 1) * self.batch]
+        made = self._arrays(order_S[index * self.batch : (index + 1) * self.batch])
+        tensors = {key: torch.from_numpy(array) for key, array in made.items()}
+        return {key: tensor.pin_memory() for key, tensor in tensors.items()} if pin else tensors
+
+    def _arrays(self, rows_B: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         ids_BT = self._ids_ST[rows_B].astype(np.int64)
         labels_BT = ids_BT.copy() if self._trained_ST is None else np.where(self._trained_ST[rows_B], ids_BT, -100)
-        made = {"input_ids": ids_BT, "labels": labels_BT}
+        made: dict[str, NDArray[Any]] = {"input_ids": ids_BT, "labels": labels_BT}
         if self._starts_SM is not None:
             starts_BM = self._starts_SM[rows_B]
             made |= {"position_ids": _positions(starts_BM, self.length), "documents": starts_BM}
             labels_BT[made["position_ids"] == 0] = -100  # its own document holds nothing to predict it from
-        tensors = {key: torch.from_numpy(array) for key, array in made.items()}
-        return {key: tensor.pin_memory() for key, tensor in tensors.items()} if pin else tensors
+        return made
+
+    # Looking ---------------------------------------------------------------------------------------------------------
+
+    def example(self, index: int = 0) -> Example:
+        """Shows one packed sequence: its text, which tokens count in the loss, where documents begin.
+
+        What it returns prints as text and shows itself as HTML in a notebook. The position of the batches stays where it is.
+
+        Args:
+            index: of the sequence, from 0 on, in the data's own order.
+
+        Raises:
+            IndexError: there is no such sequence.
+        """
+        if not 0 <= index < self.sequences:
+            raise IndexError(f"there is no sequence {index}: {self.name} has {self.sequences}, numbered from 0")
+        row = int(self._rows_S[index])
+        made = self._arrays(self._rows_S[index : index + 1])
+        filled = self.length if self._filled_S is None else int(self._filled_S[row])
+        firsts_N, unit = np.zeros(0, np.int64), ""
+        if self._firsts_N is not None:
+            firsts_N, unit = self._firsts_N, "document" if self.chat_template is None else "conversation"
+        here = slice(*np.searchsorted(firsts_N, [row * self.length, (row + 1) * self.length]))
+        return look_at(
+            made["input_ids"][0, :filled],
+            made["labels"][0, :filled] != -100,
+            (firsts_N[here] - row * self.length).tolist(),
+            padding=self.length - filled,
+            tokenizer=self.tokenizer,
+            unit=unit,
+            title=f"{self.name}, sequence {index} of {self.sequences}",
+        )
 
     # Derived ---------------------------------------------------------------------------------------------------------
 

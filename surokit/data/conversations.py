@@ -1,53 +1,22 @@
 """Conversations to token ids, and which of those ids the assistant wrote.
 
-A conversation is rendered to one text by the tokenizer's chat template and tokenized once, so the ids are those of
-transformers' `apply_chat_template`. Which characters are the assistant's is known either from the template's
+A conversation is rendered to one text by the tokenizer's chat template (templates.py) and tokenized once, so the ids are those
+of transformers' `apply_chat_template`. Which characters are the assistant's is known either from the template's
 `{% generation %}` tags, or from rendering it prefix by prefix: a turn starts where the conversation before it, with the
 generation prompt, ends. A token is trained on when all of its characters are the assistant's; the end-of-turn token is,
 the line break that a template puts behind it is not.
-
-Templates come from downloaded files, so they run in Jinja's immutable sandbox and see plain JSON values only.
 """
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from surokit.data.sources import did_you_mean
+from surokit.data.templates import DEFAULT_TEMPLATE, Message, Span, has_tags, normalise, render
 from surokit.data.tokenizer import Tokenizer
-
-Message = dict[str, Any]
-Span = tuple[int, int]  # characters [start, end) of a rendered conversation
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "function": "tool"}
-
-# ChatML. Used where a tokenizer has no template; its tags say which part the assistant writes.
-DEFAULT_TEMPLATE = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' }}
-{%- if message['role'] == 'assistant' %}
-{%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
-{%- else %}{{- message['content'] + '<|im_end|>' }}
-{%- endif %}
-{{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-
-# What a {% generation %} block renders to has these around it until the spans are read off.
-_OPEN, _CLOSE = "\x00\x02", "\x00\x03"
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-
-# Templates that print today's date get this day, the one Llama's template falls back to: the same data gives the same
-# tokens tomorrow, and a run resumed tomorrow still recognises its data.
-_TODAY = datetime(2024, 7, 26)
 
 
 @dataclass(frozen=True)
@@ -65,38 +34,9 @@ class Encoded:
     straddling: int
 
 
-def normalise(value: Any, where: str) -> list[Message]:
-    """A conversation as a list of {"role", "content", ...}, from that or from ShareGPT's {"from", "value"}.
-
-    Raises:
-        ValueError: not a conversation, an unknown role, or a message without content. `where` opens the sentence.
-    """
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) == 0:
-        raise ValueError(f"{where} is not a conversation: a list of {{'role': ..., 'content': ...}} is expected")
-    messages = []
-    for turn, item in enumerate(value, 1):
-        if not isinstance(item, Mapping):
-            raise ValueError(f"{where}, turn {turn}: a {type(item).__name__} where a message with a role is expected")
-        message = {key: _plain(part) for key, part in item.items() if part is not None}
-        if "role" not in message and "from" in message:
-            message["role"] = message.pop("from")
-            message["content"] = message.pop("value", None)
-        role = str(message.get("role", "")).lower()
-        role = _SHAREGPT.get(role, role)
-        if role not in ROLES:
-            hint = did_you_mean(role, (*ROLES, *_SHAREGPT))
-            raise ValueError(f"{where}, turn {turn}: unknown role {message.get('role')!r}{hint}; roles are {ROLES}")
-        content = message.get("content")
-        if isinstance(content, list):  # parts; text only
-            if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-                raise ValueError(f"{where}, turn {turn}: only parts of text can be trained on, not images or audio")
-            content = "".join(part["text"] for part in content)
-        if content is None and "tool_calls" in message:
-            content = ""
-        if not isinstance(content, str):
-            raise ValueError(f"{where}, turn {turn} ({role}) has no text as its content")
-        messages.append({**message, "role": role, "content": content})
-    return messages
+def template_for(tokenizer: Tokenizer, template: str | None) -> str:
+    """The template that conversations are rendered with: the given one, the tokenizer's, or ChatML."""
+    return template or tokenizer.chat_template or DEFAULT_TEMPLATE
 
 
 def encode(
@@ -111,10 +51,10 @@ def encode(
         ValueError: no assistant turn (with train_on="assistant"), the template refuses a conversation, or the template
             rewrites earlier turns so that the assistant's part cannot be told.
     """
-    template = template or tokenizer.chat_template or DEFAULT_TEMPLATE
+    template = template_for(tokenizer, template)
     texts, spans = [], []
     for where, messages in conversations:
-        text, tagged = render(template, messages, tokenizer, where)
+        text, tagged = render(template, messages, tokenizer.special, where)
         texts.append(text)
         if train_on == "all":
             spans.append([(0, len(text))])
@@ -123,43 +63,20 @@ def encode(
             raise ValueError(
                 f'{where} has no assistant turn, so nothing in it is trained on: remove it, or pass train_on="all"'
             )
-        spans.append(tagged if _GENERATION.search(template) else _spans(template, messages, text, tokenizer, where))
+        spans.append(tagged if has_tags(template) else _spans(template, messages, text, tokenizer, where))
     encodings = tokenizer.backend.encode_batch(texts, add_special_tokens=False)
     return [_mark(encoding, span) for encoding, span in zip(encodings, spans)]
 
 
-def render(
-    template: str, messages: list[Message], tokenizer: Tokenizer, where: str, prompt: bool = False
-) -> tuple[str, list[Span]]:
-    """A conversation as text, with the spans that the template's generation tags name; `prompt` opens the next turn."""
-    import jinja2
-
-    try:
-        marked = _compile(template).render(messages=messages, add_generation_prompt=prompt, **tokenizer.special)
-    except (jinja2.TemplateError, TypeError) as error:
-        raise ValueError(f"the chat template refuses {where} ({error})") from None
-    pieces = re.split(f"({_OPEN}|{_CLOSE})", marked)
-    text, spans, length = [], [], 0
-    for piece in pieces:
-        if piece == _OPEN:
-            start = length
-        elif piece == _CLOSE:
-            spans.append((start, length))
-        else:
-            text.append(piece)
-            length += len(piece)
-    return "".join(text), spans
-
-
 def _spans(template: str, messages: list[Message], text: str, tokenizer: Tokenizer, where: str) -> list[Span]:
     """The assistant's characters, from the template's own behaviour: each turn follows what was rendered before it."""
-    ends = re.compile("|".join(map(re.escape, tokenizer.special_texts)) or r"(?!)")
+    ends = _special(tokenizer)
     spans = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before, _ = render(template, messages[:i], tokenizer, where, prompt=True)
-        through, _ = render(template, messages[: i + 1], tokenizer, where)
+        before, _ = render(template, messages[:i], tokenizer.special, where, prompt=True)
+        through, _ = render(template, messages[: i + 1], tokenizer.special, where)
         start = len(before)
         if text.startswith(before) and text.startswith(through):
             # Behind the end-of-turn token a template may put a line break, which the model never has to write.
@@ -181,6 +98,56 @@ def _spans(template: str, messages: list[Message], text: str, tokenizer: Tokeniz
     return spans
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation up to the point where the assistant speaks.
+
+    Attributes:
+        ids: the tokens, the opening of the assistant's turn included.
+        end_ids: tokens that end the turn: the template's end-of-turn token and the tokenizer's end-of-text token.
+        end_text: what the template puts behind a turn where that is no special token of the tokenizer, else "".
+    """
+
+    ids: list[int]
+    end_ids: tuple[int, ...]
+    end_text: str
+
+    def reply(self, ids: Sequence[int], tokenizer: Tokenizer) -> str:
+        """The text of a turn made of `ids`, up to its end, without special tokens and outer white space."""
+        end = next((at for at, i in enumerate(ids) if i in self.end_ids), len(ids))
+        text = tokenizer.decode(ids[:end], skip_special=True)
+        return (text.partition(self.end_text)[0] if self.end_text else text).strip()
+
+
+def prompt_for_reply(value: Any, tokenizer: Tokenizer, template: str | None = None) -> Prompt:
+    """The prompt for the assistant's next turn: `value` is a conversation, or one text that the user says.
+
+    Raises:
+        ValueError: not a conversation, the assistant has the last word, there is no template, or it refuses.
+    """
+    where = "messages"
+    messages = normalise([{"role": "user", "content": value}] if isinstance(value, str) else value, where)
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{where} ends with the assistant's turn, so there is nothing to reply to: end with the user's turn"
+        )
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, chat_template=template)
+    # What ends a turn is read off the template: it stands behind the words of a finished one.
+    word = "surokit"
+    said = [*messages, {"role": "assistant", "content": word}]
+    behind = tokenizer.apply_chat_template(said, chat_template=template).rpartition(word)[2]
+    token = _special(tokenizer).search(behind)
+    end_text = (behind[: token.start()] if token else behind).strip()
+    mark = tokenizer.encode(token.group() if token else end_text)
+    ends = {*([] if tokenizer.eos_id is None else [tokenizer.eos_id]), *(mark if len(mark) == 1 else [])}
+    return Prompt(tokenizer.encode(text), tuple(sorted(ends)), end_text)
+
+
+def _special(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Matches the text of any special token; nothing where there is none."""
+    return re.compile("|".join(map(re.escape, tokenizer.special_texts)) or r"(?!)")
+
+
 def _mark(encoding: Any, spans: list[Span]) -> Encoded:
     offsets_T2 = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     start_T, end_T = offsets_T2[:, 0], offsets_T2[:, 1]
@@ -193,51 +160,3 @@ def _mark(encoding: Any, spans: list[Span]) -> Encoded:
         trained_T |= inside_T
         straddling_T |= (start_T < end) & (end_T > start) & ~inside_T
     return Encoded(np.array(encoding.ids, dtype=np.int64), trained_T, int(straddling_T.sum()))
-
-
-def _plain(value: Any) -> Any:
-    """Plain JSON values only: nothing with methods reaches a template."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items() if part is not None}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    return str(value)
-
-
-@lru_cache(maxsize=16)
-def _compile(template: str) -> Any:
-    """The template with what chat templates expect: loop controls, tojson, raise_exception, strftime_now."""
-    import jinja2
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 - jinja's own convention
-
-        def parse(self, parser: Any) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_tag"), [], [], body).set_lineno(line)
-
-        def _tag(self, caller: Any) -> str:
-            return f"{_OPEN}{caller()}{_CLOSE}"
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = _TODAY.strftime
-    try:
-        return environment.from_string(template)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template is not valid Jinja ({error})") from None

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from surokit import hub
-from surokit.data import sources
+from surokit.data import sources, templates
+from surokit.places import make_folder
 
 # Tried in this order where no configuration names the end-of-text token.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
@@ -89,10 +90,33 @@ class Tokenizer:
         """The text of `ids` (a list, an array or a tensor of one dimension); special tokens stay unless skipped."""
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special))
 
+    def apply_chat_template(
+        self, messages: Any, add_generation_prompt: bool = False, chat_template: str | None = None
+    ) -> str:
+        """Renders a conversation to text with the chat template, as transformers' method of this name does with tokenize=False.
+
+        Args:
+            messages: a list of {"role": ..., "content": ...}, the first turn first.
+            add_generation_prompt: also opens the assistant's turn that is to be written.
+            chat_template: a Jinja template instead of the tokenizer's own.
+
+        Raises:
+            ValueError: there is no template, it refuses the conversation, or `messages` is no conversation.
+        """
+        template = chat_template or self.chat_template
+        if template is None:
+            raise ValueError(
+                f"the tokenizer ({self.name}) has no chat template: load one that has (its folder holds "
+                "chat_template.jinja), or pass a Jinja template yourself"
+            )
+        where = "messages"
+        plain = templates.normalise(messages, where)
+        return templates.render(template, plain, self.special, where, prompt=add_generation_prompt)[0]
+
     def save(self, folder: str | Path) -> Path:
         """Writes tokenizer.json and tokenizer_config.json; `transformers.AutoTokenizer` loads the folder."""
         folder = Path(folder).expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, "folder of the tokenizer")
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._config, **self.special}
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template

@@ -4,6 +4,10 @@ The Trainer tells a callback that a step ended, and every `logging_steps` the me
 curve has a point per log, the rate one per step. Set `logging_steps=1` to see every step, and
 `include_num_input_tokens_seen=True` to see tokens/s instead of steps/s.
 
+A step in which no label counts (all are -100) is a warning on the panel and has no loss, whatever the Trainer makes of it (by
+default it logs 0); five in a row raise NoTargetsError. A hook on the model counts labels, on the device; torch.compile leaves it
+out.
+
 What the panel's buttons ask happens at the end of a step: the Trainer stops, saves a checkpoint of its own, or waits. With several
 processes there are no buttons: one process cannot stop alone.
 """
@@ -13,9 +17,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from surokit.live import Live
+from surokit.live import Live, with_targets
+from surokit.train.errors import NoTargetsError
 from surokit.widgets.panel import View, ViewName
 
 _NAMES = {"loss": "loss", "learning_rate": "lr", "grad_norm": "grad_norm", "eval_loss": "eval_loss"}
@@ -45,6 +51,8 @@ class LiveCallback(TrainerCallback):
         self.usd_per_gpu_hour = usd_per_gpu_hour
         self.live: Live | None = None
         self._tokens_seen = 0
+        self._targets: torch.Tensor | None = None  # labels that counted since the last step, on the device
+        self._counting: Any = None
         self._alone = True
 
     def on_train_begin(
@@ -67,6 +75,20 @@ class LiveCallback(TrainerCallback):
         )
         self._heed(control)  # so that the buttons know that somebody listens
         self._tokens_seen = _tokens(state)
+        self._targets = None
+        self._stop_counting()  # of a training that failed
+        if model is not None:
+            self._counting = model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, model: torch.nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+        """Adds up the labels that count in the parts of a step."""
+        if model.training and not torch.compiler.is_compiling():
+            self._targets = with_targets(self._targets, inputs.get("labels"))
+
+    def _stop_counting(self) -> None:
+        if self._counting is not None:
+            self._counting.remove()
+            self._counting = None
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
@@ -74,8 +96,13 @@ class LiveCallback(TrainerCallback):
         if self.live is None:
             return
         seen = _tokens(state)
-        self.live.log(step=state.global_step, tokens=seen - self._tokens_seen or None)
-        self._tokens_seen = seen
+        tokens, targets = seen - self._tokens_seen or None, self._targets
+        self._tokens_seen, self._targets = seen, None
+        try:
+            self.live.log(step=state.global_step, tokens=tokens, targets=targets)
+        except NoTargetsError:
+            if self._alone:  # the other processes may have labels, and would wait for this one
+                raise
         self._heed(control)
 
     def _heed(self, control: TrainerControl) -> None:
@@ -103,6 +130,7 @@ class LiveCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
     ) -> None:
+        self._stop_counting()
         if self.live is None:
             return
         early = state.global_step < state.max_steps and not self.live.control.reason

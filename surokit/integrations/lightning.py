@@ -1,5 +1,7 @@
 """The live panel for Lightning: `Trainer(callbacks=[LiveCallback(tokens=lambda batch: batch["input_ids"].numel())])`.
 
+A step in which no label counts, of batches with "labels", is a warning on the panel; five in a row raise NoTargetsError.
+
 A point per optimizer step: the loss that `training_step` returned, the learning rate, and tokens where somebody says how many a
 batch has. Nothing here waits for the device. What the panel's buttons ask happens at the end of a step: the Trainer stops (not
 before its `min_epochs` and `min_steps`, and with the validation that it does then), saves a checkpoint, or waits. With several
@@ -13,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +23,8 @@ from typing import Any
 
 import torch
 
-from surokit.live import Live, ending_of
+from surokit.live import Live, ending_of, with_targets
+from surokit.train.errors import NoTargetsError
 from surokit.widgets.panel import View, ViewName
 
 
@@ -68,6 +71,7 @@ class LiveCallback(_callback()):  # type: ignore[misc]
     def _begin_step(self) -> None:
         self._loss: torch.Tensor | None = None
         self._tokens = 0
+        self._targets: torch.Tensor | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.is_global_zero:
@@ -97,12 +101,19 @@ class LiveCallback(_callback()):  # type: ignore[misc]
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         if self.tokens is not None:
             self._tokens += int(self.tokens(batch))
+        if isinstance(batch, Mapping):
+            self._targets = with_targets(self._targets, batch.get("labels"))
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
         rate = trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None
-        self.live.log(loss=self._loss, tokens=self._tokens or None, step=self._step, lr=rate)
+        values = {"loss": self._loss, "tokens": self._tokens or None, "targets": self._targets, "lr": rate}
         self._begin_step()
+        try:
+            self.live.log(step=self._step, **values)
+        except NoTargetsError:
+            if self._alone:  # the other processes may have labels, and would wait for this one
+                raise
         self._heed(trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:

@@ -36,6 +36,7 @@ from surokit.models.folder import (
 from surokit.models.layouts import Layout, copied, layout_for, layout_of, stored_as
 from surokit.nn.joint import lay
 from surokit.nn.linear import Linear
+from surokit.places import check_values, find_device
 from surokit.quantized import quantize
 from surokit.recipe import Recipe, find_recipe
 
@@ -62,7 +63,7 @@ def load(
     another storage quantizes them again, with a warning; a recipe without storage dequantizes them.
 
     Raises CheckpointError for an unsupported architecture, damaged files or tensors that do not fit the config (all are
-    named), FileNotFoundError where there is no such folder, file or Hub repository.
+    named), FileNotFoundError where there is no such folder, file or Hub repository, ValueError for a CUDA device that is not there.
     """
     recipe = find_recipe(recipe) if recipe is not None else None
     if not dtype.is_floating_point or dtype.itemsize < 2:
@@ -73,7 +74,7 @@ def load(
     raw = read_json(path / "config.json")
     config = DecoderConfig.from_hf(raw)
     layout = _layout_in(path, raw)
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = find_device(device, "load")
     model = Decoder(config, device="meta", dtype=dtype)
     again: list[str] = []
     callbacks = [c for c in (_storing(recipe, config, again), on_linear_loaded) if c]
@@ -120,6 +121,7 @@ def save(model: nn.Module, folder: str | Path, shard_gib: float = 5.0) -> Path:
             f"save() takes a surokit.Decoder, not a {type(model).__name__}: a model of transformers has its own "
             "save_pretrained(), for weights that are not stored quantized; save_adapter() keeps the adapter of either."
         )
+    check_values(model, "save")
     linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     if any(m.has_adapter for m in linears.values()):
         raise CheckpointError(

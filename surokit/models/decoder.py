@@ -30,6 +30,7 @@ from surokit.nn.qk import split_heads
 from surokit.nn.rope import RotaryEmbedding
 from surokit.nn.sources import is_hooked
 from surokit.nn.stages import Gated, Normed, Plain, project
+from surokit.places import find_device
 
 __all__ = ["Decoder", "DecoderConfig", "KeyValueCache", "Output"]
 
@@ -308,7 +309,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.name_or_path: str | None = None  # where `load` found it; an adapter's config names it
-        with torch.device(device) if device is not None else torch.device(torch.empty(0).device):
+        with torch.empty(0).device if device is None else find_device(device, "Decoder"):
             self.model = Backbone(config)
             self.lm_head = Linear(config.width, config.vocab)
         if config.tied:
@@ -329,9 +330,26 @@ class Decoder(nn.Module):
         """input_ids, labels and position_ids are int64 [B, T], documents int32 or int64 [B, M]; `cache` holds earlier tokens
         during generation.
 
-        Raises TypeError or ValueError for ids of another dtype or shape, or a sequence longer than the config's max_length.
+        Raises TypeError or ValueError for ids of another dtype or shape, or a sequence longer than the config's max_length, and on
+        a CPU IndexError for ids outside of the vocabulary.
         """
         self.check(input_ids, labels, position_ids, cache, documents)
+        if torch.compiler.is_compiling():  # which stops where an error is caught
+            return self._forward(input_ids, labels, position_ids, cache, documents)
+        try:
+            return self._forward(input_ids, labels, position_ids, cache, documents)
+        except (IndexError, RuntimeError):
+            self.check_range(input_ids, labels)
+            raise
+
+    def _forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None,
+        position_ids: Tensor | None,
+        cache: KeyValueCache | None,
+        documents: Tensor | None,
+    ) -> Output:
         hidden_BTK = self.model(input_ids, position_ids, cache, documents)
         if labels is None:
             return Output(None, hidden_BTK, self.lm_head, self.lm_head(hidden_BTK))
@@ -339,6 +357,18 @@ class Decoder(nn.Module):
         next_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         loss = loss_of(self.lm_head, hidden_BTK.flatten(0, 1), next_BT.flatten(), self.config.vocab)
         return Output(loss, hidden_BTK, self.lm_head)
+
+    def check_range(self, input_ids: Tensor, labels: Tensor | None = None) -> None:
+        """IndexError where ids or labels are outside of the vocabulary; those on a GPU are not looked at."""
+        for name, ids in (("input_ids", input_ids), ("labels", labels)):
+            if ids is None or ids.device.type != "cpu":
+                continue
+            outside = ids[((ids < 0) | (ids >= self.config.vocab)) & ((ids != IGNORED) | (name == "input_ids"))]
+            if outside.numel():
+                raise IndexError(
+                    f"{name} has {int(outside[0])}, and the model's vocabulary goes from 0 to {self.config.vocab - 1:,}: use the "
+                    "tokenizer that belongs to the model, and -100 for labels of what is not to be learned."
+                )
 
     def check(
         self,
@@ -349,6 +379,9 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
     ) -> None:
         """Refuse what forward cannot take, by dtype and shape alone, so without waiting for a device."""
+        for name, ids in (("input_ids", input_ids), ("labels", labels)):
+            if not isinstance(ids, Tensor) and (ids is not None or name == "input_ids"):
+                raise TypeError(f"{name} is a {type(ids).__name__}, not a tensor: torch.tensor({name}) makes one.")
         if input_ids.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"input_ids holds token ids, int64 [batch, tokens], not {input_ids.dtype}: use .long().")
         if input_ids.ndim != 2 or not input_ids.numel():

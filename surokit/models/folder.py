@@ -142,8 +142,9 @@ def written_whole(folder: Path) -> Iterator[Path]:
         raise CheckpointError(f"{folder} is a file: give a folder to save to.")
     draft: Path | None = None
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = folder.parent / f".{folder.name}-{uuid.uuid4().hex[:8]}"
+        home = folder if folder.is_dir() else folder.parent  # what is above may be another disk, or another's
+        home.mkdir(parents=True, exist_ok=True)
+        draft = home / f".{folder.name}-{uuid.uuid4().hex[:8]}"
         draft.mkdir()
         yield draft
         for path in draft.iterdir():
@@ -152,7 +153,8 @@ def written_whole(folder: Path) -> Iterator[Path]:
         _move(draft, folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"Saving to {folder} failed ({error}): what was there before is untouched; check space and permissions."
+            f"Saving to {folder} failed ({getattr(error, 'strerror', None) or error}): what was there before is untouched; check "
+            "space and permissions, or choose another folder."
         ) from error
     finally:
         if draft is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from surokit.models.decoder import Decoder, KeyValueCache
+from surokit.places import check_values
 
 
 @torch.no_grad()
@@ -40,7 +41,9 @@ def generate(
         raise ValueError(f"generate(max_new_tokens={max_new_tokens}): at least 1.")
     if temperature < 0 or (top_k is not None and top_k < 1):
         raise ValueError(f"generate(temperature={temperature}, top_k={top_k}): temperature >= 0 and top_k >= 1.")
+    check_values(model, "generate")
     model.check(input_ids)
+    model.check_range(input_ids)
     if input_ids.shape[1] + max_new_tokens > config.max_length:
         raise ValueError(
             f"{input_ids.shape[1]} tokens of prompt and {max_new_tokens} new ones are more than the model's "

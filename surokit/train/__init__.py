@@ -9,6 +9,7 @@ capture.py       the same as CUDA graphs, or why not
 prefetch.py      batches to the device while it computes
 optim.py         AdamW, AdamW8bit, and the specification of an optimizer without its parameters
 schedule.py      Cosine
+fitting.py       fit_to_time: the size and the steps that end in a given time
 stream.py        data as an endless stream with a position
 measuring.py     what each step measured: meters, time, the device's state
 meters.py        numerics: each layer's quantization, measured during training
@@ -17,6 +18,7 @@ lines.py         the lines of a run's records.jsonl, without torch
 telling.py       subscribers, told of each step once its values have arrived
 journal.py       what else is told of a run: what it is, how it stands, what ends it
 describe.py      RunInfo of a session
+smoothing.py     the smoothed loss that is told, without torch
 status.py        RunInfo and run.json, without torch
 health.py        phases and events of a run, from its numbers
 diagnose.py      which layer was not finite
@@ -25,7 +27,7 @@ keeping.py       save, resume, fork: what of a session outlasts a run
 checkpoint.py    checkpoints on disk, whole or not at all
 random_state.py  the random generators' state as a value
 summary.py       a run in one table
-errors.py        NonFiniteError, ResumeError
+errors.py        NonFiniteError, NoTargetsError, ResumeError
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from surokit.train.control import Control
-    from surokit.train.errors import CheckpointError, NonFiniteError, ResumeError
+    from surokit.train.errors import CheckpointError, NonFiniteError, NoTargetsError, ResumeError
+    from surokit.train.fitting import Fit, fit_to_time
     from surokit.train.looking import Evaluation
     from surokit.train.meters import numerics
     from surokit.train.optim import AdamW, AdamW8bit, Spec
@@ -53,6 +56,8 @@ __all__ = [
     "Control",
     "Cosine",
     "Evaluation",
+    "Fit",
+    "NoTargetsError",
     "NonFiniteError",
     "Record",
     "Records",
@@ -62,12 +67,14 @@ __all__ = [
     "Session",
     "Spec",
     "Summary",
+    "fit_to_time",
     "numerics",
 ]
 
 # A name is imported when it is first used: what only reads a run's folder needs no torch.
 _MODULES = {
     "CheckpointError": "errors",
+    "NoTargetsError": "errors",
     "NonFiniteError": "errors",
     "ResumeError": "errors",
     "numerics": "meters",
@@ -78,6 +85,8 @@ _MODULES = {
     "Records": "records",
     "Cosine": "schedule",
     "Evaluation": "looking",
+    "Fit": "fitting",
+    "fit_to_time": "fitting",
     "Session": "session",
     "Control": "control",
     "RunInfo": "status",

@@ -32,6 +32,7 @@ from surokit.nn.products import Precision
 from surokit.train.cuda_graphs import Refused, Stale, broken_by_others, reason_of
 from surokit.train.optim import AdamW
 from surokit.train.random_state import kept
+from surokit.train.setup import mean_over
 from surokit.train.stream import Batch
 
 if TYPE_CHECKING:
@@ -174,6 +175,7 @@ class Graphs:
                 held.copy_(part[name], non_blocking=True)
             self._weight.fill_(1.0) if weights is None else self._weight.copy_(weights[i])
             self._parts[key, i == 0]()
+        self._loss.copy_(mean_over(self._loss, targets))
         self._attach()
         self._replayed = True
         return self._loss, targets

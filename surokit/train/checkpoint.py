@@ -7,7 +7,8 @@
         session.json        step, recipe, settings, what the data was, environment, the size of every file
 
 A checkpoint is written beside its place under another name, flushed to the disk, and renamed. A kill at any moment leaves
-either the old state of the folder or the new one; what is incomplete is passed over when looking for the latest.
+either the old state of the folder or the new one; what is incomplete is passed over when looking for the latest,
+and named.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class Checkpoint:
 
     path: Path
     meta: dict[str, Any]
+    passed_over: str = ""  # which later ones of its folder are damaged, a sentence
 
     @property
     def step(self) -> int:
@@ -121,14 +123,45 @@ def _cannot_save(folder: Path, target: Path, error: BaseException) -> str:
 
 def complete(folder: Path) -> list[Checkpoint]:
     """The complete checkpoints of a folder in the order they were written."""
-    candidates = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
-    found = [checkpoint for path in candidates if (checkpoint := _read(path)) is not None]
-    return sorted(found, key=lambda checkpoint: int(checkpoint.meta["serial"]))
+    return _sorted(folder)[0]
+
+
+def _sorted(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
+    """The complete checkpoints of a folder in the order they were written, and the damaged ones in that of their steps."""
+    candidates = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name)) if folder.is_dir() else []
+    found = [_read(path) for path in candidates]
+    whole = [c for c in found if isinstance(c, Checkpoint)]
+    whole.sort(key=lambda checkpoint: int(checkpoint.meta["serial"]))
+    return whole, sorted((c for c in found if isinstance(c, Damaged)), key=lambda damaged: damaged.step)
 
 
 def latest(folder: Path) -> Checkpoint | None:
-    """The complete checkpoint written last, None where there is none."""
-    return found[-1] if (found := complete(folder)) else None
+    """The complete checkpoint written last, which says of damaged ones of later steps that they were passed over; None where
+    there is none."""
+    whole, damaged = _sorted(folder)
+    if not whole:
+        return None
+    last = whole[-1]
+    if not (later := [d for d in damaged if d.step > last.step]):
+        return last
+    steps = later[-1].step - last.step
+    lost = f"{steps} steps of the run are lost" if steps > 1 else "1 step of the run is lost"
+    return replace(
+        last,
+        passed_over=f"{_named(later)}. {last.path.name} was taken instead: {lost}.",
+    )
+
+
+def damage(folder: Path) -> str:
+    """Which checkpoints of a folder without a whole one are damaged, and how; "" where there are none."""
+    whole, damaged = _sorted(folder)
+    return "" if whole or not damaged else _named(damaged)
+
+
+def _named(damaged: Sequence[Damaged]) -> str:
+    one = len(damaged) == 1
+    names = _listed([f"{d.path.name} ({d.why})" for d in damaged], 3)
+    return f"The checkpoint{'s' * (not one)} {names} {'is' if one else 'are'} damaged"
 
 
 def find(path: Path) -> Checkpoint:
@@ -140,25 +173,50 @@ def find(path: Path) -> Checkpoint:
         raise FileNotFoundError(f"There is no run directory or checkpoint {path}.")
     if (path / _SESSION).exists() or _NAME.fullmatch(path.name):
         checkpoint = _read(path)
-        if checkpoint is None:
+        if isinstance(checkpoint, Damaged):
             raise CheckpointError(
-                f"The checkpoint {path} is incomplete: resume from its run directory to get a whole one."
+                f"The checkpoint {path} is incomplete ({checkpoint.why}): resume from its run directory to get a whole one."
             )
         return checkpoint
     last = latest(path / "checkpoints")
     if last is None:
-        raise FileNotFoundError(f"The run directory {path} has no complete checkpoint: start it with session.save().")
+        why = damage(path / "checkpoints")
+        raise FileNotFoundError(
+            f"The run directory {path} has no complete checkpoint: {f'{why}.' if why else 'start it with session.save().'}"
+        )
     return last
 
 
-def _read(path: Path) -> Checkpoint | None:
-    """A folder's checkpoint, None where a file is missing or has another size than it was written with."""
+@dataclass(frozen=True)
+class Damaged:
+    """A checkpoint that cannot be used, and why."""
+
+    path: Path
+    why: str
+
+    @property
+    def step(self) -> int:
+        name = _NAME.fullmatch(self.path.name)
+        return int(name[1]) if name else 0
+
+
+def _read(path: Path) -> Checkpoint | Damaged:
+    """A folder's checkpoint; a file that is missing or has another size than it was written with makes it a damaged one."""
     try:
         meta = json.loads((path / _SESSION).read_text(encoding="utf-8"))
-        whole = all((path / name).stat().st_size == size for name, size in meta["files"].items())
-    except (OSError, ValueError, KeyError):
-        return None
-    return Checkpoint(path, meta) if whole else None
+        files = dict(meta["files"])
+    except FileNotFoundError:
+        return Damaged(path, f"{_SESSION} is missing")
+    except (OSError, ValueError, KeyError, TypeError):
+        return Damaged(path, f"{_SESSION} cannot be read")
+    for name, size in files.items():
+        try:
+            there = (path / name).stat().st_size
+        except OSError:
+            return Damaged(path, f"{name} is missing")
+        if there != size:
+            return Damaged(path, f"{name} has {there:,} of {size:,} bytes")
+    return Checkpoint(path, meta)
 
 
 # -- the model's tensors

@@ -2,7 +2,7 @@
 
     another thread   session.control.stop(), .pause(), .resume(), .save(), .between_steps(f): a cell, a panel's button
     an interrupt     of the main thread, while it trains (Ctrl-C, the notebook's stop button): the first asks for a stop, the second
-                     raises, and the step in the making is undone
+                     raises, and the step in the making is undone; one that compiles is given up at the first
     a file           stop, pause (it waits while that exists) or save in the run's folder, from any process that sees it; the first
                      line of stop, where it has one, says who asks or why
 
@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
+from surokit.train.compiling import Compilation
 from surokit.train.files import LOOK_EVERY_S, PAUSE, SAVE, WAIT_S, Files
 from surokit.train.locks import Lock
 from surokit.train.random_state import turn
@@ -83,6 +84,7 @@ class Control:
         self._lock = Lock()  # for beginning and ending: held while an idle session works for somebody
         self._asked: deque[_Asked[Any]] = deque()
         self.midway = False  # of a step: neither before it nor after, so there is nothing whole to look at or to save
+        self.compilation = Compilation()  # of a step, which a stop does not wait for
         self.final = False  # of a step: what changes cannot be undone by halves; a second interrupt waits for its end
         self._forget()
 
@@ -117,6 +119,7 @@ class Control:
         if self._state != "idle":
             self._reason = self._reason or reason
             self._news = True
+            self.compilation.give_up()
 
     def pause(self) -> None:
         """The run waits from the end of its step until `resume` or `stop`. Its clock, and minutes=, stand still meanwhile.
@@ -329,7 +332,9 @@ class Control:
                 raise KeyboardInterrupt
             interrupted = True
             self._reason = self._reason or "interrupted"
-            print("\nsurokit: stopping after this step; run() goes on from there", file=sys.stderr)
+            what = "giving up the compilation" if self.compilation.goes_on else "stopping after this step"
+            print(f"\nsurokit: {what}; run() goes on from there", file=sys.stderr)
+            self.compilation.give_up()
 
         signal.signal(signal.SIGINT, handler)
         try:

@@ -8,7 +8,6 @@ and launched as graphs (capture.py), which gives the same numbers.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
@@ -18,16 +17,14 @@ from torch import Tensor, nn
 
 from surokit import convert
 from surokit.train.capture import Capture, DeviceGraphs, Graphs, takes_rates, warn_off, why_not
+from surokit.train.compiling import end_workers, why_it_failed
 from surokit.train.cuda_graphs import CudaGraphs
 from surokit.train.optim import gradient_norm
 from surokit.train.random_state import RandomState
-from surokit.train.setup import device_of, loss_of, targets_in
+from surokit.train.setup import device_of, loss_of, mean_over, targets_in
 from surokit.train.stream import Batch
 
 T = TypeVar("T")
-
-# torch.compile's cold start takes one to two minutes; on CUDA fused operations and graphs take its place
-COMPILE_FROM_STEPS = {"cpu": 2000}
 
 
 class Engine:
@@ -49,6 +46,8 @@ class Engine:
         self.device = device_of(model)
         self.base_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.forward: Callable[..., Any] | None = None
+        self.not_compiled = ""  # why compiling failed, where it did
+        self._compiled_for: set[torch.Size] = set()
         self.wants_graphs = graphs
         self._off = "switched off" if not graphs else "" if device_graphs else why_not(model, optimizer)
         if graphs is True and self._off:
@@ -58,15 +57,22 @@ class Engine:
         on_device = (self._graphs is not None or self.device.type == "cuda") and takes_rates(optimizer)
         self._rates = [torch.empty((), device=self.device) for _ in self.base_rates] if on_device else []
 
-    def prepare(self, steps: int, compile: bool | Literal["auto"]) -> bool:
-        """Before the first of so many planned steps: compiled where asked for, or where they pay for its start. Once. Whether the
-        step that follows compiles."""
+    def prepare(self, compile: bool) -> bool:
+        """Before the first step: chooses how forward runs. Whether the step that follows compiles."""
         if self.forward is not None:
             return False
-        pays = steps >= COMPILE_FROM_STEPS.get(self.device.type, sys.maxsize)
-        wanted = pays if compile == "auto" else compile
-        self.forward = torch.compile(self.model, dynamic=False) if wanted else self.model
+        self.forward = torch.compile(self.model, dynamic=False) if compile else self.model
         return self.compiled
+
+    def forget_compiled(self) -> None:
+        """What an interrupt left of a compilation is not gone on with."""
+        if self.compiled:
+            self.forward = None
+            self._compiled_for.clear()
+
+    def will_compile(self, parts: Sequence[Batch]) -> bool:
+        """Whether parts of these shapes were not compiled for so far."""
+        return self.compiled and not {part["input_ids"].shape for part in parts} <= self._compiled_for
 
     @property
     def compiled(self) -> bool:
@@ -101,10 +107,32 @@ class Engine:
         return self.base_rates[0] * (1.0 if factor is None else factor) if isinstance(first, Tensor) else float(first)
 
     def gradients(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """Forward and backward of all parts: (mean loss over the labels that count, their number), both on the device."""
+        """Forward and backward of all parts: (mean loss over the labels that count, NaN over none; their number), on the device."""
         if self._graphs is not None and self._graphs.ready(parts):
             return self._graphs.gradients(parts)
-        return self.with_room(self.eager, parts)
+        return self._compiled(parts) if self.compiled else self.with_room(self.eager, parts)
+
+    def _compiled(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        """The gradients by the compiled forward. Where it fails and the model itself does not, the model it is from now on, and
+        `not_compiled` says why."""
+        random, compiled = RandomState.capture(self.device, torch_only=True), self.forward
+        try:
+            found = self.with_room(self.eager, parts)
+        except Exception as error:
+            why = why_it_failed(error)
+        else:
+            self._compiled_for.update(part["input_ids"].shape for part in parts)
+            return found
+        random.restore()  # out here, where the error does not hold a step's memory
+        self.forward = self.model
+        try:
+            found = self.with_room(self.eager, parts)
+        except BaseException:
+            self.forward = compiled
+            raise
+        self.not_compiled = why
+        end_workers()
+        return found
 
     def with_room(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
         """What the work gives. Graphs that leave it no memory are given up, and it begins again with the same random numbers."""
@@ -126,11 +154,11 @@ class Engine:
                 parameter.grad = None
         targets, weights = self.weights(parts)
         if weights is None:
-            return self.part(parts[0]).float(), targets
+            return mean_over(self.part(parts[0]).float(), targets), targets
         mean = torch.zeros((), device=self.device)
         for part, weight in zip(parts, weights):
             mean += self.part(part, weight)
-        return mean, targets
+        return mean_over(mean, targets), targets
 
     def weights(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor | None]:
         """Labels that count, and the share that each part's mean has in the step's; None for a single part."""

@@ -9,6 +9,8 @@
 The rules. Means are plain over the first steps and exponential after them, over about MEAN_STEPS = 33 steps (a decay of 0.97, that
 of ZClip, Kumar et al. 2025), the variance about the mean over 100. No rule but the first looks at the first 25 losses.
 
+no_targets  a step in which no label counts; where nobody says how many do, 5 losses in a row that are exactly 0. Said as rarely as
+            the next ones.
 nonfinite, skipped   a loss or a gradient norm that is NaN or infinite, a step that was masked. One event for all that are at most
             10 steps apart, and so for the two below.
 spike       a loss above its mean by 7 standard deviations, or the third in a row above it by 4; and by a tenth of the mean.
@@ -40,7 +42,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Phase = Literal["", "warm-up", "converging", "plateau", "unstable", "diverging"]
-Kind = Literal["spike", "grad_spike", "nonfinite", "skipped", "plateau", "diverging", "unstable", "phase", "note"]
+Kind = Literal[
+    "spike", "grad_spike", "nonfinite", "skipped", "no_targets", "plateau", "diverging", "unstable", "phase", "note"
+]
 
 FIRST = 25
 MEAN_STEPS, DEVIATION_STEPS, LEVEL_STEPS = 33, 100, 10
@@ -51,6 +55,7 @@ UNSTABLE_EVENTS, UNSTABLE_STEPS = 3, 200
 DIVERGED_SHARE, DIVERGED_SIGMAS, DIVERGED_CAP, DIVERGED_STEPS, NONFINITE_STEPS = 0.2, 3.0, 4.0, 20, 3
 PLATEAU_FIRST, PLATEAU_GAIN, PLATEAU_LR = 200, 0.0035, 0.5
 BLOCKS = 64
+ZEROS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ class Health:
         self.losses = 0  # finite ones so far
         self._loss, self._norm = _Usual(), _Usual()
         self._level = self._best = self._best_sd = 0.0
-        self._above = self._bad = 0
+        self._above = self._bad = self._zeros = 0
         self._diverging = self._unstable = self._plateau = False
         self._rising = True
         self._lr = self._lr_top = 0.0
@@ -91,9 +96,18 @@ class Health:
         grad_norm: float | None = None,
         lr: float | None = None,
         skipped: bool = False,
+        targets: float | None = None,
     ) -> Sequence[Event]:
         """Takes in what step `step` measured and gives what is to be said about it, mostly nothing."""
         events: list[Event] = []
+        if targets == 0:
+            loss = grad_norm = None
+            skipped = False
+            self._no_targets(events, step, "no label counts in this step (all are -100)")
+        elif loss is not None:
+            self._zeros = self._zeros + 1 if loss == 0.0 and targets is None else 0
+            if self._zeros >= ZEROS:
+                self._no_targets(events, step, f"the loss is exactly 0 for {self._zeros} steps: does any label count?")
         bad_loss = loss is not None and loss - loss != 0.0
         if skipped or bad_loss or (grad_norm is not None and grad_norm - grad_norm != 0.0):
             self._nonfinite(events, step, skipped, bad_loss)
@@ -164,6 +178,13 @@ class Health:
             self._shaken(events, step)
         if self._bad >= NONFINITE_STEPS and not self._diverging and not skipped:
             self._diverge(events, step, f"{self._bad} steps in a row are not finite")
+
+    def _no_targets(self, events: list[Event], step: int, text: str) -> None:
+        if self._episode("no_targets", step):
+            advice = (
+                "Look at the labels: a mask that covers everything, or a chat template that marks no assistant's part."
+            )
+            events.append(Event(step, "no_targets", text, advice))
 
     def _shaken(self, events: list[Event], step: int) -> None:
         """One more thing that a steady run does not do."""

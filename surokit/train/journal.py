@@ -30,6 +30,7 @@ NAMES: dict[str, set[str]] = {
     "unstable": {"unstable"},
     "plateau": {"plateau"},
     "nonfinite": {"nonfinite", "skipped"},
+    "no_targets": {"no_targets"},
     "spike": {"spike"},
     "grad_spike": {"grad_spike"},
 }
@@ -145,6 +146,7 @@ class Journal:
                 grad_norm=late.get("grad_norm"),
                 lr=record.lr,
                 skipped=record.skipped,
+                targets=late.get("targets"),
             )
             self.events.extend(event.to_dict() for event in events)
             entered = self._health.phase if self._health.phase != before else ""

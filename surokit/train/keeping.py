@@ -7,6 +7,7 @@ own) are given again. How it gets to the disk, whole or not at all, is checkpoin
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -132,6 +133,19 @@ def load(session: Session, found: checkpoints.Checkpoint) -> None:
         counted_ms, redone_ms = session.records.resume(session.steps)
         session.step_s, session.redone_s = counted_ms / 1e3, redone_ms / 1e3
         session.journal.restore()
+    if found.passed_over:
+        _say(session, found.passed_over)
+
+
+def begin_anew(session: Session) -> None:
+    """There is no checkpoint to go on from; says so where there are damaged ones."""
+    if session.run_dir is not None and (why := checkpoints.damage(session.run_dir / "checkpoints")):
+        _say(session, f"{why}. There is no other one, so the run begins anew: all of its steps are lost.")
+
+
+def _say(session: Session, text: str) -> None:
+    session.note(text)
+    warnings.warn(text, stacklevel=4)
 
 
 def fork(

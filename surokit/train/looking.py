@@ -1,4 +1,4 @@
-"""What a model in training is asked without a trace in the run: held-out loss, a sample of its text."""
+"""What a model in training is asked without a trace in the run: held-out loss, a sample of its text, a reply."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from surokit.data import Tokenizer, check_vocabulary, load_tokenizer
+from surokit.data.conversations import prompt_for_reply
 from surokit.train.random_state import seeded
-from surokit.train.setup import loss_of, targets_in
+from surokit.train.setup import loss_of, targets_in, vocabulary_of
 from surokit.train.stream import Batch, check_batch
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def evaluation(session: Session, source: Iterable[Batch]) -> Evaluation:
     count = torch.zeros((), dtype=torch.int64, device=device)
     with aside(session), torch.no_grad():
         for batch in source:
-            check_batch(batch)
+            check_batch(batch, session.vocabulary)
             batch = session.to_device(batch)
             targets = targets_in(batch)
             loss = loss_of(session.engine.with_room(session.model, **batch))
@@ -49,20 +51,63 @@ def evaluation(session: Session, source: Iterable[Batch]) -> Evaluation:
     return Evaluation(session.steps, float(total) / labels, labels, (time.perf_counter() - began) * 1e3)
 
 
-def sample(session: Session, prompt: str, max_new_tokens: int, temperature: float, seed: int) -> str:
-    """`prompt` and what the model makes of it."""
-    tokenizer = session.data.tokenizer
-    if tokenizer is None:
-        raise ValueError("The data has no tokenizer, so a prompt cannot be encoded: use surokit.text(...) as data.")
+def sample(
+    session: Session, prompt: str, max_new_tokens: int, temperature: float, seed: int, tokenizer: Any = None
+) -> str:
+    """Returns `prompt` and how the model continues it."""
+    chosen = _tokenizer(session, tokenizer)
+    ids = chosen.encode(prompt)
+    if not ids:
+        raise ValueError("The prompt has no tokens: give at least a word.")
+    return chosen.decode(ids + _continued(session, ids, max_new_tokens, temperature, seed))
+
+
+def chat(
+    session: Session,
+    messages: Any,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    tokenizer: Any = None,
+    template: str | None = None,
+) -> str:
+    """Returns the assistant's next turn in a conversation."""
+    chosen = _tokenizer(session, tokenizer)
+    if template is None and tokenizer is None:
+        template = session.data.chat_template
+    prompt = prompt_for_reply(messages, chosen, template)
+    new = _continued(session, prompt.ids, max_new_tokens, temperature, seed, prompt.end_ids)
+    return prompt.reply(new, chosen)
+
+
+def _tokenizer(session: Session, given: Any) -> Tokenizer:
+    if given is None:
+        given = session.data.tokenizer
+    if given is None:
+        raise ValueError(
+            "The data has no tokenizer, so a prompt cannot be encoded: pass tokenizer=..., or use surokit.text(...) or "
+            "surokit.chat(...) as data."
+        )
+    tokenizer = load_tokenizer(given)
+    check_vocabulary(tokenizer, vocabulary_of(session.model))
+    return tokenizer
+
+
+def _continued(
+    session: Session, ids: list[int], max_new_tokens: int, temperature: float, seed: int, ends: tuple[int, ...] = ()
+) -> list[int]:
+    """The tokens that the model puts behind `ids`, up to one of `ends` or of the model's own end tokens, that included."""
     from surokit.models.generation import generate
 
-    ids = torch.tensor([list(tokenizer.encode(prompt))], dtype=torch.int64, device=session.device)
-    if not ids.numel():
-        raise ValueError("The prompt has no tokens: give at least a word.")
+    ends = (*ends, *getattr(getattr(session.model, "config", None), "eos_ids", ()))
+    prompt_1T = torch.tensor([ids], dtype=torch.int64, device=session.device)
     generator = torch.Generator(session.device).manual_seed(seed)
     with aside(session), torch.no_grad():
-        out = generate(session.model, ids, max_new_tokens, temperature=temperature, generator=generator)
-    return str(tokenizer.decode(out[0].tolist()))
+        out_1T = generate(
+            session.model, prompt_1T, max_new_tokens, temperature=temperature, generator=generator, eos_id=ends
+        )
+    new: list[int] = out_1T[0, len(ids) :].tolist()
+    return new
 
 
 @contextmanager

@@ -37,6 +37,11 @@ _HOST = ("step", "lr", "tokens", "tokens_per_s", "wall_ms", "stall_ms", "peak_gi
 _LATE = ("loss", "grad_norm", "skipped", "targets")
 
 
+def without_means_of_nothing(values: Mapping[str, float]) -> dict[str, float]:
+    """A step's values; where no label counted, without the loss and the gradient norm, which then stand for nothing."""
+    return {name: v for name, v in values.items() if name not in ("loss", "grad_norm") or values.get("targets") != 0}
+
+
 def pinned(values: Tensor) -> Tensor:
     """Values on their way to the host, without waiting; on a CPU the tensor itself."""
     if values.device.type != "cuda":
@@ -86,7 +91,7 @@ class Late:
                 span_ms, gap_ms = start.elapsed_time(end), before.elapsed_time(start)
                 waited_ms = values.get("offload_ms", 0.0)  # some of it a step late, as the device passed it
                 values["idle_frac"] = min((max(0.0, gap_ms) + waited_ms) / max(gap_ms + span_ms, 1e-9), 1.0)
-            self._values = values
+            self._values = without_means_of_nothing(values)
         return self._values
 
 
@@ -100,7 +105,9 @@ class Record:
     work, a lower bound of the idle time (other gaps inside the step are the profiler's business). meters have offload_ms where the
     optimizer offloads, a part of the idle time too: how long the device was without work for a transfer or the host's update; on
     CUDA of the waits that it had passed when the step was given, so some count a step later. peak_gib: of the
-    device memory on CUDA, of the process on a CPU. elapsed_s: wall_ms summed over the run. skipped: not finite, so masked.
+    device memory on CUDA, of the process on a CPU. elapsed_s: wall_ms summed over the run. skipped: the step changed nothing, since
+    it was not finite or no label counted (targets is 0); in the latter case loss and grad_norm are NaN here, and empty in
+    `records.frame()` and in the file.
     """
 
     step: int
@@ -118,12 +125,12 @@ class Record:
 
     @property
     def loss(self) -> float:
-        return self.late.wait()["loss"]
+        return self.late.wait().get("loss", math.nan)
 
     @property
     def grad_norm(self) -> float:
         """L2 norm over all gradients, before clipping."""
-        return self.late.wait()["grad_norm"]
+        return self.late.wait().get("grad_norm", math.nan)
 
     @property
     def skipped(self) -> bool:

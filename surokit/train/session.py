@@ -13,8 +13,9 @@ import math
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -28,6 +29,7 @@ from surokit.recipe import Recipe, find_recipe
 from surokit.train import checkpoint as checkpoints
 from surokit.train import keeping, looking
 from surokit.train.capture import Capture
+from surokit.train.compiling import GivenUp
 from surokit.train.control import Control, at_a_boundary
 from surokit.train.describe import title_of
 from surokit.train.diagnose import Finding
@@ -68,7 +70,11 @@ Exist = Literal["new", "resume", "error"]
 
 _ADAMW = Spec(AdamW, {"lr": 3e-4})
 _COSINE = Cosine(warmup=20, steps=500)
-COMPILING = "compiling the model: the first step takes longer"
+COMPILING = "compiling the model: the first step takes longer, often a minute; an interrupt ends it"
+NOT_COMPILED = (
+    "torch.compile failed, so the run goes on without it ({}). Where that names a file of torch's compile cache, one that was cut "
+    "short, delete the cache's folder and try again; compile=False does not try."
+)
 
 
 class Session:
@@ -90,13 +96,15 @@ class Session:
     save_every, keep: how often `run` saves, in steps (and when it ends), and how many checkpoints stay; None: all.
     run_dir: folder for records and checkpoints; None writes nothing. exist: what to do where it has content already:
         "new" takes the next free name, "resume" goes on from its latest checkpoint, "error" raises FileExistsError.
-    compile: True, False, or "auto": from 2000 planned steps on a CPU, where it pays for its start.
+    compile: True compiles the model with torch.compile in the first step, which takes a minute or more; "auto" and False do not.
+        Where compiling fails the run goes on without and says so.
     graphs: "auto" records steps as CUDA graphs where they can be, which gives the same numbers; `session.graphs` says whether and
         why not. True warns where they cannot be, False does without.
     meters: functions of the session, called after each update while gradients are still there; each returns 0-d
         tensors or floats by name, which become columns of the records. surokit.numerics(every=20) measures each layer's
         quantization, surokit.activity(every=200) the device's busy share.
-    max_skipped: non-finite steps in a row before NonFiniteError. Such steps change nothing; the first is explained.
+    max_skipped: non-finite steps in a row before NonFiniteError, steps without a label that counts before NoTargetsError. Such
+        steps change nothing; the first that is not finite is explained.
     """
 
     def __init__(
@@ -131,7 +139,8 @@ class Session:
         self.compile, self.max_skipped = compile, max_skipped
         self.random = OwnRandom(seed, self.device)
         self.data = Stream(data, accumulate, guard=self._own_random, loop=self._loop)
-        check_vocabulary(data, vocabulary_of(model))
+        self.vocabulary = vocabulary_of(model)
+        check_vocabulary(data, self.vocabulary)
         self.run_dir, found = claim_folder(run_dir, exist)
         self.report = None
         if recipe is not None and convert.recipe_of(model) != find_recipe(recipe):
@@ -170,6 +179,8 @@ class Session:
         self.model.train()
         if found is not None:
             keeping.load(self, found)
+        elif exist == "resume":
+            keeping.begin_anew(self)
 
     # -- training
 
@@ -214,7 +225,7 @@ class Session:
         try:
             self.control.enter()
             self._began = time.monotonic()
-            self._prepare(steps)
+            self._prepare()
             self.journal.begin(total)
             with self.random.in_force(shared), self.control.interruptible(), self._loop():
                 while self.steps < last and time.monotonic() - self._began - self.control.paused_s < limit_s:
@@ -223,7 +234,11 @@ class Session:
                         break
                     if self.random.give_way():
                         self.measuring.restart()
-                    self._step_of_run()
+                    try:
+                        self._step_of_run()
+                    except GivenUp:  # a stop that did not wait for the compiler
+                        reason = self.control.reason
+                        break
                 self.arrivals.harvest(wait=True)
                 if self.save_every and self.steps and self._saved_at != self.steps:
                     self.save()
@@ -279,9 +294,9 @@ class Session:
 
     def _step(self, batches: Sequence[Batch]) -> Record:
         for batch in batches:
-            check_batch(batch)
+            check_batch(batch, self.vocabulary)
         check_place(self.model, self.device)
-        self._prepare(None)
+        self._prepare()
         if not self.model.training:
             self.model.train()
         self.random.hold()
@@ -292,7 +307,7 @@ class Session:
             try:
                 parts = [self.to_device(batch) for batch in with_targets(batches)]
                 lr = self.engine.set_rate(None if self.schedule is None else self.schedule(self.steps))
-                with self.measuring.watched(self.engine, self.steps + 1, parts):
+                with self.measuring.watched(self.engine, self.steps + 1, parts), self._compilation(parts):
                     loss, targets = self.engine.gradients(parts)
                 self.control.final = True
                 values = self.engine.update(loss, targets)
@@ -353,6 +368,9 @@ class Session:
             self._panel.close()
         self._panel = panel
         self.subscribe(panel)
+        for event in self.journal.events:
+            if event["kind"] == "note":  # what was said before there was a panel
+                panel.on_note(event["step"], event["text"])
         panel.open()
 
     @property
@@ -367,8 +385,8 @@ class Session:
     def stop_when(self, *conditions: Condition) -> None:
         """Ends a run between two steps once one of `conditions` holds; without any, none does. The run says "stopped: ...".
 
-        Each is what Health sees, by name ("diverging", "unstable", "plateau", "nonfinite", "spike", "grad_spike"), or a function of
-        a Record that returns True or a reason. They see a step once its values have arrived, so nothing waits for them. A name
+        Each is what Health sees, by name ("diverging", "unstable", "plateau", "nonfinite", "no_targets", "spike", "grad_spike"),
+        or a function of a Record that returns True or a reason. They see a step once its values have arrived. A name
         holds where its event or phase begins: the next run() goes on. A function is asked in later runs too, until stop_when()
         is called anew; the reason says so where it ends one after the other.
         """
@@ -394,11 +412,48 @@ class Session:
         return evaluation.loss
 
     @at_a_boundary
-    def sample(self, prompt: str, max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0) -> str:
-        """`prompt` and what the model makes of it; temperature 0 is greedy. Needs data with a tokenizer."""
-        text = looking.sample(self, prompt, max_new_tokens, temperature, seed)
+    def sample(
+        self,
+        prompt: str,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        seed: int = 0,
+        *,
+        tokenizer: Any = None,
+    ) -> str:
+        """Returns `prompt` and how the model continues it; temperature 0 is greedy. No chat template is applied: see `chat`.
+
+        tokenizer: the data's where not given; else whatever surokit.load_tokenizer takes.
+        """
+        text = looking.sample(self, prompt, max_new_tokens, temperature, seed, tokenizer)
         self.measuring.restart()
         return text
+
+    @at_a_boundary
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        seed: int = 0,
+        *,
+        tokenizer: Any = None,
+        template: str | None = None,
+    ) -> str:
+        """Returns the model's reply to a conversation, without special tokens; temperature 0 is greedy.
+
+        The conversation is rendered as surokit.chat renders its data, and opened for the assistant. The reply ends with the
+        template's end of turn, an end token of the tokenizer or of the model, or max_new_tokens.
+
+        messages: [{"role": ..., "content": ...}], the last one not the assistant's; or a text, which the user says.
+        tokenizer: the data's where not given; else whatever surokit.load_tokenizer takes, with its own template.
+        template: a Jinja chat template; where not given, the one of the data, else the tokenizer's.
+
+        ValueError without a tokenizer or a template, and where the conversation is none or the template refuses it.
+        """
+        reply = looking.chat(self, messages, max_new_tokens, temperature, seed, tokenizer, template)
+        self.measuring.restart()
+        return reply
 
     @at_a_boundary
     def summary(self, usd_per_gpu_hour: float | None = None) -> Summary:
@@ -550,8 +605,21 @@ class Session:
         with self.measuring.loop():
             yield
 
-    def _prepare(self, steps: int | None) -> None:
-        planned = max(steps or 0, getattr(self.schedule, "steps", 0) - self.steps)
-        if self.engine.prepare(planned, self.compile):
-            print(f"surokit: {COMPILING}; compile=False does without", file=sys.stderr, flush=True)
+    def _prepare(self) -> None:
+        if self.engine.prepare(self.compile is True):
+            print(f"surokit: {COMPILING}", file=sys.stderr, flush=True)
             self.note(COMPILING)
+
+    @contextmanager
+    def _compilation(self, parts: Sequence[Batch]) -> Iterator[None]:
+        """Around forward and backward: while they compile they can be given up, and where that fails it is said."""
+        with self.control.compilation if self.engine.will_compile(parts) else nullcontext():
+            try:
+                yield
+            except KeyboardInterrupt:
+                self.engine.forget_compiled()  # the next step begins it anew
+                raise
+        if why := self.engine.not_compiled:
+            self.engine.not_compiled = ""
+            warnings.warn(NOT_COMPILED.format(why), stacklevel=3)
+            self.note(NOT_COMPILED.format(why))

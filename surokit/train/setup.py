@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from surokit import convert
+from surokit.places import check_values, make_folder
 from surokit.recipe import Recipe
 from surokit.train import checkpoint as checkpoints
 from surokit.train.errors import ResumeError
@@ -43,6 +44,7 @@ def check_settings(
         )
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters to train.")
+    check_values(model, "Session")
     counts = {"accumulate": accumulate, "max_skipped": max_skipped}
     counts |= {"eval_every": eval_every or 1, "save_every": save_every or 1, "keep": 1 if keep is None else keep}
     for name, value in counts.items():
@@ -148,7 +150,9 @@ def claim_folder(run_dir: str | Path | None, exist: str) -> tuple[Path | None, c
     while used and exist == "new":
         path, number = wanted.with_name(f"{wanted.name}-{number}"), number + 1
         used = path.exists()
-    path.mkdir(parents=True, exist_ok=True)
+    make_folder(path, "run directory")
+    if path != wanted:
+        print(f"surokit: {wanted} has content already, so this run is in {path}", file=sys.stderr, flush=True)
     return path, checkpoints.latest(path / "checkpoints") if exist == "resume" else None
 
 
@@ -204,6 +208,14 @@ def parts_of(batch: Batch | Sequence[Batch], accumulate: int) -> Sequence[Batch]
 def targets_in(batch: Batch) -> Tensor:
     """Number of labels that count, on the device: the first of a sequence is nobody's target."""
     return (batch["labels"][:, 1:] != -100).sum()
+
+
+def mean_over(loss: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss over `targets` labels that count; NaN over none, which masks the update as any loss that is not finite does.
+
+    Models disagree about the mean of nothing, ours say 0 and those of transformers NaN.
+    """
+    return loss.masked_fill(targets == 0, torch.nan)
 
 
 def with_targets(batches: Sequence[Batch]) -> Sequence[Batch]:

@@ -101,6 +101,11 @@ class Stream:
     def tokenizer(self) -> Any:
         return getattr(self.source, "tokenizer", None)
 
+    @property
+    def chat_template(self) -> str | None:
+        """What the data's conversations were rendered with; None where it holds none, or does not say."""
+        return getattr(self.source, "chat_template", None)
+
     @cached_property
     def fingerprint(self) -> str | None:
         return fingerprint(self.source)
@@ -247,18 +252,45 @@ def check_source(source: Any) -> None:
         raise TypeError("The data must be an iterable of batches and this is one dict: put it in a list, data=[batch].")
 
 
-def check_batch(batch: Any) -> None:
-    """ValueError or TypeError that says what a batch must look like; host work only."""
+def check_batch(batch: Any, vocabulary: int | None = None) -> None:
+    """ValueError or TypeError that says what a batch must look like; host work only.
+
+    vocabulary: of the model, against which token ids and labels are held where they are on the host. On a GPU they are not looked
+    at, since that would wait for it.
+    """
     if not isinstance(batch, Mapping):
         raise TypeError(f'A batch is a dict {{"input_ids": [B, T], "labels": [B, T]}}, not a {type(batch).__name__}.')
     for name in ("input_ids", "labels"):
-        if not isinstance(batch.get(name), Tensor):
+        value = batch.get(name)
+        if value is None:
             raise ValueError(f"The batch has no tensor {name!r}; it has {', '.join(map(str, batch)) or 'nothing'}.")
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{name} of the batch is a {type(value).__name__}, and a batch holds tensors, int64 [B, T]: "
+                f"torch.tensor(batch[{name!r}]) makes one of rows of equal length."
+            )
     ids, labels = batch["input_ids"], batch["labels"]
     if ids.shape != labels.shape or ids.ndim != 2 or ids.numel() == 0:
         raise ValueError(
             f"input_ids {list(ids.shape)} and labels {list(labels.shape)} must have one shape [B, T] with B, T >= 1; "
             "labels are not shifted, the model does that."
+        )
+    if vocabulary is not None:
+        _check_range("token id", ids, vocabulary, "use the tokenizer that belongs to the model")
+        _check_range("label", labels, vocabulary, "a label is a token id, or -100 where nothing is to be learned")
+
+
+def _check_range(what: str, values: Tensor, vocabulary: int, remedy: str) -> None:
+    if values.device.type != "cpu" or values.is_floating_point():
+        return
+    numbers = values.numpy()
+    outside = (numbers < 0) | (numbers >= vocabulary)
+    if what == "label":
+        outside &= numbers != -100
+    if outside.any():
+        raise ValueError(
+            f"The batch has the {what} {numbers[outside][0]}, and the model's vocabulary goes from 0 to {vocabulary - 1:,}: "
+            f"{remedy}."
         )
 
 

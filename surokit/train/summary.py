@@ -14,6 +14,7 @@ import numpy as np
 
 from surokit.tables import html_table, text_table
 from surokit.train.describe import device_name, light_of
+from surokit.train.smoothing import LossMean, ema_words
 
 if TYPE_CHECKING:
     from surokit.train.session import Session
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 class Summary:
     """What a run came to. Prints as a table, shows itself in a notebook; `as_dict()` for other uses.
 
+    loss: of the last step that had a finite one. loss_mean: the smoothed loss, as the panel shows it, an EMA over loss_mean_steps
+    steps (smoothing.py).
+
     Rates are over the steps after `warmup_steps`, which took warmup_s; step_s covers what happens between steps except
     evaluations and checkpoints, which run_s includes. redone_s, a part of run_s: steps that a resume took again, because they
     were behind the last checkpoint. tokens_per_s_1s, _1min, _10min: over the last steps that together take that long, NaN in a
@@ -30,8 +34,9 @@ class Summary:
     which). drift: speed of the last tenth of the steps over the first tenth, less 1. idle_frac: a lower bound (see Record);
     sampled_idle_frac: the mean over the windows of surokit.activity, None without them. offload_ms: a step, that the device was
     without work for an optimizer whose state is on the host, part of the idle share; None for others.
-    goodput: step time that was neither skipped nor waiting for data or offload over run_s. lost_gpu_hours: run_s less the busy
-    time of the steps that count, at least (of the CPU where there is no GPU); lost_usd at the price given. mfu: share of `peak`;
+    without_targets: of the skipped steps, those in which no label counted. goodput: step time that was neither skipped nor
+    waiting for data or offload over run_s. lost_gpu_hours: run_s less the busy time of the steps that count, at
+    least (of the CPU where there is no GPU); lost_usd at the price given. mfu: share of `peak`;
     None where there is no peak to name, and `peak` says why. graphs: whether steps ran as CUDA graphs, and why not; "" where there
     is no CUDA.
     """
@@ -41,6 +46,7 @@ class Summary:
     device: str
     steps: int
     skipped: int
+    without_targets: int
     tokens: int
     warmup_steps: int
     warmup_s: float
@@ -67,6 +73,8 @@ class Summary:
     peak_gib: float
     usd_per_1e9_tokens: float | None
     loss: float
+    loss_mean: float
+    loss_mean_steps: int
     eval_loss: float | None
     graphs: str
 
@@ -78,8 +86,10 @@ class Summary:
         from surokit.profiler.sustained import number, percent, rows
 
         skipped = f", {self.skipped} skipped" if self.skipped else ""
+        skipped += f" ({self.without_targets} without a label that counts)" if self.without_targets else ""
         redone = f", {self.redone_s:.1f} s taken again after a restart" if self.redone_s else ""
-        figures = rows(self, waits="data" if self.offload_ms is None else "data or offload")
+        waits = "data" if self.offload_ms is None else "data or offload"
+        figures = rows(self, waits=waits, on_gpu=self.device != "cpu")
         out = [
             ("recipe", f"{self.recipe}{f' ({self.numerics})' if self.numerics else ''}"),
             ("device", self.device),
@@ -96,7 +106,8 @@ class Summary:
         ]
         if self.usd_per_1e9_tokens is not None:
             out.append(("USD per 1e9 tokens", f"{self.usd_per_1e9_tokens:,.2f}"))
-        out.append(("loss, last", f"{self.loss:.4f}"))
+        out.append(("loss, smoothed", f"{self.loss_mean:.4f} ({ema_words(self.loss_mean_steps)})"))
+        out.append(("loss, last step", f"{self.loss:.4f}"))
         if self.eval_loss is not None:
             out.append(("held-out loss, last", f"{self.eval_loss:.4f}"))
         return out
@@ -144,7 +155,9 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
     offload = offload_ms[sustained.warmup_steps :]
     offload = offload[np.isfinite(offload)]
     mfu, peak = _utilisation(session, sustained.tokens_per_s)
-    losses = columns["loss"][np.isfinite(columns["loss"])]
+    losses, smoothed = columns["loss"][np.isfinite(columns["loss"])], LossMean()
+    for loss in losses:
+        smoothed.add(float(loss))
     price = None if usd_per_gpu_hour is None else usd_per_gpu_hour * 1e9 / sustained.tokens_per_s / 3600
     return Summary(
         recipe=session.recipe.name if session.recipe else "as given",
@@ -152,6 +165,7 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
         device=device_name(session.device),
         steps=steps,
         skipped=int(np.nansum(columns["skipped"])),
+        without_targets=int((columns["targets"] == 0).sum()),
         tokens=int(columns["tokens"].sum()),
         redone_s=held * session.redone_s,
         **asdict(sustained),
@@ -162,6 +176,8 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
         peak_gib=float(np.nanmax(columns["peak_gib"])),
         usd_per_1e9_tokens=price,
         loss=float(losses[-1]) if len(losses) else math.nan,
+        loss_mean=smoothed.value,
+        loss_mean_steps=smoothed.over_steps,
         eval_loss=session.evaluations[-1].loss if session.evaluations else None,
         graphs=str(session.graphs) if session.device.type == "cuda" else "",
     )

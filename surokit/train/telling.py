@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from surokit.nn.delayed import kept_amaxes
 from surokit.train.diagnose import find_first_bad
-from surokit.train.errors import NonFiniteError
+from surokit.train.errors import NonFiniteError, NoTargetsError
 from surokit.train.random_state import RandomState, kept
 from surokit.train.records import Record
 from surokit.train.stream import Batch
@@ -79,14 +79,15 @@ class Arrivals:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._replayable: dict[int, tuple[Sequence[Batch], RandomState]] = {}
-        self._bad_in_a_row = 0
+        self._bad_in_a_row = self._empty_in_a_row = 0
 
     def expect(self, record: Record, batches: Sequence[Batch], random: RandomState) -> None:
         """A step's batches and the random state it began with are held until its record has arrived."""
         self._replayable[record.step] = (batches, random)
 
     def harvest(self, wait: bool = False) -> None:
-        """Hands arrived records on, and looks into those whose step was masked. NonFiniteError after several in a row."""
+        """Hands arrived records on, and looks into those whose step was masked. NonFiniteError after several in a row,
+        NoTargetsError after as many in which no label counted."""
         session = self._session
         for record in session.records.harvest(wait):
             batches, random = (
@@ -98,7 +99,13 @@ class Arrivals:
                 if sample is not None:
                     session.subscribers.tell("on_sample", sample)
             if not record.skipped:
-                self._bad_in_a_row = 0
+                self._bad_in_a_row = self._empty_in_a_row = 0
+                continue
+            if not record.targets:
+                self._empty_in_a_row += 1
+                if self._empty_in_a_row >= session.max_skipped:
+                    self._empty_in_a_row = 0
+                    raise NoTargetsError(session.max_skipped)
                 continue
             self._bad_in_a_row += 1
             if self._bad_in_a_row == 1:

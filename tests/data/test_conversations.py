@@ -3,7 +3,8 @@
 import pytest
 
 from surokit.data import Tokenizer, chat, train_tokenizer
-from surokit.data.conversations import DEFAULT_TEMPLATE, encode, normalise, render
+from surokit.data.conversations import encode
+from surokit.data.templates import DEFAULT_TEMPLATE, normalise, render
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>")
 
@@ -94,7 +95,7 @@ def test_ids_equal_apply_chat_template(tokenizer, theirs, template, messages):
     expected = theirs.apply_chat_template(messages, chat_template=template, tokenize=True, return_dict=True)
     assert one(tokenizer, messages, template).ids_T.tolist() == expected["input_ids"]
     text = theirs.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True)
-    assert render(template, messages, tokenizer, "it", prompt=True)[0] == text
+    assert render(template, messages, tokenizer.special, "it", prompt=True)[0] == text
 
 
 def test_ids_equal_apply_chat_template_with_a_begin_of_text_token(tokenizer, theirs):
@@ -176,7 +177,7 @@ def test_offsets_without_leading_spaces_change_nothing(tokenizer):
 def test_the_date_json_and_loop_controls_of_templates(tokenizer):
     call = [{"function": {"name": "look", "arguments": {"at": "söa", "n": 1}}}]
     messages = [SYSTEM, TURNS[0], {"role": "assistant", "content": None, "tool_calls": call}]
-    text, _ = render(TOOLS, normalise(messages, "it"), tokenizer, "it")
+    text, _ = render(TOOLS, normalise(messages, "it"), tokenizer.special, "it")
     assert text == (
         "26 Jul 2024user:Who are you? — tell<|im_end|>"
         'assistant:[{"function": {"name": "look", "arguments": {"at": "söa", "n": 1}}}]<|im_end|>'
@@ -269,5 +270,5 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer):
 )
 def test_templates_run_in_a_sandbox(tokenizer, attack):
     with pytest.raises(ValueError, match="the chat template refuses"):
-        render(attack, TURNS, tokenizer, "it")
+        render(attack, TURNS, tokenizer.special, "it")
     assert len(TURNS) == 4

@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch
 
+from surokit.train.errors import NoTargetsError
 from surokit.train.lines import read
 from tests.test_live import View, read_status
+from tests.waiting import wait_for
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -145,8 +146,7 @@ def test_the_trainer_waits_while_it_is_paused(trainer):
     seen = []
 
     def resume():
-        while not callback.live or not callback.live.state.paused:
-            time.sleep(0.01)
+        wait_for(lambda: callback.live and callback.live.state.paused)
         seen.append(run.state.global_step)
         callback.live.control.resume()
 
@@ -187,3 +187,36 @@ def test_it_is_found_by_its_name():
     assert surokit.integrations.hf.LiveCallback.__module__ == "surokit.integrations.hf"
     with pytest.raises(AttributeError, match="no 'keras'; there is hf, lightning, mirrors"):
         _ = surokit.integrations.keras
+
+
+class Masked(Rows):
+    """Rows whose labels do not count."""
+
+    def __getitem__(self, index):
+        ids = torch.arange(8) + index
+        return {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+
+
+def test_steps_without_a_label_that_counts_are_seen(trainer):
+    run, callback = trainer(max_steps=4)
+    run.train_dataset = Masked()
+    run.train()
+    frame = callback.live.frame()
+    assert list(frame["targets"]) == [0, 0, 0, 0]
+    assert "loss" not in frame, "the Trainer logs 0 there"
+    assert [e.kind for e in callback.live.state.events] == ["no_targets"]
+
+
+def test_five_of_them_end_the_training(trainer):
+    run, _ = trainer(max_steps=6)
+    run.train_dataset = Masked()
+    with pytest.raises(NoTargetsError, match="template"):
+        run.train()
+    assert run.state.global_step == 5
+
+
+def test_labels_of_all_parts_of_a_step_are_counted(trainer):
+    run, callback = trainer(max_steps=2, gradient_accumulation_steps=3)
+    run.train()
+    assert list(callback.live.frame()["targets"]) == [48, 48]
+    assert not run.model._forward_pre_hooks, "the hook goes when the training ends"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from surokit.train.lines import read
 from tests.test_live import View, read_status
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def fit(tmp_path):
 
         def training_step(self, batch, index):
             self.act(self.global_step)
-            loss = self.layer(batch).square().mean()
+            loss = self.layer(batch["x"] if isinstance(batch, dict) else batch).square().mean()
             self.losses.append(float(loss.detach()))
             return loss
 
@@ -43,7 +43,7 @@ def fit(tmp_path):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
-    def run(act=None, validate=False, callback=None, checkpoint=None, **options):
+    def run(act=None, validate=False, callback=None, checkpoint=None, rows=None, **options):
         torch.manual_seed(0)
         callback = callback or LiveCallback(view=View(), tokens=len)
         module = Module(act and (lambda step: act(callback.live, step)))
@@ -54,7 +54,8 @@ def fit(tmp_path):
         def loader(count: int) -> Any:
             return torch.utils.data.DataLoader([*torch.randn(count, 4)], batch_size=2)  # type: ignore[arg-type]
 
-        rows, held_out = loader(8), loader(2)
+        rows = loader(8) if rows is None else torch.utils.data.DataLoader(rows, batch_size=2)
+        held_out = loader(2)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # advice on data loaders
             trainer.fit(module, rows, held_out if validate else None, ckpt_path=checkpoint, weights_only=False)
@@ -82,6 +83,26 @@ def test_an_accumulated_step_is_one_step(fit):
     pairs = list(zip(module.losses[::2], module.losses[1::2]))
     assert list(frame["loss"]) == pytest.approx([(a + b) / 2 for a, b in pairs])
     assert set(frame["tokens"]) == {4.0}
+
+
+def test_steps_without_a_label_that_counts_are_seen_and_end_the_training(fit):
+    from surokit.integrations.lightning import LiveCallback
+    from surokit.train.errors import NoTargetsError
+
+    class Labelled(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, index):
+            return {"x": torch.ones(4), "labels": torch.full((4,), -100 if index > 3 else 1)}
+
+    callback: Any = LiveCallback(view=View())
+    with pytest.raises(NoTargetsError, match="mask"):
+        fit(rows=Labelled(), callback=callback, max_steps=8)
+    frame = callback.live.frame()
+    assert list(frame["targets"]) == [8, 8, 0, 0, 0, 0, 0]
+    assert list(frame["loss"].notna()) == [True] * 2 + [False] * 5
+    assert callback.view.ended == [f"failed: {NoTargetsError.__name__}: {NoTargetsError(5)}"]
 
 
 def test_the_stop_button_stops_the_trainer(fit):
@@ -131,8 +152,7 @@ def test_the_trainer_waits_while_it_is_paused(fit):
             threading.Thread(target=resume, args=(live,), daemon=True).start()
 
     def resume(live):
-        while not live.state.paused:
-            time.sleep(0.01)
+        wait_for(lambda: live.state.paused)
         seen.append(live.state.step)
         live.control.resume()
 

@@ -109,6 +109,34 @@ def test_cache_in_pieces_equals_the_whole(model, ids):
     assert cache.seen == 20
 
 
+@pytest.mark.parametrize("outside", [-1, "vocab"])
+def test_ids_outside_of_the_vocabulary_are_named(model, ids, outside):
+    """Where they make an error: on a GPU a look at them would wait for it."""
+    value = model.config.vocab if outside == "vocab" else outside
+    wrong = ids.clone()
+    wrong[0, 2] = value
+    said = f"has {value}, and the model's vocabulary goes from 0 to {model.config.vocab - 1}: use the tokenizer"
+    with pytest.raises(IndexError, match=f"input_ids {said}"):
+        model(wrong)
+    with pytest.raises(IndexError, match=f"input_ids {said}"):
+        sk.generate(model, wrong, 1)
+    with pytest.raises(IndexError, match=f"labels {said}"):
+        model(ids, labels=wrong)
+
+
+def test_lists_are_no_ids(model, ids):
+    with pytest.raises(TypeError, match=r"input_ids is a list, not a tensor: torch.tensor\(input_ids\)"):
+        model(ids.tolist())
+    with pytest.raises(TypeError, match="labels is a list"):
+        model(ids, labels=ids.tolist())
+
+
+def test_other_errors_of_forward_stay_what_they_are(model, ids):
+    model.model.norm.register_forward_hook(lambda *args: [][1])
+    with pytest.raises(IndexError, match="list index out of range"):
+        model(ids)
+
+
 def test_ids_that_are_refused(model, ids):
     with pytest.raises(TypeError, match=r"token ids.*float32"):
         model(ids.float())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import surokit as sk
 from surokit.models.fuse import fusion_of
 from surokit.train import AdamW, CheckpointError, Cosine, ResumeError, Session
 from surokit.train import checkpoint as checkpoints
+from surokit.train.status import read_status
 from tests.train.test_session import Trap
 from tests.train.test_stream import SOURCES, Loader
 from tests.train.toys import VOCAB, Toy, assert_same_state, make_batches, make_session, weights
@@ -276,9 +279,50 @@ class TestKeeping:
             broken.unlink()
         else:
             broken.write_bytes(broken.read_bytes()[:-7])
-        assert Session.resume(tmp_path / "run", Toy(), data=make_batches()).steps == 2
-        with pytest.raises(CheckpointError, match="incomplete"):
+        said = rf"step-000003 \({file} (is missing|has .* bytes|cannot be read)\) is damaged. step-000002 was taken .*: 1 step of"
+        with pytest.warns(UserWarning, match=said):
+            again = Session.resume(tmp_path / "run", Toy(), data=make_batches())
+        assert again.steps == 2
+        assert [e["step"] for e in again.journal.events if e["kind"] == "note" and re.search(said, e["text"])] == [2]
+        with pytest.raises(CheckpointError, match=f"incomplete .*{file}"):
             Session.resume(broken.parent, Toy(), data=make_batches())
+        again.run(1)
+        status = read_status(tmp_path / "run")
+        assert status is not None
+        assert any(re.search(said, event["text"]) for event in status.events)
+
+    def test_steps_that_a_damaged_one_costs_are_counted(self, tmp_path: Path) -> None:
+        session = make_session(run_dir=tmp_path / "run", save_every=2, keep=None)
+        session.run(6)
+        for step in (4, 6):
+            (tmp_path / "run" / "checkpoints" / f"step-00000{step}" / "state.pt").unlink()
+        with pytest.warns(UserWarning, match=r"step-000004 .*step-000006 .* are damaged.*step-000002 .*: 4 steps"):
+            again = make_session(run_dir=tmp_path / "run", exist="resume", save_every=2)
+        assert again.steps == 2
+        again.run(4)
+        assert checkpoints.latest(tmp_path / "run" / "checkpoints") == checkpoints.find(tmp_path / "run")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # the run has written them anew
+            assert Session.resume(tmp_path / "run", Toy(), data=make_batches()).steps == 6
+
+    def test_where_all_are_damaged(self, tmp_path: Path) -> None:
+        session = make_session(run_dir=tmp_path / "run", save_every=2)
+        session.run(2)
+        (tmp_path / "run" / "checkpoints" / "step-000002" / "state.pt").unlink()
+        with pytest.raises(FileNotFoundError, match=r"step-000002 \(state.pt is missing\) is damaged"):
+            Session.resume(tmp_path / "run", Toy(), data=make_batches())
+        with pytest.warns(UserWarning, match="state.pt is missing.*begins anew"):
+            again = make_session(run_dir=tmp_path / "run", exist="resume")
+        assert again.steps == 0
+        assert "begins anew" in again.journal.events[-1]["text"]
+
+    def test_the_panel_is_told_what_was_said_before_it_opened(self, tmp_path: Path) -> None:
+        session = make_session()
+        session.note("before")
+        session.live(view="text")
+        session.run(1)
+        assert session._panel is not None
+        assert [e.text for e in session._panel.state.events] == ["before"]
 
     def test_damage_of_the_same_size_is_an_error(self, tmp_path: Path) -> None:
         session = make_session(run_dir=tmp_path / "run")
@@ -438,14 +482,17 @@ class TestRefusing:
 
 
 class TestRunDirectory:
-    def test_new_takes_the_next_free_name(self, tmp_path: Path) -> None:
-        names = []
+    def test_new_takes_the_next_free_name(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        names, said = [], []
         for _ in range(3):
             session = make_session(run_dir=tmp_path / "run")
+            said.append(capsys.readouterr().err)
             session.run(1)
             assert session.run_dir is not None
             names.append(session.run_dir.name)
         assert names == ["run", "run-2", "run-3"]
+        text = "surokit: {0}/run has content already, so this run is in {0}/run-{1}\n"
+        assert said == ["", text.format(tmp_path, 2), text.format(tmp_path, 3)]
 
     def test_error(self, tmp_path: Path) -> None:
         make_session(run_dir=tmp_path / "run", exist="error").run(1)

@@ -8,7 +8,7 @@ import surokit as sk
 
 # the compiler inspects tensors and modules in ways that torch warns about
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe", [sk.BF16, sk.FP8], ids=lambda r: r.name)
+@pytest.mark.parametrize("recipe", [pytest.param(sk.BF16, marks=pytest.mark.soak), sk.FP8], ids=lambda r: r.name)
 def test_a_compiled_run_follows_the_eager_one(recipe):
     losses = []
     for compiled in (False, True):

@@ -20,23 +20,24 @@ import torch
 from surokit.train import control as module
 from surokit.train import keeping
 from surokit.train.errors import CheckpointError
-from surokit.train.random_state import kept
+from surokit.train.random_state import kept, turn
 from surokit.train.records import Record
 from surokit.train.session import Session
 from tests.train.toys import (
-    PATIENCE_S,
+    ENDLESS,
     At,
     Gated,
     Listener,
-    Slow,
     Toy,
     assert_same_state,
     interrupt_when,
     make_batches,
     make_session,
-    wait_for,
+    until_asked,
+    wait_for_step,
     whole,
 )
+from tests.waiting import PATIENCE_S, Clock, wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,7 +133,9 @@ class TestStop:
 
 
 class TestPause:
-    def test_it_waits_and_goes_on(self) -> None:
+    def test_it_waits_and_goes_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = Clock(time.monotonic)
+        monkeypatch.setattr(time, "monotonic", clock)
         listener = Listener()
         session = make_session(meters=[At(3, lambda s: s.control.pause())])
         session.subscribe(listener)
@@ -140,25 +143,40 @@ class TestPause:
         wait_for(lambda: session.control.state == "paused")
         wait_for(lambda: listener.of("pause"))
         assert listener.told[-2:] == [("step", 3), ("pause", True)], "all that was measured has been told"
-        time.sleep(0.12)
-        assert session.steps == 3
+        looks: list[int] = []
+        serve = session.control._serve
+
+        def look() -> None:
+            looks.append(session.steps)
+            serve()
+
+        monkeypatch.setattr(session.control, "_serve", look)
+        wait_for(lambda: len(looks) > 3)
+        assert set(looks) == {3}
+        clock.ahead_s += 1000.0
         session.control.resume()
         run.wait()
         assert listener.of("pause") == [True, False]
         assert (session.steps, session.control.state) == (6, "idle")
         assert_same_state(session, whole(6))
         wall_s = session.records.column("wall_ms").sum() / 1e3
-        assert wall_s < 0.1 < session.run_s, "a pause is no step's time, and it is the run's"
+        assert wall_s < 1000.0 < session.run_s, "a pause is no step's time, and it is the run's"
         assert session.elapsed_s == pytest.approx(wall_s)
 
-    def test_minutes_stand_still(self) -> None:
-        session = make_session(Slow(0.01), meters=[At(2, lambda s: s.control.pause())])
-        run = session.run(minutes=0.2 / 60, thread=True)
+    def test_minutes_stand_still(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = Clock(time.monotonic)
+        monkeypatch.setattr(time, "monotonic", clock)
+
+        def pass_(minutes: float) -> None:
+            clock.ahead_s += 60 * minutes
+
+        session = make_session(meters=[At(2, lambda s: s.control.pause()), At(5, lambda s: pass_(90.0))])
+        run = session.run(minutes=60.0, thread=True)
         wait_for(lambda: session.control.state == "paused")
-        time.sleep(0.3)
+        pass_(90.0)
         session.control.resume()
         run.wait()
-        assert session.steps > 4, "there was time left"
+        assert session.steps == 5, "there was time left after the pause, and none after the fifth step"
 
     def test_what_others_draw_meanwhile_is_not_the_runs(self) -> None:
         session = make_session(meters=[At(3, lambda s: s.control.pause())])
@@ -211,7 +229,7 @@ class TestPause:
     def test_an_interrupt_ends_it(self) -> None:
         """In a blocking run: the thread that waits is the one that signals reach."""
         session = make_session(meters=[At(3, lambda s: s.control.pause())])
-        interrupt_when(lambda: session.control.state == "paused")
+        interrupt_when(lambda: session.control.state == "paused", waits=False)
         session.run(6)
         assert session.steps == 3
         session.run(3)
@@ -231,20 +249,15 @@ class TestPause:
 
 class TestFiles:
     def test_pause_and_save_from_another_process(self, tmp_path: Path) -> None:
-        session = make_session(Slow(0.01), run_dir=tmp_path / "run")
-        run = session.run(1500, thread=True)
+        session = make_session(run_dir=tmp_path / "run")
+        run = session.run(ENDLESS, thread=True)
         code = """
-import sys, time
+import sys
 from pathlib import Path
 from surokit.train.status import read_status
+from tests.waiting import wait_for as until
 
 folder = Path(sys.argv[1])
-
-def until(what):
-    deadline = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 def stands(state):
     status = read_status(folder)
@@ -343,8 +356,8 @@ class TestBetweenSteps:
         assert session.control.between_steps(threading.get_ident) == threading.get_ident()
 
     def test_in_the_thread_that_trains(self) -> None:
-        session = make_session(Slow())
-        run = session.run(400, thread=True)
+        session = make_session()
+        run = session.run(ENDLESS, thread=True)
         name = session.control.between_steps(lambda: threading.current_thread().name)
         before = session.steps
         assert name == "surokit-run"
@@ -355,7 +368,7 @@ class TestBetweenSteps:
     def test_a_blocking_run_serves_other_threads(self) -> None:
         out: list[float] = []
         thread = threading.Thread(target=lambda: out.append(session.evaluate()))
-        session = make_session(Slow(), eval=make_batches(1), meters=[At(2, lambda s: thread.start())])
+        session = make_session(eval=make_batches(1), meters=[At(2, lambda s: thread.start()), until_asked(2)])
         session.run(40)
         thread.join(PATIENCE_S)
         assert out
@@ -376,17 +389,19 @@ class TestBetweenSteps:
         assert (tmp_path / "run" / "checkpoints" / "step-000003").exists()
 
     def test_an_exception_is_the_callers(self) -> None:
-        session = make_session(Slow())
+        session = make_session(meters=[until_asked(2)])
         run = session.run(30, thread=True)
+        wait_for(lambda: session.steps == 2)
         with pytest.raises(ZeroDivisionError):
             session.control.between_steps(lambda: 1 / 0)
         run.wait()
         assert session.steps == 30
 
     def test_what_it_draws_is_not_the_runs(self) -> None:
-        session = make_session(Slow())
+        session = make_session(meters=[until_asked(2 * n + 2) for n in range(5)])
         run = session.run(30, thread=True)
-        for _ in range(5):
+        for n in range(5):
+            wait_for_step(session, 2 * n + 2)
             session.control.between_steps(lambda: (torch.rand(3), random.random(), np.random.rand()))  # noqa: NPY002
         run.wait()
         assert_same_state(session, whole(30))
@@ -395,29 +410,32 @@ class TestBetweenSteps:
         def draw() -> None:
             for _ in range(5):
                 torch.rand(3)
-                time.sleep(0.003)
+                wait_for(lambda: turn.wanted)  # the other would take a step
 
-        one, two = make_session(Slow(0.001)), make_session(Slow(0.001), seed=2)
-        runs = [session.run(100, thread=True) for session in (one, two)]
-        for _ in range(5):
+        one, two = make_session(meters=[until_asked(2 * n + 2) for n in range(5)]), make_session(seed=2)
+        runs = [one.run(30, thread=True), two.run(ENDLESS, thread=True)]
+        for n in range(5):
+            wait_for_step(one, 2 * n + 2)
             one.control.between_steps(draw)
+        two.stop()
         for run in runs:
             run.wait()
-        assert_same_state(one, whole(100))
-        assert_same_state(two, whole(100, seed=2))
+        assert_same_state(one, whole(30))
+        assert_same_state(two, whole(two.steps, seed=2))
 
     def test_many_callers(self) -> None:
-        session = make_session(Slow(0.001), eval=make_batches(1))
-        run = session.run(300, thread=True)
+        session = make_session(eval=make_batches(1))
+        run = session.run(ENDLESS, thread=True)
         out: list[float] = []
         threads = [threading.Thread(target=lambda: out.extend(session.evaluate() for _ in range(5))) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(PATIENCE_S)
+        session.stop()
         run.wait()
         assert len(out) == 20
-        assert_same_state(session, whole(300))
+        assert_same_state(session, whole(session.steps))
 
     def test_asked_while_the_run_ends(self) -> None:
         """However a call and the end of a run fall together, it is answered; runs of one step have little but ends."""
@@ -445,7 +463,7 @@ class TestBetweenSteps:
         class Ends(Listener):
             def on_end(self, reason: str) -> None:
                 thread.start()
-                time.sleep(0.05)
+                wait_for(lambda: session.control._asked)
 
         out: list[float] = []
         session = make_session(eval=make_batches(1))
@@ -460,6 +478,7 @@ class TestBetweenSteps:
         done: list[int] = []
         session = make_session(model := Gated())
         run = session.run(2, thread=True)
+        wait_for(model.reached.is_set)
         interrupt_when(lambda: session.control._asked)
         with pytest.raises(KeyboardInterrupt):
             session.control.between_steps(lambda: done.append(1))
@@ -469,11 +488,12 @@ class TestBetweenSteps:
         assert session.steps == 2, "the interrupt was the waiting cell's"
 
     def test_the_turn_is_not_given_by_who_waits(self) -> None:
-        session = make_session(Slow())
-        run = session.run(20, thread=True)
+        session = make_session()
+        run = session.run(ENDLESS, thread=True)
         wait_for(lambda: session.steps)
         with kept(torch.device("cpu")), pytest.raises(RuntimeError, match="outside of another session's step"):
             session.evaluate(make_batches(1))
+        session.stop()
         run.wait()
 
 

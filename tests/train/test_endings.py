@@ -14,7 +14,8 @@ from surokit.train.files import reason_in
 from surokit.train.status import Status, read_status
 from surokit.widgets.folder import FileControl, RunFolder
 from surokit.widgets.front import WidgetView
-from tests.train.toys import At, Listener, assert_same_state, interrupt_when, make_session, wait_for, whole
+from tests.train.toys import At, Listener, assert_same_state, interrupt_when, make_session, whole
+from tests.waiting import wait_for
 
 
 def interrupt(_session: Any) -> None:
@@ -33,7 +34,7 @@ def click(asked: Any) -> None:
     view = WidgetView(asked, display=lambda *_, **__: None)
     view._widget = widget = Widget()
     view._asked(widget, {"ask": "stop", "n": 1})
-    assert widget.answer == {"answer": 1, "error": ""}
+    assert widget.answer == {"n": 1, "error": ""}
 
 
 def status(folder: Path) -> Status:
@@ -104,7 +105,7 @@ class TestWhoAsked:
         listener, session = Listener(), make_session(meters=[At(3, lambda s: s.control.pause())])
         session.subscribe(listener)
         going = session.run(6, thread=True)
-        interrupt_when(lambda: session.control.state == "paused")
+        interrupt_when(lambda: session.control.state == "paused", waits=False)
         going.wait()
         assert listener.of("end") == ["interrupted"]
 

@@ -84,7 +84,7 @@ class TestRates:
         model = Toy()
         optimizer = AdamW(model.parameters(), lr=lr)
         engine = Engine(model, optimizer, 1.0, "auto", Replays() if device else None)
-        engine.prepare(1, False)
+        engine.prepare(False)
         return engine
 
     def rates(self, engine: Engine) -> list[Any]:

@@ -14,19 +14,15 @@ import pytest
 
 from surokit.train.session import Session
 from surokit.train.status import read_status
-from tests.train.toys import Toy, assert_same_state, make_batches, whole
+from tests.train.toys import ENDLESS, Toy, assert_same_state, make_batches, whole
 
 ROOT = Path(__file__).parents[2]
 
 PROCESSES = """
-import asyncio, json, os, signal, sys, time
+import asyncio, json, os, signal, sys, threading
 from surokit.environment import environment
-from tests.train.toys import Toy, make_session
-
-class Slow(Toy):
-    def forward(self, input_ids, labels=None):
-        time.sleep(0.02)
-        return super().forward(input_ids, labels)
+from tests.train.toys import ENDLESS, Toy, make_session
+from tests.waiting import wait_for
 
 def begun(session):
     if session.steps == 3:
@@ -43,7 +39,7 @@ for line in sys.stdin:
     signal.alarm(60)
     for number, name in enumerate(outputs, 1):
         os.dup2(os.open(name, os.O_WRONLY), number)
-    session = make_session(Slow(), run_dir=run_dir, save_every=1000, meters=[begun])
+    session = make_session(run_dir=run_dir, save_every=1000, meters=[begun])
     exec(code)
     break
 """
@@ -96,11 +92,11 @@ class TestProcess:
         assert_same_state(again, whole(again.steps))
 
     def test_an_interrupt(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
-        program = Program(processes, "session.run(1500); print(session.steps)", tmp_path)
+        program = Program(processes, "session.run(ENDLESS); print(session.steps)", tmp_path)
         program.interrupt()
         status, out, err = program.end()
         assert status == 0, err
-        assert 0 < int(out) < 1500
+        assert 0 < int(out) < ENDLESS
         assert "stopping after this step" in err
         told = read_status(program.run_dir)
         assert told is not None
@@ -109,16 +105,16 @@ class TestProcess:
 
     def test_a_second_interrupt(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
         code = """
-class Stuck(Slow):
+class Stuck(Toy):
     def forward(self, input_ids, labels=None):
         if session.steps == 5:
             print("stuck", flush=True)
-            time.sleep(60)
+            threading.Event().wait(60)
         return super().forward(input_ids, labels)
 
 session.model.__class__ = Stuck
 try:
-    session.run(1500)
+    session.run(ENDLESS)
 except KeyboardInterrupt:
     session.save()
     print(session.steps)
@@ -135,7 +131,7 @@ except KeyboardInterrupt:
 
     def test_a_program_that_ends(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
         """A thread's run is stopped between two steps, saved and told."""
-        code = "run = session.run(1500, thread=True)\nwhile session.steps < 5: time.sleep(0.01)"
+        code = "run = session.run(ENDLESS, thread=True)\nwait_for(lambda: session.steps >= 5)"
         program = Program(processes, code, tmp_path)
         status, _, err = program.end()
         assert status == 0, err
@@ -146,10 +142,10 @@ except KeyboardInterrupt:
 
     def test_a_program_that_ends_while_its_run_waits(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
         code = """
-run = session.run(1500, thread=True)
-while session.steps < 5: time.sleep(0.01)
+run = session.run(ENDLESS, thread=True)
+wait_for(lambda: session.steps >= 5)
 session.control.pause()
-while session.control.state != "paused": time.sleep(0.01)
+wait_for(lambda: session.control.state == "paused")
 """
         program = Program(processes, code, tmp_path)
         status, _, err = program.end()
@@ -159,12 +155,12 @@ while session.control.state != "paused": time.sleep(0.01)
     def test_an_interrupted_program_of_asyncio(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
         code = """
 async def main():
-    await session.run(1500, thread=True)
+    await session.run(ENDLESS, thread=True)
     print(session.steps)
 asyncio.run(main())
 """
         program = Program(processes, code, tmp_path)
         program.interrupt()
         _, out, err = program.end()
-        assert 0 < int(out) < 1500, err
+        assert 0 < int(out) < ENDLESS, err
         self.goes_on_from(program.run_dir)

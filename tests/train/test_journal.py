@@ -9,22 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import surokit as sk
 from surokit.train.records import Record
 from surokit.train.session import Session
 from surokit.train.status import RunInfo, read_status
 from tests.train.toys import (
-    PATIENCE_S,
+    VOCAB,
     At,
     Listener,
     Toy,
     assert_same_state,
     make_batches,
     make_session,
-    wait_for,
     whole,
 )
+from tests.waiting import PATIENCE_S, wait_for
 
 
 class TestStopWhen:
@@ -85,10 +86,13 @@ class TestStopWhen:
         assert session.steps == 3
 
     def test_nonfinite(self) -> None:
-        batches = make_batches(6)
-        batches[3]["labels"][:] = -100
+        batches = [{name: v.clamp(max=VOCAB - 2) for name, v in batch.items()} for batch in make_batches(6)]
+        batches[3]["input_ids"][0, 2] = VOCAB - 1  # of which the embedding is infinite
+        model = Toy()
+        with torch.no_grad():
+            model.embed.weight[VOCAB - 1] = torch.inf
         listener = Listener()
-        session = make_session(data=batches)
+        session = make_session(model, batches)
         session.subscribe(listener)
         session.stop_when("nonfinite")
         with pytest.warns(UserWarning, match="step 4"):

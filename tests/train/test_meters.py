@@ -252,6 +252,7 @@ def decoder_session(recipe, seed, blocks):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in (1, 2))])
 @pytest.mark.parametrize("recipe", ["fp4", "mxfp4", "fp8", "mxfp8"])
 @pytest.mark.parametrize("blocks", [1, 3])

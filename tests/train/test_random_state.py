@@ -7,13 +7,13 @@ import os
 import random
 import signal
 import threading
-import time
 
 import numpy as np
 import pytest
 import torch
 
 from surokit.train.random_state import OwnRandom, RandomState, Turn, kept, seeded, turn
+from tests.waiting import main_thread_waits, wait_for
 
 CPU = torch.device("cpu")
 
@@ -59,10 +59,7 @@ def test_seeded_disturbs_nothing_and_repeats() -> None:
 
 
 def interrupt_who_waits(turn: Turn) -> None:
-    deadline = time.monotonic() + 10
-    while not turn.wanted and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(0.01)
+    wait_for(lambda: turn.wanted and main_thread_waits())
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -90,10 +87,7 @@ class TestTurn:
             for name in range(4):
                 threads.append(threading.Thread(target=take, args=(name,)))
                 threads[-1].start()
-                deadline = time.monotonic() + 10
-                while len(turn._waiting) <= name:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.001)
+                wait_for(lambda: len(turn._waiting) == len(threads))
             assert turn.wanted
             assert not order
         for thread in threads:

@@ -17,33 +17,38 @@ import torch
 from surokit.train.random_state import kept, turn
 from surokit.train.session import Session
 from tests.train.toys import (
+    ENDLESS,
     At,
     Gated,
     Listener,
-    Slow,
     Toy,
     assert_same_state,
     interrupt_when,
     make_batches,
     make_session,
-    wait_for,
+    until_asked,
+    wait_for_step,
     weights,
     whole,
 )
+from tests.waiting import comes, wait_for
 
 
 class TestThread:
     def test_evaluated_from_here_it_is_the_same_run(self) -> None:
-        session = make_session(Slow(), eval=make_batches(2, seed=5))
+        session = make_session(eval=make_batches(2, seed=5), meters=[until_asked(2), until_asked(5), until_asked(9)])
         run = session.run(40, thread=True)
-        losses = [session.evaluate() for _ in range(3)]
-        assert session.steps < 40
+        losses = []
+        for step in (2, 5, 9):
+            wait_for_step(session, step)
+            losses.append(session.evaluate())
         frames = []
         while run.running:
             frames.append(session.records.frame())
         run.wait()
         assert all((frame["step"].diff().dropna() == 1).all() for frame in frames)
         assert_same_state(session, whole(40))
+        assert [e.step for e in session.evaluations] == [2, 5, 9]
         assert [e.loss for e in session.evaluations] == losses
         at = session.evaluations[1].step
         undisturbed = whole(at, eval=make_batches(2, seed=5))
@@ -52,22 +57,22 @@ class TestThread:
     def test_another_session_is_made_and_evaluated_meanwhile(self) -> None:
         """Both draw from the process's generators, each from a state of its own."""
         models = [Toy() for _ in range(20)]  # drawn by torch, in whose hands nothing of ours keeps the generators
-        session = make_session(Slow(0.001))
-        run = session.run(300, thread=True)
+        session = make_session()
+        run = session.run(ENDLESS, thread=True)
         others = []
-        while run.running and models:
+        while models:
             other = make_session(models.pop(), seed=3, eval=make_batches(1, seed=5))
             other.run(2)
             other.evaluate()
             others.append(other)
+        session.stop()
         run.wait()
-        assert len(others) > 3
-        assert_same_state(session, whole(300))
+        assert_same_state(session, whole(session.steps))
         for other in (others[0], others[-1]):
             assert_same_state(other, whole(2, seed=3))
 
     def test_two_runs_in_threads(self) -> None:
-        one, two = make_session(Slow(0.001), seed=1), make_session(Slow(0.001), seed=2)
+        one, two = make_session(seed=1), make_session(seed=2)
         runs = [s.run(60, thread=True) for s in (one, two)]
         for run in runs:
             run.wait()
@@ -77,8 +82,8 @@ class TestThread:
         assert not turn.mine
 
     def test_one_run_at_a_time(self) -> None:
-        session = make_session(Slow())
-        run = session.run(200, thread=True)
+        session = make_session()
+        run = session.run(ENDLESS, thread=True)
         wait_for(lambda: session.steps)
         with pytest.raises(
             RuntimeError, match=r"running already, \d+ steps? done: wait for the run that goes on, or end it"
@@ -149,10 +154,11 @@ class TestThread:
         assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000"]
 
     def test_waiting_for_a_while(self) -> None:
-        session = make_session(Slow(0.01))
+        session = make_session(model := Gated())
         run = session.run(20, thread=True)
         assert not run.wait(timeout=0.01)
         assert "running" in repr(run)
+        model.gate.set()
         assert run.wait()
         assert run.wait(timeout=0)
         assert not run.running
@@ -167,13 +173,14 @@ class TestThread:
             except RuntimeError as error:
                 said.append(str(error))
 
-        session = make_session(Slow(0.05), meters=[At(1, wait)])
+        session = make_session(model := Gated(), meters=[At(1, wait)])
         run = session.run(1, thread=True)
+        model.gate.set()
         run.wait()
         assert said == ["The run cannot wait for itself: call wait() from another thread."]
 
     def test_who_has_the_turn_does_not_wait_for_a_run(self) -> None:
-        session = make_session(Slow())
+        session = make_session()
         with kept(torch.device("cpu")):
             run = session.run(3, thread=True)
             with pytest.raises(RuntimeError, match="outside of another session's step"):
@@ -182,8 +189,8 @@ class TestThread:
         assert session.steps == 3
 
     def test_a_forked_process_has_no_run(self) -> None:
-        session = make_session(Slow())
-        run = session.run(200, thread=True)
+        session = make_session()
+        run = session.run(ENDLESS, thread=True)
         child = os.fork()
         if child == 0:
             signal.alarm(30)
@@ -197,12 +204,12 @@ class TestThread:
         run.wait()
 
     def test_an_interrupt_of_the_waiting_stops_it(self) -> None:
-        session, listener = make_session(Slow(0.01)), Listener()
+        session, listener = make_session(), Listener()
         session.subscribe(listener)
-        run = session.run(500, thread=True)
+        run = session.run(ENDLESS, thread=True)
         interrupt_when(lambda: session.steps)
         assert run.wait()
-        assert 0 < session.steps < 500
+        assert 0 < session.steps < ENDLESS
         assert listener.of("end") == ["interrupted"]
         steps = session.steps
         session.run(3)
@@ -256,22 +263,22 @@ class TestThread:
 
 class TestAwait:
     def test_the_loop_goes_on(self) -> None:
-        async def main() -> int:
-            ticks = 0
+        """Other work of it opens the gate that the run waits at."""
 
-            async def tick() -> None:
-                nonlocal ticks
-                while True:
-                    ticks += 1
-                    await asyncio.sleep(0.005)
+        async def main() -> None:
+            waiting = asyncio.create_task(awaited())
+            await comes(lambda: awaits)
+            model.gate.set()
+            await waiting
 
-            ticking = asyncio.create_task(tick())
-            await session.run(50, thread=True)
-            ticking.cancel()
-            return ticks
+        async def awaited() -> None:
+            run = session.run(50, thread=True)
+            awaits.append(True)
+            await run
 
-        session = make_session(Slow())
-        assert asyncio.run(main()) > 3
+        awaits: list[bool] = []
+        session = make_session(model := Gated())
+        asyncio.run(main())
         assert_same_state(session, whole(50))
 
     def test_a_cancelled_wait_stops_the_run(self) -> None:
@@ -279,28 +286,27 @@ class TestAwait:
 
         async def main() -> None:
             task = asyncio.create_task(cell())
-            while not session.steps:
-                await asyncio.sleep(0.005)
+            await comes(lambda: session.steps)
             task.cancel()
             await task
             assert task.cancelling() == 0
 
         async def cell() -> None:
-            await session.run(500, thread=True)
+            await session.run(ENDLESS, thread=True)
             after.append(session.steps)
 
         after: list[int] = []
-        session = make_session(Slow(0.01))
+        session = make_session()
         asyncio.run(main())
         assert after == [session.steps]
-        assert 0 < session.steps < 500
+        assert 0 < session.steps < ENDLESS
 
     def test_a_second_one_gives_up_waiting(self) -> None:
         async def main() -> None:
             task = asyncio.create_task(cell())
-            await asyncio.sleep(0.1)
+            await comes(model.reached.is_set)
             task.cancel()
-            await asyncio.sleep(0.1)
+            await comes(lambda: session.control.reason)  # the first is heard
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -350,9 +356,10 @@ class TestGpu:
 
 def test_weights_are_read_while_a_thread_trains() -> None:
     """Nothing of ours keeps others from looking; what they see may be of any moment."""
-    session = make_session(Slow())
-    run = session.run(20, thread=True)
+    session = make_session()
+    run = session.run(ENDLESS, thread=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert weights(session)
+    session.stop()
     run.wait()

@@ -24,6 +24,7 @@ import surokit as sk
 from surokit.train import Cosine, Record, Session, control
 from surokit.train.stream import Batch
 from tests.train.toys import VOCAB, Toy, assert_same_state, make_batches, make_session, moments, weights, whole
+from tests.waiting import Clock
 
 
 def parents(event: Any) -> list[str]:
@@ -299,19 +300,20 @@ class TestRun:
         alone.run(3)
         assert_same_state(one, alone)
 
-    def test_idle_time_is_what_is_not_the_step(self) -> None:
+    def test_idle_time_is_what_is_not_the_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = Clock(time.perf_counter)
+        monkeypatch.setattr(time, "perf_counter", clock)
+
         class Slow(list[Batch]):
             def __iter__(self) -> Any:
                 for batch in super().__iter__():
-                    began = time.perf_counter()
-                    while time.perf_counter() < began + 0.02:
-                        pass
+                    clock.ahead_s += 1000.0
                     yield batch
 
         session = make_session(data=Slow(make_batches(3)))
         session.run(3)
-        assert (session.records.column("stall_ms") >= 20).all()
-        assert (session.records.column("idle_frac") > 0.3).all()
+        assert (session.records.column("stall_ms") >= 1e6).all()
+        assert (session.records.column("idle_frac") > 0.5).all()
         assert (session.records.column("wall_ms") > session.records.column("stall_ms")).all()
 
 
@@ -601,9 +603,8 @@ class TestNotFinite:
         np.testing.assert_array_equal(one.records.column("loss"), two.records.column("loss"))
 
     def test_the_replay_leaves_delayed_scales_alone(self) -> None:
-        batches = make_batches(4)
-        batches[2]["labels"][:] = -100  # no label counts: the loss is a mean of nothing
-        one, two = (make_session(Toy(dropout=0.0), batches, recipe="fp8") for _ in range(2))
+        batches = self.poisoned(4, range(2, 3))
+        one, two = (make_session(self.overflowing(), batches, recipe="fp8") for _ in range(2))
         two.arrivals.explain = lambda *args: None  # type: ignore[method-assign]
         with pytest.warns(UserWarning, match="step 3"):
             one.run(3)
@@ -636,13 +637,6 @@ class TestNotFinite:
             session.run(8)
         assert session.records.column("skipped").sum() == 4
         assert [f.step for f in session.findings] == [2, 4, 6, 8]
-
-    def test_labels_that_do_not_count(self) -> None:
-        batch = make_batches(1)[0]
-        batch["labels"][:] = -100
-        session = make_session(data=[batch], max_skipped=1)
-        with pytest.warns(UserWarning, match="loss"), pytest.raises(sk.train.NonFiniteError):
-            session.run(1)
 
 
 class TestFork:
@@ -719,33 +713,6 @@ class TestRecipes:
     def test_an_unknown_one(self) -> None:
         with pytest.raises(ValueError, match="fp8"):
             make_session(recipe="fp88")
-
-
-class TestCompile:
-    @pytest.mark.parametrize(
-        ("compile", "steps", "schedule_steps", "expected"),
-        [
-            (True, 1, 20, True),
-            (False, 5000, 5000, False),
-            ("auto", 1, 20, False),
-            ("auto", 1999, 20, False),
-            ("auto", 1, 2000, True),
-        ],
-    )
-    def test_the_decision(
-        self, compile: Any, steps: int, schedule_steps: int, expected: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        asked: list[dict[str, Any]] = []
-
-        def stand_in(model: nn.Module, **options: Any) -> Any:
-            asked.append(options)
-            return model.forward
-
-        monkeypatch.setattr(torch, "compile", stand_in)
-        session = make_session(compile=compile, schedule=Cosine(warmup=2, steps=schedule_steps))
-        session._prepare(steps)
-        session.step(make_batches(1)[0])
-        assert asked == ([{"dynamic": False}] if expected else [])
 
 
 class TestSettings:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from surokit.data.batches import Batches
 from surokit.train.errors import ResumeError
 from surokit.train.stream import Batch, Stream, check_batch, fingerprint, join
-from tests.train.toys import assert_same_state, make_batches, make_session, whole
+from tests.train.toys import VOCAB, assert_same_state, make_batches, make_session, whole
 
 
 class Loader:
@@ -191,7 +192,12 @@ def test_fingerprints() -> None:
     [
         ([1, 2], TypeError, "a list"),
         ({"input_ids": torch.zeros(2, 3, dtype=torch.long)}, ValueError, "'labels'"),
-        ({"input_ids": [[1]], "labels": [[1]]}, ValueError, "'input_ids'"),
+        (
+            {"input_ids": [[1]], "labels": [[1]]},
+            TypeError,
+            r"input_ids .* is a list.*torch.tensor\(batch\['input_ids'\]\)",
+        ),
+        ({"input_ids": torch.zeros(1, 1), "labels": np.zeros((1, 1))}, TypeError, "labels of the batch is a ndarray"),
         ({"input_ids": torch.zeros(2, 3), "labels": torch.zeros(2, 4)}, ValueError, r"\[2, 3\] and labels \[2, 4\]"),
         ({"input_ids": torch.zeros(3), "labels": torch.zeros(3)}, ValueError, r"one shape \[B, T\]"),
         ({"input_ids": torch.zeros(0, 3), "labels": torch.zeros(0, 3)}, ValueError, "B, T >= 1"),
@@ -200,6 +206,52 @@ def test_fingerprints() -> None:
 def test_what_is_no_batch(batch: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         check_batch(batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "input_ids",
+            32,
+            "the token id 32, and the model's vocabulary goes from 0 to 31: use the tokenizer that belongs to",
+        ),
+        ("input_ids", -1, "the token id -1"),
+        ("input_ids", -100, "the token id -100"),
+        ("labels", 32, "the label 32, and the model's vocabulary goes from 0 to 31: a label is a token id, or -100"),
+        ("labels", -1, "the label -1"),
+    ],
+)
+def test_numbers_outside_of_the_vocabulary(name: str, value: int, message: str) -> None:
+    batch = make_batches(1)[0]
+    batch[name][1, 2] = value
+    check_batch(batch)
+    with pytest.raises(ValueError, match=message):
+        check_batch(batch, VOCAB)
+
+
+def test_labels_that_do_not_count_are_no_numbers_outside() -> None:
+    batch = make_batches(1)[0]
+    batch["labels"][:, 3:] = -100
+    check_batch(batch, VOCAB)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+def test_a_session_refuses_them_before_the_step(name: str) -> None:
+    """In a step, and where it evaluates."""
+    batches = make_batches(2)
+    batches[1][name][0, 3] = VOCAB
+    session = make_session(data=batches)
+    with pytest.raises(ValueError, match=f"{VOCAB}, and the model's vocabulary"):
+        session.run(2)
+    assert session.steps == 1
+    with pytest.raises(ValueError, match=f"{VOCAB}, and the model's vocabulary"):
+        session.evaluate(batches)
+
+
+def test_what_a_gpu_holds_is_not_looked_at() -> None:
+    batch = {name: value.to("meta") for name, value in make_batches(1)[0].items()}
+    check_batch(batch, 1)
 
 
 def test_joining_different_lengths() -> None:

@@ -1,12 +1,11 @@
 """A language model of two layers with dropout, and batches for it: small enough for a step to take a millisecond. And what
-disturbs a run of it: slow and gated models, meters that act at a step, a listener, patience."""
+disturbs a run of it: a gated model, meters that act at a step, a listener."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +16,10 @@ from torch import Tensor, nn
 from surokit.train import AdamW, Cosine, Session
 from surokit.train.records import Record
 from surokit.train.stream import Batch
+from tests.waiting import PATIENCE_S, main_thread_waits, wait_for
 
 VOCAB = 32
-PATIENCE_S = 30.0
+ENDLESS = 1_000_000  # steps of a run that somebody will end
 
 
 class Toy(nn.Module):
@@ -100,45 +100,30 @@ class Listener:
         return [value for kind, value in self.told if kind == name]
 
 
-def wait_for(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not what():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.002)
+def wait_for_step(session: Session, step: int) -> None:
+    wait_for(lambda: session.steps == step)
 
 
-def interrupt_when(what: Callable[[], object]) -> None:
-    """A Ctrl-C once that is so, and this thread waits."""
+def interrupt_when(what: Callable[[], object], waits: bool = True) -> None:
+    """A Ctrl-C once that is so and, where `waits`, the main thread waits."""
 
     def later() -> None:
-        wait_for(what)
-        time.sleep(0.02)
+        wait_for(lambda: what() and (main_thread_waits() or not waits))
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=later).start()
 
 
 class Gated(Toy):
-    """Waits in every step until `gate` is open."""
+    """Waits in every step until `gate` is open; `reached` says that one does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = threading.Event()
+        self.gate, self.reached = threading.Event(), threading.Event()
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        self.reached.set()
         self.gate.wait(PATIENCE_S)
-        return super().forward(input_ids, labels)
-
-
-class Slow(Toy):
-    """Takes a while for a step, so that a run is still there when somebody asks something of it."""
-
-    def __init__(self, seconds: float = 0.002) -> None:
-        super().__init__()
-        self.seconds = seconds
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        time.sleep(self.seconds)
         return super().forward(input_ids, labels)
 
 
@@ -152,6 +137,11 @@ class At:
         if session.steps == self.step:
             self.work(session)
         return {}
+
+
+def until_asked(step: int) -> At:
+    """A meter that holds the run in that step until somebody asks something of it."""
+    return At(step, lambda session: wait_for(lambda: session.control._news))
 
 
 def whole(steps: int, **options: Any) -> Session:
