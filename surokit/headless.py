@@ -15,9 +15,10 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 _KERNEL = "surokit"
 _PICTURES = {"image/png": "png", "image/svg+xml": "svg"}
@@ -26,7 +27,8 @@ _PICTURES = {"image/png": "png", "image/svg+xml": "svg"}
 def execute(notebook: Path, run_dir: Path) -> int:
     """Execute `notebook` in a fresh folder (`run_dir`, or the next free name), its working directory.
 
-    Prints a line a cell, the text of the cell tagged "result", and the folder. Returns 0, 1 after a failing cell, 130
+    Prints a line a cell and, while a cell takes long, what it said last: of a session that trains its step and the time to go.
+    At the end it prints the text of the cell tagged "result", and the folder. Returns 0, 1 after a failing cell, 130
     after an interrupt. Raises ModuleNotFoundError where nbclient or ipykernel are missing.
     """
     _require()
@@ -85,22 +87,31 @@ def _run(nb: Any, folder: Path) -> int:
     """Execute the cells in place, a line each; the exit status."""
     from nbclient import NotebookClient
 
+    class Client(NotebookClient):
+        """A client that also tells the progress what a cell says."""
+
+        def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
+            if said := _last_words(msg):
+                progress.tell(said)
+            return super().process_message(msg, cell, cell_index)
+
+    progress = Progress(sys.stdout)
+
     code = [i for i, cell in enumerate(nb.cells) if cell.cell_type == "code" and cell.source.strip()]
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         resources = {"metadata": {"path": str(folder)}}
-        client = NotebookClient(nb, km=_kernel_manager(scratch), kernel_name=_KERNEL, timeout=None, resources=resources)
+        client = Client(nb, km=_kernel_manager(scratch), kernel_name=_KERNEL, timeout=None, resources=resources)
         client.reset_execution_trackers()
         # cleanup_kc: nbclient leaves a kernel running whose manager it did not make
         # what the kernel's process itself says, as it does when it is shut down in the middle of a cell, is no business of ours
         log = stack.enter_context((scratch / "kernel.log").open("w", encoding="utf-8"))
         with client.setup_kernel(env=_kernel_environment(scratch), cleanup_kc=True, stderr=log):
             for n, i in enumerate(code, 1):
-                start = time.perf_counter()
                 try:
-                    print(f"[{n:>2}/{len(code)}] {_first_line(nb.cells[i].source)}", end="", flush=True)
+                    progress.begin(f"[{n:>2}/{len(code)}] {_first_line(nb.cells[i].source)}")
                     status, outcome = _execute_cell(client, i, n)
-                    print(f"  {time.perf_counter() - start:.1f} s", flush=True)
+                    progress.end()
                     client.set_widgets_metadata()
                 except KeyboardInterrupt:
                     status, outcome = 130, "was interrupted."
@@ -108,6 +119,66 @@ def _run(nb: Any, folder: Path) -> int:
                     print(f"\nCell {n} {outcome}", file=sys.stderr)
                     return status
     return 0
+
+
+class Progress:
+    """A line for the cell that runs. On a terminal what the cell said last stands behind it; in a log it gets a line now and then.
+
+    stream: where it is written. clock: seconds, monotonic.
+    """
+
+    EVERY_S = 0.5  # on a terminal
+    LOG_EVERY_S = 15.0
+    WIDTH = 118
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._stream, self._clock = stream, clock
+        self._every_s = self.EVERY_S if stream.isatty() else self.LOG_EVERY_S
+        self._line = ""
+        self._broken = False  # the cell's own line has ended, in a log
+        self._began_s = self._told_s = 0.0
+
+    def begin(self, line: str) -> None:
+        """Show the line of a cell that begins."""
+        self._line, self._broken = line, False
+        self._began_s = self._told_s = self._clock()
+        self._write(line)
+
+    def tell(self, words: str) -> None:
+        """Show what the cell said last, if it is time."""
+        if self._clock() - self._told_s < self._every_s:
+            return
+        self._told_s = self._clock()
+        if self._stream.isatty():
+            self._write(f"\r{f'{self._line}  {words}'[: self.WIDTH]:<{self.WIDTH}}")
+        else:
+            self._write(f"\n        {words[: self.WIDTH]}")
+        self._broken = True
+
+    def end(self) -> None:
+        """Show how long the cell took."""
+        taken = f"  {self._clock() - self._began_s:.1f} s\n"
+        if not self._broken:
+            self._write(taken)
+        elif self._stream.isatty():
+            self._write(f"\r{self._line + taken.rstrip():<{self.WIDTH}}\n")
+        else:
+            self._write(f"\n      {taken}")
+
+    def _write(self, text: str) -> None:
+        print(text, end="", file=self._stream, flush=True)
+
+
+def _last_words(message: Any) -> str:
+    """The line of a kernel's message that says how a cell goes on: the first of a display's text, the last that was printed."""
+    content = message["content"]
+    if message["msg_type"] in ("display_data", "update_display_data"):
+        lines = content["data"].get("text/plain", "").strip().splitlines()
+        return lines[0].strip() if lines and not lines[0].startswith("<") else ""  # of a picture there are no words
+    if message["msg_type"] == "stream":
+        lines = content["text"].strip().splitlines()
+        return lines[-1].strip() if lines else ""
+    return ""
 
 
 def _execute_cell(client: Any, index: int, count: int) -> tuple[int, str]:

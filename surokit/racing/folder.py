@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surokit.places import make_folder
 from surokit.racing.entries import Source, folder_of
 from surokit.racing.runs import Run, read_steps, write_steps
 from surokit.recipe import BF16, Recipe
@@ -32,7 +33,7 @@ _KEPT = ("accumulate", "seed", "control", "turn_s", "target_loss", "usd_per_gpu_
 
 def write(race: Race, where: Path) -> Path:
     """The folder, with what is there replaced file by file."""
-    where.mkdir(parents=True, exist_ok=True)
+    make_folder(where, "folder of the race")
     for name, run in race.runs.items():
         own = where / folder_of(name)
         own.mkdir(exist_ok=True)

@@ -81,14 +81,15 @@ class Outcome:
         return None if self.control is None or not self.control.known else self.control.holds(1.0)
 
     def control_words(self) -> str:
-        """What the A/A control says, a sentence."""
+        """Says how far the ratios can be trusted: by the number of rounds, and by the A/A control."""
+        if self.rounds < ROUNDS:
+            few = (
+                f"{counted(self.rounds, 'round')} of turns {'is' if self.rounds == 1 else 'are'} too few to trust a ratio (an "
+                f"interval needs {ROUNDS}): let the race go on."
+            )
+            return few if self.control is not None else f"{few} There was no A/A control."
         if self.control is None:
             return "There was no A/A control, so nothing says how far these intervals can be trusted."
-        if not self.control.known:
-            return (
-                f"{counted(self.rounds, 'round')} of turns {'is' if self.rounds == 1 else 'are'} too few for an interval ({ROUNDS} "
-                "are needed): let the race go on."
-            )
         if self.trusted:
             width = max(self.control.high - 1, 1 - self.control.low)
             return (
@@ -109,11 +110,7 @@ def outcome(
     usd_per_hour: float | None = None,
     seed: int = 0,
 ) -> Outcome:
-    """The figures of the runs so far. Raises ValueError before every run has had a turn."""
-    if not runs or any(not run.turns for run in runs.values()):
-        raise ValueError(
-            "The race has no result before every run has had a turn: let it go on with race.go_on(minutes=1)."
-        )
+    """Computes the figures of the runs so far; nan or None where a run has had no turn yet."""
     names = list(runs)
     rounds = rounds_of(list(runs.values()))
     rates = {name: [turn.rate for turn in _of_rounds(runs[name], rounds)] for name in names}
@@ -273,13 +270,19 @@ def cells_of(row: Row, found: Outcome) -> tuple[str, ...]:
         "" if math.isnan(row.tokens_per_s) else f"{row.tokens_per_s:,.0f} ({row.low:,.0f} to {row.high:,.0f})",
         ratio,
         "" if row.predicted is None or is_baseline else f"{row.predicted:.2f}",
-        "" if row.matched is None or is_baseline or math.isnan(row.matched.mid) else f"{row.matched.mid:.3f}",
+        "" if row.matched is None or is_baseline else _mid_words(row.matched),
         "" if row.held_out is None else f"{row.held_out:.4f}",
         "" if math.isnan(found.target) else _target_words(row.to_target),
         "" if math.isnan(row.idle_frac) else f"{row.idle_frac:.1%}",
         "" if math.isnan(row.drift) else f"{row.drift:+.1%}",
         "" if math.isnan(row.first_step_s) else f"{row.first_step_s:.2f} s",
     )
+
+
+def _mid_words(ratio: Interval) -> str:
+    if math.isnan(ratio.mid):
+        return ""
+    return f"{ratio.mid:.3f}" if ratio.known else str(ratio)
 
 
 def _target_words(to_target: tuple[int, int, float, float | None] | None) -> str:

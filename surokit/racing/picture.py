@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from surokit.widgets.figure import PALETTE_LIGHT
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from surokit.racing.outcome import Outcome
     from surokit.racing.result import Race
 
 _INK, _SOFT, _GRID = "#1c1f23", "#5f6670", "#e4e7eb"
@@ -25,14 +27,16 @@ def plot(race: Race, x: str) -> Figure:
     """Left: smoothed loss of every run, each step faint behind it, held-out losses as dots, the target as a line with where it was
     reached. Right: tokens/s over the baseline's, turn by turn, with the interval. Returns the figure, not yet shown.
 
-    Raises ValueError for an axis that there is not, for "usd" without a price, and before every run has had a turn.
+    Before every run has had a turn it draws what is known and says what is missing. Raises ValueError for an axis that there is
+    not, and for "usd" without a price.
     """
     if x not in _AXES:
         raise ValueError(f"plot(x={x!r}): the axis is one of {', '.join(_AXES)}.")
     price = race.settings["usd_per_gpu_hour"]
     if x == "usd" and price is None:
         raise ValueError('plot(x="usd") needs a price: race(usd_per_gpu_hour=...).')
-    found = race.outcome
+    runs = race.runs
+    found = race.figures(runs)
 
     from matplotlib import pyplot as plt
 
@@ -41,18 +45,21 @@ def plot(race: Race, x: str) -> Figure:
     )
     figure.set_facecolor("white")
     plt.close(figure)  # the caller shows what is returned
-    longest_s = max(float(run.warm_seconds().sum()) for run in race.runs.values())
+    longest_s = max(float(np.nansum(run.warm_seconds())) for run in runs.values())
     size, unit = next((size, unit) for size, unit in _UNITS if longest_s >= 2 * size)
-    means = []
-    drawn = [name for name in race.runs if name != race.twin]  # whose losses are the baseline's, bit by bit
+    means, missing = [], []
+    drawn = [name for name in runs if name != race.twin]  # whose losses are the baseline's, bit by bit
     for number, name in enumerate(drawn):
-        run, color = race.runs[name], PALETTE_LIGHT[number % len(PALETTE_LIGHT)]
+        run, color = runs[name], PALETTE_LIGHT[number % len(PALETTE_LIGHT)]
         at = _along(run, x, size or 1.0, price)
+        if not np.isfinite(at).any():
+            missing.append(name)
         mean = smoothed(run.steps["loss"], found.span)
         means.append(mean[found.span - 1 :])
         broad = {"linewidth": 4.5, "alpha": 0.45} if name == race.baseline else {"linewidth": 1.6}
         left.plot(at, run.steps["loss"], color=color, alpha=0.16, linewidth=0.8)
-        left.plot(at, mean, color=color, label=f"{name}  {found[name].loss:.3f}", solid_capstyle="round", **broad)
+        last = "" if math.isnan(found[name].loss) else f"  {found[name].loss:.3f}"
+        left.plot(at, mean, color=color, label=f"{name}{last}", solid_capstyle="round", **broad)
         for step, loss in run.held_out:
             there = np.flatnonzero(run.steps["step"] == step)
             left.plot(at[there], [loss] * len(there), "o", color=color, markersize=6, markeredgecolor="white")
@@ -61,7 +68,12 @@ def plot(race: Race, x: str) -> Figure:
             left.plot(
                 at[reached[0] - 1], found.target, "v", color=color, markersize=8, markeredgecolor="white", zorder=5
             )
-    if any(race.runs[name].held_out for name in drawn):
+    if missing:
+        timed = x in ("time", "usd") and any(len(runs[name].steps) for name in missing)
+        why = "no time before the first turn" if timed else "no step yet"
+        instead = '\nplot(x="steps") shows the losses' if timed else ""
+        _say(left, f"{', '.join(missing)}: {why}{instead}")
+    if any(runs[name].held_out for name in drawn):
         left.plot([], [], "o", color=_SOFT, markersize=6, markeredgecolor="white", label="held out")
     if any(found[name].to_target for name in drawn):
         left.plot([], [], "v", color=_SOFT, markersize=8, markeredgecolor="white", label="target reached")
@@ -75,7 +87,7 @@ def plot(race: Race, x: str) -> Figure:
             fontsize=8,
             va="bottom",
         )
-    values = np.concatenate([m[np.isfinite(m)] for m in means] or [np.zeros(1)])
+    values = np.concatenate([m[np.isfinite(m)] for m in means])
     if len(values):
         low, high = float(values.min()), float(values.max())
         left.set_ylim(low - 0.06 * (high - low) - 1e-9, high + 0.06 * (high - low) + 1e-9)
@@ -84,8 +96,13 @@ def plot(race: Race, x: str) -> Figure:
     if x == "tokens":
         left.xaxis.set_major_formatter(lambda value, _: _short(value))
     left.legend(frameon=False, labelcolor=_INK, loc="upper right")
-    _turns(race, right, drawn)
+    _turns(race, runs, found, right, drawn)
     return figure
+
+
+def _say(axes: Any, words: str) -> None:
+    """Writes what is missing into the lower left corner of a picture, where a falling loss leaves room."""
+    axes.text(0.02, 0.03, words, transform=axes.transAxes, va="bottom", color=_SOFT, fontsize=9)
 
 
 def _along(run: Run, x: str, size: float, price: float | None) -> Floats:
@@ -97,18 +114,19 @@ def _along(run: Run, x: str, size: float, price: float | None) -> Floats:
     return seconds / size if x == "time" else seconds * (price or 0.0) / 3600
 
 
-def _turns(race: Race, axes: Any, drawn: list[str]) -> None:
-    """Every round's ratio as a dot, its mean and interval at the right; the twin in grey."""
-    found = race.outcome
-    rounds = rounds_of(list(race.runs.values()))
-    base = {turn.round: turn.rate for turn in race.runs[race.baseline].whole_turns}
+def _turns(race: Race, runs: Mapping[str, Run], found: Outcome, axes: Any, drawn: list[str]) -> None:
+    """Draws every round's ratio as a dot, its mean and interval at the right; the twin in grey."""
+    rounds = rounds_of(list(runs.values()))
+    base = {turn.round: turn.rate for turn in runs[race.baseline].whole_turns}
     axes.axhline(1.0, color=PALETTE_LIGHT[0], linewidth=4.5, alpha=0.45)
-    others = [name for name in race.runs if name != race.baseline]
+    others = [name for name in runs if name != race.baseline] if rounds else []
+    if not rounds:
+        _say(axes, "No round is whole yet:\na ratio takes a whole turn of every run")
     last = len(rounds)
     wide = max(0.6, 0.07 * last)  # of the place of each mean
     for number, name in enumerate(others):
         color = "#8A8F98" if name == race.twin else PALETTE_LIGHT[drawn.index(name) % len(PALETTE_LIGHT)]
-        rates = {turn.round: turn.rate for turn in race.runs[name].whole_turns}
+        rates = {turn.round: turn.rate for turn in runs[name].whole_turns}
         axes.plot(
             range(1, last + 1),
             [rates[r] / base[r] for r in rounds],
@@ -139,7 +157,8 @@ def _turns(race: Race, axes: Any, drawn: list[str]) -> None:
     axes.set_xticks(range(1, last + 1, max(1, math.ceil(last / 8))))
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom, top + 0.09 * (1 + len(axes.get_legend_handles_labels()[1])) * (top - bottom))
-    axes.legend(frameon=False, labelcolor=_INK, loc="upper left", fontsize=8)
+    if others:
+        axes.legend(frameon=False, labelcolor=_INK, loc="upper left", fontsize=8)
 
 
 def _short(value: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +12,7 @@ from surokit.racing import folder
 from surokit.racing.entries import Source
 from surokit.racing.outcome import COLUMNS, HEADER, RIGHT, Outcome, cells_of, counted, outcome, record_of, span_words
 from surokit.racing.runs import Run
+from surokit.racing.statistics import TOO_FEW
 from surokit.tables import data_frame, html_table, text_table
 from surokit.train import Session
 from surokit.train.stream import Batch
@@ -160,9 +161,18 @@ class Race:
     @property
     def outcome(self) -> Outcome:
         """All figures as values. ValueError before every run has had a turn."""
+        runs = self.runs
+        if not runs or any(not run.turns for run in runs.values()):
+            raise ValueError(
+                "The race has no result before every run has had a turn: let it go on with race.go_on(minutes=1)."
+            )
+        return self.figures(runs)
+
+    def figures(self, runs: Mapping[str, Run]) -> Outcome:
+        """The figures of these runs of the race, also before every one has had a turn: nan or None where nothing is known."""
         settings = self.settings
         return outcome(
-            self.runs,
+            runs,
             self.baseline,
             self.twin,
             settings["target_loss"],
@@ -206,9 +216,10 @@ class Race:
             said.append(self._loss_words(found))
         for name, run in self.runs.items():
             if run.prediction is not None and name not in (self.baseline, self.twin):
-                measured = found[name].ratio.mid
-                unknown = run.prediction.ratio is None or math.isnan(measured)
-                said.append(f"{name}: {run.prediction}{'' if unknown else f'; measured {measured:.2f} x'}.")
+                measured = found[name].ratio
+                unknown = run.prediction.ratio is None or math.isnan(measured.mid)
+                doubt = "" if measured.known else f" ({TOO_FEW})"
+                said.append(f"{name}: {run.prediction}{'' if unknown else f'; measured {measured.mid:.2f} x{doubt}'}.")
         emulated = {name: run.numerics for name, run in self.runs.items() if run.numerics.startswith("emulated")}
         if first.work.get("device") == "cpu":
             said.append(
@@ -266,7 +277,10 @@ class Race:
         return [(name, str(len(loss)), f"{loss[-1]:.4f}" if len(loss) else "") for name, loss in losses.items()]
 
     def plot(self, x: Axis = "time") -> Figure:
-        """Loss against "steps", "tokens", "time" (a run's own) or "usd", and each turn's ratio to the baseline beside it."""
+        """Draws loss against "steps", "tokens", "time" (a run's own) or "usd", and each turn's ratio to the baseline beside it.
+
+        Before every run has had a turn it draws what is known, and says what is missing.
+        """
         from surokit.racing.picture import plot
 
         return plot(self, x)

@@ -66,7 +66,7 @@ def race(
     minutes: of the race's wall clock after the warm-up. steps: of each run, warm-up included. Whichever ends first.
     schedule: "auto" is a cosine over `steps`, without them a constant rate after 20 steps of warm-up.
     control: the baseline races against itself too, which says how far the intervals can be trusted.
-    turn_s: seconds of a turn; chosen for about twelve rounds, at most 10 s.
+    turn_s: seconds of the slowest run's turn; without it, short enough for twelve rounds or more, at most 10 s.
     target_loss: for time to it; without one it is the lowest smoothed loss that every run reaches.
     usd_per_gpu_hour: the price of an hour of a run's own time; without one nothing is told in dollars.
     run_dir: a folder for everything, which another person can run again; `race.save` writes one later.

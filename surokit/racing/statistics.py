@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 ROUNDS = 5  # from which an interval is given: fewer say next to nothing of how much a ratio varies
+TOO_FEW = "too few rounds to trust"  # said wherever a ratio is shown without an interval
 RESAMPLES = 4000
 
 
@@ -40,7 +41,7 @@ class Interval(NamedTuple):
         return Interval(self.low * factor, self.mid * factor, self.high * factor)
 
     def __str__(self) -> str:
-        return f"{self.mid:.3f} ({self.low:.3f} to {self.high:.3f})" if self.known else f"{self.mid:.3f}"
+        return f"{self.mid:.3f} ({f'{self.low:.3f} to {self.high:.3f}' if self.known else TOO_FEW})"
 
 
 def ratios(rates: Sequence[float], baseline: Sequence[float]) -> list[float]:

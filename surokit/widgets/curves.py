@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from surokit.train.smoothing import LossMean
 from surokit.widgets.figure import PALETTE_LIGHT
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def plot_runs(runs: Mapping[str, Any], baseline: str | None = "bf16", smooth: in
 
     runs: name -> Session, Live, pandas frame (columns step and loss) or anything with `.records.frame()` or `.frame()`.
     baseline: name of the run that the others are held against; None leaves the right picture out. smooth: steps in the
-    average (bias-corrected, exponential), by default a fortieth of the run, at least ten, and a fifth of the steps so far.
+    average (bias-corrected, exponential), by default those of the panel's smoothed loss.
     The gap is taken step by step, over the steps that both runs have, and then smoothed: with the same data order the
     noise of the batches cancels. Held-out points (eval_loss) are drawn as dots. Returns the figure, not yet shown.
 
@@ -69,7 +70,7 @@ def plot_runs(runs: Mapping[str, Any], baseline: str | None = "bf16", smooth: in
         if len(eval_step):
             size = 8 if below else 5
             left.plot(eval_step, eval_loss, "o", color=colors[name], markersize=size, markeredgecolor="white")
-    _dress(left, "Loss, smoothed (last value in the legend)")
+    _dress(left, "Loss, EMA (last value in the legend)")
     means = np.concatenate([_smooth(loss, smooth) for _, loss, _, _ in curves.values()])
     low, high = np.nanmin(means), np.nanmax(means)
     left.set_ylim(low - 0.06 * (high - low) - 1e-9, high + 0.04 * (high - low) + 1e-9)
@@ -266,17 +267,17 @@ def _curve(name: str, run: Any) -> tuple[NDArray[np.float64], ...]:
 
 
 def _smooth(values: NDArray[np.float64], steps: int | None) -> NDArray[np.float64]:
-    """Bias-corrected exponential average over about `steps`; NaN where the value itself is not finite.
-
-    By default over no more than a fifth of the steps so far, since an average over more lags behind a loss that falls fast.
-    """
-    count = len(values)
-    length = max(10.0, count / 40) if steps is None else max(1.0, steps)
-    out = np.full(count, np.nan)
+    """Bias-corrected exponential average over about `steps`, by default as `LossMean` has it; NaN where the value is not finite."""
+    out, mean = np.full(len(values), np.nan), LossMean()
     total = weight = 0.0
+    new = 1.0 / max(1.0, steps or 1.0)
     for i, value in enumerate(values.tolist()):
-        new = 1.0 / (length if steps is not None else min(length, max(1.0, (i + 1) / 5)))
-        if np.isfinite(value):
+        if not np.isfinite(value):
+            continue
+        if steps is None:
+            mean.add(value)
+            out[i] = mean.value
+        else:
             total += new * (value - total)
             weight += new * (1.0 - weight)
             out[i] = total / weight

@@ -202,6 +202,14 @@ def _is_run(path: Path) -> bool:
     return any((path / name).exists() for name in (RECORDS, FILE, "checkpoints"))
 
 
+def begun(path: Path) -> bool:
+    """Whether a path says what it is: a file, the folder of a run or of a race, or a folder that has such a folder."""
+    if not path.is_dir():
+        return path.exists()
+    inside = [path, *path.iterdir()]
+    return any(_is_run(each) or (each / TURN).exists() or (each / RACE).exists() for each in inside)
+
+
 def runs_in(path: Path) -> list[Path]:
     """The folders of runs that a folder has, in order of their names; the folder itself where it is a run's or has none."""
     if not path.is_dir() or _is_run(path):

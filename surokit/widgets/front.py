@@ -9,14 +9,17 @@ asks nothing, so it switches that off for its own messages (`answer_where_asked`
 Where there are no subshells a click arrives when the cell awaits or ends; the page notices that nobody answers and says how to stop
 instead.
 
-When a run ends its output becomes static, so that the saved notebook holds a picture and no widget that nobody could draw. In the
-open tab the page's part puts its own panel in the picture's place.
+Two outputs stand in the cell: the widget, and below it a static picture for whoever reads the saved notebook. The picture is
+renewed in mid-run, and the page's part hides it where that draws. (One output for both would be drawn anew with each picture, the
+panel too.) When a run ends the widget's output becomes empty, so that the notebook holds no widget that nobody could draw; in the
+open tab the panel takes the picture's place.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,13 +28,14 @@ from importlib.resources import files
 from importlib.util import find_spec
 from typing import Any, Protocol
 
+from surokit.widgets import protocol
 from surokit.widgets.figure import Theme
 from surokit.widgets.picture import Bundle, bundle
 from surokit.widgets.state import REPLACED, PanelState
 from surokit.widgets.wire import SLOTS, Wire
 
 LAST = SLOTS  # further messages at the end of a run, at most: a keyframe for each curve that is still coarse
-ASKS = ("stop", "pause", "resume", "save")
+PICTURE_S = 30.0  # how old the picture in the notebook may be while a run goes on
 BY_BUTTON = "stopped: by the panel's button"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -71,7 +75,7 @@ def draws_widgets() -> bool:
 class WidgetView:
     """A widget that lives as long as a run; the next run opens another, in the cell that goes on.
 
-    control: what the buttons do; None: no buttons. display: IPython's, or a test's.
+    control: what the buttons do; None: no buttons. display: IPython's, or a test's. clock: seconds, monotonic.
     """
 
     def __init__(
@@ -80,19 +84,24 @@ class WidgetView:
         every_s: float = 0.25,
         theme: Theme = "auto",
         display: Callable[..., Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.every_s = every_s
         self.theme: Theme = theme
         self._control = control
         self._display = display
+        self._clock = clock
         self._widget: Any = None
         self._wire: Wire | None = None
-        self._handle: Any = None
+        self._output: Any = None  # the widget's
+        self._picture: Any = None
+        self._pictured: list[str] = []  # how the runs stood on it
+        self._picture_due_s = 0.0
         self._token = ""
         self._late = OVER  # what the page of a widget before this one is told
 
     def show(self, states: Mapping[str, PanelState], final: bool) -> None:
-        """Send what is new; the last time, leave the static picture in the output as well."""
+        """Send what is new. Renew the picture where a run stands otherwise or the picture is old; the last time, leave it alone."""
         if self._widget is None:
             self._open(states)
         self._widget.control = json.dumps(self._controls(states))
@@ -101,10 +110,12 @@ class WidgetView:
             if not renewed:
                 break
             renewed = self._send(final)
+        if final or self._standings(states) != self._pictured or self._clock() >= self._picture_due_s:
+            self._picture.update(self._drawn(states), raw=True)
         if final:
             self._late = TAKEN_OVER if any(state.reason == REPLACED for state in states.values()) else OVER
-            self._handle.update(_marked(bundle(shown(states), self.theme), self._token), raw=True)
-            self._widget = self._wire = self._handle = None
+            self._output.update({"text/plain": ""}, raw=True)
+            self._widget = self._wire = self._output = self._picture = None
 
     def _send(self, final: bool) -> bool:
         """One message. Whether it holds a keyframe, so that there may be more to tell."""
@@ -126,8 +137,22 @@ class WidgetView:
         answer_where_asked(widget.comm)
         self._send(False)
         view = {"model_id": widget.model_id, "version_major": 2, "version_minor": 1}
-        message = {WIDGET: view, **_marked(bundle(shown(states), self.theme), self._token)}
-        self._handle = self._display(message, raw=True, display_id=True)
+        self._output = self._display({WIDGET: view, "text/plain": ""}, raw=True, display_id=True)
+        self._picture = self._display(self._drawn(states), raw=True, display_id=True)
+
+    def _drawn(self, states: Mapping[str, PanelState]) -> Bundle:
+        """The picture as it is now, with a mark by which the page's part knows its own."""
+        self._pictured = self._standings(states)
+        self._picture_due_s = self._clock() + PICTURE_S
+        message = bundle(shown(states), self.theme)
+        return {
+            **message,
+            "image/svg+xml": message["image/svg+xml"].replace("<svg ", f'<svg data-panel="{self._token}" ', 1),
+        }
+
+    @staticmethod
+    def _standings(states: Mapping[str, PanelState]) -> list[str]:
+        return [state.standing for state in states.values()]
 
     def _controls(self, states: Mapping[str, PanelState]) -> dict[str, Any]:
         saves = any(state.info is not None and state.info.run_dir is not None for state in states.values())
@@ -135,29 +160,24 @@ class WidgetView:
         return {"can": can, "theme": self.theme}
 
     def _asked(self, widget: Any, content: Any) -> None:
-        """A message of the page: {"ask": "hello" or one of ASKS, "n": number}. Answers {"answer": n, "error": sentence or ""}."""
-        ask = content.get("ask") if isinstance(content, dict) else None
+        """A message of the page (protocol.py), and its answer."""
+        ask, n = protocol.question(content)
         error = self._late if widget is not self._widget else OVER if self._control is None else ""
-        if ask == "hello":
-            error = error if error == TAKEN_OVER else ""
-        elif ask not in ASKS:
+        if not ask:
             return
+        if ask == protocol.HELLO:
+            error = error if error == TAKEN_OVER else ""
         elif self._control is not None and not error:
             try:
                 self._control.stop(BY_BUTTON) if ask == "stop" else getattr(self._control, ask)()
             except Exception as failed:
                 error = str(failed) or type(failed).__name__
-        widget.send({"answer": content.get("n"), "error": error})
+        widget.send(protocol.answer(n, error))
 
 
 def shown(states: Mapping[str, PanelState]) -> Any:
     """What a picture is drawn of: the one state, or all of them by name."""
     return next(iter(states.values())) if len(states) == 1 else states
-
-
-def _marked(message: Bundle, token: str) -> Bundle:
-    """The bundle with a mark in its picture by which the page's part knows its own."""
-    return {**message, "image/svg+xml": message["image/svg+xml"].replace("<svg ", f'<svg data-panel="{token}" ', 1)}
 
 
 def answer_where_asked(comm: Any) -> None:
@@ -181,5 +201,6 @@ def _widget_class() -> type:
     folder = files("surokit.widgets") / "front"
     names = ["token", "control", "head", "delta", *(f"key_{k}" for k in range(SLOTS))]
     texts: dict[str, Any] = {name: traitlets.Unicode("").tag(sync=True) for name in names}
-    sources = {name: (folder / file).read_text("utf-8") for name, file in (("_esm", "panel.js"), ("_css", "panel.css"))}
+    script, style = ((folder / name).read_text("utf-8") for name in ("panel.js", "panel.css"))
+    sources = {"_esm": protocol.to_page() + script, "_css": style}
     return type("PanelWidget", (anywidget.AnyWidget,), {**sources, **texts})

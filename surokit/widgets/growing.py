@@ -164,11 +164,11 @@ class Reader:
             state.held_out.append(step, row["eval_loss"])
 
     def _add_folded(self, columns: Columns) -> None:
-        """The block's steps, `_fold` of them as one; one by one where a step was skipped."""
+        """The block's steps, `_fold` of them as one; one by one where a step was skipped or nothing counted."""
         import numpy as np
 
         steps, others = _merged(columns)
-        if np.nansum(steps["skipped"]):
+        if np.nansum(steps["skipped"]) or (steps["targets"] == 0).any():
             for row in _rows(columns):
                 self._add(row)
             return
@@ -190,7 +190,7 @@ class Reader:
 
 COLUMNS = (
     *("step", "loss", "lr", "grad_norm", "tokens", "wall_ms", "stall_ms", "peak_gib", "elapsed_s"),
-    *("skipped", "idle_frac", "eval_loss", "busy_frac", "launches", "offload_ms"),
+    *("skipped", "targets", "idle_frac", "eval_loss", "busy_frac", "launches", "offload_ms"),
 )
 
 

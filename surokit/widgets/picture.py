@@ -13,6 +13,7 @@ from textwrap import wrap
 from typing import Literal, NamedTuple
 
 from surokit.tables import text_table
+from surokit.train.smoothing import ema_words
 from surokit.widgets.figure import Line, Mark, Pane, Style, Theme, figure, plain, short
 from surokit.widgets.state import KINDS, REPLACED, PanelState, Runs, Series, worst
 
@@ -54,7 +55,7 @@ PANES = (
         "Loss",
         (
             Curve("loss", "each step", "faint"),
-            Curve("loss_mean", "smoothed", "line"),
+            Curve("loss_mean", "EMA", "line"),
             Curve("held_out", "held out", "dots"),
         ),
         0,
@@ -98,8 +99,9 @@ def figures(state: PanelState) -> list[Figure]:
     """The figures of a run that are known, most important first."""
     out = []
     if state.loss_mean.last or state.loss.last:
-        held_out = f"held out {_loss(state.held_out)}" if state.held_out.last else ""
-        out.append(Figure("loss", "Loss", _loss(state.loss_mean if state.loss_mean.last else state.loss), held_out))
+        held_out = [f"held out {_loss(state.held_out)}"] if state.held_out.last else []
+        note = " · ".join([smoothing_words(state), *held_out])
+        out.append(Figure("loss", "Loss", _loss(state.loss_mean if state.loss_mean.last else state.loss), note))
     if state.rate_sustained.last:
         light = "" if state.light is None else f" · {_share(state.light)} of peak"
         out.append(Figure("rate", unit_of(state), _last(state.rate_sustained), f"now {_last(state.rate)}{light}"))
@@ -119,6 +121,11 @@ def figures(state: PanelState) -> list[Figure]:
     if state.lr.last:
         out.append(Figure("lr", "Learning rate", _last(state.lr)))
     return out
+
+
+def smoothing_words(state: PanelState) -> str:
+    """What the loss that is told is: the mean over how many steps, or without a finite one the last step's."""
+    return ema_words(state.smoothing.over_steps) if state.loss_mean.last else "last step"
 
 
 def phase_words(state: PanelState) -> str:
@@ -151,7 +158,7 @@ def run_table(states: Mapping[str, PanelState]) -> tuple[list[str], list[list[st
     """Columns and rows of the figures of several runs, a row a run; columns that no run has are left out."""
     wanted = [
         ("step", lambda s: f"{s.step:,}"),
-        ("loss", lambda s: _loss(s.loss_mean)),
+        ("loss (EMA)", lambda s: _loss(s.loss_mean)),
         ("held out", lambda s: _loss(s.held_out)),
         (unit_of(*states.values()).lower(), lambda s: _last(s.rate_sustained)),
         ("idle", lambda s: _percent(s.idle_mean)),
@@ -281,7 +288,7 @@ def _several(states: Mapping[str, PanelState], theme: Theme, points: int) -> str
         Pane(
             "Loss",
             losses if tight else [*losses, *held_out],
-            note="smoothed",
+            note="EMA",
             height=200,
             x_range=span,
             robust=True,
@@ -438,7 +445,7 @@ def summary_line(state: PanelState) -> str:
     words = [" ".join(part for part in (state.title, state.recipe) if part)] if state.title or state.recipe else []
     words.append(progress_words(state))
     if state.loss_mean.last:
-        words.append(f"loss {_loss(state.loss_mean)}")
+        words.append(f"loss {_loss(state.loss_mean)} ({smoothing_words(state)})")
     if state.held_out.last:
         words.append(f"held out {_loss(state.held_out)}")
     if state.rate_sustained.last:
@@ -471,7 +478,7 @@ def summary_text(states: States) -> str:
     lines = [summary_line(state)]
     _, y = state.loss_mean.points()
     if len(y) > 1:
-        lines.append(f"loss {short(y[0])} {sparkline(y)} {short(y[-1])}")
+        lines.append(f"loss (EMA) {short(y[0])} {sparkline(y)} {short(y[-1])}")
     lines += idle_lines(state) + layer_lines(state) + sustained_lines(state)
     lines += [f"! {line}" for line in state.warning_lines()]
     lines += [f"  {suggestion(state)}"] if suggestion(state) else []

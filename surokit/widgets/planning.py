@@ -37,7 +37,8 @@ _CHOICES: dict[str, dict[str, Any]] = {
     "zero": {"0": 0, "1": 1, "2": 2, "3": 3},
 }
 _WORDS = {"gpus": "GPUs", "gpu": "GPU", "zero": "ZeRO stage"}
-_DRAWN = ("model", "compute", "memory of one GPU")  # groups of lines that stand above, or say nothing of time and money
+# groups of lines that stand above, or say nothing of time and money
+_DRAWN = ("model", "compute", "memory of one GPU", "memory of one CPU")
 # group -> (class of the fill in figure.py's style, opacity)
 _FILLS = {
     "weights": ("f0", 1.0),

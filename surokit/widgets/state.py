@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from surokit.train.smoothing import LossMean
+
 if TYPE_CHECKING:
     from surokit.train.health import Event, Health
     from surokit.train.records import Record
@@ -25,14 +27,13 @@ Point = tuple[float, float]
 Standing = Literal["waiting", "running", "paused", "done", "interrupted", "stopped", "failed", "lost", "replaced"]
 REPLACED = "replaced"  # the reason of a panel whose run goes on in another
 
-MEAN_STEPS = 10.0
-MEAN_SHARE, EARLY_SHARE = 1 / 40, 1 / 5
 EVENTS = 64
 # what happened, worst first, as the warnings tell it
 KINDS = {
     "diverging": "diverging",
     "skipped": "step skipped, not finite: weights untouched",
     "nonfinite": "loss not finite (NaN or infinite)",
+    "no_targets": "nothing to learn from",
     "unstable": "unstable",
     "spike": "loss spike",
     "grad_spike": "gradient spike",
@@ -265,9 +266,7 @@ class PanelState:
     smoothed as idle_mean is); memory (GiB, the highest so far), lr, grad_norm. `ruler` turns steps into tokens and seconds.
     `health` follows the run and gives the `events`, of which the worst and the latest are kept.
 
-    The smoothed loss is an exponential moving average over about a fortieth of the steps so far, at least ten, but never over more
-    than a fifth of them, which would lag behind a loss that falls fast: m <- m + a (loss - m) with a = 1 / that number, so that it
-    begins with the first loss (a = 1). Losses that are not finite are left out of it. The sustained rates divide two
+    The smoothed loss is that of train/smoothing.py: an EMA over `smoothing.over_steps` steps. The sustained rates divide two
     decaying sums (half-life `half_life_s` of run time), work over seconds, so a pause counts in full.
 
     Goodput and lost time are those of profiler/sustained.py, step by step: of the run's wall time (`run_s`, where somebody
@@ -314,8 +313,8 @@ class PanelState:
         self.layers_step = 0
         self.first_bad = ""
         self._waits = False  # whether any step said how long it waited
-        self._losses = 0
-        self._loss_mean = self._stall_sum = 0.0
+        self.smoothing = LossMean()
+        self._stall_sum = 0.0
         self._step_s = self._good_s = self._busy_s = self._rate_s = self._rate_work = 0.0
         self._seconds_sum = self._work_sum = self._idle_sum = self._idle_seconds = self._steps_sum = 0.0
         self._offload_sum: float | None = None
@@ -350,6 +349,7 @@ class PanelState:
             idle=known("idle_frac"),
             held_out=known("eval_loss"),
             skipped=bool(known("skipped")),
+            targets=known("targets"),
             stall=None if (stall_ms := known("stall_ms")) is None else stall_ms / 1e3,
             lr=known("lr"),
             grad_norm=None if (norm := row.get("grad_norm")) is None else float(norm),
@@ -369,6 +369,7 @@ class PanelState:
             elapsed=record.elapsed_s,
             idle=late.get("idle_frac"),
             skipped=late.get("skipped", 0.0) != 0.0,
+            targets=late.get("targets"),
             stall=record.stall_ms / 1e3,
             lr=record.lr,
             grad_norm=late.get("grad_norm"),
@@ -389,6 +390,7 @@ class PanelState:
         idle: float | None = None,
         held_out: float | None = None,
         skipped: bool = False,
+        targets: float | None = None,
         stall: float | None = None,
         lr: float | None = None,
         grad_norm: float | None = None,
@@ -411,10 +413,12 @@ class PanelState:
         self.step = step
         if self.first_step is None:
             self.first_step = step
-        if steps == 1 and (loss is not None or skipped or grad_norm is not None):
-            for event in self.health.add(step, loss=loss, grad_norm=grad_norm, lr=lr, skipped=skipped):
+        if steps == 1 and (loss is not None or skipped or grad_norm is not None or targets == 0):
+            for event in self.health.add(step, loss=loss, grad_norm=grad_norm, lr=lr, skipped=skipped, targets=targets):
                 self.happened(event)
-        if loss is not None:
+        if targets == 0:
+            skipped = True  # it is no step that counts
+        elif loss is not None:
             self._add_loss(step, loss, skipped, steps)
         elif skipped:
             self._warn("skipped", step)
@@ -487,10 +491,8 @@ class PanelState:
             self._warn("skipped" if skipped else "nonfinite", step)
         if loss - loss != 0.0:
             return
-        self._losses += steps
-        over = min(max(MEAN_STEPS, MEAN_SHARE * self._losses), EARLY_SHARE * self._losses)
-        self._loss_mean += min(1.0, steps / over) * (loss - self._loss_mean)
-        self.loss_mean.append(step, self._loss_mean)
+        self.smoothing.add(loss, steps)
+        self.loss_mean.append(step, self.smoothing.value)
 
     def _add_rate(
         self,

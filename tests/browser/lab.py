@@ -32,7 +32,10 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-WAIT_S = 60.0
+WAIT_S = 240.0  # a guard against hanging: every wait is for a condition
+# the clock that can be moved calls what shall run in an idle moment without the deadline that JupyterLab reads
+IDLE = """const idle = window.requestIdleCallback;
+window.requestIdleCallback = (call, how) => idle(() => call({ didTimeout: false, timeRemaining: () => 50 }), how);"""
 
 
 def chromium() -> str | None:
@@ -68,6 +71,9 @@ class Lab:
         config.mkdir()
         off = {"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}
         (config / "page_config.json").write_text(json.dumps(off), encoding="utf-8")
+        # a save by itself, where a test has moved the clock, meets the one that the test asks for
+        saves = {"@jupyterlab/docmanager-extension:plugin": {"autosave": False}}
+        (config / "default_setting_overrides.json").write_text(json.dumps(saves), encoding="utf-8")
         command = [sys.executable, "-m", self.app, "--no-browser", "--allow-root", "--expose-app-in-browser"]
         command += [f"--ServerApp.port={self.port}", "--ServerApp.port_retries=0", "--ServerApp.ip=127.0.0.1"]
         command += [f"--ServerApp.root_dir={self.folder}", "--IdentityProvider.token=", "--ServerApp.password="]
@@ -124,6 +130,7 @@ def browser(folder: Path) -> Iterator[Any]:
             headless=True,
             viewport={"width": 1100, "height": 1000},
         )
+        context.set_default_timeout(1e3 * WAIT_S)
         try:
             yield context
         finally:
@@ -133,8 +140,8 @@ def browser(folder: Path) -> Iterator[Any]:
 class Tab:
     """A notebook open in the browser.
 
-    requests: every URL asked for. errors: console errors and exceptions of scripts. sent, received: websocket messages (text, or
-    bytes).
+    The page's clock runs as usual until `later` moves it. requests: every URL asked for. errors: console errors and exceptions of
+    scripts. sent, received: websocket messages (text, or bytes).
     """
 
     def __init__(self, context: Any, lab: Lab, name: str) -> None:
@@ -144,6 +151,8 @@ class Tab:
         self.sent: list[str | bytes] = []
         self.received: list[str | bytes] = []
         self.page = context.new_page()
+        self.page.clock.install()
+        self.page.add_init_script(IDLE)
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("console", self._console)
         self.page.on("pageerror", lambda error: self.errors.append(f"exception: {error}"))
@@ -154,9 +163,13 @@ class Tab:
         """Open the notebook, or open it again: a reload of the page. kernel: wait for one."""
         where = "lab/tree" if self.lab.app == "jupyterlab" else "notebooks"
         self.page.goto(f"{self.lab.url}/{where}/{self.name}.ipynb?reset")
-        self.page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=1e3 * WAIT_S)
+        self.page.wait_for_selector(".jp-NotebookPanel .jp-Cell")
         if kernel:
             self._until("panel => panel.sessionContext.isReady", "a kernel")
+
+    def connected(self) -> None:
+        """Wait until the page hears the kernel, be it busy or not."""
+        self._until("panel => panel.sessionContext.session?.kernel?.connectionStatus === 'connected'", "a connection")
 
     def add(self, source: str) -> int:
         """A new code cell at the end; its number."""
@@ -195,6 +208,10 @@ class Tab:
             "the cell to end",
             wait_s,
         )
+
+    def later(self, seconds: float) -> None:
+        """Moves the page's clock ahead, as if the machine had slept: each timer that is due by then runs once."""
+        self.page.clock.fast_forward(round(1e3 * seconds))
 
     def running(self, cell: int) -> bool:
         """Whether a cell runs. (The kernel's status says "idle" whenever a subshell has done its work.)"""
@@ -246,9 +263,15 @@ class Tab:
 
 
 def wait_for(condition: Any, what: str, wait_s: float = WAIT_S) -> None:
-    """Ask until it is so; TimeoutError says what was waited for."""
+    """Ask until it is so; TimeoutError says what was waited for. (The one sleep here: between two looks.)"""
     end = time.monotonic() + wait_s
     while not condition():
         if time.monotonic() > end:
             raise TimeoutError(f"waited {wait_s:.0f} s for {what}")
         time.sleep(0.1)
+
+
+def paper(element: Any) -> int:
+    """How light an element's background is: 0, black, to 765, white."""
+    color = str(element.evaluate("e => getComputedStyle(e).backgroundColor"))
+    return sum(map(int, re.findall(r"\d+", color)[:3]))

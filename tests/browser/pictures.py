@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.browser.lab import Lab, Tab, browser, wait_for
+from tests.browser.lab import Lab, Tab, browser, paper, wait_for
 
 SETUP = """
 import torch
@@ -56,7 +56,7 @@ def take_panel(folder: Path) -> None:
             wait_for(lambda: int(now.inner_text().split()[1].replace(",", "")) > 500, "half of the run", 300)
             for name in ("light", "dark"):
                 tab.theme(f"JupyterLab {name.title()}")
-                tab.page.wait_for_timeout(600)
+                wait_for(lambda light=name == "light": (paper(panel) > 300) == light, "the theme")
                 chart = panel.locator("figure svg").first.bounding_box()
                 tab.page.mouse.move(chart["x"] + 0.3 * chart["width"], chart["y"] + 100)
                 panel.screenshot(path=str(folder / f"panel-{name}.png"))

@@ -10,7 +10,7 @@ import pytest
 
 import surokit as sk
 from surokit.racing.outcome import outcome, span_words
-from surokit.racing.runs import COLUMNS, Run, Steps, Turn, WarmUp, read_steps, rounds_of, write_steps
+from surokit.racing.runs import COLUMNS, Prediction, Run, Steps, Turn, WarmUp, read_steps, rounds_of, write_steps
 
 
 def made(name, step_s, losses, noise=(), warm_up=4, size=4, tokens=10, idle=0.25):
@@ -75,7 +75,7 @@ def test_the_twin_tells_whether_to_trust(bias, trusted):
     assert found.trusted is trusted
     assert ("not to be trusted" in found.control_words()) is not trusted
     few = {name: made(name, 1.0, falling(16)) for name in runs}
-    assert "3 rounds of turns are too few" in outcome(few, "a", twin="a again").control_words()
+    assert "3 rounds of turns are too few to trust a ratio" in outcome(few, "a", twin="a again").control_words()
 
 
 def test_untimed_steps_count_as_those_next_to_them():
@@ -102,13 +102,74 @@ def test_losses_that_are_not_finite_hide_nothing():
 
 
 def test_before_every_run_has_had_a_turn():
+    race = race_of({"a": made("a", 1.0, falling(2))})
     with pytest.raises(ValueError, match="no result before every run has had a turn"):
-        outcome({"a": made("a", 1.0, falling(2))}, "a")
-    race = sk.Race(
-        {"a": made("a", 1.0, falling(2))}, "a", None, {"target_loss": None, "usd_per_gpu_hour": None, "seed": 0}
-    )
+        _ = race.outcome
+    with pytest.raises(ValueError, match="no result before every run has had a turn"):
+        race.table()
     assert "no result" in repr(race)
     assert "no result" in race._repr_html_()
+
+
+def race_of(runs: dict[str, Run], twin: str | None = None) -> sk.Race:
+    return sk.Race(
+        runs, "a", twin, {"target_loss": None, "usd_per_gpu_hour": 3.0, "seed": 0}, environment={"device": "cpu"}
+    )
+
+
+def texts(axes: Any) -> str:
+    """All that is written in a picture, its legend included."""
+    legend = axes.get_legend()
+    return "\n".join(text.get_text() for text in [*axes.texts, *(legend.get_texts() if legend else [])])
+
+
+STAGES = {
+    "nothing": {"a": 0, "b": 0, "a again": 0},
+    "one warms up": {"a": 3, "b": 0, "a again": 0},
+    "all have warmed up": {"a": 4, "b": 4, "a again": 4},
+    "one has had a turn": {"a": 8, "b": 4, "a again": 4},
+    "one has not": {"a": 8, "b": 8, "a again": 4},
+}
+
+
+@pytest.mark.parametrize("x", ["steps", "tokens", "time", "usd"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_picture_before_every_run_has_had_a_turn(stage, x):
+    steps = STAGES[stage]
+    runs = {name: made(name, 1.0, falling(count)) for name, count in steps.items()}
+    figure = race_of(runs, twin="a again").plot(x)
+    figure.draw_without_rendering()
+    left, right = figure.axes
+    assert "No round is whole yet" in texts(right)
+    assert "nan" not in texts(left) + texts(right)
+    timed = x in ("time", "usd")  # a run's own time is known from its first turn on
+    known = {name: steps[name] if not timed or steps[name] >= 8 else 0 for name in ("a", "b")}
+    lines = {str(line.get_label()).split()[0]: line for line in left.get_lines()}
+    assert {name: np.isfinite(lines[name].get_xdata()).sum() for name in known} == known
+    note = next((text.get_text() for text in left.texts if ": no " in text.get_text()), "")
+    assert note.partition(":")[0] == ", ".join(name for name, count in known.items() if not count)
+    assert ('plot(x="steps") shows the losses' in note) is any(steps[name] > known[name] for name in known)
+
+
+def test_a_ratio_of_too_few_rounds_says_so_wherever_it_is_shown():
+    runs = {
+        "a": made("a", 1.0, falling(20)),
+        "b": made("b", 0.5, falling(20)),
+        "a again": made("a again", 1 / 1.344, falling(20)),
+    }
+    runs["b"].prediction = Prediction(1.9, 0.5, 0.5, 0.1, "")
+    race = race_of(runs, twin="a again")
+    assert race.outcome.rounds == 4
+    doubt = "too few rounds to trust"
+    row = next(line for line in str(race).splitlines() if line.startswith("a again"))
+    assert row.count(f"1.344 ({doubt})") == 2, "the ratio, and the one at equal loss"
+    assert "4 rounds of turns are too few to trust a ratio" in repr(race)
+    assert f"measured 2.00 x ({doubt})" in repr(race)
+    assert f"1.344 ({doubt})" in race._repr_html_()
+    assert f"a again  1.344 ({doubt})" in texts(race.plot().axes[1])
+    more = race_of({name: made(name, 1.0, falling(24)) for name in runs}, twin="a again")
+    assert more.outcome.rounds == 5
+    assert doubt not in repr(more) + more._repr_html_() + texts(more.plot().axes[1])
 
 
 def test_steps_are_read_back_as_they_were(tmp_path):

@@ -21,6 +21,7 @@ from surokit.racing.parking import storages_of
 from surokit.racing.runs import rounds_of
 from surokit.train.status import read_status
 from tests.racing.conftest import batches, made_session
+from tests.waiting import Clock, wait_for
 
 RECIPES = {
     "bf16": sk.BF16,
@@ -285,21 +286,28 @@ def test_pause_holds_the_race_between_turns_and_costs_nobody_time(make):
     assert max(turn.seconds for turn in turns) < 0.95
 
 
-def test_a_session_that_is_paused_within_its_turn_waits_in_nobodys_time(make):
+def test_a_session_that_is_paused_within_its_turn_waits_in_nobodys_time(make, monkeypatch):
+    clocks = {name: Clock(getattr(time, name)) for name in ("perf_counter", "monotonic")}
+    for name, clock in clocks.items():
+        monkeypatch.setattr(time, name, clock)
     race = make(steps=8)
     race.settings["turn_s"] = 10.0  # all steps in one turn
     control = race.sessions["fp8"].control
 
+    def resume():
+        wait_for(lambda: control.state == "paused")
+        for clock in clocks.values():
+            clock.ahead_s += 1000.0
+        control.resume()
+
     def pause():
         control.pause()
-        threading.Timer(1.0, control.resume).start()
+        threading.Thread(target=resume).start()
 
     race.sessions["fp8"].subscribe(StopAt(11, pause))
-    began = time.monotonic()
     race.go_on(steps=6)
-    took = time.monotonic() - began
-    assert took > 1.0
-    assert sum(run.turns[-1].seconds for run in race.runs.values()) < took - 0.95
+    assert clocks["monotonic"].ahead_s == 1000.0
+    assert sum(run.turns[-1].seconds for run in race.runs.values()) < 1000.0
 
 
 def test_sessions_that_train_in_threads_take_turns_all_the_same(session, capsys):
@@ -547,13 +555,8 @@ def test_a_paused_race_is_paused_for_whoever_reads_its_folders(make, tmp_path):
     seen = []
 
     def watch():
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            found = read_status(tmp_path / "race" / "bf16-again")
-            if found is not None and found.state == "paused":
-                seen.append(found.state)
-                break
-            time.sleep(0.02)
+        wait_for(lambda: (found := read_status(tmp_path / "race" / "bf16-again")) and found.state == "paused")
+        seen.append("paused")
         race.resume()
 
     thread = threading.Thread(target=watch)

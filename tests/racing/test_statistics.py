@@ -85,7 +85,7 @@ def test_too_few_turns_have_no_interval():
     assert not found.known
     assert not found.holds(1.0)
     assert found.mid > 1
-    assert str(found) == f"{found.mid:.3f}"
+    assert str(found) == f"{found.mid:.3f} (too few rounds to trust)"
     assert math.isnan(bootstrap_interval([]).mid)
 
 

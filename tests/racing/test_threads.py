@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch
 import surokit as sk
 from surokit.racing import UnequalWork, driving
 from tests.racing.conftest import batches
+from tests.waiting import comes, wait_for
 
 
 class Gate:
@@ -33,14 +33,7 @@ class Gate:
             self._changed.notify_all()
 
     def wait(self, steps: int) -> None:
-        until(lambda: steps in self.reached)
-
-
-def until(true, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+        wait_for(lambda: steps in self.reached)
 
 
 def losses(race):
@@ -63,10 +56,8 @@ def test_it_computes_what_it_computes_without_a_thread_whatever_others_draw(make
     torch.manual_seed(5)
     drawn = torch.rand(1)
     gate.open()
-    while race.running:
+    while not race.wait(0.001):
         torch.rand(7)
-        time.sleep(0.001)
-    assert race.wait()
     assert race.reason == "done"
     assert losses(race) == alone
     torch.manual_seed(5)
@@ -75,18 +66,15 @@ def test_it_computes_what_it_computes_without_a_thread_whatever_others_draw(make
 
 def test_it_is_awaited_and_goes_on_in_a_thread(make, alone):
     async def run():
-        race = make(steps=12, thread=True, schedule=sk.Cosine(1, 16))
-        ticks = 0
+        gate = Gate(3)
+        race = make(steps=12, thread=True, schedule=sk.Cosine(1, 16), meters=[gate])
 
         async def other_work():
-            nonlocal ticks
-            while race.running:
-                ticks += 1
-                await asyncio.sleep(0.001)
+            await comes(lambda: 3 in gate.reached)
+            gate.open()
 
         _, same = await asyncio.gather(other_work(), awaited(race))
         assert same is race
-        assert ticks > 1
         return await race.go_on(steps=4, thread=True)
 
     async def awaited(race):
@@ -129,7 +117,7 @@ def test_a_pause_that_waits_for_the_turn_is_told(make):
     race.pause()
     assert "The race goes on in its warm-up, bf16's turn, and pauses before the next turn: every run" in str(race)
     gate.open()
-    until(lambda: "The race is paused in round 1: every run" in str(race))
+    wait_for(lambda: "The race is paused in round 1: every run" in str(race))
     race.resume()
     assert "pauses" not in str(race)
     race.wait()
@@ -145,30 +133,32 @@ def test_before_every_run_has_a_step_no_number_is_told(make):
 
 
 def test_what_is_there_meanwhile_is_whole(make):
-    race = make(thread=True, steps=24, turn_s=1e-6)
+    gate = Gate(3)
+    race = make(thread=True, steps=24, turn_s=1e-6, meters=[gate])
     looks = 0
-    while race.running:
+    while not race.wait(0.001):
         for run in race.runs.values():
             assert len({len(run.steps[name]) for name in ("step", "loss", "skipped")}) == 1
             assert not run.turns or run.turns[-1].last <= len(run.steps)
         looks += 1
-        time.sleep(0.001)
-    assert looks > 1
-    assert race.wait()
+        if looks == 1:
+            gate.open()
+    assert looks
 
 
 def test_stop_pause_and_resume_come_from_the_callers_thread(make, tmp_path):
     race = make(thread=True, steps=400, turn_s=1e-6, run_dir=tmp_path / "race")
-    until(lambda: race.runs["fp8"].turns)
+    wait_for(lambda: race.runs["fp8"].turns)
     race.pause()
-    until(lambda: "The race is paused in round" in str(race))
+    wait_for(lambda: "The race is paused in round" in str(race))
     before = losses(race)
-    time.sleep(0.2)
-    assert losses(race) == before
+    for _ in range(20):
+        assert not race.wait(0.001)
+        assert losses(race) == before
     race.resume()
-    until(lambda: losses(race) != before)
+    wait_for(lambda: losses(race) != before)
     (tmp_path / "race" / "pause").touch()
-    until(lambda: "is paused" in str(race))
+    wait_for(lambda: "is paused" in str(race))
     race.resume()
     assert not (tmp_path / "race" / "pause").exists()
     race.stop()
@@ -244,8 +234,7 @@ def test_an_interrupt_of_the_waiting_ends_the_race(make, monkeypatch, capsys):
     async def run():
         race = make(thread=True, steps=2000, turn_s=1e-6, compile=False)
         task = asyncio.ensure_future(awaited(race))
-        while race.running and not any(run.turns for run in race.runs.values()):
-            await asyncio.sleep(0.01)
+        await comes(lambda: any(run.turns for run in race.runs.values()))
         task.cancel()
         return await task
 

@@ -15,7 +15,7 @@ import pytest
 from surokit.widgets import growing
 from surokit.widgets.folder import FileControl, RunFolder
 from surokit.widgets.picture import summary_line, summary_text
-from tests.widgets.toys import Clock, grow, line, says, small_session, until
+from tests.widgets.toys import Clock, grow, line, says, small_session
 
 
 def reason(folder):
@@ -168,13 +168,10 @@ def test_a_process_that_nobody_waited_for_has_ended_too(tmp_path):
     folder = RunFolder(tmp_path, clock=clock)
     folder.look()
     clock.now += 60
-
-    def gone():
-        folder.look()
-        return folder.over
-
     try:
-        until(gone)
+        os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is there for whoever waits for it
+        folder.look()
+        assert folder.over
         assert reason(folder).startswith("lost: its process has ended without a word")
     finally:
         zombie.wait()

@@ -32,7 +32,7 @@ from surokit.widgets.picture import (
     sustained_lines,
 )
 from surokit.widgets.state import PanelState
-from tests.widgets.toys import Clock, wild
+from tests.widgets.toys import Clock, Notebook, wild
 
 
 class Handle:
@@ -108,10 +108,10 @@ def test_message_has_picture_and_words_and_nothing_else():
     assert set(message) == {"text/plain", "image/svg+xml"}
     ElementTree.fromstring(message["image/svg+xml"])
     assert "step 5 / 10" in message["text/plain"]
-    assert "loss 2.000" in message["text/plain"]
+    assert "loss 2.000 (EMA over 1 step)" in message["text/plain"]
     assert "81.9k tokens/s" in message["text/plain"]
     assert "idle 3.0 %" in message["text/plain"]
-    for word in ("fp8", "emulated", "Loss", "Tokens/s", "Device idle", "81.9k", "3.0 %"):
+    for word in ("fp8", "emulated", "Loss", "EMA over 1 step", "Tokens/s", "Device idle", "81.9k", "3.0 %"):
         assert word in message["image/svg+xml"]
 
 
@@ -373,17 +373,6 @@ def test_a_widget_only_where_it_is_drawn(monkeypatch, metadata, names, expected)
     assert isinstance(best_view(), SvgView)
 
 
-class Shown:
-    """Stands for a widget's output: what it was opened with, and what became of it."""
-
-    def __init__(self):
-        self.contents = []
-
-    def __call__(self, content, raw, display_id):
-        self.contents.append(content)
-        return Handle(self.contents)
-
-
 class Asked:
     """Stands for a run's control."""
 
@@ -397,30 +386,58 @@ class Asked:
 
 
 def a_widget(**options):
-    clock, screen = Clock(), Shown()
-    view = WidgetView(display=screen, **options)
+    clock, notebook = Clock(), Notebook()
+    view = WidgetView(display=notebook, clock=clock, **options)
     panel = Panel(PanelState("fp8", total=40), view=view, clock=clock).open()
-    return panel, view, clock, screen
+    return panel, view, clock, notebook
 
 
-def test_a_widget_opens_with_the_picture_and_ends_as_the_picture_alone():
-    panel, view, clock, screen = a_widget()
-    assert set(screen.contents[0]) == {front.WIDGET, "text/plain", "image/svg+xml"}
+def test_a_widget_opens_above_its_picture_and_ends_as_the_picture_alone():
+    panel, view, clock, notebook = a_widget()
+    drawn, static = notebook.outputs
+    assert (set(drawn), drawn["text/plain"]) == ({front.WIDGET, "text/plain"}, "")
+    assert set(static) == {"text/plain", "image/svg+xml"}
     widget = view._widget
     panel.on_start(40)
     for step in range(1, 41):
         clock.now += 1.0
         panel.on_step(row(step))
     panel.on_end("done")
-    assert set(screen.contents[-1]) == {"text/plain", "image/svg+xml"}
-    assert f'data-panel="{widget.token}"' in screen.contents[-1]["image/svg+xml"]  # by which the page knows its own
+    drawn, static = notebook.outputs
+    assert drawn == {"text/plain": ""}  # no widget that nobody could draw
+    assert set(static) == {"text/plain", "image/svg+xml"}
+    assert f'data-panel="{widget.token}"' in static["image/svg+xml"]  # by which the page knows its own
+    assert "Done at step 40." in static["text/plain"]
     head = json.loads(widget.head)
     assert head["final"]
     assert head["runs"][0]["ending"] == "Done at step 40."
     clock.now += 1.0
-    panel.on_step(row(41))  # the run goes on: another widget
+    panel.on_step(row(41))  # the run goes on: another widget, and another picture
     assert view._widget is not widget
-    assert front.WIDGET in screen.contents[-1]
+    assert front.WIDGET in notebook.outputs[2]
+    assert "step 41" in notebook.outputs[3]["text/plain"]
+    assert notebook.outputs[:2] == [drawn, static]
+
+
+def test_the_picture_in_the_notebook_is_the_run_at_most_half_a_minute_ago():
+    panel, _, clock, notebook = a_widget()
+    shown = lambda: notebook.outputs[1]["text/plain"]  # noqa: E731
+    assert "waiting for the first step" in shown()
+    panel.on_start(400)
+    drawn: list[tuple[int, str]] = []
+    for step in range(1, 101):
+        clock.now += 1.0
+        panel.on_step(row(step))
+        if not drawn or shown() != drawn[-1][1]:
+            drawn.append((step, shown()))
+    assert all(f"step {step} / 400" in words for step, words in drawn)
+    assert [step for step, _ in drawn] == [1, 31, 61, 91]
+    panel.on_pause(True)  # how the run stands is drawn at once
+    assert "step 100 / 400" in shown()
+    assert "paused" in shown()
+    panel.on_pause(False)
+    assert "paused" not in shown()
+    assert front.PICTURE_S == 30.0
 
 
 def test_buttons_reach_the_control_of_the_run_that_goes_on():
@@ -433,12 +450,12 @@ def test_buttons_reach_the_control_of_the_run_that_goes_on():
         view._asked(widget, {"ask": ask, "n": n})
     view._asked(widget, "nonsense")
     assert control.asked == ["pause", "resume", "stop stopped: by the panel's button"]
-    assert [a["answer"] for a in answers] == [0, 1, 2, 3, 4]
+    assert [a["n"] for a in answers] == [0, 1, 2, 3, 4]
     assert [a["error"] for a in answers] == ["", "", "", "There is no folder.", ""]
     panel.on_end("done")
     view._asked(widget, {"ask": "stop", "n": 9})  # a click that comes late is no order to the next run
     assert control.asked == ["pause", "resume", "stop stopped: by the panel's button"]
-    assert answers[-1] == {"answer": 9, "error": "This run is over."}
+    assert answers[-1] == {"n": 9, "error": "This run is over."}
 
 
 def test_save_is_offered_where_there_is_a_folder():
@@ -556,7 +573,7 @@ def test_a_loss_curve_in_words():
     for step in range(1, 200):
         state.add(step, loss=200.0 - step)
     line = summary_text(state).splitlines()[1]
-    blocks = line.split()[2]
+    blocks = line.split()[3]
     assert len(blocks) == 48
     assert (blocks[0], blocks[-1]) == ("█", "▁")
 

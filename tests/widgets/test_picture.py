@@ -172,7 +172,7 @@ def test_several_runs_in_one_picture():
     ):
         assert told in text, told
     assert all(f'class="l c{color}"' in svg for color in range(3))
-    assert "run    step   loss  tokens/s   idle   GiB  time   cost" in summary_text(states)
+    assert "run    step  loss (EMA)  tokens/s   idle   GiB  time   cost" in summary_text(states)
     assert "! fp8: loss spike, at step 150" in summary_text(states)
     assert picture({"only": states["bf16"]}) == picture(states["bf16"])
 
@@ -184,7 +184,7 @@ def test_runs_beyond_what_can_be_told_apart_are_counted():
 
 def test_the_table_leaves_out_what_no_run_has():
     columns, rows = run_table({"a": grown(20, gpus=0, idle=None), "b": grown(10, gpus=0, idle=None)})
-    assert columns == ["run", "step", "loss", "tokens/s", "GiB", "time", ""]
+    assert columns == ["run", "step", "loss (EMA)", "tokens/s", "GiB", "time", ""]
     assert [row[:2] for row in rows] == [["a", "20"], ["b", "10"]]
     assert rows[0][-1] == "warm-up"
 

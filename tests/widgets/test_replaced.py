@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from typing import Any
 
 import pytest
 
 from surokit.train import Session
-from surokit.widgets import front
 from surokit.widgets.front import TAKEN_OVER, WidgetView, answer_where_asked
 from surokit.widgets.panel import Panel
 from surokit.widgets.state import PanelState
+from tests.widgets.toys import Notebook
 
 pytest.importorskip("anywidget")
-
-
-class Output:
-    """Stands for the notebook: what was shown last, and its widget's view."""
-
-    def __init__(self):
-        self.content = {}
-
-    def __call__(self, content, raw, display_id):
-        self.content = content
-        return self
-
-    def update(self, content, raw):
-        self.content = content
 
 
 class Control:
@@ -42,23 +28,23 @@ class Control:
 
 
 def opened():
-    control, output = Control(), Output()
-    view = WidgetView(control, display=output)
+    control, notebook = Control(), Notebook()
+    view = WidgetView(control, display=notebook)
     panel = Panel(PanelState("fp8", total=40), view=view).open()
     widget = view._widget
     answers: list[dict[str, Any]] = []
     widget.send = answers.append
-    return panel, view, widget, control, output, answers
+    return panel, view, widget, control, notebook, answers
 
 
 def test_a_click_on_a_replaced_panel_is_told_where_the_run_is_now():
-    panel, view, widget, control, output, answers = opened()
+    panel, view, widget, control, notebook, answers = opened()
     panel.on_start(40)
     panel.on_step({"step": 3, "loss": 2.0, "wall_ms": 10.0})
     panel.close()
     for n, ask in enumerate(("hello", "stop", "pause", "resume", "save")):
         view._asked(widget, {"ask": ask, "n": n})
-    assert answers == [{"answer": n, "error": TAKEN_OVER} for n in range(5)]
+    assert answers == [{"n": n, "error": TAKEN_OVER} for n in range(5)]
     assert control.asked == []
     head = json.loads(widget.head)
     assert (head["runs"][0]["state"], head["runs"][0]["ending"]) == (
@@ -66,35 +52,40 @@ def test_a_click_on_a_replaced_panel_is_told_where_the_run_is_now():
         "A newer panel has taken over at step 3.",
     )
     assert head["final"]
-    assert "A newer panel has taken over at step 3." in output.content["text/plain"]
-    assert front.WIDGET not in output.content
+    assert "A newer panel has taken over at step 3." in notebook.outputs[1]["text/plain"]
+    assert notebook.outputs[0] == {"text/plain": ""}
 
 
 def test_a_panel_whose_run_has_ended_keeps_its_end():
-    panel, view, widget, control, output, answers = opened()
+    panel, view, widget, control, notebook, answers = opened()
     panel.on_step({"step": 3, "loss": 2.0, "wall_ms": 10.0})
     panel.on_end("done")
     panel.close()
     view._asked(widget, {"ask": "hello", "n": 1})
     view._asked(widget, {"ask": "stop", "n": 2})
-    assert answers == [{"answer": 1, "error": ""}, {"answer": 2, "error": "This run is over."}]
+    assert answers == [{"n": 1, "error": ""}, {"n": 2, "error": "This run is over."}]
     assert control.asked == []
-    assert "Done at step 3." in output.content["text/plain"]
+    assert "Done at step 3." in notebook.outputs[1]["text/plain"]
 
 
 def test_a_second_live_takes_over_in_the_middle_of_a_run(tiny, batch, monkeypatch):
     views: list[Any] = []
 
     def view(kind, control, every_s, theme):
-        views.append(WidgetView(control, display=Output()))
+        views.append(WidgetView(control, display=Notebook()))
         return views[-1]
 
     monkeypatch.setattr("surokit.widgets.panel._view", view)
-    session = Session(tiny, [batch], schedule=None, compile=False)
+    begun = threading.Event()
+
+    def first(session):
+        begun.set()
+        return {}
+
+    session = Session(tiny, [batch], schedule=None, compile=False, meters=[first])
     session.live()
     running = session.run(1_000_000, thread=True)
-    while not session.steps:
-        time.sleep(0.01)
+    begun.wait()
     widgets = [views[0]._widget]
     answers: list[dict[str, Any]] = []
     session.live()
@@ -103,8 +94,8 @@ def test_a_second_live_takes_over_in_the_middle_of_a_run(tiny, batch, monkeypatc
         widget.send = answers.append
         each._asked(widget, {"ask": "stop", "n": n})
         assert n or running.running
-    running.wait(30)
-    assert answers == [{"answer": 0, "error": TAKEN_OVER}, {"answer": 1, "error": ""}]
+    running.wait()
+    assert answers == [{"n": 0, "error": TAKEN_OVER}, {"n": 1, "error": ""}]
     assert 0 < session.steps < 1_000_000
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
 
 from surokit.train import Session
+from surokit.train.smoothing import LossMean
+from surokit.widgets.curves import plot_runs
 from surokit.widgets.panel import Panel
-from surokit.widgets.picture import summary_line
+from surokit.widgets.picture import figures, picture, summary_line
 from surokit.widgets.state import PanelState
 from tests.test_live import View
 
@@ -43,6 +46,37 @@ def test_the_panel_and_the_summary_agree(session):
     summary = session.summary()
     assert panel.state.goodput == pytest.approx(summary.goodput, rel=0.1)
     assert panel.state.lost_s == pytest.approx(3600 * summary.lost_gpu_hours, rel=0.1, abs=0.02)
+
+
+def test_panel_words_summary_and_figure_tell_one_smoothed_loss_and_how_it_is_smoothed(session):
+    panel = Panel(PanelState(), view=View())
+    session.subscribe(panel)
+    session.run(12)
+    summary = session.summary()
+    told = f"{panel.state.loss_mean.points()[1][-1]:.3f}"
+    assert summary.loss_mean == panel.state.smoothing.value
+    assert (summary.loss_mean_steps, panel.state.smoothing.over_steps) == (2, 2)  # a fifth of the steps so far
+    assert f"loss {told} (EMA over 2 steps)" in repr(panel)
+    (figure,) = [figure for figure in figures(panel.state) if figure.name == "Loss"]
+    assert (figure.value, figure.note.split(" · ")[0]) == (told, "EMA over 2 steps")
+    assert "EMA over 2 steps" in picture(panel.state)
+    rows = dict(re.split(r"  +", line, maxsplit=1) for line in repr(summary).splitlines())
+    assert rows["loss, smoothed"] == f"{summary.loss_mean:.4f} (EMA over 2 steps)"
+    assert rows["loss, last step"] == f"{session.records[-1].loss:.4f}"
+    drawn = plot_runs({"a": session}, baseline=None).axes[0]
+    assert drawn.get_title(loc="left").startswith("Loss, EMA")
+    assert f"a  {told}" in [line.get_label() for line in drawn.lines]
+
+
+def test_the_smoothed_loss_of_a_long_run_is_over_a_thousand_steps_at_most():
+    mean, last = LossMean(), LossMean()
+    for step in range(100_000):
+        loss = 3.0 + math.sin(step)
+        mean.add(loss)
+        if step >= 100_000 - 65_536:  # what is in memory
+            last.add(loss)
+    assert mean.over_steps == last.over_steps == 1000
+    assert mean.value == pytest.approx(last.value, abs=1e-12)
 
 
 def test_the_frame_alone_gives_the_same_panel(session):
@@ -122,7 +156,7 @@ def test_that_the_model_is_compiled_is_said_before_the_first_step(tiny, batch, m
         session.run(2)
     words = "compiling the model: the first step takes longer"
     assert (words in said[0]) == compile
-    assert capsys.readouterr().err.count(f"surokit: {words}; compile=False does without\n") == compile
+    assert capsys.readouterr().err.count(f"surokit: {words}") == compile
 
 
 def test_without_a_notebook_live_prints_a_line(session, capsys):

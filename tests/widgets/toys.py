@@ -7,6 +7,7 @@ import math
 import os
 import random
 import socket
+import threading
 import time
 from typing import Any
 
@@ -21,11 +22,42 @@ class View:
     every_s = 0.0
 
     def __init__(self):
-        self.shown, self.finals = [], 0
+        self.shown, self.finals, self.news = [], 0, threading.Condition()
 
     def show(self, states, final):
-        self.shown.append({name: (state.step, state.reason) for name, state in states.items()})
-        self.finals += final
+        with self.news:
+            self.shown.append({name: (state.step, state.reason) for name, state in states.items()})
+            self.finals += final
+            self.news.notify_all()
+
+    def until(self, condition):
+        """Waits until something holds, asking again whenever more is shown."""
+        with self.news:
+            assert self.news.wait_for(condition, 240), "waited in vain"
+
+
+class Notebook:
+    """Stands for IPython's `display`: what stands in each output, in their order."""
+
+    def __init__(self):
+        self.outputs = []
+
+    def __call__(self, content, raw, display_id):
+        assert raw
+        assert display_id
+        self.outputs.append(content)
+        return Output(self, len(self.outputs) - 1)
+
+
+class Output:
+    """One of them."""
+
+    def __init__(self, notebook, number):
+        self.notebook, self.number = notebook, number
+
+    def update(self, content, raw):
+        assert raw
+        self.notebook.outputs[self.number] = content
 
 
 class Clock:
@@ -34,13 +66,6 @@ class Clock:
 
     def __call__(self):
         return self.now
-
-
-def until(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)
 
 
 def line(step, loss=None, **more):

@@ -1,10 +1,9 @@
 // The live panel in a page. Python decides what there is to see (wire.py says how it is told), this file draws it: SVG made by
 // hand, redrawn from the last texts of a few names, so that a lost message or a reloaded page costs nothing. No library, no
-// request. What is clicked goes back as {ask, n}; where no answer comes, the panel says how to stop instead.
+// request. What is clicked goes back as {ask, n} and is answered {n, error}; where no answer comes, the panel says how to stop instead.
+// PROTOCOL stands in a line above this one: protocol.py, the same for both sides.
 
-const SLOTS = 32;
-const HELLO_S = [0, 1, 3, 6, 15, 30]; // when to ask again whether Python hears; then twice a minute
-const STALE_S = 20;
+const { HELLO, ASKS, ANSWER_S, HELLO_S, TELL_HELLO, LISTEN_S, STALE_S } = PROTOCOL;
 const PANES = 3, FIGURES = 6; // seen at once; the others on demand
 const WINDOWS = [["all", 1], ["last half", 0.5], ["last fifth", 0.2], ["last twentieth", 0.05]];
 const AXES = { steps: "Steps", tokens: "Tokens", time: "Time", usd: "USD" };
@@ -98,9 +97,8 @@ class Panel {
     this.heard = false; // Python answers
     this.news = Date.now();
     this.asked = 0;
-    this.waiting = new Map(); // number of what was asked -> its word
+    this.waiting = new Map(); // number of what was asked -> {word, timer}
     this.spoken = 0;
-    this.timers = [];
     this.build();
   }
 
@@ -164,7 +162,7 @@ class Panel {
         const color = many ? run.color : series.style === "dots" ? 1 : pane.color;
         out.push({
           run, series, color: color % 6, broad: race && r === 0 && series.style === "line", rank: race && r ? -r : 0, dash: many ? color >= 6 : series.style === "line" && pane.series.find((s) => s.style === "line") !== series,
-          label: many ? `${run.key} ${series.label}` : series.label,
+          label: (many ? `${run.key} ${series.label}` : series.label) + (this.smooth && series.style === "line" ? ", averaged further" : ""),
           x: curve.x.map(along), y: curve.y, steps: curve.x, drawn: series.style === "line" ? this.smoothed(curve) : curve.y,
         });
       });
@@ -227,7 +225,7 @@ class Panel {
     this.voice.setAttribute("aria-live", "polite");
     this.panes = new Map();
     this.buildTools();
-    for (const word of ["stop", "pause", "resume", "save"]) {
+    for (const word of ASKS) {
       const button = element("button", `sk-${word}`, this.buttons, LETTERS[word]);
       button.type = "button";
       button.hidden = true;
@@ -582,12 +580,12 @@ class Panel {
     for (const button of this.buttons.children) {
       const word = button.className.slice(3);
       button.hidden = !(usable && this.heard && can.includes(offered[word]));
-      button.disabled = [...this.waiting.values()].includes(word);
+      button.disabled = [...this.waiting.values()].some((asked) => asked.word === word);
     }
     const stale = going && !paused && !this.left && !this.heard && this.late() > STALE_S;
     const how = "To stop: interrupt the kernel (■ in the toolbar, or I I). The run ends after its step and nothing is lost. A button would be heard when the cell ends.";
     const gone = `No news since ${new Date(this.news).toLocaleTimeString()}: the kernel is busy, or gone.`;
-    const words = this.error || (stale ? gone : usable && !this.heard && this.tries > 2 ? how : "");
+    const words = this.error || (stale ? gone : usable && !this.heard && this.tries >= TELL_HELLO ? how : "");
     this.message.hidden = !words;
     this.message.classList.toggle("sk-warning", Boolean(this.error) || stale);
     say(this.message, text(words));
@@ -595,10 +593,10 @@ class Panel {
 
   ask(word) {
     const n = ++this.asked;
-    const unheard = () => { if (this.waiting.delete(n)) { this.heard = false; this.later(); } };
-    if (word !== "hello") this.error = "";
-    this.waiting.set(n, word);
-    this.timers.push(setTimeout(unheard, 4000));
+    const unheard = () => { if (this.settle(n)) { this.heard = false; this.later(); } };
+    if (word !== HELLO) this.error = "";
+    this.waiting.set(n, { word, timer: setTimeout(unheard, 1e3 * ANSWER_S) });
+    this.buttons.ariaBusy = true;
     try {
       this.model.send({ ask: word, n });
     } catch { // the kernel is gone
@@ -609,18 +607,26 @@ class Panel {
 
   answered({ n, error }) {
     this.heard = true;
-    this.waiting.delete(n);
+    this.settle(n);
     if (error) this.error = error;
     this.later();
+  }
+
+  // A question waits no longer. Whether it did.
+  settle(n) {
+    clearTimeout(this.waiting.get(n)?.timer);
+    const waited = this.waiting.delete(n);
+    this.buttons.ariaBusy = this.waiting.size > 0;
+    return waited;
   }
 
   // Ask whether Python hears, until it does, and again when there was no news for a while. (JupyterLab needs a moment until it has
   // a subshell: what is sent before waits for the cell.)
   hello(k = 0) {
     this.tries = k;
-    if (!this.heard || this.late() > STALE_S) this.ask("hello");
-    const next = HELLO_S[k + 1] === undefined ? 30 : HELLO_S[k + 1] - HELLO_S[k];
-    this.timers.push(setTimeout(() => { if (!this.left) this.hello(k + 1); }, 1e3 * next));
+    if (!this.heard || this.late() > STALE_S) this.ask(HELLO);
+    const next = HELLO_S[k + 1] === undefined ? LISTEN_S : HELLO_S[k + 1] - HELLO_S[k];
+    this.listening = setTimeout(() => this.hello(k + 1), 1e3 * next);
     this.later();
   }
 
@@ -640,32 +646,44 @@ class Panel {
 
   leave() {
     this.left = true;
-    this.timers.forEach(clearTimeout);
+    clearTimeout(this.listening);
+    for (const n of [...this.waiting.keys()]) this.settle(n);
     this.drawButtons();
   }
 }
 
-// After the end Python puts a static picture into the output, for the file. In this tab the panel takes the picture's place, where it
-// is the panel's own (the mark says so); anywhere else, and whenever this fails, the picture is what is seen.
-function stay(panel, area, token, tries = 50) {
-  if (!area?.isConnected || !token) return;
-  const picture = [...area.querySelectorAll("img")].find((img) => img.src.includes(token)) ?? area.querySelector(`svg[data-panel="${token}"]`);
-  if (!picture) {
-    if (tries) setTimeout(() => stay(panel, area, token, tries - 1), 100);
-    return;
-  }
-  picture.style.display = "none";
-  picture.parentElement.append(panel.root);
-  panel.draw();
+// Python keeps a static picture in an output below, for the file; the mark says whose it is. [what draws it, its whole output]
+function picture(area, token) {
+  const drawn = token
+    ? [...area.querySelectorAll("img")].find((img) => img.src.includes(token)) ?? area.querySelector(`svg[data-panel="${token}"]`)
+    : null;
+  return drawn ? [drawn, drawn.closest(".jp-OutputArea-child") ?? drawn.parentElement] : [];
+}
+
+// After the end the panel takes the picture's place in this tab; anywhere else, and whenever this fails, the picture is what is seen.
+// The page may draw the last picture later than it drops the widget, and then drops what stood in the place of the one before.
+function stay(panel, area, token) {
+  const place = () => {
+    const [drawn] = picture(area, token);
+    if (!drawn || drawn.parentElement.querySelector(".surokit-panel")) return;
+    drawn.style.display = "none";
+    drawn.parentElement.append(panel.root);
+    panel.draw();
+  };
+  place();
+  new MutationObserver(place).observe(area, { childList: true, subtree: true });
 }
 
 function render({ model, el }) {
   const panel = new Panel(model);
-  let area = null;
+  let area = document.body;
   el.append(panel.root);
   const update = () => {
+    if (panel.left) return; // an animation frame that was asked for before
     area = el.closest(".jp-OutputArea") ?? area;
     panel.update();
+    const [, output] = panel.head ? picture(area, model.get("token")) : [];
+    if (output) output.style.display = "none";
   };
   const answer = (message) => panel.answered(message);
   model.on("change:head", update);
@@ -676,7 +694,16 @@ function render({ model, el }) {
     panel.leave();
     model.off("change:head", update);
     model.off("msg:custom", answer);
-    if (panel.head?.final) stay(panel, area, model.get("token"));
+    const [, output] = picture(area, model.get("token"));
+    if (output) output.style.display = "";
+    const end = () => {
+      panel.update();
+      if (!panel.head?.final) return;
+      model.off("change:head", end);
+      stay(panel, area, model.get("token"));
+    };
+    model.on("change:head", end); // the last news may come later than the page drops the widget
+    end();
   };
 }
 

@@ -1,0 +1,36 @@
+"""What a panel's page and Python ask each other: both sides take it from here, the page as the first line of its script.
+
+The page sends {"ask": HELLO or one of ASKS, "n": the question's number}. Python answers {"n": the same number, "error": a sentence,
+or ""}. A question without an answer after ANSWER_S counts as unheard; the page then hides its buttons until an answer comes,
+however late. What is drawn goes the other way only: wire.py.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+HELLO = "hello"  # does anybody hear?
+ASKS = ("stop", "pause", "resume", "save")  # a button each, in this order
+ANSWER_S = 10.0
+HELLO_S = (0, 1, 3, 6, 15, 30)  # when a page that opens says hello until it is heard; then every LISTEN_S
+TELL_HELLO = 3  # of these, the one from which on the page says that nobody answers
+LISTEN_S = 30.0
+STALE_S = 20.0  # without news: from then on a page that was heard says hello again
+
+
+def to_page() -> str:
+    """The values as a line of JavaScript."""
+    values = {name: value for name, value in globals().items() if name.isupper()}
+    return f"const PROTOCOL = {json.dumps(values)};\n"
+
+
+def question(content: Any) -> tuple[str, Any]:
+    """(what is asked, its number) of a message of the page; ("", None) for what is no question."""
+    ask = content.get("ask") if isinstance(content, dict) else None
+    return (ask, content.get("n")) if ask in (HELLO, *ASKS) else ("", None)
+
+
+def answer(n: Any, error: str) -> dict[str, Any]:
+    """The answer to the question of that number. error: why it cannot be done, "" where it is."""
+    return {"n": n, "error": error}
