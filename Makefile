@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
 MIN_FREE_GIB ?= 4
 PYTEST := $(PY) -m pytest
 
-.PHONY: help quickstart lab test test-gpu bench-gpu soak lint docs clean
+.PHONY: help quickstart lab test test-plain-cpu test-gpu bench-gpu soak lint docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,11 +28,18 @@ lab: $(VENV)/.lab ## the notebooks in JupyterLab
 
 test: $(VENV)/.test ## all tests: lint, types, units, notebooks
 	@echo "== ruff and mypy"
-	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy surokit kernels tests
+	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy surokit kernels tests docs/notebooks.py
 	@echo "== tests"
 	@OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 --dist loadfile --timeout 300 -m "not gpu and not soak"
 	@echo "== notebooks"
 	@$(PYTEST) --nbval-lax notebooks -p no:xdist
+
+# numbers must not depend on what the author's processor can do: without bf16 instructions and AMX, which oneDNN is told not to use
+PLAIN_CPU := tests/nn tests/models tests/kernels tests/planner/test_memory.py tests/test_quantizer.py tests/test_accuracy.py tests/test_convert.py \
+	tests/test_product.py tests/test_tuning.py tests/train/test_recipes.py tests/train/test_engine.py
+test-plain-cpu: $(VENV)/.test ## tests of numbers as on a processor without bf16 instructions; a few minutes
+	@ONEDNN_MAX_CPU_ISA=AVX512_CORE OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 --dist loadfile --timeout 300 -m "not gpu and not soak" $(PLAIN_CPU) \
+		--ignore-glob "tests/kernels/test_*compiled.py" --ignore-glob "tests/kernels/test_triton_*.py"
 
 # the environment at hand will do if it has torch, triton, numpy, safetensors and pytest; the package is added without anything else
 GPU_PY ?= $(if $(wildcard $(PY)),$(PY),python3)
@@ -43,7 +50,7 @@ test-gpu: ## tests on a CUDA device, every Triton kernel among them (GPU_PY=pyth
 		$(GPU_PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@$(GPU_PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "There is no CUDA device: make test runs without one.")'
 	@failed=0; \
-	$(GPU_PY) -m pytest tests/gpu tests/kernels/test_triton_*.py -m "not soak" -q -rs || failed=1; \
+	$(GPU_PY) -m pytest tests/gpu tests/kernels/test_triton_*.py --whole -m "not soak" -q -rs || failed=1; \
 	$(GPU_PY) -m pytest $(GPU_MARKED) -m "gpu and not soak" -q -rs || failed=1; exit $$failed
 
 MINUTES ?= 24
@@ -54,13 +61,14 @@ bench-gpu: ## the tests, then everything that is measured on a GPU, in the order
 	@$(GPU_PY) -m surokit.bench gpu --minutes $(MINUTES) --out $(GPU_OUT)
 	@$(GPU_PY) -m surokit.bench offload --device cuda --minutes $(OFFLOAD_MINUTES) --out $(basename $(GPU_OUT))-offload.json
 
-soak: $(VENV)/.test ## long runs: full counts, large fuzz, many kills; raw output goes to docs/measurements
-	@$(PYTEST) -m soak -q
+soak: $(VENV)/.test ## long runs: full counts, every case of sampled tests, new examples, many kills; raw output goes to docs/measurements
+	@$(PYTEST) -m "soak or ((sampled or hypothesis) and not gpu)" --whole --hypothesis-profile explore -q
 
 lint: $(VENV)/.test ## ruff and mypy, fixing what can be fixed
-	@$(VENV)/bin/ruff check --fix . && $(VENV)/bin/ruff format . && $(VENV)/bin/mypy surokit kernels tests
+	@$(VENV)/bin/ruff check --fix . && $(VENV)/bin/ruff format . && $(VENV)/bin/mypy surokit kernels tests docs/notebooks.py
 
-docs: $(VENV)/.test ## the documentation as a site in site/, links checked
+docs: $(VENV)/.test ## the documentation as a site in site/, links checked; runs the notebooks that changed
+	@$(PY) docs/notebooks.py
 	@$(VENV)/bin/mkdocs build --strict --quiet && echo "site/index.html"
 
 clean: ## remove the environment and everything that is generated

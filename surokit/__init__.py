@@ -26,7 +26,7 @@ _NAMES: dict[str, str] = {
         "models.fuse": "fuse",
         "nn.fusion": "Fusion",
         "data": "text chat train_tokenizer load_tokenizer",
-        "train": "Session AdamW AdamW8bit Cosine Record numerics",
+        "train": "Session AdamW AdamW8bit Cosine Record fit_to_time numerics",
         "offload": "ZenFlow OffloadAdamW offload_weights offload_activations",
         "live": "Live",
         "racing": "race Race",

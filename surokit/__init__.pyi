@@ -90,6 +90,7 @@ from surokit.train import AdamW8bit as AdamW8bit
 from surokit.train import Cosine as Cosine
 from surokit.train import Record as Record
 from surokit.train import Session as Session
+from surokit.train import fit_to_time as fit_to_time
 from surokit.train import numerics as numerics
 from surokit.tuning import tune as tune
 from surokit.widgets import plot_errors as plot_errors

@@ -1,16 +1,44 @@
 """Shared pieces of the tests: a small model that needs none of ours, and a generator."""
 
 import os
+import signal
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from tests.sampling import leave_out
+
 # Without a CUDA device Triton kernels run in Triton's interpreter. Triton asks for this when it is first imported (which torch
 # does in torch.compile), so it is said here, before any test; tests/kernels/interpreter.py corrects the interpreter's casts.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell starts what runs in its background with Ctrl-C ignored, and Python keeps that; tests press it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Hypothesis draws the same examples in each run, however long one takes: a test that fails has failed for a change. `make soak`
+# looks further, with --hypothesis-profile explore. The environment of `make test-gpu` may be without it.
+with suppress(ImportError):
+    import hypothesis
+
+    hypothesis.settings.register_profile("repeat", deadline=None, derandomize=True)
+    hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
+    hypothesis.settings.load_profile("repeat")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole", action="store_true", help="run every case of tests that are marked sampled")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--whole"):
+        items[:], left_out = leave_out(items)
+        config.hook.pytest_deselected(items=left_out)
 
 
 class Tiny(nn.Module):

@@ -9,6 +9,7 @@ namespace and a temporary folder. A block that cannot run has `<!-- not run: why
 
 import contextlib
 import doctest
+import importlib.util
 import io
 import os
 import re
@@ -19,7 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import nbformat
 import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 import surokit as sk
 from tests.nn.test_linear import GATES, STORED_GATES
@@ -29,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 README = ROOT / "README.md"
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 OTHERS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -183,6 +187,52 @@ def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_p
         assert not re.search(r"<link[^>]+rel=[\"']?(?:stylesheet|preconnect)[^>]+href=[\"']?(?:https?:)?//", text), page
     assert (site / "search" / "search_index.json").is_file()
 
+    # every notebook is a page that the navigation leads to
+    start = (site / "index.html").read_text(encoding="utf-8")
+    for notebook in NOTEBOOKS:
+        assert (site / "notebooks" / f"{notebook.stem}.html").is_file()
+        assert f"notebooks/{notebook.stem}.html" in start
+
+
+def load_hook():
+    """docs/notebooks.py, which belongs to no package."""
+    spec = importlib.util.spec_from_file_location("notebooks_hook", DOCS / "notebooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    return hook
+
+
+def test_an_executed_notebook_is_a_page_with_its_pictures(tmp_path, monkeypatch):
+    hook = load_hook()
+    monkeypatch.setattr(hook, "PAGES", tmp_path / "pages")
+    cells = [
+        new_markdown_cell("# Why?\n\n$2^{-3}$ is small, [more](../docs/data.md)."),
+        new_code_cell("show()", metadata={"tags": ["picture"]}),
+        new_code_cell("slider"),
+    ]
+    path = tmp_path / "07_why.ipynb"
+    nbformat.write(new_notebook(cells=cells), path)
+    assert hook.executed(path) is None
+
+    pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+    cells[1].outputs = [new_output("display_data", {"image/png": pixel, "text/plain": "<Figure>"})]
+    cells[2].outputs = [new_output("display_data", {hook.WIDGET: {}, "text/plain": "IntSlider()"})]
+    (hook.PAGES / path.stem).mkdir(parents=True)
+    nbformat.write(new_notebook(cells=cells), hook.PAGES / path.stem / path.name)
+    text, pictures = hook.page(hook.executed(path), "07_why_files")
+    (name,) = pictures
+    assert f"]({name})" in text
+    assert pictures[name].startswith(b"\x89PNG")
+    assert "<math" in text
+    assert "](../data.md)" in text
+    assert "IntSlider" not in text
+
+    cells[0].source = "# Another text"
+    nbformat.write(new_notebook(cells=cells), path)
+    assert hook.executed(path) is None
+
 
 # -- tables that stand in two places
 
@@ -215,6 +265,11 @@ def test_the_accuracy_table_is_the_tests_own():
     table = {cells[0].strip("`"): tuple(map(float, cells[1:4])) for cells in rows(DOCS / "recipes.md", "dB of")}
     assert table == GATES
     assert {cells[0].strip("`"): float(cells[1]) for cells in rows(DOCS / "recipes.md", "stored")} == STORED_GATES
+
+
+def test_the_race_that_is_shown_is_the_one_that_is_kept():
+    shown = (DOCS / "racing.md").read_text(encoding="utf-8")
+    assert plain(str(sk.Race.load(DOCS / "measurements" / "race"))) in plain(shown)
 
 
 def write_outputs() -> None:

@@ -6,18 +6,21 @@ from __future__ import annotations
 import functools
 import math
 import random
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import surokit as sk
-from surokit.offload import crew
+from surokit.offload import crew, workers
 from surokit.offload.link import Link, ThrottledLink
 from surokit.offload.workers import Worker
+from tests.clocks import until
 from tests.offload.oracle import Oracle, Settings
 
 Shape = tuple[int, ...]
@@ -63,6 +66,53 @@ def slow_workers(seed: int, longest_s: float = 0.004) -> Iterator[None]:
 
 def throttled(seed: int = 0, gb_s: float = 1.0) -> Link:
     return ThrottledLink(gb_s, delay=delays(seed), late_fill=True)
+
+
+def waits(thread: int, worker: Worker | None = None) -> bool:
+    """Whether the thread of that ident is inside a wait for the worker; None: for any."""
+    frame = sys._current_frames()[thread]
+    inside = frame.f_code.co_name == "wait" and frame.f_code.co_filename == workers.__file__
+    return inside and (worker is None or frame.f_locals["self"] is worker._shared)
+
+
+def meanwhile(action: Callable[[], object]) -> None:
+    """Does it in another thread once this one waits for a worker."""
+    main = threading.get_ident()
+
+    def act() -> None:
+        until(lambda: waits(main))
+        action()
+
+    threading.Thread(target=act).start()
+
+
+def beats_of(worker: Worker) -> Callable[[], None]:
+    """Waits, each time it is called, until the worker has given another sign of life."""
+    shared, seen = worker._shared, [0]
+    assert shared is not None
+
+    def another() -> None:
+        until(lambda: shared.beats > seen[0])
+        seen[0] = shared.beats
+
+    return another
+
+
+class Slices:
+    """In place of the lock that a wait for a worker takes in slices: each slice is over when `each` returns, none by the clock."""
+
+    def __init__(self, each: Callable[[], object]) -> None:
+        self.count, self._each = 0, each
+
+    def acquire(self, timeout: float) -> bool:
+        self.count += 1
+        self._each()
+        return False
+
+    def wait(self, worker: Worker, over: Callable[[], bool]) -> None:
+        """What a job of the worker does in its wait."""
+        assert worker._shared is not None
+        worker._shared.wait(over, cast(threading.Lock, self))
 
 
 class Run:

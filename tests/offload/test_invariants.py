@@ -14,7 +14,6 @@ import pickle
 import signal
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +32,7 @@ from surokit.errors import OffloadError
 from surokit.offload import crew
 from surokit.offload.link import HostLink, Ticket
 from surokit.offload.workers import Job, Worker
+from tests.clocks import until
 from tests.offload.oracle import Oracle, hot_columns
 from tests.offload.ranks import CASES, halves, loss_of, make_model, options_of
 from tests.offload.ranks import STEPS as RANK_STEPS
@@ -50,6 +50,7 @@ from tests.offload.runs import (
     settings_of,
     slow_workers,
     throttled,
+    waits,
 )
 from tests.processes import found_by
 from tests.train.ranks import RANKS
@@ -305,33 +306,38 @@ def test_10_bitwise_the_same_under_delays(name: str) -> None:
 
 
 class Watching(HostLink):
-    """A copy upwards reads its source until some milliseconds later, when it is done, and sees whether it has changed by then."""
+    """A copy upwards reads its source until it is waited for, or asked for the third time whether it is done; then it sees whether
+    the source has changed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.changed = self.watched = 0
-        self.watches: list[threading.Thread] = []
+        self.reading: list[Callable[[], None]] = []
 
     def up(self, source: Tensor, take: Callable[[Tensor], None]) -> Ticket:
         before, link = source.clone(), self
         super().up(source, take)
 
-        def watch() -> None:
-            time.sleep(0.01)
+        def look() -> None:
             link.changed += not torch.equal(source, before)
             link.watched += 1
-
-        watching = threading.Thread(target=watch)
-        self.watches.append(watching)
-        watching.start()
+            link.reading.remove(look)
 
         class Copying:
+            asked = 0
+
             def done(self) -> bool:
-                return not watching.is_alive()
+                self.asked += 1
+                if self.asked == 3:
+                    look()
+                return self.asked >= 3
 
             def wait(self) -> None:
-                watching.join()
+                if self.asked < 3:
+                    self.asked = 3
+                    look()
 
+        self.reading.append(look)
         return Copying()
 
 
@@ -341,8 +347,8 @@ def test_10_what_travels_up_is_not_written_meanwhile() -> None:
     for _ in range(12):
         run.step()
     run.check(masters=True)
-    for watching in link.watches:
-        watching.join()
+    for look in list(link.reading):
+        look()
     assert link.watched > 12
     assert link.changed == 0
 
@@ -361,7 +367,7 @@ def test_every_step_is_the_oracles(name: str, dtype: torch.dtype) -> None:
 def test_11_one_job_in_flight() -> None:
     """However slow the host, a second Adam job is not submitted before the first is done: here there are no others."""
     submitted: list[Job] = []
-    inner = Worker.submit
+    inner, main = Worker.submit, threading.get_ident()
 
     class Slow(Worker):
         def submit(self, work: Callable[[], object]) -> Job:
@@ -370,7 +376,7 @@ def test_11_one_job_in_flight() -> None:
             assert all(job.done() for job in submitted)
 
             def slow() -> None:
-                time.sleep(0.003)
+                until(lambda: waits(main))  # as slow as can be: until somebody has to wait
                 work()
 
             submitted.append(inner(self, slow))
@@ -382,6 +388,7 @@ def test_11_one_job_in_flight() -> None:
         for _ in range(12):
             run.step()
         assert len(submitted) == 12
+        submitted[-1].wait()
 
 
 def test_11_waiting_twice_changes_nothing() -> None:
@@ -413,9 +420,8 @@ def test_11_an_error_in_a_thread_is_raised_by_a_step(part: str, monkeypatch: pyt
         monkeypatch.setattr(module, part, broken)
 
     def steps() -> None:
-        for _ in range(10):
+        while True:
             run.step()
-            time.sleep(0.01)
 
     with pytest.raises(OffloadError) as caught:
         steps()

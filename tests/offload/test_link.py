@@ -7,7 +7,6 @@ import gc
 import pickle
 import random
 import threading
-import time
 import weakref
 from types import SimpleNamespace
 
@@ -18,7 +17,9 @@ from surokit.errors import OffloadError
 from surokit.offload import link as links
 from surokit.offload.link import CudaLink, HostLink, ThrottledLink, link_for
 from surokit.offload.workers import Worker
+from tests.clocks import Clock, HeldClock, until
 from tests.offload.copies import copied_from, filled, taking
+from tests.offload.runs import Slices, beats_of, meanwhile
 
 FAST = 100.0  # GB/s: faster than memory here, so without a rate
 
@@ -165,10 +166,11 @@ class Gate:
     """A delay that holds transfers until it is opened."""
 
     def __init__(self):
-        self.open = threading.Event()
+        self.open, self.held = threading.Event(), 0
 
     def __call__(self):
-        assert self.open.wait(10)
+        self.held += 1
+        self.open.wait()
         return 0.0
 
 
@@ -177,7 +179,7 @@ def test_nothing_is_done_before_it_arrives():
     link = ThrottledLink(FAST, delay=gate)
     to, source = torch.zeros(4), torch.ones(4)
     down, up, small = link.down(filled(1), to), link.fetch(source), link.copy_down(source, torch.zeros(4))
-    time.sleep(0.02)
+    until(lambda: gate.held == 3)
     assert [ticket.done() for ticket in (down, up, small)] == [False] * 3
     assert to.sum() == 0
     gate.open.set()
@@ -187,17 +189,30 @@ def test_nothing_is_done_before_it_arrives():
     link.close()
 
 
-def test_half_of_a_transfer_is_there_when_it_has_begun():
+def test_half_of_a_transfer_is_there_when_it_has_begun(monkeypatch):
+    clock = HeldClock()
+    monkeypatch.setattr(links, "time", clock)
     link = ThrottledLink(1.0, latency_s=0.3)
     to = torch.zeros(4)
     ticket = link.down(filled(1), to)
-    while not to[0]:
-        time.sleep(0.01)
-    if not ticket.done():  # this machine was not too busy to look in time
+    for _ in range(6):  # slices
+        until(lambda: clock.sleepers)
         assert to.tolist() == [1, 1, 0, 0]
-    ticket.wait()
+        assert not ticket.done()
+        clock.pass_s(0.05)
+    let_pass(clock, ticket.done)
     assert to.tolist() == [1, 1, 1, 1]
     link.close()
+
+
+def let_pass(clock, over):
+    """Time passes until it is over."""
+
+    def passes():
+        clock.pass_s(1.0)
+        return over()
+
+    until(passes)
 
 
 def test_what_is_overwritten_without_a_fence_shows_where_fills_are_late():
@@ -212,24 +227,23 @@ def test_what_is_overwritten_without_a_fence_shows_where_fills_are_late():
     link.close()
 
 
-def test_a_fence_waits_for_late_fills_and_is_a_stall():
-    gate = Gate()
+def test_a_fence_waits_for_late_fills_and_is_a_stall(monkeypatch):
+    clock, gate = Clock(), Gate()
+    monkeypatch.setattr(links, "time", clock)
     link = ThrottledLink(FAST, delay=gate, late_fill=True)
     grads, to = torch.ones(4), torch.zeros(4)
     ticket = link.down(copied_from(grads), to, reads=[grads])
-    opened: list[float] = []
 
     def open_it():
-        opened.append(time.perf_counter())
+        clock.sleep(0.05)
         gate.open.set()
 
-    threading.Timer(0.05, open_it).start()
-    given = time.perf_counter()
+    meanwhile(open_it)
     link.fence()
     grads.fill_(2)
     ticket.wait()
     assert to.tolist() == [1, 1, 1, 1]
-    assert link.device_stall_ms() >= 1e3 * (opened[0] - given) - 5
+    assert link.device_stall_ms() == pytest.approx(50, rel=1e-3)
     link.close()
 
 
@@ -264,52 +278,43 @@ def test_a_link_that_hangs_is_told():
     link.close()
 
 
-def test_a_slow_transfer_lives():
-    link = ThrottledLink(1.0, latency_s=0.5, patience_s=0.2)
-    link.down(filled(1), torch.zeros(4)).wait()
+def test_a_slow_transfer_lives(monkeypatch):
+    """It gives a sign of life in each slice in which it sleeps."""
+    clock = HeldClock()
+    monkeypatch.setattr(links, "time", clock)
+    link = ThrottledLink(1.0, latency_s=3.0, patience_s=0.2)
+    job = link.down(filled(1), torch.zeros(4))
+    worker = link._down.worker
+    beats = beats_of(worker)
+
+    def one_slice():
+        until(lambda: clock.sleepers)
+        clock.pass_s(0.05)
+        beats()
+
+    slices = Slices(one_slice)
+    slices.wait(worker, lambda: slices.count == 40)
+    assert not job.done()
+    let_pass(clock, job.done)
     link.close()
 
 
-def timed(run):
-    begun = time.perf_counter()
-    run()
-    return time.perf_counter() - begun
-
-
-def test_the_rate_is_kept():
-    """To 2 % over 50 ms. A busy machine only adds to a time, so the least of some counts; none is shorter than it says."""
+def test_the_rate_is_kept(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(links, "time", clock)
     link, to = ThrottledLink(0.1), torch.zeros(5_000_000, dtype=torch.uint8)
     source = torch.ones_like(to)
     for way in (lambda: link.down(filled(1), to).wait, lambda: link.fetch(source).land):
-        least, end = 1.0, time.monotonic() + 5
-        while least > 1.02 * 0.05 and time.monotonic() < end:
-            asked = time.perf_counter()
-            wait = way()
-            given = time.perf_counter()  # the link has it by now; the host was busy with filling it
-            wait()
-            over = time.perf_counter()
-            assert over - asked >= 0.05
-            least = min(least, over - given)
-        assert least <= 1.02 * 0.05
+        asked = clock.perf_counter()
+        way()()
+        assert clock.perf_counter() - asked == pytest.approx(0.05)
     link.close()
-
-
-class SlowSleeper:
-    """Time that passes in sleep only, which always takes 1.5 ms longer than asked."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds + 1.5e-3
 
 
 @pytest.mark.parametrize("latency", [0.0, 2e-3])
 def test_errors_of_sleeping_do_not_add_up(monkeypatch, latency):
-    clock, gate, count = SlowSleeper(), Gate(), 10
+    late_s = 1.5e-3
+    clock, gate, count = Clock(late_s), Gate(), 10
     monkeypatch.setattr(links, "time", clock)
     link, source = ThrottledLink(0.2, latency, delay=gate), torch.ones(1_000_000, dtype=torch.uint8)  # 5 ms each
     arrivals = [link.fetch(source) for _ in range(count)]
@@ -317,76 +322,74 @@ def test_errors_of_sleeping_do_not_add_up(monkeypatch, latency):
     for arrival in arrivals:
         arrival.wait()
     expected = count * (5e-3 + latency)
-    assert expected <= clock.now <= 1.02 * expected + 1.5e-3
+    assert expected <= clock.perf_counter() <= 1.02 * expected + late_s
     link.close()
 
 
-def test_directions_do_not_share_a_rate():
+def test_directions_do_not_share_a_rate(monkeypatch):
+    clock = HeldClock()
+    monkeypatch.setattr(links, "time", clock)
     link, to = ThrottledLink(0.1), torch.zeros(5_000_000, dtype=torch.uint8)
-    source = torch.zeros_like(to)
-
-    def both():
-        ticket = link.down(filled(1), to)
-        link.up(source, nothing)
-        link.copy_down(torch.ones(()), torch.zeros(()))
+    both = link.down(filled(1), to), link.fetch(torch.zeros_like(to))
+    until(lambda: clock.sleepers == 2)
+    assert not any(ticket.done() for ticket in both)
+    clock.pass_s(0.05 + 1e-6)
+    for ticket in both:  # one after the other would take as long again
         ticket.wait()
-
-    assert min(timed(both) for _ in range(4)) < 0.09  # one after the other: 0.1
     link.close()
 
 
-def test_who_lands_waits_and_that_is_counted():
-    link, source = ThrottledLink(0.1), torch.zeros(5_000_000, dtype=torch.uint8)
+def test_who_lands_waits_and_that_is_counted(monkeypatch):
+    monkeypatch.setattr(links, "time", Clock())
+    gate = Gate()
+    link, source = ThrottledLink(0.1, delay=gate), torch.zeros(5_000_000, dtype=torch.uint8)
     arrival = link.fetch(source)
     assert link.device_stall_ms() == 0
+    meanwhile(gate.open.set)
     arrival.land()
-    first = link.device_stall_ms()
-    assert first > 30
+    assert link.device_stall_ms() == pytest.approx(50)
     arrival = link.fetch(source)
     arrival.wait()  # the host waited, and the device computed
     arrival.land()
-    assert link.device_stall_ms() - first < 20
+    assert link.device_stall_ms() == pytest.approx(50)
     link.close()
 
 
-def test_a_transfer_that_waits_costs_no_processor_time():
+def test_a_transfer_that_waits_costs_no_processor_time(monkeypatch):
+    """It sleeps, in slices, and does not look at the clock again and again."""
+    clock = Clock()
+    monkeypatch.setattr(links, "time", clock)
     link = ThrottledLink(0.1, latency_s=0.25)
-    before = time.process_time()
-    ticket = link.down(filled(1), torch.zeros(4))
-    time.sleep(0.25)
-    assert time.process_time() - before < 0.1
-    ticket.wait()
+    link.down(filled(1), torch.zeros(4)).wait()
+    assert 5 <= clock.sleeps <= 8
     link.close()
 
 
 def test_the_training_thread_runs_while_a_transfer_waits():
-    """A thread that slept with Python's lock would stop it for the whole transfer."""
-    link, longest = ThrottledLink(0.1, latency_s=0.2), []
-    for _ in range(3):
-        ticket, last, gap = link.down(filled(1), torch.zeros(4)), time.perf_counter(), 0.0
+    """A thread that slept with Python's lock would stop it for the whole transfer. This link is slow, and really sleeps."""
+    link, looks = ThrottledLink(0.1, latency_s=0.2), [0]
+    while max(looks) < 100:  # or it goes on for ever
+        ticket = link.down(filled(1), torch.zeros(4))
+        looks.append(0)
         while not ticket.done():
-            now = time.perf_counter()
-            last, gap = now, max(gap, now - last)
-        longest.append(gap)
-    assert min(longest) < 0.1
+            looks[-1] += 1
     link.close()
 
 
 def test_dropped_links_leave_no_thread():
+    def links_threads():
+        return sum(thread.name.startswith("surokit-link") for thread in threading.enumerate())
+
     gc.collect()
-    time.sleep(0.1)
-    before = threading.active_count()
+    until(lambda: not links_threads())  # of other tests
     for _ in range(20):
         link = make_throttled()
         link.down(filled(1), torch.zeros(4)).wait()
         link.up(torch.zeros(4), nothing)
-    assert threading.active_count() >= before + 2
+    assert links_threads() >= 2
     del link
     gc.collect()
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() <= before
+    until(lambda: not links_threads())
 
 
 @pytest.mark.parametrize(("gb_s", "latency_s"), [(0, 0), (-1, 0), (float("nan"), 0), (1, -1), ("1", 0), (1, None)])
@@ -672,24 +675,27 @@ def test_a_host_that_waits_costs_a_device_nothing_while_it_has_work(late, monkey
 
 
 @pytest.mark.parametrize("make", [HostLink, lambda: ThrottledLink(FAST)], ids=["host", "throttled"])
-def test_on_a_cpu_the_waiting_host_is_the_waiting_device(make):
-    link = make()
+def test_on_a_cpu_the_waiting_host_is_the_waiting_device(make, monkeypatch):
+    clock, link = Clock(), make()
+    monkeypatch.setattr(links, "time", clock)
     with contextlib.suppress(KeyboardInterrupt), link.host_waits():
-        time.sleep(0.02)
+        clock.sleep(0.02)
         raise KeyboardInterrupt
-    assert 20 <= link.device_stall_ms() < 1000
+    assert link.device_stall_ms() == pytest.approx(20)
     link.close()
 
 
-def test_a_copy_is_waited_for_until_it_is_done_or_the_patience_ends(late):
+def test_a_copy_is_waited_for_until_it_is_done_or_the_patience_ends(late, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(links, "time", clock)
     link = rehearsed(patience_s=0.05)
     ticket = link.down(filled(1), torch.zeros(3))
     with pytest.raises(OffloadError, match="not done after 0.05 s: the device hangs"):
         ticket.wait()
-    threading.Timer(0.02, link._down.run).start()
+    clock.after(0.02, link._down.run)
     ticket.wait()
     ticket = link.down(filled(1), torch.zeros(3))
-    threading.Timer(0.02, link._down.run).start()
+    clock.after(0.02, link._down.run)
     link.close()
     assert ticket.done()
     link.close()
@@ -716,7 +722,9 @@ def test_host_memory_of_copies_outlives_their_link(late):
 def test_a_worker_that_waits_for_a_copy_lives(late):
     link, worker = rehearsed(), Worker("accumulator", patience_s=0.2)
     job = worker.submit(link.down(filled(1), torch.zeros(3)).wait)
-    threading.Timer(0.5, link._down.run).start()
+    slices = Slices(beats_of(worker))
+    slices.wait(worker, lambda: slices.count == 20)  # 1 s
+    link._down.run()
     job.wait()
     worker.close()
 

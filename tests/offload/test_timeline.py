@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from typing import Any
 
 import pytest
@@ -11,9 +11,12 @@ from torch import nn
 
 import surokit as sk
 from surokit.errors import OffloadError
+from surokit.offload import timeline as module
 from surokit.offload.link import ThrottledLink
 from surokit.offload.timeline import WAIT, WORK, Span, Timeline, plot, recorded, span
 from surokit.offload.workers import Worker
+from tests.clocks import Clock, until
+from tests.offload.runs import waits
 
 
 def trained(**options: Any) -> Timeline:
@@ -42,15 +45,22 @@ def test_every_thread_has_its_lane() -> None:
     assert f"{WAIT} landing" in waits
 
 
-def test_a_span_is_as_long_as_the_work() -> None:
+def test_a_span_is_as_long_as_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, main = Clock(), threading.get_ident()
+    monkeypatch.setattr(module, "time", clock)
     worker = Worker("one")
+
+    def work() -> None:
+        until(lambda: waits(main))
+        clock.sleep(0.02)
+
     with recorded() as timeline:
-        worker.submit(lambda: time.sleep(0.02)).wait()
+        worker.submit(work).wait()
     worker.close()
     spans = {(each.lane, each.what): each for each in timeline.spans}
     assert spans.keys() == {("one", WORK), ("MainThread", WAIT)}
-    assert 0.02 <= spans["one", WORK].seconds <= spans["one", WORK].stop_s
-    assert spans["MainThread", WAIT].seconds > 0
+    assert spans["one", WORK].seconds == pytest.approx(0.02)
+    assert spans["MainThread", WAIT].seconds == pytest.approx(0.02)
 
 
 def test_outside_nothing_is_recorded() -> None:
@@ -58,7 +68,7 @@ def test_outside_nothing_is_recorded() -> None:
     before = len(timeline.spans)
     worker = Worker("later")
     with span("compute"):
-        worker.submit(lambda: time.sleep(0.001)).wait()
+        worker.submit(lambda: None).wait()
     worker.close()
     assert len(timeline.spans) == before
 

@@ -5,13 +5,12 @@ Every invariant of the algorithm is held against a model of it in test_invariant
 
 import copy
 import functools
+import inspect
 import io
 import os
 import random
 import signal
-import sys
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +32,8 @@ from surokit.offload.rows import update_rows_
 from surokit.offload.workers import Worker
 from surokit.offload.zenflow import ZenFlow
 from surokit.train.optim import Spec, spec_from_dict, spec_to_dict
+from tests.clocks import until
+from tests.offload.runs import waits
 
 SHAPES = ((16, 20), (32, 48), (8, 3, 2), (7,))
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
@@ -453,7 +454,7 @@ def test_a_thread_s_error_surfaces_at_the_next_step_and_a_state_mends_it(noticed
     give_gradients(params, 2)
     optimizer.step()
     filled: Any = optimizer._window.filled
-    wait_until(filled.done)
+    until(filled.done)
     with pytest.raises(OffloadError, match="accumulator.*the wire broke"):
         noticed(params, optimizer)
     with pytest.raises(OffloadError, match="cut short by an error.*load a state"):
@@ -464,13 +465,6 @@ def test_a_thread_s_error_surfaces_at_the_next_step_and_a_state_mends_it(noticed
         p.data.copy_(before)
     optimizer.load_state_dict(state)
     assert same(train(params, optimizer, 2, 9), train(*zenflow(update_interval=4), 0, 9))
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
 
 
 class Hanging(HostLink):
@@ -487,9 +481,7 @@ class Hanging(HostLink):
             done = mended.is_set
 
             def wait(self):
-                deadline = time.monotonic() + 20
-                while not mended.is_set() and time.monotonic() < deadline:
-                    time.sleep(1e-3)
+                while not mended.wait(1e-3):
                     workers.beat()
 
         return ticket if self.left > 0 else Never()
@@ -501,9 +493,7 @@ def test_a_state_is_loaded_at_once_where_a_transfer_hangs():
     train(params, optimizer, 0, 2)
     state, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
     train(params, optimizer, 2, 4)  # the accumulator waits, and AdamW for it
-    begun = time.monotonic()
-    optimizer.load_state_dict(state)
-    assert time.monotonic() - begun < 5
+    optimizer.load_state_dict(state)  # or it would hang
     link.mended.set()
     with torch.no_grad():
         for p, before in zip(params, weights):
@@ -555,32 +545,25 @@ def test_a_second_ctrl_c_does_not_wait():
     params, optimizer = zenflow(update_interval=2, link=ThrottledLink(1.0))
     train(params, optimizer, 0, 2)
 
-    def waits():
-        frame = sys._current_frames()[main]
-        return frame.f_code.co_name == "wait" and frame.f_code.co_filename == workers.__file__
+    main, gate, accumulator = threading.get_ident(), threading.Event(), optimizer._crew.accumulator
 
-    def stays():
-        """In a step: between two of them a first Ctrl-C would be raised at once."""
-        seen = set()
-        for _ in range(20):
-            seen.add((waits(), optimizer._steps))
-            time.sleep(0.01)
-        return seen == {(True, optimizer._steps)}
+    def busy():
+        while not gate.wait(0.01):
+            workers.beat()
 
     def press():
-        wait_until(stays)
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)
+        until(lambda: waits(main, accumulator))  # which ends with the gate only
+        handler: Any = signal.getsignal(signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        until(lambda: inspect.getclosurevars(handler).nonlocals["held"])  # two at once would be one
+        os.kill(os.getpid(), signal.SIGINT)
 
-    main, gate = threading.get_ident(), threading.Event()
-    optimizer._crew.accumulator.submit(lambda: gate.wait(9) and None)
+    accumulator.submit(busy)
     pressing = threading.Thread(target=press)
     pressing.start()
-    begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         train(params, optimizer, 2, 12)
-    assert time.monotonic() - begun < 4
+    assert not gate.is_set()
     pressing.join()
     gate.set()
     assert all(p.isfinite().all() for p in train(params, optimizer, 12, 16))

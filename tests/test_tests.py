@@ -1,0 +1,224 @@
+"""The tests' own rules: no test sleeps or compares measured times, but where that is meant; and how cases are sampled.
+
+A test that waits for a time fails on a machine that is busy, and one that is fast there says little elsewhere. So a test waits
+until something holds (`tests.clocks.until`), and time is a clock of its own (`tests.clocks.Clock`). Seconds are compared in
+benchmarks.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.sampling import sample
+
+TESTS = Path(__file__).parent
+
+MEANT = {
+    "waiting.py::wait_for": "the same for threads and for other loops' events",
+    "waiting.py::comes": "the same, awaited",
+    "clocks.py::until": "the one loop that looks again and again; its patience ends a test that fails",
+    "offload/killed.py::killed": "a kill comes at a random moment, and nothing is asserted of when",
+    "bench/test_gpu.py::test_what_a_process_cannot_do_is_one_sentence": "a process that takes too long, and is ended",
+    "test_tests.py::test_what_is_found": "examples of what is found",
+}
+
+# what still sleeps or compares times, by file: shorten it, and never make it longer
+OFFENDERS: dict[str, int] = {
+    "browser/front_ends.py": 2,
+    "browser/lab.py": 2,
+    "integrations/test_mirrors.py": 1,
+    "planner/test_offload.py": 1,
+    "profiler/test_capture.py": 1,
+    "profiler/test_device.py": 2,
+    "profiler/test_foreign.py": 1,
+    "profiler/test_gpu.py": 2,
+    "profiler/test_magic.py": 1,
+    "profiler/test_monitor.py": 1,
+    "profiler/test_verify.py": 1,
+    "racing/test_race.py": 1,
+    "test_live.py": 2,
+    "train/killed.py": 1,
+    "train/test_journal.py": 1,
+}
+
+CLOCKS = {"perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "time", "time_ns"}
+SLEEP = re.compile(r"\bsleep\((?!0\))")
+
+
+def reads_a_clock(node: ast.AST) -> bool:
+    return any(
+        isinstance(n, ast.Call)
+        and isinstance(n.func, ast.Attribute)
+        and n.func.attr in CLOCKS
+        and isinstance(n.func.value, ast.Name)
+        and n.func.value.id == "time"
+        for n in ast.walk(node)
+    )
+
+
+def offences(source: str) -> Counter[str]:
+    """By function: calls of a real `sleep`, in strings of code too, timers, and comparisons of what a real clock said."""
+    found: Counter[str] = Counter()
+
+    def look(node: ast.AST, place: str, timed: set[str]) -> None:
+        for child in ast.iter_child_nodes(node):
+            where, known = place, timed
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                where = child.name if place == "<module>" else f"{place}.{child.name}"
+                known = timed | measured(child)
+            found[where] += offends(child, known)
+            look(child, where, known)
+
+    def measured(function: ast.AST) -> set[str]:
+        """Names that hold what a clock said, or what was made of that."""
+        names: set[str] = set()
+        assigned = [
+            n for n in ast.walk(function) if isinstance(n, ast.Assign | ast.AnnAssign | ast.AugAssign) and n.value
+        ]
+        while True:
+            more = set(names)
+            for node in assigned:
+                assert node.value is not None
+                if reads_a_clock(node.value) or uses(node.value, names):
+                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                    more |= {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+            if more == names:
+                return names
+            names = more
+
+    def uses(node: ast.AST, names: set[str]) -> bool:
+        return any(isinstance(n, ast.Name) and n.id in names for n in ast.walk(node))
+
+    def offends(node: ast.AST, timed: set[str]) -> int:
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            zero = [ast.unparse(argument) for argument in node.args[:1]] == ["0"]
+            return name in ("time.sleep", "asyncio.sleep", "sleep", "threading.Timer", "Timer") and not zero
+        if isinstance(node, ast.Compare):
+            return reads_a_clock(node) or uses(node, timed)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return len(SLEEP.findall(node.value))
+        return 0
+
+    look(ast.parse(source), "<module>", set())
+    return +found
+
+
+def test_no_test_sleeps_or_compares_times():
+    """What is not meant is counted, so that the list of it can only become shorter."""
+    found: Counter[str] = Counter()
+    meant = set()
+    for path in sorted(TESTS.rglob("*.py")):
+        name = path.relative_to(TESTS).as_posix()
+        if name.startswith("gpu/"):  # where a device's time is the subject
+            continue
+        for where, count in offences(path.read_text(encoding="utf-8")).items():
+            if f"{name}::{where}" in MEANT:
+                meant.add(f"{name}::{where}")
+            else:
+                found[name] += count
+    more = {name: n for name, n in found.items() if n > OFFENDERS.get(name, 0)}
+    assert not more, (
+        f"these sleep or compare times: wait with tests.clocks.until, or let a tests.clocks.Clock pass: {more}"
+    )
+    assert dict(found) == OFFENDERS, "some are mended: shorten OFFENDERS"
+    assert MEANT.keys() == meant, "some are gone: shorten MEANT"
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ("time.sleep(1)", 1),
+        ("await asyncio.sleep(0.1)", 1),
+        ("await asyncio.sleep(0)", 0),
+        ("run('import time; time.sleep(60)')", 1),
+        ("clock.sleep(1)", 0),
+        ("threading.Timer(0.1, stop).start()", 1),
+        ("began = time.perf_counter()\n    work()\n    took_s = time.perf_counter() - began\n    assert took_s < 5", 1),
+        ("end = time.monotonic() + 10\n    while time.monotonic() < end:\n        pass", 1),
+        ("times = []\n    times += [time.perf_counter()]\n    assert min(times) < 3", 1),
+        ("began = clock.perf_counter()\n    assert began < 5", 0),
+        ("assert x < 5", 0),
+    ],
+)
+def test_what_is_found(code, count):
+    assert offences(f"async def test():\n    {code}") == Counter({"test": count} if count else {})
+
+
+# -- sampling
+
+
+def test_a_sample_has_each_value_of_each_axis():
+    axes = {("format",): range(3), ("shape", "tile"): range(7), ("dtype",): range(4)}
+    cases = {
+        f"{f}-{s}-{d}": {("format",): f, ("shape", "tile"): s, ("dtype",): d}
+        for f in axes["format",]
+        for s in axes["shape", "tile"]
+        for d in axes["dtype",]
+    }
+    chosen = sample(cases)
+    assert len(chosen) == 7  # as many as the longest axis has
+    for axis, values in axes.items():
+        assert {cases[name][axis] for name in chosen} == set(values)
+    assert sample(dict(reversed(cases.items()))) == chosen
+
+
+def test_a_sample_of_one_axis_is_all_of_it():
+    assert sample({str(n): {("n",): n} for n in range(5)}) == {"0", "1", "2", "3", "4"}
+    assert sample({"test": {}}) == set()
+
+
+SAMPLED = """
+import pytest
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("x", "y"), [(0, 0), (0, 1), (1, 0)])
+@pytest.mark.parametrize("z", "abc")
+@pytest.mark.parametrize("w", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_many(x, y, z, w):
+    pass
+
+@pytest.mark.sampled
+def test_one():
+    pass
+
+@pytest.mark.parametrize("x", range(3))
+@pytest.mark.parametrize("y", range(3))
+def test_not_sampled(x, y):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        (["--whole"], {"test_many": 18, "test_one": 1, "test_not_sampled": 9}),
+        (["-m", "not soak"], {"test_many": 3, "test_one": 1, "test_not_sampled": 9}),
+    ],
+)
+def test_the_rest_is_left_out_unless_asked_for(tmp_path, options, counts):
+    """Arguments that are given together are one axis; what is marked soak is neither sampled nor counted as a sample."""
+    (tmp_path / "conftest.py").write_text(
+        "from tests.conftest import pytest_addoption, pytest_collection_modifyitems\n", encoding="utf-8"
+    )
+    (tmp_path / "test_some.py").write_text(SAMPLED, encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--collect-only",
+        *options,
+        "-c",
+        str(TESTS.parent / "pyproject.toml"),
+    ]
+    done = subprocess.run(
+        [*command, str(tmp_path)], cwd=TESTS.parent, capture_output=True, text=True, timeout=300, check=True
+    )
+    found = Counter(line.split("::")[1].partition("[")[0] for line in done.stdout.splitlines() if "::" in line)
+    assert found == counts
