@@ -2,7 +2,8 @@
 
     y_MN = alpha a_MK b_KN + beta y_MN        summed in float32 and rounded once to bfloat16
 
-Without such instructions torch multiplies bfloat16 at a third of float32's speed. Converting both operands, multiplying in
+Without such instructions torch multiplies bfloat16 at a third of float32's speed where oneDNN emulates them (AVX-512), and at
+a fifth to a seventieth, as operands are laid out, where torch's own loops do it (AVX2). Converting both operands, multiplying in
 float32 and rounding the result gives the same numbers up to the order of the sums, since both ways sum in float32 and round
 once. Few rows, columns or terms do not pay for the conversion and stay with torch.
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 SCRATCH_ELEMENTS = 4 * 1024 * 1024  # float32: 16 MiB
 LEAST_REUSE = 12  # multiply-adds for each number that is converted, from which a conversion pays
+LEAST_REUSE_WITHOUT_ONEDNN = 4
 SMALL_ELEMENTS = 128 * 1024  # below, fresh memory is cheaper than looking after kept memory
 MOST_SIDE = 1024  # rows and columns of a block of the result
 
@@ -124,7 +126,13 @@ def _pays(a_MK: Tensor, b_KN: Tensor) -> bool:
     if not through_float32(a_MK):
         return False
     (M, K), N = a_MK.shape, b_KN.shape[1]
-    return M * K * N >= LEAST_REUSE * (M * K + K * N + M * N) > 0
+    return M * K * N >= _least_reuse() * (M * K + K * N + M * N) > 0
+
+
+@cache
+def _least_reuse() -> int:
+    # oneDNN has no bfloat16 for x86 processors without AVX-512
+    return LEAST_REUSE_WITHOUT_ONEDNN if torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT") else LEAST_REUSE
 
 
 # -- how

@@ -18,7 +18,7 @@ from surokit.nn.delayed import DelayedScales
 from surokit.nn.frozen import Frozen, Members, can_stay, in_one_process
 from surokit.nn.fusion import Fusion
 from surokit.nn.joint import side_by_side
-from surokit.nn.linear import Linear
+from surokit.nn.linear import AdapterMatrix, Linear
 from surokit.nn.products import SLOTS, UNQUANTIZED, Operand, Products, weight
 from surokit.nn.sources import Form, Normed, Plain, Source, is_hooked
 from surokit.quantizer import Quantizer
@@ -137,8 +137,8 @@ def tensors_of(layer: Linear, like: Tensor, fusion: Fusion) -> Held:
     w = layer.dense_weight(like.dtype) if layer.keeps_now else layer.weight
     if fusion.adapters and layer.has_adapter:
         pair = layer.lora_A, layer.lora_B
-        ordinary = all(type(m) is nn.Linear and type(m.weight) is nn.Parameter and not is_hooked(m) for m in pair)
-        if ordinary and all(m._parameters["bias"] is None and _is_like(m.weight, like) for m in pair):
+        ordinary = all(type(m) is AdapterMatrix and type(m.weight) is nn.Parameter and not is_hooked(m) for m in pair)
+        if ordinary and all(_is_like(m.weight, like) for m in pair):
             return Held(w, layer.bias, pair[0].weight, pair[1].weight)
     return Held(w, layer.bias)
 

@@ -54,13 +54,23 @@ class _ThroughFloat32(torch.autograd.Function):
         return dx_TK, dw_NK, dy_TN.sum(0) if wants_dbias else None
 
 
+class AdapterMatrix(nn.Linear):
+    """A or B of an adapter: a torch.nn.Linear without a bias, whose products are computed as the layer's are."""
+
+    def __init__(self, in_features: int, out_features: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
 @dataclass(frozen=True, eq=False)
 class _BeforeMerging:
     """What merging an adapter replaced; held beside the layer's modules and parameters, so in no state dict."""
 
     weight: Tensor | Quantized
-    lora_A: nn.Linear
-    lora_B: nn.Linear
+    lora_A: AdapterMatrix
+    lora_B: AdapterMatrix
     lora_alpha: float
 
 
@@ -78,8 +88,8 @@ class Linear(nn.Linear):
     _before: _BeforeMerging | None = None
     frozen: Frozen | None = None  # codes of its weight and its siblings', where a stage keeps them
     # submodules that are there only with an adapter; a class-level default would hide them
-    lora_A: nn.Linear
-    lora_B: nn.Linear
+    lora_A: AdapterMatrix
+    lora_B: AdapterMatrix
 
     def __init__(
         self,
@@ -205,8 +215,8 @@ class Linear(nn.Linear):
         """
         dtype = dtype or (torch.bfloat16 if self.storage else self.weight.dtype)
         device = self.weight.device
-        self.lora_A = nn.Linear(self.in_features, lora.rank, bias=False, device=device, dtype=dtype)
-        self.lora_B = nn.Linear(lora.rank, self.out_features, bias=False, device=device, dtype=dtype)
+        self.lora_A = AdapterMatrix(self.in_features, lora.rank, device, dtype)
+        self.lora_B = AdapterMatrix(lora.rank, self.out_features, device, dtype)
         # drawn on the CPU, so that a seed gives the same adapter on every device
         a = nn.init.kaiming_uniform_(torch.empty(lora.rank, self.in_features, dtype=torch.float32), a=math.sqrt(5))
         with torch.no_grad():

@@ -154,9 +154,18 @@ def test_threads_do_not_write_into_each_others_scratch(in_scratch):
     assert wrong == []
 
 
-def test_few_rows_stay_with_torch(monkeypatch, through_float32):
+FEW = {
+    "AVX512": [(1, 576, 1536), (8, 576, 1536), (128, 576, 8), (0, 64, 64), (64, 0, 64), (16, 16, 16)],
+    "AVX2": [(1, 576, 1536), (3, 576, 1536), (128, 576, 2), (0, 64, 64), (64, 0, 64), (8, 8, 8)],
+}
+
+
+@pytest.mark.parametrize("capability", FEW)
+def test_few_rows_stay_with_torch(capability, monkeypatch, through_float32):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(matmul, "_least_reuse", matmul._least_reuse.__wrapped__)
     monkeypatch.setattr(matmul, "_through_float32_", None)  # calling it would fail
-    for M, K, N in [(1, 576, 1536), (8, 576, 1536), (128, 576, 8), (0, 64, 64), (64, 0, 64), (16, 16, 16)]:
+    for M, K, N in FEW[capability]:
         a, b = matrices(M, K, N)
         assert torch.equal(matmul.mm(a, b), a @ b)
         bias = torch.ones(N, dtype=torch.bfloat16)
@@ -164,6 +173,9 @@ def test_few_rows_stay_with_torch(monkeypatch, through_float32):
     for dtype in (torch.float32, torch.float64, torch.float16):
         a, b = matrices(128, 128, 128)
         assert torch.equal(matmul.mm(a.to(dtype), b.to(dtype)), a.to(dtype) @ b.to(dtype))
+    if capability == "AVX2":  # where oneDNN has no bfloat16
+        with pytest.raises(TypeError):
+            matmul.mm(*matrices(8, 576, 1536))
 
 
 def test_results_are_repeatable(through_float32):
