@@ -7,7 +7,7 @@ state-dict keys, so optimizers and wrappers that hold it go on working. Adapters
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -141,10 +141,7 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
     if not recipe.adapter and (adapters := sum(bool(row.adapter) for row in rows)):
         notes.append(f"{adapters} adapters stay; merge_adapter() or remove_adapter() on a layer ends one")
     if recipe.keeps_decoded:
-        kept = [row.decoded for row in rows if row.decoded]
-        notes.append(
-            f"{len(kept)} weights decoded once: up to {sum(kept) / 2**20:.1f} MiB more from forward to backward"
-        )
+        notes.append(_of_decoded([row.decoded for row in rows if row.decoded]))
     if recipe.storage and hasattr(model, "save_pretrained"):
         has_adapter = any(_is_adapter(name) for name, _ in model.named_parameters())
         keeper = "surokit.save_adapter" if has_adapter else "surokit.save, which takes a surokit.Decoder"
@@ -270,7 +267,7 @@ def _convert(
     products = on_device(recipe, layer.weight.device)
     if not why and products.quantized_products:
         layer.precision = Precision(products)
-    layer.keeps_decoded = recipe.keeps_decoded
+    layer.keeps_decoded = bool(recipe.keeps_decoded)
     if recipe.adapter and adapt and not layer.has_adapter:
         layer.add_adapter(recipe.adapter, dtype)
     return Row(
@@ -282,8 +279,38 @@ def _convert(
         why=why if recipe.quantized else "",
         nbytes=sum(p.nbytes for p in layer.parameters()),
         planned_speed=planned_speed(layer, recipe),
-        decoded=layer.out_features * layer.in_features * dtype.itemsize if layer.keeps_now else 0,
+        decoded=_decoded_bytes(layer, dtype),
     )
+
+
+def keep_decoded(model: nn.Module, room_bytes: float) -> str:
+    """Decode the stored weights of a model on a CPU once, where its recipe leaves that open and they take `room_bytes` at most.
+
+    Returns what is told of it, "" where nothing changes.
+    """
+    recipe = recipe_of(model)
+    if recipe is None or recipe.storage is None or recipe.keeps_decoded is not None:
+        return ""
+    layers = [layer for _, layer in linear_layers(model) if isinstance(layer, Linear) and layer.storage is not None]
+    if any(layer.weight.device.type != "cpu" for layer in layers):
+        return ""
+    for layer in layers:
+        layer.keeps_decoded = True
+    dtype = dtype_of(model)
+    kept = [nbytes for layer in layers if (nbytes := _decoded_bytes(layer, dtype))]
+    if not kept or sum(kept) > room_bytes:
+        for layer in layers:
+            layer.keeps_decoded = False
+        return ""
+    return f"{_of_decoded(kept)}; recipe.decode_once(False) saves them"
+
+
+def _decoded_bytes(layer: Linear, dtype: torch.dtype) -> int:
+    return layer.out_features * layer.in_features * dtype.itemsize if layer.keeps_now else 0
+
+
+def _of_decoded(kept: Sequence[int]) -> str:
+    return f"{len(kept)} weights decoded once: up to {sum(kept) / 2**20:.1f} MiB more"
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

@@ -152,7 +152,7 @@ class Recipe:
     rules: tuple[Rule, ...] = (Rule("keep", "lm_head"),)
     min_features: int = 0
     pays: Pays | None = None
-    keeps_decoded: bool = False
+    keeps_decoded: bool | None = None
     where_native: str = ""
 
     def __post_init__(self) -> None:
@@ -233,9 +233,11 @@ class Recipe:
         return replace(self, name=f"{self.name}+{name}", storage=storage, where_native="")
 
     def decode_once(self, keep: bool = True) -> Recipe:
-        """Stored weights are decoded once a step: forward keeps them for backward, two bytes a parameter, same numbers.
+        """Stored weights are decoded once a step: forward keeps them for backward, two bytes a parameter, same numbers. On a CPU
+        they are kept from step to step.
 
-        Otherwise each is decoded in forward and again in backward, and at most one layer's is there at a time.
+        With keep=False each is decoded in forward and again in backward, and at most one layer's is there at a time. So it is
+        where nothing is said, except in a session on a CPU, which keeps them where they take a quarter of the memory at most.
         """
         return replace(self, keeps_decoded=keep)
 
@@ -335,7 +337,7 @@ class Recipe:
             "rules": [dict(rule.__dict__) for rule in self.rules],
             "min_features": self.min_features,
             "pays": dict(self.pays.__dict__) if self.pays else None,
-            "keeps_decoded": self.keeps_decoded,
+            "decoded_once": self.keeps_decoded,
             "where_native": self.where_native,
         }
 
@@ -354,7 +356,7 @@ class Recipe:
             # checkpoints of the first version do not say
             pays=Pays(**data["pays"]) if data.get("pays") else None,
             where_native=data.get("where_native", ""),
-            keeps_decoded=data.get("keeps_decoded", False),
+            keeps_decoded=data.get("decoded_once", data.get("keeps_decoded") or None),
         )
 
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from .matmul import through_float32
 
-BLOCK_ROWS = 256
-GROUP_ELEMENTS = 2 * 1024 * 1024  # scores held at once: 4 MiB in bfloat16
+BLOCK_ROWS = 256  # in float32 half as many, so that a block takes the same memory
+GROUP_BYTES = 4 * 1024 * 1024  # of scores held at once
 LARGE_SCORE = 6.0
 HIDDEN = -30000.0  # far below any score, and finite so that r stays finite too
 
@@ -44,13 +44,13 @@ def causal_backward(
     q, do = (x.reshape(N, R, T, D) for x in (q_BHTD, do_BHTD))
     k, v = (x.reshape(N, T, D) for x in (k_BGTD, v_BGTD))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    rows = min(BLOCK_ROWS, T)
-    size = max(1, min(N, GROUP_ELEMENTS // (R * rows * T)))
     dtype = torch.float32 if through_float32(q) else q.dtype
+    rows = min(2 * BLOCK_ROWS // dtype.itemsize, T)
+    size = max(1, min(N, GROUP_BYTES // (dtype.itemsize * R * rows * T)))
     buffers = q.new_empty((2, size * R * rows * T), dtype=dtype)
     for first in range(0, N, size):
         group = slice(first, first + size)
-        inputs, outputs = [x[group].to(dtype) for x in (do, q, k, v)], [x[group] for x in (dq, dk, dv)]
+        inputs, outputs = [x[group] for x in (do, q, k, v)], [x[group] for x in (dq, dk, dv)]
         _group_backward(inputs, outputs, scale, rows, buffers)
     # the projections around attention read [B, T, H, D]
     return tuple(  # type: ignore[return-value]
@@ -59,18 +59,20 @@ def causal_backward(
 
 
 def _group_backward(inputs: list[Tensor], outputs: list[Tensor], scale: float, rows: int, buffers: Tensor) -> None:
-    """Fill dq [N, R, T, D], dk and dv [N, T, D] of a group of heads. `buffers` has room for two blocks of scores."""
+    """Fill dq [N, R, T, D], dk and dv [N, T, D] of a group of heads. `buffers` has room for two blocks of scores, and the dtype
+    that is computed in."""
     do, q, k, v = inputs
     dq, dk, dv = outputs
     N, R, T, D = q.shape
-    hidden = torch.full((rows, rows), HIDDEN, dtype=q.dtype, device=q.device).triu_(1)
+    k, v = k.to(buffers.dtype), v.to(buffers.dtype)
+    hidden = torch.full((rows, rows), HIDDEN, dtype=buffers.dtype, device=q.device).triu_(1)
     dk_sum, dv_sum = q.new_zeros((2, N, T, D), dtype=torch.float32)
     for first in range(0, T, rows):
         last = min(first + rows, T)
         n = last - first
         shape = (N, R * n, last)
         s, p = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
-        q_block, do_block = (x[:, :, first:last].reshape(N, R * n, D) for x in (q, do))
+        q_block, do_block = (x[:, :, first:last].reshape(N, R * n, D).to(buffers.dtype) for x in (q, do))
         k_seen, v_seen = k[:, :last], v[:, :last]
 
         torch.baddbmm(s, q_block, k_seen.transpose(1, 2), beta=0, alpha=scale, out=s)

@@ -369,7 +369,7 @@ def recipe_of(setting: Setting) -> Any:
 
     if setting.recipe is None:
         return None
-    recipe = find_recipe(setting.recipe)
+    recipe = find_recipe(setting.recipe).decode_once(False)  # whatever this machine has room for
     return recipe.lora(setting.rank) if setting.rank else recipe
 
 

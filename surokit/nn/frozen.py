@@ -1,8 +1,9 @@
-"""Codes of frozen weights, kept from step to step where a product would quantize the same numbers again and again.
+"""What is computed of frozen weights and kept from step to step: codes where a product would quantize the same numbers again and
+again, and on a CPU the numbers of stored codes.
 
-They stand beside a layer, in no state dict, and are never copied; each time they are wanted it is asked whether the weights are
-still the ones that were quantized: the same tensors in the same memory, unchanged (torch counts changes in place, but not those
-through `.data`, after which a layer's `frozen` is to be set to None), and read by the same products.
+It stands beside a layer, in no state dict, and is never copied; each time it is wanted it is asked whether the weights are
+still the ones that it was computed of: the same tensors in the same memory, unchanged (torch counts changes in place, but not those
+through `.data`, after which a layer's `frozen` and `kept` are to be set to None), and read by the same products.
 
 Delayed scaling quantizes a weight by the largest amax of its history. For a weight that does not change this is its own, if
 the history knows no other; only then are codes kept, and the open slots go on taking its amax, so that a history is what it would
@@ -29,6 +30,35 @@ from surokit.quantizer import Quantizer
 Members = tuple[int, ...]  # which of the layers; more than one where their weights are one operand
 
 
+class Unchanged:
+    """Tensors as they are now, to be compared with them later."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._state = _state(tensors)
+        self._refs = tuple(weakref.ref(t) for t in tensors)
+        # memory that is freed is soon given out again: what is still referred to is not taken for another
+        self._storages = [StorageWeakRef(t.untyped_storage()) for t in tensors]
+
+    def are(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the same tensors in the same memory, unchanged."""
+        return (
+            len(tensors) == len(self._refs)
+            and all(ref() is t for ref, t in zip(self._refs, tensors))
+            and self._state == _state(tensors)
+        )
+
+
+class Kept:
+    """The numbers of stored codes. parts: codes and scales."""
+
+    def __init__(self, parts: Sequence[Tensor], numbers: Tensor) -> None:
+        self._parts = Unchanged(parts)
+        self.numbers = numbers
+
+    def serves(self, parts: Sequence[Tensor], dtype: torch.dtype) -> bool:
+        return self.numbers.dtype == dtype and self._parts.are(parts)
+
+
 class Frozen:
     """The codes of the weights of layers that read one x, as forward and (`transposed`) as grad_input multiply them.
 
@@ -38,10 +68,7 @@ class Frozen:
     def __init__(
         self, weights: Sequence[Tensor], what: Any, scales: DelayedScales | None = None, slots: Sequence[int] = ()
     ) -> None:
-        self._state = _state(weights)
-        self._weights = tuple(weakref.ref(w) for w in weights)
-        # memory that is freed is soon given out again: what is still referred to is not taken for another
-        self._storages = [StorageWeakRef(w.untyped_storage()) for w in weights]
+        self._weights = Unchanged(weights)
         self._what, self._scales, self._slots = what, scales, slots
         self._restored = scales.restored if scales else 0
         self._codes: dict[Members, Quantized] = {}
@@ -52,9 +79,7 @@ class Frozen:
     def serves(self, weights: Sequence[Tensor], what: Any, scales: DelayedScales | None = None) -> bool:
         """Whether these are the weights that were quantized, for the same products."""
         return (
-            len(weights) == len(self._weights)
-            and all(ref() is w for ref, w in zip(self._weights, weights))
-            and self._state == _state(weights)
+            self._weights.are(weights)
             and self._what == what
             and self._scales is scales
             and (scales is None or scales.restored == self._restored)

@@ -133,8 +133,8 @@ def _is_like(t: Tensor, like: Tensor) -> bool:
 
 
 def tensors_of(layer: Linear, like: Tensor, fusion: Fusion) -> Held:
-    # a weight that is decoded once a step is an ordinary one, which the products keep as they would any
-    w = layer.dense_weight(like.dtype) if layer.keeps_now else layer.weight
+    # a weight that is decoded once is an ordinary one, which the products keep as they would any
+    w = layer.decoded_weight(like.dtype) if layer.keeps_now else layer.weight
     if fusion.adapters and layer.has_adapter:
         pair = layer.lora_A, layer.lora_B
         ordinary = all(type(m) is AdapterMatrix and type(m.weight) is nn.Parameter and not is_hooked(m) for m in pair)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from surokit import kernels
-from surokit.nn.frozen import Frozen
+from surokit.nn.frozen import Frozen, Kept, in_one_process
 from surokit.nn.products import Precision, three_products
 from surokit.quantized import Quantized, quantize
 from surokit.quantizer import Quantizer
@@ -42,7 +42,8 @@ class _ThroughFloat32(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_TK, w_NK)
+        wants_dx, wants_dw, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x_TK if wants_dw else None, w_NK if wants_dx else None)
         return kernels.linear(x_TK, w_NK, bias_N)
 
     @staticmethod
@@ -83,10 +84,13 @@ class Linear(nn.Linear):
     # class-level defaults, so that an nn.Linear adopted by `convert` needs no construction
     precision: Precision | None = None
     storage: Quantizer | None = None
-    keeps_decoded: bool = False  # forward keeps a stored weight that it decodes for backward
+    keeps_decoded: bool = (
+        False  # a stored weight that forward decodes is kept: for backward, on a CPU from step to step
+    )
     lora_alpha: float = 0.0
     _before: _BeforeMerging | None = None
     frozen: Frozen | None = None  # codes of its weight and its siblings', where a stage keeps them
+    kept: Kept | None = None  # its stored weight, decoded
     # submodules that are there only with an adapter; a class-level default would hide them
     lora_A: AdapterMatrix
     lora_B: AdapterMatrix
@@ -102,8 +106,8 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: kept codes belong to this layer's weight alone."""
-        return {name: value for name, value in self.__dict__.items() if name != "frozen"}
+        """For copies and pickles: what is kept belongs to this layer's weight alone."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("frozen", "kept")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -111,7 +115,7 @@ class Linear(nn.Linear):
             self.precision.scales.layers.add(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
-        self.frozen = None
+        self.frozen = self.kept = None
         super()._apply(fn, recurse)
         return self
 
@@ -133,7 +137,7 @@ class Linear(nn.Linear):
             bias = bias.to(dtype) if bias is not None else None
         storage, scales = self.storage, self.stored_scales
         if self.keeps_now:  # the products get an ordinary frozen weight, and keep it as they would any
-            w, storage, scales = self.dense_weight(x.dtype), None, ()
+            w, storage, scales = self.decoded_weight(x.dtype), None, ()
         if x.numel() == 0:  # no tokens: nothing to quantize
             return F.linear(x, w if storage is None else self.dense_weight(x.dtype), bias)
         x_TK = x.reshape(-1, x.shape[-1])
@@ -161,7 +165,7 @@ class Linear(nn.Linear):
         if self.storage is not None:
             for name in self.storage.scaling.stored_as:
                 self._parameters.pop(name, None)
-            self.storage = None
+            self.storage = self.kept = None
 
     @property
     def stored_scales(self) -> tuple[Tensor, ...]:
@@ -184,9 +188,20 @@ class Linear(nn.Linear):
             return self.weight.to(dtype or self.weight.dtype)
         return stored.dequantize(dtype or torch.bfloat16)
 
+    def decoded_weight(self, dtype: torch.dtype) -> Tensor:
+        """The stored weight [N, K] for a layer that keeps it: on a CPU the same tensor each time, until the codes change."""
+        parts = self.weight, *self.stored_scales
+        own = all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parts)
+        if not own or torch.compiler.is_compiling() or not in_one_process():
+            return self.dense_weight(dtype)
+        if self.kept is None or not self.kept.serves(parts, dtype):
+            with torch.inference_mode(False), torch.no_grad():
+                self.kept = Kept(parts, self.dense_weight(dtype))
+        return self.kept.numbers
+
     @property
     def keeps_now(self) -> bool:
-        """Whether forward keeps its decoded weight for backward: if it should, and no product takes the codes as they are."""
+        """Whether forward keeps its decoded weight: if it should, and no product takes the codes as they are."""
         if not self.keeps_decoded or self.storage is None:
             return False
         return self.precision is None or not self.precision.recipe.takes_codes(self.storage)

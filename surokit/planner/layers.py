@@ -154,7 +154,7 @@ class _Layer:
                     yield turn(step, "w", storage, size)
                 return
             kept = self.recipe.keeps_decoded and not self.recipe.takes_codes(storage)
-            if step != "backward" or not kept:
+            if not kept or (step != "backward" and self.gpu.device != "cpu"):
                 yield Kernel(step, "decode", 0.0, size * (storage.bits / 8 + self.width), role="w")
         if q is not None:
             yield quantize(step, "w", q, size, self.width)

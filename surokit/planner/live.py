@@ -154,6 +154,8 @@ def _recipe(model: Any, adapters: _Adapters) -> Any:
     from surokit.recipe import BF16, Lora
 
     recipe = next((found for module in model.modules() if (found := recipe_of(module)) is not None), None)
+    if recipe is not None and any(getattr(module, "keeps_decoded", False) for module in model.modules()):
+        recipe = recipe.decode_once()  # as a session on a CPU decides
     if not adapters.rank:
         return recipe if recipe is None or recipe.adapter is None else replace(recipe, adapter=None)
     recipe = recipe or BF16

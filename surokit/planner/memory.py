@@ -367,7 +367,10 @@ def _weights(
     largest = max((p.weight.n * p.weight.k for p in places if p.quantized), default=0)
     if largest and storage is not None:
         held, how = largest, "the largest stored weight, made for its product and let go"
-        if setup.training and getattr(recipe, "keeps_decoded", False) and not recipe.takes_codes(storage):
+        kept = getattr(recipe, "keeps_decoded", False) and not recipe.takes_codes(storage)
+        if kept and setup.device == "cpu":
+            held, how = count, "every stored weight, decoded once and kept"
+        elif kept and setup.training:
             if setup.recompute == "full":
                 held, how = -(-count // shape.layers), "one layer's stored weights; recompute lets the others go"
             else:

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -52,6 +53,7 @@ from surokit.train.setup import (
     options_for_documents,
     parts_of,
     planned_steps,
+    room_for_decoded,
     vocabulary_of,
     with_targets,
 )
@@ -146,6 +148,9 @@ class Session:
         if recipe is not None and convert.recipe_of(model) != find_recipe(recipe):
             with seeded(seed, self.device):
                 self.report = convert.apply(model, recipe)
+        told = convert.keep_decoded(model, room_for_decoded())
+        if told and self.report is not None:
+            self.report = replace(self.report, notes=(*self.report.notes, told))
         self.spec = optimizer if isinstance(optimizer, Spec) else None
         self.optimizer = build_optimizer(optimizer, model)
         if (

@@ -177,6 +177,13 @@ def rebuild_model(found: checkpoints.Checkpoint) -> nn.Module:
     return model
 
 
+def room_for_decoded() -> float:
+    """Bytes that decoded weights may take: a quarter of the memory that this process may have."""
+    from surokit.planner.hardware import machine_gib
+
+    return 0.25 * (machine_gib() or 0.0) * 2**30
+
+
 def another_recipe(saved: Recipe | None, given: Recipe | None) -> ResumeError:
     return ResumeError(
         f"The checkpoint was trained with {saved or 'no recipe'} and this session has {given or 'no recipe'}: "

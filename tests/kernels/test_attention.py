@@ -29,7 +29,7 @@ def test_groups_of_heads_make_no_difference(monkeypatch):
     q, do = torch.randn(2, 6, 20, 8, dtype=torch.bfloat16), torch.randn(2, 6, 20, 8, dtype=torch.bfloat16)
     k, v = torch.randn(2, 3, 20, 8, dtype=torch.bfloat16), torch.randn(2, 3, 20, 8, dtype=torch.bfloat16)
     whole = attention.causal_backward(do, q, k, v, 1.0)
-    monkeypatch.setattr(attention, "GROUP_ELEMENTS", 4 * 2 * 20 * 20)
+    monkeypatch.setattr(attention, "GROUP_BYTES", 2 * 4 * 2 * 20 * 20)
     for a, b in zip(attention.causal_backward(do, q, k, v, 1.0), whole):
         assert torch.equal(a, b)
 

@@ -1,6 +1,7 @@
 """An adapter over every storage and under every recipe: gradients pass, the base never moves, and merging can be undone."""
 
 import copy
+from unittest import mock
 
 import peft
 import pytest
@@ -46,10 +47,10 @@ def same(a, b):
     return len(a) == len(b) and all(torch.equal(p, q) for p, q in zip(a, b))
 
 
-def layer_with(storage, n=48, k=80, rank=0):
+def layer_with(storage, n=48, k=80, rank=0, seed=1):
     layer = Linear(k, n, dtype=torch.bfloat16)
     with torch.no_grad():
-        layer.weight.copy_(gaussian(n, k, seed=1))
+        layer.weight.copy_(gaussian(n, k, seed=seed))
     if storage is not None:
         layer.store(storage)
     if rank:
@@ -363,9 +364,46 @@ def test_decoding_once_decodes_once_and_is_counted(storage, tiny, batch, monkeyp
     assert decodings(tiny, batch, monkeypatch) == 4 + 3
     once = sk.apply(tiny, recipe.decode_once())
     assert decodings(tiny, batch, monkeypatch) == 4
+    assert decodings(tiny, batch, monkeypatch) == 0  # a CPU keeps them
     assert [row.decoded for row in once.rows] == [32 * 64 * 2] * 4 + [0]
-    assert "4 weights decoded once: up to 0.0 MiB more from forward to backward" in once.notes
+    assert "4 weights decoded once: up to 0.0 MiB more" in once.notes
     assert [row.nbytes for row in once.rows] == [row.nbytes for row in report.rows]
+
+
+@every_storage
+def test_what_is_kept_is_decoded_again_when_the_codes_change(storage):
+    layer, other = layer_with(storage, 64, 128), layer_with(storage, 64, 128, seed=3)
+    layer.keeps_decoded = True
+    x = torch.randn(3, 128).to(torch.bfloat16)
+    with torch.inference_mode():
+        before = layer(x)
+    kept = layer.kept
+    assert torch.equal(layer(x), before)
+    assert layer.kept is kept
+    assert not kept.numbers.is_inference()
+    layer.load_state_dict(other.state_dict())  # in place
+    assert torch.equal(layer(x), other(x))
+    layer.set_stored(layer_with(storage, 64, 128).stored)
+    assert torch.equal(layer(x), before)
+    assert copy.deepcopy(layer).kept is None
+    assert layer.float().kept is None
+
+
+def test_a_session_on_a_cpu_decodes_once_where_there_is_room(tiny, batch, monkeypatch):
+    recipe = sk.QNF4.lora(rank=4, targets=TARGETS)
+    weights = 4 * 32 * 64 * 2 / 2**30  # decoded
+    with mock.patch("surokit.planner.hardware.machine_gib", return_value=4 * weights):
+        session = sk.Session(tiny, [batch], recipe=recipe, schedule=None)
+    assert session.report is not None
+    assert "4 weights decoded once: up to 0.0 MiB more; recipe.decode_once(False) saves them" in session.report.notes
+    assert session.recipe == recipe  # no other numbers, so no other recipe
+    session.step(batch)
+    assert decodings(session.model, batch, monkeypatch) == 0
+    with mock.patch("surokit.planner.hardware.machine_gib", return_value=3.9 * weights):
+        crowded = sk.Session(Tiny(), [batch], recipe=recipe, schedule=None)
+    assert decodings(crowded.model, batch, monkeypatch) == 4 + 3
+    told = sk.Session(Tiny(), [batch], recipe=recipe.decode_once(False), schedule=None)
+    assert decodings(told.model, batch, monkeypatch) == 4 + 3
 
 
 def test_forward_holds_what_the_report_counts():
@@ -401,9 +439,13 @@ def test_the_choice_travels_with_the_recipe():
     recipe = sk.QNF4.decode_once()
     assert "W: frozen in nf4 blocks of 64, double, decoded once" in str(recipe)
     assert sk.Recipe.from_dict(recipe.to_dict()) == recipe != sk.QNF4
+    for choice in (sk.QNF4, recipe, recipe.decode_once(False)):
+        assert sk.Recipe.from_dict(choice.to_dict()) == choice
     data = sk.QNF4.to_dict()
-    del data["keeps_decoded"]  # as older checkpoints have it
-    assert sk.Recipe.from_dict(data) == sk.QNF4 == recipe.decode_once(False)
+    del data["decoded_once"]
+    for said, meant in ((None, sk.QNF4), (False, sk.QNF4), (True, recipe)):  # in older checkpoints
+        older = data if said is None else {**data, "keeps_decoded": said}
+        assert sk.Recipe.from_dict(older) == meant
 
 
 @every_storage

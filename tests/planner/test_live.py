@@ -144,13 +144,16 @@ def test_adapters_of_peft():
 LIVE = {
     "fp8 + LoRA": lambda: decoder(sk.FP8.lora(8), config=_config()),
     "fused fp8 + LoRA": lambda: decoder(sk.FP8.lora(8), {}, _config()),
-    "fused qfp8 + LoRA, recompute full": lambda: decoder(sk.QFP8.lora(8), {"recompute": "full"}, _config()),
+    "fused qfp8 + LoRA, recompute full": lambda: decoder(
+        sk.QFP8.lora(8).decode_once(False), {"recompute": "full"}, _config()
+    ),
     "fused bf16": lambda: decoder(None, {"recompute": "selective"}, _config()),
     "PEFT in float32": lambda: with_peft(theirs()),
     "PEFT in bf16": lambda: with_peft(theirs(), autocast_adapter_dtype=False),
     "PEFT, checkpointed": lambda: checkpointed(with_peft(theirs())),
     "PEFT, fused": lambda: with_peft(_fused(theirs())),
-    "qnf4 llama + LoRA": lambda: _applied(theirs(), sk.QNF4.lora(8)),
+    "qnf4 llama + LoRA": lambda: _applied(theirs(), sk.QNF4.lora(8).decode_once(False)),
+    "qnf4 llama + LoRA, decoded once": lambda: _applied(theirs(), sk.QNF4.lora(8).decode_once()),
 }
 
 
@@ -173,6 +176,13 @@ def _applied(model: Any, recipe: sk.Recipe) -> Any:
 def test_the_peak_of_a_step_of_a_live_model(name):
     predicted = plan(LIVE[name](), batch=LONE.batch, length=LONE.length).memory.peak_gib * 2**30
     assert predicted == pytest.approx(measure(LONE, model_of=LIVE[name]).peak, rel=0.08)
+
+
+def test_what_a_session_decodes_once_is_planned():
+    model = decoder()
+    recipe = sk.QNF4.lora(8)
+    session = sk.Session(model, [], recipe=recipe, schedule=None)
+    assert (session.recipe, plan(session).recipe) == (recipe, recipe.decode_once())
 
 
 def test_checkpointing_of_transformers_is_recompute():
