@@ -25,7 +25,8 @@ from torch import Tensor
 
 from .matmul import through_float32
 
-BLOCK_ROWS = 256  # in float32 half as many, so that a block takes the same memory
+BLOCK_ROWS = 256
+FLOAT32_SHARE = 0.375  # of these rows in float32: with what is converted, a block takes the same memory
 GROUP_BYTES = 4 * 1024 * 1024  # of scores held at once
 LARGE_SCORE = 6.0
 HIDDEN = -30000.0  # far below any score, and finite so that r stays finite too
@@ -45,7 +46,7 @@ def causal_backward(
     k, v = (x.reshape(N, T, D) for x in (k_BGTD, v_BGTD))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dtype = torch.float32 if through_float32(q) else q.dtype
-    rows = min(2 * BLOCK_ROWS // dtype.itemsize, T)
+    rows = max(1, round(min(BLOCK_ROWS, T) * (FLOAT32_SHARE if dtype == torch.float32 else 1)))
     size = max(1, min(N, GROUP_BYTES // (dtype.itemsize * R * rows * T)))
     buffers = q.new_empty((2, size * R * rows * T), dtype=dtype)
     for first in range(0, N, size):

@@ -129,10 +129,15 @@ def _pays(a_MK: Tensor, b_KN: Tensor) -> bool:
     return M * K * N >= _least_reuse() * (M * K + K * N + M * N) > 0
 
 
-@cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _least_reuse() -> int:
-    # oneDNN has no bfloat16 for x86 processors without AVX-512
-    return LEAST_REUSE_WITHOUT_ONEDNN if torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT") else LEAST_REUSE
+    return LEAST_REUSE if onednn_multiplies_bf16() else LEAST_REUSE_WITHOUT_ONEDNN
+
+
+@cache
+def onednn_multiplies_bf16() -> bool:
+    """Whether oneDNN has bfloat16 products for this processor: of x86 processors, for those with AVX-512."""
+    return torch.backends.cpu.get_cpu_capability() not in ("AVX2", "DEFAULT")
 
 
 # -- how

@@ -503,12 +503,11 @@ class Ours(_Model):
             return self.with_repeated_keys(self.fused_attention, q, k, v, masked)
         if not self.on_cpu or masked or self.w == 4:
             return self.fused_attention(q, k, v, masked)
-        # our own gradient: copies of what it reads, three gradients and their copies, blocks of scores, and what of the inputs is
-        # in float32 where bfloat16 products go through it
+        # our own gradient: copies of what it reads, three gradients and their copies, and blocks of scores
         B, G, T = self.batch, s.kv_heads, self.length
         R, rows = s.heads // s.kv_heads, min(ATTENTION_ROWS, self.length)
         group = max(1, min(B * G, ATTENTION_SCORES // (R * rows * T)))
-        blocks = 2 * group * R * rows * T * self.w + 4 * group * T * s.head_dim * 4 + group * R * rows * s.head_dim * 4
+        blocks = 2 * group * R * rows * T * self.w + 2 * group * T * s.head_dim * 4
         copies = self.of(2 * s.query_width + 2 * s.kv_width) if B > 1 else 0.0
         made = self.of(s.query_width + 2 * s.kv_width)
         y = tape.run((q, k, v), q.bytes, keeps=(q, k, v), back_scratch=copies + max(blocks, made))

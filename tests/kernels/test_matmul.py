@@ -163,7 +163,7 @@ FEW = {
 @pytest.mark.parametrize("capability", FEW)
 def test_few_rows_stay_with_torch(capability, monkeypatch, through_float32):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(matmul, "_least_reuse", matmul._least_reuse.__wrapped__)
+    monkeypatch.setattr(matmul, "onednn_multiplies_bf16", matmul.onednn_multiplies_bf16.__wrapped__)
     monkeypatch.setattr(matmul, "_through_float32_", None)  # calling it would fail
     for M, K, N in FEW[capability]:
         a, b = matrices(M, K, N)
