@@ -1,14 +1,22 @@
-"""Time in tests: a clock of the test's own, and waiting until something holds. No test waits for a time or asserts one.
+"""Time in tests: clocks of the test's own, and waiting until something holds. No test waits for a time or asserts one.
 
 tests/test_tests.py finds what sleeps or compares measured times, and lists where that is meant.
 """
 
 from __future__ import annotations
 
+import asyncio
+import linecache
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
+
+PATIENCE_S = (
+    120.0  # far longer than what is waited for takes on a busy machine: it only ends a test that would fail anyway
+)
 
 
 class Clock:
@@ -69,10 +77,45 @@ class HeldClock(Clock):
             self._passed.notify_all()
 
 
-def until(true: Callable[[], object], patience_s: float = 120.0) -> None:
-    """Looks again and again until `true()` holds, which another thread or process brings about. The patience, far longer than that
-    takes on a busy machine, only ends a test that would fail anyway."""
-    deadline = time.monotonic() + patience_s
+class JumpingClock:
+    """Goes on as the real one, and jumps where the test says so.
+
+    monkeypatch.setattr(time, "monotonic", JumpingClock(time.monotonic))
+    """
+
+    def __init__(self, real: Callable[[], float]) -> None:
+        self._real, self.ahead_s = real, 0.0
+
+    def __call__(self) -> float:
+        return self._real() + self.ahead_s
+
+
+def until(true: Callable[[], object], what: str = "it", patience_s: float = PATIENCE_S, every_s: float = 0.001) -> None:
+    """Looks again and again until `true()` holds, which another thread or process brings about; TimeoutError says what did not."""
+    deadline = time.perf_counter() + patience_s
     while not true():
-        assert time.monotonic() < deadline, f"it does not come in {patience_s:g} s"
-        time.sleep(0.001)
+        if time.perf_counter() > deadline:
+            raise TimeoutError(f"waited {patience_s:g} s for {what}")
+        time.sleep(every_s)
+
+
+async def until_async(true: Callable[[], object]) -> None:
+    """As `until`, where other work of the event loop goes on."""
+    deadline = time.perf_counter() + PATIENCE_S
+    while not true():
+        assert time.perf_counter() < deadline, "it never came"
+        await asyncio.sleep(0.002)
+
+
+def main_thread_waits() -> bool:
+    """Whether it stands at a line that takes a lock, as all waits of threading do in the end; its wait for a thread to begin does
+    not count."""
+    ident = threading.main_thread().ident
+    assert ident is not None
+    frame: FrameType | None = sys._current_frames()[ident]
+    assert frame is not None
+    waits = "acquire(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    while frame is not None:
+        waits = waits and frame.f_code is not threading.Thread.start.__code__
+        frame = frame.f_back
+    return waits

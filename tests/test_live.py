@@ -16,7 +16,7 @@ from surokit.train import NoTargetsError, status
 from surokit.train.lines import read
 from surokit.widgets.folder import FileControl, RunFolder
 from surokit.widgets.picture import sustained_lines
-from tests.waiting import wait_for
+from tests.clocks import until
 
 
 class View:
@@ -425,7 +425,7 @@ def test_files_ask_and_a_watcher_sees_it(tmp_path, monkeypatch):
     paused = []
 
     def resume():
-        wait_for(lambda: read_status(tmp_path).state == "paused")
+        until(lambda: read_status(tmp_path).state == "paused")
         paused.append(True)
         control.resume()
 

@@ -19,9 +19,8 @@ from tests.sampling import sample
 TESTS = Path(__file__).parent
 
 MEANT = {
-    "waiting.py::wait_for": "the same for threads and for other loops' events",
-    "waiting.py::comes": "the same, awaited",
     "clocks.py::until": "the one loop that looks again and again; its patience ends a test that fails",
+    "clocks.py::until_async": "the same, awaited",
     "offload/killed.py::killed": "a kill comes at a random moment, and nothing is asserted of when",
     "bench/test_gpu.py::test_what_a_process_cannot_do_is_one_sentence": "a process that takes too long, and is ended",
     "test_tests.py::test_what_is_found": "examples of what is found",
@@ -30,7 +29,6 @@ MEANT = {
 # what still sleeps or compares times, by file: shorten it, and never make it longer
 OFFENDERS: dict[str, int] = {
     "browser/front_ends.py": 2,
-    "browser/lab.py": 2,
     "integrations/test_mirrors.py": 1,
     "planner/test_offload.py": 1,
     "profiler/test_capture.py": 1,

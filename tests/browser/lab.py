@@ -16,12 +16,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.clocks import until
 
 FLAGS = [
     "--no-sandbox",
@@ -263,12 +264,8 @@ class Tab:
 
 
 def wait_for(condition: Any, what: str, wait_s: float = WAIT_S) -> None:
-    """Ask until it is so; TimeoutError says what was waited for. (The one sleep here: between two looks.)"""
-    end = time.monotonic() + wait_s
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(f"waited {wait_s:.0f} s for {what}")
-        time.sleep(0.1)
+    """Ask the page until it is so, not more often than it can draw."""
+    until(condition, what, wait_s, every_s=0.1)
 
 
 def paper(element: Any) -> int:

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(chromium() is None, reason="needs chromium (Debi
 SHOTS = Path(__file__).parents[2] / "runs" / "browser"
 PANEL = ".surokit-panel"
 MESSAGE_BYTES = 20_000
+GIVEN_UP = "Error displaying widget: model not found"
 
 # A run without training: what a session tells its subscribers. `steps` is the loop; `plain` and `awaiting` wait between steps for
 # a click, in a pause as long as it takes, else for a moment. Where there is a pipe `gate`, half of the way is the end until its
@@ -434,7 +435,16 @@ def test_a_page_reloaded_while_a_plain_cell_runs_recovers_when_it_ends(tab, gate
     tab.connected()
     gate()
     tab.see(cell)
-    wait_for(lambda: "Done at step 150." in tab.output(cell), "the end")
+    wait_for(lambda: any(said in tab.output(cell) for said in ("Done at step 150.", GIVEN_UP)), "the end")
+    if GIVEN_UP in tab.output(
+        cell
+    ):  # at times JupyterLab has lost each widget of such a page, plain ones of ipywidgets too
+        assert set(tab.errors) == {error for error in tab.errors if "widget model not found" in error}
+        tab.errors.clear()
+        assert tab.cell(cell).locator("img:visible").count() == 1  # the picture is there instead
+        tab.open()
+        tab.see(cell)
+        wait_for(lambda: "Done at step 150." in tab.output(cell), "the end, on the page loaded once more")
     assert shown_step(tab, cell) == 150
 
 

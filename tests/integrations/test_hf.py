@@ -11,8 +11,8 @@ import torch
 
 from surokit.train.errors import NoTargetsError
 from surokit.train.lines import read
+from tests.clocks import until
 from tests.test_live import View, read_status
-from tests.waiting import wait_for
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -146,7 +146,7 @@ def test_the_trainer_waits_while_it_is_paused(trainer):
     seen = []
 
     def resume():
-        wait_for(lambda: callback.live and callback.live.state.paused)
+        until(lambda: callback.live and callback.live.state.paused)
         seen.append(run.state.global_step)
         callback.live.control.resume()
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from surokit.train.lines import read
+from tests.clocks import until
 from tests.test_live import View, read_status
-from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_the_trainer_waits_while_it_is_paused(fit):
             threading.Thread(target=resume, args=(live,), daemon=True).start()
 
     def resume(live):
-        wait_for(lambda: live.state.paused)
+        until(lambda: live.state.paused)
         seen.append(live.state.step)
         live.control.resume()
 

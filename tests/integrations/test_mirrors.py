@@ -15,7 +15,7 @@ import surokit as sk
 from surokit.integrations import mirrors
 from surokit.integrations.mirrors import Mirror, TensorBoard, Trackio, Wandb
 from surokit.train.records import Late, Record
-from tests.waiting import Clock
+from tests.clocks import JumpingClock
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_tensorboard_reads_it_back(session, tmp_path):
 def test_tensorboard_hides_what_a_resume_takes_again(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    clock = Clock(time.time)
+    clock = JumpingClock(time.time)
     monkeypatch.setattr(time, "time", clock)
     for first, last, loss in ((1, 6, 2.0), (4, 8, 1.0)):
         board = TensorBoard(tmp_path)

@@ -101,15 +101,16 @@ def test_a_thread_that_dies_is_an_error_in_time(which: int) -> None:
 
 
 def test_threads_end_with_their_optimizer() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     runs = [Run() for _ in range(3)]
     for run in runs:
         for _ in range(5):
             run.step()
-    assert threading.active_count() > before
+    started = set(threading.enumerate()) - before
+    assert started
     del runs, run
     gc.collect()
-    until(lambda: threading.active_count() <= before)
+    until(lambda: not any(thread.is_alive() for thread in started))
 
 
 def test_a_slow_link_is_no_hanging_thread(monkeypatch: pytest.MonkeyPatch) -> None:

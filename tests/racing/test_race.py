@@ -20,8 +20,8 @@ import surokit as sk
 from surokit.racing.parking import storages_of
 from surokit.racing.runs import rounds_of
 from surokit.train.status import read_status
+from tests.clocks import JumpingClock, until
 from tests.racing.conftest import batches, made_session
-from tests.waiting import Clock, wait_for
 
 RECIPES = {
     "bf16": sk.BF16,
@@ -287,7 +287,7 @@ def test_pause_holds_the_race_between_turns_and_costs_nobody_time(make):
 
 
 def test_a_session_that_is_paused_within_its_turn_waits_in_nobodys_time(make, monkeypatch):
-    clocks = {name: Clock(getattr(time, name)) for name in ("perf_counter", "monotonic")}
+    clocks = {name: JumpingClock(getattr(time, name)) for name in ("perf_counter", "monotonic")}
     for name, clock in clocks.items():
         monkeypatch.setattr(time, name, clock)
     race = make(steps=8)
@@ -295,7 +295,7 @@ def test_a_session_that_is_paused_within_its_turn_waits_in_nobodys_time(make, mo
     control = race.sessions["fp8"].control
 
     def resume():
-        wait_for(lambda: control.state == "paused")
+        until(lambda: control.state == "paused")
         for clock in clocks.values():
             clock.ahead_s += 1000.0
         control.resume()
@@ -555,7 +555,7 @@ def test_a_paused_race_is_paused_for_whoever_reads_its_folders(make, tmp_path):
     seen = []
 
     def watch():
-        wait_for(lambda: (found := read_status(tmp_path / "race" / "bf16-again")) and found.state == "paused")
+        until(lambda: (found := read_status(tmp_path / "race" / "bf16-again")) and found.state == "paused")
         seen.append("paused")
         race.resume()
 

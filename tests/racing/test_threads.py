@@ -10,8 +10,8 @@ import torch
 
 import surokit as sk
 from surokit.racing import UnequalWork, driving
+from tests.clocks import until, until_async
 from tests.racing.conftest import batches
-from tests.waiting import comes, wait_for
 
 
 class Gate:
@@ -33,7 +33,7 @@ class Gate:
             self._changed.notify_all()
 
     def wait(self, steps: int) -> None:
-        wait_for(lambda: steps in self.reached)
+        until(lambda: steps in self.reached)
 
 
 def losses(race):
@@ -70,7 +70,7 @@ def test_it_is_awaited_and_goes_on_in_a_thread(make, alone):
         race = make(steps=12, thread=True, schedule=sk.Cosine(1, 16), meters=[gate])
 
         async def other_work():
-            await comes(lambda: 3 in gate.reached)
+            await until_async(lambda: 3 in gate.reached)
             gate.open()
 
         _, same = await asyncio.gather(other_work(), awaited(race))
@@ -117,7 +117,7 @@ def test_a_pause_that_waits_for_the_turn_is_told(make):
     race.pause()
     assert "The race goes on in its warm-up, bf16's turn, and pauses before the next turn: every run" in str(race)
     gate.open()
-    wait_for(lambda: "The race is paused in round 1: every run" in str(race))
+    until(lambda: "The race is paused in round 1: every run" in str(race))
     race.resume()
     assert "pauses" not in str(race)
     race.wait()
@@ -148,17 +148,17 @@ def test_what_is_there_meanwhile_is_whole(make):
 
 def test_stop_pause_and_resume_come_from_the_callers_thread(make, tmp_path):
     race = make(thread=True, steps=400, turn_s=1e-6, run_dir=tmp_path / "race")
-    wait_for(lambda: race.runs["fp8"].turns)
+    until(lambda: race.runs["fp8"].turns)
     race.pause()
-    wait_for(lambda: "The race is paused in round" in str(race))
+    until(lambda: "The race is paused in round" in str(race))
     before = losses(race)
     for _ in range(20):
         assert not race.wait(0.001)
         assert losses(race) == before
     race.resume()
-    wait_for(lambda: losses(race) != before)
+    until(lambda: losses(race) != before)
     (tmp_path / "race" / "pause").touch()
-    wait_for(lambda: "is paused" in str(race))
+    until(lambda: "is paused" in str(race))
     race.resume()
     assert not (tmp_path / "race" / "pause").exists()
     race.stop()
@@ -234,7 +234,7 @@ def test_an_interrupt_of_the_waiting_ends_the_race(make, monkeypatch, capsys):
     async def run():
         race = make(thread=True, steps=2000, turn_s=1e-6, compile=False)
         task = asyncio.ensure_future(awaited(race))
-        await comes(lambda: any(run.turns for run in race.runs.values()))
+        await until_async(lambda: any(run.turns for run in race.runs.values()))
         task.cancel()
         return await task
 

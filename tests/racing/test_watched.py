@@ -12,9 +12,9 @@ import surokit as sk
 from surokit.widgets.folder import RaceFolder, RunFolder, race_words
 from surokit.widgets.picture import picture, summary_text
 from surokit.widgets.wire import Wire
+from tests.clocks import until
 from tests.racing.conftest import raced
 from tests.racing.test_threads import Gate
-from tests.waiting import wait_for
 
 KEPT = Path(__file__).parents[2] / "docs" / "measurements" / "race"
 
@@ -59,15 +59,15 @@ def test_a_race_that_goes_on_is_followed_paused_and_stopped_through_its_folder(m
     seen = sk.watch(tmp_path / "a", view=view, every_s=0.02)
     assert view.heads[-1].startswith("race · warm-up")
     gate.open()
-    wait_for(lambda: any(head.startswith("race · round ") and head.endswith("'s turn") for head in view.heads))
+    until(lambda: any(head.startswith("race · round ") and head.endswith("'s turn") for head in view.heads))
     assert set(seen.states) == {"bf16", "fp8", "bf16 again"}
     seen.control.pause()
-    wait_for(lambda: view.heads[-1].startswith("race · paused in round "))
-    wait_for(lambda: "paused" in str(race))
+    until(lambda: view.heads[-1].startswith("race · paused in round "))
+    until(lambda: "paused" in str(race))
     before = (tmp_path / "a" / "race.json").stat().st_mtime_ns if (tmp_path / "a" / "race.json").exists() else 0
     seen.control.save()
     seen.control.resume()
-    wait_for(
+    until(
         lambda: (tmp_path / "a" / "race.json").exists() and (tmp_path / "a" / "race.json").stat().st_mtime_ns > before
     )
     seen.control.stop("stopped: by somebody")

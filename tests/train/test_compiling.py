@@ -22,8 +22,8 @@ from torch import nn
 
 from surokit.train import Session
 from surokit.train.compiling import Compilation, GivenUp, end_workers, why_it_failed
+from tests.clocks import PATIENCE_S
 from tests.train.toys import Listener, Toy, assert_same_state, make_batches, make_session, whole
-from tests.waiting import PATIENCE_S
 
 Fault = Callable[[], None]
 

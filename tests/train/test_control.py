@@ -23,6 +23,7 @@ from surokit.train.errors import CheckpointError
 from surokit.train.random_state import kept, turn
 from surokit.train.records import Record
 from surokit.train.session import Session
+from tests.clocks import PATIENCE_S, JumpingClock, until
 from tests.train.toys import (
     ENDLESS,
     At,
@@ -37,7 +38,6 @@ from tests.train.toys import (
     wait_for_step,
     whole,
 )
-from tests.waiting import PATIENCE_S, Clock, wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -134,14 +134,14 @@ class TestStop:
 
 class TestPause:
     def test_it_waits_and_goes_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        clock = Clock(time.monotonic)
+        clock = JumpingClock(time.monotonic)
         monkeypatch.setattr(time, "monotonic", clock)
         listener = Listener()
         session = make_session(meters=[At(3, lambda s: s.control.pause())])
         session.subscribe(listener)
         run = session.run(6, thread=True)
-        wait_for(lambda: session.control.state == "paused")
-        wait_for(lambda: listener.of("pause"))
+        until(lambda: session.control.state == "paused")
+        until(lambda: listener.of("pause"))
         assert listener.told[-2:] == [("step", 3), ("pause", True)], "all that was measured has been told"
         looks: list[int] = []
         serve = session.control._serve
@@ -151,7 +151,7 @@ class TestPause:
             serve()
 
         monkeypatch.setattr(session.control, "_serve", look)
-        wait_for(lambda: len(looks) > 3)
+        until(lambda: len(looks) > 3)
         assert set(looks) == {3}
         clock.ahead_s += 1000.0
         session.control.resume()
@@ -164,7 +164,7 @@ class TestPause:
         assert session.elapsed_s == pytest.approx(wall_s)
 
     def test_minutes_stand_still(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        clock = Clock(time.monotonic)
+        clock = JumpingClock(time.monotonic)
         monkeypatch.setattr(time, "monotonic", clock)
 
         def pass_(minutes: float) -> None:
@@ -172,7 +172,7 @@ class TestPause:
 
         session = make_session(meters=[At(2, lambda s: s.control.pause()), At(5, lambda s: pass_(90.0))])
         run = session.run(minutes=60.0, thread=True)
-        wait_for(lambda: session.control.state == "paused")
+        until(lambda: session.control.state == "paused")
         pass_(90.0)
         session.control.resume()
         run.wait()
@@ -181,7 +181,7 @@ class TestPause:
     def test_what_others_draw_meanwhile_is_not_the_runs(self) -> None:
         session = make_session(meters=[At(3, lambda s: s.control.pause())])
         run = session.run(6, thread=True)
-        wait_for(lambda: session.control.state == "paused")
+        until(lambda: session.control.state == "paused")
         torch.manual_seed(7)
         random.seed(7)
         drawn = torch.rand(3).tolist(), random.random()
@@ -198,7 +198,7 @@ class TestPause:
             run_dir=tmp_path / "run", eval=make_batches(1, seed=5), meters=[At(3, lambda s: s.control.pause())]
         )
         run = session.run(6, thread=True)
-        wait_for(lambda: session.control.state == "paused")
+        until(lambda: session.control.state == "paused")
         out: Any = getattr(session, how)()
         assert session.control.state == "paused"
         session.control.resume()
@@ -218,7 +218,7 @@ class TestPause:
         session = make_session(meters=[At(3, lambda s: s.control.pause())])
         session.subscribe(listener)
         run = session.run(6, thread=True)
-        wait_for(lambda: session.control.state == "paused")
+        until(lambda: session.control.state == "paused")
         session.stop()
         run.wait()
         assert session.steps == 3
@@ -255,7 +255,7 @@ class TestFiles:
 import sys
 from pathlib import Path
 from surokit.train.status import read_status
-from tests.waiting import wait_for as until
+from tests.clocks import until
 
 folder = Path(sys.argv[1])
 
@@ -303,7 +303,7 @@ assert "torch" not in sys.modules
     def test_resume_removes_the_file(self, tmp_path: Path, quick: None) -> None:
         session = make_session(run_dir=tmp_path / "run", meters=[At(2, lambda s: (tmp_path / "run" / "pause").touch())])
         run = session.run(4, thread=True)
-        wait_for(lambda: session.control.state == "paused")
+        until(lambda: session.control.state == "paused")
         session.control.resume()
         run.wait()
         assert not (tmp_path / "run" / "pause").exists()
@@ -391,7 +391,7 @@ class TestBetweenSteps:
     def test_an_exception_is_the_callers(self) -> None:
         session = make_session(meters=[until_asked(2)])
         run = session.run(30, thread=True)
-        wait_for(lambda: session.steps == 2)
+        until(lambda: session.steps == 2)
         with pytest.raises(ZeroDivisionError):
             session.control.between_steps(lambda: 1 / 0)
         run.wait()
@@ -410,7 +410,7 @@ class TestBetweenSteps:
         def draw() -> None:
             for _ in range(5):
                 torch.rand(3)
-                wait_for(lambda: turn.wanted)  # the other would take a step
+                until(lambda: turn.wanted)  # the other would take a step
 
         one, two = make_session(meters=[until_asked(2 * n + 2) for n in range(5)]), make_session(seed=2)
         runs = [one.run(30, thread=True), two.run(ENDLESS, thread=True)]
@@ -463,7 +463,7 @@ class TestBetweenSteps:
         class Ends(Listener):
             def on_end(self, reason: str) -> None:
                 thread.start()
-                wait_for(lambda: session.control._asked)
+                until(lambda: session.control._asked)
 
         out: list[float] = []
         session = make_session(eval=make_batches(1))
@@ -478,7 +478,7 @@ class TestBetweenSteps:
         done: list[int] = []
         session = make_session(model := Gated())
         run = session.run(2, thread=True)
-        wait_for(model.reached.is_set)
+        until(model.reached.is_set)
         interrupt_when(lambda: session.control._asked)
         with pytest.raises(KeyboardInterrupt):
             session.control.between_steps(lambda: done.append(1))
@@ -490,7 +490,7 @@ class TestBetweenSteps:
     def test_the_turn_is_not_given_by_who_waits(self) -> None:
         session = make_session()
         run = session.run(ENDLESS, thread=True)
-        wait_for(lambda: session.steps)
+        until(lambda: session.steps)
         with kept(torch.device("cpu")), pytest.raises(RuntimeError, match="outside of another session's step"):
             session.evaluate(make_batches(1))
         session.stop()

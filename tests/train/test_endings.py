@@ -14,8 +14,8 @@ from surokit.train.files import reason_in
 from surokit.train.status import Status, read_status
 from surokit.widgets.folder import FileControl, RunFolder
 from surokit.widgets.front import WidgetView
+from tests.clocks import until
 from tests.train.toys import At, Listener, assert_same_state, interrupt_when, make_session, whole
-from tests.waiting import wait_for
 
 
 def interrupt(_session: Any) -> None:
@@ -161,7 +161,7 @@ class TestParts:
         session = make_session(run_dir=tmp_path / "run", meters=[At(2, lambda s: s.control.pause())])
         session.journal.begin_whole(4)
         going = session.run(4, thread=True)
-        wait_for(lambda: status(tmp_path / "run").state == "paused")
+        until(lambda: status(tmp_path / "run").state == "paused")
         session.control.resume()
         going.wait()
         assert status(tmp_path / "run").state == "running"

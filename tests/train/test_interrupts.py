@@ -22,7 +22,7 @@ PROCESSES = """
 import asyncio, json, os, signal, sys, threading
 from surokit.environment import environment
 from tests.train.toys import ENDLESS, Toy, make_session
-from tests.waiting import wait_for
+from tests.clocks import until
 
 def begun(session):
     if session.steps == 3:
@@ -143,9 +143,9 @@ except KeyboardInterrupt:
     def test_a_program_that_ends_while_its_run_waits(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
         code = """
 run = session.run(ENDLESS, thread=True)
-wait_for(lambda: session.steps >= 5)
+until(lambda: session.steps >= 5)
 session.control.pause()
-wait_for(lambda: session.control.state == "paused")
+until(lambda: session.control.state == "paused")
 """
         program = Program(processes, code, tmp_path)
         status, _, err = program.end()

@@ -15,6 +15,7 @@ import surokit as sk
 from surokit.train.records import Record
 from surokit.train.session import Session
 from surokit.train.status import RunInfo, read_status
+from tests.clocks import PATIENCE_S, until
 from tests.train.toys import (
     VOCAB,
     At,
@@ -25,7 +26,6 @@ from tests.train.toys import (
     make_session,
     whole,
 )
-from tests.waiting import PATIENCE_S, wait_for
 
 
 class TestStopWhen:
@@ -166,7 +166,7 @@ class TestJournal:
             return "" if status is None else status.state
 
         run = session.run(4, thread=True)
-        wait_for(lambda: state() == "paused")
+        until(lambda: state() == "paused")
         session.stop()
         run.wait()
         assert state() == "stopped: by session.stop()"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from surokit.train.prefetch import AHEAD, Prefetch
+from tests.clocks import JumpingClock
 from tests.train.toys import make_batches, make_session
-from tests.waiting import Clock
 
 
 class FakeCuda:
@@ -141,7 +141,7 @@ def test_on_a_cpu_nothing_happens() -> None:
 
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_stall_is_a_wait_that_work_did_not_hide(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(time.perf_counter)
+    clock = JumpingClock(time.perf_counter)
     monkeypatch.setattr(time, "perf_counter", clock)
 
     class Slow(list):  # type: ignore[type-arg]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from surokit.train.random_state import OwnRandom, RandomState, Turn, kept, seeded, turn
-from tests.waiting import main_thread_waits, wait_for
+from tests.clocks import main_thread_waits, until
 
 CPU = torch.device("cpu")
 
@@ -59,7 +59,7 @@ def test_seeded_disturbs_nothing_and_repeats() -> None:
 
 
 def interrupt_who_waits(turn: Turn) -> None:
-    wait_for(lambda: turn.wanted and main_thread_waits())
+    until(lambda: turn.wanted and main_thread_waits())
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -87,7 +87,7 @@ class TestTurn:
             for name in range(4):
                 threads.append(threading.Thread(target=take, args=(name,)))
                 threads[-1].start()
-                wait_for(lambda: len(turn._waiting) == len(threads))
+                until(lambda: len(turn._waiting) == len(threads))
             assert turn.wanted
             assert not order
         for thread in threads:

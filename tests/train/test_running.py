@@ -16,6 +16,7 @@ import torch
 
 from surokit.train.random_state import kept, turn
 from surokit.train.session import Session
+from tests.clocks import until, until_async
 from tests.train.toys import (
     ENDLESS,
     At,
@@ -31,7 +32,6 @@ from tests.train.toys import (
     weights,
     whole,
 )
-from tests.waiting import comes, wait_for
 
 
 class TestThread:
@@ -84,7 +84,7 @@ class TestThread:
     def test_one_run_at_a_time(self) -> None:
         session = make_session()
         run = session.run(ENDLESS, thread=True)
-        wait_for(lambda: session.steps)
+        until(lambda: session.steps)
         with pytest.raises(
             RuntimeError, match=r"running already, \d+ steps? done: wait for the run that goes on, or end it"
         ):
@@ -267,7 +267,7 @@ class TestAwait:
 
         async def main() -> None:
             waiting = asyncio.create_task(awaited())
-            await comes(lambda: awaits)
+            await until_async(lambda: awaits)
             model.gate.set()
             await waiting
 
@@ -286,7 +286,7 @@ class TestAwait:
 
         async def main() -> None:
             task = asyncio.create_task(cell())
-            await comes(lambda: session.steps)
+            await until_async(lambda: session.steps)
             task.cancel()
             await task
             assert task.cancelling() == 0
@@ -304,9 +304,9 @@ class TestAwait:
     def test_a_second_one_gives_up_waiting(self) -> None:
         async def main() -> None:
             task = asyncio.create_task(cell())
-            await comes(model.reached.is_set)
+            await until_async(model.reached.is_set)
             task.cancel()
-            await comes(lambda: session.control.reason)  # the first is heard
+            await until_async(lambda: session.control.reason)  # the first is heard
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task

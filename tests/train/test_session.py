@@ -23,8 +23,8 @@ from torch import Tensor, nn
 import surokit as sk
 from surokit.train import Cosine, Record, Session, control
 from surokit.train.stream import Batch
+from tests.clocks import JumpingClock
 from tests.train.toys import VOCAB, Toy, assert_same_state, make_batches, make_session, moments, weights, whole
-from tests.waiting import Clock
 
 
 def parents(event: Any) -> list[str]:
@@ -301,7 +301,7 @@ class TestRun:
         assert_same_state(one, alone)
 
     def test_idle_time_is_what_is_not_the_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        clock = Clock(time.perf_counter)
+        clock = JumpingClock(time.perf_counter)
         monkeypatch.setattr(time, "perf_counter", clock)
 
         class Slow(list[Batch]):

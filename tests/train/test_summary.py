@@ -14,8 +14,8 @@ import surokit as sk
 from surokit.train import Session
 from surokit.train.records import Late, Record, Records
 from surokit.train.stream import Batch
+from tests.clocks import JumpingClock
 from tests.train.toys import Toy, make_batches, make_session
-from tests.waiting import Clock
 
 
 def feed(session: Session, wall_ms: list[float], idle: float = 0.2, tokens: int = 1000, stall_ms: float = 0.0) -> None:
@@ -138,7 +138,7 @@ def test_waiting_for_data_is_no_goodput() -> None:
 
 
 def test_evaluations_count_as_time_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(time.monotonic)
+    clock = JumpingClock(time.monotonic)
     monkeypatch.setattr(time, "monotonic", clock)
 
     class Slow:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from surokit.train import AdamW, Cosine, Session
 from surokit.train.records import Record
 from surokit.train.stream import Batch
-from tests.waiting import PATIENCE_S, main_thread_waits, wait_for
+from tests.clocks import PATIENCE_S, main_thread_waits, until
 
 VOCAB = 32
 ENDLESS = 1_000_000  # steps of a run that somebody will end
@@ -101,14 +101,14 @@ class Listener:
 
 
 def wait_for_step(session: Session, step: int) -> None:
-    wait_for(lambda: session.steps == step)
+    until(lambda: session.steps == step)
 
 
 def interrupt_when(what: Callable[[], object], waits: bool = True) -> None:
     """A Ctrl-C once that is so and, where `waits`, the main thread waits."""
 
     def later() -> None:
-        wait_for(lambda: what() and (main_thread_waits() or not waits))
+        until(lambda: what() and (main_thread_waits() or not waits))
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=later).start()
@@ -141,7 +141,7 @@ class At:
 
 def until_asked(step: int) -> At:
     """A meter that holds the run in that step until somebody asks something of it."""
-    return At(step, lambda session: wait_for(lambda: session.control._news))
+    return At(step, lambda session: until(lambda: session.control._news))
 
 
 def whole(steps: int, **options: Any) -> Session:
