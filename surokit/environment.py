@@ -49,9 +49,10 @@ _KERNELS = "surokit's kernels"
 def environment() -> dict[str, Any]:
     """Versions and device of this process, as plain data.
 
-    Keys: surokit, python, torch, triton, cuda, device, cuda_capability, cpu, cpu_bf16, cores, platform, date. What is not
-    there is None; `device` is the GPU's name, or "cpu"; `cpu_bf16` the processor's instructions for bf16 products: those with
-    "amx_bf16" are several times faster than those with "avx512_bf16", under one name. Imports torch.
+    Keys: surokit, python, torch, triton, cuda, device, cuda_capability, cpu, cpu_vectors, cpu_bf16, cores, platform, date. What
+    is not there is None; `device` is the GPU's name, or "cpu"; `cpu_vectors` the vector instructions that torch uses, as "AVX2";
+    `cpu_bf16` the processor's instructions for bf16 products: those with "amx_bf16" are several times faster than those with
+    "avx512_bf16", under one name. Imports torch.
     """
     import torch
 
@@ -70,6 +71,7 @@ def environment() -> dict[str, Any]:
         "device": device,
         "cuda_capability": capability,
         "cpu": cpu_model(),
+        "cpu_vectors": torch.backends.cpu.get_cpu_capability(),
         "cpu_bf16": bf16_instructions(),
         "cores": cores(),
         "platform": platform.platform(),

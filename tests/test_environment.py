@@ -29,7 +29,7 @@ def test_environment_is_plain_data():
     assert found["cpu"] == cpu_model() != ""
     assert datetime.datetime.fromisoformat(found["date"]).tzinfo is not None
     assert (found["device"] == "cpu") is not torch.cuda.is_available()
-    keys = "surokit python torch triton cuda device cuda_capability cpu cpu_bf16 cores platform date"
+    keys = "surokit python torch triton cuda device cuda_capability cpu cpu_vectors cpu_bf16 cores platform date"
     assert list(found) == keys.split()
 
 

@@ -89,8 +89,10 @@ def markdown(data: Mapping[str, Any], head: Sequence[str], rows: Sequence[Sequen
     settings = ", ".join(f"{key} {value}" for key, value in data["settings"].items())
     device = environment["device"]
     if device == "cpu":
-        bf16 = f", {environment['cpu_bf16']}" if environment.get("cpu_bf16") else ""
-        device = f"{environment['cpu']}, {environment['cores']} cores{bf16}"
+        parts = [environment["cpu"], f"{environment['cores']} cores", environment.get("cpu_vectors")]
+        if "cpu_bf16" in environment:
+            parts.append(environment["cpu_bf16"] or "no bf16 instructions")
+        device = ", ".join(filter(None, parts))
     foot = f"{data['benchmark']}; {settings}; {device}, torch {environment.get('torch')}, {environment.get('date')}"
     return f"{grid(head, rows)}\n\n{foot}"
 
