@@ -274,8 +274,8 @@ _FRONT_ENDS = {
     "terminal": "a plain terminal: progress as text, no live panel",
     "IPython": "IPython in a terminal: progress as text, no live panel",
     "Jupyter": "a Jupyter kernel (JupyterLab or Notebook): live panel",
-    "VS Code": "a notebook in VS Code: live panel",
-    "Colab": "Colab: live panel",
+    "VS Code": "a notebook in VS Code: live panel as a picture, without buttons",
+    "Colab": "Colab: live panel as a picture, without buttons",
     "marimo": "marimo: progress as text",
 }
 
