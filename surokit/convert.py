@@ -267,7 +267,7 @@ def _convert(
     products = on_device(recipe, layer.weight.device)
     if not why and products.quantized_products:
         layer.precision = Precision(products)
-    layer.keeps_decoded = bool(recipe.keeps_decoded)
+    layer.keep_decoded(bool(recipe.keeps_decoded))
     if recipe.adapter and adapt and not layer.has_adapter:
         layer.add_adapter(recipe.adapter, dtype)
     return Row(
@@ -292,15 +292,14 @@ def keep_decoded(model: nn.Module, room_bytes: float) -> str:
     if recipe is None or recipe.storage is None or recipe.keeps_decoded is not None:
         return ""
     layers = [layer for _, layer in linear_layers(model) if isinstance(layer, Linear) and layer.storage is not None]
-    if any(layer.weight.device.type != "cpu" for layer in layers):
-        return ""
+    on_cpu = all(layer.weight.device.type == "cpu" for layer in layers)
     for layer in layers:
-        layer.keeps_decoded = True
+        layer.keeps_decoded = on_cpu
     dtype = dtype_of(model)
     kept = [nbytes for layer in layers if (nbytes := _decoded_bytes(layer, dtype))]
     if not kept or sum(kept) > room_bytes:
         for layer in layers:
-            layer.keeps_decoded = False
+            layer.keep_decoded(False)
         return ""
     return f"{_of_decoded(kept)}; recipe.decode_once(False) saves them"
 

@@ -46,9 +46,10 @@ def find_device(device: torch.device | str | None, who: str) -> torch.device:
     return found
 
 
-def check_values(model: nn.Module, who: str) -> None:
-    """ValueError for a model with parameters on the meta device. who: the function that was asked, such as "Session"."""
-    name = next((name for name, p in model.named_parameters() if p.is_meta), None)
+def check_values(model: nn.Module, who: str, ends: str | tuple[str, ...] = "") -> None:
+    """ValueError for a model with parameters on the meta device. who: the function that was asked, such as "Session". ends: of the
+    names of parameters that matter."""
+    name = next((name for name, p in model.named_parameters() if p.is_meta and name.endswith(ends)), None)
     if name is not None:
         raise ValueError(
             f"{who}() needs a model with values, and this {type(model).__name__} is on the meta device ({name}), which has shapes "

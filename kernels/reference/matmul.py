@@ -34,6 +34,8 @@ MOST_SIDE = 1024  # rows and columns of a block of the result
 # of oneDNN's ONEDNN_MAX_CPU_ISA, those that leave bfloat16 instructions unused
 _WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 
+UNKNOWN = "unknown"
+
 _converts: bool | None = None  # None: as the processor says
 _kept = threading.local()
 
@@ -58,7 +60,7 @@ def linear(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """x w' + bias [T, N], rounded once."""
     if bias_N is None:
         return mm(x_TK, w_NK.t())
-    if not _pays(x_TK, w_NK.t()):
+    if not _pays(x_TK, w_NK.t()) or bias_N.dtype != x_TK.dtype:
         return torch.nn.functional.linear(x_TK, w_NK, bias_N)
     y_TN = bias_N.expand(len(x_TK), len(w_NK)).contiguous()
     return _through_float32_(y_TN, x_TK, w_NK.t(), 1.0, 1.0)
@@ -94,13 +96,17 @@ def bf16_instructions() -> str | None:
     """The widest instructions for bfloat16 products that torch uses on this processor, None without any.
 
     They are the processor's flags as Linux names them ("amx_bf16", "avx512_bf16", on Arm "bf16"), as far as the environment
-    variable ONEDNN_MAX_CPU_ISA lets oneDNN use them. torch's own questions read the flags alone.
+    variable ONEDNN_MAX_CPU_ISA lets oneDNN use them. torch's own questions read the flags alone. UNKNOWN where the system has no
+    /proc/cpuinfo to ask.
     """
-    info = Path("/proc/cpuinfo")
-    flags = set(info.read_text(encoding="utf-8", errors="replace").split()) if info.is_file() else set()
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     if limit in _WITHOUT_BF16:
         return None
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        return UNKNOWN
+    lines = (line.partition(":") for line in info.read_text(encoding="utf-8", errors="replace").splitlines())
+    flags = {flag for key, _, value in lines if key.strip() in ("flags", "Features") for flag in value.split()}
     if limit.startswith(("AVX512_CORE_BF16", "AVX512_CORE_FP16")) or limit == "AVX10_1_512":
         flags.discard("amx_bf16")
     return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in flags), None)
@@ -117,13 +123,17 @@ def choice(device: torch.device) -> tuple[str, str]:
         return "torch", f"{device.type} multiplies them itself"
     found = bf16_instructions()
     instructions = f"this processor has {found}" if found else "torch finds no bfloat16 instructions here"
+    if found == UNKNOWN:
+        instructions = "the system does not say what instructions this processor has"
     if converts():
         return "float32", f"{instructions}: operands are converted, and the result is rounded once"
     return "torch", instructions
 
 
 def _pays(a_MK: Tensor, b_KN: Tensor) -> bool:
-    if not through_float32(a_MK):
+    if not through_float32(a_MK) or b_KN.dtype != a_MK.dtype:
+        return False
+    if torch.is_grad_enabled() and (a_MK.requires_grad or b_KN.requires_grad):  # scratch is not for autograd to record
         return False
     (M, K), N = a_MK.shape, b_KN.shape[1]
     return M * K * N >= _least_reuse() * (M * K + K * N + M * N) > 0

@@ -82,7 +82,8 @@ class LiveCallback(TrainerCallback):
 
     def _count(self, model: torch.nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
         """Adds up the labels that count in the parts of a step."""
-        if model.training and not torch.compiler.is_compiling():
+        replica = getattr(model, "_is_replica", False)  # of DataParallel, in a thread of its own
+        if model.training and not replica and not torch.compiler.is_compiling():
             self._targets = with_targets(self._targets, inputs.get("labels"))
 
     def _stop_counting(self) -> None:

@@ -43,7 +43,7 @@ def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) 
     adapted = {name: m for name, m in layers.items() if m.has_adapter}
     if not adapted:
         raise CheckpointError("The model has no adapter to save: give it one with surokit.apply(model, recipe.lora()).")
-    check_values(model, "save_adapter")
+    check_values(model, "save_adapter", _SUFFIXES)
     kinds = {(m.lora_rank, m.lora_alpha) for m in adapted.values()}
     if len(kinds) > 1:
         raise CheckpointError(f"The adapter has several ranks or alphas ({sorted(kinds)}): save() writes one of each.")

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from surokit import kernels
 from surokit.kernels.reference import attention as reference
+from surokit.nn.linear import is_transformed
 
 _HALF = (torch.bfloat16, torch.float16)
 _CUDNN_ANY_LENGTH = 91501  # before it, rows that are no multiple of 128 are read past their end (pytorch issue 169849)
@@ -89,6 +90,8 @@ def attention(
         if torch.compiler.is_compiling():
             q, k, v = (x.float() for x in (q_BHTD, k_BGTD, v_BGTD))
             return F.scaled_dot_product_attention(q, k, v, mask, **how).to(q_BHTD.dtype)
+        if is_transformed():
+            return F.scaled_dot_product_attention(q_BHTD, k_BGTD, v_BGTD, mask, **how)
         y: Tensor = _GradientInFloat32.apply(q_BHTD, k_BGTD, v_BGTD, mask, how)
         return y
     return F.scaled_dot_product_attention(q_BHTD, k_BGTD, v_BGTD, mask, **how)

@@ -31,10 +31,18 @@ def linear(x: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         x, w_NK, bias_N = x.to(dtype), w_NK.to(dtype), None if bias_N is None else bias_N.to(dtype)
-    if not kernels.through_float32(x) or w_NK.dtype != x.dtype or x.shape[-1:] != w_NK.shape[1:]:
+    alike = w_NK.dtype == x.dtype and (bias_N is None or bias_N.dtype == x.dtype) and x.shape[-1:] == w_NK.shape[1:]
+    if not alike or not kernels.through_float32(x) or is_transformed():
         return F.linear(x, w_NK, bias_N)
     y_TN: Tensor = _ThroughFloat32.apply(x.reshape(-1, x.shape[-1]), w_NK, bias_N)
     return y_TN.view(*x.shape[:-1], len(w_NK))
+
+
+def is_transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation looks on, which our autograd functions have no rules for."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 class _ThroughFloat32(torch.autograd.Function):
@@ -187,6 +195,12 @@ class Linear(nn.Linear):
         if stored is None:
             return self.weight.to(dtype or self.weight.dtype)
         return stored.dequantize(dtype or torch.bfloat16)
+
+    def keep_decoded(self, keep: bool) -> None:
+        """Whether to keep the stored weight once it is decoded; what was kept is let go where not."""
+        self.keeps_decoded = keep
+        if not keep:
+            self.kept = None
 
     def decoded_weight(self, dtype: torch.dtype) -> Tensor:
         """The stored weight [N, K] for a layer that keeps it: on a CPU the same tensor each time, until the codes change."""

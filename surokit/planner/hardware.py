@@ -274,6 +274,11 @@ def machine_gib() -> float | None:
     return round(held / 2**30, 2)
 
 
+def room_for_decoded() -> float:
+    """Bytes that the decoded weights of a session on a CPU may take: a quarter of the memory that this process may have."""
+    return 0.25 * (machine_gib() or 0.0) * 2**30
+
+
 def register(gpu: Gpu) -> Gpu:
     """Add a GPU to the table, or replace the one of that name, for this process."""
     if not isinstance(gpu, Gpu):

@@ -30,7 +30,7 @@ from surokit.planner.flops import (
     trained_parameters,
 )
 from surokit.planner.fusion import Transposed, read_fusion
-from surokit.planner.hardware import Gpu, find_gpu, machine_gib
+from surokit.planner.hardware import Gpu, find_gpu, machine_gib, room_for_decoded
 from surokit.planner.lines import Line, as_html, as_text, plan_answers, plan_lines, plan_notes, plan_source
 from surokit.planner.memory import DTYPE_BYTES, SLACK, Layers, Memory, Setup, blocks_of, count_memory
 from surokit.planner.offload import HOT, OFFLOADING, SLOTS, Host, Offload, host_of
@@ -444,6 +444,8 @@ def plan(
     )
     if setup.offloads:
         setup = replace(setup, graphs=False)
+    if kind == "cpu" and recipe != own.get("recipe"):
+        recipe = _as_a_session_decodes(shape, parameters, recipe, setup)
     # our layers compute norms and SwiGLU again, which are no products
     ours = layers == "surokit" or bool(fused)
     repeated: Recompute = "none" if recompute == "selective" and ours else recompute
@@ -539,6 +541,16 @@ def _own_fusion(subject: Subject, layers: Layers, device: str) -> Any:
         return "none"
     by_default = "fused" if subject.own.source and layers == "surokit" and device == "cuda" else "none"
     return subject.own.arguments.get("fusion", by_default)
+
+
+def _as_a_session_decodes(shape: Shape | None, parameters: float, recipe: Any, setup: Setup) -> Any:
+    """The recipe on a CPU: where it leaves open whether stored weights are decoded once, as a session on this machine decides."""
+    if getattr(recipe, "storage", None) is None or recipe.keeps_decoded is not None:
+        return recipe
+    once = recipe.decode_once()
+    terms = count_memory(shape, parameters, once, setup).terms
+    decoded = sum(term.bytes for term in terms if term.name == "dequantized weight")
+    return once if decoded <= room_for_decoded() else recipe
 
 
 def _trains(shape: Shape | None, parameters: float, recipe: Any, setup: Setup) -> float:

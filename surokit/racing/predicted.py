@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from surokit.profiler import Profile
 
 _PRODUCTS = re.compile(
-    r"aten::(_?scaled_mm|addmm|mm|matmul|linear|_scaled_grouped_mm|mkldnn_linear)(_out|_v2)?$|mkldnn::_linear"
+    r"aten::(_?scaled_mm|addmm_?|mm|matmul|linear|_scaled_grouped_mm|mkldnn_linear)(_out|_v2)?$|mkldnn::_linear"
 )
 _KERNELS = re.compile(r"gemm|cutlass|nvjet|xmma|wgmma|cublas", re.IGNORECASE)
 _NO_KERNELS = re.compile(r"fmha|flash|attention|sdpa|cudnn_generated", re.IGNORECASE)

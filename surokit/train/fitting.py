@@ -103,7 +103,11 @@ def fit_to_time(
             break
         tried[name] = step_s = _trial(new_sessions, size, most, clock, _SHARE * seconds)
         if chosen and (step_s is None or fewest * step_s > end - clock()):
-            larger = f"Of {name}, fewer than {fewest} steps would end in time." if step_s else ""
+            larger = (
+                f"Of {name}, fewer than {fewest} steps would end in time."
+                if step_s
+                else f"{name} has no room in memory."
+            )
             break
         if step_s is None:
             raise MemoryError(f"Even {name}, the smallest of the sizes, has no room in memory: give a smaller one.")
@@ -131,7 +135,11 @@ def _trial(
                 session.run(_COUNTED)
                 times.append(clock() - began)
             total += statistics.median(times) / _COUNTED
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError):
+        return None
+    except RuntimeError as error:  # as a CPU says it
+        if "allocate memory" not in str(error):
+            raise
         return None
     return total
 

@@ -177,11 +177,11 @@ def rebuild_model(found: checkpoints.Checkpoint) -> nn.Module:
     return model
 
 
-def room_for_decoded() -> float:
-    """Bytes that decoded weights may take: a quarter of the memory that this process may have."""
-    from surokit.planner.hardware import machine_gib
+def keep_decoded(model: nn.Module) -> str:
+    """Decode stored weights once where this machine's memory allows it; what is told of it."""
+    from surokit.planner.hardware import room_for_decoded
 
-    return 0.25 * (machine_gib() or 0.0) * 2**30
+    return convert.keep_decoded(model, room_for_decoded())
 
 
 def another_recipe(saved: Recipe | None, given: Recipe | None) -> ResumeError:

@@ -102,11 +102,13 @@ class Arrivals:
                 self._bad_in_a_row = self._empty_in_a_row = 0
                 continue
             if not record.targets:
+                self._bad_in_a_row = 0
                 self._empty_in_a_row += 1
                 if self._empty_in_a_row >= session.max_skipped:
                     self._empty_in_a_row = 0
                     raise NoTargetsError(session.max_skipped)
                 continue
+            self._empty_in_a_row = 0
             self._bad_in_a_row += 1
             if self._bad_in_a_row == 1:
                 self.explain(record.step, batches, random)

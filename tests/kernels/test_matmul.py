@@ -233,6 +233,34 @@ def test_autocast(through_float32):
     assert x.grad.dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch.func.jvp's own
+def test_torchs_transforms_get_torchs_products(through_float32):
+    torch.manual_seed(0)
+    x, w = torch.randn(128, 96).bfloat16(), torch.randn(160, 96).bfloat16()
+    dw = torch.func.grad(lambda w: linear(x, w).float().sum())(w)
+    assert torch.equal(dw, torch.func.grad(lambda w: F.linear(x, w).float().sum())(w))
+    assert torch.equal(torch.vmap(lambda x: linear(x, w))(x), F.linear(x, w))
+    both = torch.func.jvp(lambda x: linear(x, w), (x,), (x,))
+    assert torch.equal(both[0], both[1])
+
+
+def test_autograd_never_records_the_scratch(in_scratch):
+    a, w = torch.randn(128, 96).bfloat16(), torch.randn(96, 160).bfloat16().requires_grad_()
+    y = matmul.mm(a, w)
+    y.float().sum().backward()
+    assert w.grad is not None
+    assert not matmul.mm(a, w.detach()).requires_grad
+
+
+def test_operands_of_other_dtypes_are_refused_as_torch_does(through_float32):
+    x, w = torch.randn(128, 96).bfloat16(), torch.randn(160, 96).bfloat16()
+    for product in (matmul.linear, linear):
+        with pytest.raises(RuntimeError):
+            product(x, w, torch.zeros(160))
+    with pytest.raises(RuntimeError):
+        matmul.mm(x, w.t().float())
+
+
 def test_the_gradient_of_attention_is_float32_throughout(through_float32):
     torch.manual_seed(0)
     q, do = (torch.randn(2, 4, 64, 16).mul(s).bfloat16() for s in (4.0, 1.0))
@@ -273,6 +301,7 @@ def test_the_loss_and_its_gradients():
         ("avx512f avx512_vnni", None, None),
         ("avx2", "ALL", None),
         ("asimd bf16", None, "bf16"),
+        ("avx2\nmodel name : bf16", None, None),
     ],
 )
 def test_what_the_processor_has(monkeypatch, flags, limit, found):
@@ -283,6 +312,17 @@ def test_what_the_processor_has(monkeypatch, flags, limit, found):
     else:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     assert matmul.bf16_instructions.__wrapped__() == found
+
+
+def test_what_a_system_does_not_say_is_left_to_torch(monkeypatch):
+    monkeypatch.setattr(Path, "is_file", lambda path: False)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setattr(matmul, "bf16_instructions", matmul.bf16_instructions.__wrapped__)
+    assert matmul.bf16_instructions() == matmul.UNKNOWN
+    assert matmul.choice(torch.device("cpu")) == (
+        "torch",
+        "the system does not say what instructions this processor has",
+    )
 
 
 def test_a_choice_is_told():

@@ -397,8 +397,11 @@ def test_a_session_on_a_cpu_decodes_once_where_there_is_room(tiny, batch, monkey
     assert session.report is not None
     assert "4 weights decoded once: up to 0.0 MiB more; recipe.decode_once(False) saves them" in session.report.notes
     assert session.recipe == recipe  # no other numbers, so no other recipe
+    assert session.decoded in session.report.notes
     session.step(batch)
     assert decodings(session.model, batch, monkeypatch) == 0
+    sk.apply(session.model, recipe.decode_once(False))  # as the note says
+    assert all(layer.kept is None for layer in linears(session.model).values())
     with mock.patch("surokit.planner.hardware.machine_gib", return_value=3.9 * weights):
         crowded = sk.Session(Tiny(), [batch], recipe=recipe, schedule=None)
     assert decodings(crowded.model, batch, monkeypatch) == 4 + 3

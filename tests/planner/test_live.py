@@ -48,10 +48,11 @@ def checkpointed(model: Any) -> Any:
 
 
 def test_what_was_applied_and_fused_is_planned():
-    model = decoder(sk.QFP8.lora(rank=16), {"recompute": "full"})
+    recipe = sk.QFP8.lora(rank=16).decode_once(False)
+    model = decoder(recipe, {"recompute": "full"})
     found = plan(model, **RUN)
-    said = plan(CONFIG, recipe=sk.QFP8.lora(rank=16), fusion=sk.Fusion(recompute="full"), gpu="cpu", **RUN)
-    assert found.recipe == sk.QFP8.lora(rank=16)
+    said = plan(CONFIG, recipe=recipe, fusion=sk.Fusion(recompute="full"), gpu="cpu", **RUN)
+    assert found.recipe == recipe
     assert found.memory.gib == said.memory.gib
     assert (found.setup.fusion, found.setup.recompute) == (said.setup.fusion, "full")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -178,11 +179,16 @@ def test_the_peak_of_a_step_of_a_live_model(name):
     assert predicted == pytest.approx(measure(LONE, model_of=LIVE[name]).peak, rel=0.08)
 
 
-def test_what_a_session_decodes_once_is_planned():
+def test_what_a_session_decodes_once_is_planned(monkeypatch):
     model = decoder()
     recipe = sk.QNF4.lora(8)
     session = sk.Session(model, [], recipe=recipe, schedule=None)
     assert (session.recipe, plan(session).recipe) == (recipe, recipe.decode_once())
+    assert plan(CONFIG, recipe=recipe, gpu="cpu").recipe == recipe.decode_once()
+    for told in (recipe.decode_once(False), recipe.decode_once()):
+        assert plan(CONFIG, recipe=told, gpu="cpu").recipe == told
+    monkeypatch.setattr("surokit.planner.planning.room_for_decoded", lambda: 1.0)
+    assert plan(CONFIG, recipe=recipe, gpu="cpu").recipe == recipe == plan(CONFIG, recipe=recipe, gpu="H100").recipe
 
 
 def test_checkpointing_of_transformers_is_recompute():

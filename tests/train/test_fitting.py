@@ -17,7 +17,8 @@ class Machine:
 
     def __init__(self, speed=1.0, first=1.0, room="large"):
         self.now, self.speed, self.first, self.room = 1000.0, speed, first, room
-        self.made = []
+        self.made: list[tuple[float, int]] = []
+        self.error: Exception = torch.OutOfMemoryError("CUDA out of memory")
 
     def clock(self):
         return self.now
@@ -27,7 +28,7 @@ class Machine:
             session = Pretended(self, size * part / self.speed)
             self.made.append((size, steps))
             if size > SIZES[self.room]:
-                raise torch.OutOfMemoryError("CUDA out of memory")
+                raise self.error
             yield session
 
     def fit(self, seconds, **settings):
@@ -120,11 +121,25 @@ def test_a_hiccup_of_the_machine_is_not_its_pace():
     assert fit.step_s == pytest.approx(SIZES["large"] / 1000)
 
 
-def test_a_size_without_room_is_too_large():
-    fit = Machine(1000, room="small").fit(30)
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    ],
+)
+def test_a_size_without_room_is_too_large(error):
+    machine = Machine(1000, room="small")
+    machine.error = error
+    fit = machine.fit(30)
     assert fit.name == "small"
     assert fit.tried["large"] is None
     assert "large has no room" in repr(fit)
+    assert fit.larger == "large has no room in memory."
+    machine.error = RuntimeError("shapes do not match")
+    with pytest.raises(RuntimeError, match="shapes"):
+        machine.fit(30)
     with pytest.raises(MemoryError, match="Even huge, the smallest"):
         sk.fit_to_time({"huge": 26.0}, Machine().sessions, seconds=30)
 

@@ -131,7 +131,7 @@ except KeyboardInterrupt:
 
     def test_a_program_that_ends(self, tmp_path: Path, processes: subprocess.Popen[str]) -> None:
         """A thread's run is stopped between two steps, saved and told."""
-        code = "run = session.run(ENDLESS, thread=True)\nwait_for(lambda: session.steps >= 5)"
+        code = "run = session.run(ENDLESS, thread=True)\nuntil(lambda: session.steps >= 5)"
         program = Program(processes, code, tmp_path)
         status, _, err = program.end()
         assert status == 0, err

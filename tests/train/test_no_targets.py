@@ -141,6 +141,20 @@ def test_single_ones_do_not_add_up() -> None:
     assert session.records.column("skipped").sum() == 4
 
 
+@pytest.mark.filterwarnings("ignore:A step that is not finite")
+def test_steps_of_another_failure_between_end_the_row() -> None:
+    batches = masked(2, range(1, 2))
+    session = make_session(data=batches, max_skipped=2)
+    session.clip = None
+    parameter = next(session.model.parameters())
+    for step in range(6):
+        parameter.data[0] = (
+            math.nan if step % 2 == 0 else 0.0
+        )  # the even steps are not finite, the odd ones without targets
+        session.step(batches[step % 2])
+    assert session.records.column("skipped").sum() == 6
+
+
 def test_a_run_can_be_told_to_stop_at_the_first() -> None:
     session = make_session(data=masked(5, range(2, 3)))
     session.stop_when("no_targets")

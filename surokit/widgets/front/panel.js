@@ -4,6 +4,7 @@
 // PROTOCOL stands in a line above this one: protocol.py, the same for both sides.
 
 const { HELLO, ASKS, ANSWER_S, HELLO_S, TELL_HELLO, LISTEN_S, STALE_S } = PROTOCOL;
+const LAST_PICTURE_S = 60; // how long after the end the last picture may be drawn again
 const PANES = 3, FIGURES = 6; // seen at once; the others on demand
 const WINDOWS = [["all", 1], ["last half", 0.5], ["last fifth", 0.2], ["last twentieth", 0.05]];
 const AXES = { steps: "Steps", tokens: "Tokens", time: "Time", usd: "USD" };
@@ -671,7 +672,9 @@ function stay(panel, area, token) {
     panel.draw();
   };
   place();
-  new MutationObserver(place).observe(area, { childList: true, subtree: true });
+  const watching = new MutationObserver(place);
+  watching.observe(area, { childList: true, subtree: true });
+  setTimeout(() => watching.disconnect(), 1e3 * LAST_PICTURE_S);
 }
 
 function render({ model, el }) {
