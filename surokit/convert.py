@@ -279,33 +279,32 @@ def _convert(
         why=why if recipe.quantized else "",
         nbytes=sum(p.nbytes for p in layer.parameters()),
         planned_speed=planned_speed(layer, recipe),
-        decoded=_decoded_bytes(layer, dtype),
+        decoded=_decoded_bytes(layer, dtype) if layer.keeps_now else 0,
     )
 
 
-def keep_decoded(model: nn.Module, room_bytes: float) -> str:
-    """Decode the stored weights of a model on a CPU once, where its recipe leaves that open and they take `room_bytes` at most.
+def keep_decoded(model: nn.Module) -> str:
+    """Decode the stored weights of a model on a CPU once, where its recipe leaves that open and this machine has room for them.
 
     Returns what is told of it, "" where nothing changes.
     """
     recipe = recipe_of(model)
     if recipe is None or recipe.storage is None or recipe.keeps_decoded is not None:
         return ""
-    layers = [layer for _, layer in linear_layers(model) if isinstance(layer, Linear) and layer.storage is not None]
-    on_cpu = all(layer.weight.device.type == "cpu" for layer in layers)
-    for layer in layers:
-        layer.keeps_decoded = on_cpu
+    from surokit.planner.hardware import room_for_decoded
+
+    layers = [layer for _, layer in linear_layers(model) if isinstance(layer, Linear) and layer.decodes]
     dtype = dtype_of(model)
-    kept = [nbytes for layer in layers if (nbytes := _decoded_bytes(layer, dtype))]
-    if not kept or sum(kept) > room_bytes:
-        for layer in layers:
-            layer.keep_decoded(False)
-        return ""
-    return f"{_of_decoded(kept)}; recipe.decode_once(False) saves them"
+    kept = [_decoded_bytes(layer, dtype) for layer in layers]
+    on_cpu = all(layer.weight.device.type == "cpu" for layer in layers)
+    keep = bool(kept) and on_cpu and sum(kept) <= room_for_decoded()
+    for layer in layers:
+        layer.keep_decoded(keep)
+    return f"{_of_decoded(kept)}; recipe.decode_once(False) saves them" if keep else ""
 
 
 def _decoded_bytes(layer: Linear, dtype: torch.dtype) -> int:
-    return layer.out_features * layer.in_features * dtype.itemsize if layer.keeps_now else 0
+    return layer.out_features * layer.in_features * dtype.itemsize
 
 
 def _of_decoded(kept: Sequence[int]) -> str:

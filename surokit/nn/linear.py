@@ -92,9 +92,7 @@ class Linear(nn.Linear):
     # class-level defaults, so that an nn.Linear adopted by `convert` needs no construction
     precision: Precision | None = None
     storage: Quantizer | None = None
-    keeps_decoded: bool = (
-        False  # a stored weight that forward decodes is kept: for backward, on a CPU from step to step
-    )
+    keeps_decoded: bool = False  # keeps a stored weight that forward decodes: for backward, on a CPU for good
     lora_alpha: float = 0.0
     _before: _BeforeMerging | None = None
     frozen: Frozen | None = None  # codes of its weight and its siblings', where a stage keeps them
@@ -214,11 +212,16 @@ class Linear(nn.Linear):
         return self.kept.numbers
 
     @property
-    def keeps_now(self) -> bool:
-        """Whether forward keeps its decoded weight: if it should, and no product takes the codes as they are."""
-        if not self.keeps_decoded or self.storage is None:
+    def decodes(self) -> bool:
+        """Whether products need the stored weight decoded: if it is stored, and none takes the codes as they are."""
+        if self.storage is None:
             return False
         return self.precision is None or not self.precision.recipe.takes_codes(self.storage)
+
+    @property
+    def keeps_now(self) -> bool:
+        """Whether forward keeps its decoded weight."""
+        return self.keeps_decoded and self.decodes
 
     # -- an adapter
 

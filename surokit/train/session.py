@@ -50,7 +50,6 @@ from surokit.train.setup import (
     check_settings,
     claim_folder,
     device_of,
-    keep_decoded,
     options_for_documents,
     parts_of,
     planned_steps,
@@ -148,7 +147,7 @@ class Session:
         if recipe is not None and convert.recipe_of(model) != find_recipe(recipe):
             with seeded(seed, self.device):
                 self.report = convert.apply(model, recipe)
-        self.decoded = keep_decoded(model)  # what is told of stored weights that are decoded once
+        self.decoded = convert.keep_decoded(model)  # what is told of stored weights that are decoded once
         if self.decoded and self.report is not None:
             self.report = replace(self.report, notes=(*self.report.notes, self.decoded))
         self.spec = optimizer if isinstance(optimizer, Spec) else None

@@ -177,13 +177,6 @@ def rebuild_model(found: checkpoints.Checkpoint) -> nn.Module:
     return model
 
 
-def keep_decoded(model: nn.Module) -> str:
-    """Decode stored weights once where this machine's memory allows it; what is told of it."""
-    from surokit.planner.hardware import room_for_decoded
-
-    return convert.keep_decoded(model, room_for_decoded())
-
-
 def another_recipe(saved: Recipe | None, given: Recipe | None) -> ResumeError:
     return ResumeError(
         f"The checkpoint was trained with {saved or 'no recipe'} and this session has {given or 'no recipe'}: "

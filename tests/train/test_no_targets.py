@@ -145,7 +145,6 @@ def test_single_ones_do_not_add_up() -> None:
 def test_steps_of_another_failure_between_end_the_row() -> None:
     batches = masked(2, range(1, 2))
     session = make_session(data=batches, max_skipped=2)
-    session.clip = None
     parameter = next(session.model.parameters())
     for step in range(6):
         parameter.data[0] = (
