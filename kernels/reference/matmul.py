@@ -165,11 +165,15 @@ def _through_float32_(y_MN: Tensor, a_MK: Tensor, b_KN: Tensor, beta: float, alp
     m, k, n = _block(M, K, N)
     buffer = _scratch(y_MN, m * n + m * k + k * n)
     for rows, columns in product(_cut(M, m), _cut(N, n)):
-        y_block = y_MN[rows, columns]
-        y, rest = _converted(y_block, buffer, fill=beta != 0)
+        y_block = y_MN if (m, n) == (M, N) else y_MN[rows, columns]
+        y = _room(y_block, buffer, 0)
+        if beta:
+            y.copy_(y_block)
         for terms in _cut(K, k):
-            a, room = _converted(a_MK[rows, terms], rest)
-            b, _ = _converted(b_KN[terms, columns], room)
+            a_block = a_MK if (m, k) == (M, K) else a_MK[rows, terms]
+            b_block = b_KN if (k, n) == (K, N) else b_KN[terms, columns]
+            a = _room(a_block, buffer, m * n).copy_(a_block)
+            b = _room(b_block, buffer, m * n + m * k).copy_(b_block)
             y.addmm_(a, b, beta=1.0 if terms.start else beta, alpha=alpha)
         y_block.copy_(y)
     return y_MN
@@ -185,12 +189,11 @@ def _cut(extent: int, most: int) -> list[slice]:
     return [slice(first, min(first + most, extent)) for first in range(0, extent, most)]
 
 
-def _converted(x: Tensor, buffer: Tensor, fill: bool = True) -> tuple[Tensor, Tensor]:
-    """`x` [R, C] in float32 at the front of `buffer`, laid out along the dimension that is contiguous in x, and what is left."""
+def _room(x: Tensor, buffer: Tensor, first: int) -> Tensor:
+    """A matrix like `x` [R, C] in `buffer` from element `first` on, laid out along the dimension that is contiguous in x."""
     R, C = x.shape
     turned = x.stride(0) == 1 and x.stride(1) != 1
-    x32 = buffer[: R * C].view((C, R)).t() if turned else buffer[: R * C].view((R, C))
-    return x32.copy_(x) if fill else x32, buffer[R * C :]
+    return buffer.as_strided((R, C), (1, R) if turned else (C, 1), first)
 
 
 def _scratch(like: Tensor, elements: int) -> Tensor:

@@ -146,10 +146,13 @@ class Linear(nn.Linear):
             w, storage, scales = self.decoded_weight(x.dtype), None, ()
         if x.numel() == 0:  # no tokens: nothing to quantize
             return F.linear(x, w if storage is None else self.dense_weight(x.dtype), bias)
-        x_TK = x.reshape(-1, x.shape[-1])
-        record = self.training and torch.is_grad_enabled()
-        y_TN = three_products(x_TK, w, self.out_features, storage, scales, self.precision, record)
-        y = y_TN.view(*x.shape[:-1], self.out_features)
+        if self.precision is None and storage is None:
+            y = linear(x, w)
+        else:
+            x_TK = x.reshape(-1, x.shape[-1])
+            record = self.training and torch.is_grad_enabled()
+            y_TN = three_products(x_TK, w, self.out_features, storage, scales, self.precision, record)
+            y = y_TN.view(*x.shape[:-1], self.out_features)
         return y if bias is None else y + bias
 
     # -- a stored weight
