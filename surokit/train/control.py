@@ -255,17 +255,19 @@ class Control:
         session, began = self._session, time.monotonic()
         session.arrivals.harvest(wait=True)  # so that the device rests, and panels show where it does
         session.records.flush()
-        self._state = "paused"
-        session.journal.beat("paused")
-        session.subscribers.tell("on_pause", True)
         try:
-            with session.random.aside():
-                while self._pause_wanted():
-                    time.sleep(WAIT_S)
-                    self._look()
-                    self._serve()
+            with session.random.aside():  # who sees a pause may draw, so it is seen only in here
+                self._state = "paused"
+                try:
+                    session.journal.beat("paused")
+                    session.subscribers.tell("on_pause", True)
+                    while self._pause_wanted():
+                        time.sleep(WAIT_S)
+                        self._look()
+                        self._serve()
+                finally:
+                    self._state = "running"
         finally:
-            self._state = "running"
             self._paused_s += time.monotonic() - began
             session.measuring.restart()
             session.journal.beat("running")

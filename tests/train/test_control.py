@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +192,34 @@ class TestPause:
         torch.manual_seed(7)
         random.seed(7)
         assert drawn == (torch.rand(3).tolist(), random.random())
+        assert_same_state(session, whole(6))
+
+    def test_who_sees_it_may_draw_at_once(self) -> None:
+        """A pause was seen, and told, while the run's random state was still in force."""
+
+        class Draws(Listener):
+            def on_pause(self, begins: bool) -> None:
+                if begins:
+                    torch.rand(3)
+                    random.random()
+
+        session = make_session(meters=[At(3, lambda s: s.control.pause())])
+        seen: list[str] = []
+
+        @contextmanager
+        def aside() -> Iterator[None]:
+            seen.append(session.control.state)
+            with original():
+                yield
+                seen.append(session.control.state)
+
+        original, session.random.aside = session.random.aside, aside  # type: ignore[method-assign]
+        session.subscribe(Draws())
+        run = session.run(6, thread=True)
+        until(lambda: session.control.state == "paused")
+        session.control.resume()
+        run.wait()
+        assert set(seen) == {"running"}
         assert_same_state(session, whole(6))
 
     @pytest.mark.parametrize("how", ["evaluate", "save", "fork", "summary"])
