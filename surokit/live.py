@@ -413,8 +413,11 @@ def ending_of(error: BaseException) -> str:
     return f"failed: {type(error).__name__}: {error}"
 
 
-def with_targets(count: torch.Tensor | None, labels: Any) -> torch.Tensor | None:
-    """`count`, and how many of `labels` count beside it, on their device; as it was where these are no class labels."""
+def count_targets(count: torch.Tensor | None, labels: Any) -> torch.Tensor | None:
+    """Adds to `count` how many of `labels` are not -100, on their device; leaves it as it was where these are no class labels.
+
+    A causal model also leaves out the first column. Whether the user's model does is not known here.
+    """
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
         return count
     here = (labels != -100).sum()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from surokit.live import Live, with_targets
+from surokit.live import Live, count_targets
 from surokit.train.errors import NoTargetsError
 from surokit.widgets.panel import View, ViewName
 
@@ -84,7 +84,7 @@ class LiveCallback(TrainerCallback):
         """Adds up the labels that count in the parts of a step."""
         replica = getattr(model, "_is_replica", False)  # of DataParallel, in a thread of its own
         if model.training and not replica and not torch.compiler.is_compiling():
-            self._targets = with_targets(self._targets, inputs.get("labels"))
+            self._targets = count_targets(self._targets, inputs.get("labels"))
 
     def _stop_counting(self) -> None:
         if self._counting is not None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from surokit.live import Live, ending_of, with_targets
+from surokit.live import Live, count_targets, ending_of
 from surokit.train.errors import NoTargetsError
 from surokit.widgets.panel import View, ViewName
 
@@ -102,7 +102,7 @@ class LiveCallback(_callback()):  # type: ignore[misc]
         if self.tokens is not None:
             self._tokens += int(self.tokens(batch))
         if isinstance(batch, Mapping):
-            self._targets = with_targets(self._targets, batch.get("labels"))
+            self._targets = count_targets(self._targets, batch.get("labels"))
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
