@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -140,9 +141,9 @@ class Progress:
 
     def begin(self, line: str) -> None:
         """Show the line of a cell that begins."""
-        self._line, self._broken = line, False
+        self._line, self._broken = line[: self._width], False
         self._began_s = self._told_s = self._clock()
-        self._write(line)
+        self._write(self._line)
 
     def tell(self, words: str) -> None:
         """Show what the cell said last, if it is time."""
@@ -150,9 +151,9 @@ class Progress:
             return
         self._told_s = self._clock()
         if self._stream.isatty():
-            self._write(f"\r{f'{self._line}  {words}'[: self.WIDTH]:<{self.WIDTH}}")
+            self._write(f"\r{f'{self._line}  {words}'[: self._width]:<{self._width}}")
         else:
-            self._write(f"\n        {words[: self.WIDTH]}")
+            self._write(f"\n        {words[: self._width]}")
         self._broken = True
 
     def end(self) -> None:
@@ -161,9 +162,17 @@ class Progress:
         if not self._broken:
             self._write(taken)
         elif self._stream.isatty():
-            self._write(f"\r{self._line + taken.rstrip():<{self.WIDTH}}\n")
+            taken = taken.rstrip()
+            self._write(f"\r{self._line[: self._width - len(taken)] + taken:<{self._width}}\n")
         else:
             self._write(f"\n      {taken}")
+
+    @property
+    def _width(self) -> int:
+        """Columns of a line: what is longer than a terminal could not be written over."""
+        if not self._stream.isatty():
+            return self.WIDTH
+        return min(self.WIDTH, max(shutil.get_terminal_size((self.WIDTH, 24)).columns - 1, 20))
 
     def _write(self, text: str) -> None:
         print(text, end="", file=self._stream, flush=True)

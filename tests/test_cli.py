@@ -416,7 +416,8 @@ class Screen(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_what_a_cell_says_is_shown_while_it_runs_now_and_then(terminal):
+def test_what_a_cell_says_is_shown_while_it_runs_now_and_then(terminal, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     now = [0.0]
     screen = Screen(terminal)
     progress = headless.Progress(screen, clock=lambda: now[0])
@@ -439,6 +440,20 @@ def test_what_a_cell_says_is_shown_while_it_runs_now_and_then(terminal):
     assert [line.split(" ·")[0].strip() for line in lines[1:-1] if "step" in line] == between
     assert lines[-1] == "[ 2/2] more()  0.1 s"
     assert "too soon" not in screen.getvalue()
+
+
+def test_no_line_is_wider_than_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    now = [0.0]
+    screen = Screen(terminal=True)
+    progress = headless.Progress(screen, clock=lambda: now[0])
+    progress.begin("[ 1/2] a first line that is longer than the terminal is wide")
+    now[0] = 1.0
+    progress.tell("step 1 / 40")
+    now[0] = 2.0
+    progress.end()
+    assert max(len(written) for written in screen.getvalue().replace("\n", "\r").split("\r")) <= 39
+    assert screen.lines() == ["[ 1/2] a first line that is long  2.0 s"]
 
 
 def test_a_sessions_panel_says_how_long_it_takes(tmp_path, capsys, monkeypatch):
