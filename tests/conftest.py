@@ -25,8 +25,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 with suppress(ImportError):
     import hypothesis
 
-    hypothesis.settings.register_profile("repeat", deadline=None, derandomize=True)
-    hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("repeat", deadline=None, derandomize=True, suppress_health_check=slow)
+    hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000, suppress_health_check=slow)
     hypothesis.settings.load_profile("repeat")
 
 

@@ -1,7 +1,7 @@
 """The planner's widget, driven in Python: controls plan again, the picture follows, a contradiction is a sentence."""
 
-import statistics
-import time
+import sys
+from contextlib import contextmanager
 from xml.etree import ElementTree
 
 import nbformat
@@ -211,15 +211,31 @@ def test_its_style_leaves_other_pictures_of_the_page_alone():
     assert all(rule.startswith(".sk.plan ") for rule in rules.removeprefix(panel).split("}") if rule)
 
 
-def test_a_change_takes_less_than_a_tenth_of_a_second():
+def test_a_change_is_little_work():
+    """A picture that follows a slider: what a change calls in Python, which no processor's speed counts into."""
     explorer = explore(PLAN)
-    seconds = []
-    for value in ("1", "2", "4", "8", "16", "32", "64"):
-        start = time.perf_counter()
-        explorer.controls["batch"].value = value
-        explorer.bundle()
-        seconds.append(time.perf_counter() - start)
-    assert statistics.median(seconds) < 0.1
+    calls = []
+    for value in ("1", "2", "4", "8"):
+        with counted() as count:
+            explorer.controls["batch"].value = value
+            explorer.bundle()
+        calls.append(count[0])
+    assert max(calls) < 60_000
+
+
+@contextmanager
+def counted():
+    count = [0]
+
+    def note(frame, event, argument):
+        count[0] += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield count
+    finally:
+        sys.setprofile(before)
 
 
 def test_without_ipywidgets_the_picture_stands_alone(monkeypatch, screen, capsys):
