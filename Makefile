@@ -26,13 +26,14 @@ quickstart: $(VENV)/.lab ## install what is needed and run the main job: three r
 lab: $(VENV)/.lab ## the notebooks in JupyterLab
 	@$(PY) -m jupyterlab notebooks/01_quickstart.ipynb
 
+# one thread a process: where other work takes a core, a team of threads waits for its slowest at every small operation
 test: $(VENV)/.test ## all tests: lint, types, units, notebooks
 	@echo "== ruff and mypy"
 	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy surokit kernels tests docs/notebooks.py
 	@echo "== tests"
 	@OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 --dist loadfile --timeout 300 -m "not gpu and not soak"
 	@echo "== notebooks"
-	@$(PYTEST) --nbval-lax notebooks -p no:xdist
+	@OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 --dist loadfile --nbval-lax notebooks
 
 # numbers must not depend on what the author's processor can do: without bf16 instructions and AMX, which oneDNN is told not to use
 PLAIN_CPU := tests/nn tests/models tests/kernels tests/planner/test_memory.py tests/test_quantizer.py tests/test_accuracy.py tests/test_convert.py \
