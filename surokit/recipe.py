@@ -284,6 +284,11 @@ class Recipe:
                 deciding = rule
         return deciding if deciding and deciding.action == "keep" else None
 
+    @property
+    def numbers(self) -> Recipe:
+        """The recipe without what changes no number: whether decoded weights are kept."""
+        return replace(self, keeps_decoded=None)
+
     # -- as text and as data
 
     def algebra(self) -> str:

@@ -24,7 +24,7 @@ from surokit.train.measuring import Attachable, Meter, settings_of
 from surokit.train.optim import spec_from_dict, spec_to_dict
 from surokit.train.random_state import RandomState, seeded
 from surokit.train.schedule import schedule_from_dict, schedule_to_dict
-from surokit.train.setup import another_recipe, rebuild_model
+from surokit.train.setup import check_recipe, rebuild_model
 
 if TYPE_CHECKING:
     from surokit.train.session import Session
@@ -76,12 +76,12 @@ def model_of(found: checkpoints.Checkpoint, model: nn.Module | None, recipe: Rec
     """The model of a checkpoint with its recipe and fusion, but not its weights yet; `model` where one is given."""
     meta = found.meta
     saved = Recipe.from_dict(meta["recipe"]) if meta["recipe"] else None
-    if recipe is not None and find_recipe(recipe) != saved:
-        raise another_recipe(saved, find_recipe(recipe))
+    given = saved if recipe is None else find_recipe(recipe)
+    check_recipe(saved, given)
     if model is None:
         model = rebuild_model(found)
-    if convert.recipe_of(model) is None and saved is not None:
-        convert.apply(model, saved)
+    if convert.recipe_of(model) is None and given is not None:
+        convert.apply(model, given)
     if meta.get("fusion") and fusion_of(model) is None:
         fuse(model, Fusion(**meta["fusion"]))
     return model
@@ -103,8 +103,7 @@ def load(session: Session, found: checkpoints.Checkpoint) -> None:
     """Takes on a checkpoint's state. Everything is checked before anything changes, except what the parts refuse."""
     meta = found.meta
     saved = Recipe.from_dict(meta["recipe"]) if meta["recipe"] else None
-    if saved != session.recipe:
-        raise another_recipe(saved, session.recipe)
+    check_recipe(saved, session.recipe)
     own = session.data.fingerprint
     if meta["data"] != own:
         raise ResumeError(

@@ -13,8 +13,8 @@ import torch
 from surokit.data import Tokenizer, check_vocabulary, load_tokenizer
 from surokit.data.conversations import prompt_for_reply
 from surokit.train.random_state import seeded
-from surokit.train.setup import loss_of, targets_in, vocabulary_of
-from surokit.train.stream import Batch, check_batch
+from surokit.train.setup import loss_of, targets_in
+from surokit.train.stream import Batch
 
 if TYPE_CHECKING:
     from surokit.train.session import Session
@@ -38,10 +38,11 @@ def evaluation(session: Session, source: Iterable[Batch]) -> Evaluation:
     count = torch.zeros((), dtype=torch.int64, device=device)
     with aside(session), torch.no_grad():
         for batch in source:
-            check_batch(batch, session.vocabulary)
-            batch = session.to_device(batch)
-            targets = targets_in(batch)
-            loss = loss_of(session.engine.with_room(session.model, **batch))
+            session.vocabulary.check(batch)
+            there = session.to_device(batch)
+            targets = targets_in(there)
+            with session.vocabulary.explains(batch):
+                loss = loss_of(session.engine.with_room(session.model, **there))
             # a batch without labels has a mean of nothing
             total += torch.where(targets > 0, loss.to(total.dtype) * targets, 0)
             count += targets
@@ -55,11 +56,14 @@ def sample(
     session: Session, prompt: str, max_new_tokens: int, temperature: float, seed: int, tokenizer: Any = None
 ) -> str:
     """Returns `prompt` and how the model continues it."""
-    chosen = _tokenizer(session, tokenizer)
-    ids = chosen.encode(prompt)
+    own = session.data.tokenizer
+    # the data's may be anybody's, as long as it does these two things
+    takes = tokenizer is None and hasattr(own, "encode") and hasattr(own, "decode")
+    chosen = own if takes else _tokenizer(session, tokenizer)
+    ids = list(chosen.encode(prompt))
     if not ids:
         raise ValueError("The prompt has no tokens: give at least a word.")
-    return chosen.decode(ids + _continued(session, ids, max_new_tokens, temperature, seed))
+    return str(chosen.decode(ids + _continued(session, ids, max_new_tokens, temperature, seed)))
 
 
 def chat(
@@ -89,7 +93,7 @@ def _tokenizer(session: Session, given: Any) -> Tokenizer:
             "surokit.chat(...) as data."
         )
     tokenizer = load_tokenizer(given)
-    check_vocabulary(tokenizer, vocabulary_of(session.model))
+    check_vocabulary(tokenizer, session.vocabulary.size)
     return tokenizer
 
 

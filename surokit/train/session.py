@@ -45,6 +45,7 @@ from surokit.train.records import Record, Records
 from surokit.train.running import Running
 from surokit.train.schedule import Cosine, Schedule
 from surokit.train.setup import (
+    Vocabulary,
     build_optimizer,
     check_place,
     check_settings,
@@ -53,11 +54,10 @@ from surokit.train.setup import (
     options_for_documents,
     parts_of,
     planned_steps,
-    vocabulary_of,
     with_targets,
 )
 from surokit.train.status import RunInfo
-from surokit.train.stream import Batch, Stream, check_batch, check_source
+from surokit.train.stream import Batch, Stream, check_source
 from surokit.train.summary import Summary, summarize
 from surokit.train.telling import Arrivals, Subscriber, Subscribers
 
@@ -140,8 +140,8 @@ class Session:
         self.compile, self.max_skipped = compile, max_skipped
         self.random = OwnRandom(seed, self.device)
         self.data = Stream(data, accumulate, guard=self._own_random, loop=self._loop)
-        self.vocabulary = vocabulary_of(model)
-        check_vocabulary(data, self.vocabulary)
+        self.vocabulary = Vocabulary.of(model)
+        check_vocabulary(data, self.vocabulary.size)
         self.run_dir, found = claim_folder(run_dir, exist)
         self.report = None
         if recipe is not None and convert.recipe_of(model) != find_recipe(recipe):
@@ -298,7 +298,7 @@ class Session:
 
     def _step(self, batches: Sequence[Batch]) -> Record:
         for batch in batches:
-            check_batch(batch, self.vocabulary)
+            self.vocabulary.check(batch)
         check_place(self.model, self.device)
         self._prepare()
         if not self.model.training:
@@ -311,7 +311,8 @@ class Session:
             try:
                 parts = [self.to_device(batch) for batch in with_targets(batches)]
                 lr = self.engine.set_rate(None if self.schedule is None else self.schedule(self.steps))
-                with self.measuring.watched(self.engine, self.steps + 1, parts), self._compilation(parts):
+                watched = self.measuring.watched(self.engine, self.steps + 1, parts)
+                with self.vocabulary.explains(*batches), watched, self._compilation(parts):
                     loss, targets = self.engine.gradients(parts)
                 self.control.final = True
                 values = self.engine.update(loss, targets)
@@ -617,11 +618,13 @@ class Session:
     @contextmanager
     def _compilation(self, parts: Sequence[Batch]) -> Iterator[None]:
         """Around forward and backward: while they compile they can be given up, and where that fails it is said."""
-        with self.control.compilation if self.engine.will_compile(parts) else nullcontext():
+        compiles = self.engine.will_compile(parts)
+        with self.control.compilation if compiles else nullcontext():
             try:
                 yield
             except KeyboardInterrupt:
-                self.engine.forget_compiled()  # the next step begins it anew
+                if compiles:
+                    self.engine.forget_compiled()  # the next step begins it anew
                 raise
         if why := self.engine.not_compiled:
             self.engine.not_compiled = ""

@@ -8,7 +8,9 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +102,41 @@ def check_place(model: nn.Module, device: torch.device) -> None:
         )
 
 
-def vocabulary_of(model: nn.Module) -> int:
-    """Rows of the model's token embedding, its largest one; a model without embeddings takes any token."""
-    return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=sys.maxsize)
+@dataclass(frozen=True)
+class Vocabulary:
+    """How many tokens a model knows. stated: by the model itself, so that other numbers are refused before a step; otherwise it is
+    the largest embedding's rows, which may be of something else, and only explains a step that failed."""
+
+    size: int
+    stated: bool
+
+    @staticmethod
+    def of(model: nn.Module) -> Vocabulary:
+        """A Decoder's, or as a model of transformers says where its tokens come in and go out; any number without embeddings."""
+        if isinstance(size := getattr(getattr(model, "config", None), "vocab", None), int):
+            return Vocabulary(size, stated=True)
+        ends = []
+        for name in ("get_input_embeddings", "get_output_embeddings"):
+            with suppress(NotImplementedError):
+                ends.append(len(getattr(getattr(model, name, lambda: None)(), "weight", ())))
+        if any(ends):
+            return Vocabulary(max(ends), stated=True)
+        sizes = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
+        return Vocabulary(max(sizes, default=sys.maxsize), stated=False)
+
+    def check(self, batch: Any) -> None:
+        """ValueError or TypeError where this is no batch, or has numbers outside of what the model states."""
+        check_batch(batch, self.size if self.stated else None)
+
+    @contextmanager
+    def explains(self, *batches: Batch) -> Iterator[None]:
+        """Inside, a failure of the model is a ValueError where a batch has numbers outside."""
+        try:
+            yield
+        except (IndexError, RuntimeError):
+            for batch in batches:
+                check_batch(batch, self.size)
+            raise
 
 
 def options_for_documents(model: nn.Module) -> dict[str, Any]:
@@ -177,11 +211,13 @@ def rebuild_model(found: checkpoints.Checkpoint) -> nn.Module:
     return model
 
 
-def another_recipe(saved: Recipe | None, given: Recipe | None) -> ResumeError:
-    return ResumeError(
-        f"The checkpoint was trained with {saved or 'no recipe'} and this session has {given or 'no recipe'}: "
-        "resume with the checkpoint's, or fork() to another after resuming."
-    )
+def check_recipe(saved: Recipe | None, given: Recipe | None) -> None:
+    """ResumeError where a checkpoint's recipe computes other numbers than the one that it is resumed with."""
+    if (saved and saved.numbers) != (given and given.numbers):
+        raise ResumeError(
+            f"The checkpoint was trained with {saved or 'no recipe'} and this session has {given or 'no recipe'}: "
+            "resume with the checkpoint's, or fork() to another after resuming."
+        )
 
 
 def parts_of(batch: Batch | Sequence[Batch], accumulate: int) -> Sequence[Batch]:

@@ -428,6 +428,18 @@ class TestRefusing:
             make_session(run_dir=run_dir, exist="resume")
         assert Session.resume(run_dir, Toy(), data=make_batches(), recipe=sk.FP8_ROWWISE).steps == 2
 
+    @pytest.mark.parametrize("keep", [True, False])
+    def test_whether_decoded_weights_are_kept_is_no_other_recipe(self, keep: bool, tmp_path: Path) -> None:
+        recipe = sk.QFP8.lora(rank=4, targets=("hidden",))
+        session = make_session(run_dir=tmp_path / "run", recipe=recipe)
+        session.run(2)
+        session.save()
+        again = Session.resume(tmp_path / "run", Toy(), data=make_batches(), recipe=recipe.decode_once(keep))
+        assert again.recipe == recipe.decode_once(keep)
+        session.run(4)
+        again.run(4)
+        assert_same_state(session, again)
+
     def test_other_data(self, run_dir: Path) -> None:
         with pytest.raises(ResumeError, match="data is not what the run was started with .*fingerprint"):
             Session.resume(run_dir, Toy(), data=make_batches(seed=1))
@@ -570,6 +582,24 @@ class TestDecoder:
         name = r"the output of model\.layers\.1\.mlp\.up_proj is the first that is not finite \(product: forward\)"
         with pytest.warns(UserWarning, match=name), pytest.raises(sk.train.NonFiniteError, match=name):
             session.run(1)
+
+    def test_anybodys_tokenizer_samples(self) -> None:
+        """What the data was made with, if it encodes and decodes."""
+
+        class Letters:
+            def encode(self, text: str) -> tuple[int, ...]:
+                return tuple(ord(letter) % VOCAB for letter in text)
+
+            def decode(self, ids: list[int]) -> str:
+                return "".join(chr(96 + i) for i in ids)
+
+        class Data(list[Any]):
+            tokenizer = Letters()
+
+        session = make_session(self.make(), Data(make_batches()))
+        assert session.sample("abc", max_new_tokens=4).startswith("abc")
+        with pytest.raises(TypeError, match="is not a tokenizer"):
+            session.sample("abc", tokenizer=Letters())
 
     def test_text_to_sample(self, tmp_path: Path) -> None:
         """Text in, steps, a checkpoint in the middle of an epoch, and text out."""

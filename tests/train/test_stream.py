@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import surokit as sk
 from surokit.data.batches import Batches
 from surokit.train.errors import ResumeError
+from surokit.train.setup import Vocabulary
 from surokit.train.stream import Batch, Stream, check_batch, fingerprint, join
-from tests.train.toys import VOCAB, assert_same_state, make_batches, make_session, whole
+from tests.train.toys import VOCAB, Toy, assert_same_state, make_batches, make_session, whole
 
 
 class Loader:
@@ -247,6 +250,50 @@ def test_a_session_refuses_them_before_the_step(name: str) -> None:
     assert session.steps == 1
     with pytest.raises(ValueError, match=f"{VOCAB}, and the model's vocabulary"):
         session.evaluate(batches)
+
+
+class OwnTable(Toy):
+    """Its tokens come from a parameter, and an embedding is there for something else."""
+
+    def __init__(self, head: int = 2 * VOCAB) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2 * VOCAB, 16))
+        self.lm_head = nn.Linear(16, head, bias=False)
+        self.embed.forward = lambda ids: nn.functional.embedding(ids, self.table)  # type: ignore[assignment]
+
+
+def test_what_may_be_no_vocabulary_refuses_nothing() -> None:
+    batches = make_batches(2)
+    batches[1]["input_ids"][0, 3] = batches[1]["labels"][0, 3] = 2 * VOCAB - 1
+    session = make_session(OwnTable(), batches)
+    session.run(2)
+    assert session.steps == 2
+    session.evaluate(batches)
+
+
+@pytest.mark.parametrize(("stated", "asked"), [("get_input_embeddings", 1), ("", 2)])
+def test_what_a_model_states_is_held_against_batches_before_it_is_called(stated: str, asked: int) -> None:
+    class Counting(Toy):
+        calls = 0
+
+        def forward(self, *args: Any, **options: Any) -> Any:
+            self.calls += 1
+            return super().forward(*args, **options)
+
+    model = Counting()
+    if stated:
+        object.__setattr__(model, stated, lambda: model.embed)
+    batches = make_batches(2)
+    batches[1]["input_ids"][0, 3] = VOCAB
+    with pytest.raises(ValueError, match=f"{VOCAB}, and the model's vocabulary"):
+        make_session(model, batches).run(2)
+    assert model.calls == asked
+
+
+def test_a_decoder_states_its_vocabulary() -> None:
+    config = sk.DecoderConfig(layers=1, width=16, heads=2, kv_heads=1, vocab=VOCAB, ffn=24)
+    assert Vocabulary.of(sk.Decoder(config)) == Vocabulary(VOCAB, stated=True)
+    assert Vocabulary.of(Toy()) == Vocabulary(VOCAB, stated=False)
 
 
 def test_what_a_gpu_holds_is_not_looked_at() -> None:
