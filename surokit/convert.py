@@ -7,6 +7,7 @@ state-dict keys, so optimizers and wrappers that hold it go on working. Adapters
 from __future__ import annotations
 
 import html
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _ATTRIBUTE = "_surokit_recipe"
 _FROZEN = "_surokit_frozen"  # names of the parameters that a recipe froze
+# layers of which a session has decided whether they keep their decoded weight, and its bytes: all sessions share the room
+_keepers: weakref.WeakKeyDictionary[Linear, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -297,9 +300,12 @@ def keep_decoded(model: nn.Module) -> str:
     dtype = dtype_of(model)
     kept = [_decoded_bytes(layer, dtype) for layer in layers]
     on_cpu = all(layer.weight.device.type == "cpu" for layer in layers)
-    keep = bool(kept) and on_cpu and sum(kept) <= room_for_decoded()
-    for layer in layers:
+    own = set(layers)
+    others = sum(nbytes for layer, nbytes in _keepers.items() if layer.keeps_decoded and layer not in own)
+    keep = bool(kept) and on_cpu and others + sum(kept) <= room_for_decoded()
+    for layer, nbytes in zip(layers, kept):
         layer.keep_decoded(keep)
+        _keepers[layer] = nbytes
     return f"{_of_decoded(kept)}; recipe.decode_once(False) saves them" if keep else ""
 
 

@@ -36,6 +36,7 @@ _WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_COR
 
 UNKNOWN = "unknown"
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _converts: bool | None = None  # None: as the processor says
 _kept = threading.local()
 
@@ -62,7 +63,7 @@ def linear(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         return mm(x_TK, w_NK.t())
     if not _pays(x_TK, w_NK.t()) or bias_N.dtype != x_TK.dtype:
         return torch.nn.functional.linear(x_TK, w_NK, bias_N)
-    y_TN = bias_N.expand(len(x_TK), len(w_NK)).contiguous()
+    y_TN = bias_N.new_empty((len(x_TK), len(w_NK))).copy_(bias_N)
     return _through_float32_(y_TN, x_TK, w_NK.t(), 1.0, 1.0)
 
 
@@ -133,6 +134,8 @@ def choice(device: torch.device) -> tuple[str, str]:
 def _pays(a_MK: Tensor, b_KN: Tensor) -> bool:
     if not through_float32(a_MK) or b_KN.dtype != a_MK.dtype:
         return False
+    if type(a_MK) not in _PLAIN or type(b_KN) not in _PLAIN or torch.compiler.is_exporting():
+        return False  # without data of their own to convert, or of sizes that are not known yet
     if torch.is_grad_enabled() and (a_MK.requires_grad or b_KN.requires_grad):  # scratch is not for autograd to record
         return False
     (M, K), N = a_MK.shape, b_KN.shape[1]
@@ -163,7 +166,7 @@ def _through_float32_(y_MN: Tensor, a_MK: Tensor, b_KN: Tensor, beta: float, alp
         ab = torch.mm(a, b)
         return y_MN.copy_(ab if alpha == 1 else ab.mul_(alpha))
     m, k, n = _block(M, K, N)
-    buffer = _scratch(y_MN, m * n + m * k + k * n)
+    buffer = _scratch(m * n + m * k + k * n)
     for rows, columns in product(_cut(M, m), _cut(N, n)):
         y_block = y_MN if (m, n) == (M, N) else y_MN[rows, columns]
         y = _room(y_block, buffer, 0)
@@ -174,7 +177,9 @@ def _through_float32_(y_MN: Tensor, a_MK: Tensor, b_KN: Tensor, beta: float, alp
             b_block = b_KN if (k, n) == (K, N) else b_KN[terms, columns]
             a = _room(a_block, buffer, m * n).copy_(a_block)
             b = _room(b_block, buffer, m * n + m * k).copy_(b_block)
-            y.addmm_(a, b, beta=1.0 if terms.start else beta, alpha=alpha)
+            torch.addmm(
+                y, a, b, beta=1.0 if terms.start else beta, alpha=alpha, out=y
+            )  # FlopCounterMode counts no addmm_
         y_block.copy_(y)
     return y_MN
 
@@ -196,10 +201,8 @@ def _room(x: Tensor, buffer: Tensor, first: int) -> Tensor:
     return buffer.as_strided((R, C), (1, R) if turned else (C, 1), first)
 
 
-def _scratch(like: Tensor, elements: int) -> Tensor:
-    """float32 numbers of this thread, kept from call to call; fresh ones for tensors without data (torch.compile's, vmap's)."""
-    if type(like) is not Tensor:
-        return like.new_empty(elements, dtype=torch.float32)
+def _scratch(elements: int) -> Tensor:
+    """float32 numbers of this thread, kept from call to call."""
     kept: Tensor | None = getattr(_kept, "buffer", None)
     if kept is None or kept.numel() < elements:
         with torch.inference_mode(False):

@@ -117,7 +117,8 @@ def new_key(device: torch.device, generator: torch.Generator | None = None, seed
 # -- products
 
 mm, addmm_, linear = matmul.mm, matmul.addmm_, matmul.linear  # of matrices that are not quantized
-through_float32, converting, bf16_instructions = matmul.through_float32, matmul.converting, matmul.bf16_instructions
+through_float32, converts, converting = matmul.through_float32, matmul.converts, matmul.converting
+bf16_instructions = matmul.bf16_instructions
 emulated_mm = _ops.emulated_mm  # from bfloat16 factors; see kernels/reference/gemm.py
 fp8_mm, nv_mm, nf4_mm = _ops.fp8_mm, _ops.nv_mm, _ops.nf4_mm  # of activations and a frozen weight, decoded on the way
 
@@ -131,6 +132,7 @@ __all__ = [
     "bf16_instructions",
     "choices",
     "converting",
+    "converts",
     "linear",
     "mm",
     "new_key",

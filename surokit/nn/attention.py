@@ -86,7 +86,10 @@ def attention(
         k_BGTD, v_BGTD = k_BGTD.repeat_interleave(repeats, 1), v_BGTD.repeat_interleave(repeats, 1)
         grouped = False
     how: dict[str, Any] = {"is_causal": causal and mask is None, "scale": scale, "enable_gqa": grouped}
-    if kernels.through_float32(q_BHTD) and torch.is_grad_enabled():
+    hides = (
+        mask is None or mask.dtype == torch.bool
+    )  # one that is added may want a gradient, and has a dtype of its own
+    if kernels.through_float32(q_BHTD) and torch.is_grad_enabled() and hides:
         if torch.compiler.is_compiling():
             q, k, v = (x.float() for x in (q_BHTD, k_BGTD, v_BGTD))
             return F.scaled_dot_product_attention(q, k, v, mask, **how).to(q_BHTD.dtype)

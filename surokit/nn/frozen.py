@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from surokit import kernels
@@ -127,6 +127,15 @@ class Frozen:
             self._amaxes_S = own_S
         else:
             self._codes.clear()
+
+
+def is_own(weights: Sequence[Tensor]) -> bool:
+    """Whether these are a model's own frozen parameters, whose changes torch counts: not those of inference mode, and not those
+    that are streamed in for their layer's turn."""
+    return all(
+        type(w) is nn.Parameter and not w.requires_grad and not w.is_inference() and not hasattr(w, "borrowed")
+        for w in weights
+    )
 
 
 def in_one_process() -> bool:

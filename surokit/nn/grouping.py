@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from surokit.nn.delayed import DelayedScales
-from surokit.nn.frozen import Frozen, Members, can_stay, in_one_process
+from surokit.nn.frozen import Frozen, Members, can_stay, in_one_process, is_own
 from surokit.nn.fusion import Fusion
 from surokit.nn.joint import side_by_side
 from surokit.nn.linear import AdapterMatrix, Linear
@@ -241,10 +241,8 @@ def _frozen(
         worth = codes and fusion.frozen == "transposed"
     slots = [layer.first_slot + SLOTS["w"] for layer in layers] if any(q and q.delayed for q in (b, b_t)) else []
     same = not slots or (scales is not None and b == b_t and scales.spaced(slots))
-    steady = all(type(w) is nn.Parameter and not w.requires_grad and not w.is_inference() for w in weights)
-    steady = steady and not any(hasattr(w, "borrowed") for w in weights)  # streamed: here for the layer's turn only
-    stay = can_stay(b) and can_stay(b_t) and in_one_process()
-    if fusion.frozen == "no" or not (worth and same and steady and stay):
+    stay = can_stay(b) and can_stay(b_t) and is_own(weights) and in_one_process()
+    if fusion.frozen == "no" or not (worth and same and stay):
         keeper.frozen = None
         return None
     what = (recipe.gemms, storage, outputs, slots, fusion.frozen)

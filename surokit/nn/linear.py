@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from surokit import kernels
-from surokit.nn.frozen import Frozen, Kept, in_one_process
+from surokit.nn.frozen import Frozen, Kept, in_one_process, is_own
 from surokit.nn.products import Precision, three_products
 from surokit.quantized import Quantized, quantize
 from surokit.quantizer import Quantizer
@@ -28,18 +28,33 @@ from surokit.recipe import Lora
 
 def linear(x: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear: x [..., K] to [..., N]; bfloat16 goes through float32 on a CPU where that is faster."""
-    if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+    if not _is_plain(x, w_NK, bias_N) or is_transformed():
+        return F.linear(x, w_NK, bias_N)
+    if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         x, w_NK, bias_N = x.to(dtype), w_NK.to(dtype), None if bias_N is None else bias_N.to(dtype)
     alike = w_NK.dtype == x.dtype and (bias_N is None or bias_N.dtype == x.dtype) and x.shape[-1:] == w_NK.shape[1:]
-    if not alike or not kernels.through_float32(x) or is_transformed():
+    if not alike or not kernels.through_float32(x):
         return F.linear(x, w_NK, bias_N)
     y_TN: Tensor = _ThroughFloat32.apply(x.reshape(-1, x.shape[-1]), w_NK, bias_N)
     return y_TN.view(*x.shape[:-1], len(w_NK))
 
 
+def _is_plain(*operands: Tensor | None) -> bool:
+    """Whether these are a CPU's own tensors whose products may go through float32: other kinds of tensors (DTensor, quantized
+    weights of torchao) have an F.linear of their own, and autocast leaves float64 as it is."""
+    return kernels.converts() and all(
+        t is None or (type(t) in _PLAIN and t.device.type == "cpu" and t.dtype != torch.float64) for t in operands
+    )
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
 def is_transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation looks on, which our autograd functions have no rules for."""
+    """Whether torch.export, torch.func or forward-mode differentiation looks on: our autograd functions have no rules for them."""
+    if torch.compiler.is_exporting():
+        return True
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
@@ -125,6 +140,10 @@ class Linear(nn.Linear):
         super()._apply(fn, recurse)
         return self
 
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        self.frozen = self.kept = None  # torch cannot swap in parameters that are still referred to
+        super()._load_from_state_dict(*args, **options)
+
     def forward(self, x: Tensor) -> Tensor:
         if self.precision is None and self.storage is None:
             y = linear(x, self.weight, self.bias)
@@ -206,13 +225,17 @@ class Linear(nn.Linear):
     def decoded_weight(self, dtype: torch.dtype) -> Tensor:
         """The stored weight [N, K] for a layer that keeps it: on a CPU the same tensor each time, until the codes change."""
         parts = self.weight, *self.stored_scales
-        own = all(type(p) is nn.Parameter and p.device.type == "cpu" for p in parts)
-        if not own or torch.compiler.is_compiling() or not in_one_process():
+        if (
+            self.weight.device.type != "cpu"
+            or torch.compiler.is_compiling()
+            or not (is_own(parts) and in_one_process())
+        ):
             return self.dense_weight(dtype)
-        if self.kept is None or not self.kept.serves(parts, dtype):
+        kept = self.kept  # other threads may put another one there
+        if kept is None or not kept.serves(parts, dtype):
             with torch.inference_mode(False), torch.no_grad():
-                self.kept = Kept(parts, self.dense_weight(dtype))
-        return self.kept.numbers
+                kept = self.kept = Kept(parts, self.dense_weight(dtype))
+        return kept.numbers
 
     @property
     def decodes(self) -> bool:

@@ -274,9 +274,10 @@ def machine_gib() -> float | None:
     return round(held / 2**30, 2)
 
 
-def room_for_decoded() -> float:
-    """Bytes that the decoded weights of a session on a CPU may take: a quarter of the memory that this process may have."""
-    return 0.25 * (machine_gib() or 0.0) * 2**30
+def room_for_decoded(gib: float | None = None) -> float:
+    """Bytes that decoded weights may take on a CPU, those of all sessions together: a quarter of the machine's memory, GiB, or of
+    what this process may have."""
+    return 0.25 * (gib or machine_gib() or 0.0) * 2**30
 
 
 def register(gpu: Gpu) -> Gpu:

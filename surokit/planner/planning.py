@@ -445,7 +445,7 @@ def plan(
     if setup.offloads:
         setup = replace(setup, graphs=False)
     if kind == "cpu" and recipe != own.get("recipe"):
-        recipe = _as_a_session_decodes(shape, parameters, recipe, setup)
+        recipe = _as_a_session_decodes(shape, parameters, recipe, setup, device)
     # our layers compute norms and SwiGLU again, which are no products
     ours = layers == "surokit" or bool(fused)
     repeated: Recompute = "none" if recompute == "selective" and ours else recompute
@@ -543,14 +543,14 @@ def _own_fusion(subject: Subject, layers: Layers, device: str) -> Any:
     return subject.own.arguments.get("fusion", by_default)
 
 
-def _as_a_session_decodes(shape: Shape | None, parameters: float, recipe: Any, setup: Setup) -> Any:
-    """The recipe on a CPU: where it leaves open whether stored weights are decoded once, as a session on this machine decides."""
-    if getattr(recipe, "storage", None) is None or recipe.keeps_decoded is not None:
+def _as_a_session_decodes(shape: Shape | None, parameters: float, recipe: Any, setup: Setup, device: Gpu | None) -> Any:
+    """The recipe on a CPU: where it leaves open whether stored weights are decoded once, as a session there decides."""
+    if not setup.training or getattr(recipe, "storage", None) is None or recipe.keeps_decoded is not None:
         return recipe
     once = recipe.decode_once()
     terms = count_memory(shape, parameters, once, setup).terms
     decoded = sum(term.bytes for term in terms if term.name == "dequantized weight")
-    return once if decoded <= room_for_decoded() else recipe
+    return once if decoded <= room_for_decoded(device.memory_gib if device else None) else recipe
 
 
 def _trains(shape: Shape | None, parameters: float, recipe: Any, setup: Setup) -> float:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from surokit import kernels
 from surokit.kernels.reference import attention, loss, matmul
@@ -231,6 +232,65 @@ def test_autocast(through_float32):
     y.float().sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
+
+
+def test_autocast_leaves_float64_alone(through_float32):
+    x, w = torch.randn(128, 96, dtype=torch.float64), torch.randn(160, 96, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear(x, w), F.linear(x, w))
+    assert linear(x, w).dtype == torch.float64
+
+
+@pytest.mark.parametrize("other", ["x", "w", "bias"])
+def test_other_kinds_of_tensors_are_asked_for_their_own_product(other, through_float32):
+    """As quantized weights of torchao and DTensors have one."""
+
+    class Other(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            asked.append(function)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    asked = []
+    operands = {"x": torch.randn(128, 96), "w": torch.randn(160, 96), "bias": torch.randn(160)}
+    operands = {name: t.bfloat16() for name, t in operands.items()}
+    operands[other] = operands[other].as_subclass(Other)
+    linear(*operands.values())
+    assert F.linear in asked
+
+
+def test_a_bias_is_not_written_into(monkeypatch, through_float32):
+    """Of one row it has the result's shape."""
+    monkeypatch.setattr(matmul, "_least_reuse", lambda: 1e-9)
+    x, w, bias = (torch.randn(size).bfloat16() for size in ((1, 96), (160, 96), (160,)))
+    before = bias.clone()
+    y = matmul.linear(x, w, bias)
+    assert torch.equal(bias, before)
+    assert y.data_ptr() != bias.data_ptr()
+
+
+def test_flops_are_counted(through_float32):
+    x, w = torch.randn(128, 96).bfloat16().requires_grad_(), torch.randn(160, 96).bfloat16().requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        linear(x, w).float().sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 128 * 96 * 160
+
+
+def test_a_model_of_any_length_is_exported(through_float32):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.randn(160, 96).bfloat16())
+
+        def forward(self, x):
+            return linear(x, self.w)
+
+    lengths = {"x": {0: torch.export.Dim("T", min=2, max=4096)}}
+    for strict in (False, True):
+        exported = torch.export.export(
+            Layer(), (torch.randn(64, 96).bfloat16(),), dynamic_shapes=lengths, strict=strict
+        )
+        assert exported.module()(torch.randn(4000, 96).bfloat16()).shape == (4000, 160)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch.func.jvp's own

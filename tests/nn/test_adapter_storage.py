@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import surokit as sk
+from surokit import convert
 from surokit.models import load, load_adapter, merge, save, save_adapter, unmerge
 from surokit.nn.linear import Linear
 from surokit.quantized import sqnr_db
@@ -407,6 +408,47 @@ def test_a_session_on_a_cpu_decodes_once_where_there_is_room(tiny, batch, monkey
     assert decodings(crowded.model, batch, monkeypatch) == 4 + 3
     told = sk.Session(Tiny(), [batch], recipe=recipe.decode_once(False), schedule=None)
     assert decodings(told.model, batch, monkeypatch) == 4 + 3
+
+
+def test_sessions_share_the_room(tiny, batch, monkeypatch):
+    recipe = sk.QNF4.lora(rank=4, targets=TARGETS)
+    room = 4 * 32 * 64 * 2 * 1.5
+    convert._keepers.clear()  # of other tests
+    monkeypatch.setattr("surokit.planner.hardware.room_for_decoded", lambda: room)
+    first = sk.Session(tiny, [batch], recipe=recipe, schedule=None)
+    second = sk.Session(Tiny(), [batch], recipe=recipe, schedule=None)
+    assert (bool(first.decoded), bool(second.decoded)) == (True, False)
+    assert sk.Session(first.model, [batch], schedule=None).decoded, "a model is not held against itself"
+    sk.apply(first.model, recipe.decode_once(False))
+    assert sk.Session(Tiny(), [batch], recipe=recipe, schedule=None).decoded
+
+
+@pytest.mark.parametrize("kind", ["made in inference mode", "borrowed"])
+def test_what_may_change_unseen_is_not_kept(kind):
+    with torch.inference_mode(kind == "made in inference mode"):
+        layer = layer_with(sk.QNF4.storage, 64, 128)
+    layer.keep_decoded(True)
+    if kind == "borrowed":
+        layer.weight.borrowed = True
+    x = torch.randn(4, 128).bfloat16()
+    before = layer(x)
+    assert layer.kept is None
+    layer.keep_decoded(False)
+    assert torch.equal(layer(x), before)
+
+
+def test_parameters_are_swapped_in():
+    layer, other = (layer_with(sk.QNF4.storage, 64, 128) for _ in range(2))
+    layer.keep_decoded(True)
+    x = torch.randn(4, 128).bfloat16()
+    layer(x)
+    assert layer.kept is not None
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layer.load_state_dict(other.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert torch.equal(layer(x), other(x))
 
 
 def test_forward_holds_what_the_report_counts():

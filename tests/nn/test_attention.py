@@ -185,6 +185,18 @@ def test_a_masked_gradient_through_float32(window, documents, compiled):
         assert (ours.double() - exact).norm() < 0.004 * exact.norm()
 
 
+def test_a_mask_that_is_added_gets_torchs_attention():
+    """It may have a dtype of its own and want a gradient."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, T, D).bfloat16().requires_grad_() for heads in (H, G, G))
+    bias = torch.randn(T, T).bfloat16().requires_grad_()
+    with converting(True):
+        ours = torch.autograd.grad(attention(q, k, v, mask=bias).float().sum(), (q, k, v, bias))
+    theirs = F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)
+    for a, b in zip(ours, torch.autograd.grad(theirs.float().sum(), (q, k, v, bias))):
+        assert torch.equal(a, b)
+
+
 def test_the_mask_of_positions_is_the_mask_of_documents_with_a_window():
     for window in (None, 2, 30):
         found, expected = (

@@ -11,7 +11,7 @@ import torch
 import surokit as sk
 from surokit.bench.memory import Setting, measure, model_of
 from surokit.nn.linear import Linear
-from surokit.planner import plan
+from surokit.planner import Gpu, plan
 from surokit.train.capture import Capture
 
 CONFIG = sk.DecoderConfig(layers=2, width=128, heads=4, kv_heads=2, vocab=256, ffn=256)
@@ -187,8 +187,13 @@ def test_what_a_session_decodes_once_is_planned(monkeypatch):
     assert plan(CONFIG, recipe=recipe, gpu="cpu").recipe == recipe.decode_once()
     for told in (recipe.decode_once(False), recipe.decode_once()):
         assert plan(CONFIG, recipe=told, gpu="cpu").recipe == told
-    monkeypatch.setattr("surokit.planner.planning.room_for_decoded", lambda: 1.0)
+    assert plan(CONFIG, recipe=recipe, gpu="cpu", training=False).recipe == recipe, "that is a session's alone"
+    monkeypatch.setattr("surokit.planner.hardware.machine_gib", lambda: 1e-6)
     assert plan(CONFIG, recipe=recipe, gpu="cpu").recipe == recipe == plan(CONFIG, recipe=recipe, gpu="H100").recipe
+    server = Gpu("server", memory_gib=512, device="cpu")
+    assert plan(CONFIG, recipe=recipe, gpu=server).recipe == recipe.decode_once(), (
+        "its memory counts, not this machine's"
+    )
 
 
 def test_checkpointing_of_transformers_is_recompute():
