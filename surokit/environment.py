@@ -114,7 +114,7 @@ def float32_precision() -> str:
 class Finding:
     """One line of the doctor's table.
 
-    state: ok, native, float32 (products are computed in it), emulated, missing or low. remedy: empty where none is needed.
+    state: ok, busy, native, float32 (products are computed in it), emulated, missing or low. remedy: empty where none is needed.
     """
 
     group: str
@@ -188,8 +188,18 @@ def _core() -> list[Finding]:
         why = "not installed; the reference kernels run instead"
         remedy = "pip install triton" if sys.platform == "linux" else ""
         findings.append(Finding("kernels", "triton", "missing", why, remedy))
-    findings.append(Finding("core", "cpu", "ok", f"{cpu_model()}, {cores()} cores"))
+    findings.append(_cpu())
     return findings
+
+
+def _cpu() -> Finding:
+    words = f"{cpu_model()}, {cores()} cores"
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # not on Windows
+    if busy < cores() / 2:
+        return Finding("core", "cpu", "ok", words)
+    # torch's threads wait by spinning, so the one that has no core to itself holds up all of them at every operation
+    remedy = "OMP_NUM_THREADS=1 for small models, OMP_WAIT_POLICY=passive for others, set before torch is imported"
+    return Finding("core", "cpu", "busy", f"{words}, {busy:.1f} busy in the last minute", remedy)
 
 
 def _gpu() -> tuple[str, tuple[int, int] | None]:

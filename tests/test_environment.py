@@ -191,6 +191,19 @@ def test_front_ends(monkeypatch):
     assert front_end() == "marimo"
 
 
+def test_a_busy_processor_is_told(monkeypatch):
+    monkeypatch.setattr("surokit.environment.cores", lambda: 4)
+    monkeypatch.setattr("os.getloadavg", lambda: (1.9, 4.0, 4.0), raising=False)
+    assert doctor()["cpu"].state == "ok"
+    monkeypatch.setattr("os.getloadavg", lambda: (2.04, 0.0, 0.0), raising=False)
+    cpu = doctor()["cpu"]
+    assert cpu.state == "busy"
+    assert cpu.detail.endswith("4 cores, 2.0 busy in the last minute")
+    assert "OMP_WAIT_POLICY=passive" in cpu.remedy
+    monkeypatch.delattr("os.getloadavg", raising=False)  # as on Windows
+    assert doctor()["cpu"].state == "ok"
+
+
 def test_tables():
     assert text_table([("a", "1"), ("bb", "22")], header=("x", "y"), right=(1,)) == "  x    y\n  a    1\n  bb  22"
     assert text_table([]) == ""
