@@ -7,6 +7,7 @@ state-dict keys, so optimizers and wrappers that hold it go on working. Adapters
 from __future__ import annotations
 
 import html
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ _ATTRIBUTE = "_surokit_recipe"
 _FROZEN = "_surokit_frozen"  # names of the parameters that a recipe froze
 # layers of which a session has decided whether they keep their decoded weight, and its bytes: all sessions share the room
 _keepers: weakref.WeakKeyDictionary[Linear, int] = weakref.WeakKeyDictionary()
+_deciding = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -299,14 +301,19 @@ def keep_decoded(model: nn.Module) -> str:
     layers = [layer for _, layer in linear_layers(model) if isinstance(layer, Linear) and layer.decodes]
     dtype = dtype_of(model)
     kept = [_decoded_bytes(layer, dtype) for layer in layers]
-    on_cpu = all(layer.weight.device.type == "cpu" for layer in layers)
+    on_cpu = all(_is_on_cpu(layer) for layer in layers)
     own = set(layers)
-    others = sum(nbytes for layer, nbytes in _keepers.items() if layer.keeps_decoded and layer not in own)
-    keep = bool(kept) and on_cpu and others + sum(kept) <= room_for_decoded()
-    for layer, nbytes in zip(layers, kept):
-        layer.keep_decoded(keep)
-        _keepers[layer] = nbytes
+    with _deciding:
+        others = sum(n for layer, n in _keepers.items() if layer not in own and layer.keeps_now and _is_on_cpu(layer))
+        keep = bool(kept) and on_cpu and others + sum(kept) <= room_for_decoded()
+        for layer, nbytes in zip(layers, kept):
+            layer.keep_decoded(keep)
+            _keepers[layer] = nbytes
     return f"{_of_decoded(kept)}; recipe.decode_once(False) saves them" if keep else ""
+
+
+def _is_on_cpu(layer: Linear) -> bool:
+    return layer.weight.device.type == "cpu"
 
 
 def _decoded_bytes(layer: Linear, dtype: torch.dtype) -> int:

@@ -194,12 +194,16 @@ def _core() -> list[Finding]:
 
 def _cpu() -> Finding:
     words = f"{cpu_model()}, {cores()} cores"
-    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # not on Windows
-    if busy < cores() / 2:
+    try:
+        busy = os.getloadavg()[0]  # of the whole machine, this process included
+    except (AttributeError, OSError):  # not on every system
+        busy = 0.0
+    if busy < 0.75 * (os.cpu_count() or 1):
         return Finding("core", "cpu", "ok", words)
     # torch's threads wait by spinning, so the one that has no core to itself holds up all of them at every operation
     remedy = "OMP_NUM_THREADS=1 for small models, OMP_WAIT_POLICY=passive for others, set before torch is imported"
-    return Finding("core", "cpu", "busy", f"{words}, {busy:.1f} busy in the last minute", remedy)
+    words += f"; of the machine's {os.cpu_count()} were {busy:.1f} busy in the last minute"
+    return Finding("core", "cpu", "busy", words, remedy)
 
 
 def _gpu() -> tuple[str, tuple[int, int] | None]:

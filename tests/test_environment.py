@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -192,14 +193,16 @@ def test_front_ends(monkeypatch):
 
 
 def test_a_busy_processor_is_told(monkeypatch):
-    monkeypatch.setattr("surokit.environment.cores", lambda: 4)
-    monkeypatch.setattr("os.getloadavg", lambda: (1.9, 4.0, 4.0), raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.getloadavg", lambda: (2.9, 4.0, 4.0), raising=False)
     assert doctor()["cpu"].state == "ok"
-    monkeypatch.setattr("os.getloadavg", lambda: (2.04, 0.0, 0.0), raising=False)
+    monkeypatch.setattr("os.getloadavg", lambda: (3.04, 0.0, 0.0), raising=False)
     cpu = doctor()["cpu"]
     assert cpu.state == "busy"
-    assert cpu.detail.endswith("4 cores, 2.0 busy in the last minute")
+    assert cpu.detail.endswith("of the machine's 4 were 3.0 busy in the last minute")
     assert "OMP_WAIT_POLICY=passive" in cpu.remedy
+    monkeypatch.setattr("os.getloadavg", mock.Mock(side_effect=OSError), raising=False)
+    assert doctor()["cpu"].state == "ok"
     monkeypatch.delattr("os.getloadavg", raising=False)  # as on Windows
     assert doctor()["cpu"].state == "ok"
 

@@ -56,10 +56,12 @@ def sample(
     session: Session, prompt: str, max_new_tokens: int, temperature: float, seed: int, tokenizer: Any = None
 ) -> str:
     """Returns `prompt` and how the model continues it."""
-    own = session.data.tokenizer
-    # the data's may be anybody's, as long as it does these two things
-    takes = tokenizer is None and hasattr(own, "encode") and hasattr(own, "decode")
-    chosen = own if takes else _tokenizer(session, tokenizer)
+    try:
+        chosen = _tokenizer(session, tokenizer)
+    except TypeError:  # the data's may be anybody's, as long as it does these two things
+        chosen = session.data.tokenizer
+        if tokenizer is not None or not (hasattr(chosen, "encode") and hasattr(chosen, "decode")):
+            raise
     ids = list(chosen.encode(prompt))
     if not ids:
         raise ValueError("The prompt has no tokens: give at least a word.")

@@ -1,6 +1,7 @@
 """An adapter over every storage and under every recipe: gradients pass, the base never moves, and merging can be undone."""
 
 import copy
+import weakref
 from unittest import mock
 
 import peft
@@ -390,6 +391,12 @@ def test_what_is_kept_is_decoded_again_when_the_codes_change(storage):
     assert layer.float().kept is None
 
 
+@pytest.fixture(autouse=True)
+def no_other_sessions(monkeypatch):
+    """Those of other tests may live until the collector runs."""
+    monkeypatch.setattr(convert, "_keepers", weakref.WeakKeyDictionary())
+
+
 def test_a_session_on_a_cpu_decodes_once_where_there_is_room(tiny, batch, monkeypatch):
     recipe = sk.QNF4.lora(rank=4, targets=TARGETS)
     weights = 4 * 32 * 64 * 2 / 2**30  # decoded
@@ -413,7 +420,6 @@ def test_a_session_on_a_cpu_decodes_once_where_there_is_room(tiny, batch, monkey
 def test_sessions_share_the_room(tiny, batch, monkeypatch):
     recipe = sk.QNF4.lora(rank=4, targets=TARGETS)
     room = 4 * 32 * 64 * 2 * 1.5
-    convert._keepers.clear()  # of other tests
     monkeypatch.setattr("surokit.planner.hardware.room_for_decoded", lambda: room)
     first = sk.Session(tiny, [batch], recipe=recipe, schedule=None)
     second = sk.Session(Tiny(), [batch], recipe=recipe, schedule=None)

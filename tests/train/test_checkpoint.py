@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -436,6 +437,10 @@ class TestRefusing:
         session.save()
         again = Session.resume(tmp_path / "run", Toy(), data=make_batches(), recipe=recipe.decode_once(keep))
         assert again.recipe == recipe.decode_once(keep)
+        converted = Toy()
+        sk.apply(converted, recipe)  # as a model is that is rebuilt
+        other = Session.resume(tmp_path / "run", converted, data=make_batches(), recipe=recipe.decode_once(keep))
+        assert other.recipe == recipe.decode_once(keep)
         session.run(4)
         again.run(4)
         assert_same_state(session, again)
@@ -583,7 +588,7 @@ class TestDecoder:
         with pytest.warns(UserWarning, match=name), pytest.raises(sk.train.NonFiniteError, match=name):
             session.run(1)
 
-    def test_anybodys_tokenizer_samples(self) -> None:
+    def test_anybodys_tokenizer_samples(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What the data was made with, if it encodes and decodes."""
 
         class Letters:
@@ -598,6 +603,10 @@ class TestDecoder:
 
         session = make_session(self.make(), Data(make_batches()))
         assert session.sample("abc", max_new_tokens=4).startswith("abc")
+        plain = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 1, "b": 2}, unk_token="a"))
+        plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        monkeypatch.setattr(Data, "tokenizer", plain)  # encodes to something else than ids, and is adapted
+        assert session.sample("a b", max_new_tokens=2).startswith("a b")
         with pytest.raises(TypeError, match="is not a tokenizer"):
             session.sample("abc", tokenizer=Letters())
 

@@ -290,6 +290,17 @@ def test_what_a_model_states_is_held_against_batches_before_it_is_called(stated:
     assert model.calls == asked
 
 
+def test_another_failure_is_not_explained_by_a_guess() -> None:
+    class NoRoom(OwnTable):
+        def forward(self, *args: Any, **options: Any) -> Any:
+            raise torch.OutOfMemoryError
+
+    batches = make_batches(1)
+    batches[0]["input_ids"][0, 3] = 2 * VOCAB - 1
+    with pytest.raises(torch.OutOfMemoryError):
+        make_session(NoRoom(), batches).run(1)
+
+
 def test_a_decoder_states_its_vocabulary() -> None:
     config = sk.DecoderConfig(layers=1, width=16, heads=2, kv_heads=1, vocab=VOCAB, ffn=24)
     assert Vocabulary.of(sk.Decoder(config)) == Vocabulary(VOCAB, stated=True)
