@@ -177,9 +177,8 @@ def _through_float32_(y_MN: Tensor, a_MK: Tensor, b_KN: Tensor, beta: float, alp
             b_block = b_KN if (k, n) == (K, N) else b_KN[terms, columns]
             a = _room(a_block, buffer, m * n).copy_(a_block)
             b = _room(b_block, buffer, m * n + m * k).copy_(b_block)
-            torch.addmm(
-                y, a, b, beta=1.0 if terms.start else beta, alpha=alpha, out=y
-            )  # FlopCounterMode counts no addmm_
+            # not addmm_, which FlopCounterMode does not count
+            torch.addmm(y, a, b, beta=1.0 if terms.start else beta, alpha=alpha, out=y)
         y_block.copy_(y)
     return y_MN
 

@@ -80,10 +80,9 @@ def model_of(found: checkpoints.Checkpoint, model: nn.Module | None, recipe: Rec
     check_recipe(saved, given)
     if model is None:
         model = rebuild_model(found)
-    of_model = convert.recipe_of(model)
+    own = convert.recipe_of(model)
     # one that differs only in what is kept of decoded weights gives way to the one that was asked for
-    asked = recipe is not None and of_model is not None and given is not None and of_model.numbers == given.numbers
-    if given is not None and (of_model is None or (asked and of_model != given)):
+    if given is not None and (own is None or (recipe is not None and own != given and own.numbers == given.numbers)):
         convert.apply(model, given)
     if meta.get("fusion") and fusion_of(model) is None:
         fuse(model, Fusion(**meta["fusion"]))

@@ -255,10 +255,10 @@ def test_a_session_refuses_them_before_the_step(name: str) -> None:
 class OwnTable(Toy):
     """Its tokens come from a parameter, and an embedding is there for something else."""
 
-    def __init__(self, head: int = 2 * VOCAB) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.randn(2 * VOCAB, 16))
-        self.lm_head = nn.Linear(16, head, bias=False)
+        self.lm_head = nn.Linear(16, 2 * VOCAB, bias=False)
         self.embed.forward = lambda ids: nn.functional.embedding(ids, self.table)  # type: ignore[assignment]
 
 
