@@ -36,7 +36,7 @@ _WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_COR
 
 UNKNOWN = "unknown"
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)  # what may be converted; other kinds of tensors multiply themselves
 _converts: bool | None = None  # None: as the processor says
 _kept = threading.local()
 
@@ -134,7 +134,7 @@ def choice(device: torch.device) -> tuple[str, str]:
 def _pays(a_MK: Tensor, b_KN: Tensor) -> bool:
     if not through_float32(a_MK) or b_KN.dtype != a_MK.dtype:
         return False
-    if type(a_MK) not in _PLAIN or type(b_KN) not in _PLAIN or torch.compiler.is_exporting():
+    if type(a_MK) not in PLAIN or type(b_KN) not in PLAIN or torch.compiler.is_exporting():
         return False  # without data of their own to convert, or of sizes that are not known yet
     if torch.is_grad_enabled() and (a_MK.requires_grad or b_KN.requires_grad):  # scratch is not for autograd to record
         return False

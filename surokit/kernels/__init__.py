@@ -118,13 +118,14 @@ def new_key(device: torch.device, generator: torch.Generator | None = None, seed
 
 mm, addmm_, linear = matmul.mm, matmul.addmm_, matmul.linear  # of matrices that are not quantized
 through_float32, converts, converting = matmul.through_float32, matmul.converts, matmul.converting
-bf16_instructions = matmul.bf16_instructions
+bf16_instructions, PLAIN = matmul.bf16_instructions, matmul.PLAIN
 emulated_mm = _ops.emulated_mm  # from bfloat16 factors; see kernels/reference/gemm.py
 fp8_mm, nv_mm, nf4_mm = _ops.fp8_mm, _ops.nv_mm, _ops.nf4_mm  # of activations and a frozen weight, decoded on the way
 
 __all__ = [
     "FUSED",
     "OPERATIONS",
+    "PLAIN",
     "Choice",
     "addmm_",
     "amax",

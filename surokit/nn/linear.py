@@ -44,11 +44,9 @@ def _is_plain(*operands: Tensor | None) -> bool:
     """Whether these are a CPU's own tensors whose products may go through float32: other kinds of tensors (DTensor, quantized
     weights of torchao) have an F.linear of their own, and autocast leaves float64 as it is."""
     return kernels.converts() and all(
-        t is None or (type(t) in _PLAIN and t.device.type == "cpu" and t.dtype != torch.float64) for t in operands
+        t is None or (type(t) in kernels.PLAIN and t.device.type == "cpu" and t.dtype != torch.float64)
+        for t in operands
     )
-
-
-_PLAIN = (Tensor, nn.Parameter)
 
 
 def is_transformed() -> bool:
