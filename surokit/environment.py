@@ -99,6 +99,16 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def spare_cores(seconds: float = 0.25) -> int:
+    """Cores of this process that nothing else used in the `seconds` that this call takes, rounded; at least 1."""
+    if find_spec("psutil") is None:  # the package was installed without what it needs
+        return cores()
+    import psutil
+
+    used = psutil.cpu_percent(interval=seconds) / 100 * psutil.cpu_count()  # of the whole machine
+    return max(1, min(cores(), round(psutil.cpu_count() - used)))
+
+
 def float32_precision() -> str:
     """torch's "highest", "high" or "medium" for float32 products; "high" where its newer switches say so, since torch then
     refuses to be asked."""
@@ -194,16 +204,14 @@ def _core() -> list[Finding]:
 
 def _cpu() -> Finding:
     words = f"{cpu_model()}, {cores()} cores"
-    try:
-        busy = os.getloadavg()[0]  # of the whole machine, this process included
-    except (AttributeError, OSError):  # not on every system
-        busy = 0.0
-    if busy < 0.75 * (os.cpu_count() or 1):
+    spare = spare_cores()
+    if spare == cores():
         return Finding("core", "cpu", "ok", words)
     # torch's threads wait by spinning, so the one that has no core to itself holds up all of them at every operation
-    remedy = "OMP_NUM_THREADS=1 for small models, OMP_WAIT_POLICY=passive for others, set before torch is imported"
-    words += f"; of the machine's {os.cpu_count()} were {busy:.1f} busy in the last minute"
-    return Finding("core", "cpu", "busy", words, remedy)
+    remedy = (
+        f"OMP_NUM_THREADS={spare} for small models, OMP_WAIT_POLICY=passive for others, set before torch is imported"
+    )
+    return Finding("core", "cpu", "busy", f"{words}; other programs leave about {spare} free", remedy)
 
 
 def _gpu() -> tuple[str, tuple[int, int] | None]:

@@ -21,6 +21,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
+from surokit.environment import cores, spare_cores
+
 _KERNEL = "surokit"
 _PICTURES = {"image/png": "png", "image/svg+xml": "svg"}
 
@@ -225,8 +227,14 @@ def _kernel_manager(scratch: Path) -> Any:
 
 
 def _kernel_environment(scratch: Path) -> dict[str, str]:
-    """The process's environment, with empty folders in place of the user's IPython and Jupyter settings."""
+    """The process's environment, with empty folders in place of the user's IPython and Jupyter settings.
+
+    Where other programs use cores, torch gets no more threads than cores are free: all threads wait for the slowest.
+    """
     own = {name: str(scratch / name.lower()) for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR")}
+    if "OMP_NUM_THREADS" not in os.environ and (spare := spare_cores()) < cores():
+        print(f"Other programs use the processor: torch computes with {spare} of {cores()} threads.", flush=True)
+        own["OMP_NUM_THREADS"] = str(spare)
     return {**os.environ, **own}
 
 

@@ -246,7 +246,7 @@ def no_constant(name):
 
 def test_doctor_as_json(capsys, monkeypatch):
     """The keys are documented in docs/index.md."""
-    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)  # the same for both
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval: 0.0)  # the same for both
     assert cli.main(["doctor", "--json"]) == 0
     said = json.loads(capsys.readouterr().out, parse_constant=no_constant)
     found = sk.doctor()
@@ -455,6 +455,22 @@ def test_no_line_is_wider_than_the_terminal(monkeypatch):
     progress.end()
     assert max(len(written) for written in screen.getvalue().replace("\n", "\r").split("\r")) <= 39
     assert screen.lines() == ["[ 1/2] a first line that is long  2.0 s"]
+
+
+@pytest.mark.parametrize(("spare", "threads"), [(1, "1"), (3, "None")])
+def test_a_busy_processor_leaves_the_notebook_fewer_threads(spare, threads, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(headless, "cores", lambda: 3)
+    monkeypatch.setattr(headless, "spare_cores", lambda: spare)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    source = "import os\nprint('threads:', os.environ.get('OMP_NUM_THREADS'))"
+    notebook = write(tmp_path / "nb.ipynb", new_code_cell(source, metadata={"tags": ["result"]}))
+    assert headless.execute(notebook, tmp_path / "run") == 0
+    said = capsys.readouterr().out
+    assert ("torch computes with 1 of 3 threads" in said) == (spare < 3)
+    assert f"threads: {threads}\n" in said
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # the user's own word counts
+    assert headless.execute(notebook, tmp_path / "run") == 0
+    assert "threads: 2\n" in capsys.readouterr().out
 
 
 def test_a_sessions_panel_says_how_long_it_takes(tmp_path, capsys, monkeypatch):
