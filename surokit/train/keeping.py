@@ -92,7 +92,7 @@ def model_of(found: checkpoints.Checkpoint, model: nn.Module | None, recipe: Rec
 def settings_in(found: checkpoints.Checkpoint, changes: dict[str, Any]) -> dict[str, Any]:
     """Arguments of Session: the checkpoint's, and `changes`."""
     meta = found.meta
-    settings = {**meta["settings"], "compile": meta["compile"], "graphs": meta.get("graphs", "auto"), **changes}
+    settings = {**meta["settings"], "compile": meta["compile"] is True, "graphs": meta.get("graphs", "auto"), **changes}
     try:
         settings.setdefault("optimizer", spec_from_dict(meta["optimizer"]) if "optimizer" not in changes else None)
         settings.setdefault("schedule", schedule_from_dict(meta["schedule"]) if "schedule" not in changes else None)

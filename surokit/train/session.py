@@ -97,7 +97,7 @@ class Session:
     save_every, keep: how often `run` saves, in steps (and when it ends), and how many checkpoints stay; None: all.
     run_dir: folder for records and checkpoints; None writes nothing. exist: what to do where it has content already:
         "new" takes the next free name, "resume" goes on from its latest checkpoint, "error" raises FileExistsError.
-    compile: True compiles the model with torch.compile in the first step, which takes a minute or more; "auto" and False do not.
+    compile: True compiles the model with torch.compile in the first step, which takes a minute or more.
         Where compiling fails the run goes on without and says so.
     graphs: "auto" records steps as CUDA graphs where they can be, which gives the same numbers; `session.graphs` says whether and
         why not. True warns where they cannot be, False does without.
@@ -125,7 +125,7 @@ class Session:
         keep: int | None = 2,
         run_dir: str | Path | None = None,
         exist: Exist = "new",
-        compile: bool | Literal["auto"] = "auto",
+        compile: bool = False,
         graphs: bool | Literal["auto"] = "auto",
         meters: Sequence[Meter | Attachable] = (),
         max_skipped: int = 5,
@@ -611,7 +611,7 @@ class Session:
             yield
 
     def _prepare(self) -> None:
-        if self.engine.prepare(self.compile is True):
+        if self.engine.prepare(self.compile):
             print(f"surokit: {COMPILING}", file=sys.stderr, flush=True)
             self.note(COMPILING)
 

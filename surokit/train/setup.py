@@ -58,8 +58,8 @@ def check_settings(
         raise TypeError(
             f"Session(schedule=...): a function from step to factor such as surokit.Cosine(), not {schedule!r}."
         )
-    if compile not in (True, False, "auto"):
-        raise ValueError(f"Session(compile={compile!r}): True, False or 'auto'.")
+    if not isinstance(compile, bool):
+        raise ValueError(f"Session(compile={compile!r}): True or False.")
     if graphs not in (True, False, "auto"):
         raise ValueError(f"Session(graphs={graphs!r}): True, False or 'auto'.")
     if eval is not None:

@@ -3,6 +3,7 @@ compiles here is a stand-in, which fails, waits or is interrupted as the test sa
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -65,19 +66,21 @@ class Switch:
 
 
 class TestAskedFor:
-    @pytest.mark.parametrize("asked", [False, "auto"])
-    def test_nobody_compiles_unasked(self, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nobody_compiles_unasked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """However many steps are planned."""
         compiler = Compiler(monkeypatch)
-        session = make_session(compile=asked, schedule=None)
+        session = make_session(schedule=None)
         session.stop_when(lambda record: record.step == 2)
         session.run(100_000)
         assert (session.steps, compiler.made, session.engine.compiled) == (2, 0, False)
 
-    def test_it_is_the_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        compiler = Compiler(monkeypatch)
-        make_session().run(1)
-        assert compiler.made == 0
+    def test_a_checkpoint_of_before_that_left_it_open_resumes(self, tmp_path: Path) -> None:
+        session = make_session(run_dir=tmp_path)
+        session.run(1)
+        session.save()
+        (meta,) = tmp_path.rglob("session.json")
+        meta.write_text(json.dumps({**json.loads(meta.read_text()), "compile": "auto"}))
+        assert Session.resume(tmp_path, Toy(), data=session.data.source).compile is False
 
     def test_whoever_asks_gets_it(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         compiler = Compiler(monkeypatch)
