@@ -5,6 +5,7 @@ Importing it changes nothing and loads nothing but this table: a name is importe
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -64,7 +65,7 @@ def __getattr__(name: str) -> Any:
         return value
     if name in _MODULES:
         return import_module(f"surokit.{name}")
-    raise AttributeError(f"surokit has no {name!r}")
+    raise AttributeError(f"module 'surokit' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

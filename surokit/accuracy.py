@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from surokit import kernels
 from surokit.convert import linear_layers, on_device, precision, why_kept
 from surokit.nn.linear import Linear
+from surokit.nn.loss import IGNORED
 from surokit.places import check_values
 from surokit.product import product
 from surokit.quantized import Quantized, quantize
@@ -198,6 +199,8 @@ def operands_of(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Oper
     They are in the model's dtype: a float32 model runs in float32. In evaluation mode: dropout would
     draw from the random state, and make every call another one.
     """
+    if "labels" in batch and (batch["labels"] == IGNORED).all():
+        raise ValueError("No label of the batch counts, all are -100, so it has no gradients: take another batch.")
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
     layers = dict(linear_layers(model))

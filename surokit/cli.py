@@ -163,6 +163,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     asked.add_argument(
         "--recipes", action="store_true", help="the same run in every recipe: time, memory, native or not"
     )
+    asked.add_argument("--fitting", action="store_true", help="what would make it fit, and what each remedy costs")
     asked.add_argument("--largest", choices=("batch", "length", "layers"), help="the largest that fits")
     asked.add_argument("--days", type=_number, metavar="N", help="how many GPUs are done in so many days?")
     asked.add_argument("--plot", type=Path, metavar="FILE", help="memory as a picture: .png, .svg or .pdf")
@@ -338,7 +339,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return 0 if found.ok else 1
 
 
-_QUESTIONS = ("fits", "recipes", "largest", "days", "plot", "json")
+_QUESTIONS = ("fits", "fitting", "recipes", "largest", "days", "plot", "json")
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -374,6 +375,9 @@ def _answers(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[An
         fits = planned.fits(gib)
         words = f"  {'fits' if fits else 'does not fit'} in {gib:g} GiB: {figures.gib(planned.memory.gib)}"
         answers["fits"] = (fits, f"{words}, most of it {planned.memory.largest.name}")
+    if arguments.fitting:
+        found = planned.fitting(gib=gib)
+        answers["fitting"] = (found.table().to_dict("records"), str(found))
     if arguments.largest is not None:
         most = questions.largest(planned, arguments.largest, gib=gib)
         room = f"{gib:g} GiB" if gib is not None or planned.gpu is None else f"{planned.gpu.name}'s memory"

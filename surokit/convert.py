@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from surokit.nn.delayed import DelayedScales, banks_of
 from surokit.nn.linear import Linear
 from surokit.nn.products import Precision
+from surokit.places import check_module
 from surokit.product import computes
 from surokit.recipe import BF16, Recipe, count_blocks, find_recipe
 
@@ -112,6 +113,7 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
     Raises ValueError for an unknown recipe name or GPU, a model without linear layers, or an adapter whose targets match none;
     TypeError for stored weights that a cast has spoilt. The model is then as it was.
     """
+    check_module(model, "apply")
     recipe = find_recipe(recipe)
     layers = list(linear_layers(model))
     if not layers:
@@ -148,10 +150,17 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
     if recipe.keeps_decoded:
         notes.append(_of_decoded([row.decoded for row in rows if row.decoded]))
     if recipe.storage and hasattr(model, "save_pretrained"):
-        has_adapter = any(_is_adapter(name) for name, _ in model.named_parameters())
-        keeper = "surokit.save_adapter" if has_adapter else "surokit.save, which takes a surokit.Decoder"
-        notes.append(f"keep this model with {keeper}: save_pretrained() would lose the scales of its weights")
+        notes.append(_of_keeping(model))
     return Report(recipe, tuple(rows), emulation(recipe, next(model.parameters()).device), tuple(notes))
+
+
+def _of_keeping(model: nn.Module) -> str:
+    """How the model is written to disk: with save_pretrained() weights would lose their scales."""
+    if hasattr(model, "peft_config"):
+        return "save_pretrained() of this PEFT model writes its adapter; a base that it wrote would lack the scales of its weights"
+    has_adapter = any(_is_adapter(name) for name, _ in model.named_parameters())
+    keeper = "surokit.save_adapter" if has_adapter else "surokit.save, which takes a surokit.Decoder"
+    return f"keep this model with {keeper}: save_pretrained() would lose the scales of its weights"
 
 
 def recipe_of(model: nn.Module) -> Recipe | None:
@@ -165,6 +174,7 @@ def precision(model: nn.Module, recipe: Recipe | str) -> Iterator[nn.Module]:
 
     `with surokit.precision(model, "bf16")` evaluates a model without its quantization. Stored weights stay as they are.
     """
+    check_module(model, "precision")
     recipe = find_recipe(recipe)
     layers = {name: _adopt(layer) for name, layer in linear_layers(model)}
     blocks = count_blocks(layers)

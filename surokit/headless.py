@@ -53,15 +53,18 @@ def execute(notebook: Path, run_dir: Path) -> int:
 
 def fresh_folder(wanted: Path) -> Path:
     """Make `wanted`, or wanted-2, wanted-3, ... if it is there already; made in one step, so two runs never share one."""
-    wanted.parent.mkdir(parents=True, exist_ok=True)
     folder, n = wanted, 1
-    while True:
-        try:
-            folder.mkdir()
-            return folder
-        except FileExistsError:
-            n += 1
-            folder = wanted.with_name(f"{wanted.name}-{n}")
+    try:
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:
+                n += 1
+                folder = wanted.with_name(f"{wanted.name}-{n}")
+    except OSError as error:
+        raise type(error)(f"The folder {wanted} cannot be made ({error.strerror}): choose another.") from error
 
 
 def result_text(nb: Any) -> str:

@@ -46,9 +46,30 @@ def find_device(device: torch.device | str | None, who: str) -> torch.device:
     return found
 
 
+def check_module(model: object, who: str) -> None:
+    """TypeError for what is no torch.nn.Module. who: the function that was asked, such as "apply"."""
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{who}() takes a model, a torch.nn.Module, not a {type(model).__name__}: load one with surokit.load()."
+        )
+
+
+def check_dtype(dtype: object, who: str) -> None:
+    """ValueError for what parameters cannot have. who: the function that was asked, such as "load"."""
+    import torch
+
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(
+            f"{who}(dtype={dtype!r}): parameters are torch.bfloat16, torch.float16 or torch.float32; recipe= quantizes weights."
+        )
+
+
 def check_values(model: nn.Module, who: str, ends: str | tuple[str, ...] = "") -> None:
     """ValueError for a model with parameters on the meta device. who: the function that was asked, such as "Session". ends: of the
-    names of parameters that matter."""
+    names of parameters that matter. TypeError for what is no module."""
+    check_module(model, who)
     name = next((name for name, p in model.named_parameters() if p.is_meta and name.endswith(ends)), None)
     if name is not None:
         raise ValueError(

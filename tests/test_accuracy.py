@@ -90,6 +90,12 @@ def test_a_frozen_weight_has_no_grad_weight(tiny, batch):
     assert set(sk.compare(tiny, batch, sk.FP8.lora()).gemm) == {"forward", "grad_input"}
 
 
+def test_a_batch_from_which_nothing_is_learned_is_refused(tiny, batch):
+    nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    with pytest.raises(ValueError, match="No label of the batch counts, all are -100, so it has no gradients"):
+        sk.compare(tiny, nothing, sk.FP8)
+
+
 def matrices(T=64, K=96, N=32):
     g = torch.Generator().manual_seed(0)
     return (torch.randn(shape, generator=g).bfloat16() for shape in ((T, K), (N, K), (T, N)))

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "product": "formats quantizer quantized kernels",
     "recipe": "formats quantizer",
     "nn": "quantizer quantized product recipe kernels",
-    "convert": "quantizer product recipe nn planner",
+    "convert": "quantizer product recipe nn places planner",
     "accuracy": "quantizer quantized product recipe nn convert kernels places",
     "tuning": "accuracy convert planner recipe tables widgets",
     "models": "formats quantizer quantized recipe kernels nn convert errors hub places",
@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "calibration": "environment kernels planner",
     "profiler": "environment errors tables kernels planner calibration",
     "train": "recipe nn kernels convert accuracy data models environment errors places widgets tables planner profiler offload",
-    "offload": "errors kernels tables train",
+    "offload": "errors kernels places tables train",
     "racing": "train profiler widgets models nn convert recipe quantized quantizer environment places tables",
     "live": "train widgets environment",
     "widgets": "train planner recipe tables",
@@ -197,7 +197,7 @@ def test_every_public_name_resolves_and_is_typed():
     assert {name: module for name, module in typed.items() if name in sk._NAMES} == sk._NAMES
     for name in sk._NAMES:
         assert getattr(sk, name) is not None
-    with pytest.raises(AttributeError, match="has no 'nothing'"):
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         getattr(sk, "nothing")  # noqa: B009
 
 

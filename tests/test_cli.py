@@ -157,6 +157,16 @@ def test_prices(text, price):
     assert cli._parser().parse_args(["plan", "8e9", "--usd-per-gpu-hour", text]).usd_per_gpu_hour == price
 
 
+def test_what_would_make_a_plan_fit(config, capsys):
+    arguments = [config, "--length", 2048, "--batch", 1, "--gpu", "A40"]
+    said = planned(capsys, *arguments, "--fitting")
+    assert "plan.fitting() says what helps" in "".join(said["answers"])
+    fits = sk.plan(QWEN3_8B, length=2048, batch=1, gpu="A40").fitting()
+    assert [row["remedy"] for row in said["fitting"]] == list(fits.table().remedy)
+    assert cli.main(["plan", *map(str, arguments), "--fitting"]) == 0
+    assert str(fits) in capsys.readouterr().out
+
+
 def test_the_largest_batch_fits_and_one_more_does_not(config, capsys):
     base = sk.plan(QWEN3_8B, length=2048, batch=1, gpu="H100", recipe="qfp8")
     arguments = [config, "--length", 2048, "--batch", 1, "--gpu", "H100", "--recipe", "qfp8", "--largest", "batch"]
@@ -220,6 +230,10 @@ def test_recipes_and_a_picture_of_them(config, tmp_path, capsys):
         ("plan 8e9 --plot nowhere/at/all.png", "No such file"),
         ("plan 8e9 --lora 0", "rank"),
         ("plan", "required: what"),
+        (
+            "quickstart --run-dir /proc/none/at/all",
+            "The folder /proc/none/at/all cannot be made (No such file or directory)",
+        ),
         ("doctor --xyzzy", "unrecognized arguments: --xyzzy (see surokit doctor --help)"),
         ("doctor --jsn", "unrecognized arguments: --jsn; did you mean --json?"),
         ("plan 8e9 --xyzzy", "unrecognized arguments: --xyzzy (see surokit plan --help)"),

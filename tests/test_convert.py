@@ -7,6 +7,7 @@ from torch import nn
 import surokit as sk
 from surokit import convert
 from surokit.convert import recipe_of, roll_scales
+from surokit.errors import CheckpointError
 from surokit.kernels import native
 from surokit.nn.linear import Linear
 
@@ -241,7 +242,7 @@ def test_a_transformers_model_takes_a_recipe(batch):
     assert abs(after - before) < 0.02
 
 
-def test_a_peft_model_keeps_its_adapters_in_bf16(batch):
+def test_a_peft_model_keeps_its_adapters_in_bf16(batch, tmp_path):
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -253,7 +254,11 @@ def test_a_peft_model_keeps_its_adapters_in_bf16(batch):
     report = sk.apply(model, sk.QFP8)
     assert not any("lora_" in row.layer for row in report.rows)
     assert not any(row.adapter for row in report.rows if row.layer.endswith("base_layer"))
-    assert "keep this model with surokit.save_adapter" in repr(report)
+    assert "save_pretrained() of this PEFT model writes its adapter" in repr(report)
+    with pytest.raises(CheckpointError, match=r"adapter is PEFT's own: write it with model.save_pretrained"):
+        sk.save_adapter(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    assert sorted(path.suffix for path in (tmp_path / "theirs").iterdir()) == [".json", ".md", ".safetensors"]
     loss = model(**batch).loss
     loss.backward()
     gradients = {n for n, p in model.named_parameters() if p.grad is not None}

@@ -115,6 +115,38 @@ class TestMeta:
         assert not list(tmp_path.iterdir())
 
 
+class TestWhatIsNoModel:
+    @pytest.mark.parametrize(
+        ("name", "arguments"),
+        [
+            ("apply", (sk.FP8,)),
+            ("compare", ({}, sk.FP8)),
+            ("fuse", ()),
+            ("generate", (None, 2)),
+            ("merge", ()),
+            ("save", ("model",)),
+            ("save_adapter", ("adapter",)),
+            ("unmerge", ()),
+            ("Session", ([],)),
+        ],
+    )
+    def test_it_is_said(self, name: str, arguments: tuple[Any, ...]) -> None:
+        with pytest.raises(TypeError, match=r"takes a (model, a torch\.nn\.Module|surokit\.Decoder), not a list"):
+            getattr(sk, name)([], *arguments)
+
+    def test_precision(self) -> None:
+        with pytest.raises(TypeError, match=r"precision\(\) takes a model"), sk.precision([], "bf16"):  # type: ignore[arg-type]
+            pass
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, torch.float8_e4m3fn])
+    def test_a_dtype_that_parameters_cannot_have(self, dtype: Any, tmp_path: Path) -> None:
+        sk.save(decoder(), tmp_path / "model")
+        with pytest.raises(ValueError, match=r"load\(dtype=.*\): parameters are torch.bfloat16"):
+            sk.load(tmp_path / "model", dtype=dtype)
+        with pytest.raises(ValueError, match=r"Decoder\(dtype=.*\): parameters are torch.bfloat16"):
+            sk.Decoder(decoder().config, dtype=dtype)
+
+
 class TestFolders:
     def test_one_that_is_made(self, tmp_path: Path) -> None:
         make_folder(tmp_path / "a" / "b", "run directory")

@@ -13,7 +13,7 @@ from surokit import convert
 from surokit.errors import CheckpointError
 from surokit.models.folder import Tensors, Wanted, check_tensors, read_json, write_json, written_whole
 from surokit.nn.linear import Linear
-from surokit.places import check_values
+from surokit.places import check_module, check_values
 from surokit.recipe import Lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -39,9 +39,12 @@ def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) 
 
     Raises CheckpointError where the model has no adapter, layers have different ranks, or writing fails.
     """
+    check_module(model, "save_adapter")
     layers = _linears(model)
     adapted = {name: m for name, m in layers.items() if m.has_adapter}
     if not adapted:
+        if hasattr(model, "peft_config"):
+            raise CheckpointError("The model's adapter is PEFT's own: write it with model.save_pretrained(folder).")
         raise CheckpointError("The model has no adapter to save: give it one with surokit.apply(model, recipe.lora()).")
     check_values(model, "save_adapter", _SUFFIXES)
     kinds = {(m.lora_rank, m.lora_alpha) for m in adapted.values()}
@@ -122,6 +125,7 @@ def merge(model: nn.Module, requantize: bool = False, keep: bool = True) -> int:
 
     Raises ValueError where there is no adapter, or where an adapted layer shares its weight with an embedding.
     """
+    check_module(model, "merge")
     adapted = {name: m for name, m in _linears(model).items() if m.has_adapter}
     if not adapted:
         raise ValueError("The model has no adapter to merge: give it one with surokit.apply(model, recipe.lora()).")
@@ -141,6 +145,7 @@ def unmerge(model: nn.Module) -> int:
 
     Raises ValueError where nothing was merged, or merged with keep=False.
     """
+    check_module(model, "unmerge")
     merged = [layer for layer in _linears(model).values() if layer.can_unmerge]
     if not merged:
         raise ValueError(

@@ -36,7 +36,7 @@ from surokit.models.folder import (
 from surokit.models.layouts import Layout, copied, layout_for, layout_of, stored_as
 from surokit.nn.joint import lay
 from surokit.nn.linear import Linear
-from surokit.places import check_values, find_device
+from surokit.places import check_dtype, check_values, find_device
 from surokit.quantized import quantize
 from surokit.recipe import Recipe, find_recipe
 
@@ -66,10 +66,7 @@ def load(
     named), FileNotFoundError where there is no such folder, file or Hub repository, ValueError for a CUDA device that is not there.
     """
     recipe = find_recipe(recipe) if recipe is not None else None
-    if not dtype.is_floating_point or dtype.itemsize < 2:
-        raise ValueError(
-            f"load(dtype={dtype}): parameters are bfloat16, float16 or float32; recipe= quantizes weights."
-        )
+    check_dtype(dtype, "load")
     path = _locate(folder)
     raw = read_json(path / "config.json")
     config = DecoderConfig.from_hf(raw)

@@ -30,7 +30,7 @@ from surokit.nn.qk import split_heads
 from surokit.nn.rope import RotaryEmbedding
 from surokit.nn.sources import is_hooked
 from surokit.nn.stages import Gated, Normed, Plain, project
-from surokit.places import find_device
+from surokit.places import check_dtype, find_device
 
 __all__ = ["Decoder", "DecoderConfig", "KeyValueCache", "Output"]
 
@@ -307,6 +307,8 @@ class Decoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if dtype is not None:
+            check_dtype(dtype, "Decoder")
         self.config = config
         self.name_or_path: str | None = None  # where `load` found it; an adapter's config names it
         with torch.empty(0).device if device is None else find_device(device, "Decoder"):

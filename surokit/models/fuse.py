@@ -25,6 +25,7 @@ from surokit.nn.fusion import OFF, Fusion
 from surokit.nn.joint import LAID, lay
 from surokit.nn.linear import Linear
 from surokit.nn.norm import RMSNorm
+from surokit.places import check_module
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -102,8 +103,7 @@ def fuse(model: nn.Module, fusion: Fusion = _EVERYTHING, **changes: Any) -> Fuse
     Raises TypeError for what is no module or no `Fusion`, and for a field that it does not have, ValueError for a value it does not
     know.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"fuse() takes a torch.nn.Module, not a {type(model).__name__}.")
+    check_module(model, "fuse")
     if not isinstance(fusion, Fusion):
         raise TypeError(f"fuse() takes a surokit.Fusion, not {fusion!r}: Fusion.OFF brings every forward back.")
     known = [f.name for f in fields(Fusion)]

@@ -46,7 +46,7 @@ def generate(
     model.check_range(input_ids)
     if input_ids.shape[1] + max_new_tokens > config.max_length:
         raise ValueError(
-            f"{input_ids.shape[1]} tokens of prompt and {max_new_tokens} new ones are more than the model's "
+            f"{input_ids.shape[1]} tokens of prompt and max_new_tokens={max_new_tokens} are more than the model's "
             f"{config.max_length} (max_length in its config): ask for fewer."
         )
     training = model.training

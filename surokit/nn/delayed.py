@@ -141,6 +141,10 @@ class DelayedScales:
         self.in_force_S.copy_(torch.where(usable, largest_S, self.in_force_S))
         self.open_S.fill_(NOTHING)
 
+    def forget(self) -> None:
+        """Drop what the open step has recorded: the step is not made."""
+        self.open_S.fill_(NOTHING)
+
     def _reduce(self) -> None:
         """Merge the open slots of all processes that hold a shard of the model; nothing where it is not sharded."""
         if not (dist.is_available() and dist.is_initialized()):

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from surokit.offload.forwards import Forward, check_model, forwards_of, link_to
+from surokit.offload.forwards import Forward, forwards_of, link_to
 from surokit.offload.link import Arrival, Link, Ticket
+from surokit.places import check_module
 
 MIN_BYTES = 1 << 20
 _DEAD = 1024  # entries of the tape that may be for nobody any more
@@ -60,7 +61,7 @@ def offload_activations(
     it was copied.
     """
     if model is not None:
-        check_model("offload_activations", model)
+        check_module(model, "offload_activations")
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(f"offload_activations(prefetch={prefetch!r}): a whole number of copies, at least 0.")
     number = isinstance(min_bytes, int | float) and not isinstance(min_bytes, bool)

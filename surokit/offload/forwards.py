@@ -75,12 +75,6 @@ def forwards_of(module: nn.Module, kind: type[F]) -> Iterator[F]:
         forward = getattr(forward, "__wrapped__", None)
 
 
-def check_model(who: str, model: object) -> None:
-    """TypeError unless it is a module. who: the function that was called."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{who}() takes a model, a torch.nn.Module; {type(model).__name__} is none.")
-
-
 def link_to(who: str, device: torch.device | str | None, link: Link | None) -> Link:
     """The link given, or a new one to the device: lean on CUDA. ValueError where they do not fit, TypeError for what is no link."""
     if not isinstance(link, Link | None):

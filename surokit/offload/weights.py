@@ -27,8 +27,9 @@ from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from surokit.offload.forwards import Forward, check_model, forwards_of, link_to
+from surokit.offload.forwards import Forward, forwards_of, link_to
 from surokit.offload.link import Arrival, Link, Ticket
+from surokit.places import check_module
 
 ALIGNMENT = 16  # bytes: products on tensor cores want their operands to begin at a multiple, and joint ones touch
 _SPARES = 2  # host buffers for gradients that are added to others
@@ -65,7 +66,7 @@ def offload_weights(
     plain memory (shards, tensor subclasses, the meta device), prefetch < 1, and a link of another device; TypeError for what is
     no module. In backward, RuntimeError where weights were changed in place since their forward.
     """
-    check_model("offload_weights", model)
+    check_module(model, "offload_weights")
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
         raise ValueError(f"offload_weights(prefetch={prefetch!r}): a whole number of blocks, at least 1.")
     link = link_to("offload_weights", device, link)

@@ -72,6 +72,7 @@ class Recorder:
         self._sampler = Sampler(threading.get_ident()) if sample else None
         self.thread = threading.get_native_id()
         self._pending: bool | None = None  # whether the part that is put off records shapes
+        self._overdue = False  # a step has ended since a part was put off
         self._refused = False  # whether torch's profiler could not be started at all
         self._full = False  # whether all steps were seen
         self._hooks = ExitStack()  # what stays, passively, until the block ends
@@ -126,6 +127,10 @@ class Recorder:
             self.resume()
         return part
 
+    def step_ended(self) -> None:
+        """A step ends; where a part is still put off, that step is not recorded."""
+        self._overdue = self._overdue or self._pending is not None
+
     def resume(self) -> None:
         """Begins the part that was put off."""
         if self._pending is not None and not ranges_left():
@@ -133,7 +138,7 @@ class Recorder:
             give_way()
             if not self._tracer.start(self._pending):
                 self._note(_TAKEN)
-            self._pending = None
+            self._pending, self._overdue = None, False
 
     def _before_module(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
@@ -169,7 +174,7 @@ class Recorder:
     def _stop(self) -> None:
         if self.over:
             return
-        if self._pending is not None:
+        if self._pending is not None and self._overdue:
             self._note(_NEVER_BEGAN)
         self.over, self._pending = True, None
         self.watch.active = False

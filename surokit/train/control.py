@@ -317,6 +317,30 @@ class Control:
             self.midway = self.final = False
 
     @contextmanager
+    def by_hand(self) -> Iterator[None]:
+        """Around a step that the user's own loop takes: an interrupt that comes while weights change is raised once they have."""
+        previous = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or not callable(previous):
+            yield
+            return
+
+        waiting: list[tuple[int, Any]] = []
+
+        def handler(number: int, frame: Any) -> None:
+            if self.final:
+                waiting.append((number, frame))
+            else:
+                previous(number, frame)
+
+        signal.signal(signal.SIGINT, handler)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+            if waiting:
+                previous(*waiting[0])
+
+    @contextmanager
     def interruptible(self) -> Iterator[None]:
         """The first interrupt asks for a stop, the second raises. Only the main thread receives signals; of a run in parts they are
         the whole's."""

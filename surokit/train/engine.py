@@ -26,6 +26,8 @@ from surokit.train.stream import Batch
 
 T = TypeVar("T")
 
+NO_GRADIENT = "No gradient reached any parameter of the optimizer: the loss does not depend on what is trained."
+
 
 class Engine:
     """What computes the steps of one model with one optimizer.
@@ -172,6 +174,8 @@ class Engine:
         """Forward and backward of one part; its loss, weighted, which needs no gradient any more."""
         assert self.forward is not None
         loss = loss_of(self.forward(**batch))
+        if not loss.requires_grad:
+            raise RuntimeError(NO_GRADIENT)
         share = loss if weight is None else loss * weight
         share.backward()
         return share.detach()
@@ -186,9 +190,7 @@ class Engine:
         """The update of the gradients that are there: their norm, and 1 where it or the loss is not finite."""
         grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not grads:
-            raise RuntimeError(
-                "No gradient reached any parameter of the optimizer: the loss does not depend on what is trained."
-            )
+            raise RuntimeError(NO_GRADIENT)
         norm = gradient_norm(grads).to(self.device)  # where weights are streamed, gradients are on the host
         bad = (~(norm.isfinite() & loss.isfinite())).float()
         scale = None if self.clip is None else (norm / self.clip).clamp_min(1.0)

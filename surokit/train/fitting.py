@@ -21,8 +21,8 @@ Size = TypeVar("Size")
 
 _WARM_UP = 1  # steps of a trial that are not counted: the first compiles, allocates and reads the data
 _COUNTED = 2  # steps that are timed together
-_TIMES = 7  # at most; the median of them counts, since other programs come and go
-_SHARE = 0.02  # of the time: a session that has taken so long is timed no further
+_FEWEST_TIMES, _TIMES = 3, 7  # the median of them counts, since other programs come and go
+_SHARE = 0.02  # of the time: a session that has taken so long is timed no further than the fewest times
 
 
 class Trained(Protocol):
@@ -58,6 +58,8 @@ class Fit(Generic[Size]):
             f"{self.name}, {self.steps} steps: {_seconds(self.step_s)} for a step of all sessions, so about "
             f"{_seconds(self.expected_s)} in all."
         ]
+        if self.expected_s > self.left_s:
+            lines[0] += f" That is more than the {_seconds(self.left_s)} that are left, but fewer steps teach nothing."
         tried = [
             f"{name} {'has no room' if step_s is None else _seconds(step_s)}" for name, step_s in self.tried.items()
         ]
@@ -78,11 +80,11 @@ def fit_to_time(
     sizes         by name, the smallest first; each a few times the work of the one before
     new_sessions  (a size, a number of steps) -> the sessions to train one after another; those of a trial are thrown away
     seconds       for the trials and the training together; what comes besides, as evaluations, is not counted
-    steps         (fewest, most) of every session. A larger size is taken only where it gets the fewest. The smallest gets what
-                  fits, be it one step
+    steps         (fewest, most) of every session. A larger size is taken only where it gets the fewest in time; the smallest gets
+                  them however long they take
     clock         seconds, monotonic
 
-    A trial runs three steps of each session, or some more where they are quick. The next larger size is tried only where the one
+    A trial runs seven steps of each session, or some more where they are quick. The next larger size is tried only where the one
     before would get all its steps, so that the trials take a small part of the time. A size whose trial is out of memory is too
     large. Raises ValueError without sizes, for a time that is none, and for steps out of order.
     """
@@ -113,7 +115,7 @@ def fit_to_time(
             raise MemoryError(f"Even {name}, the smallest of the sizes, has no room in memory: give a smaller one.")
         chosen, chosen_s = name, step_s
     left_s = end - clock()
-    count = max(1, min(most, int(left_s / chosen_s)))
+    count = max(fewest, min(most, int(left_s / chosen_s)))
     return Fit(chosen, sizes[chosen], count, chosen_s, left_s, tried, larger)
 
 
@@ -130,7 +132,7 @@ def _trial(
         for session in new_sessions(size, steps):
             session.run(_WARM_UP)
             times: list[float] = []
-            while not times or (len(times) < _TIMES and sum(times) < patience_s):
+            while len(times) < _FEWEST_TIMES or (len(times) < _TIMES and sum(times) < patience_s):
                 began = clock()
                 session.run(_COUNTED)
                 times.append(clock() - began)

@@ -7,6 +7,7 @@ own) are given again. How it gets to the disk, whole or not at all, is checkpoin
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -139,9 +140,20 @@ def load(session: Session, found: checkpoints.Checkpoint) -> None:
 
 
 def begin_anew(session: Session) -> None:
-    """There is no checkpoint to go on from; says so where there are damaged ones."""
-    if session.run_dir is not None and (why := checkpoints.damage(session.run_dir / "checkpoints")):
-        _say(session, f"{why}. There is no other one, so the run begins anew: all of its steps are lost.")
+    """There is no checkpoint to go on from; where there are damaged ones, what the run had written is moved out of the way."""
+    folder = session.run_dir
+    if folder is None or not (why := checkpoints.damage(folder / "checkpoints")):
+        return
+    there = list(folder.iterdir())
+    aside = next(path for n in itertools.count(1) if not (path := folder / f"damaged-{n}").exists())
+    aside.mkdir()
+    for path in there:
+        if not path.name.startswith("damaged-"):
+            path.rename(aside / path.name)
+    _say(
+        session,
+        f"{why}. There is no other one, so the run begins anew and all of its steps are lost; what it had written is in {aside}.",
+    )
 
 
 def _say(session: Session, text: str) -> None:

@@ -53,7 +53,7 @@ def evaluation(session: Session, source: Iterable[Batch]) -> Evaluation:
 
 
 def sample(
-    session: Session, prompt: str, max_new_tokens: int, temperature: float, seed: int, tokenizer: Any = None
+    session: Session, prompt: str, max_new_tokens: int | None, temperature: float, seed: int, tokenizer: Any = None
 ) -> str:
     """Returns `prompt` and how the model continues it."""
     try:
@@ -65,13 +65,14 @@ def sample(
     ids = list(chosen.encode(prompt))
     if not ids:
         raise ValueError("The prompt has no tokens: give at least a word.")
-    return str(chosen.decode(ids + _continued(session, ids, max_new_tokens, temperature, seed)))
+    most = _at_most(max_new_tokens, 64, session, ids)
+    return str(chosen.decode(ids + _continued(session, ids, most, temperature, seed)))
 
 
 def chat(
     session: Session,
     messages: Any,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     temperature: float,
     seed: int,
     tokenizer: Any = None,
@@ -82,7 +83,8 @@ def chat(
     if template is None and tokenizer is None:
         template = session.data.chat_template
     prompt = prompt_for_reply(messages, chosen, template)
-    new = _continued(session, prompt.ids, max_new_tokens, temperature, seed, prompt.end_ids)
+    most = _at_most(max_new_tokens, 128, session, prompt.ids)
+    new = _continued(session, prompt.ids, most, temperature, seed, prompt.end_ids)
     return prompt.reply(new, chosen)
 
 
@@ -97,6 +99,15 @@ def _tokenizer(session: Session, given: Any) -> Tokenizer:
     tokenizer = load_tokenizer(given)
     check_vocabulary(tokenizer, session.vocabulary.size)
     return tokenizer
+
+
+def _at_most(asked: int | None, usual: int, session: Session, ids: list[int]) -> int:
+    """What was asked, else the usual number of new tokens or as many as the model takes behind `ids`; 1 where it takes none, which
+    generate() refuses."""
+    if asked is not None:
+        return asked
+    length = getattr(getattr(session.model, "config", None), "max_length", usual + len(ids))
+    return max(1, min(usual, length - len(ids)))
 
 
 def _continued(

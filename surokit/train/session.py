@@ -26,6 +26,7 @@ from torch import nn
 
 from surokit import convert
 from surokit.data import check_vocabulary
+from surokit.nn.delayed import banks_of
 from surokit.recipe import Recipe, find_recipe
 from surokit.train import checkpoint as checkpoints
 from surokit.train import keeping, looking
@@ -72,6 +73,10 @@ Exist = Literal["new", "resume", "error"]
 _ADAMW = Spec(AdamW, {"lr": 3e-4})
 _COSINE = Cosine(warmup=20, steps=500)
 COMPILING = "compiling the model: the first step takes longer, often a minute; an interrupt ends it"
+BY_HAND = (
+    "session.step() neither evaluates nor saves, whatever eval_every and save_every say: call session.evaluate() and "
+    "session.save() in your loop, or train with session.run()."
+)
 NOT_COMPILED = (
     "torch.compile failed, so the run goes on without it ({}). Where that names a file of torch's compile cache, one that was cut "
     "short, delete the cache's folder and try again; compile=False does not try."
@@ -170,6 +175,7 @@ class Session:
         self.steps = 0
         self.tokens = 0
         self.elapsed_s = 0.0
+        self._by_hand = False  # whether step() was called
         self.step_s = 0.0  # of elapsed_s, what is this session's own: a fork begins anew
         self.redone_s = 0.0
         self.length: int | None = None
@@ -275,10 +281,16 @@ class Session:
     def step(self, batch: Batch | Sequence[Batch]) -> Record:
         """One optimizer step on a batch: a dict, which is split in `accumulate` equal parts along B, or a list of dicts.
 
-        Nothing waits here; reading `.loss` of the record does.
+        Nothing waits here; reading `.loss` of the record does. An interrupt undoes the step, or comes at its end where weights
+        change already. eval_every, save_every and the files that end or pause a run belong to run(): a loop of your own calls
+        evaluate() and save() itself, and a warning says so where it was asked for one of them.
         """
         parts = parts_of(batch, self.accumulate)
-        with self._own_random():
+        if not self._by_hand:
+            self._by_hand = True
+            if not self.run_s and (self.eval_every or self.save_every):
+                warnings.warn(BY_HAND, stacklevel=2)
+        with self._own_random(), self.control.by_hand():
             return self._step(parts)
 
     def _step_of_run(self) -> None:
@@ -319,6 +331,8 @@ class Session:
                 self.steps += 1
             except BaseException:
                 self.model.zero_grad(set_to_none=True)
+                for scales in banks_of(self.model):
+                    scales.forget()
                 random.restore()
                 raise
             self.control.midway = False
@@ -420,7 +434,7 @@ class Session:
     def sample(
         self,
         prompt: str,
-        max_new_tokens: int = 64,
+        max_new_tokens: int | None = None,
         temperature: float = 0.0,
         seed: int = 0,
         *,
@@ -428,7 +442,8 @@ class Session:
     ) -> str:
         """Returns `prompt` and how the model continues it; temperature 0 is greedy. No chat template is applied: see `chat`.
 
-        tokenizer: the data's where not given; else whatever surokit.load_tokenizer takes.
+        max_new_tokens: at most; where not given 64, or as many as the model's max_length has room for. tokenizer: the data's
+        where not given; else whatever surokit.load_tokenizer takes.
         """
         text = looking.sample(self, prompt, max_new_tokens, temperature, seed, tokenizer)
         self.measuring.restart()
@@ -438,7 +453,7 @@ class Session:
     def chat(
         self,
         messages: str | Sequence[Mapping[str, Any]],
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         temperature: float = 0.0,
         seed: int = 0,
         *,
@@ -451,6 +466,7 @@ class Session:
         template's end of turn, an end token of the tokenizer or of the model, or max_new_tokens.
 
         messages: [{"role": ..., "content": ...}], the last one not the assistant's; or a text, which the user says.
+        max_new_tokens: at most; where not given 128, or as many as the model's max_length has room for.
         tokenizer: the data's where not given; else whatever surokit.load_tokenizer takes, with its own template.
         template: a Jinja chat template; where not given, the one of the data, else the tokenizer's.
 

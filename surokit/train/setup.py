@@ -40,13 +40,10 @@ def check_settings(
     graphs: Any,
     max_skipped: int,
 ) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"Session trains a torch.nn.Module, not a {type(model).__name__}: load one with surokit.load()."
-        )
+    check_values(model, "Session")
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters to train.")
-    check_values(model, "Session")
+    _check_forward(model)
     counts = {"accumulate": accumulate, "max_skipped": max_skipped}
     counts |= {"eval_every": eval_every or 1, "save_every": save_every or 1, "keep": 1 if keep is None else keep}
     for name, value in counts.items():
@@ -70,6 +67,21 @@ def check_settings(
         )
     if save_every and run_dir is None:
         raise ValueError("Session(save_every=...) needs a folder: run_dir=...")
+
+
+def _check_forward(model: nn.Module) -> None:
+    """TypeError for a model whose forward does not take what a batch holds."""
+    try:
+        taken = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # of a forward that is not written in Python
+        return
+    named = {p.name for p in taken if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    if not {"input_ids", "labels"} <= named and all(p.kind != p.VAR_KEYWORD for p in taken):
+        raise TypeError(
+            f"Session trains a model whose forward(input_ids=..., labels=...) returns an object with .loss, and that of this "
+            f"{type(model).__name__} takes {', '.join(p.name for p in taken) or 'nothing'}: put it in a module that does, or keep "
+            "your own loop and watch it with surokit.Live()."
+        )
 
 
 def planned_steps(steps: int | None, minutes: float | None, schedule: Any, done: int) -> int | None:

@@ -785,9 +785,7 @@ def test_refusals(tiny):
 @pytest.mark.parametrize("function", [offload_weights, sk.offload_activations])
 def test_kinds(function):
     for wrong in (3, "model", make_session(decoder())):
-        with pytest.raises(
-            TypeError, match=rf"{function.__name__}\(\) takes a model, .* {type(wrong).__name__} is none"
-        ):
+        with pytest.raises(TypeError, match=rf"{function.__name__}\(\) takes a model, .* not a {type(wrong).__name__}"):
             function(wrong)
     with pytest.raises(TypeError, match=r"link=3\): a link of"):
         function(decoder(), link=3)

@@ -203,6 +203,18 @@ def test_a_recording_that_never_began_again_is_said():
     assert any("no module was called behind the warm-up" in note for note in p.notes)
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_block_that_ends_within_the_warm_up_lacks_nothing(steps):
+    module, x = nn.Linear(4, 4), torch.ones(2, 4)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    with profile() as p:
+        for _ in range(steps):
+            module(x).sum().backward()
+            optimizer.step()
+    assert by(p.modules, "module").loc["Linear", "calls"] >= 1
+    assert not any("no module was called" in note for note in p.notes)
+
+
 def test_a_step_inside_the_backward_pass_is_recorded():
     x = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(x.parameters(), lr=1e-3)

@@ -231,5 +231,14 @@ class TestRefusals:
             make_session(toy).chat(QUESTION, tokenizer=tokenizer(DEFAULT_TEMPLATE))
 
     def test_more_than_the_model_has_room_for(self) -> None:
-        with pytest.raises(ValueError, match="ask for fewer"):
-            make_session(decoder(max_length=64), data()).chat(QUESTION)
+        session = make_session(decoder(max_length=64), data())
+        with pytest.raises(ValueError, match=r"max_new_tokens=128 are more than the model's 64 .*ask for fewer"):
+            session.chat(QUESTION, max_new_tokens=128)
+
+    def test_whoever_names_no_number_gets_what_there_is_room_for(self) -> None:
+        roomy, narrow = (make_session(decoder(max_length=length), data()) for length in (512, 64))
+        narrow.model.load_state_dict(roomy.model.state_dict())
+        assert roomy.chat(QUESTION) == roomy.chat(QUESTION, max_new_tokens=128)
+        assert roomy.chat(QUESTION).startswith(narrow.chat(QUESTION))
+        assert narrow.sample("a") == roomy.sample("a", max_new_tokens=63)
+        assert roomy.sample("a") == roomy.sample("a", max_new_tokens=64)

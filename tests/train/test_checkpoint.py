@@ -312,10 +312,18 @@ class TestKeeping:
         (tmp_path / "run" / "checkpoints" / "step-000002" / "state.pt").unlink()
         with pytest.raises(FileNotFoundError, match=r"step-000002 \(state.pt is missing\) is damaged"):
             Session.resume(tmp_path / "run", Toy(), data=make_batches())
-        with pytest.warns(UserWarning, match="state.pt is missing.*begins anew"):
-            again = make_session(run_dir=tmp_path / "run", exist="resume")
-        assert again.steps == 0
-        assert "begins anew" in again.journal.events[-1]["text"]
+        for n in (1, 2):
+            with pytest.warns(
+                UserWarning, match=f"state.pt is missing.*begins anew.*what it had written is in .*damaged-{n}"
+            ):
+                again = make_session(run_dir=tmp_path / "run", exist="resume", save_every=2)
+            assert again.steps == 0
+            assert "begins anew" in again.journal.events[-1]["text"]
+            assert (tmp_path / "run" / f"damaged-{n}" / "checkpoints" / "step-000002").is_dir()
+            again.run(3)
+            assert len((tmp_path / "run" / "records.jsonl").read_text().splitlines()) == 3
+            for step in (2, 3):
+                (tmp_path / "run" / "checkpoints" / f"step-00000{step}" / "state.pt").unlink()
 
     def test_the_panel_is_told_what_was_said_before_it_opened(self, tmp_path: Path) -> None:
         session = make_session()

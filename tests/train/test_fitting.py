@@ -50,20 +50,28 @@ class Pretended:
         self.started = True
 
 
-@pytest.mark.parametrize("speed", [0.2, 1, 3, 20, 60, 100, 1000, 20_000])
+@pytest.mark.parametrize("speed", [3, 20, 60, 100, 1000, 20_000])
 def test_it_ends_in_time_on_any_machine(speed):
     machine = Machine(speed)
     began = machine.now
     fit = machine.fit(30)
     machine.train(fit)
     assert machine.now - began <= 30
-    assert 1 <= fit.steps <= 120
+    assert 40 <= fit.steps <= 120
     assert fit.size == SIZES[fit.name]
+
+
+def test_where_even_the_smallest_is_slow_it_trains_the_fewest_steps_and_says_so():
+    fit = Machine(0.5).fit(30)
+    assert (fit.name, fit.steps) == ("tiny", 40)
+    said = repr(fit).splitlines()[0]
+    assert "so about 80 s in all. That is more than the" in said
+    assert said.endswith("s that are left, but fewer steps teach nothing.")
 
 
 @pytest.mark.parametrize(
     ("speed", "name", "steps"),
-    [(1, "tiny", 26), (5, "tiny", 120), (20, "small", 107), (60, "large", 62), (1000, "large", 120)],
+    [(3, "tiny", 82), (6, "tiny", 120), (20, "small", 107), (60, "large", 61), (1000, "large", 120)],
 )
 def test_a_faster_machine_takes_a_larger_model_then_more_steps(speed, name, steps):
     fit = Machine(speed).fit(30)
@@ -104,7 +112,8 @@ def test_the_first_step_is_not_the_pace_and_its_time_is_gone():
 
 
 def test_a_hiccup_of_the_machine_is_not_its_pace():
-    """The first timing of every session takes a hundred times as long, as when another program has the processor."""
+    """The first timing of every session takes a hundred times as long, as when another program has the processor: alone it takes
+    longer than the trial of a session should."""
     machine = Machine(1000)
     runs = []
 

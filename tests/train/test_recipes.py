@@ -7,6 +7,7 @@ import torch
 
 import surokit as sk
 from surokit import texts
+from surokit.nn.delayed import amaxes_of
 
 # a few steps of a small model differ by more than long runs of real ones; a recipe whose gradients are wrong is far outside
 GAPS = {
@@ -39,6 +40,33 @@ def session(recipe):
         recipe=recipe,
         compile=False,
     )
+
+
+@pytest.mark.parametrize("recipe", [sk.BF16, sk.FP8, sk.QFP8.lora(rank=2)], ids=lambda r: r.name)
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_step_that_failed_is_as_if_it_were_left_out(recipe, way):
+    """Delayed scales too: what the step had recorded of its tensors is dropped."""
+    left_out, failed = session(recipe), session(recipe)
+    first, second, third = batches(0)[:3]
+    fail = [True]
+
+    def hook(module, *_):
+        if fail.pop():
+            raise KeyboardInterrupt
+
+    last = failed.model.model.layers[0].mlp.down_proj  # of the forward nearly the last, in the backward behind the head
+    for each in (left_out, failed):
+        each.step(first)
+    handle = last.register_forward_hook(hook) if way == "forward" else last.register_full_backward_hook(hook)
+    with pytest.raises(KeyboardInterrupt):
+        failed.step(second)
+    handle.remove()
+    assert all(map(torch.equal, amaxes_of(failed.model), amaxes_of(left_out.model)))
+    for each in (left_out, failed):
+        each.step(third)
+        each.step(first)
+    ours, theirs = failed.model.state_dict(), left_out.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def held_out_loss(recipe, steps=25):

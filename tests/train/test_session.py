@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +111,26 @@ class TestStep:
         idle = mine.records.column("idle_frac")
         assert ((idle >= 0) & (idle < 1)).all()
 
+    @pytest.mark.parametrize("asked", [{"eval_every": 2, "eval": make_batches(1)}, {"save_every": 2}])
+    def test_in_it_nothing_is_evaluated_or_saved_which_is_said_once(
+        self, asked: dict[str, Any], tmp_path: Path
+    ) -> None:
+        session = make_session(run_dir=tmp_path / "run", **asked)
+        (batch,) = make_batches(1)
+        with pytest.warns(
+            UserWarning, match=r"step\(\) neither evaluates nor saves.*call session.evaluate\(\) and session.save\(\)"
+        ):
+            session.step(batch)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            session.step(batch)
+            after_a_run = make_session(**{k: v for k, v in asked.items() if k != "save_every"})
+            after_a_run.run(1)
+            after_a_run.step(batch)
+            make_session().step(batch)
+        assert not session.evaluations
+        assert not (tmp_path / "run" / "checkpoints").exists()
+
     def test_accumulation_weighs_by_labels(self) -> None:
         """Parts with different numbers of labels give what the whole batch gives."""
         whole = dict(make_batches(1, rows=4)[0])
@@ -200,6 +221,26 @@ class TestStep:
 
         with pytest.raises(RuntimeError, match="No gradient reached"):
             make_session(Constant()).run(1)
+
+    def test_a_loss_without_a_gradient(self) -> None:
+        class Apart(Toy):
+            def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+                return SimpleNamespace(loss=super().forward(input_ids, labels).loss.detach())
+
+        with pytest.raises(RuntimeError, match="No gradient reached"):
+            make_session(Apart()).run(1)
+
+    def test_a_model_that_takes_no_batch(self) -> None:
+        with pytest.raises(
+            TypeError, match=r"forward\(input_ids=..., labels=...\) .* this Sequential takes input: put it in a module"
+        ):
+            make_session(nn.Sequential(nn.Embedding(8, 8)))
+
+        class Anything(Toy):
+            def forward(self, **batch: Tensor) -> Any:  # type: ignore[override]
+                return super().forward(batch["input_ids"], batch["labels"])
+
+        make_session(Anything()).run(1)
 
     def test_a_model_without_a_loss(self) -> None:
         class Logits(Toy):
@@ -449,6 +490,59 @@ class TestInterrupt:
         session.run(7)
         whole.run(8)
         assert_same_state(session, whole)
+
+
+class TestInterruptOfALoopByHand:
+    """The user's own loop: an interrupt raises where it comes, but never leaves weights half updated."""
+
+    def train(self, session: Session) -> None:
+        for batch in make_batches():
+            session.step(batch)
+
+    def taken_alone(self, *at: int) -> Session:
+        session = make_session()
+        for i in at:
+            session.step(make_batches()[i])
+        return session
+
+    def test_before_weights_change_the_step_is_undone(self) -> None:
+        session = make_session(Trap(3, interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            self.train(session)
+        assert session.steps == len(session.records) == 2
+        session.step(make_batches()[3])
+        assert_same_state(session, self.taken_alone(0, 1, 3))
+
+    def test_while_they_change_it_waits(self) -> None:
+        session = make_session()
+        update = session.engine.update
+
+        def interrupted(loss: Tensor, targets: Tensor) -> dict[str, Tensor]:
+            if session.steps == 2:
+                interrupt()
+            return update(loss, targets)
+
+        session.engine.update = interrupted  # type: ignore[method-assign]
+        before = signal.getsignal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            self.train(session)
+        assert session.steps == len(session.records) == 3
+        assert signal.getsignal(signal.SIGINT) is before
+        session.step(make_batches()[3])
+        assert_same_state(session, self.taken_alone(0, 1, 2, 3))
+
+    def test_in_a_thread_and_with_a_handler_that_is_none(self) -> None:
+        session = make_session()
+        thread = threading.Thread(target=session.step, args=make_batches(1))
+        thread.start()
+        thread.join()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            session.step(make_batches(1)[0])
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert session.steps == 2
 
 
 class TestObservers:
