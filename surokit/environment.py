@@ -46,6 +46,9 @@ _LOW_DISK_GIB = 5
 _KERNELS = "surokit's kernels"
 
 
+BUSY = 0.25  # share of the cores in use, from which torch's threads hold up each other
+
+
 def environment() -> dict[str, Any]:
     """Versions and device of this process, as plain data.
 
@@ -99,14 +102,27 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def spare_cores(seconds: float = 0.25) -> int:
-    """Cores of this process that nothing else used in the `seconds` that this call takes, rounded; at least 1."""
+def cores_in_use(seconds: float = 0.25) -> float:
+    """Of the cores that this process may use, how many are in use, by whomever: a mean over the `seconds` that this call takes."""
     if find_spec("psutil") is None:  # the package was installed without what it needs
-        return cores()
+        return 0.0
     import psutil
 
-    used = psutil.cpu_percent(interval=seconds) / 100 * psutil.cpu_count()  # of the whole machine
-    return max(1, min(cores(), round(psutil.cpu_count() - used)))
+    percent = psutil.cpu_percent(interval=seconds, percpu=True)
+    if hasattr(os, "sched_getaffinity"):
+        percent = [percent[core] for core in os.sched_getaffinity(0) if core < len(percent)]
+    return sum(percent) / 100
+
+
+def spare_threads() -> int | None:
+    """Threads for which there are free cores, at least 1, while the processor is busy; None while it is not."""
+    used = cores_in_use()
+    if used < BUSY * cores():
+        return None
+    import psutil
+
+    most = psutil.cpu_count(logical=False) or cores()  # as many as torch takes by itself
+    return max(1, min(most, round(cores() - used)))
 
 
 def float32_precision() -> str:
@@ -204,14 +220,12 @@ def _core() -> list[Finding]:
 
 def _cpu() -> Finding:
     words = f"{cpu_model()}, {cores()} cores"
-    spare = spare_cores()
-    if spare == cores():
+    used = cores_in_use()
+    if used < BUSY * cores():
         return Finding("core", "cpu", "ok", words)
     # torch's threads wait by spinning, so the one that has no core to itself holds up all of them at every operation
-    remedy = (
-        f"OMP_NUM_THREADS={spare} for small models, OMP_WAIT_POLICY=passive for others, set before torch is imported"
-    )
-    return Finding("core", "cpu", "busy", f"{words}; other programs leave about {spare} free", remedy)
+    remedy = "OMP_NUM_THREADS=1 for small models, OMP_WAIT_POLICY=passive for others, set before torch is imported"
+    return Finding("core", "cpu", "busy", f"{words}, of which {used:.1f} are in use", remedy)
 
 
 def _gpu() -> tuple[str, tuple[int, int] | None]:

@@ -21,7 +21,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
-from surokit.environment import cores, spare_cores
+from surokit.environment import spare_threads
+from surokit.places import make_folder
 
 _KERNEL = "surokit"
 _PICTURES = {"image/png": "png", "image/svg+xml": "svg"}
@@ -53,18 +54,15 @@ def execute(notebook: Path, run_dir: Path) -> int:
 
 def fresh_folder(wanted: Path) -> Path:
     """Make `wanted`, or wanted-2, wanted-3, ... if it is there already; made in one step, so two runs never share one."""
+    make_folder(wanted.parent, "folder")
     folder, n = wanted, 1
-    try:
-        wanted.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
-                folder.mkdir()
-                return folder
-            except FileExistsError:
-                n += 1
-                folder = wanted.with_name(f"{wanted.name}-{n}")
-    except OSError as error:
-        raise type(error)(f"The folder {wanted} cannot be made ({error.strerror}): choose another.") from error
+    while True:
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            n += 1
+            folder = wanted.with_name(f"{wanted.name}-{n}")
 
 
 def result_text(nb: Any) -> str:
@@ -232,12 +230,12 @@ def _kernel_manager(scratch: Path) -> Any:
 def _kernel_environment(scratch: Path) -> dict[str, str]:
     """The process's environment, with empty folders in place of the user's IPython and Jupyter settings.
 
-    Where other programs use cores, torch gets no more threads than cores are free: all threads wait for the slowest.
+    On a busy processor torch gets no more threads than cores are free: all of its threads wait for the slowest.
     """
     own = {name: str(scratch / name.lower()) for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR")}
-    if "OMP_NUM_THREADS" not in os.environ and (spare := spare_cores()) < cores():
-        print(f"Other programs use the processor: torch computes with {spare} of {cores()} threads.", flush=True)
-        own["OMP_NUM_THREADS"] = str(spare)
+    if "OMP_NUM_THREADS" not in os.environ and (threads := spare_threads()) is not None:
+        print(f"The processor is busy: torch computes with {threads} thread{'s' * (threads > 1)} here.", flush=True)
+        own["OMP_NUM_THREADS"] = str(threads)
     return {**os.environ, **own}
 
 

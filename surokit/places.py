@@ -62,7 +62,8 @@ def check_dtype(dtype: object, who: str) -> None:
 
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         raise ValueError(
-            f"{who}(dtype={dtype!r}): parameters are torch.bfloat16, torch.float16 or torch.float32; recipe= quantizes weights."
+            f"{who}(dtype={dtype!r}): parameters have a floating-point torch.dtype of at least 16 bits, such as torch.bfloat16; a "
+            "recipe quantizes weights."
         )
 
 

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "texts": "",
     "tables": "",
     "hub": "",
-    "headless": "environment",
+    "headless": "environment places",
     "data": "errors texts hub places",
     "planner": "formats errors tables recipe hub widgets convert models",
     "calibration": "environment kernels planner",

@@ -191,30 +191,42 @@ def test_front_ends(monkeypatch):
     assert front_end() == "marimo"
 
 
-def pretend_processor(monkeypatch, percent, mine, count=4):
-    """A processor with `count` cores, of which this process may use `mine`, and a share that is in use."""
-    monkeypatch.setattr("psutil.cpu_percent", lambda interval: percent)
-    monkeypatch.setattr("psutil.cpu_count", lambda: count)
-    monkeypatch.setattr(module, "cores", lambda: mine)
+def pretend_processor(monkeypatch, percent, mine=range(4), physical=4):
+    """A processor with a share of each core in use; this process may use some of them."""
+    monkeypatch.setattr("psutil.cpu_percent", lambda interval, percpu: list(percent))
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: physical)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(mine), raising=False)
 
 
 @pytest.mark.parametrize(
-    ("percent", "mine", "spare"), [(0, 4, 4), (12, 4, 4), (13, 4, 3), (60, 4, 2), (60, 2, 2), (100, 4, 1)]
+    ("percent", "mine", "physical", "in_use", "threads"),
+    [
+        ((0, 0, 0, 0), range(4), 4, 0.0, None),
+        ((90, 0, 5, 0), range(4), 4, 0.95, None),
+        ((100, 0, 10, 0), range(4), 4, 1.1, 3),
+        ((100, 0, 10, 0), range(4), 2, 1.1, 2),
+        ((100, 0, 10, 0), range(4), None, 1.1, 3),
+        ((100, 90, 100, 100), range(4), 4, 3.9, 1),
+        ((100, 100, 0, 0), (2, 3), 4, 0.0, None),
+        ((100, 0), (1, 7), 4, 0.0, None),
+        ((0, 0, 60, 100), (2, 3), 4, 1.6, 1),
+    ],
 )
-def test_a_core_is_spare_where_nothing_uses_it(monkeypatch, percent, mine, spare):
-    pretend_processor(monkeypatch, percent, mine)
-    assert module.spare_cores() == spare
+def test_threads_that_find_a_free_core(monkeypatch, percent, mine, physical, in_use, threads):
+    pretend_processor(monkeypatch, percent, mine, physical)
+    assert module.cores_in_use() == pytest.approx(in_use)
+    assert module.spare_threads() == threads
     monkeypatch.setattr(module, "find_spec", lambda name: None)
-    assert module.spare_cores() == mine
+    assert module.spare_threads() is None
 
 
 def test_a_busy_processor_is_told(monkeypatch):
-    pretend_processor(monkeypatch, percent=5, mine=4)
+    pretend_processor(monkeypatch, (20, 0, 0, 70))
     assert doctor()["cpu"].state == "ok"
-    pretend_processor(monkeypatch, percent=70, mine=4)
+    pretend_processor(monkeypatch, (100, 100, 0, 40))
     cpu = doctor()["cpu"]
     assert cpu.state == "busy"
-    assert cpu.detail.endswith("4 cores; other programs leave about 1 free")
+    assert cpu.detail.endswith("4 cores, of which 2.4 are in use")
     assert "OMP_NUM_THREADS=1" in cpu.remedy
     assert "OMP_WAIT_POLICY=passive" in cpu.remedy
 

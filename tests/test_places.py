@@ -141,9 +141,9 @@ class TestWhatIsNoModel:
     @pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, torch.float8_e4m3fn])
     def test_a_dtype_that_parameters_cannot_have(self, dtype: Any, tmp_path: Path) -> None:
         sk.save(decoder(), tmp_path / "model")
-        with pytest.raises(ValueError, match=r"load\(dtype=.*\): parameters are torch.bfloat16"):
+        with pytest.raises(ValueError, match=r"load\(dtype=.*\): parameters have a floating-point"):
             sk.load(tmp_path / "model", dtype=dtype)
-        with pytest.raises(ValueError, match=r"Decoder\(dtype=.*\): parameters are torch.bfloat16"):
+        with pytest.raises(ValueError, match=r"Decoder\(dtype=.*\): parameters have a floating-point"):
             sk.Decoder(decoder().config, dtype=dtype)
 
 

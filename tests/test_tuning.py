@@ -1,5 +1,6 @@
 """tune: mixtures on the front of measured loss against planned time, and a model that is left as it was."""
 
+import copy
 import math
 import sys
 
@@ -191,8 +192,15 @@ def test_what_cannot_be(model, batch, options, message):
 
 def test_a_batch_without_a_loss(model, batch):
     nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
-    with pytest.raises(ValueError, match="loss in bf16 is nan, so there is no gap"):
+    with pytest.raises(ValueError, match="No label of the batch counts"):
         sk.tune(model, nothing, recipes=("fp8",))
+
+
+def test_a_model_whose_loss_is_no_number(model, batch):
+    spoilt = copy.deepcopy(model)
+    next(spoilt.parameters()).data[:] = math.nan
+    with pytest.raises(ValueError, match="loss in bf16 is nan, so there is no gap"):
+        sk.tune(spoilt, batch, recipes=("fp8",))
 
 
 def test_it_shows_itself_without_matplotlib(found, monkeypatch):

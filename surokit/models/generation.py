@@ -44,6 +44,11 @@ def generate(
     check_values(model, "generate")
     model.check(input_ids)
     model.check_range(input_ids)
+    if input_ids.shape[1] >= config.max_length:
+        raise ValueError(
+            f"The prompt's {input_ids.shape[1]} tokens leave no room in the model's {config.max_length} (max_length in its "
+            "config): shorten it."
+        )
     if input_ids.shape[1] + max_new_tokens > config.max_length:
         raise ValueError(
             f"{input_ids.shape[1]} tokens of prompt and max_new_tokens={max_new_tokens} are more than the model's "

@@ -141,10 +141,6 @@ class DelayedScales:
         self.in_force_S.copy_(torch.where(usable, largest_S, self.in_force_S))
         self.open_S.fill_(NOTHING)
 
-    def forget(self) -> None:
-        """Drop what the open step has recorded: the step is not made."""
-        self.open_S.fill_(NOTHING)
-
     def _reduce(self) -> None:
         """Merge the open slots of all processes that hold a shard of the model; nothing where it is not sharded."""
         if not (dist.is_available() and dist.is_initialized()):
@@ -234,6 +230,19 @@ def kept_amaxes(model: nn.Module) -> Iterator[None]:
     finally:
         for t, old in zip(held, before):
             t.copy_(old)
+
+
+@contextmanager
+def dropped_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Around forward and backward of a step: where they fail, what they recorded is dropped, as if the step had not begun."""
+    before = [(bank, bank.in_force_S.clone()) for bank in _banks.values() if bank.follows(optimizer)]
+    try:
+        yield
+    except BaseException:
+        for bank, in_force_S in before:
+            bank.in_force_S.copy_(in_force_S)
+            bank.open_S.fill_(NOTHING)
+        raise
 
 
 def _restored(history: int, slots: int, device: torch.device, state: dict[str, Tensor]) -> DelayedScales:

@@ -275,7 +275,8 @@ class Capture:
             if not self._settings:  # while they still are as the profiled code made them
                 self._settings = torch_settings()
             if self._outer is None:
-                self._recorder.step_ended()
+                if who == self._leader:
+                    self._recorder.step_ended()
                 self._advance(who, now)
             self._marks.append(_Mark(now, time.time_ns(), who, threading.get_native_id()))
             if self._counts[who] >= self._warmup + self._steps and (who == _USER or not self._counts[_USER]):

@@ -332,8 +332,8 @@ class Control:
             else:
                 previous(number, frame)
 
-        signal.signal(signal.SIGINT, handler)
         try:
+            signal.signal(signal.SIGINT, handler)
             yield
         finally:
             signal.signal(signal.SIGINT, previous)

@@ -59,7 +59,7 @@ class Fit(Generic[Size]):
             f"{_seconds(self.expected_s)} in all."
         ]
         if self.expected_s > self.left_s:
-            lines[0] += f" That is more than the {_seconds(self.left_s)} that are left, but fewer steps teach nothing."
+            lines[0] += f" Only {_seconds(self.left_s)} are left, but no fewer steps were asked for."
         tried = [
             f"{name} {'has no room' if step_s is None else _seconds(step_s)}" for name, step_s in self.tried.items()
         ]
@@ -114,7 +114,7 @@ def fit_to_time(
         if step_s is None:
             raise MemoryError(f"Even {name}, the smallest of the sizes, has no room in memory: give a smaller one.")
         chosen, chosen_s = name, step_s
-    left_s = end - clock()
+    left_s = max(0.0, end - clock())
     count = max(fewest, min(most, int(left_s / chosen_s)))
     return Fit(chosen, sizes[chosen], count, chosen_s, left_s, tried, larger)
 

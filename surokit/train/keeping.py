@@ -144,12 +144,15 @@ def begin_anew(session: Session) -> None:
     folder = session.run_dir
     if folder is None or not (why := checkpoints.damage(folder / "checkpoints")):
         return
-    there = list(folder.iterdir())
     aside = next(path for n in itertools.count(1) if not (path := folder / f"damaged-{n}").exists())
     aside.mkdir()
-    for path in there:
-        if not path.name.startswith("damaged-"):
-            path.rename(aside / path.name)
+    for name in (
+        "run.json",
+        "records.jsonl",
+        "checkpoints",
+    ):  # the last one last: without it nothing would be seen of the others
+        if (folder / name).exists():
+            (folder / name).rename(aside / name)
     _say(
         session,
         f"{why}. There is no other one, so the run begins anew and all of its steps are lost; what it had written is in {aside}.",

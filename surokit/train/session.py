@@ -26,7 +26,7 @@ from torch import nn
 
 from surokit import convert
 from surokit.data import check_vocabulary
-from surokit.nn.delayed import banks_of
+from surokit.nn.delayed import dropped_on_error
 from surokit.recipe import Recipe, find_recipe
 from surokit.train import checkpoint as checkpoints
 from surokit.train import keeping, looking
@@ -73,10 +73,7 @@ Exist = Literal["new", "resume", "error"]
 _ADAMW = Spec(AdamW, {"lr": 3e-4})
 _COSINE = Cosine(warmup=20, steps=500)
 COMPILING = "compiling the model: the first step takes longer, often a minute; an interrupt ends it"
-BY_HAND = (
-    "session.step() neither evaluates nor saves, whatever eval_every and save_every say: call session.evaluate() and "
-    "session.save() in your loop, or train with session.run()."
-)
+BY_HAND = "{0}_every is for session.run(): in a loop of your own call session.{1}(), session.step() does not."
 NOT_COMPILED = (
     "torch.compile failed, so the run goes on without it ({}). Where that names a file of torch's compile cache, one that was cut "
     "short, delete the cache's folder and try again; compile=False does not try."
@@ -283,13 +280,14 @@ class Session:
 
         Nothing waits here; reading `.loss` of the record does. An interrupt undoes the step, or comes at its end where weights
         change already. eval_every, save_every and the files that end or pause a run belong to run(): a loop of your own calls
-        evaluate() and save() itself, and a warning says so where it was asked for one of them.
+        evaluate() and save() itself, and a warning says so to who asked for one of them.
         """
         parts = parts_of(batch, self.accumulate)
         if not self._by_hand:
             self._by_hand = True
-            if not self.run_s and (self.eval_every or self.save_every):
-                warnings.warn(BY_HAND, stacklevel=2)
+            for every, name, method in ((self.eval_every, "eval", "evaluate"), (self.save_every, "save", "save")):
+                if every:
+                    warnings.warn(BY_HAND.format(name, method), stacklevel=2)
         with self._own_random(), self.control.by_hand():
             return self._step(parts)
 
@@ -324,15 +322,18 @@ class Session:
                 parts = [self.to_device(batch) for batch in with_targets(batches)]
                 lr = self.engine.set_rate(None if self.schedule is None else self.schedule(self.steps))
                 watched = self.measuring.watched(self.engine, self.steps + 1, parts)
-                with self.vocabulary.explains(*batches), watched, self._compilation(parts):
+                with (
+                    self.vocabulary.explains(*batches),
+                    watched,
+                    self._compilation(parts),
+                    dropped_on_error(self.optimizer),
+                ):
                     loss, targets = self.engine.gradients(parts)
                 self.control.final = True
                 values = self.engine.update(loss, targets)
                 self.steps += 1
             except BaseException:
                 self.model.zero_grad(set_to_none=True)
-                for scales in banks_of(self.model):
-                    scales.forget()
                 random.restore()
                 raise
             self.control.midway = False

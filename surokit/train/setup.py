@@ -56,7 +56,7 @@ def check_settings(
             f"Session(schedule=...): a function from step to factor such as surokit.Cosine(), not {schedule!r}."
         )
     if not isinstance(compile, bool):
-        raise ValueError(f"Session(compile={compile!r}): True or False.")
+        raise ValueError(f"Session(compile={compile!r}): True or False; 'auto' did not compile.")
     if graphs not in (True, False, "auto"):
         raise ValueError(f"Session(graphs={graphs!r}): True, False or 'auto'.")
     if eval is not None:
@@ -70,9 +70,11 @@ def check_settings(
 
 
 def _check_forward(model: nn.Module) -> None:
-    """TypeError for a model whose forward does not take what a batch holds."""
+    """TypeError for a model whose forward does not take what a batch holds; who looks at the call first is trusted."""
+    if type(model).__call__ is not nn.Module.__call__ or model._forward_pre_hooks:
+        return
     try:
-        taken = inspect.signature(model.forward).parameters.values()
+        taken = inspect.signature(model.forward, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):  # of a forward that is not written in Python
         return
     named = {p.name for p in taken if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}

@@ -204,13 +204,15 @@ def test_a_recording_that_never_began_again_is_said():
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_a_block_that_ends_within_the_warm_up_lacks_nothing(steps):
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_a_block_that_ends_within_the_warm_up_lacks_nothing(steps, optimizers):
     module, x = nn.Linear(4, 4), torch.ones(2, 4)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    each = [torch.optim.SGD([p], lr=1e-3) for p in module.parameters()][:optimizers]
     with profile() as p:
         for _ in range(steps):
             module(x).sum().backward()
-            optimizer.step()
+            for optimizer in each:
+                optimizer.step()
     assert by(p.modules, "module").loc["Linear", "calls"] >= 1
     assert not any("no module was called" in note for note in p.notes)
 

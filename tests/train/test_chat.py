@@ -242,3 +242,5 @@ class TestRefusals:
         assert roomy.chat(QUESTION).startswith(narrow.chat(QUESTION))
         assert narrow.sample("a") == roomy.sample("a", max_new_tokens=63)
         assert roomy.sample("a") == roomy.sample("a", max_new_tokens=64)
+        with pytest.raises(ValueError, match="tokens leave no room in the model's 64 .*: shorten it"):
+            narrow.sample("a" * 64)

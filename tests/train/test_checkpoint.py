@@ -312,6 +312,7 @@ class TestKeeping:
         (tmp_path / "run" / "checkpoints" / "step-000002" / "state.pt").unlink()
         with pytest.raises(FileNotFoundError, match=r"step-000002 \(state.pt is missing\) is damaged"):
             Session.resume(tmp_path / "run", Toy(), data=make_batches())
+        (tmp_path / "run" / "train.py").write_text("not of the run")
         for n in (1, 2):
             with pytest.warns(
                 UserWarning, match=f"state.pt is missing.*begins anew.*what it had written is in .*damaged-{n}"
@@ -324,6 +325,7 @@ class TestKeeping:
             assert len((tmp_path / "run" / "records.jsonl").read_text().splitlines()) == 3
             for step in (2, 3):
                 (tmp_path / "run" / "checkpoints" / f"step-00000{step}" / "state.pt").unlink()
+        assert (tmp_path / "run" / "train.py").exists()
 
     def test_the_panel_is_told_what_was_said_before_it_opened(self, tmp_path: Path) -> None:
         session = make_session()

@@ -65,8 +65,11 @@ def test_where_even_the_smallest_is_slow_it_trains_the_fewest_steps_and_says_so(
     fit = Machine(0.5).fit(30)
     assert (fit.name, fit.steps) == ("tiny", 40)
     said = repr(fit).splitlines()[0]
-    assert "so about 80 s in all. That is more than the" in said
-    assert said.endswith("s that are left, but fewer steps teach nothing.")
+    assert "so about 80 s in all. Only" in said
+    assert said.endswith("s are left, but no fewer steps were asked for.")
+    fit = Machine(0.2).fit(30)
+    assert (fit.steps, fit.left_s) == (40, 0)
+    assert "Only 0 s are left" in repr(fit)
 
 
 @pytest.mark.parametrize(

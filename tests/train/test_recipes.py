@@ -44,7 +44,8 @@ def session(recipe):
 
 @pytest.mark.parametrize("recipe", [sk.BF16, sk.FP8, sk.QFP8.lora(rank=2)], ids=lambda r: r.name)
 @pytest.mark.parametrize("way", ["forward", "backward"])
-def test_a_step_that_failed_is_as_if_it_were_left_out(recipe, way):
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_step_that_failed_is_as_if_it_were_left_out(recipe, way, steps):
     """Delayed scales too: what the step had recorded of its tensors is dropped."""
     left_out, failed = session(recipe), session(recipe)
     first, second, third = batches(0)[:3]
@@ -56,7 +57,8 @@ def test_a_step_that_failed_is_as_if_it_were_left_out(recipe, way):
 
     last = failed.model.model.layers[0].mlp.down_proj  # of the forward nearly the last, in the backward behind the head
     for each in (left_out, failed):
-        each.step(first)
+        for _ in range(steps):
+            each.step(first)
     handle = last.register_forward_hook(hook) if way == "forward" else last.register_full_backward_hook(hook)
     with pytest.raises(KeyboardInterrupt):
         failed.step(second)

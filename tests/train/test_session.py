@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 import pickle
@@ -117,16 +118,15 @@ class TestStep:
     ) -> None:
         session = make_session(run_dir=tmp_path / "run", **asked)
         (batch,) = make_batches(1)
+        name, method = ("eval", "evaluate") if "eval" in asked else ("save", "save")
         with pytest.warns(
-            UserWarning, match=r"step\(\) neither evaluates nor saves.*call session.evaluate\(\) and session.save\(\)"
-        ):
+            UserWarning, match=rf"^{name}_every is for session.run\(\): .* call session.{method}\(\)"
+        ) as said:
             session.step(batch)
+        assert len(said) == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             session.step(batch)
-            after_a_run = make_session(**{k: v for k, v in asked.items() if k != "save_every"})
-            after_a_run.run(1)
-            after_a_run.step(batch)
             make_session().step(batch)
         assert not session.evaluations
         assert not (tmp_path / "run" / "checkpoints").exists()
@@ -241,6 +241,29 @@ class TestStep:
                 return super().forward(batch["input_ids"], batch["labels"])
 
         make_session(Anything()).run(1)
+
+    def test_whoever_changes_the_call_is_trusted_with_it(self) -> None:
+        class Plain(Toy):
+            def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+                return Toy.forward(self, x, x)
+
+        class Called(Plain):
+            def __call__(self, input_ids: Tensor, labels: Tensor) -> Any:
+                return super().__call__(input_ids)
+
+        patched, hooked = Plain(), Plain()
+        inner = patched.forward
+
+        @functools.wraps(inner)
+        def forward(input_ids: Tensor, labels: Tensor) -> Any:
+            return inner(input_ids)
+
+        patched.forward = forward  # type: ignore[method-assign, assignment]
+        hooked.register_forward_pre_hook(lambda _, __, batch: ((batch["input_ids"],), {}), with_kwargs=True)
+        for model in (patched, hooked, Called()):
+            make_session(model).run(1)
+        with pytest.raises(TypeError, match="this Plain takes x"):
+            make_session(Plain())
 
     def test_a_model_without_a_loss(self) -> None:
         class Logits(Toy):
