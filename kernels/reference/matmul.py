@@ -29,7 +29,8 @@ SCRATCH_ELEMENTS = 4 * 1024 * 1024  # float32: 16 MiB
 LEAST_REUSE = 12  # multiply-adds for each number that is converted, from which a conversion pays
 LEAST_REUSE_WITHOUT_ONEDNN = 4
 SMALL_ELEMENTS = 128 * 1024  # below, fresh memory is cheaper than looking after kept memory
-MOST_SIDE = 1024  # rows and columns of a block of the result
+MOST_SIDE = 1024  # rows and columns of a block of the result, ...
+IN_CACHE = 0.375  # ... more columns where this share of the scratch holds all of the block
 
 # of oneDNN's ONEDNN_MAX_CPU_ISA, those that leave bfloat16 instructions unused
 _WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
@@ -184,8 +185,11 @@ def _through_float32_(y_MN: Tensor, a_MK: Tensor, b_KN: Tensor, beta: float, alp
 
 
 def _block(M: int, K: int, N: int) -> tuple[int, int, int]:
-    """Rows, terms and columns that are multiplied at once: m n + m k + k n <= SCRATCH_ELEMENTS."""
-    m, n = min(M, MOST_SIDE), min(N, MOST_SIDE)
+    """Rows, terms and columns that are multiplied at once: m n + m k + k n <= SCRATCH_ELEMENTS. Beside few rows there are more
+    columns, since `a` is converted again for each block of them."""
+    m = min(M, MOST_SIDE)
+    n = min(N, max(MOST_SIDE, (int(IN_CACHE * SCRATCH_ELEMENTS) - m * K) // (m + K)))
+    n = -(-N // -(-N // n))  # blocks of one size
     return m, min(K, (SCRATCH_ELEMENTS - m * n) // (m + n)), n
 
 

@@ -71,8 +71,9 @@ class _ThroughFloat32(torch.autograd.Function):
     def backward(ctx: Any, dy_TN: Tensor) -> Any:
         x_TK, w_NK = ctx.saved_tensors
         wants_dx, wants_dw, wants_dbias = ctx.needs_input_grad
-        dx_TK = _ThroughFloat32.apply(dy_TN, w_NK.t(), None) if wants_dx else None
-        dw_NK = _ThroughFloat32.apply(dy_TN.t(), x_TK.t(), None) if wants_dw else None
+        product = _ThroughFloat32.apply if torch.is_grad_enabled() else kernels.linear
+        dx_TK = product(dy_TN, w_NK.t(), None) if wants_dx else None
+        dw_NK = product(dy_TN.t(), x_TK.t(), None) if wants_dw else None
         return dx_TK, dw_NK, dy_TN.sum(0) if wants_dbias else None
 
 

@@ -97,11 +97,11 @@ def test_nan_and_inf_reach_what_they_should(through_float32):
 
 
 def test_large_products_are_cut_and_rounded_once(monkeypatch, in_scratch):
-    a, b = matrices(300, 200, 500)
-    y = torch.ones(300, 500, dtype=torch.bfloat16)
+    a, b = matrices(300, 200, 499)
+    y = torch.ones(300, 499, dtype=torch.bfloat16)
     whole = matmul.addmm_(y.clone(), a, b)
     monkeypatch.setattr(matmul, "MOST_SIDE", 128)
-    monkeypatch.setattr(matmul, "SCRATCH_ELEMENTS", 40_000)  # 128 x 92 x 128: each extent is cut, and not evenly
+    monkeypatch.setattr(matmul, "SCRATCH_ELEMENTS", 40_000)  # 128 x 94 x 125: each extent is cut, and not evenly
     monkeypatch.setattr(matmul, "_kept", threading.local())
     cut = matmul.addmm_(y.clone(), a, b)
     assert 0 < matmul._kept.buffer.numel() <= 40_000
@@ -117,7 +117,13 @@ def test_large_products_are_cut_and_rounded_once(monkeypatch, in_scratch):
 def test_scratch_is_bounded(M, K, N):
     m, k, n = matmul._block(M, K, N)
     assert m * n + m * k + k * n <= matmul.SCRATCH_ELEMENTS
-    assert min(m / min(M, 1024), n / min(N, 1024), k / min(K, 1024)) >= 1  # and a block is worth its while
+    assert min(m / min(M, 1024), n / min(N, 512), k / min(K, 1024)) >= 1  # and a block is worth its while
+
+
+def test_blocks_are_alike():
+    assert matmul._block(2048, 512, 1376) == (1024, 512, 688)
+    assert matmul._block(128, 576, 1536) == (128, 576, 1536)  # of few rows, in one piece
+    assert matmul._block(128, 576, 49_152)[2] == 2048
 
 
 def test_scratch_is_kept_by_each_thread(in_scratch):
