@@ -172,7 +172,7 @@ class Session:
         self.steps = 0
         self.tokens = 0
         self.elapsed_s = 0.0
-        self._by_hand = False  # whether step() was called
+        self._knows_run = False  # whether run() was called, or who calls step() was told what run() does besides
         self.step_s = 0.0  # of elapsed_s, what is this session's own: a fork begins anew
         self.redone_s = 0.0
         self.length: int | None = None
@@ -231,6 +231,7 @@ class Session:
         reason = "done"
         try:
             self.control.enter()
+            self._knows_run = True
             self._began = time.monotonic()
             self._prepare()
             self.journal.begin(total)
@@ -280,11 +281,11 @@ class Session:
 
         Nothing waits here; reading `.loss` of the record does. An interrupt undoes the step, or comes at its end where weights
         change already. eval_every, save_every and the files that end or pause a run belong to run(): a loop of your own calls
-        evaluate() and save() itself, and a warning says so to who asked for one of them.
+        evaluate() and save() itself. A warning says so to who asked for one of them and has not called run().
         """
         parts = parts_of(batch, self.accumulate)
-        if not self._by_hand:
-            self._by_hand = True
+        if not self._knows_run:
+            self._knows_run = True
             for every, name, method in ((self.eval_every, "eval", "evaluate"), (self.save_every, "save", "save")):
                 if every:
                     warnings.warn(BY_HAND.format(name, method), stacklevel=2)

@@ -128,6 +128,9 @@ class TestStep:
             warnings.simplefilter("error")
             session.step(batch)
             make_session().step(batch)
+            after_a_run = make_session(run_dir=tmp_path / "other", **asked)
+            after_a_run.run(1)
+            after_a_run.step(batch)
         assert not session.evaluations
         assert not (tmp_path / "run" / "checkpoints").exists()
 
