@@ -46,9 +46,6 @@ _LOW_DISK_GIB = 5
 _KERNELS = "surokit's kernels"
 
 
-BUSY = 0.25  # share of the cores in use, from which torch's threads hold up each other
-
-
 def environment() -> dict[str, Any]:
     """Versions and device of this process, as plain data.
 
@@ -117,12 +114,17 @@ def cores_in_use(seconds: float = 0.25) -> float:
 def spare_threads() -> int | None:
     """Threads for which there are free cores, at least 1, while the processor is busy; None while it is not."""
     used = cores_in_use()
-    if used < BUSY * cores():
+    if not _is_busy(used):
         return None
     import psutil
 
     most = psutil.cpu_count(logical=False) or cores()  # as many as torch takes by itself
     return max(1, min(most, round(cores() - used)))
+
+
+def _is_busy(used: float) -> bool:
+    """Whether so many cores in use are enough for torch's threads to hold up each other."""
+    return used >= 0.25 * cores()
 
 
 def float32_precision() -> str:
@@ -221,7 +223,7 @@ def _core() -> list[Finding]:
 def _cpu() -> Finding:
     words = f"{cpu_model()}, {cores()} cores"
     used = cores_in_use()
-    if used < BUSY * cores():
+    if not _is_busy(used):
         return Finding("core", "cpu", "ok", words)
     # torch's threads wait by spinning, so the one that has no core to itself holds up all of them at every operation
     remedy = "OMP_NUM_THREADS=1 for small models, OMP_WAIT_POLICY=passive for others, set before torch is imported"

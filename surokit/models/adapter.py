@@ -39,8 +39,7 @@ def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) 
 
     Raises CheckpointError where the model has no adapter, layers have different ranks, or writing fails.
     """
-    check_module(model, "save_adapter")
-    layers = _linears(model)
+    layers = _linears(model, "save_adapter")
     adapted = {name: m for name, m in layers.items() if m.has_adapter}
     if not adapted:
         if hasattr(model, "peft_config"):
@@ -91,7 +90,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     lora = _plain_lora(config, folder)
     if not (folder / WEIGHTS).is_file():
         raise FileNotFoundError(f"{folder} has no {WEIGHTS}: there is no adapter to load.")
-    layers = _linears(model)
+    layers = _linears(model, "load_adapter")
     with Tensors([folder / WEIGHTS]) as tensors:
         found = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.found.items()}
         names = {name.removesuffix(s) for name in found for s in _SUFFIXES if name.endswith(s)} & layers.keys()
@@ -125,8 +124,7 @@ def merge(model: nn.Module, requantize: bool = False, keep: bool = True) -> int:
 
     Raises ValueError where there is no adapter, or where an adapted layer shares its weight with an embedding.
     """
-    check_module(model, "merge")
-    adapted = {name: m for name, m in _linears(model).items() if m.has_adapter}
+    adapted = {name: m for name, m in _linears(model, "merge").items() if m.has_adapter}
     if not adapted:
         raise ValueError("The model has no adapter to merge: give it one with surokit.apply(model, recipe.lora()).")
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -145,8 +143,7 @@ def unmerge(model: nn.Module) -> int:
 
     Raises ValueError where nothing was merged, or merged with keep=False.
     """
-    check_module(model, "unmerge")
-    merged = [layer for layer in _linears(model).values() if layer.can_unmerge]
+    merged = [layer for layer in _linears(model, "unmerge").values() if layer.can_unmerge]
     if not merged:
         raise ValueError(
             "The model has no merged adapters to take out again: merge(model, keep=True) keeps what it replaces."
@@ -156,7 +153,8 @@ def unmerge(model: nn.Module) -> int:
     return len(merged)
 
 
-def _linears(model: nn.Module) -> dict[str, Linear]:
+def _linears(model: nn.Module, who: str) -> dict[str, Linear]:
+    check_module(model, who)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     if not layers:
         raise CheckpointError(

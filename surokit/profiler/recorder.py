@@ -174,7 +174,7 @@ class Recorder:
     def _stop(self) -> None:
         if self.over:
             return
-        if self._pending is not None and self._overdue:
+        if self._overdue:
             self._note(_NEVER_BEGAN)
         self.over, self._pending = True, None
         self.watch.active = False

@@ -146,11 +146,7 @@ def begin_anew(session: Session) -> None:
         return
     aside = next(path for n in itertools.count(1) if not (path := folder / f"damaged-{n}").exists())
     aside.mkdir()
-    for name in (
-        "run.json",
-        "records.jsonl",
-        "checkpoints",
-    ):  # the last one last: without it nothing would be seen of the others
+    for name in ("run.json", "records.jsonl", "checkpoints"):  # these last: without them nothing is seen of the others
         if (folder / name).exists():
             (folder / name).rename(aside / name)
     _say(
