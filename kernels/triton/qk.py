@@ -156,8 +156,8 @@ def turn(x1, x2, c, s):
 
 
 @triton.jit
-def forward_heads(x, x_H, y, w, r, c, s, N, E, eps, HEADS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The N heads of one token from x to y, with r."""
+def forward_heads(x, x_H, y, w, r, at_r, c, s, N, E, eps, HEADS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The N heads of one token from x to y, with r from `at_r` on; w and r None: no norm."""
     columns = tl.arange(0, COLUMNS)[None, :]
     for first in range(0, N, HEADS):
         head = first + tl.arange(0, HEADS)
@@ -171,7 +171,7 @@ def forward_heads(x, x_H, y, w, r, c, s, N, E, eps, HEADS: tl.constexpr, COLUMNS
             w2 = tl.load(w + E + columns, mask=columns < E, other=0.0).to(tl.float32)
             mean_square = tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * E)
             r_head = tl.div_rn(tl.full(mean_square.shape, 1.0, tl.float32), tl.sqrt_rn(mean_square + eps))
-            tl.store(r + head, r_head, mask=head < N)
+            tl.store(r + at_r + head, r_head, mask=head < N)
             x1 = (x1 * r_head[:, None] * w1).to(x.dtype.element_ty).to(tl.float32)
             x2 = (x2 * r_head[:, None] * w2).to(x.dtype.element_ty).to(tl.float32)
         y1, y2 = turn(x1, x2, c, s)
@@ -191,17 +191,17 @@ def forward_tokens(
     c = tl.load(cos + b * cos_B + t * cos_T + columns, mask=columns < E, other=0.0).to(tl.float32)
     s = tl.load(sin + b * sin_B + t * sin_T + columns, mask=columns < E, other=0.0).to(tl.float32)
     at_q, at_k = token * H, token * G
-    forward_heads(
-        q + b * q_B + t * q_T, q_H, q_out + at_q * (2 * E), wq, at_token(rq, at_q), c, s, H, E, eps, HEADS_Q, COLUMNS
-    )
-    forward_heads(
-        k + b * k_B + t * k_T, k_H, k_out + at_k * (2 * E), wk, at_token(rk, at_k), c, s, G, E, eps, HEADS_K, COLUMNS
-    )
+    forward_heads(q + b * q_B + t * q_T, q_H, q_out + at_q * (2 * E), wq, rq, at_q, c, s, H, E, eps, HEADS_Q, COLUMNS)
+    forward_heads(k + b * k_B + t * k_T, k_H, k_out + at_k * (2 * E), wk, rk, at_k, c, s, G, E, eps, HEADS_K, COLUMNS)
 
 
 @triton.jit
-def backward_heads(dy, dy_H, x, x_H, dx, dx_H, w, r, c, s, dw1, dw2, N, E, HEADS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The gradient of the N heads of one token into dx; the sums dw1 and dw2 [HEADS, COLUMNS] with what they add to dw."""
+def backward_heads(
+    dy, dy_H, x, at_x, x_H, dx, dx_H, w, r, at_r, c, s, dw1, dw2, N, E, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the N heads of one token into dx; the sums dw1 and dw2 [HEADS, COLUMNS] with what they add to dw.
+
+    x from `at_x` on and r from `at_r` on, None where there is no norm."""
     columns = tl.arange(0, COLUMNS)[None, :]
     for first in range(0, N, HEADS):
         head = first + tl.arange(0, HEADS)
@@ -214,10 +214,10 @@ def backward_heads(dy, dy_H, x, x_H, dx, dx_H, w, r, c, s, dw1, dw2, N, E, HEADS
         if w is not None:
             g1 = g1.to(dy.dtype.element_ty).to(tl.float32)
             g2 = g2.to(dy.dtype.element_ty).to(tl.float32)
-            at_x = x + heads * x_H + columns
-            r_head = tl.load(r + head, mask=head < N, other=0.0)[:, None]
-            h1 = tl.load(at_x, mask=inside, other=0.0).to(tl.float32) * r_head
-            h2 = tl.load(at_x + E, mask=inside, other=0.0).to(tl.float32) * r_head
+            x_heads = x + at_x + heads * x_H + columns
+            r_head = tl.load(r + at_r + head, mask=head < N, other=0.0)[:, None]
+            h1 = tl.load(x_heads, mask=inside, other=0.0).to(tl.float32) * r_head
+            h2 = tl.load(x_heads + E, mask=inside, other=0.0).to(tl.float32) * r_head
             dw1 += g1 * h1
             dw2 += g2 * h2
             g1 *= tl.load(w + columns, mask=columns < E, other=0.0).to(tl.float32)
@@ -257,22 +257,14 @@ def backward_tokens(
         # back is the same rotation with the opposite sine
         s = -tl.load(sin + b * sin_B + t * sin_T + columns, mask=columns < E, other=0.0).to(tl.float32)
         dwq1, dwq2 = backward_heads(
-            dq + b * dq_B + t * dq_T, dq_H, at_token(q, b * q_B + t * q_T), q_H,
-            dq_in + b * dq_in_B + t * dq_in_T, dq_in_H, wq, at_token(rq, token * H), c, s, dwq1, dwq2, H, E, HEADS_Q, COLUMNS,
+            dq + b * dq_B + t * dq_T, dq_H, q, b * q_B + t * q_T, q_H, dq_in + b * dq_in_B + t * dq_in_T, dq_in_H,
+            wq, rq, token * H, c, s, dwq1, dwq2, H, E, HEADS_Q, COLUMNS,
         )  # fmt: skip
         dwk1, dwk2 = backward_heads(
-            dk + b * dk_B + t * dk_T, dk_H, at_token(k, b * k_B + t * k_T), k_H,
-            dk_in + b * dk_in_B + t * dk_in_T, dk_in_H, wk, at_token(rk, token * G), c, s, dwk1, dwk2, G, E, HEADS_K, COLUMNS,
+            dk + b * dk_B + t * dk_T, dk_H, k, b * k_B + t * k_T, k_H, dk_in + b * dk_in_B + t * dk_in_T, dk_in_H,
+            wk, rk, token * G, c, s, dwk1, dwk2, G, E, HEADS_K, COLUMNS,
         )  # fmt: skip
     if parts is not None:
         parts += tl.program_id(0) * (4 * E)
         store_sums(parts, dwq1, dwq2, E, COLUMNS)
         store_sums(parts + 2 * E, dwk1, dwk2, E, COLUMNS)
-
-
-@triton.jit
-def at_token(pointer, offset):
-    """The pointer moved on; None stays."""
-    if pointer is not None:
-        pointer += offset
-    return pointer
