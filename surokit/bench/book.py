@@ -1,7 +1,9 @@
 """The raw file of a benchmark that takes several calls: each finished measurement is written at once, the next call goes on.
 
-A measurement is a dict under a key. What was measured on another device, or with other versions or sources, does not belong in the
-same file: the difference is named. Numbers that are not finite become null, so that any reader of JSON can read it.
+A measurement is a dict under a key, with the commit and the fingerprint of the sources that it was made with: they may differ
+within a file, so that a fix of one line costs what it changes and no more. What was measured on another device or with other
+versions does not belong in the same file: the difference is named. Numbers that are not finite become null, so that any reader of
+JSON can read it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import hashlib
 import json
 import math
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -19,26 +21,27 @@ from typing import Any
 from surokit.bench import result
 from surokit.environment import environment
 
-#: What has to be the same in all calls. `source` is a fingerprint of the code that is measured.
-SAME = ("device", "cuda_capability", "torch", "triton", "cuda", "source")
+#: What has to be the same in all calls.
+SAME = ("device", "cuda_capability", "torch", "triton", "cuda")
 
 
 class Book:
     """A raw file at `path`, new or gone on with.
 
     head: what the file says beside its measurements ("benchmark", "settings", ...); equal in every call. part: the key that holds
-    them. Raises ValueError, which names the difference, for a file of another benchmark, device, version or source.
+    them. Raises ValueError, which names the difference, for a file of another benchmark, device or version.
     """
 
     def __init__(self, path: Path, part: str, head: Mapping[str, Any], call: Mapping[str, Any]) -> None:
         result.check_writable(path)
         self.path, self.part = path, part
-        here = {**environment(), "source": source(), "commit": commit()}
+        self.made = {"commit": commit(), "source": source()}
+        here = {**environment(), **self.made}
         self.data: dict[str, Any] = {**head, "environment": here, "calls": [], part: {}}
         if path.exists():
             self.data = self._read(head, here)
         self.calls = len(self.data["calls"])
-        self.data["calls"].append({"date": here["date"], "commit": here["commit"], **call})
+        self.data["calls"].append({"date": here["date"], **self.made, **call})
 
     def _read(self, head: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -68,21 +71,43 @@ class Book:
         """Whether nothing is left to do under this key: it was measured, or failed."""
         return key in self and "left_out" not in self[key]
 
+    def current(self, key: str) -> bool:
+        """Whether a measurement is there and was made with the sources that are here."""
+        return key in self and self[key].get("source", self.data["environment"]["source"]) == self.made["source"]
+
     @property
     def found(self) -> dict[str, Any]:
         found: dict[str, Any] = self.data[self.part]
         return found
 
     def put(self, key: str, value: Mapping[str, Any]) -> dict[str, Any]:
-        """Keeps a measurement with its date and call, and writes the file."""
+        """Keeps a measurement with its date, call, commit and source, and writes the file."""
         date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        self.found[key] = _finite({**value, "call": self.calls, "date": date})
+        self.found[key] = _finite({**value, **self.made, "call": self.calls, "date": date})
         result.write(self.data, self.path)
         return self[key]
 
     def forget(self, *keys: str) -> None:
         for key in keys:
             self.found.pop(key, None)
+
+    def end(self, left: str) -> None:
+        """Says in the file what this call leaves to another, in words; "" where nothing is left."""
+        self.data["calls"][-1]["left"] = left
+        result.write(self.data, self.path)
+
+
+def commits(data: Mapping[str, Any], measurements: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The commits that measurements of a file were made with, in their order; a source's fingerprint where there is no commit."""
+    first = {"commit": None, "source": "unknown", **data["environment"]}
+    made = ({**first, **each} for each in measurements)
+    return list(dict.fromkeys(str(each["commit"] or f"source {each['source']}") for each in made))
+
+
+def mixed(data: Mapping[str, Any], measurements: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The line below a table whose figures were measured with several commits; none where it was one."""
+    made = commits(data, measurements)
+    return [f"Measured with several commits, {', '.join(made)}: the raw file says what with which."] * (len(made) > 1)
 
 
 def next_free(path: Path) -> Path:

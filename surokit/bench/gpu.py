@@ -3,8 +3,9 @@
     python -m surokit.bench gpu --out gpu.json
 
 One command, called again until nothing is left. A call is bounded by --minutes; each finished measurement is in the file before the
-next begins, and a call goes on with what is missing. In this order: does the fast step compute what the plain one does (a recipe
-that fails gets no speed); what the device reaches; then the parts of configurations.py, the one that has to be known first.
+next begins, and a call goes on with what is missing. In this order: does the fast step compute what the plain one does (what fails
+is timed all the same, and its figure is called unchecked wherever it is shown); what the device reaches; then the parts of
+configurations.py, the one that has to be known first.
 
 Every system is a process of its own, which waits while another runs. Those of a group take turns, A B A B: they stay as long as the
 device has room for them together; the others are built and warmed up anew for each turn, and the table says which. A ratio is taken
@@ -19,7 +20,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -109,7 +110,7 @@ def run(
     call = {"minutes": minutes, "parts": names}
     book = Book(next_free(out) if new else out, "gpu", head, call)
     if again:
-        book.forget(*[key for key, found in book.found.items() if "failed" in found or found["what"] == "plan"])
+        book.forget(*[key for key, found in book.found.items() if _in_question(found)])
     pace = REHEARSAL if rehearse else Pace()
     with tempfile.TemporaryDirectory() as folder:
         systems = Systems(work, pace.warm_up, rehearse, Path(folder))
@@ -118,8 +119,10 @@ def run(
             for name in names:
                 bench.part(PARTS[name])
         except OutOfTime as end:
+            book.end(str(end))
             print(f"{end} Call it again to go on.", file=sys.stderr)
         else:
+            book.end("")
             print(f"Nothing is left of {', '.join(names)}.", file=sys.stderr)
         finally:
             gpu_table.write_csv(book.data, book.path.with_suffix(".csv"))
@@ -141,7 +144,7 @@ class Bench:
         self._answered: dict[str, dict[str, Any]] = {}
 
     def part(self, part: Part) -> None:
-        self._prepare([c for c in part.configurations() if not c.peer])
+        self._prepare([c for c in self._unmeasured(part) if not c.peer])
         for group in part.groups:
             self._group(group)
         for c in part.starts:
@@ -160,6 +163,17 @@ class Bench:
             return self.book[key]
         return self.book.put(key, {**what, **self.call.tried(key, need_s, work)})
 
+    def _unmeasured(self, part: Part) -> Iterator[Configuration]:
+        """The configurations of a part of which something is missing in the file."""
+        found = self.book.found
+        for group in part.groups:
+            for c in group.configurations:
+                keys = [_key("turn", group, c, number) for number in range(min(group.rounds, self.pace.rounds))]
+                if not any("failed" in found.get(key, {}) for key in keys) and not all(map(self.book.done, keys)):
+                    yield c
+        for kind, singles in (("start", part.starts), ("sustained", part.sustained)):
+            yield from (c for c in singles if not self.book.done(f"{kind}/{c.name}"))
+
     # -- before speed
 
     def _prepare(self, configurations: Iterable[Configuration]) -> None:
@@ -175,6 +189,8 @@ class Bench:
             requests[f"ceilings/{model}"] = {**shape, "seconds": self.pace.ceilings_s / 3}, self.pace.ceilings_s
         with closing(Turns[str, System](lambda _, until_s: self.systems.preparing(until_s))) as process:
             for key, (request, need_s) in requests.items():
+                if key.startswith("correct/") and not self.book.current(key):
+                    self.book.forget(key)  # what was right with other sources says nothing of these
                 self._measure(key, need_s, partial(self._prepared, process, request), {"what": key.partition("/")[0]})
 
     def _prepared(self, process: Turns[str, System], request: Mapping[str, Any], until_s: float) -> dict[str, Any]:
@@ -188,14 +204,20 @@ class Bench:
             raise
 
     def _reason_against(self, c: Configuration) -> str:
-        """Why a configuration gets no speed; "" where it may run."""
+        """Why a configuration is not timed; "" where it may run."""
         if self.systems.rehearse and c.compile:
             return "Left out of a rehearsal: the compiler takes longer than all the rest."
         plan = self._plan(c)
         if plan["memory_gib"] is not None and plan["gib"] + CONTEXT_GIB > plan["memory_gib"]:
             return f"It needs {plan['gib']:.0f} GiB as planned, and the device has {plan['memory_gib']:.0f}."
-        if c.peer:
-            return ""
+        return self.systems.missing(c)
+
+    def _unchecked(self, c: Configuration) -> dict[str, str]:
+        """{"unchecked": why} of what is timed although it was not found right; {} where it was, and of a peer."""
+        why = "" if c.peer else self._doubt(c)
+        return {"unchecked": why} if why else {}
+
+    def _doubt(self, c: Configuration) -> str:
         checked = self.book[_correct(c)]
         if "failed" in checked:
             return f"Its check failed: {checked['failed']}"
@@ -234,7 +256,7 @@ class Bench:
                 self._turn(turns, group, c, number, last=number == rounds - 1)
 
     def _turn(self, turns: _Turns, group: Group, c: Configuration, number: int, last: bool) -> None:
-        what = {"group": group.name, "round": number, **_about(c)}
+        what = {"group": group.name, "round": number, **_about(c), **self._unchecked(c)}
         need_s = self.pace.turn_s + (2.0 if c in turns.open else self._opens_s(c.model))
         found = self._measure(
             _key("turn", group, c, number), need_s, partial(self._timed, turns, c), {"what": "turn", **what}
@@ -250,12 +272,15 @@ class Bench:
         new, began_s = c not in turns.open, time.monotonic()
         running = turns.opened(c, until_s)
         opened_s = time.monotonic() - began_s
-        first = {"first": {**_first(running), "opened_s": opened_s}} if new else {}
+        more: dict[str, Any] = {"first": {**_first(running), "opened_s": opened_s}} if new else {}
         steps = max(1, min(self.pace.most_steps, round(self.pace.turn_s / running.each_s)))
         found = running.take(steps, until_s)
         if not all(map(math.isfinite, found["losses"])):
             raise Failed("Its loss is not finite, so its speed means nothing.")
-        return {**found, "tokens_per_s": found["tokens"] / found["seconds"], "alone": turns.alone(c), **first}
+        if c.graphs and not c.peer and found.get("graphs", "captured") != "captured":
+            more["no_cuda_graphs"] = found["graphs"]
+            print(f"{c.name} runs WITHOUT CUDA graphs: {found['graphs']}", file=sys.stderr, flush=True)
+        return {**found, "tokens_per_s": found["tokens"] / found["seconds"], "alone": turns.alone(c), **more}
 
     def _profiled(self, turns: _Turns, c: Configuration, until_s: float) -> dict[str, Any]:
         return turns.opened(c, until_s).system.ask({"profile": self.pace.profile}, left_s(until_s))
@@ -305,7 +330,7 @@ class Bench:
         if reason := self._reason_against(c):
             self._leave_out(key, c, reason)
         else:
-            self._measure(key, need_s, work, {"what": key.partition("/")[0], **_about(c)})
+            self._measure(key, need_s, work, {"what": key.partition("/")[0], **_about(c), **self._unchecked(c)})
 
 
 _Turns = Turns[Configuration, Running]
@@ -313,6 +338,12 @@ _Turns = Turns[Configuration, Running]
 
 def _about(c: Configuration) -> dict[str, Any]:
     return {"name": c.name, "system": c.system, "configuration": c.to_dict()}
+
+
+def _in_question(found: Mapping[str, Any]) -> bool:
+    """Whether --again makes a measurement once more: it failed, was not right or not checked, or follows from others."""
+    wrong = found["what"] == "correct" and not all(found.get(part, {}).get("ok") for part in ("fused", "graphs"))
+    return "failed" in found or "unchecked" in found or wrong or found["what"] == "plan"
 
 
 def _first(running: Running) -> dict[str, Any]:

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surokit.bench.book import commits
 from surokit.bench.configurations import MODELS, Configuration, target_of
 from surokit.bench.result import grid, markdown
 from surokit.bench.targets import DEVICE, LEAST_OF_BF16, MEANING, MOST_DRIFT, MOST_IDLE, OVER_UNSLOTH, SOURCE, TARGETS
 from surokit.racing.statistics import spread
 
 _NONE = "not measured"
+CAPTURED = "captured"
+UNCHECKED = "UNCHECKED"
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,17 @@ class Row:
         beside = {(turn["round"], turn["call"]): turn["tokens_per_s"] for turn in other.turns}
         mine = [(turn["tokens_per_s"], beside.get((turn["round"], turn["call"]))) for turn in self.turns]
         return [rate / against for rate, against in mine if against]
+
+    @property
+    def unchecked(self) -> str:
+        """Why its figures are of something that was not found right; "" where it was."""
+        return next((turn["unchecked"] for turn in self.turns if "unchecked" in turn), "")
+
+    @property
+    def no_graphs(self) -> str:
+        """Why its steps were no CUDA graphs although they were to be; "" where they were."""
+        graphs = [turn.get("graphs", CAPTURED) for turn in self.turns if self.configuration.graphs]
+        return next((why for why in graphs if why != CAPTURED), "")
 
     @property
     def mfu(self) -> float | None:
@@ -111,7 +125,7 @@ def table(data: Mapping[str, Any]) -> str:
     groups = rows(data)
     text = [_targets_table(data, groups)]
     if any(row.configuration.changes for group in groups.values() for row in group):
-        text.append(_techniques_table(groups))
+        text.append(_techniques_table(data, groups))
     return "\n\n".join([*text, "\n".join(f"- {line}" for line in _lines(data, groups))])
 
 
@@ -164,7 +178,7 @@ def _targets_table(data: Mapping[str, Any], groups: Mapping[str, list[Row]]) -> 
             words = target.words() if target else ("", "", "")
             reached = "" if target is None else _reached(row, target.bars(_own_bf16(row, bf16)), data)
             lines.append(
-                [c.name, _rate(row), *words, reached, _times(row, unsloth), _times(row, bf16), *_rest(row, bf16)]
+                [c.name, _rate(row), *words, reached, _times(row, unsloth), _times(row, bf16), *_rest(row, bf16, data)]
             )
     for own, target in bars.items():
         if own not in shown:
@@ -180,9 +194,13 @@ def _settings(data: Mapping[str, Any]) -> dict[str, Any]:
         "LoRA rank": s["rank"],
         "weights": "random",
         "calls": len(data["calls"]),
-        "commit": environment["commit"] or "unknown",
-        "source": environment["source"],
+        "commit": " and ".join(_commits(data)) or environment["commit"] or "unknown",
     }
+
+
+def _commits(data: Mapping[str, Any]) -> list[str]:
+    """Those that turns of the file were measured with."""
+    return commits(data, (each for each in data["gpu"].values() if each["what"] == "turn" and "tokens_per_s" in each))
 
 
 def _bf16(group: Sequence[Row]) -> Row | None:
@@ -199,6 +217,8 @@ def _reached(row: Row, bars: Sequence[float | None], data: Mapping[str, Any]) ->
     """The highest bar that was reached, on the device that the bars are for."""
     if row.tokens_per_s is None or DEVICE not in data["environment"]["device"].split():  # a GH200 is another one
         return ""
+    if row.unchecked:
+        return UNCHECKED.lower()
     held = [
         name for name, bar in zip(("gate", "target", "stretch"), bars) if bar is not None and row.tokens_per_s >= bar
     ]
@@ -209,7 +229,8 @@ def _rate(row: Row) -> str:
     if not row.turns:
         return _NONE
     low, middle, high = spread(row.rates)
-    return f"{middle:,.0f} ({low:,.0f} to {high:,.0f})"
+    marks = [f"**{UNCHECKED}**"] * bool(row.unchecked) + ["**NO CUDA GRAPHS**"] * bool(row.no_graphs)
+    return " ".join([f"{middle:,.0f} ({low:,.0f} to {high:,.0f})", *marks])
 
 
 def _times(row: Row, other: Row | None) -> str:
@@ -220,19 +241,22 @@ def _times(row: Row, other: Row | None) -> str:
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
-def _rest(row: Row, bf16: Row | None) -> list[str]:
+def _rest(row: Row, bf16: Row | None, file: Mapping[str, Any]) -> list[str]:
     floor_ms, rate = row.plan.get("floor_ms"), row.tokens_per_s
     tokens = row.turns[0]["tokens"] / row.turns[0]["steps"] if row.turns else 0
     light = None if floor_ms is None or rate is None else floor_ms / (tokens / rate * 1e3)
     predicted = row.plan.get("predicted_tokens_per_s")
     gap = row.loss_gap(bf16)
     first = row.first
-    graphs = row.turns[-1].get("graphs", "captured") if row.turns else "captured"
     notes = [row.problem, first.get("note", "") if row.configuration.peer else ""]
-    if row.configuration.graphs and graphs != "captured":
-        notes.append(f"no graphs: {graphs}")
-    if row.profile.get("graphs", graphs) != graphs:
+    if row.unchecked:
+        notes.append(f"unchecked: {row.unchecked}")
+    if row.no_graphs:
+        notes.append(f"no CUDA graphs: {row.no_graphs}")
+    if not row.no_graphs and row.configuration.graphs and row.profile.get("graphs", CAPTURED) != CAPTURED:
         notes.append("profiled without graphs")
+    if len(_commits(file)) > 1:
+        notes.append(f"commit {' and '.join(commits(file, row.turns))}")
     if any(turn.get("alone") for turn in row.turns):
         notes.append("built anew for each turn")
     return [
@@ -257,7 +281,7 @@ def _share(value: float | None) -> str:
 # -- techniques
 
 
-def _techniques_table(groups: Mapping[str, list[Row]]) -> str:
+def _techniques_table(data: Mapping[str, Any], groups: Mapping[str, list[Row]]) -> str:
     head = (
         "technique",
         "tokens/s (median, range)",
@@ -272,7 +296,7 @@ def _techniques_table(groups: Mapping[str, list[Row]]) -> str:
     for group in groups.values():
         if any(row.configuration.changes for row in group):
             for row in group:
-                idle, launches, peak, _, gap, note = _rest(row, group[0])[3:]
+                idle, launches, peak, _, gap, note = _rest(row, group[0], data)[3:]
                 lines.append(
                     (row.configuration.name, _rate(row), _times(row, group[0]), idle, launches, peak, gap, note)
                 )
@@ -306,6 +330,7 @@ def _beside_unsloth(groups: Mapping[str, list[Row]]) -> Iterator[str]:
     """Times Unsloth's bfloat16 in the same run, the mean over the models that were measured."""
     for recipe, (bar, goal) in OVER_UNSLOTH.items():
         means = {}
+        doubt = ""
         for group in groups.values():
             unsloth = next((row for row in group if row.configuration.peer == "unsloth" and row.turns), None)
             mine = next(
@@ -313,9 +338,11 @@ def _beside_unsloth(groups: Mapping[str, list[Row]]) -> Iterator[str]:
             )
             if mine is not None and (ratios := mine.ratios(unsloth)):
                 means[mine.configuration.model] = statistics.median(ratios)
+                doubt = doubt or mine.unchecked
         if means:
             mean = statistics.mean(means.values())
             verdict = "goal reached" if mean >= goal else "bar reached" if mean >= bar else "below the bar"
+            verdict = UNCHECKED.lower() if doubt else verdict
             so_far = "" if means.keys() == MODELS.keys() else " so far, on these models alone"
             yield (
                 f"{recipe} over Unsloth BF16, mean of {', '.join(means)}: {mean:.2f} x (bar {bar}, goal {goal}): {verdict}{so_far}"
@@ -328,6 +355,7 @@ def _beside_unsloth(groups: Mapping[str, list[Row]]) -> Iterator[str]:
             if mine is not None and (ratios := mine.ratios(_bf16(group))):
                 middle = statistics.median(ratios)
                 verdict = "holds" if middle >= bar else "does not hold"
+                verdict = UNCHECKED.lower() if mine.unchecked else verdict
                 yield f"{mine.configuration.name}: {middle:.2f} x its own BF16 (at least {bar}): {verdict}"
     for group in groups.values():
         by = {(row.configuration.recipe, row.configuration.peer): row for row in group if not row.configuration.changes}
@@ -347,6 +375,10 @@ def _sustained(name: str, each: Mapping[str, Any]) -> str:
         bars.append(
             f"drift {drift:+.1%} (within {MOST_DRIFT:.0%}: {'holds' if abs(drift) < MOST_DRIFT else 'does not hold'})"
         )
+    if each.get("graphs", CAPTURED) != CAPTURED:
+        bars.append(f"**NO CUDA GRAPHS**: {each['graphs']}")
+    if "unchecked" in each:
+        bars.append(f"**{UNCHECKED}**: {each['unchecked']}")
     return f"{name}, {each['minutes']:.1f} minutes without a pause: {each['tokens_per_s']:,.0f} tokens/s, {', '.join(bars)}"
 
 
@@ -387,7 +419,8 @@ def _correctness(name: str, each: Mapping[str, Any]) -> str:
 
 _COLUMNS = (
     *("group", "configuration", "model", "train", "recipe", "peer", "changes", "round", "call", "date", "tokens_per_s"),
-    *("seconds", "steps", "tokens", "peak_mib", "alone", "graphs", "first_step_s", "failed", "left_out"),
+    *("seconds", "steps", "tokens", "peak_mib", "alone", "graphs", "first_step_s", "commit", "unchecked", "failed"),
+    "left_out",
 )
 
 

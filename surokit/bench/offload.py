@@ -109,7 +109,10 @@ def run(
         for case, pace, measure in jobs:
             measure(Bench(book, case, call, rounds, pace))
     except OutOfTime as end:
+        book.end(str(end))
         print(f"{end} Call it again to go on.", file=sys.stderr)
+    else:
+        book.end("")
     print(f"raw result: {book.path}", file=sys.stderr)
     return book.data
 

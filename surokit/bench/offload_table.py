@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from surokit.bench import result
+from surokit.bench.book import mixed
 from surokit.bench.offload_ways import AGAIN, CONTROL, NONE, WAYS, ZENFLOW, K
 from surokit.planner.offload import stall_gain
 from surokit.racing.statistics import Interval, bootstrap_interval
@@ -99,6 +100,7 @@ def table(data: Mapping[str, Any]) -> str:
     notes += [_seen(data, case) for case in _cases(data) if _looks(data, case)]
     for key, each in data["offload"].items():
         notes += [f"- {key}: {each[why]}" for why in ("failed", "left_out") if why in each]
+    notes += [f"- {line}" for line in mixed(data, data["offload"].values())]
     if data.get("rehearsal"):
         notes.insert(0, "- A rehearsal on a processor: the times mean nothing.")
     told = "\n".join(notes)

@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surokit.bench import rivals
-from surokit.bench.book import Book
+from surokit.bench.book import Book, mixed
 from surokit.bench.configurations import MODELS, TINY, Work
 from surokit.bench.corpus import corpus
 from surokit.bench.process import Failed, left_s
-from surokit.bench.result import markdown, write
+from surokit.bench.result import markdown
 from surokit.bench.targets import OVER_UNSLOTH
 from surokit.bench.turns import Call, OutOfTime, Running, Turns
 from surokit.racing.statistics import smoothed, spread, steps_to
@@ -108,7 +108,7 @@ def run(
             groups = [Group(model, train, setting) for setting in settings]
             races = [_Race(group, names, rounds, steps, call, book) for group in groups]
             _run_model(model, [race for race in races if race.pending], work, "cpu" if rehearse else "cuda")
-        write(book.data, book.path)
+        book.end(", ".join(book.data["left"]))
         if out is not None:
             write_csv(book.data, out.with_suffix(".csv"))
             out.with_suffix(".md").write_text(table(book.data) + "\n", encoding="utf-8")
@@ -216,7 +216,7 @@ class _Racing(Running):
             **{"baseline": baseline, "tokens_per_s": self.rates, "baseline_tokens_per_s": beside},
             **{"losses": losses, "held_out": self.held_out(), "batch": f"{batch} x {length} x {accumulate}"},
             **{"first_step_s": self.first_step_s, "warm_up_s": self.first_step_s + self.warm_up_s},
-            **{"peak_mib": self.peak_mib, "reserved_mib": self.reserved_mib},
+            **{"peak_mib": self.peak_mib, "reserved_mib": self.reserved_mib, "clocks": self.clocks},
             **{name: self.system.ready[name] for name in ("build_s", "trained", "note", "versions")},
         }
 
@@ -422,6 +422,7 @@ def table(data: Mapping[str, Any]) -> str:
     head += ["peak MiB", "x", "first step, warm-up s", "first, largest loss gap", "held-out loss", "what it is"]
     above = ["A rehearsal on a processor: its numbers mean nothing.\n"] if data["rehearsal"] else []
     rows, notes = [], list(_bars(data))
+    notes += mixed(data, shown(data))
     for entry in shown(data):
         baseline = _entry_of_baseline(data, entry)
         low, mid, high = spread(entry["tokens_per_s"])

@@ -25,6 +25,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from surokit.bench.clocks import device_clocks
+
 Answers = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 _END_S = 20.0  # for a process to end by itself once it is told nothing more
@@ -91,13 +93,19 @@ def peak_memory(cuda: bool) -> dict[str, float]:
 class Worker:
     """Starts the process and waits for its first line, at most `timeout_s` seconds. Raises Failed.
 
-    environment: variables of the process beside those of this one.
+    environment: variables of the process beside those of this one. clocks: an answer comes with "clocks", those of the GPU while it
+    was worked on.
     """
 
     def __init__(
-        self, argv: Sequence[str], name: str, timeout_s: float = 300.0, environment: Mapping[str, str] | None = None
+        self,
+        argv: Sequence[str],
+        name: str,
+        timeout_s: float = 300.0,
+        environment: Mapping[str, str] | None = None,
+        clocks: bool = False,
     ) -> None:
-        self.name, self._gone = name, False
+        self.name, self._gone, self._clocks = name, False, clocks
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  what it writes to stderr: the last line explains an end
         self._process = subprocess.Popen(
             argv,
@@ -122,12 +130,14 @@ class Worker:
         assert self._process.stdin is not None
         if self._gone:
             raise Failed(f"{self.name} has ended before.")
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        except OSError:
-            raise Failed(self._ended()) from None
-        return self._answer(timeout_s)
+        with device_clocks(self._clocks) as clocks:
+            try:
+                self._process.stdin.write(json.dumps(request) + "\n")
+                self._process.stdin.flush()
+            except OSError:
+                raise Failed(self._ended()) from None
+            answer = self._answer(timeout_s)
+        return {**answer, "clocks": clocks} if self._clocks else answer
 
     def close(self) -> None:
         """Lets the process end, and ends it where it does not."""

@@ -387,7 +387,7 @@ class Racing:
 def worker(name: str, work: Work, timeout_s: float) -> process.Worker:
     """The process of a system."""
     argv = [sys.executable, "-m", "surokit.bench.peers", "--worker", name, json.dumps(work)]
-    return process.Worker(argv, name, timeout_s)
+    return process.Worker(argv, name, timeout_s, clocks=work["device"] == "cuda")
 
 
 def serve(name: str, work: Work) -> int:

@@ -46,10 +46,16 @@ class Systems:
     def __init__(self, work: Work, warm_up: int, rehearse: bool, folder: Path) -> None:
         self.work, self.warm_up, self.rehearse, self.folder = work, warm_up, rehearse, folder
         self.device = "cpu" if rehearse else "cuda"
-        self._missing: dict[str, str] = {}
 
     def shape(self, model: str) -> dict[str, Any]:
         return TINY if self.rehearse else MODELS[model]
+
+    def missing(self, c: Configuration) -> str:
+        """What another library lacks here, in words; "" where it runs, and for what is ours."""
+        if not c.peer:
+            return ""
+        why = rivals.missing(rivals.SYSTEMS[c.peer], {"train": c.train, "device": self.device})
+        return f"{c.peer}: {why}" if why else ""
 
     def training(
         self, c: Configuration, until_s: float, sample_every: int = 0, environment: Mapping[str, str] | None = None
@@ -79,11 +85,9 @@ class Systems:
         if self.rehearse:
             return Here(task)
         argv = [sys.executable, "-m", "surokit.bench.worker", json.dumps(task)]
-        return Worker(argv, "The worker", left_s(until_s), environment)
+        return Worker(argv, "The worker", left_s(until_s), environment, clocks=True)
 
     def _peer(self, c: Configuration, until_s: float) -> System:
-        if c.peer in self._missing:
-            raise Failed(self._missing[c.peer], "missing")
         task = {
             "model": {**self.shape(c.model), "max_length": self.work.length},
             **asdict(self.work),
@@ -94,12 +98,7 @@ class Systems:
             "device": self.device,
             "seed": 0,
         }
-        try:
-            return rivals.worker(c.peer, task, left_s(until_s))
-        except Failed as problem:
-            if problem.why == "missing":  # it will be missing the next time too
-                self._missing[c.peer] = str(problem)
-            raise
+        return rivals.worker(c.peer, task, left_s(until_s))
 
     def _corpus(self, vocab: int) -> tuple[Path, Path]:
         """Files of tokens [S, T] and of where the documents of each row begin [S, M]."""

@@ -47,6 +47,7 @@ class Running:
     def __init__(self, system: System, warm_up: int, until_s: float, steady: int = 0) -> None:
         self.system = system
         self.losses: list[float] = []
+        self.clocks: dict[str, float] = {}  # of the GPU in the last answer, where a process tells them
         self.peak_mib = self.reserved_mib = self.each_s = 0.0
         with ExitStack() as failing:
             failing.callback(system.close)
@@ -61,6 +62,7 @@ class Running:
         """What it answers to so many steps."""
         answer = self.system.ask({"steps": steps, **more}, left_s(until_s))
         self.losses += answer["losses"]
+        self.clocks = answer.get("clocks", {})
         self.peak_mib = max(self.peak_mib, answer["peak_mib"])
         self.reserved_mib = max(self.reserved_mib, answer.get("reserved_mib", 0.0))
         return answer

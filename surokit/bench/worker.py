@@ -172,7 +172,12 @@ class Training:
             "sampled_idle_frac",
             "steps",
         )
-        return {"minutes": s.run_s / 60, **{name: getattr(s, name) for name in kept}, **self._memory()}
+        return {
+            "minutes": s.run_s / 60,
+            **{name: getattr(s, name) for name in kept},
+            "graphs": self._graphs(),
+            **self._memory(),
+        }
 
 
 def main(argv: list[str]) -> int:

@@ -116,6 +116,9 @@ class FakeSystems:
     def shape(self, model):
         return TINY
 
+    def missing(self, c):
+        return self.rules.get("missing", {}).get(c.name, "")
+
     def preparing(self, until_s):
         return Answering(self, "prepare")
 
@@ -262,19 +265,21 @@ def test_what_does_not_fit_is_left_out_with_the_reason(tmp_path, clock, monkeypa
         ((False, False), Configuration("0.6b", "bf16"), ""),
     ],
 )
-def test_no_speed_of_what_is_not_right(tmp_path, clock, verdict, c, reason):
+def test_what_is_not_right_is_timed_and_called_unchecked(tmp_path, clock, verdict, c, reason):
     bench = bench_of(tmp_path, clock, check={"fp8": verdict})
     measure(bench, Group("g", (c,), 1))
     found = bench.book[f"turn/g/0/{c.system}"]
-    assert reason in found.get("left_out", "")
-    assert ("tokens_per_s" in found) == (not reason)
+    assert found["tokens_per_s"] > 0
+    assert found.get("unchecked", "").startswith(reason)
+    assert ("unchecked" in found) == ("unchecked" in bench.book[f"profile/g/{c.system}"]) == bool(reason)
 
 
-def test_a_check_that_breaks_gives_no_speed_either(tmp_path, clock):
+def test_after_a_check_that_breaks_a_figure_is_unchecked_too(tmp_path, clock):
     bench = bench_of(tmp_path, clock, ask={"prepare": lambda systems: Failed("an illegal memory access")})
-    said = measure(bench, group_of("bf16", rounds=1))
-    assert said == []
-    assert bench.book["turn/g/0/bf16"]["left_out"] == "Its check failed: an illegal memory access"
+    measure(bench, group_of("bf16", rounds=1))
+    found = bench.book["turn/g/0/bf16"]
+    assert found["unchecked"] == "Its check failed: an illegal memory access"
+    assert found["tokens_per_s"] > 0
 
 
 def test_a_call_ends_in_time_and_the_next_goes_on(tmp_path, clock, monkeypatch):
@@ -349,13 +354,14 @@ def test_late_with_little_time_is_no_failure(tmp_path, clock):
     assert bench.book["turn/g/0/bf16"]["failed"] == "too late"
 
 
-def test_a_peer_that_is_missing_is_asked_for_again_in_the_next_call(tmp_path, clock):
-    missing = {"0.6b lora unsloth bf16": lambda systems: Failed("unsloth is not installed", "missing")}
+def test_a_peer_that_is_missing_takes_no_room_and_is_asked_for_again_in_the_next_call(tmp_path, clock, monkeypatch):
+    monkeypatch.setattr(gpu, "planned", lambda c, *rest: {**PLAN, "gib": 30.0})
     peer = Configuration("0.6b", "bf16", peer="unsloth")
-    group = Group("g", (Configuration("0.6b"), peer), 2)
-    bench = bench_of(tmp_path, clock, open=missing)
-    measure(bench, group)
-    assert bench.book["turn/g/0/unsloth bf16"]["left_out"] == "unsloth is not installed"
+    group = Group("g", (Configuration("0.6b"), Configuration("0.6b", "fp8"), peer), 2)
+    bench = bench_of(tmp_path, clock, missing={peer.name: "unsloth: unsloth is not installed"})
+    said = measure(bench, group)
+    assert said == ["open bf16", "bf16", "open fp8", "fp8", "bf16", "fp8", "close bf16", "close fp8"]
+    assert bench.book["turn/g/0/unsloth bf16"]["left_out"] == "unsloth: unsloth is not installed"
     assert "turn/g/1/unsloth bf16" not in bench.book
     bench = bench_of(tmp_path, clock)
     said = measure(bench, group)
@@ -366,7 +372,7 @@ def test_a_peer_that_is_missing_is_asked_for_again_in_the_next_call(tmp_path, cl
 # -- the file
 
 
-def test_another_device_version_or_source_is_refused(tmp_path, monkeypatch):
+def test_another_device_or_version_is_refused(tmp_path, monkeypatch):
     head = {"benchmark": "gpu", "rehearsal": False, "settings": {"batch": 2}}
     book.Book(tmp_path / "gpu.json", "gpu", head, {}).put("a", {"x": 1.0})
     book.Book(tmp_path / "gpu.json", "gpu", head, {})
@@ -379,13 +385,37 @@ def test_another_device_version_or_source_is_refused(tmp_path, monkeypatch):
                 book.Book(tmp_path / "gpu.json", "gpu", head, {})
     with pytest.raises(ValueError, match="was measured with settings"):
         book.Book(tmp_path / "gpu.json", "gpu", {**head, "settings": {"batch": 4}}, {})
-    monkeypatch.setattr(book, "source", lambda: "other")
-    with pytest.raises(
-        ValueError, match="source '0123456789abcdef', and here it is 'other': give another --out, or --new"
-    ):
-        book.Book(tmp_path / "gpu.json", "gpu", head, {})
     assert book.next_free(tmp_path / "gpu.json") == tmp_path / "gpu-2.json"
     assert book.next_free(tmp_path / "new.json") == tmp_path / "new.json"
+
+
+def test_a_figure_keeps_the_commit_that_it_came_from(tmp_path, monkeypatch, clock):
+    group, changed = group_of("bf16", rounds=2), group_of("bf16", "fp8", rounds=2)
+    bench = bench_of(tmp_path, clock)
+    measure(bench, group)
+    kept = dict(bench.book.found)
+    monkeypatch.setattr(book, "source", lambda: "other")
+    monkeypatch.setattr(book, "commit", lambda: "fixed")
+    again = bench_of(tmp_path, clock, check={"fp8": (True, True)})
+    measure(again, changed)
+    assert {key: again.book[key] for key in kept if key.startswith("turn/")} == {
+        key: each for key, each in kept.items() if key.startswith("turn/")
+    }
+    assert again.book["turn/g/0/fp8"]["commit"] == "fixed"
+    assert again.book.current("turn/g/0/fp8")
+    assert not again.book.current("turn/g/0/bf16")
+    bf16 = [kept["turn/g/0/bf16"]]
+    assert book.commits(again.book.data, again.book.found.values()) == [*book.commits(bench.book.data, bf16), "fixed"]
+    assert book.commits({"environment": {"commit": None, "source": "12"}}, [{}]) == ["source 12"]
+
+
+def test_a_check_of_other_sources_says_nothing_of_these(tmp_path, monkeypatch, clock):
+    bench_of(tmp_path, clock).book.put("correct/0.6b lora fp8", {"what": "correct", "failed": "it broke"})
+    monkeypatch.setattr(book, "source", lambda: "other")
+    bench = bench_of(tmp_path, clock)
+    measure(bench, group_of("fp8"))
+    assert bench.book["correct/0.6b lora fp8"]["fused"]["ok"]
+    assert "unchecked" not in bench.book["turn/g/0/fp8"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"environment": {}}', '{"kernels": []}'])
@@ -647,7 +677,8 @@ def test_what_was_measured_stands_beside_the_bars(data):
     qfp8 = line_of(text, "| 0.6b lora qfp8 |")
     assert qfp8[2:6] == ["0.9 x BF16", "90k", "125k", "gate"]  # 57 of 61 is more than 0.9
     assert qfp8[7].startswith("0.93")
-    assert qfp8[15:] == ["0.00%", "no graphs: the model has hooks"]
+    assert qfp8[1] == "57,000 (56,000 to 57,000) **NO CUDA GRAPHS**"
+    assert qfp8[15:] == ["0.00%", "no CUDA graphs: the model has hooks"]
     assert line_of(text, "| 8b full fp8 |")[1:5] == ["not measured", "9.5k", "14k", "17k"]
     assert text.count("not measured") == len(TARGETS) - 3
     assert "NVIDIA H200" in text
@@ -673,6 +704,32 @@ def test_bars_of_another_device_are_not_reached(data):
     for device in ("NVIDIA H100 80GB HBM3", "NVIDIA GH200 120GB"):
         data["environment"]["device"] = device
         assert line_of(gpu_table.table(data), "| 0.6b lora bf16 |")[5] == ""
+
+
+def test_what_was_not_right_is_called_unchecked_wherever_it_is_shown(data):
+    for turn in data["gpu"].values():
+        if turn["what"] == "turn" and turn["system"] == "qfp8":
+            turn["unchecked"] = "Fused, it is not what it is apart."
+    data["gpu"]["sustained/0.6b lora fp8"]["unchecked"] = "its check failed"
+    text = gpu_table.table(data)
+    qfp8 = line_of(text, "| 0.6b lora qfp8 |")
+    assert qfp8[1].endswith("**UNCHECKED** **NO CUDA GRAPHS**")
+    assert qfp8[5] == "unchecked"
+    assert qfp8[16].startswith("unchecked: Fused, it is not what it is apart.")
+    assert "(bar 1.5, goal 2.0): unchecked" in text
+    assert "0.93 x its own BF16 (at least 0.9): unchecked" in text
+    assert "**UNCHECKED**: its check failed" in text
+
+
+def test_commits_that_are_mixed_are_shown(data):
+    assert ", commit abc; " in gpu_table.table(data)
+    for key, each in data["gpu"].items():
+        if key.startswith("turn/0.6b lora/2/"):
+            each["commit"] = "def"
+    text = gpu_table.table(data)
+    assert ", commit abc and def; " in text
+    assert line_of(text, "| 0.6b lora bf16 |")[16] == "commit abc and def"
+    assert line_of(text, "| 0.6b lora fp8, eager |")[7] == "commit abc; built anew for each turn"
 
 
 def test_techniques_are_held_against_the_first_of_their_group(data):

@@ -89,6 +89,13 @@ def test_the_table(tmp_path):
     assert text in page
 
 
+def test_commits_that_are_mixed_are_told():
+    data = raw()
+    assert "commits" not in offload_table.table(data)
+    data["offload"]["made up/rates"]["commit"] = "abc"
+    assert "- Measured with several commits, source unknown, abc: " in offload_table.table(data)
+
+
 def test_only_whole_rounds_count():
     data = raw(rounds=3)
     del data["offload"][f"made up/1/{ZENFLOW}"]
