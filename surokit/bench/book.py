@@ -34,7 +34,7 @@ class Book:
 
     def __init__(self, path: Path, part: str, head: Mapping[str, Any], call: Mapping[str, Any]) -> None:
         result.check_writable(path)
-        self.path, self.part = path, part
+        self.path, self.part, self.head = path, part, dict(head)
         self.made = {"commit": commit(), "source": source()}
         here = {**environment(), **self.made}
         self.data: dict[str, Any] = {**head, "environment": here, "calls": [], part: {}}
@@ -83,6 +83,7 @@ class Book:
     def put(self, key: str, value: Mapping[str, Any]) -> dict[str, Any]:
         """Keeps a measurement with its date, call, commit and source, and writes the file."""
         date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        self.data["calls"][-1].pop("begun", None)
         self.found[key] = _finite({**value, **self.made, "call": self.calls, "date": date})
         result.write(self.data, self.path)
         return self[key]
@@ -90,6 +91,20 @@ class Book:
     def forget(self, *keys: str) -> None:
         for key in keys:
             self.found.pop(key, None)
+
+    def begin(self, key: str) -> None:
+        """Says in the file what is measured now, for whoever finds that the measuring process is gone."""
+        self.data["calls"][-1]["begun"] = key
+        result.write(self.data, self.path)
+
+    @property
+    def begun(self) -> str:
+        """What the last call was measuring when it last wrote the file; "" between measurements."""
+        return str(self.data["calls"][-1].get("begun", ""))
+
+    def read_again(self) -> None:
+        """Takes over what another process has written into the file."""
+        self.data = json.loads(self.path.read_text(encoding="utf-8"))
 
     def end(self, left: str) -> None:
         """Says in the file what this call leaves to another, in words; "" where nothing is left."""

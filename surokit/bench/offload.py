@@ -8,12 +8,15 @@ computes by sleeping, while the host's threads do their work (offload_emulated).
 In a round each way takes a turn, in a new random order; the control, OffloadAdamW, takes two, which shows the noise. A turn is
 whole windows. ZenFlow's begins with a window that is not timed, so that AdamW has a job when the clock starts, as it has one when
 the clock stops. Hot columns are chosen before, once. A ratio is taken within a round (offload_table). Each measurement is in the
-file when it is made, and the same command goes on with what is missing. What fails is kept in words, and the others go on.
+file when it is made, and the same command goes on with what is missing. What fails is kept in words, and the others go on. On a
+CUDA device each model is measured by a process of its own: an access to memory that is not there ends that process and costs what
+it was measuring.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import random
 import statistics
@@ -34,12 +37,15 @@ from surokit.bench.offload_decoder import Real, Trains
 from surokit.bench.offload_emulated import CASES, Case, Emulated, Sleeper, gradients
 from surokit.bench.offload_table import turns_of
 from surokit.bench.offload_ways import AGAIN, CONTROL, NONE, WAYS, ZENFLOW, K, Way, host_busy, turn
-from surokit.bench.process import Failed
+from surokit.bench.process import Answers, Failed, Worker, left_s, serve
 from surokit.bench.turns import Call, OutOfTime, Turns
 from surokit.planner.offload import Host, predict_offload
 
 table = offload_table.table
 VERSION = 1  # of the measurements: a change of what is measured begins a new file
+GRACE_S = 60.0  # beyond the minutes of a call, for what was begun
+LATE_S = 60.0  # beyond these, until a process that does not answer is ended
+TRIES = 2  # processes of a model, the first one included, where one dies
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class Pace:
 
 
 Settings = dict[str, Any]
-Job = tuple[Case | Trains, Pace, Callable[["Bench"], None]]
+Job = Callable[[Book, Call, int], None]  # (where it is kept, the time that there is, rounds)
 
 
 def run(
@@ -101,13 +107,13 @@ def run(
     out = out or Path("offload-rehearsal.json" if rehearse else "offload.json")
     name, settings, jobs = _decoders(models, layers, interval or 4, rehearse) if real else _emulations(millions, cases)
     head = {"benchmark": name, "version": VERSION, "settings": {**settings, "k": K}, "rehearsal": rehearse}
-    call = Call(time.monotonic() + 60 * minutes, grace_s=60.0)
+    call = Call(time.monotonic() + 60 * minutes, grace_s=GRACE_S)
     book = Book(next_free(out) if new else out, "offload", head, {"minutes": minutes, "rounds": rounds})
     if again:
         book.forget(*[key for key, found in book.found.items() if "failed" in found])
     try:
-        for case, pace, measure in jobs:
-            measure(Bench(book, case, call, rounds, pace))
+        for job in jobs:
+            job(book, call, rounds)
     except OutOfTime as end:
         book.end(str(end))
         print(f"{end} Call it again to go on.", file=sys.stderr)
@@ -129,7 +135,8 @@ def _decoders(
         device, pace = "cuda", Pace(2, 8)
         chosen = offload_decoder.cases(work, models, layers, interval, *offload_decoder.free_memory(device))
     settings = {each: getattr(work, each) for each in ("batch", "length", "accumulate", "tokens")}
-    return name, settings, [(case, pace, lambda bench: bench.real(work, device)) for case in chosen]
+    measure = _decoder if rehearse else _in_a_process
+    return name, settings, [partial(measure, case, pace, work, device) for case in chosen]
 
 
 def _emulations(millions: float, words: Sequence[str]) -> tuple[str, Settings, list[Job]]:
@@ -139,11 +146,62 @@ def _emulations(millions: float, words: Sequence[str]) -> tuple[str, Settings, l
         raise ValueError(f"cases={list(words)}: known are {', '.join(repr(case.name) for case in CASES)}.")
     work = gradients(millions)
     settings = {"parameters": sum(g.numel() for g in work)}
-    return (
-        "offload: an emulated device",
-        settings,
-        [(case, Pace(), lambda bench: bench.emulated(work)) for case in chosen],
-    )
+    return "offload: an emulated device", settings, [partial(_emulation, case, work) for case in chosen]
+
+
+def _emulation(case: Case, work: Sequence[Any], book: Book, call: Call, rounds: int) -> None:
+    Bench(book, case, call, rounds).emulated(work)
+
+
+def _decoder(case: Trains, pace: Pace, work: Work, device: str, book: Book, call: Call, rounds: int) -> None:
+    Bench(book, case, call, rounds, pace).real(work, device)
+
+
+def _in_a_process(case: Trains, pace: Pace, work: Work, device: str, book: Book, call: Call, rounds: int) -> None:
+    """The same in another process, which writes the same file. Where that process dies, what it was measuring has failed, and
+    another one goes on. Raises OutOfTime."""
+    if case.left_out:
+        return _decoder(case, pace, work, device, book, call, rounds)
+    task = {"case": asdict(case), "pace": asdict(pace), "work": asdict(work), "device": device, "rounds": rounds}
+    for _ in range(TRIES):
+        if not left_s(call.ends_s):
+            raise OutOfTime(f"Next is {case.name}, and no time is left.")
+        book.begin(f"{case.name}/process")
+        most_s = left_s(call.ends_s) + GRACE_S + LATE_S
+        try:
+            with Worker(_argv({**task, "path": str(book.path), "head": book.head}), case.name, most_s) as worker:
+                left = worker.ask({"seconds": left_s(call.ends_s)}, most_s)["left"]
+        except Failed as problem:
+            book.read_again()
+            key = book.begun or f"{case.name}/process"
+            book.put(key, {"case": asdict(case), "what": key.rpartition("/")[2], "failed": str(problem)})
+            print(f"{case.name}: {problem}", file=sys.stderr, flush=True)
+            continue
+        book.read_again()
+        if left:
+            raise OutOfTime(left)
+        return
+
+
+def _argv(task: Mapping[str, Any]) -> list[str]:
+    return [sys.executable, "-m", "surokit.bench.offload", json.dumps(task)]
+
+
+def _serving(task: Mapping[str, Any]) -> tuple[dict[str, Any], Answers]:
+    """(the first line, what answers) of the process of a model: to {"seconds": s} it measures so long and says {"left": why}."""
+    case = Trains(**{**task["case"], "alone": tuple(task["case"]["alone"])})
+    pace, work = Pace(**task["pace"]), Work(**task["work"])
+
+    def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+        book = Book(Path(task["path"]), "offload", task["head"], {"case": case.name})
+        call = Call(time.monotonic() + request["seconds"], grace_s=GRACE_S)
+        try:
+            _decoder(case, pace, work, task["device"], book, call, task["rounds"])
+        except OutOfTime as end:
+            return {"left": str(end)}
+        return {"left": ""}
+
+    return {"ready": True}, answer
 
 
 class Bench:
@@ -193,9 +251,11 @@ class Bench:
         if all(self.book.done(f"{self.case.name}/{key}") for key in keys):
             return
         with closing(Turns[str, Way](lambda way, until_s: make(way), alone=alone)) as turns:
-            for way in together:
-                with contextlib.suppress(Exception):  # its turn says so
-                    turns.opened(way, math.inf)
+            if not self.book.done(together_key := f"{self.case.name}/together"):  # unless a process died of it
+                self.book.begin(together_key)
+                for way in together:
+                    with contextlib.suppress(Exception):  # its turn says so
+                        turns.opened(way, math.inf)
             for number in range(self.count):
                 for way in random.Random(number).sample(WAYS, len(WAYS)):
                     self._turn(turns, way, number)
@@ -287,7 +347,12 @@ class Bench:
         if self.book.done(full):
             return self.book[full]
         about = {"case": asdict(self.case), "what": key.rpartition("/")[2]}
-        return self.book.put(full, {**about, **self.call.tried(full, need_s, partial(_in_words, work))})
+
+        def begun(until_s: float) -> Mapping[str, Any]:
+            self.book.begin(full)
+            return _in_words(work, until_s)
+
+        return self.book.put(full, {**about, **self.call.tried(full, need_s, begun)})
 
 
 def _in_words(work: Callable[[float], Mapping[str, Any]], until_s: float) -> Mapping[str, Any]:
@@ -314,3 +379,7 @@ def _link_gb_s(device: str) -> float | None:
         return 100.0  # a rehearsal's prediction means nothing
     ceilings = sk.calibrate(device, seconds=5.0, cache=False, progress=False).ceilings
     return ceilings.host_gb_s if ceilings else None
+
+
+if __name__ == "__main__":
+    sys.exit(serve(lambda: _serving(json.loads(sys.argv[1]))))

@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import math
+import sys
 import threading
 from typing import Any
 
@@ -534,6 +535,64 @@ def test_a_device_that_answers_no_more_ends_the_call_and_blames_no_one(broken, t
     kept = json.loads(out.read_text())["offload"]
     assert not any("failed" in each for each in kept.values())
     assert sum("turn" in each for each in kept.values()) >= 4
+
+
+DIES = """
+import json, os, signal, sys
+from surokit.bench import offload, process
+from surokit.bench.offload_decoder import Real
+
+task = json.loads(sys.argv[1])
+dies_in, died = DIES_IN, task["path"] + ".died"
+whole = getattr(Real, dies_in)
+
+def dying(self):
+    if self.way == "zenflow" and not os.path.exists(died):
+        open(died, "w").close()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return whole(self)
+
+setattr(Real, dies_in, dying)
+sys.exit(process.serve(lambda: offload._serving(task)))
+"""
+
+
+def rehearsed_apart(out, minutes=20.0):
+    """A rehearsal whose models are measured as on a GPU, by processes of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "_decoder", offload._in_a_process)
+        return offload.run(rehearse=True, rounds=2, minutes=minutes, out=out)
+
+
+@pytest.mark.parametrize(("dies_in", "what", "rounds"), [("begin", "zenflow", 1), ("_build", "together", 2)])
+def test_a_process_that_dies_costs_what_it_was_measuring(dies_in, what, rounds, tmp_path, monkeypatch, capsys):
+    argv = [sys.executable, "-c", DIES.replace("DIES_IN", repr(dies_in))]
+    monkeypatch.setattr(offload, "_argv", lambda task: [*argv, json.dumps(task)])
+    data = rehearsed_apart(tmp_path / "raw.json")
+    failed = {key: each["failed"] for key, each in data["offload"].items() if "failed" in each}
+    (key,) = failed
+    assert "ended with exit status -11" in failed[key]
+    assert failed[key] in capsys.readouterr().err
+    assert data == json.loads((tmp_path / "raw.json").read_text())
+    assert data["calls"][-1]["left"] == ""
+    assert key.endswith(f"/{what}")
+    assert len(offload_table.turns_of(data, "tiny, S = 4")[NONE]) == rounds  # that of the death is not whole
+    assert data["offload"]["tiny, S = 4/rates"]["rates"]["predicted"]["gain"] > 0
+
+
+def test_a_model_whose_processes_die_at_once_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        offload, "_argv", lambda task: [sys.executable, "-c", "import sys; sys.exit('the device is lost')"]
+    )
+    data = rehearsed_apart(tmp_path / "raw.json")
+    assert data["offload"]["tiny, S = 4/process"]["failed"].endswith("exit status 1: the device is lost")
+
+
+def test_the_process_of_a_model_leaves_what_there_is_no_time_for(tmp_path, capsys):
+    data = rehearsed_apart(tmp_path / "raw.json", minutes=1e-6)
+    assert data["offload"] == {}
+    assert data["calls"][-1]["left"] == "Next is tiny, S = 4, and no time is left."
+    assert "Call it again to go on" in capsys.readouterr().err
 
 
 def test_a_run_that_is_cut_off_leaves_what_it_has(tmp_path, monkeypatch, capsys):
