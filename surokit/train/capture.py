@@ -16,7 +16,6 @@ A replay draws the random numbers that the eager step would draw: the generator'
 from __future__ import annotations
 
 import random
-import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from surokit.nn.delayed import amaxes_of, kept_amaxes
-from surokit.nn.products import Precision
 from surokit.train.cuda_graphs import Refused, Stale, broken_by_others, reason_of
+from surokit.train.fingerprint import Fingerprint
 from surokit.train.optim import AdamW
 from surokit.train.random_state import kept
 from surokit.train.setup import mean_over
@@ -40,12 +39,13 @@ if TYPE_CHECKING:
 
 WARMUP = 2  # eager steps of a shape before it is recorded: lazily made state, tuned and loaded kernels
 SHAPES = 4  # that are remembered
+NOT_CAPTURED = "Steps do not run as CUDA graphs, so the device may wait for the host between its kernels: {}."
 ANEW = 3  # times that graphs are recorded again after something changed under them
 TOLERANCE = 0.02  # of a gradient's norm: atomic additions take another order every time, in the eager step too
+NOISE = (
+    3.0  # times the gap of two eager runs: rounding to few bits makes much of a little, the more the deeper a model is
+)
 SMALL = 1 << 28  # bytes of gradients that may be there twice
-_PLAIN = (bool, int, float, str, type(None))
-_INTERNAL = vars(nn.Module()).keys() - {"training"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,6 @@ class DeviceGraphs(Protocol):
 
     def clear(self) -> None:
         """Nothing that was recorded will be replayed again."""
-
-
-def warn_off(why: str) -> None:
-    """For who asked for graphs and does not get them."""
-    warnings.warn(f"Steps do not run as CUDA graphs: {why}. session.graphs says so too.", stacklevel=2)
 
 
 def why_not(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
@@ -118,8 +113,8 @@ class Graphs:
         self._change: Callable[[], None] | None = None
         self._changed: tuple[Tensor, Tensor] | None = None
         self._update_refused = ""
-        self._rests_on: list[Any] = []
-        self._held: list[Any] = []  # so that what it was recorded with is not freed, nor its id given to another
+        self._rests_on: Fingerprint | None = None
+        self._mended = self._device.mended
         self._error = 0.0
         self._replayed = False
 
@@ -157,14 +152,15 @@ class Graphs:
             return False
         if why := _in_force(self._engine.device):
             return self._stays_eager(why)
-        rests_on, _, hooked = self._look()
-        if hooked:
-            return self._stays_eager(f"hooks on {hooked}, which a graph would not call")
-        if self._parts and rests_on != self._rests_on:
+        now = self._look()
+        if now.hooked:
+            return self._stays_eager(f"hooks on {now.hooked}, which a graph would not call")
+        if self._parts and (now != self._rests_on or self._device.mended != self._mended):
             return self._anew("weights, settings or modes changed")
+        self._rests_on = now
         if len({key for key, _ in missing} | self._inputs.keys()) > SHAPES:
             return self._stays_eager(f"a shape beyond the {SHAPES} that are remembered")
-        return not missing or self._try_to_record(parts, {graph: wanted[graph] for graph in missing}, rests_on)
+        return not missing or self._try_to_record(parts, {graph: wanted[graph] for graph in missing})
 
     def gradients(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """As the engine's: mean loss and number of labels that count; the gradients are in the parameters. Valid for one step."""
@@ -211,8 +207,7 @@ class Graphs:
     def _refuse(self, why: str) -> None:
         self._refused = why
         self._forget()
-        if self._engine.wants_graphs is True:
-            warn_off(why)
+        self._engine.fallbacks.append(NOT_CAPTURED.format(why))
 
     def _attach(self) -> None:
         for parameter, gradient in self._gradients.items():
@@ -220,13 +215,9 @@ class Graphs:
 
     # -- recording
 
-    def _try_to_record(
-        self, parts: Sequence[Batch], wanted: dict[tuple[Hashable, bool], Batch], rests_on: list[Any]
-    ) -> bool:
+    def _try_to_record(self, parts: Sequence[Batch], wanted: dict[tuple[Hashable, bool], Batch]) -> bool:
         try:
-            return self._record(parts, wanted, rests_on) or self._stays_eager(
-                "not finite, so graphs could not be checked"
-            )
+            return self._record(parts, wanted) or self._stays_eager("not finite, so graphs could not be checked")
         except Exception as error:
             why, later = reason_of(error), isinstance(error, Stale) or broken_by_others(error)
         except BaseException:
@@ -237,43 +228,60 @@ class Graphs:
         self._refuse(why)
         return False
 
-    def _record(self, parts: Sequence[Batch], wanted: dict[tuple[Hashable, bool], Batch], rests_on: list[Any]) -> bool:
-        """Eagerly, recorded, replayed: the same batches have to give the same. Everything but the graphs is undone.
+    def _look(self) -> Fingerprint:
+        """What the graphs rest on, as it is now."""
+        if self._rests_on is not None and self._rests_on.unchanged():
+            return self._rests_on
+        return Fingerprint(self._engine.model, None if self._change is None else self._engine.optimizer)
+
+    def _record(self, parts: Sequence[Batch], wanted: dict[tuple[Hashable, bool], Batch]) -> bool:
+        """Twice eagerly, recorded, replayed: the same batches have to give the same, as far as two eager runs give the same.
+        Everything but the graphs is undone.
 
         False where a step that is not finite leaves nothing to compare.
         """
-        engine = self._engine
         with self._undone():
-            before = _host_random(engine.device)
-            with self._device.rehearsal():
-                loss, _ = engine.eager(parts)
-            if _host_random(engine.device) != before:
-                raise Refused("the model draws random numbers on the host, which a graph would freeze")
-            if self._look()[0] != rests_on:
+            loss, found = self._rehearsed(parts)
+            if self._look() != self._rests_on:
                 raise Refused("a forward changes attributes of the model, which a graph would freeze")
-            # on the host, because a large model has no room for a second set of gradients
-            expected = {p: p.grad.cpu() for p in engine.parameters() if p.grad is not None}
-            expected_loss = loss.cpu()
-        if any(gradient.layout != torch.strided for gradient in expected.values()):
-            raise Refused("some gradients are sparse")
-        if not all(bool(t.isfinite().all()) for t in (expected_loss, *expected.values())):
-            return False
+            if any(gradient.layout != torch.strided for gradient in found.values()):
+                raise Refused("some gradients are sparse")
+            if not torch.stack([t.isfinite().all() for t in (loss, *found.values())]).all():
+                return False
+            if sum(gradient.nbytes for gradient in found.values()) > SMALL:  # no room for a second set of them
+                found = {p: gradient.cpu() for p, gradient in found.items()}
+            expected = (loss, found)
+        with self._undone():
+            noise = _gaps(self._rehearsed(parts), expected)
         with self._undone():
             for (key, first), part in wanted.items():
                 self._parts[key, first] = self._record_part(key, first, part)
         with self._undone():
-            loss, _ = self.gradients(parts)
-            difference = self._difference(loss, expected_loss, expected)
-        if not difference <= TOLERANCE:  # a NaN is refused too
-            raise Refused(f"replayed gradients differ from the eager ones by {difference:.1g} of their norm")
-        self._error = max(self._error, difference)
+            gaps = _gaps((self.gradients(parts)[0], self._gradients), expected)
+        for what, gap, between in zip(("loss", "gradient"), gaps, noise, strict=True):
+            if not gap <= max(TOLERANCE, NOISE * between):  # a NaN is refused too
+                raise Refused(
+                    f"the {what} of a replay is off by {gap:.1g} of its norm, where two eager steps differ by {between:.1g}"
+                )
+        self._error = max(self._error, *gaps)
         if self._change is None and not self._update_refused:
             try:
                 self._record_update()
             except Refused as why:
                 self._change, self._update_refused = None, str(why)
-        self._rests_on, self._held, _ = self._look()
+        self._rests_on, self._mended = None, self._device.mended
+        self._rests_on = self._look()
         return True
+
+    def _rehearsed(self, parts: Sequence[Batch]) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
+        """Loss and gradients of an eager step, which may do nothing that a recorded one may not."""
+        engine = self._engine
+        before = _host_random(engine.device)
+        with self._device.rehearsal():
+            loss, _ = engine.eager(parts)
+        if _host_random(engine.device) != before:
+            raise Refused("the model draws random numbers on the host, which a graph would freeze")
+        return loss, {p: p.grad for p in engine.parameters() if p.grad is not None}
 
     def _record_part(self, key: Hashable, first: bool, part: Batch) -> Callable[[], None]:
         """The first graph makes the gradients, which all others write or add to: small ones together, in few launches, large
@@ -366,61 +374,6 @@ class Graphs:
                         t.copy_(old)
                 model.zero_grad(set_to_none=True)
 
-    def _difference(self, loss: Tensor, expected_loss: Tensor, expected: dict[nn.Parameter, Tensor]) -> float:
-        """Largest difference of a gradient, as a share of its norm or, if that is more, of a thousandth of all; 0: every bit."""
-        if expected.keys() != self._gradients.keys():
-            return torch.inf
-        rows, same = [], True
-        for found, there in [(loss, expected_loss), *((self._gradients[p], there) for p, there in expected.items())]:
-            there = there.to(found.device)  # one after the other, as there may be no room for all
-            same = same and _same_bits(found, there)
-            rows.append(torch.stack([(found - there).float().norm(), there.float().norm()]))
-        gaps, norms = torch.stack(rows).unbind(1)
-        return 0.0 if same else float((gaps / norms.clamp_min(1e-3 * norms.norm())).max())
-
-    def _look(self) -> tuple[list[Any], list[Any], str]:
-        """What the graphs rest on, as numbers; the objects whose ids these are; what has hooks, "". Host work of some
-        microseconds a module, while the device computes."""
-        found: list[Any] = [self._device.mended]
-        objects: list[Any] = []
-        hooked = ""
-
-        def note(value: Any) -> None:
-            if type(value) in _PLAIN:
-                found.append(value)
-            else:
-                found.append(id(value))
-                objects.append(value)
-                if isinstance(value, Precision) and value.scales is not None:
-                    found.append(value.scales.restored)
-
-        for module in self._engine.model.modules():
-            for name, value in vars(module).items():
-                if name not in _INTERNAL:
-                    note(value)
-            for p in module._parameters.values():
-                if p is not None:  # codes of a frozen weight may be kept, so its values count
-                    found += (p.data_ptr(), True if p.requires_grad else p._version)
-                    if p._backward_hooks or p._post_accumulate_grad_hooks:
-                        hooked = f"a parameter of {type(module).__name__}"
-            for buffer in module._buffers.values():
-                found.append(None if buffer is None else buffer.data_ptr())
-            if any(getattr(module, hooks) for hooks in _HOOKS):
-                hooked = type(module).__name__
-        if self._change is None:
-            return found, objects, hooked
-        optimizer = self._engine.optimizer
-        for group in optimizer.param_groups:
-            for name, value in group.items():
-                if isinstance(value, tuple):
-                    found.append(value)
-                elif name != "params" and (name != "lr" or isinstance(value, Tensor)):
-                    note(value)
-            for p in group["params"]:
-                found.append(id(p))
-                found += [v.data_ptr() if isinstance(v, Tensor) else v for v in optimizer.state.get(p, {}).values()]
-        return found, objects, hooked
-
 
 def _shape(part: Mapping[str, Any]) -> Hashable:
     """What a graph fixes of a batch: shapes, dtypes, and entries that are no tensors."""
@@ -466,6 +419,28 @@ def _host_random(device: torch.device) -> list[Any]:
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
     torch_cpu = torch.get_rng_state().numpy().tobytes() if device.type != "cpu" else b""
     return [random.getstate(), numpy["state"]["key"].tobytes(), numpy["state"]["pos"], torch_cpu]
+
+
+def _gaps(
+    found: tuple[Tensor, Mapping[nn.Parameter, Tensor]], expected: tuple[Tensor, Mapping[nn.Parameter, Tensor]]
+) -> tuple[float, float]:
+    """How far a loss is from the one expected, and the gradient that is farthest from its own; 0: every bit is the same.
+
+    As a share of the norm; of a gradient far below the others, a share of a thousandth of all. Expected ones may be on the host.
+    """
+    if expected[1].keys() != found[1].keys():
+        return torch.inf, torch.inf
+    rows, same = [], []
+    for t, there in [(found[0], expected[0]), *((found[1][p], there) for p, there in expected[1].items())]:
+        there = there.to(t.device)  # one after the other, as there may be no room for all
+        same.append(_same_bits(t, there))
+        rows.append(torch.stack([(t - there).float().norm(), there.float().norm()]))
+    gaps, norms = torch.stack(rows).unbind(1)
+    shares = gaps[1:] / norms[1:].clamp_min(1e-3 * norms[1:].norm())
+    return (
+        0.0 if same[0] else float(gaps[0] / norms[0]),
+        0.0 if all(same[1:]) else float(shares.max()),
+    )
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

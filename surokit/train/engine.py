@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from surokit import convert
-from surokit.train.capture import Capture, DeviceGraphs, Graphs, takes_rates, warn_off, why_not
+from surokit.train.capture import NOT_CAPTURED, Capture, DeviceGraphs, Graphs, takes_rates, why_not
 from surokit.train.compiling import end_workers, why_it_failed
 from surokit.train.cuda_graphs import CudaGraphs
 from surokit.train.optim import gradient_norm
@@ -26,6 +26,10 @@ from surokit.train.stream import Batch
 
 T = TypeVar("T")
 
+NOT_COMPILED = (
+    "torch.compile failed, so the run goes on without it ({}). Where that names a file of torch's compile cache, one that was cut "
+    "short, delete the cache's folder and try again; compile=False does not try."
+)
 NO_GRADIENT = "No gradient reached any parameter of the optimizer: the loss does not depend on what is trained."
 
 
@@ -48,12 +52,12 @@ class Engine:
         self.device = device_of(model)
         self.base_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.forward: Callable[..., Any] | None = None
-        self.not_compiled = ""  # why compiling failed, where it did
+        self.fallbacks: list[str] = []  # what runs in another way than was asked for, until somebody was told
         self._compiled_for: set[torch.Size] = set()
         self.wants_graphs = graphs
         self._off = "switched off" if not graphs else "" if device_graphs else why_not(model, optimizer)
         if graphs is True and self._off:
-            warn_off(self._off)
+            self.fallbacks.append(NOT_CAPTURED.format(self._off))
         self._graphs = None if self._off else Graphs(self, device_graphs or CudaGraphs(self.device))
         # float32 numbers on the device, with graphs and without, so that both give the same
         on_device = (self._graphs is not None or self.device.type == "cuda") and takes_rates(optimizer)
@@ -116,7 +120,7 @@ class Engine:
 
     def _compiled(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """The gradients by the compiled forward. Where it fails and the model itself does not, the model it is from now on, and
-        `not_compiled` says why."""
+        `fallbacks` says why."""
         random, compiled = RandomState.capture(self.device, torch_only=True), self.forward
         try:
             found = self.with_room(self.eager, parts)
@@ -132,7 +136,7 @@ class Engine:
         except BaseException:
             self.forward = compiled
             raise
-        self.not_compiled = why
+        self.fallbacks.append(NOT_COMPILED.format(why))
         end_workers()
         return found
 

@@ -43,7 +43,17 @@ from typing import Any, Literal
 
 Phase = Literal["", "warm-up", "converging", "plateau", "unstable", "diverging"]
 Kind = Literal[
-    "spike", "grad_spike", "nonfinite", "skipped", "no_targets", "plateau", "diverging", "unstable", "phase", "note"
+    "spike",
+    "grad_spike",
+    "nonfinite",
+    "skipped",
+    "no_targets",
+    "plateau",
+    "diverging",
+    "unstable",
+    "slower",
+    "phase",
+    "note",
 ]
 
 FIRST = 25

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from surokit.train.describe import Light, describe, light_of
 from surokit.train.health import Event, Health
@@ -125,10 +125,14 @@ class Journal:
 
     # -- what happens in it
 
-    def note(self, step: int, text: str) -> None:
-        """Somebody's own words."""
-        self.events.append(Event(step, "note", str(text)).to_dict())
-        self._session.subscribers.tell("on_note", step, str(text))
+    def note(self, step: int, text: str, kind: Literal["note", "slower"] = "note") -> None:
+        """Somebody's own words, or what runs slower than was asked for."""
+        event = Event(step, kind, str(text))
+        self.events.append(event.to_dict())
+        if kind == "note":
+            self._session.subscribers.tell("on_note", step, event.text)
+        else:
+            self._session.subscribers.tell("on_event", event)
         if self._session.control.state == "idle":
             self.beat(now=True)
 

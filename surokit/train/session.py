@@ -36,6 +36,7 @@ from surokit.train.control import Control, at_a_boundary
 from surokit.train.describe import title_of
 from surokit.train.diagnose import Finding
 from surokit.train.engine import Engine
+from surokit.train.health import Event
 from surokit.train.journal import Condition, Journal
 from surokit.train.looking import Evaluation
 from surokit.train.measuring import Attachable, Measuring, Meter
@@ -74,10 +75,6 @@ _ADAMW = Spec(AdamW, {"lr": 3e-4})
 _COSINE = Cosine(warmup=20, steps=500)
 COMPILING = "compiling the model: the first step takes longer, often a minute; an interrupt ends it"
 BY_HAND = "{0}_every is for session.run(): in a loop of your own call session.{1}(), session.step() does not."
-NOT_COMPILED = (
-    "torch.compile failed, so the run goes on without it ({}). Where that names a file of torch's compile cache, one that was cut "
-    "short, delete the cache's folder and try again; compile=False does not try."
-)
 
 
 class Session:
@@ -390,8 +387,8 @@ class Session:
         self._panel = panel
         self.subscribe(panel)
         for event in self.journal.events:
-            if event["kind"] == "note":  # what was said before there was a panel
-                panel.on_note(event["step"], event["text"])
+            if event["kind"] in ("note", "slower"):  # what was said before there was a panel
+                panel.on_event(Event(**event))
         panel.open()
 
     @property
@@ -644,7 +641,7 @@ class Session:
                 if compiles:
                     self.engine.forget_compiled()  # the next step begins it anew
                 raise
-        if why := self.engine.not_compiled:
-            self.engine.not_compiled = ""
-            warnings.warn(NOT_COMPILED.format(why), stacklevel=3)
-            self.note(NOT_COMPILED.format(why))
+        while self.engine.fallbacks:
+            said = self.engine.fallbacks.pop()
+            self.journal.note(self.steps, said, "slower")
+            warnings.warn(said, stacklevel=3)

@@ -28,8 +28,9 @@ class Subscriber(Protocol):
 
     A subscriber may also have on_info(info), what the run is, when it subscribes, when a run begins and when more is known;
     on_start(total), the step a run is planned to end at; on_eval(step, loss); on_sample(sample) for what `numerics` measured;
-    on_note(step, text); on_pause(paused). All are called in the thread that trains, but for on_note and the first on_info. Of a
-    race's turns nobody is told: it begins and ends once. A subscriber that raises is dropped with a warning.
+    on_note(step, text); on_event(event) for what runs slower than was asked for; on_pause(paused). All are called in the thread
+    that trains, but for on_note and the first on_info. Of a race's turns nobody is told: it begins and ends once. A subscriber
+    that raises is dropped with a warning.
     """
 
     def on_step(self, record: Record) -> None: ...

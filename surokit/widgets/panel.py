@@ -24,12 +24,15 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 from surokit.widgets.figure import Theme
 from surokit.widgets.front import Controls, WidgetView, draws_widgets, shown
 from surokit.widgets.picture import Bundle, bundle, headline, summary_line, summary_text
 from surokit.widgets.state import REPLACED, PanelState
+
+if TYPE_CHECKING:
+    from surokit.train.health import Event
 
 UPDATES_A_SECOND = 4
 DRAWING_SHARE = 0.005  # of the run's wall time, at most
@@ -90,6 +93,14 @@ class Run:
     def on_note(self, step: int, text: str) -> None:
         """A line of the user's own at a step."""
         self.state.note(step, text)
+        self._show_news()
+
+    def on_event(self, event: Event) -> None:
+        """Something that others saw than the health of this panel."""
+        self.state.happened(event)
+        self._show_news()
+
+    def _show_news(self) -> None:
         self._panel.news = True
         self._panel.tick()
 
@@ -167,12 +178,8 @@ class Panel:
                 run.on_step,
                 run.on_eval,
             )
-            self.on_sample, self.on_note, self.on_pause, self.on_end = (
-                run.on_sample,
-                run.on_note,
-                run.on_pause,
-                run.on_end,
-            )
+            self.on_sample, self.on_note, self.on_event = run.on_sample, run.on_note, run.on_event
+            self.on_pause, self.on_end = run.on_pause, run.on_end
 
     @property
     def state(self) -> PanelState:

@@ -38,6 +38,7 @@ KINDS = {
     "spike": "loss spike",
     "grad_spike": "gradient spike",
     "plateau": "plateau with a high learning rate",
+    "slower": "slower than asked for",
 }
 _RANK = {kind: rank for rank, kind in enumerate((*KINDS, "note", "phase"))}
 LAST = {"1 s": 1.0, "1 min": 60.0, "10 min": 600.0}  # spans over which the panel tells the rate

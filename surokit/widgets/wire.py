@@ -42,7 +42,7 @@ seconds so far (run time without pauses), both of seven digits; in between they 
         notes, warnings      sentences, the warnings worst first. suggestion: what to do about the worst, or ""
         events               [{"step": 80, "kind": "spike", "y": 9.1 or null, "text": "...", "suggestion": "..." or ""}, ...], by
                              step; y: the loss there. kind: diverging | skipped | nonfinite | no_targets | unstable | spike |
-                             grad_spike | plateau | note | phase
+                             grad_spike | plateau | slower | note | phase
         ending               why the run ended, a sentence; "" while it runs
         hidden               names of series that found no room (many runs), if there is room for that
     headline   what several runs are together and how that stands, "race · round 3 · fp8's turn"; "" for no more than runs

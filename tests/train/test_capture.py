@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ import surokit as sk
 from surokit.train import AdamW, AdamW8bit, Cosine, Session, cuda_graphs
 from surokit.train import capture as capturing
 from surokit.train.engine import Engine
+from surokit.train.status import read_status
 from tests.train.replay import NoReads, Replays, graphed
 from tests.train.toys import VOCAB, Toy, assert_same_state, make_batches, make_session
 
@@ -67,6 +69,11 @@ def assert_same_run(eager: Session, graphs: Session, steps: int) -> None:
     assert_same_state(eager, graphs)
     for name in ("loss", "lr", "grad_norm", "skipped", "targets", "tokens"):
         assert np.array_equal(eager.records.column(name), graphs.records.column(name), equal_nan=True), name
+
+
+def refused(why: str) -> Any:
+    """Where a session says that its steps are no graphs, and why."""
+    return pytest.warns(UserWarning, match=re.escape(capturing.NOT_CAPTURED.split("{")[0] + why))
 
 
 def pair(make: Make) -> tuple[Session, Session, Replays]:
@@ -144,7 +151,8 @@ def test_which_parameters_get_a_gradient_may_not_depend_on_the_shape() -> None:
         return toy(model=Skips(), data=[make_batches(1, length=12 - 4 * (i % 2))[0] for i in range(6)])
 
     eager, graphs, _ = pair(make)
-    assert_same_run(eager, graphs, 8)
+    with refused("which parameters get a gradient"):
+        assert_same_run(eager, graphs, 8)
     assert str(graphs.graphs) == "off: which parameters get a gradient, or where, depends on the batch"
 
 
@@ -368,7 +376,8 @@ class TestEagerStepsBetween:
         for session in (eager, graphs):
             session.model.get_submodule("hidden").register_forward_hook(lambda *_: None)
         full.append(0)
-        assert_same_run(eager, graphs, 2)
+        with refused("they left no memory"):
+            assert_same_run(eager, graphs, 2)
         assert str(graphs.graphs) == "off: they left no memory for a step that had to be eager"
 
     def test_memory_that_nobody_can_make(self) -> None:
@@ -458,7 +467,8 @@ class TestWhatChangesUnderGraphs:
             assert_same_run(eager, graphs, 4)
             for session in (eager, graphs):
                 session.optimizer.param_groups[0]["weight_decay"] = 0.1 * number
-        assert_same_run(eager, graphs, 3)
+        with refused("weights, settings or modes changed, 4 times"):
+            assert_same_run(eager, graphs, 3)
         assert graphs.graphs.state == "off"
         assert "changed" in graphs.graphs.why
 
@@ -530,7 +540,8 @@ def test_what_passes_is_waited_for() -> None:
         "1 step eager: autograd waits for another stream, and the graphs are recorded anew"
     )
     eager, graphs = toy(), graphed(toy(), HeldFirst(99))
-    assert_same_run(eager, graphs, 20)
+    with refused("autograd waits for another stream, 4 times"):
+        assert_same_run(eager, graphs, 20)
     assert str(graphs.graphs) == f"off: autograd waits for another stream, {capturing.ANEW + 1} times"
 
 
@@ -567,21 +578,25 @@ def test_graphs_in_a_thread() -> None:
 
 def test_gradients_are_compared_one_after_the_other() -> None:
     """There may be no room for them all: 0 where every bit is the same, else the largest share of a norm."""
-    session = graphed(toy())
-    graphs = session.engine._graphs
-    assert graphs is not None
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    graphs._gradients = {a: torch.tensor([3.0, 4.0]), b: torch.tensor([0.0, 1e-4])}
-    loss, expected = torch.tensor(1.0), {a: torch.tensor([3.0, 4.0]), b: torch.tensor([0.0, 1e-4])}
-    assert graphs._difference(loss, loss, expected) == 0.0
+    found = {a: torch.tensor([3.0, 4.0]), b: torch.tensor([0.0, 1e-4])}
+    expected = {a: torch.tensor([3.0, 4.0]), b: torch.tensor([0.0, 1e-4])}
+    one = torch.tensor(1.0)
+
+    def gaps(loss: float = 1.0) -> Any:
+        return capturing._gaps((torch.tensor(loss), found), (one, expected))
+
+    assert gaps() == (0.0, 0.0)
+    assert gaps(1.5) == (0.5, 0.0)
     expected[a][0] += 0.05
-    assert graphs._difference(loss, loss, expected) == pytest.approx(0.05 / expected[a].norm().item())
+    assert gaps() == (0.0, pytest.approx(0.05 / expected[a].norm().item()))
     expected[a][0] = 3.0
     expected[b].neg_()  # of a tensor far below all others a thousandth of all counts
-    assert graphs._difference(loss, loss, expected) == pytest.approx(2e-4 / (1e-3 * 26**0.5), rel=1e-3)
-    graphs._gradients[a][0] = math.nan
-    assert not graphs._difference(loss, loss, expected) <= capturing.TOLERANCE
-    assert graphs._difference(loss, loss, {}) == math.inf
+    assert gaps() == (0.0, pytest.approx(2e-4 / (1e-3 * 25**0.5), rel=1e-3))
+    found[a][0] = math.nan
+    assert not gaps()[1] <= capturing.TOLERANCE
+    expected.clear()
+    assert gaps() == (math.inf, math.inf)
 
 
 def test_the_line_that_waits_is_named() -> None:
@@ -614,7 +629,7 @@ class TestRefused:
             (lambda: Draws(np.random.random), Replays, "the model draws random numbers on the host"),
             (Counts, Replays, "a forward changes attributes of the model"),
             (Toy, OutOfMemory, "there is not enough memory"),
-            (Toy, Forgets, "replayed gradients differ from the eager ones by"),
+            (Toy, Forgets, "the loss of a replay is off by 1 of its norm, where two eager steps differ by 0"),
             (Toy, Invalid, "the step reads the random state, as torch's checkpoint does"),
         ],
     )
@@ -624,7 +639,8 @@ class TestRefused:
         eager.run(6)
         random.setstate(state[0])
         np.random.set_state(state[1])  # noqa: NPY002
-        graphs.run(6)
+        with refused(why):
+            graphs.run(6)
         assert_same_state(eager, graphs)
         assert graphs.records.column("loss").tolist() == eager.records.column("loss").tolist()
         assert graphs.graphs.state == "off"
@@ -678,12 +694,32 @@ class TestRefused:
         assert str(toy(graphs=False).graphs) == "off: switched off"
 
     def test_who_asked_for_them_is_warned(self) -> None:
-        with pytest.warns(UserWarning, match="do not run as CUDA graphs: CUDA graphs need a CUDA device"):
-            toy(graphs=True)
+        session = toy(graphs=True)
+        with refused("CUDA graphs need a CUDA device"):
+            session.run(1)
+        session.run(1)  # once is enough
         session = toy(model=Counts())
         session.engine = Engine(session.model, session.optimizer, 1.0, True, Replays())
-        with pytest.warns(UserWarning, match="changes attributes"):
+        with refused("a forward changes attributes"):
             session.run(4)
+
+    @staticmethod
+    def shown(session: Session) -> list[str]:
+        assert session._panel is not None
+        return session._panel.state.warning_lines()
+
+    def test_the_panel_and_the_run_s_file_say_so(self, tmp_path: Any) -> None:
+        session = graphed(toy(model=Counts(), run_dir=tmp_path / "run"))
+        session.live(view="text")
+        with refused("a forward changes attributes"):
+            session.run(6)
+        said = capturing.NOT_CAPTURED.format(session.graphs.why)
+        told = self.shown(session)
+        assert told == [f"slower than asked for, at step {capturing.WARMUP}: {said}"]
+        events = read_status(tmp_path / "run").events  # type: ignore[union-attr]
+        assert [(e["kind"], e["text"]) for e in events] == [("slower", said)]
+        session.live(view="text")  # a panel that comes later says it too
+        assert self.shown(session) == told
 
     def test_a_setting_that_is_none(self) -> None:
         with pytest.raises(ValueError, match=r"Session\(graphs='on'\): True, False or 'auto'"):
@@ -781,19 +817,6 @@ def test_an_update_that_is_wrong_by_a_bit_is_not_used() -> None:
     graphed(graphs, Off())
     assert_same_run(eager, graphs, 5)
     assert graphs.graphs.why.endswith("the update is eager: a replayed update differs from the eager one")
-
-
-def test_the_host_looks_quickly() -> None:
-    """What is compared before each step grows with the modules: two milliseconds for 28 blocks would be a twentieth of a step."""
-    session = decoder(layers=4)
-    graphs = graphed(session).engine._graphs
-    assert graphs is not None
-    found, _, hooked = graphs._look()
-    modules = sum(1 for _ in session.model.modules())
-    assert hooked == ""
-    assert len(found) < 60 * modules
-    again, _, _ = graphs._look()
-    assert again == found
 
 
 class FakeCuda:
