@@ -6,12 +6,12 @@ With --rehearse the bodies run on the CPU, with the stand-in of tests/train/repl
 import gc
 import time
 
-import numpy as np
 import pytest
 import torch
 
 import surokit as sk
 from surokit.train.capture import WARMUP
+from tests.gpu.noise import assert_near
 from tests.train.replay import graphed
 from tests.train.toys import Toy, make_batches
 
@@ -28,6 +28,8 @@ RECIPES = {
     "fp4": sk.FP4,
 }
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+# where that is what the test is about
+said_off = pytest.mark.filterwarnings("ignore:Steps do not run as CUDA graphs")
 
 
 def decoder_session(device, recipe, graphs="auto", **options):
@@ -65,18 +67,26 @@ def losses(session):
     return session.records.column("loss")
 
 
+def assert_follows(graphs, eager, again):
+    """Noise in attention's gradient moves the loss of these runs by half a percent at most (FP4's); a batch that is not taken, an
+    update that is left out, or parts that are all the first one move it by 3 % and more."""
+    assert_near(losses(graphs), losses(eager), losses(again), floor=1e-2, most=4e-2)
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 @each_recipe
 def test_a_run_with_graphs_follows_the_eager_run(recipe, accumulate, device):
-    eager, graphs = (decoder_session(device, recipe, mode, accumulate=accumulate) for mode in (False, "auto"))
-    for session in (eager, graphs):
+    eager, again, graphs = (
+        decoder_session(device, recipe, mode, accumulate=accumulate) for mode in (False, False, "auto")
+    )
+    for session in (eager, again, graphs):
         session.run(12)
-    print(f"{recipe.name}: {graphs.graphs}; largest difference {np.abs(losses(graphs) / losses(eager) - 1).max():.1e}")
+    print(f"{recipe.name}: {graphs.graphs}")
     assert graphs.graphs.state == "on", graphs.graphs
     assert "update is eager" not in graphs.graphs.why
-    # attention's gradient adds in another order every time; quantized, a difference of one bit grows
-    assert losses(graphs) == pytest.approx(losses(eager), rel=2e-2)
-    assert losses(graphs)[: WARMUP + 1] == pytest.approx(losses(eager)[: WARMUP + 1], rel=1e-3)
+    assert_follows(graphs, eager, again)
+    first = (losses(session)[: WARMUP + 1] for session in (graphs, eager, again))
+    assert_near(*first, floor=5e-3, most=1e-2)
 
 
 def test_the_same_numbers_are_drawn(device):
@@ -90,14 +100,15 @@ def test_the_same_numbers_are_drawn(device):
 
 def test_moments_of_eight_bits_and_stochastic_rounding(device):
     runs = []
-    for mode in (False, "auto"):
+    for mode in (False, False, "auto"):
         optimizer = sk.AdamW8bit(lr=torch.tensor(1e-3, device=device), rounding="stochastic")
         session = decoder_session(device, sk.BF16, mode, optimizer=optimizer)
         session.run(8)
         runs.append(session)
-    assert runs[1].graphs.state == "on", runs[1].graphs
-    assert "update is eager" not in runs[1].graphs.why
-    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-2)
+    eager, again, graphs = runs
+    assert graphs.graphs.state == "on", graphs.graphs
+    assert "update is eager" not in graphs.graphs.why
+    assert_follows(graphs, eager, again)
 
 
 # torch says once that the mode is a prototype
@@ -125,16 +136,18 @@ class Waits(Toy):
 
 
 class Forbidden(Toy):
-    """What no capture allows, though it is no read of a value: only recording itself shows it."""
+    """What no capture allows, though it is no read of a value: only recording itself shows it, and holds memory by then."""
 
     def forward(self, input_ids, labels=None):
+        out = super().forward(input_ids, labels)
         if input_ids.device.type == "cuda":
             torch.cuda.synchronize()
         elif torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
             raise RuntimeError("operation not permitted when stream is capturing")
-        return super().forward(input_ids, labels)
+        return out
 
 
+@said_off
 @pytest.mark.parametrize("model", [Waits, Forbidden])
 def test_where_it_fails_the_run_goes_on(model, device):
     """Dropout goes on too: a failed capture can leave torch's generator in capture."""
@@ -150,16 +163,23 @@ def test_where_it_fails_the_run_goes_on(model, device):
     assert losses(after) == pytest.approx(losses(toy_run(device)), rel=1e-4)
 
 
+@said_off
 def test_memory_of_a_capture_that_fails_comes_back(cuda):
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved(cuda)
-    session = toy_session(cuda, Forbidden(), clip=None)
-    session.run(6)
-    assert session.graphs.state == "off", session.graphs
-    del session
-    gc.collect()
-    torch.cuda.empty_cache()  # raises where a pool was given back twice
-    assert torch.cuda.memory_reserved(cuda) - before < 64 * 2**20  # workspaces of cuBLAS
+    """Each one that did not would cost a segment of 2 MiB at least. Workspaces are no part of it: a library keeps one a stream."""
+
+    def fails(times):
+        for _ in range(times):
+            session = toy_session(cuda, Forbidden(), clip=None)
+            session.run(6)
+            assert session.graphs.state == "off", session.graphs
+        del session
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()  # raises where a pool was given back twice
+        return torch.cuda.memory_reserved(cuda)
+
+    before = fails(2)
+    assert fails(8) - before < 8 * 2**20
 
 
 def test_what_holds_autograd_on_another_stream_delays_recording(cuda):
@@ -183,7 +203,7 @@ def toy_run(device):
 
 def test_shapes_watchers_evaluation_and_a_fork(device):
     runs = []
-    for mode in (False, "auto"):
+    for mode in (False, False, "auto"):
         session = decoder_session(
             device, sk.FP8, mode, meters=[sk.numerics(every=4)], eval=[*make_batches(1)], eval_every=3
         )
@@ -191,12 +211,12 @@ def test_shapes_watchers_evaluation_and_a_fork(device):
         session.data.source.extend(short)
         session.run(20)
         runs.append(session)
-    eager, graphs = runs
+    eager, again, graphs = runs
     print(graphs.graphs)
     assert graphs.graphs.state == "on", graphs.graphs
     assert "of 2 shapes" in graphs.graphs.why
     assert "hooks on" in graphs.graphs.why
-    assert losses(graphs) == pytest.approx(losses(eager), rel=2e-2)
+    assert_follows(graphs, eager, again)
     twin = on_a_cpu(graphs.fork())
     twin.run(6)
     graphs.run(6)
@@ -204,6 +224,7 @@ def test_shapes_watchers_evaluation_and_a_fork(device):
     assert losses(twin) == pytest.approx(losses(graphs)[-6:], rel=2e-2)
 
 
+@pytest.mark.filterwarnings("ignore", "error:torch.compile failed")  # the compiler's own are not ours
 def test_a_compiled_model_is_recorded_too(cuda):
     session = decoder_session(cuda, sk.BF16, compile=True)
     session.run(6)
