@@ -85,8 +85,8 @@ def test_a_run_with_graphs_follows_the_eager_run(recipe, accumulate, device):
     assert graphs.graphs.state == "on", graphs.graphs
     assert "update is eager" not in graphs.graphs.why
     assert_follows(graphs, eager, again)
-    first = (losses(session)[: WARMUP + 1] for session in (graphs, eager, again))
-    assert_near(*first, floor=5e-3, most=1e-2)
+    early = [losses(session)[: WARMUP + 1] for session in (graphs, eager, again)]
+    assert_near(early[0], early[1], early[2], floor=5e-3, most=1e-2)
 
 
 def test_the_same_numbers_are_drawn(device):
