@@ -48,8 +48,8 @@ def assert_same_losses(device, plain, again, model):
 
 
 def assert_same_gradients(device, plain, again, model):
-    """By the norm of what differs. Weights that came too late, of another block, or a step's gradient that is lost make it a third of
-    a gradient's norm and more."""
+    """By the norm of what differs: a third of a gradient's norm and more where weights came too late, were another block's, or a
+    step's gradient is lost."""
     floor = 0.0 if device.type == "cpu" else 2**-7  # a rounding to bfloat16 or two
 
     def apart(one, other):

@@ -20,6 +20,7 @@ from surokit import kernels
 from surokit import product as products
 from surokit.kernels import native
 from surokit.kernels.ops import OPERATIONS
+from surokit.kernels.reference import hadamard
 from surokit.kernels.reference import random as draws
 from surokit.nn.linear import Linear
 from surokit.quantized import quantize, sqnr_db
@@ -111,6 +112,28 @@ def same(theirs, ours):
         assert torch.equal(*bits), f"{(bits[0] != bits[1]).sum()} of {nan.numel()} differ"
 
 
+def positions(packed):
+    """Where packed E2M1 codes stand among the fifteen numbers in order, -7 to 7."""
+    codes = torch.stack((packed & 15, packed >> 4)).int()
+    return torch.where(codes & 8 != 0, -(codes & 7), codes & 7)
+
+
+def near(theirs, ours, dtype):
+    """Codes and scales of rotated numbers: no further than the next ones, and that once in a thousand.
+
+    The sums of a rotation are in another order in a BLAS and in tensor cores, so that their last bits differ.
+    """
+    (codes, scales, scale), (our_codes, our_scales, our_scale) = theirs, (t.cpu() for t in ours)
+    rtol = max(torch.finfo(dtype).eps, 2**-20)
+    torch.testing.assert_close(our_scale, scale, rtol=rtol, atol=0)
+    ordered = [t.view(torch.uint8).int() for t in (our_scales, scales)]  # no scale is negative
+    for found, expected in (ordered, (positions(our_codes), positions(codes))):
+        assert found.shape == expected.shape
+        steps = (found - expected).abs()
+        assert not steps.numel() or steps.max() <= 1, f"{steps.max()} steps apart"
+        assert (steps > 0).sum() <= 1 + steps.numel() // 1000, f"{(steps > 0).sum()} of {steps.numel()} differ"
+
+
 def dirty(device):
     """Leave ones in the memory that the next results get: an element that a kernel leaves out is not zero by chance."""
     if device.type == "cuda":
@@ -131,7 +154,10 @@ def check(device, op, x, *arguments, on_device=None, meaning=False, **options):
     ours = operation(on_device if on_device is not None else x.to(device), *arguments, **there)
     if meaning:
         theirs, ours = (decoded(op, x.shape, arguments, [t.cpu() for t in parts(out)]) for out in (theirs, ours))
-    same(theirs, ours)
+    if op == "quantize_nv_rotated" and device.type == "cuda" and not meaning:
+        near(theirs, ours, x.dtype)
+    else:
+        same(theirs, ours)
 
 
 def decoded(op, shape, arguments, out):
@@ -245,14 +271,17 @@ def test_decoding(shape, device):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rotation(shape, device):
-    """Additions in the order of the butterflies: bit for bit in bfloat16."""
+    """Rounded once, after sums whose error is small beside what they add, in whichever order that is."""
     for block in (16, 32):
         for back in (False, True):
             x = numbers(shape[0], -(-shape[1] // block) * block if back else shape[1])
-            theirs = torch.ops.surokit.rotate(x, block, back)
-            ours = torch.ops.surokit.rotate(x.to(device), block, back).cpu()
-            assert theirs.dtype == ours.dtype
-            torch.testing.assert_close(ours.float(), theirs.float(), rtol=2**-7, atol=0, equal_nan=True)
+            exact = hadamard.rotate(x.double(), block, back)
+            dirty(device)
+            ours = torch.ops.surokit.rotate(x.to(device), block, back)
+            assert (ours.dtype, ours.shape) == (x.dtype, exact.shape)
+            size = exact.unflatten(1, (-1, block)).norm(dim=2, keepdim=True).expand(-1, -1, block).flatten(1)
+            bound = exact.abs() * torch.finfo(x.dtype).eps / 2 + size * 2.0**-18
+            assert ((ours.cpu().double() - exact).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -371,12 +400,22 @@ def needs_tensor_cores(pair, device):
         pytest.skip(native.choice(kind, device)[1])
 
 
-@pytest.mark.parametrize("pair", PAIRS.values(), ids=list(PAIRS))
+@pytest.mark.parametrize(
+    ("pair", "fast"),
+    [
+        # cuBLAS has fast accumulation where scales do not vary along the sum
+        *(pytest.param(pair, False, id=name) for name, pair in PAIRS.items()),
+        *(
+            pytest.param(pair, True, id=f"{name}, fast")
+            for name, pair in PAIRS.items()
+            if kind_of(*pair) in ("tensor", "row")
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     "shape", [(1, 1, 1), (1, 17, 5), (16, 32, 16), (33, 70, 129), (130, 300, 257), (512, 1024, 384)], ids=str
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("fast", [False, True])
 def test_native_products(pair, shape, dtype, fast, device):
     needs_tensor_cores(pair, device)
     M, K, N = shape
