@@ -35,6 +35,13 @@ TINY: dict[str, Any] = {
 }
 
 
+#: A small one for the smoke test, with every width in multiples of 128 so that kernels of all recipes take it.
+SMALL: dict[str, Any] = {
+    **_QWEN3,
+    **{"layers": 2, "width": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 512, "vocab": 1024, "tied": False},
+}
+
+
 @dataclass(frozen=True)
 class Work:
     """The work of a step, the same for every system: sequences of `length` tokens, `batch` of them, `accumulate` times."""
@@ -141,7 +148,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Part:
-    """Some groups, or some other measurement, under a name. minutes: about how long it takes on an H200."""
+    """Some groups, or some other measurement, under a name. minutes: about how long it takes on an H200.
+
+    smoke: (recipe, what trains) whose small step is held against the definition; no speed is measured there.
+    """
 
     name: str
     words: str
@@ -149,6 +159,7 @@ class Part:
     groups: tuple[Group, ...] = ()
     starts: tuple[Configuration, ...] = ()
     sustained: tuple[Configuration, ...] = ()
+    smoke: tuple[tuple[str, Train], ...] = ()
 
     def configurations(self) -> Iterator[Configuration]:
         for group in self.groups:
@@ -168,8 +179,18 @@ def _apart(name: str, base: Configuration, *changes: dict[str, Any], rounds: int
     return Group(name, (base, *(base.but(**change) for change in changes)), rounds)
 
 
+def _recipes() -> Iterator[tuple[str, Train]]:
+    """Every recipe: first what the first figures are of, LoRA over frozen weights, then all weights trained."""
+    yield from ((recipe, "lora") for recipe in ("bf16", "fp8", "qfp8", "qfp4", "qnf4"))
+    yield from ((recipe, "full") for recipe in ("bf16", "fp8", "fp8-current", "fp8-rowwise", "fp8-block"))
+    yield from ((recipe, "full") for recipe in ("fp4", "mxfp8", "mxfp4"))
+
+
 def _parts() -> Iterator[Part]:
     small, large = Configuration("0.6b", "fp8"), Configuration("8b", "qfp8")
+    yield Part(
+        "smoke", "a small step of every recipe against the definition, in two minutes", 2, smoke=tuple(_recipes())
+    )
     yield Part(
         "must", "LoRA on 0.6B and 8B, beside Unsloth", 12, (_beside_unsloth("0.6b", 4), _beside_unsloth("8b", 3))
     )

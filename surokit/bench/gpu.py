@@ -3,9 +3,9 @@
     python -m surokit.bench gpu --out gpu.json
 
 One command, called again until nothing is left. A call is bounded by --minutes; each finished measurement is in the file before the
-next begins, and a call goes on with what is missing. In this order: does the fast step compute what the plain one does (what fails
-is timed all the same, and its figure is called unchecked wherever it is shown); what the device reaches; then the parts of
-configurations.py, the one that has to be known first.
+next begins, and a call goes on with what is missing. In this order: a small step of every recipe against the definition; does the
+fast step compute what the plain one does, at the real widths; what the device reaches; then the parts of configurations.py, the one
+that has to be known first. What is not found right is timed all the same, and its figure is called unchecked wherever it is shown.
 
 Every system is a process of its own, which waits while another runs. Those of a group take turns, A B A B: they stay as long as the
 device has room for them together; the others are built and warmed up anew for each turn, and the table says which. A ratio is taken
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,10 +30,11 @@ from typing import Any
 
 from surokit.bench import gpu_table
 from surokit.bench.book import Book, next_free
-from surokit.bench.configurations import PARTS, Configuration, Group, Part, Work
+from surokit.bench.configurations import PARTS, Configuration, Group, Part, Train, Work
 from surokit.bench.process import Failed, left_s
 from surokit.bench.systems import Systems
 from surokit.bench.turns import Call, OutOfTime, Running, System, Turns
+from surokit.environment import cores
 from surokit.planner.hardware import Gpu
 
 table = gpu_table.table
@@ -42,6 +44,7 @@ VERSION = 1  # of the measurements: a change of what is measured begins a new fi
 ROOM = 0.9  # of the device's memory: what plans may come to together
 CONTEXT_GIB = 1.0  # a process takes beside what it allocates: CUDA's context and its libraries
 LATE_S = 240.0  # what takes so much longer than it should has failed
+SMOKE_S = 30.0  # to check a recipe in a process of its own, as long as none was
 OPENS_S = 75.0  # to start a process and take its first steps, as long as none was measured
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR")  # what compilers keep
 
@@ -61,6 +64,9 @@ class Pace:
     check_steps: int = 8
     rounds: int = 99  # at most, whatever a group asks for
     profiles: int = 9999
+    smoke_length: int = 128
+    smoke_steps: int = 4  # the third one is recorded as a CUDA graph
+    smoke_beside: int = max(1, cores() // 2)  # processes at a time
 
 
 REHEARSAL = Pace(
@@ -75,6 +81,8 @@ REHEARSAL = Pace(
     check_steps=3,
     rounds=1,
     profiles=2,
+    smoke_length=32,
+    smoke_beside=1,
 )
 
 
@@ -144,6 +152,8 @@ class Bench:
         self._answered: dict[str, dict[str, Any]] = {}
 
     def part(self, part: Part) -> None:
+        if part.smoke:
+            return self._smoke(part.smoke)
         self._prepare([c for c in self._unmeasured(part) if not c.peer])
         for group in part.groups:
             self._group(group)
@@ -175,6 +185,52 @@ class Bench:
             yield from (c for c in singles if not self.book.done(f"{kind}/{c.name}"))
 
     # -- before speed
+
+    def _smoke(self, recipes: Iterable[tuple[str, Train]]) -> None:
+        """A small step of each recipe against the definition, several recipes at a time, each in a process of its own."""
+        sizes = {"length": self.pace.smoke_length, "steps": self.pace.smoke_steps, "rank": self.work.rank}
+        shape = self.systems.shape("small")
+        requests = {}
+        for recipe, train in recipes:
+            request = {"check": {"shape": shape, "recipe": recipe, "train": train, "definition": "cpu", **sizes}}
+            if not self.book.current(_smoke(recipe, train)):
+                requests[_smoke(recipe, train)] = request
+        late: OutOfTime | None = None
+        with ThreadPoolExecutor(self.pace.smoke_beside) as pool:
+            found = {
+                pool.submit(self.call.tried, key, SMOKE_S, partial(self._smoked, requests[key])): key
+                for key in requests
+            }
+            for each in as_completed(found):
+                try:
+                    self.book.put(found[each], {"what": "smoke", **each.result()})
+                except OutOfTime as end:
+                    late = end
+        for recipe, train in recipes:
+            if why := self._smoke_says(recipe, train, fused=True, graphs=True):
+                print(f"NOT RIGHT: {recipe} {train}. {why}", file=sys.stderr, flush=True)
+        if late is not None:
+            raise late
+
+    def _smoked(self, request: Mapping[str, Any], until_s: float) -> dict[str, Any]:
+        with closing(self.systems.preparing(until_s, {"OMP_NUM_THREADS": "2"})) as system:
+            return system.ask(request, left_s(until_s))
+
+    def _smoke_says(self, recipe: str, train: Train, fused: bool, graphs: bool) -> str:
+        """What the smoke test has against a recipe; "" where it has nothing, or has not been made with these sources."""
+        key = _smoke(recipe, train)
+        found = self.book[key] if self.book.current(key) else {}
+        if "failed" in found:
+            return f"Its smoke test failed: {found['failed']}"
+        if fused and found and not found["fused"]["ok"]:
+            worst = found["fused"]["worst"]
+            return (
+                f"In the smoke test its step is not the definition's: the gradient of {worst['name']} is {worst['fused']:.2g} from "
+                f"float32's, and the definition's {worst['apart']:.2g}."
+            )
+        if graphs and found and not found["graphs"]["ok"]:
+            return "In the smoke test its step replayed as graphs is not what it is launched one by one."
+        return ""
 
     def _prepare(self, configurations: Iterable[Configuration]) -> None:
         """Correctness, then ceilings, of what these train."""
@@ -218,6 +274,8 @@ class Bench:
         return {"unchecked": why} if why else {}
 
     def _doubt(self, c: Configuration) -> str:
+        if why := self._smoke_says(c.recipe, c.train, c.fused, c.graphs):
+            return why
         checked = self.book[_correct(c)]
         if "failed" in checked:
             return f"Its check failed: {checked['failed']}"
@@ -342,7 +400,9 @@ def _about(c: Configuration) -> dict[str, Any]:
 
 def _in_question(found: Mapping[str, Any]) -> bool:
     """Whether --again makes a measurement once more: it failed, was not right or not checked, or follows from others."""
-    wrong = found["what"] == "correct" and not all(found.get(part, {}).get("ok") for part in ("fused", "graphs"))
+    wrong = found["what"] in ("correct", "smoke") and not all(
+        found.get(part, {}).get("ok") for part in ("fused", "graphs")
+    )
     return "failed" in found or "unchecked" in found or wrong or found["what"] == "plan"
 
 
@@ -398,6 +458,10 @@ def planned(c: Configuration, shape: Mapping[str, Any], work: Work, gpu: Gpu | N
         else None,
         "floor_ms": None if estimate is None else estimate.floor_ms,
     }
+
+
+def _smoke(recipe: str, train: Train) -> str:
+    return f"smoke/{recipe} {train}"
 
 
 def _correct(c: Configuration) -> str:

@@ -322,8 +322,8 @@ def _lines(data: Mapping[str, Any], groups: Mapping[str, list[Row]]) -> Iterator
             yield f"{name}: first step after {_first(each['empty'])} with empty caches, {_first(each['full'])} with full ones"
         elif kind == "ceilings":
             yield _ceilings(name, each)
-        elif kind == "correct":
-            yield _correctness(name, each)
+        elif kind in ("correct", "smoke"):
+            yield _correctness(name if kind == "correct" else key, each)
 
 
 def _beside_unsloth(groups: Mapping[str, list[Row]]) -> Iterator[str]:

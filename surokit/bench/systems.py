@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from surokit.bench import rivals
-from surokit.bench.configurations import MODELS, TINY, Configuration, Work
+from surokit.bench.configurations import MODELS, SMALL, TINY, Configuration, Work
 from surokit.bench.process import Failed, Worker, left_s, understood
 from surokit.bench.turns import Running, System
 
@@ -48,7 +48,7 @@ class Systems:
         self.device = "cpu" if rehearse else "cuda"
 
     def shape(self, model: str) -> dict[str, Any]:
-        return TINY if self.rehearse else MODELS[model]
+        return TINY if self.rehearse else SMALL if model == "small" else MODELS[model]
 
     def missing(self, c: Configuration) -> str:
         """What another library lacks here, in words; "" where it runs, and for what is ours."""
@@ -64,9 +64,9 @@ class Systems:
         system = self._peer(c, until_s) if c.peer else self._ours(self._task(c, sample_every), until_s, environment)
         return Running(system, self.warm_up, until_s, steady=max(1, self.warm_up // 4))
 
-    def preparing(self, until_s: float) -> System:
+    def preparing(self, until_s: float, environment: Mapping[str, str] | None = None) -> System:
         """A process of checks and ceilings."""
-        return self._ours({"kind": "prepare"}, until_s)
+        return self._ours({"kind": "prepare"}, until_s, environment)
 
     def _task(self, c: Configuration, sample_every: int) -> dict[str, Any]:
         tokens, documents = self._corpus(self.shape(c.model)["vocab"])

@@ -10,9 +10,15 @@ Matrices are [M, K] with the contracted dimension last; scales multiply codes. R
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+if not (
+    Path(__file__).parent / "reference"
+).is_dir():  # not a wheel: the checkout's folder kernels/ is the rest of this package
+    __path__.append(str(Path(__file__).parents[2] / "kernels"))
 
 from surokit.kernels import native
 from surokit.kernels.ops import OPERATIONS, best, only_reference, serving

@@ -119,7 +119,7 @@ class FakeSystems:
     def missing(self, c):
         return self.rules.get("missing", {}).get(c.name, "")
 
-    def preparing(self, until_s):
+    def preparing(self, until_s, environment=None):
         return Answering(self, "prepare")
 
     def training(self, c, until_s, sample_every=0, environment=None):
@@ -141,6 +141,11 @@ class Answering:
 
     def ask(self, request, timeout_s=0.0):
         self.systems._wrong("ask", self.name)
+        if "definition" in request.get("check", {}):
+            self.systems._wrong("smoke", request["check"]["recipe"])
+            fused, graphs = self.systems.rules.get("smoked", {}).get(request["check"]["recipe"], (True, True))
+            worst = {"name": "norm.weight", "fused": 0.5, "apart": 0.01}
+            return {"fused": {"ok": fused, "worst": worst}, "graphs": {"ok": graphs}}
         if "check" in request:
             verdicts = self.systems.rules.get("check", {})
             ok = verdicts.get(request["check"]["recipe"], (True, True))
@@ -280,6 +285,83 @@ def test_after_a_check_that_breaks_a_figure_is_unchecked_too(tmp_path, clock):
     found = bench.book["turn/g/0/bf16"]
     assert found["unchecked"] == "Its check failed: an illegal memory access"
     assert found["tokens_per_s"] > 0
+
+
+# -- the smoke test
+
+
+def test_each_recipe_is_held_against_the_definition(rehearsal):
+    found = {key: each for key, each in json.loads(rehearsal.read_text())["gpu"].items() if each["what"] == "smoke"}
+    assert {key.partition("/")[2].partition(" ")[0] for key in found} == set(sk.recipes)
+    assert all(each["fused"]["ok"] and each["graphs"]["ok"] for each in found.values())
+    assert "smoke/bf16 lora" in list(found)[:1]
+
+
+def test_a_step_that_is_not_the_definitions_is_named_and_its_figures_are_unchecked(tmp_path, clock, capsys):
+    bench = bench_of(
+        tmp_path,
+        clock,
+        smoked={"fp8": (False, True), "qfp8": (True, False)},
+        smoke={"qnf4": lambda systems: Failed("it died")},
+    )
+    bench.part(PARTS["smoke"])
+    far = (
+        "In the smoke test its step is not the definition's: the gradient of norm.weight is 0.5 from float32's, and the "
+        "definition's 0.01."
+    )
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("NOT RIGHT")] == [
+        f"NOT RIGHT: fp8 lora. {far}",
+        "NOT RIGHT: qfp8 lora. In the smoke test its step replayed as graphs is not what it is launched one by one.",
+        "NOT RIGHT: qnf4 lora. Its smoke test failed: it died",
+        f"NOT RIGHT: fp8 full. {far}",
+    ]
+    eager = Configuration("0.6b", "qfp8", graphs=False)
+    measure(bench, Group("g", (*(Configuration("0.6b", r) for r in ("bf16", "fp8", "qfp8", "qnf4")), eager), 1))
+    unchecked = {key: each["unchecked"].split(":")[0] for key, each in bench.book.found.items() if "unchecked" in each}
+    assert unchecked == {
+        f"{what}/g/{number}{recipe}": why
+        for recipe, why in (
+            ("fp8", "In the smoke test its step is not the definition's"),
+            ("qfp8", "In the smoke test its step replayed as graphs is not what it is launched one by one."),
+            ("qnf4", "Its smoke test failed"),
+        )
+        for what, number in (("turn", "0/"), ("profile", ""))
+    }
+    assert all(bench.book[key]["tokens_per_s"] > 0 for key in unchecked if key.startswith("turn/"))
+
+
+def test_a_smoke_test_without_time_goes_on_in_the_next_call(tmp_path, clock):
+    asked = []
+
+    def slow(systems):
+        asked.append(1)
+        clock.now += 100
+
+    bench = bench_of(tmp_path, clock, seconds=150, smoke=dict.fromkeys(sk.recipes, slow))
+    bench.pace = gpu.Pace(smoke_beside=1)
+    with pytest.raises(OutOfTime, match="Next is smoke/.*, about 30 s, and 0 s are left"):
+        bench.part(PARTS["smoke"])
+    assert len(asked) == 2
+    bench = bench_of(tmp_path, clock, smoke=dict.fromkeys(sk.recipes, slow))
+    bench.part(PARTS["smoke"])
+    assert len(asked) == len(PARTS["smoke"].smoke)
+
+
+def test_what_was_not_right_is_looked_at_again_where_that_is_asked_for():
+    right = {"fused": {"ok": True}, "graphs": {"ok": True}}
+    asked: dict[str, dict[str, Any]] = {
+        "smoke": {"what": "smoke", **right, "graphs": {"ok": False}},
+        "correct": {"what": "correct", **right, "fused": {"ok": False}},
+        "unchecked": {"what": "turn", "tokens_per_s": 1.0, "unchecked": "why"},
+        "failed": {"what": "turn", "failed": "why"},
+        "plan": {"what": "plan"},
+        "right": {"what": "smoke", **right},
+        "turn": {"what": "turn", "tokens_per_s": 1.0},
+    }
+    assert [name for name, found in asked.items() if gpu._in_question(found)] == [*asked][:5]
+
+
+# -- one call: how it ends
 
 
 def test_a_call_ends_in_time_and_the_next_goes_on(tmp_path, clock, monkeypatch):
@@ -442,7 +524,7 @@ def test_the_fingerprint_is_of_what_is_measured(monkeypatch):
 
 def test_bad_arguments_are_one_sentence(capsys, tmp_path):
     assert main(["gpu", "--part", "nonsense", "--rehearse"]) == 2
-    assert "There is no part 'nonsense': known are must, sizes," in capsys.readouterr().err
+    assert "There is no part 'nonsense': known are smoke, must, sizes," in capsys.readouterr().err
     assert main(["gpu", "--minutes", "0", "--rehearse"]) == 2
     assert "minutes=0.0: a number above zero" in capsys.readouterr().err
     (tmp_path / "a file").touch()
@@ -568,7 +650,7 @@ def test_gradients_that_are_not_numbers_are_wrong(monkeypatch):
 
     monkeypatch.setattr(sk, "fuse", broken)
     config = correct.small(TINY, 48)
-    assert not correct._fused(config, correct.recipe_of("bf16", "lora", 4), CPU)["ok"]
+    assert not correct._fused(config, correct.recipe_of("bf16", "lora", 4), CPU, CPU)["ok"]
 
 
 @pytest.mark.parametrize("what", ["batch", "count", "rate"])
