@@ -1,13 +1,16 @@
 """Predicted peak of a training step against torch.cuda.max_memory_allocated; rehearsed on a CPU against its own allocator.
 
 The GPU's kernels have other temporaries than the CPU's reference, and libraries take workspace from the same allocator, 8 to 32
-MiB each: the models here are large enough that a tenth of the peak is more than that.
+MiB a stream and thread: the models here are large enough that a tenth of the peak is more than that. Every phase is printed.
+Asserted are the peak and what passes within a quarter, and within a tenth the optimizer's phase, of tensors whose size is known.
 """
+
+import gc
 
 import pytest
 import torch
 
-from surokit.bench.memory import Setting, measure, planned
+from surokit.bench.memory import MIB, PHASES, Setting, measure, predicted
 
 LARGE = {
     "width": 1024,
@@ -19,6 +22,8 @@ LARGE = {
     "batch": 4,
     "length": 1024,
 }
+WITHIN = {"forward": 0.25, "backward": 0.25, "optimizer": 0.1, "peak": 0.25}
+WORKSPACES = 128 * MIB  # of libraries, two threads and two streams: in a phase of few tensors more than a quarter
 SETTINGS = [
     Setting("bf16"),
     Setting("fp32", dtype="fp32"),
@@ -39,22 +44,27 @@ SETTINGS = [
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_the_peak_of_a_step(device, setting):
+    if setting.theirs:
+        pytest.importorskip("transformers")  # not wherever there is a GPU
     if device.type == "cuda":
         setting = Setting(**{**setting.__dict__, **LARGE})
         torch.cuda.empty_cache()
     else:
-        setting = Setting(**{**setting.__dict__, "layers": 2, "length": 64, "vocab": 1024})
-    measured, memory = measure(setting, device.type), planned(setting, device.type).memory
-    phases = {
-        p.name: round(p.bytes / measured.phases.get(p.name, measured.phases["forward"]), 3) for p in memory.phases
-    }
-    assert memory.peak_gib * 2**30 == pytest.approx(measured.peak, rel=0.10), (memory.peak_phase, phases, measured)
+        setting = Setting(**{**setting.__dict__, "layers": 2, "length": 128})
+    measured, planned = measure(setting, device.type), predicted(setting, device.type)
+    found = {**{phase: measured.phases[phase] for phase in PHASES}, "peak": measured.peak}
+    said = ", ".join(f"{name} {planned[name] / MIB:.0f} / {found[name] / MIB:.0f}" for name in found)
+    print(f"{setting.name}, planned / measured MiB: {said}")
+    for name, share in WITHIN.items():
+        workspaces = WORKSPACES if device.type == "cuda" and name != "peak" else 0
+        assert abs(planned[name] - found[name]) < share * found[name] + workspaces, (name, said)
 
 
 def test_the_meter_counts_what_the_device_allocates(device):
     from surokit.bench.memory import Meter
 
     meter = Meter(device)
+    gc.collect()  # what other tests left would go meanwhile
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     with meter.listening():
         held = torch.empty(1024, 256, device=device)
