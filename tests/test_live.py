@@ -470,6 +470,8 @@ def test_a_loop_that_breaks_says_so_in_its_folder(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+# torch says once that the mode is a prototype
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_on_a_gpu_log_does_not_sync():
     pytest.importorskip("pandas")  # for the frame, and not wherever there is a GPU
     live = Live(view=View())

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import surokit as sk
 from surokit.data import Batches
+from tests.gpu.noise import assert_near
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
@@ -78,12 +79,14 @@ def batches(count=4):
     ids=lambda r: r.name,
 )
 def test_a_run_on_the_gpu_follows_the_run_on_the_cpu(recipe):
-    losses = {}
-    for device in ("cpu", "cuda"):
+    """Two runs on the GPU show how much of a difference is noise: bits of attention's gradient, which quantizing makes more of."""
+    losses = []
+    for device in ("cpu", "cuda", "cuda"):
         session = sk.Session(decoder().to(device), batches(), optimizer=sk.AdamW(lr=1e-3), recipe=recipe, schedule=None)
         session.run(8)
-        losses[device] = session.records.column("loss").tolist()
-    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=5e-3)
+        losses.append(session.records.column("loss"))
+    cpu, gpu, again = losses
+    assert_near(cpu, gpu, again, floor=5e-3, most=2e-2)
 
 
 # torch says once that the mode is a prototype

@@ -17,6 +17,9 @@ from tests.profiler.models import line_of
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
+WITHIN = 0.25  # a machine's timers, and what Python does around the seeded wait
+
+
 def model_on_gpu(width=1024, layers=8):
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).cuda()
 
@@ -80,7 +83,7 @@ def test_ten_milliseconds_of_host_work_between_steps():
         busy_wait(0.010)
 
     p = train(wait)
-    assert lost(p)["host"] == pytest.approx(10, abs=1)
+    assert lost(p)["host"] == pytest.approx(10, rel=WITHIN)
     work = line_of("host work", __name__)
     assert lines(p, "gaps")[0] in (work - 1, work)
 
@@ -91,7 +94,7 @@ def test_a_sleep_is_host_wait():
         time.sleep(0.010)  # asleep
 
     p = train(wait)
-    assert p.summary["host_wait_ms"] == pytest.approx(10, abs=1.5)
+    assert p.summary["host_wait_ms"] == pytest.approx(10, rel=WITHIN)
     assert lines(p, "gaps")[0] == line_of("asleep", __name__)
 
 
