@@ -16,14 +16,18 @@ from torch import Tensor
 from .matmul import addmm_, mm
 
 IGNORED = -100
-CHUNK_ELEMENTS = {"cpu": 4 * 1024 * 1024, "cuda": 64 * 1024 * 1024}  # of the float32 logits
+CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 640 << 20}  # of logits: a CPU's caches, a small part of a GPU's memory
 MIN_ROWS = 64
+# a GPU's product of a chunk wants whole tiles, and enough of them for all multiprocessors; more rows bring nothing
+TILE_ROWS, MAX_ROWS = 128, 2048
 
 
-def chunk_rows(tokens: int, vocabulary: int, device: str) -> int:
-    """Tokens whose logits are held at once: few enough for memory, enough for an efficient product."""
-    rows = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // max(vocabulary, 1)
-    return max(1, min(tokens, max(MIN_ROWS, rows)))
+def chunk_rows(tokens: int, vocabulary: int, device: str, itemsize: int = 4) -> int:
+    """Tokens whose logits, of `itemsize` bytes with all copies, are held at once: few enough for memory, enough for a product."""
+    rows = max(MIN_ROWS, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // max(vocabulary * itemsize, 1))
+    if device != "cpu" and rows >= TILE_ROWS:
+        rows = min(MAX_ROWS, rows - rows % TILE_ROWS)
+    return max(1, min(tokens, rows))
 
 
 def forward(
@@ -31,7 +35,8 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Mean loss (0-d float32) over labels other than -100, and where asked dx [T, K] and dw [V, K] in their own dtypes."""
     T, V = x_TK.shape[0], w_VK.shape[0]
-    rows = chunk_rows(T, V, x_TK.device.type)
+    on_cpu = x_TK.device.type == "cpu"
+    rows = chunk_rows(T, V, x_TK.device.type, 4 if on_cpu or x_TK.dtype == torch.float32 else 4 + x_TK.element_size())
     counted_T1 = (labels_T != IGNORED).unsqueeze(1)
     n = counted_T1.sum().clamp(min=1).float()
     share_T1 = counted_T1 / n

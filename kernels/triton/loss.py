@@ -30,7 +30,7 @@ def forward(
     check_dtypes(x_TK, w_VK)
     if labels_T.shape != (T,):
         raise ValueError(f"{T} tokens need labels of shape [{T}], not {list(labels_T.shape)}.")
-    rows = chunk_rows(T, V, x_TK.device.type)
+    rows = chunk_rows(T, V, x_TK.device.type, x_TK.element_size())
     n = (labels_T != IGNORED).sum().clamp(min=1).float()
     losses_T = x_TK.new_empty(T, dtype=torch.float32)
     dx_TK = torch.empty_like(x_TK, memory_format=torch.contiguous_format) if need_dx else None

@@ -19,7 +19,7 @@ IGNORED = reference.IGNORED
 def linear_cross_entropy(x_TK: Tensor, w_VK: Tensor, labels_T: Tensor) -> Tensor:
     """Mean cross-entropy (0-d, float32) of the logits x w' against the labels that are not -100.
 
-    x [T, K], w [V, K] of one dtype, labels [T] int64. The logits live in chunks of a few hundred tokens; both gradients are
+    x [T, K], w [V, K] of one dtype, labels [T] int64. The logits live in chunks of at most 2,048 tokens; both gradients are
     made in forward, chunk by chunk, and backward only scales them. Without gradients only the loss is computed.
 
     If every label is -100 the loss is 0 (torch.nn.functional.cross_entropy gives NaN) and so are the gradients. A label
@@ -71,7 +71,9 @@ def chunked_cross_entropy(
     A chunk's logits are computed again in backward instead of kept. random: the head may draw random numbers, and draws the
     same ones then; keeping their state is nothing that a CUDA graph can hold.
     """
-    rows = reference.chunk_rows(len(labels_T), vocabulary, x_TK.device.type)
+    # in float32, their logarithms and a gradient
+    itemsize = 4 if x_TK.device.type == "cpu" else 12
+    rows = reference.chunk_rows(len(labels_T), vocabulary, x_TK.device.type, itemsize)
     total = x_TK.new_zeros((), dtype=torch.float32)
     for x_CK, labels_C in zip(x_TK.split(rows), labels_T.split(rows)):
         total = total + checkpoint(_summed, head, x_CK, labels_C, use_reentrant=False, preserve_rng_state=random)

@@ -28,9 +28,9 @@ from surokit.planner.fusion import Fused
 from surokit.planner.shape import Shape
 from surokit.planner.tape import KEPT, LOGITS, Moment, Tape, Value
 
-# Elements of the logits that the fused linear + cross-entropy holds at a time (kernels/reference/loss.py, which needs torch).
-LOSS_ELEMENTS = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
-LOSS_MIN_ROWS = 64
+# The logits that the fused linear + cross-entropy holds at a time (kernels/reference/loss.py, which needs torch).
+LOSS_BYTES = {"cpu": 16 * 2**20, "cuda": 640 * 2**20}
+LOSS_MIN_ROWS, LOSS_TILE_ROWS, LOSS_MAX_ROWS = 64, 128, 2048
 # Query rows and scores that the reference's attention gradient holds at a time (kernels/reference/attention.py).
 ATTENTION_ROWS, ATTENTION_SCORES = 256, 2 * 2**20
 # Elements of a float32 buffer of the reference's norm, for one thread (kernels/reference/norm.py).
@@ -47,6 +47,23 @@ _TOGETHER = {
     "mlp.up_proj": ("mlp.gate_up_proj",),
 }
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
+def is_fused_with_loss(head: Placement | None) -> bool:
+    """Whether the head is a weight and nothing else, so that its product and the loss are one operation (nn/loss.py)."""
+    return head is None or not (head.quantized or head.rank)
+
+
+def loss_rows(tokens: int, vocabulary: int, device: str, width: float, head: Placement | None) -> int:
+    """Tokens whose logits are held at once: `chunk_rows` of kernels/reference/loss.py, as nn/loss.py asks for it.
+
+    width: bytes of a number of the weights.
+    """
+    itemsize = 4 if device == "cpu" else int(width) if is_fused_with_loss(head) else 12
+    rows = max(LOSS_MIN_ROWS, LOSS_BYTES[device] // (vocabulary * itemsize))
+    if device != "cpu" and rows >= LOSS_TILE_ROWS:
+        rows = min(LOSS_MAX_ROWS, rows - rows % LOSS_TILE_ROWS)
+    return min(tokens, rows)
 
 
 class Kind(NamedTuple):
@@ -385,9 +402,9 @@ class _Model:
     def fused(self, x: Value) -> Value:
         """Linear and cross-entropy in one, in chunks of tokens (kernels/reference/loss.py)."""
         s, tape = self.shape, self.tape
-        rows = min(self.tokens, max(LOSS_MIN_ROWS, LOSS_ELEMENTS[self.step.device] // s.vocab))
         head = self.places.get("lm_head")
-        if head is not None and (head.quantized or head.rank):
+        rows = loss_rows(self.tokens, s.vocab, self.step.device, self.w, head)
+        if head is not None and not is_fused_with_loss(head):
             return self.through_the_head(x, rows, head)
         # a CPU takes the softmax in a float32 buffer of its own, the GPU's kernel within the logits
         chunk = rows * s.vocab * (self.w + 4.0 if self.w == 2 and self.on_cpu else self.w)

@@ -36,9 +36,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from surokit.planner.activations import LOSS_ELEMENTS as LOSS_ELEMENTS
-from surokit.planner.activations import LOSS_MIN_ROWS as LOSS_MIN_ROWS
-from surokit.planner.activations import Activations, Ours, replay
+from surokit.planner.activations import Activations, Ours, loss_rows, replay
 from surokit.planner.flops import Placement, Recompute, Trained, frozen, gradients, operand_bits, placements
 from surokit.planner.fused_activations import FusedLayers
 from surokit.planner.fusion import UNFUSED, Fused
@@ -512,7 +510,8 @@ def _with_step(
         held = full if held > 0.999 * full else held
         terms[terms.index(gradients)] = replace(gradients, bytes=held, most=full, exact=held in (0.0, full))
     phases = tuple(Phase(m.phase, fixed + m.bytes) for m in moments)
-    return [*terms, *_passing(shape, passing, peak, setup)], phases, on_host
+    head = next((place for place in places if place.weight.name == "lm_head"), None)
+    return [*terms, *_passing(shape, passing, peak, setup, head)], phases, on_host
 
 
 def _replayed(
@@ -564,7 +563,7 @@ def _with_gradients(moment: Moment, gradients: float) -> Moment:
     return Moment(moment.phase, moment.bytes + gradients, made_of)
 
 
-def _passing(shape: Shape, passing: Activations, peak: Moment, setup: Setup) -> list[Term]:
+def _passing(shape: Shape, passing: Activations, peak: Moment, setup: Setup, head: Placement | None) -> list[Term]:
     """What comes and goes with a step."""
     assert setup.batch is not None
     assert setup.length is not None
@@ -593,7 +592,7 @@ def _passing(shape: Shape, passing: Activations, peak: Moment, setup: Setup) -> 
     elif setup.logits == "whole":
         how = f"{tokens:,} tokens x {shape.vocab:,} whole, in {setup.dtype} and in the loss's float32"
     else:
-        rows = min(tokens, max(LOSS_MIN_ROWS, LOSS_ELEMENTS[setup.device] // shape.vocab))
+        rows = loss_rows(tokens, shape.vocab, setup.device, DTYPE_BYTES[setup.dtype], head)
         how = f"fused with the loss: {rows:,} tokens at a time, never whole; the gradients that its forward makes"
     held = peak.made_of[LOGITS]
     terms.append(Term("logits", held, False, how, most=max(held, passing.loss)))

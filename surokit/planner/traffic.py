@@ -30,10 +30,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from surokit.formats import Kind
+from surokit.planner.activations import loss_rows
 from surokit.planner.flops import Compute, Placement, Product, frozen, placements
 from surokit.planner.hardware import Gpu
 from surokit.planner.layers import Kernel, Pass, linear_kernels
-from surokit.planner.memory import DTYPE_BYTES, LOSS_ELEMENTS, LOSS_MIN_ROWS, Setup
+from surokit.planner.memory import DTYPE_BYTES, Setup
 from surokit.planner.offload import OFFLOADING
 from surokit.planner.shape import Shape
 
@@ -128,7 +129,7 @@ class Step:
         # what a calibration measured may be a processor, whatever the plan was made for
         self.device = "cpu" if gpu.device == "cpu" else setup.device
         self.moves = data_moves(setup.layers, self.width)
-        rows = max(LOSS_MIN_ROWS, LOSS_ELEMENTS[self.device] // shape.vocab)
+        rows = loss_rows(self.tokens, shape.vocab, self.device, self.width, self.places.get("lm_head"))
         self.chunks = -(-self.tokens // rows) if setup.training and setup.logits == "fused" else 1
 
     @property

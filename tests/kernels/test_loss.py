@@ -54,6 +54,21 @@ def test_all_ignored_and_extreme_logits():
 
 def test_chunks_are_bounded():
     assert loss.chunk_rows(10, 8192, "cpu") == 10
-    assert loss.chunk_rows(4096, 8192, "cpu") * 8192 <= loss.CHUNK_ELEMENTS["cpu"]
+    assert loss.chunk_rows(4096, 8192, "cpu") * 8192 * 4 <= loss.CHUNK_BYTES["cpu"]
     assert loss.chunk_rows(4096, 10**6, "cpu") == loss.MIN_ROWS
-    assert loss.chunk_rows(4096, 151936, "cuda") * 151936 <= loss.CHUNK_ELEMENTS["cuda"]
+    assert loss.chunk_rows(4096, 10**8, "cuda") == loss.MIN_ROWS
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 128, 2047, 2048, 2049, 4096, 5000, 8192])
+@pytest.mark.parametrize("vocabulary", [1000, 32_000, 151_936, 262_144])
+@pytest.mark.parametrize("itemsize", [2, 4, 12])
+def test_chunks_of_a_gpu_are_whole_tiles(tokens, vocabulary, itemsize):
+    rows = loss.chunk_rows(tokens, vocabulary, "cuda", itemsize)
+    assert rows * vocabulary * itemsize <= loss.CHUNK_BYTES["cuda"]
+    assert rows == tokens or rows % loss.TILE_ROWS == 0
+    assert rows <= loss.MAX_ROWS
+    assert rows in (tokens, loss.MAX_ROWS) or (rows + loss.TILE_ROWS) * vocabulary * itemsize > loss.CHUNK_BYTES["cuda"]
+
+
+def test_a_chunk_at_the_vocabulary_of_the_benchmark():
+    assert loss.chunk_rows(8192, 151_936, "cuda", 2) == 2048  # 594 MiB, sixteen tiles of rows

@@ -36,7 +36,7 @@ def problem():
 
 def test_logits_are_never_whole(problem, monkeypatch):
     x, w, labels = problem
-    monkeypatch.setitem(reference.CHUNK_ELEMENTS, "cpu", 64 * 1000)
+    monkeypatch.setitem(reference.CHUNK_BYTES, "cpu", 64 * 1000 * 4)
     with Live() as live:
         linear_cross_entropy(x, w, labels).backward()
     assert (

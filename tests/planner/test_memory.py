@@ -7,7 +7,7 @@ processor (8 MB for each bf16 product where there are no bf16 instructions), so 
 import gc
 import itertools
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,9 @@ from surokit.nn.delayed import banks_of
 from surokit.nn.linear import Linear
 from surokit.planner import memory as module
 from surokit.planner import plan, tape
-from surokit.planner.flops import Recompute
+from surokit.planner.activations import loss_rows
+from surokit.planner.flops import Placement, Recompute
+from surokit.planner.shape import Weight
 from surokit.planner.tape import Tape
 from surokit.recipe import BF16, FP8, FP8_ROWWISE, PROJECTIONS, QFP8
 from surokit.train import AdamW, AdamW8bit
@@ -135,8 +137,21 @@ def test_a_stored_weight_of_odd_sizes():
 
 
 def test_the_losss_chunks_are_the_kernels():
-    assert module.LOSS_ELEMENTS == loss_kernel.CHUNK_ELEMENTS
-    assert module.LOSS_MIN_ROWS == loss_kernel.MIN_ROWS
+    def rows(tokens, vocabulary, device, itemsize, **place):
+        weight = Weight("lm_head", n=vocabulary, k=64, count=1)
+        head = Placement(weight, place.get("quantized", 0), place.get("rank", 0)) if place else None
+        planned = loss_rows(tokens, vocabulary, device, 2, head)
+        assert planned == loss_kernel.chunk_rows(tokens, vocabulary, device, itemsize), (tokens, vocabulary, device)
+        return planned
+
+    for tokens, vocabulary in itertools.product(
+        (1, 100, 2048, 2100, 4096, 8192, 100_000), (64, 32_000, 151_936, 1 << 20, 1 << 25)
+    ):
+        rows(tokens, vocabulary, "cuda", 2)
+        rows(tokens, vocabulary, "cuda", 12, rank=16)
+        rows(tokens, vocabulary, "cuda", 12, quantized=1)
+        rows(tokens, vocabulary, "cpu", 4)
+    assert rows(8192, 151_936, "cuda", 2) == 2048
 
 
 def test_sharding_divides_what_its_stage_says():
@@ -175,7 +190,7 @@ def test_a_full_fine_tune_of_eight_billion_parameters_on_one_gpu():
     run: dict[str, Any] = {"batch": 4, "length": 4096, "gpu": "H200", "recipe": FP8}
     planned = plan(config, optimizer=AdamW8bit(lr=1e-4, rounding="stochastic"), **run)
     assert planned.fits()
-    assert planned.memory.gib * 2**30 / 1e9 == pytest.approx(128.9, abs=0.1)
+    assert planned.memory.gib * 2**30 / 1e9 == pytest.approx(129.5, abs=0.1)
     held = sum(planned.memory[name].most for name in ("weights", "gradients", "optimizer"))
     assert held / 8.19e9 == pytest.approx(6 + 8 / 256, rel=0.001)
     assert plan(config, optimizer=AdamW(lr=1e-4), **run).memory.gib > 135
@@ -216,7 +231,7 @@ def test_logits_in_pieces_or_whole():
     fused, whole = (plan(wide, batch=4, length=1024, logits=how).memory["logits"].most for how in ("fused", "whole"))
     # bf16 logits, their float32 copy, float32 log-probabilities, and the loss itself
     assert whole == 4096 * 50_000 * 10 + 4
-    assert fused < whole / 10
+    assert fused < whole / 8
 
 
 def test_the_kv_cache_counts_where_it_is_held():
@@ -230,7 +245,7 @@ def test_the_kv_cache_counts_where_it_is_held():
 
 def test_a_peak_is_the_fullest_moment_and_its_terms_sum_to_it():
     few = plan(CONFIG, batch=1, length=64).memory
-    many = plan(CONFIG, batch=64, length=256).memory
+    many = plan(replace(CONFIG, vocab=32_000), batch=64, length=256).memory
     assert few.peak_phase in ("backward", "optimizer")
     assert few["gradients"].bytes > 0.9 * few["gradients"].most
     assert many.peak_phase == "loss"

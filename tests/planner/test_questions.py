@@ -712,7 +712,7 @@ def test_what_binds_by_an_estimate(monkeypatch):
 
 def test_what_trains_changes_last():
     """Two remedies together that leave the recipe come before one that changes what trains."""
-    p = plan(LLAMA_70B, batch=1, length=2048, gpus=8, gpu="H100", zero=3)
+    p = plan(LLAMA_70B, batch=1, length=2560, gpus=8, gpu="H100", zero=3)
     found = p.fitting()
     assert found.plan is not None
     assert all("recipe" not in remedy.changes for remedy in found.path)
