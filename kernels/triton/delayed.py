@@ -33,7 +33,7 @@ from surokit.kernels.reference.quantize import DTYPES
 
 from .quantize import block_shape, cast_scaled, decode_scale, encode_scale, format_constants, magnitude_bits
 
-NEEDS = (8, 9)  # compute capability: before it Triton has no E4M3
+NEEDS = (8, 9)  # compute capability: before it Triton has no E4M3, and in version 3.6 no E5M2
 PARTS = 256  # programs of the first launch, at most
 SIDE = 64  # of a block that is stored in both orientations: whole sectors of 32 bytes either way
 SLOTS_LIE_ANYWHERE = ("in_force", "opened")  # one compiled kernel for slots at multiples of 16 bytes and for others

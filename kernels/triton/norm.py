@@ -62,7 +62,7 @@ def forward_quantized(
     scaling: columns, pow2, floor, in_force, opened, record, both, as `quantized` in kernels/reference/rows.py has them. `both` is
     for delayed scales; codes [K, T] and their decode scale then come before r.
     """
-    if apart(x_TK, format):
+    if apart(x_TK):
         sum_TK, y, r_T1 = _forward(x_TK, delta, w_K, eps)
         return *quantized(y, format, **scaling), r_T1, sum_TK, y if values else None
     shape = tile(x_TK.shape[1])

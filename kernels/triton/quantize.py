@@ -29,7 +29,7 @@ from surokit.kernels.reference.quantize import DTYPES, tile_shape
 
 from .random import random_uniform
 
-NEEDS = (8, 9)  # compute capability: before it Triton has no E4M3
+NEEDS = (8, 9)  # compute capability: before it Triton has no E4M3, and in version 3.6 no E5M2
 # A program's tile of elements: enough loads in flight, few enough registers
 ELEMENTS = 4096
 LONGEST = 16384  # elements of a row that stay in registers between amax and codes

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surokit.formats import E4M3, Format
+from surokit.formats import Format
 from surokit.kernels.reference.quantize import DTYPES
 
 from .delayed import amax_in_force, amaxes, settle
@@ -58,10 +58,10 @@ def same_shape(first: Tensor, *others: Tensor) -> None:
             raise ValueError(f"The operands need equal shapes, not {list(first.shape)} and {list(other.shape)}.")
 
 
-def apart(x_TK: Tensor, format: Format) -> bool:
-    """Whether what is computed from x is quantized in a second step: nothing is launched, or E4M3 where Triton has none."""
-    no_e4m3 = format == E4M3 and x_TK.is_cuda and torch.cuda.get_device_capability(x_TK.device) < (8, 9)
-    return no_e4m3 or not x_TK.numel()
+def apart(x_TK: Tensor) -> bool:
+    """Whether what is computed from x is quantized in a second step: nothing is launched, or Triton has no float8 there."""
+    no_float8 = x_TK.is_cuda and torch.cuda.get_device_capability(x_TK.device) < (8, 9)
+    return no_float8 or not x_TK.numel()
 
 
 def quantization(

@@ -64,7 +64,7 @@ def forward_quantized(
     scaling: columns, pow2, floor, in_force, opened, record, both, as `quantized` in kernels/reference/rows.py has them; `both` with
     delayed scales or blocks of 16 to 128 columns.
     """
-    if apart(gate_TK, format):
+    if apart(gate_TK):
         y = forward(gate_TK, up_TK)
         return *quantized(y, format, **scaling), y if values else None
     same_shape(gate_TK, up_TK)

@@ -6,7 +6,7 @@ import torch
 from surokit.formats import E4M3, E5M2
 from surokit.kernels.reference import delayed as reference
 from surokit.kernels.triton import delayed as kernels
-from tests.kernels.compiling import ANY, FP8, Launches, compiled, matrix
+from tests.kernels.compiling import FP8, Launches, compiled, matrix
 from tests.kernels.interpreter import DEVICE, poisoned
 
 pytestmark = pytest.mark.sampled
@@ -30,10 +30,10 @@ def launch(format, dtype=torch.bfloat16, siblings=1, **options):
 LAUNCHES: Launches = {
     "e4m3": (FP8, lambda: launch(E4M3)),
     "e4m3, siblings": ((90,), lambda: launch(E4M3, siblings=3)),
-    "e5m2": (ANY, lambda: launch(E5M2)),
+    "e5m2": (FP8, lambda: launch(E5M2)),
     "float32": ((90,), lambda: launch(E4M3, torch.float32, pow2=True)),
     "both": (FP8, lambda: kernels.quantize_both(matrix(), E4M3, torch.ones(3), torch.ones(3), True)),
-    "both, e5m2": (ANY, lambda: kernels.quantize_both(matrix(), E5M2, torch.ones(1), torch.ones(1), True)),
+    "both, e5m2": (FP8, lambda: kernels.quantize_both(matrix(), E5M2, torch.ones(1), torch.ones(1), True)),
     "both, float32": (
         (90,),
         lambda: kernels.quantize_both(matrix(dtype=torch.float32), E4M3, torch.ones(1), torch.ones(1), True),

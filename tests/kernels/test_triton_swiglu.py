@@ -41,12 +41,12 @@ LAUNCHES: Launches = {
     "quantized, blocks": (FP8, partial(quantized, 9728, **BLOCKS)),
     "quantized, blocks, values": (FP8, partial(quantized, 12288, values=True, **BLOCKS)),
     "quantized, delayed": (FP8, partial(quantized, 12288, slots=1)),
-    "quantized, e5m2": (ANY, partial(quantized, format=E5M2, slots=1)),
+    "quantized, e5m2": (FP8, partial(quantized, format=E5M2, slots=1)),
     "both, delayed": (FP8, partial(quantized, 12288, slots=1, both=True)),
     "both, delayed, values": (SIZES, partial(quantized, 3072, slots=1, values=True, both=True)),
     "both, blocks": (FP8, partial(quantized, 12288, both=True, **BLOCKS)),
     "both, short blocks": (SIZES, partial(quantized, 3072, both=True, columns=16)),
-    "both, e5m2": (ANY, partial(quantized, format=E5M2, slots=1, both=True)),
+    "both, e5m2": (FP8, partial(quantized, format=E5M2, slots=1, both=True)),
 }
 
 
