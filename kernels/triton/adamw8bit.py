@@ -24,7 +24,7 @@ from .adamw import begin_step, moved
 from .quantize import magnitude_bits
 from .rows import check_dtypes, same_shape
 
-BLOCKS = 8  # of 256 that a program holds at once
+BLOCKS = 4  # of 256 that a program holds at once
 TENSORS = (
     32  # of a launch, at most: with their addresses the arguments stay well below the 4 KiB that every driver takes
 )
@@ -108,8 +108,9 @@ def adamw8bit_(
             ALIGNED=all(t.data_ptr() % 16 == t.numel() % 16 == 0 for column in columns[:4] for t in column),
             BLOCKS=BLOCKS,
             BLOCK=BLOCK,
-            num_warps=8,
-            maxnreg=80 if part_keys is None else None,  # three programs a multiprocessor; draws would spill
+            num_warps=4,
+            # five programs a multiprocessor, 20 warps of 64; fewer registers would spill with Triton 3.6, and so would draws
+            maxnreg=96 if part_keys is None else None,
         )
         for p, copy in zip(ps, dense):
             if copy is not p:
