@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
 MIN_FREE_GIB ?= 4
 PYTEST := $(PY) -m pytest
 
-.PHONY: help quickstart lab test test-plain-cpu test-gpu bench-gpu soak lint docs clean
+.PHONY: help quickstart lab test test-plain-cpu test-gpu gpu-hour soak lint docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,25 +42,16 @@ test-plain-cpu: $(VENV)/.test ## tests of numbers as on a processor without bf16
 	@ONEDNN_MAX_CPU_ISA=AVX512_CORE OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 --dist loadfile --timeout 300 -m "not gpu and not soak" $(PLAIN_CPU) \
 		--ignore-glob "tests/kernels/test_*compiled.py" --ignore-glob "tests/kernels/test_triton_*.py"
 
-# the environment at hand will do if it has torch, triton, numpy, safetensors and pytest; the package is added without anything else
+# the environment at hand will do if it has torch, triton, numpy, safetensors and pytest: nothing is installed
 GPU_PY ?= $(if $(wildcard $(PY)),$(PY),python3)
-# tests that are marked as needing a GPU stand beside others as well, where only they are run
-GPU_MARKED = $(filter-out tests/gpu/%,$(shell grep -rl --include='test_*.py' 'mark\.gpu' tests | sort))
-test-gpu: ## tests on a CUDA device, every Triton kernel among them (GPU_PY=python3 takes another environment than .venv)
-	@$(GPU_PY) -c 'import surokit.kernels.reference' 2>/dev/null || \
-		$(GPU_PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@$(GPU_PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "There is no CUDA device: make test runs without one.")'
-	@failed=0; \
-	$(GPU_PY) -m pytest tests/gpu tests/kernels/test_triton_*.py --whole -m "not soak" -q -rs || failed=1; \
-	$(GPU_PY) -m pytest $(GPU_MARKED) -m "gpu and not soak" -q -rs || failed=1; exit $$failed
+MINUTES ?= 60
+HOUR_OUT ?= gpu-hour
+gpu-hour: ## what is measured and tested on a GPU, the most needed first; the same command goes on (MINUTES=60, HOUR_OUT=gpu-hour, HOUR=--background)
+	@$(GPU_PY) -m surokit.bench hour --minutes $(MINUTES) --out $(HOUR_OUT) $(HOUR)
 
-MINUTES ?= 24
-GPU_OUT ?= gpu.json
-OFFLOAD_MINUTES ?= 8
-bench-gpu: ## the tests, then everything that is measured on a GPU, in the order that matters (MINUTES=24, GPU_OUT=gpu.json)
-	@$(MAKE) --no-print-directory test-gpu || echo "Not all tests passed. What follows checks each recipe before its speed." >&2
-	@$(GPU_PY) -m surokit.bench gpu --minutes $(MINUTES) --out $(GPU_OUT)
-	@$(GPU_PY) -m surokit.bench offload --device cuda --minutes $(OFFLOAD_MINUTES) --out $(basename $(GPU_OUT))-offload.json
+test-gpu: ## its last steps alone, the tests, all of them anew (GPU_PY=python3 takes another environment than .venv)
+	@out=$$(mktemp -d); PYTEST_ADDOPTS=--whole $(GPU_PY) -m surokit.bench hour --out $$out --only tests-device tests-kernels tests-others \
+		|| { echo "What the tests said: $$out/tests-*.log" >&2; exit 1; }
 
 soak: $(VENV)/.test ## long runs: full counts, every case of sampled tests, new examples, many kills; raw output goes to docs/measurements
 	@$(PYTEST) -m "soak or ((sampled or hypothesis) and not gpu)" --whole --hypothesis-profile explore -q
@@ -76,6 +67,10 @@ clean: ## remove the environment and everything that is generated
 	rm -rf $(VENV) site build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # -- the environment: $(VENV)/.lab has JupyterLab, $(VENV)/.test the oracles and tools as well
+
+# pyproject.toml's lower bound, as pip takes it: the tests compile every kernel with the oldest Triton as well, which lies apart
+oldest = $(shell sed -nE 's/^ *"$(1)>=([0-9.]+).*/$(1)==\1/p' pyproject.toml)
+OLDEST_TRITON = $(VENV)/$(subst ==,-,$(call oldest,triton))
 
 $(VENV)/.lab: EXTRA := lab
 $(VENV)/.test: EXTRA := dev
@@ -93,4 +88,7 @@ $(VENV)/.lab $(VENV)/.test: pyproject.toml constraints.txt
 		then echo "The packages could not be fetched: check the network (or pip's index settings) and run make again." >&2; \
 		elif grep -q 'No space left' $(VENV)/install.log; then echo "The disk is full: make room and run make again." >&2; \
 		else echo "Installing failed: see $(VENV)/install.log." >&2; fi; exit 1; }
+	@if [ $(EXTRA) = dev ] && [ "$$(uname -s)" = Linux ] && [ ! -d $(OLDEST_TRITON) ]; then \
+		echo "== installing $(call oldest,triton), the oldest that is allowed, in $(OLDEST_TRITON)"; \
+		$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST_TRITON) $(call oldest,triton); fi
 	@touch $@ $(if $(filter $(VENV)/.test,$@),$(VENV)/.lab)

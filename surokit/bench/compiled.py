@@ -1,20 +1,22 @@
 """What the Triton kernels compile to on a GPU that is not there: registers, spills and shared memory, by Triton's own ptxas.
 
-The launches that are compiled are those of the tests (tests/kernels/compiling.py), so this runs in a checkout. Each kernel is
-assembled once more with `ptxas -v`, which says how many registers a thread has, and how many bytes it has to put into local
-memory because they are too few: a spill costs bandwidth that no roofline knows of. From registers, warps and shared memory
-follows how many warps a multiprocessor can hold.
+The launches that are compiled are those of the tests and of the benchmark's steps (tests/kernels/compiling.py), so this runs in a
+checkout. Each kernel is assembled once more with `ptxas -v`, which says how many registers a thread has, and how many bytes it has
+to put into local memory because they are too few: a spill costs bandwidth that no roofline knows of. From registers, warps and
+shared memory follows how many warps a multiprocessor can hold.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,34 +56,27 @@ class Assembled:
         return self.spill_stores + self.spill_loads
 
 
-def assemble(ptx: str, arch: int, sizes: Sequence[tuple[int, int]]) -> list[Assembled]:
-    """What ptxas makes of one or more modules of PTX in a row; sizes: (bytes of shared memory, warps) of each.
+def assemble(ptx: str, arch: int, sizes: tuple[int, int]) -> Assembled:
+    """What ptxas makes of a module of PTX, called as Triton calls it; sizes: (bytes of shared memory, warps) of a block.
 
     Raises RuntimeError where ptxas refuses the code.
     """
-    from triton.backends.nvidia.compiler import get_ptxas
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
 
-    found = []
-    with tempfile.TemporaryDirectory() as folder:
-        for module, (shared, warps) in zip(_modules(ptx), sizes, strict=True):
-            source = Path(folder) / "kernel.ptx"
-            source.write_text(module, encoding="utf-8")
-            target = re.search(r"\.target (sm_\w+)", module)
-            name = target[1] if target else f"sm_{arch}"
-            command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", str(source), "-o", f"{folder}/kernel.cubin"]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"ptxas refuses a kernel for {name}: {done.stderr.strip()[-400:]}")
-            found += [_read(entry, arch, shared, warps) for entry in _ENTRY.finditer(done.stderr)]
-    return found
-
-
-def _modules(ptx: str) -> list[str]:
-    return re.split(r"(?m)(?=^\.version )", ptx)[1:]
-
-
-def _read(entry: re.Match[str], arch: int, shared: int, warps: int) -> Assembled:
-    registers = int(entry["registers"])
+    backend: Any = make_backend(GPUTarget("cuda", arch, 32))
+    log = io.StringIO()
+    try:
+        with redirect_stdout(log), knobs.nvidia.scope():
+            knobs.nvidia.dump_ptxas_log = True
+            backend.make_cubin(ptx, {}, backend.parse_options({}), arch)
+    except Exception as error:
+        raise RuntimeError(f"ptxas refuses a kernel for sm_{arch}: {short(error)}") from error
+    entry = _ENTRY.search(log.getvalue())
+    if entry is None:
+        raise RuntimeError(f"ptxas says nothing of registers and spills: {log.getvalue()[:400]}")
+    registers, (shared, warps) = int(entry["registers"]), sizes
     return Assembled(
         kernel=entry["kernel"],
         registers=registers,
@@ -92,6 +87,11 @@ def _read(entry: re.Match[str], arch: int, shared: int, warps: int) -> Assembled
         warps=warps,
         resident_warps=resident(arch, registers, shared, warps),
     )
+
+
+def short(error: BaseException) -> str:
+    """What a compiler says, without the code that it says it of."""
+    return f"{type(error).__name__}: {error}"[:1500]
 
 
 def resident(arch: int, registers: int, shared: int, warps: int) -> int:
@@ -106,6 +106,43 @@ def resident(arch: int, registers: int, shared: int, warps: int) -> int:
     return blocks * warps
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A kernel of one of the files of kernels/triton, compiled for an architecture with constants of its own."""
+
+    file: str
+    kernel: str
+    ptx: str
+    assembled: Assembled | None  # for the architecture that was asked for, by default 90
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A call of a public function, compiled for an architecture: what it launched, or the compiler's message."""
+
+    group: str  # the file of kernels/triton whose tests make it, or "steps"
+    name: str
+    arch: int
+    variants: tuple[Variant, ...]
+    error: str = ""
+
+    @property
+    def ptx(self) -> dict[str, str]:
+        """Kernel -> PTX of its variants, one after the other."""
+        found: dict[str, str] = {}
+        for variant in self.variants:
+            found[variant.kernel] = found.get(variant.kernel, "") + variant.ptx
+        return found
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """Launches, and the version of Triton that compiled them."""
+
+    triton: str
+    launches: tuple[Launch, ...]
+
+
 def run(arch: int = 90) -> dict[str, Any]:
     """Compile and assemble every kernel as it is launched, for compute capability arch / 10; the raw result.
 
@@ -113,49 +150,65 @@ def run(arch: int = 90) -> dict[str, Any]:
     """
     if arch not in _WARPS:
         raise ValueError(f"arch={arch} is none that kernels are compiled for: use {', '.join(map(str, _WARPS))}.")
-    return result(launches(), arch)
+    return result(compiled(only=arch), arch)
 
 
-def launches(*files: str, sample: bool = False) -> list[tuple[str, list[Any]]]:
-    """What the launches of these files of kernels/triton, or of all, compile to: (file, row) with the row's launch, architecture,
-    kernel -> PTX, error, and kernel -> sizes of its variants.
+def compiled(
+    *groups: str, only: int | None = None, sample: bool = False, triton: Path | None = None, cache: Path | None = None
+) -> Compilation:
+    """What the launches of these groups, or of all, compile to: for the architecture `only`, or for each that they claim.
 
-    With `sample`, compute capability 9.0 has every launch, each other one as many as it takes to compile every kernel.
+    With `sample`, compute capability 9.0 has every launch, each other one as many as it takes to compile every kernel. triton: a
+    folder with another Triton than this environment's. cache: a folder where compiled kernels are kept for the next call.
 
     tests/kernels/compiling.py compiles them, in a process of its own without Triton's interpreter. Raises RuntimeError outside a
     checkout, and where that process fails.
     """
     if not (ROOT / "tests" / "kernels" / "compiling.py").exists():
         raise RuntimeError("The launches to compile are in tests/kernels: run this in a checkout of the repository.")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "ptx.json"
-        command = [sys.executable, "-m", "tests.kernels.compiling", str(out), *(["--sample"] if sample else []), *files]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {"TRITON_CACHE_DIR": str(cache or Path(folder) / "cache"), "TMPDIR": folder}
+        if triton:
+            environment["PYTHONPATH"] = str(triton)
+        out = Path(folder) / "compiled.json"
+        options = [*(["--sample"] if sample else []), *([f"--only={only}"] if only else [])]
+        command = [sys.executable, "-m", "tests.kernels.compiling", str(out), *options, *groups]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
         if done.returncode:
             raise RuntimeError(f"Compiling ended with exit status {done.returncode}:\n{done.stderr[-4000:]}")
-        return [(file, row) for file, *row in json.loads(out.read_text(encoding="utf-8"))]
+        raw = json.loads(out.read_text(encoding="utf-8"))
+    variants = {
+        key: Variant(**{**v, "assembled": v["assembled"] and Assembled(**v["assembled"])})
+        for key, v in raw["variants"].items()
+    }
+    return Compilation(
+        raw["triton"],
+        tuple(
+            Launch(**{**each, "variants": tuple(variants[key] for key in each["variants"])}) for each in raw["launches"]
+        ),
+    )
 
 
-def result(rows: Iterable[tuple[str, Sequence[Any]]], arch: int = 90) -> dict[str, Any]:
-    """The raw result of what `launches` gives."""
-    import triton
-
+def result(compilation: Compilation, arch: int = 90) -> dict[str, Any]:
+    """The raw result of what `compiled` gives: a row a variant, with the first launch that has it."""
     from surokit.environment import environment
 
-    found: list[dict[str, Any]] = []
-    for file, (launch, target, kernels, error, sizes) in rows:
-        if target != arch and target:
-            continue
-        if error:
-            raise RuntimeError(f"{file}, {launch}: {error}")
-        for name, ptx in kernels.items():
-            found += [{"file": file, "launch": launch, **asdict(one)} for one in assemble(ptx, arch, list(sizes[name]))]
+    found: dict[Variant, str] = {}
+    for launch in compilation.launches:
+        if launch.error and launch.arch in (arch, 0):
+            raise RuntimeError(f"{launch.group}, {launch.name}: {launch.error}")
+        for variant in launch.variants if launch.arch == arch else ():
+            found.setdefault(variant, launch.name)
     return {
         "benchmark": "kernels, compiled and not run",
-        "settings": {"for": f"sm_{arch}", "triton": triton.__version__},
+        "settings": {"for": f"sm_{arch}", "triton": compilation.triton},
         "environment": environment(),
-        "compiled": found,
+        "compiled": [
+            {"file": variant.file, "launch": name, **asdict(variant.assembled)}
+            for variant, name in found.items()
+            if variant.assembled
+        ],
     }
 
 

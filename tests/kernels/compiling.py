@@ -6,28 +6,35 @@ A test file `test_triton_<op>.py` says what to compile: calls of the op's public
         "per row": (FP8, lambda: quantize(matrix(), E4M3, 1, 0)),
     }
 
-`python -m tests.kernels.compiling OUT.json [--sample] [op ...]` (one process, since Triton decides at import between interpreter
-and compiler) makes every call once for each of its architectures, on CPU tensors, with a driver that names that architecture and
-launches nothing. So what is compiled has the real constants, number of warps and alignment, and the PTX shows what a GPU will run.
-Results stay unwritten. `compiled()` starts that process for the file asked for and returns the PTX:
+`python -m tests.kernels.compiling OUT.json [--sample] [--only=90] [op ...]` (one process, since Triton decides at import between
+interpreter and compiler) makes every call once for each of its architectures, on CPU tensors, with a driver that names that
+architecture and launches nothing. So what is compiled has the real constants, number of warps and alignment, and the PTX shows what
+a GPU will run. Results stay unwritten. `compiled()` starts that process for the file asked for and returns the PTX:
 
     compiled()["quantize", "per row", 90]["row_kernel"]     # file, launch, architecture; kernel -> PTX
 
+The group "steps" is made of the benchmark's own steps (steps.py), at their shapes.
+
 Compiling takes minutes, so it is sampled (`--sample`): sm_90 compiles every launch, another architecture launch after launch
-until it has each kernel once. `pytest --whole` compiles every launch for every architecture that it claims.
+until it has each kernel once. `pytest --whole` compiles every launch for every architecture that it claims. The same is done with
+the oldest Triton that is allowed, which lies in a folder of its own: `compiled(oldest_triton())`, a sample of which is sm_90.
 
 `python -m surokit.bench compiled` says what ptxas makes of each kernel; surokit/bench/compiled.py starts the process for both.
 
-Kernels without float8 E4M3 run on sm_80 as well (ANY), the others from sm_89 (FP8).
+Kernels without float8 run on sm_80 as well (ANY), the others from sm_89 (FP8).
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+import io
 import json
+import re
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +45,9 @@ from surokit.bench import compiled as bench
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(p for p in (ROOT / "kernels" / "triton").glob("*.py") if p.stem != "__init__")
+
+STEPS = "steps"  # of the benchmark: tests/kernels/steps.py
+GROUPS = [*(p.stem for p in FILES if (ROOT / "tests" / "kernels" / f"test_triton_{p.stem}.py").exists()), STEPS]
 
 FP8 = (89, 90, 100, 120)
 ANY = (80, *FP8)
@@ -65,56 +75,67 @@ def launched_kernels(path: Path) -> set[str]:
 
 
 class Compiled:
-    """PTX by file, launch and architecture. A file is compiled when it is asked for, a sample of it unless `whole`."""
+    """What one Triton makes of the launches. A group is compiled when it is asked for.
+
+    Of this environment's Triton a sample, unless `whole`; of another one, which lies in a folder, sm_90 unless `whole`.
+    """
 
     whole = False
+    cache: Path | None = None  # for all processes of a test run
+
+    def __init__(self, triton: Path | None = None) -> None:
+        self.triton = triton
+        self._known: dict[str, bench.Compilation] = {}
 
     def __getitem__(self, where: tuple[str, str, int]) -> dict[str, str]:
-        file, launch, arch = where
-        return self.of(file)[launch, arch]
+        group, launch, arch = where
+        return self.of(group)[launch, arch]
 
-    def of(self, file: str) -> dict[tuple[str, int], dict[str, str]]:
+    def of(self, group: str) -> dict[tuple[str, int], dict[str, str]]:
         """Launch and architecture -> kernel -> PTX."""
-        return {(launch, arch): ptx for launch, arch, ptx, error, _ in self._rows(file) if not error}
+        return {(launch.name, launch.arch): launch.ptx for launch in self.launches(group) if not launch.error}
 
-    def failures(self, file: str) -> dict[tuple[str, int], str]:
-        """The message of every launch that does not compile."""
-        return {(launch, arch): error for launch, arch, _, error, _ in self._rows(file) if error}
+    def launches(self, group: str) -> tuple[bench.Launch, ...]:
+        if group not in GROUPS:  # a file without launches of its own
+            return ()
+        if group not in self._known:
+            self._compile([group])
+        return self._known[group].launches
 
-    def rows(self) -> list[tuple[str, Row]]:
-        """Everything: (file, row)."""
-        self.everything()
-        return [(path.stem, row) for path in FILES for row in _known[path.stem]]
+    def everything(self) -> bench.Compilation:
+        """All groups; what is not yet known is compiled in one process."""
+        self._compile([group for group in GROUPS if group not in self._known])
+        versions = {known.triton for known in self._known.values()}
+        return bench.Compilation(
+            versions.pop(), tuple(launch for group in GROUPS for launch in self._known[group].launches)
+        )
 
-    def everything(self) -> None:
-        """Compile what is not yet, in one process."""
-        self._run([path.stem for path in FILES if path.stem not in _known])
-
-    def _rows(self, file: str) -> list[Row]:
-        if file not in _known:
-            self._run([file])
-        return _known[file]
-
-    def _run(self, files: list[str]) -> None:
-        if not files:
+    def _compile(self, groups: list[str]) -> None:
+        if not groups:
             return
-        found: dict[str, list[Row]] = {file: [] for file in files}
-        for file, (launch, arch, kernels, error, sizes) in bench.launches(*files, sample=not self.whole):
-            found[file].append((launch, arch, kernels, error, sizes))
-        _known.update(found)
+        other = self.triton is not None and not self.whole
+        compilation = bench.compiled(
+            *groups, only=90 if other else None, sample=not self.whole, triton=self.triton, cache=self.cache
+        )
+        for group in groups:
+            launches = tuple(launch for launch in compilation.launches if launch.group == group)
+            self._known[group] = bench.Compilation(compilation.triton, launches)
 
 
 @cache
-def compiled() -> Compiled:
-    return Compiled()
+def compiled(*triton: Path) -> Compiled:
+    return Compiled(*triton)
 
 
-# launch, architecture, kernel -> PTX, error, kernel -> (bytes of shared memory, warps) of each of its variants
-Row = tuple[str, int, dict[str, str], str, dict[str, list[tuple[int, int]]]]
-_known: dict[str, list[Row]] = {}
+def oldest_triton() -> Path:
+    """The folder with the oldest Triton that pyproject.toml allows, which the Makefile puts beside this environment's own."""
+    (version,) = re.findall(r'"triton>=([\d.]+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return Path(sys.prefix) / f"triton-{version}"
 
 
-def _compile(paths: list[Path], sample: bool) -> list[tuple[str, *Row]]:
+def _compile(groups: list[str], only: int | None, sample: bool) -> dict[str, Any]:
+    """{"triton": version, "launches": [...], "variants": {hash: ...}}: equal kernels are compiled and told once."""
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -134,49 +155,56 @@ def _compile(paths: list[Path], sample: bool) -> list[tuple[str, *Row]]:
         def get_current_stream(self, device: int) -> int:
             return 0
 
-    found: dict[str, str] = {}
-    sizes: dict[str, list[tuple[int, int]]] = {}
+    variants: dict[str, dict[str, Any]] = {}
+    launched: dict[str, str] = {}  # hash -> kernel, of one launch
     run = JITFunction.run
+    target = 0
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
-        name = self.fn.__name__
-        kernel = run(self, *args, grid=grid, warmup=True, **named)
-        found[name] = found.get(name, "") + kernel.asm["ptx"]
-        sizes.setdefault(name, []).append((kernel.metadata.shared, kernel.metadata.num_warps))
+        kernel, name = run(self, *args, grid=grid, warmup=True, **named), self.fn.__name__
+        if kernel.hash not in variants:
+            ptx, sizes = kernel.asm["ptx"], (kernel.metadata.shared, kernel.metadata.num_warps)
+            assembled = asdict(bench.assemble(ptx, target, sizes)) if target == (only or 90) else None
+            file = self.fn.__module__.rpartition(".")[2]
+            variants[kernel.hash] = {"file": file, "kernel": name, "ptx": ptx, "assembled": assembled}
+        launched[kernel.hash] = name
         return kernel
 
     JITFunction.run = compile_only
-    results: list[tuple[str, *Row]] = []
-    for path in paths:
-        test = ROOT / "tests" / "kernels" / f"test_triton_{path.stem}.py"
-        if not test.exists():
-            continue
+    launches: list[dict[str, Any]] = []
+    for group in groups:
         try:
-            launches: Launches = getattr(importlib.import_module(f"tests.kernels.{test.stem}"), "LAUNCHES", {})
+            module = importlib.import_module(f"tests.kernels.{STEPS if group == STEPS else f'test_triton_{group}'}")
         except Exception as error:
-            results.append((path.stem, "import", 0, {}, f"{type(error).__name__}: {error}", {}))
+            failed = {"group": group, "name": "import", "arch": 0, "variants": [], "error": bench.short(error)}
+            launches.append(failed)
             continue
+        calls: Launches = getattr(module, "LAUNCHES", {})
         had: dict[int, set[str]] = {}  # architecture -> kernels
-        for name, (architectures, call) in launches.items():
+        for name, (architectures, call) in calls.items():
             kernels: set[str] = set()  # of this launch
             for arch in sorted(architectures, key=lambda arch: arch != 90):
-                if sample and kernels and kernels <= had.get(arch, set()):
+                if (only and arch != only) or (sample and kernels and kernels <= had.get(arch, set())):
                     continue
+                target = arch
                 driver.set_active(Absent(arch))
-                found.clear()
-                sizes.clear()
+                launched.clear()
                 message = ""
                 try:
-                    call()
+                    with redirect_stdout(io.StringIO()):  # Triton prints the code that ptxas refuses
+                        call()
                 except Exception as error:
-                    message = f"{type(error).__name__}: {error}"
-                kernels |= found.keys()
-                had.setdefault(arch, set()).update(found)
-                results.append((path.stem, name, arch, dict(found), message, dict(sizes)))
-    return results
+                    message = bench.short(error)
+                kernels |= set(launched.values())
+                had.setdefault(arch, set()).update(launched.values())
+                launches.append(
+                    {"group": group, "name": name, "arch": arch, "variants": list(launched), "error": message}
+                )
+    return {"triton": triton.__version__, "launches": launches, "variants": variants}
 
 
 if __name__ == "__main__":
-    out, sample, named = sys.argv[1], "--sample" in sys.argv, {p.stem for p in FILES} & set(sys.argv)
-    chosen = [p for p in FILES if p.stem in named or not named]  # all, or the ops named
-    Path(out).write_text(json.dumps(_compile(chosen, sample)), encoding="utf-8")
+    out, named = sys.argv[1], set(GROUPS) & set(sys.argv)
+    only = next((int(option.removeprefix("--only=")) for option in sys.argv if option.startswith("--only=")), None)
+    chosen = [group for group in GROUPS if group in named or not named]  # all, or those named
+    Path(out).write_text(json.dumps(_compile(chosen, only, "--sample" in sys.argv)), encoding="utf-8")

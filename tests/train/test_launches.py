@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from surokit import kernels, product
 from surokit.kernels import OPERATIONS
 from surokit.nn.fusion import OFF, Fusion
 from tests.kernels.interpreter import INTERPRETED, correct
+from tests.kernels.steps import triton_form
 from tests.train.replay import _inside
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="with a GPU the profiler counts launches")
@@ -35,11 +35,6 @@ MEMORY = {
     "_reshape_alias",
     "lift_fresh",
 }
-
-
-def triton_form(function: Any) -> Any:
-    file = function.__module__.rpartition(".")[2]
-    return getattr(import_module(f"surokit.kernels.triton.{file}"), function.__name__)
 
 
 class Launches(TorchDispatchMode):
