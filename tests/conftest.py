@@ -3,6 +3,7 @@
 import os
 import signal
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,26 @@ with suppress(ImportError):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="run every case of tests that are marked sampled")
+    parser.addoption("--present", action="store_true", help="leave out what only compiles for GPUs that are not here")
+    parser.addoption(
+        "--book", type=Path, help="keep each outcome in this JSON file, and go on behind those that it has"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--book"):
+        from tests.keeping import Keeping
+
+        config.pluginmanager.register(Keeping(path))
+
+
+@pytest.fixture(autouse=True)
+def _of_what_is_present(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.config.getoption("--present"):
+        from tests.kernels.compiling import Compiled
+
+        why = "it compiles for GPUs that are not here: `make test` does so"
+        monkeypatch.setattr(Compiled, "of", lambda *_: pytest.skip(why))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -14,9 +14,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = vars(_parser().parse_args(argv))
     command = arguments.pop("command")
     try:
+        if command == "hour":
+            return _hour(arguments, list(sys.argv[1:] if argv is None else argv))
         return _run(command, arguments)
     except KeyboardInterrupt:
-        kept = command in ("gpu", "offload") or (command == "peers" and arguments.get("out"))
+        kept = command in ("gpu", "offload", "hour") or (command == "peers" and arguments.get("out"))
         words = "what was finished is in the file, and the same command goes on" if kept else "nothing is kept"
         print(f"surokit.bench: stopped; {words}.", file=sys.stderr)
         return 130
@@ -41,6 +43,21 @@ def _run(command: str, arguments: dict[str, Any]) -> int:
         result.write(data, out)
         print(f"raw result: {out}")
     return 0
+
+
+def _hour(arguments: dict[str, Any], argv: list[str]) -> int:
+    """0 where nothing failed, 1 where a step did, or something within one."""
+    from surokit.bench import hour
+
+    if arguments.pop("list"):
+        print("\n".join(f"{step.name:14} {step.words}" for step in hour.steps()))
+        return 0
+    if arguments.pop("background"):
+        print(hour.background([word for word in argv if word != "--background"], arguments["out"]))
+        return 0
+    status = hour.run(**arguments)
+    print(hour.table(status))
+    return int(any(entry["state"] == "failed" or entry["problems"] for entry in status["steps"].values()))
 
 
 AS_THEY_GO = ("gpu", "peers", "offload")  # these write what they measure at once, wherever their call ends
@@ -98,6 +115,24 @@ def _parser() -> argparse.ArgumentParser:
         "--rehearse", action="store_true", help="every line of it on a processor; the numbers mean nothing"
     )
 
+    hour = commands.add_parser(
+        "hour", help="all that is measured and tested on a GPU, in steps that go on where they ended"
+    )
+    hour.add_argument("--out", type=Path, default=Path("gpu-hour"), help="the folder of its files (default gpu-hour)")
+    hour.add_argument(
+        "--minutes", type=float, default=60.0, help="how long this call may take (default 60); call it again"
+    )
+    hour.add_argument("--only", nargs="+", default=[], metavar="STEP", help="of its steps (default: all that is left)")
+    hour.add_argument("--again", action="store_true", help="try once more what failed")
+    hour.add_argument("--background", action="store_true", help="start it detached, and return at once")
+    hour.add_argument("--list", action="store_true", help="only list the steps, in their order")
+    hour.add_argument(
+        "--rehearse", action="store_true", help="every step on a processor, tiny; its numbers mean nothing"
+    )
+
+    ceilings = commands.add_parser("ceilings", help="the rates that the device reaches, as the planner takes them")
+    ceilings.add_argument("--seconds", type=float, default=20.0, help="about how long to measure (default 20)")
+
     peers = commands.add_parser("peers", help="the same work in other libraries: equal settings, and each at its best")
     peers.add_argument("--systems", nargs="+", help="which systems to run (default: all that are installed)")
     peers.add_argument("--models", nargs="+", default=["0.6b"], help="0.6b, 1.7b, 4b, 8b (default 0.6b)")
@@ -116,6 +151,8 @@ def _parser() -> argparse.ArgumentParser:
     predicted = commands.add_parser(
         "predicted", help="planned time, memory and launches of the targets' table: predictions"
     )
+
+    predicted.add_argument("--measured", type=Path, help="the gpu.json of an hour, whose figures are put beside")
 
     compiled = commands.add_parser(
         "compiled", help="what the Triton kernels compile to without a GPU: registers, spills"
@@ -177,7 +214,20 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--settings", nargs="+", dest="names", help="which settings to run (default: all)")
     memory.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
 
-    for command in (cpu, gpu, peers, predicted, compiled, watching, overhead, offload, spans, kernels, memory):
+    for command in (
+        cpu,
+        gpu,
+        peers,
+        predicted,
+        compiled,
+        watching,
+        overhead,
+        offload,
+        spans,
+        kernels,
+        memory,
+        ceilings,
+    ):
         command.add_argument(
             "--out", type=Path, help="write the raw result to this JSON file, in a folder that is there"
         )

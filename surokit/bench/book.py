@@ -37,6 +37,7 @@ class Book:
         self.path, self.part, self.head = path, part, dict(head)
         self.made = {"commit": commit(), "source": source()}
         here = {**environment(), **self.made}
+        del here["platform"]  # which may name the machine's owner
         self.data: dict[str, Any] = {**head, "environment": here, "calls": [], part: {}}
         if path.exists():
             self.data = self._read(head, here)
@@ -82,10 +83,15 @@ class Book:
 
     def put(self, key: str, value: Mapping[str, Any]) -> dict[str, Any]:
         """Keeps a measurement with its date, call, commit and source, and writes the file."""
+        kept = self.keep(key, value)
+        result.write(self.data, self.path)
+        return kept
+
+    def keep(self, key: str, value: Mapping[str, Any]) -> dict[str, Any]:
+        """The same, for a file that is written soon."""
         date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         self.data["calls"][-1].pop("begun", None)
         self.found[key] = _finite({**value, **self.made, "call": self.calls, "date": date})
-        result.write(self.data, self.path)
         return self[key]
 
     def forget(self, *keys: str) -> None:

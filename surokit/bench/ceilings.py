@@ -15,15 +15,48 @@ import torch
 from torch import Tensor
 
 from surokit import calibration
+from surokit.bench.result import markdown
 from surokit.kernels import native
 
 
-def device_ceilings(device: torch.device, seconds: float) -> dict[str, Any]:
+def device_ceilings(device: torch.device, seconds: float, cache: bool = False) -> dict[str, Any]:
     """{"gpu": what Gpu.to_json() says, "notes": what could not be measured}: rates beside the datasheet's."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        gpu = calibration.calibrate(device, seconds, cache=False, progress=False)
+        gpu = calibration.calibrate(device, seconds, cache, refresh=True, progress=False)
     return {"gpu": json.loads(gpu.to_json()), "notes": [str(w.message) for w in caught]}
+
+
+def run(seconds: float = 20.0) -> dict[str, Any]:
+    """The raw result of `calibrate` on the device at hand, measured anew; it is kept for later plans on this machine too.
+
+    `surokit.Gpu.from_json(json.dumps(data["ceilings"]["gpu"]))` is the device for a plan on any machine.
+    """
+    from surokit.environment import environment
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return {
+        "benchmark": "ceilings: what the device reaches",
+        "settings": {"seconds": seconds},
+        "environment": environment(),
+        "ceilings": device_ceilings(device, seconds, cache=True),
+    }
+
+
+def table(data: Mapping[str, Any]) -> str:
+    """A row a rate: what was reached, the datasheet's peak where there is one, and the share."""
+    gpu = data["ceilings"]["gpu"]
+    reached = {name: value for name, value in gpu["ceilings"].items() if isinstance(value, int | float)}
+    rows = [
+        [
+            name,
+            f"{value:.4g}",
+            f"{gpu[name]:.4g}" if name in gpu else "",
+            f"{value / gpu[name]:.0%}" if name in gpu else "",
+        ]
+        for name, value in reached.items()
+    ]
+    return "\n\n".join([markdown(data, ["rate", "reached", "datasheet", "share"], rows), *data["ceilings"]["notes"]])
 
 
 def products_of(shape: Mapping[str, Any]) -> dict[str, tuple[int, int]]:

@@ -129,7 +129,7 @@ def listing(
     names = _names(systems, models)
     work = {"train": train, "device": "cpu" if rehearse else "cuda"}
     lacking = {name: rivals.missing(rivals.SYSTEMS[name], work) for name in [*names, *BASELINES]}
-    baseline = next((name for name in BASELINES if lacking[name] is None), None)
+    baseline = next_baseline(work)
     lines = [] if rehearse or _has_cuda() else ["There is no CUDA device here. On one, with these packages:"]
     for name in names:
         system, why = rivals.SYSTEMS[name], lacking[name]
@@ -146,6 +146,11 @@ def listing(
     minutes = len(settings) * able * sum(MINUTES[model] for model in models)
     races = f"{len(settings) * (1 if rehearse else len(models)) * able} races against {baseline}"
     return "\n".join([*lines, races + ("" if rehearse else f", about {minutes:.0f} minutes on an H200 by an estimate")])
+
+
+def next_baseline(work: Mapping[str, Any]) -> str | None:
+    """The first library that others can be held against here; None where there is none."""
+    return next((name for name in BASELINES if rivals.missing(rivals.SYSTEMS[name], work) is None), None)
 
 
 def _names(systems: Sequence[str] | None, models: Sequence[str]) -> list[str]:

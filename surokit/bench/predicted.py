@@ -9,15 +9,21 @@ makes it fit.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from surokit.bench.configurations import MODELS, Work
 from surokit.bench.result import grid, markdown
 from surokit.bench.targets import DEVICE, MEANING, TARGETS, Target
 from surokit.planner import Ceilings, Gpu, Plan, find_gpu
 from surokit.planner.roofline import ATTENTION_SHARE, GAP_US, Estimate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DEVICES = ("H200", "H100")
 #: Shares of the datasheet's rates: (bf16 products, fp8 products, bandwidth), and where they come from.
@@ -45,11 +51,17 @@ ASSUMED = {
 }
 
 
-def run(devices: Sequence[str] = DEVICES) -> dict[str, Any]:
-    """The raw result: a row for each device and target."""
+def run(devices: Sequence[str] = DEVICES, measured: Path | None = None) -> dict[str, Any]:
+    """The raw result: a row for each device and target.
+
+    measured: the file of `bench gpu` on one of the devices; its rows have "measured" then, of tokens/s the median, least and most.
+    Raises ValueError for a file that is none or was measured on a device that nothing is predicted of.
+    """
     from surokit.environment import environment
 
     rows = [row for device in devices for row in _rows(find_gpu(device))]
+    if measured is not None:
+        _beside(rows, measured)
     return {
         "benchmark": "predicted by the planner, not measured",
         "settings": {
@@ -59,6 +71,36 @@ def run(devices: Sequence[str] = DEVICES) -> dict[str, Any]:
         "assumed": {**{f"{name} rates": words for name, (_, words) in RATES.items()}, **ASSUMED},
         "predicted": rows,
     }
+
+
+def _beside(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Puts what a file of `bench gpu` has beside what is predicted of its device."""
+    from surokit.bench import gpu_table
+
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        device, groups, rehearsal = data["environment"]["device"], gpu_table.rows(data), data["rehearsal"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{file} is no file of `bench gpu`: give the gpu.json of an hour.") from None
+    mine = [row for row in rows if row["gpu"] in device.split()]
+    if rehearsal or not mine:
+        where = "in a rehearsal" if rehearsal else f"on {device}"
+        raise ValueError(f"{file} was measured {where}, of which nothing is predicted: give the gpu.json of an hour.")
+    for found in (found for group in groups.values() for found in group if found.turns):
+        c = found.configuration
+        for row in mine:
+            if (
+                not c.peer
+                and not c.changes
+                and (c.model, c.train, c.recipe) == (row["model"], row["train"], row["recipe"])
+            ):
+                row["measured"] = {
+                    "tokens_per_s": found.tokens_per_s,
+                    "least": min(found.rates),
+                    "most": max(found.rates),
+                }
+                doubts = {"unchecked": found.unchecked, "no CUDA graphs": found.no_graphs}
+                row["measured"] |= {name: why for name, why in doubts.items() if why}
 
 
 def at(rates: str, gpu: Gpu) -> Gpu:
@@ -148,8 +190,15 @@ def _kernels(plan: Plan) -> int:
 def table(data: Mapping[str, Any]) -> str:
     """Markdown: predicted speed beside the bars, where the time and the memory go, and what is assumed."""
     rows = data["predicted"]
+    measured = any("measured" in row for row in rows)
     speed = [
-        *(*_NAMES, "predicted k tokens/s", "at large products' rates", "at peak rates"),
+        *(
+            *_NAMES,
+            *["measured k tokens/s"] * measured,
+            "predicted k tokens/s",
+            "at large products' rates",
+            "at peak rates",
+        ),
         *("gate", "target", "stretch", "predicted to reach"),
     ]
     step = [
@@ -158,7 +207,7 @@ def table(data: Mapping[str, Any]) -> str:
     ]
     return "\n\n".join(
         [
-            markdown(data, speed, [_speed(row) for row in rows]),
+            markdown(data, speed, [_speed(row, measured) for row in rows]),
             MEANING,
             grid(step, [_step(row) for row in rows]),
             "\n".join(_assumptions(data)),
@@ -170,14 +219,59 @@ _NAMES = ("GPU", "model", "trains", "recipe")
 _PHASES = ("forward", "recompute", "backward", "optimizer", "gaps")
 
 
+def digest(data: Mapping[str, Any]) -> str:
+    """The fingerprint of what is drawn; a picture carries it, so that a page's picture and its raw file can be told apart."""
+    return hashlib.sha256(json.dumps(data["predicted"], sort_keys=True).encode()).hexdigest()
+
+
+def draw(data: Mapping[str, Any], path: Path) -> None:
+    """Write the picture as PNG; it carries the fingerprint of its data and neither date nor version."""
+    figure(data).savefig(path, dpi=110, metadata={"Software": None, "Description": digest(data)})
+
+
+def figure(data: Mapping[str, Any]) -> Figure:
+    """Of one H200, a line a target: predicted tokens/s, from assumed rates to peak rates, the gate, and what was measured."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    rows = [row for row in data["predicted"] if row["gpu"] == DEVICE and row["tokens_per_s"] is not None]
+    with rc_context({"font.family": "DejaVu Sans"}):
+        picture = Figure(figsize=(8.0, 0.28 * len(rows) + 1.4), layout="constrained")
+        axes = picture.subplots()
+        for y, row in enumerate(rows):
+            low, high = row["tokens_per_s"] / 1e3, row["tokens_per_s at peak rates"] / 1e3
+            axes.plot([low, high], [y, y], color="tab:blue", linewidth=6, alpha=0.35, solid_capstyle="butt")
+            axes.plot(
+                low, y, "|", color="tab:blue", markersize=12, label="predicted, to peak rates" if y == 0 else None
+            )
+            gate = row.get("bars", {}).get("gate")
+            if gate is not None:
+                axes.plot(gate / 1e3, y, "x", color="gray", label="gate" if y == 0 else None)
+            if found := row.get("measured"):
+                middle, least, most = (found[name] / 1e3 for name in ("tokens_per_s", "least", "most"))
+                marks = [name for name in ("unchecked", "no CUDA graphs") if name in found]
+                spread = [[middle - least], [most - middle]]
+                axes.errorbar(middle, y, xerr=spread, fmt="o", color="tab:red" if marks else "black")
+                axes.annotate(f"  {', '.join(['measured', *marks])}", (middle, y), va="center", fontsize=8)
+        axes.set_yticks(range(len(rows)), [" ".join(_name(row)[1:]).replace("`", "") for row in rows], fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xscale("log")
+        axes.set_xticks(scale := [10, 20, 50, 100, 200], map(str, scale))
+        axes.minorticks_off()
+        axes.set_xlabel(f"k tokens/s on one {DEVICE}")
+        axes.legend(loc="lower right", fontsize=8)
+        picture.draw_without_rendering()  # texts take their font from here
+    return picture
+
+
 def _name(row: Mapping[str, Any]) -> list[str]:
     return [row["gpu"], row["model"], row["train"], f"`{row['recipe']}`"]
 
 
-def _speed(row: Mapping[str, Any]) -> list[str]:
+def _speed(row: Mapping[str, Any], measured: bool) -> list[str]:
     rates = ("tokens_per_s", "tokens_per_s at large products' rates", "tokens_per_s at peak rates")
     bars = row.get("bars in words", ["", "", ""])
-    return [*_name(row), *(_k(row[name]) for name in rates), *bars, _passes(row)]
+    return [*_name(row), *[_measured(row)] * measured, *(_k(row[name]) for name in rates), *bars, _passes(row)]
 
 
 def _step(row: Mapping[str, Any]) -> list[str]:
@@ -189,6 +283,15 @@ def _step(row: Mapping[str, Any]) -> list[str]:
         *(f"{row[name]:,}" for name in ("kernels", "kernels unfused")),
         f"{cached['adds_gib']:+.1f} GiB, {-cached['saves_ms']:+.1f} ms" if cached["adds_gib"] else "",
     ]
+
+
+def _measured(row: Mapping[str, Any]) -> str:
+    if "measured" not in row:
+        return "not measured"
+    found = row["measured"]
+    marks = [f"**{name.upper()}**" for name in ("unchecked", "no CUDA graphs") if name in found]
+    least, most = (f"{found[name] / 1e3:.1f}" for name in ("least", "most"))
+    return " ".join([f"{found['tokens_per_s'] / 1e3:.1f} ({least} to {most})", *marks])
 
 
 def _k(tokens_per_s: float | None) -> str:

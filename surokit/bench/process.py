@@ -11,6 +11,7 @@ other end is `serve`, in that process.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import queue
@@ -54,11 +55,18 @@ def understood(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+def end_with_parent() -> None:
+    """Lets the system end this process with the one that started it, however that one ends; on Linux, elsewhere nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def serve(start: Callable[[], tuple[Mapping[str, Any], Answers | None]]) -> int:
     """Says the first line that `start` gives, then the answer to each line of stdin, if there is anything to ask.
 
     Answers go where stdout was; whatever else prints, in Python or below it, goes to stderr.
     """
+    end_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

@@ -103,11 +103,23 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write(data: Mapping[str, Any], path: Path) -> None:
-    """The raw result as indented JSON, whole or not at all: a reader never finds half of it."""
+    """The raw result as indented JSON, whole or not at all: a reader never finds half of it. Of paths in its words only the last
+    name is written: a result is for others, and a message of an error may say where things lie on this machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    beside.write_text(json.dumps(_without_paths(data), indent=1) + "\n", encoding="utf-8")
     beside.replace(path)
+
+
+_FOLDERS = re.compile(r"(?<![\w.:/~<])~?/(?:[^\s/'\"()<>:]+/)+")
+
+
+def _without_paths(data: Any) -> Any:
+    if isinstance(data, str):
+        return _FOLDERS.sub("", data)
+    if isinstance(data, Mapping):
+        return {name: _without_paths(item) for name, item in data.items()}
+    return [_without_paths(item) for item in data] if isinstance(data, list | tuple) else data
 
 
 def check_writable(path: Path) -> None:
@@ -143,6 +155,7 @@ def _table_for(data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
     """The table of a raw file, by what it holds."""
     for part in (
         "kernels",
+        "ceilings",
         "study",
         "memory",
         "overhead",
@@ -178,5 +191,5 @@ def pictures(text: str, folder: Path) -> dict[Path, dict[str, Any]]:
 
 def drawn_by(data: Mapping[str, Any]) -> Any:
     """The module whose `draw` makes the picture of a raw file, by what it holds; `digest` is the fingerprint in it."""
-    part = next((part for part in ("peers", "deferral", "spans") if part in data), "study")
+    part = next((part for part in ("peers", "deferral", "spans", "predicted") if part in data), "study")
     return import_module(f"surokit.bench.{part}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from surokit.bench import predicted as bench
-from surokit.bench.configurations import MODELS, Work
+from surokit.bench.configurations import MODELS, Configuration, Work
 from surokit.bench.targets import TARGETS, Target
 from surokit.planner import find_gpu
 
@@ -39,6 +39,54 @@ def test_assumed_rates_are_slower_than_large_products_and_these_than_peaks(data)
         assert sum(row["ms by phase"].values()) == pytest.approx(row["step_ms"], rel=1e-3)
         assert row["tokens_per_s"] == pytest.approx(Work().tokens / row["step_ms"] * 1e3)
         assert row["kernels"] < row["kernels unfused"]
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """A file of `bench gpu` with two figures, one of which is doubtful."""
+    found = {}
+    for recipe, rates, more in (
+        ("bf16", [98e3, 100e3, 104e3], {}),
+        ("fp8", [50e3], {"unchecked": "why", "graphs": "hooks"}),
+    ):
+        c = Configuration("0.6b", recipe)
+        for number, rate in enumerate(rates):
+            about = {"group": "g", "round": number, "name": c.name, "configuration": c.to_dict()}
+            found[f"turn/{recipe}/{number}"] = {"what": "turn", "tokens_per_s": rate, **about, **more}
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps({"rehearsal": False, "environment": {"device": "NVIDIA H200"}, "gpu": found}))
+    return path
+
+
+def test_what_was_measured_stands_beside_its_prediction(measured, data, tmp_path):
+    beside = bench.run(measured=measured)
+    rows = rows_of(beside, "H200")
+    assert rows["0.6b", "lora", "bf16"]["measured"] == {"tokens_per_s": 100e3, "least": 98e3, "most": 104e3}
+    assert sum("measured" in row for row in beside["predicted"]) == 2
+    text = bench.table(beside)
+    assert "| H200 | 0.6b | lora | `bf16` | 100.0 (98.0 to 104.0) |" in text
+    assert "| 50.0 (50.0 to 50.0) **UNCHECKED** **NO CUDA GRAPHS** |" in text
+    assert "| H100 | 0.6b | lora | `bf16` | not measured |" in text
+    assert "measured k tokens/s" not in bench.table(data)
+    said = [text.get_text() for text in bench.figure(beside).axes[0].texts]
+    assert said == ["  measured", "  measured, unchecked, no CUDA graphs"]
+    assert not list(bench.figure(data).axes[0].texts)
+    bench.draw(beside, tmp_path / "picture.png")
+    assert bench.digest(beside) != bench.digest(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rehearsal": True}, "was measured in a rehearsal, of which nothing is predicted"),
+        ({"environment": {"device": "NVIDIA A100"}}, "was measured on NVIDIA A100, of which nothing is predicted"),
+        ({"gpu": None}, "is no file of `bench gpu`: give the gpu.json of an hour"),
+    ],
+)
+def test_what_is_no_measurement_of_a_predicted_device_is_refused(measured, change, words):
+    measured.write_text(json.dumps({**json.loads(measured.read_text()), **change}))
+    with pytest.raises(ValueError, match=words):
+        bench.run(measured=measured)
 
 
 def test_a_row_by_hand(data):

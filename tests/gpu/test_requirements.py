@@ -1,10 +1,11 @@
 """What the GPU suite may import: torch, triton, numpy, safetensors, pytest, and what these bring. No GPU is needed to know it."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
+
+from surokit.bench import hour
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,8 +52,10 @@ sys.exit(pytest.main([*sys.argv[1:], "--collect-only", "-q", "-p", "no:cacheprov
 def test_the_suite_needs_no_other_package():
     make = ["make", "-n", "test-gpu", "GPU_PY=python3"]  # says what it would run
     said = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    patterns = " ".join(re.findall(r"python3 -m pytest (.*?) -m ", said)).split()
-    files = [str(path) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    named = said.partition("--only ")[2].split()
+    files = [
+        str(ROOT / word) for step in hour.test_steps() if step.name in named for word in step.command if ".py" in word
+    ]
     folders = ("gpu/", "kernels/test_triton_")
     marked = [path for path in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")]
     elsewhere = {str(path) for path in marked if not str(path.relative_to(ROOT / "tests")).startswith(folders)}
