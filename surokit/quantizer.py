@@ -243,6 +243,12 @@ class Quantizer:
         alone = isinstance(self.scaling, PerTensor | NV | NFBlock) or self.rounding == "stochastic"
         return not alone and tile[0] != 0 and not any(size % step for size in sizes for step in tile if step)
 
+    def joins(self, dimension: Literal[0, 1], sizes: Sequence[int]) -> bool:
+        """Whether such parts may be quantized as one matrix: with the codes of each, or by scales that they share where a scale
+        reaches over all of them, of the tensor or of a row. Draws and rotations stay those of each."""
+        shared = isinstance(self.scaling, PerTensor | PerRow) and self.rounding == "nearest" and not self.hadamard
+        return shared or self.separates(dimension, sizes)
+
     def same_codes(self, other: Quantizer) -> bool:
         """Whether a matrix that this quantizer stored can stand where `other` would quantize it: only the scales may differ."""
         return (

@@ -153,6 +153,14 @@ def test_parts_that_separate_have_the_codes_of_the_whole(q, dimension):
 
 
 @pytest.mark.parametrize("q", EVERY_QUANTIZER, ids=str)
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_parts_that_join_have_codes_of_their_own_or_a_scale_in_common(q, dimension):
+    over_all = isinstance(q.scaling, sk.PerTensor | sk.PerRow) and q.rounding == "nearest" and not q.hadamard
+    for sizes in ([5, 7], [64, 128], [128, 256]):
+        assert q.joins(dimension, sizes) == (over_all or q.separates(dimension, sizes))
+
+
+@pytest.mark.parametrize("q", EVERY_QUANTIZER, ids=str)
 def test_zeros_stay_zeros(q):
     assert (sk.quantize(torch.zeros(40, 72), q, seed=0).dequantize() == 0).all()
 

@@ -107,18 +107,21 @@ class Frozen:
             w_t = self._transposed[members] = _contiguous(w_t)
         return w_t
 
-    def note(self, weights: Sequence[Tensor], record: bool) -> None:
-        """Delayed scaling: merge the amaxes of kept codes into the open slots. After the first recorded pass, which quantized
-        as ever, it is told whether they may stay."""
+    def note(self, weights: Sequence[Sequence[Tensor]], record: bool) -> None:
+        """Delayed scaling, with the weights of each product: merge the amaxes of kept codes into the open slots. After the first
+        recorded pass, which quantized as ever, it is told whether they may stay."""
         if self._scales is None or not record or self._stay is False:
             return
-        in_force_S, opened_S = self._scales.views(self._slots, weights[0].device)
+        in_force_S, opened_S = self._scales.views(self._slots, weights[0][0].device)
         if self._amaxes_S is not None:
             torch.maximum(opened_S, self._amaxes_S, out=opened_S)
             return
         if _capturing(in_force_S):
             return
-        own_S = torch.cat([kernels.amax(w).view(1) for w in weights])
+        # layers that are one product have one scale
+        own_S = torch.cat(
+            [torch.stack([kernels.amax(w).view(()) for w in ws]).amax().expand(len(ws)) for ws in weights]
+        )
         history_HS = self._scales.history_HS[:, list(self._slots)]
         constant = (own_S > 0) & (in_force_S == own_S) & (opened_S == own_S)
         constant &= ((history_HS == 0) | (history_HS == own_S)).all(0)

@@ -4,7 +4,8 @@ Every choice can be switched off on its own, so that what it brings can be measu
 
     Fusion().without("gate", "joint")
 
-Codes and scales are bit for bit those of the separate operations; sums may be taken in another order or rounded less often.
+Codes and scales are bit for bit those of the separate operations, but for one case: a scale of a tensor or a row that `joint` makes
+reach over several layers is shared by them. Sums may be taken in another order or rounded less often.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Fusion:
 
     norm: RMSNorm, the residual sum before it and the quantization after it, with the layers that read it.
     gate: SwiGLU and the quantization after it, with the layer that reads it.
-    joint: layers that read one input, as one product where their weights lie side by side in memory.
+    joint: layers that read one input, as one product where their weights lie side by side in memory. Where a recipe has a scale a
+        tensor or a row, that of W and of dy is then the layers' common one, as in TransformerEngine's layers with several outputs.
     adapters: one product for the A of all layers that read one input; B is added into their output.
     qk: the normalization of queries and keys and their rotation, in one pass.
     frozen: what is kept of a frozen weight that is quantized for its products: nothing (it is quantized every time), its codes,

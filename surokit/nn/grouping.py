@@ -1,8 +1,8 @@
 """Which layers of a stage share what: the codes of x, a product, a product in backward, the codes of frozen weights.
 
 Layers that quantize x alike are a group, and x is quantized once for it. Those of a group whose weights lie side by side are one
-product where quantizing them as one is quantizing each, so that no code or scale depends on it; in backward that has to
-hold for dy too, which is quantized along another dimension.
+product where they can be quantized as one: where that gives each its own codes, or where a scale of a tensor or a row is then
+shared, as if they were one layer. In backward that has to hold for dy too, which is quantized along another dimension.
 """
 
 from __future__ import annotations
@@ -209,18 +209,19 @@ def _group(
 
 
 def _is_one_product(recipe: Recipe, tensors: Sequence[Held], layers: Sequence[Layer]) -> bool:
-    """Whether the weights lie as one, and have the same codes as one."""
+    """Whether the weights lie as one, and are quantized as one: what is stored has its own codes."""
     sizes = [layer.rows for layer in layers]
-    same_codes = all(q is None or q.separates(0, sizes) for q in (layers[0].storage, recipe.forward.b))
-    return same_codes and side_by_side([t.w for t in tensors]) is not None  # scales are small enough to be copied
+    storage, b = layers[0].storage, recipe.forward.b
+    one = (storage is None or storage.separates(0, sizes)) and (b is None or b.joins(0, sizes))
+    return one and side_by_side([t.w for t in tensors]) is not None  # scales are small enough to be copied
 
 
 def _is_one_in_backward(recipe: Recipe, layers: Sequence[Layer], trains: bool) -> bool:
-    """Whether dy of all layers has the same codes as one, and the weights' transposes have."""
+    """Whether dy of all layers is quantized as one, and the weights' transposes are."""
     sizes = [layer.rows for layer in layers]
-    dx = all(q is None or q.separates(1, sizes) for q in (recipe.grad_input.a, recipe.grad_input.b))
+    dx = all(q is None or q.joins(1, sizes) for q in (recipe.grad_input.a, recipe.grad_input.b))
     q = recipe.grad_weight.a
-    return dx and (not trains or q is None or q.separates(0, sizes))
+    return dx and (not trains or q is None or q.joins(0, sizes))
 
 
 def _frozen(

@@ -160,7 +160,7 @@ class _Stage(torch.autograd.Function):
             x_codes.append(x_t.parts if group.keeps_codes else ())
             outputs += [_output(plan, group, held, members, x_q) for members in group.outputs]
             if group.frozen is not None:
-                group.frozen.note([held[i].w for i in group.members], group.record)
+                group.frozen.note([[held[i].w for i in members] for members in group.outputs], group.record)
         h_TR = kernels.mm(x_TK, stacked([held[i].A for i in adapted]).t()) if adapted else None
         if h_TR is not None:
             y = plan.split(outputs)

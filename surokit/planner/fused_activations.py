@@ -139,5 +139,7 @@ class FusedLayers(Ours):
         if not self.step.fusion.joint or len(names) == 1 or len(set(quantized)) > 1:
             return False
         gemm = getattr(self.recipe, "forward", None)
-        held = (getattr(self.recipe, "storage", None), getattr(gemm, "b", None)) if quantized[0] else ()
-        return all(q is None or q.separates(0, sizes) for q in held)
+        if not quantized[0]:
+            return True
+        storage, b = getattr(self.recipe, "storage", None), getattr(gemm, "b", None)
+        return (storage is None or storage.separates(0, sizes)) and (b is None or b.joins(0, sizes))

@@ -3,7 +3,7 @@
     norm + residual         forward: stream delta, sum x codes      backward: dy sum dresidual, dx
     SwiGLU                  forward: gate up, x codes               backward: dy gate up, dgate dup
     QK-norm and rotation    forward: q k, q k                       backward: dq dk q k, dq dk
-    layers of one input     it is quantized once for all of them; one product where the recipe's scales are those of rows
+    layers of one input     it is quantized once for all of them; one product where the recipe quantizes them as one
     adapter                 the A of these in one product; B is added into y, A's gradient into dx
     frozen quantized W      its codes are kept; W' is turned for each product, or kept too
 
@@ -216,12 +216,13 @@ class FusedStep(Step):
         if not quantized:
             return True
         recipe = self.recipe
-        rows = [recipe.storage, recipe.forward.b]
+        rows = [recipe.forward.b]
         columns = []
         if part != "forward":
             columns = [recipe.grad_input.a, recipe.grad_input.b]
             rows += [recipe.grad_weight.a] if self.base_trains else []
-        return all(q is None or q.separates(d, sizes) for d, some in enumerate((rows, columns)) for q in some)
+        one = all(q is None or q.joins(d, sizes) for d, some in enumerate((rows, columns)) for q in some)
+        return one and (recipe.storage is None or recipe.storage.separates(0, sizes))
 
     def _adapter(
         self, which: str, place: Placement, p: Product, rows: float, kernels: Iterator[Kernel]

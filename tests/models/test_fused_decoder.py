@@ -19,6 +19,7 @@ from surokit.models.fuse import OFF, Fusion, fuse
 from surokit.models.generation import generate
 from surokit.nn.joint import side_by_side
 from surokit.nn.linear import Linear
+from surokit.nn.products import SLOTS
 from tests.models.families import FAMILIES, write
 
 NAMES = [f.name for f in fields(Fusion)]
@@ -125,7 +126,7 @@ def with_recipe(model, recipe, fusion):
 def test_delayed_scaling_sees_the_same_amaxes():
     """In float32, where the fused steps give the same values to rounding: histories, and when they are read."""
     states = []
-    for fusion in (OFF, Fusion()):
+    for fusion in (OFF, Fusion().without("joint"), Fusion()):
         model = with_recipe(decoder(), sk.FP8, fusion)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         for _ in range(3):
@@ -134,6 +135,13 @@ def test_delayed_scaling_sees_the_same_amaxes():
         states.append(scaling_state(model))
     for key, theirs in states[0].items():
         torch.testing.assert_close(states[1][key], theirs, rtol=0.02, atol=1e-6)
+    for block in model.model.layers:  # as one product, layers have one amax, the largest of theirs
+        attention, mlp = block.self_attn, block.mlp
+        for siblings in ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]):
+            slots = torch.tensor([layer.precision.first_slot for layer in siblings])
+            for role in SLOTS.values():
+                alone, together = (states[i]["in_force"][slots + role] for i in (0, 2))
+                torch.testing.assert_close(together, alone.amax().expand(len(slots)), rtol=0.1, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -86,7 +86,7 @@ def test_a_frozen_weight_is_quantized_once(recipe, fusion, quantized):
     again = weights_quantized(quantized, kept, fusion)
     # W' has other tiles, and is only there where it was asked for
     w_t_from_w = recipe.grad_input.b == recipe.forward.b and recipe.grad_input.b.transposable
-    products_of_dx = 1 if fusion.joint and recipe.grad_input.a.separates(1, ROWS) else 2
+    products_of_dx = 1 if fusion.joint and recipe.grad_input.a.joins(1, ROWS) else 2
     assert again == (0 if w_t_from_w or fusion.frozen == "transposed" else products_of_dx)
 
 

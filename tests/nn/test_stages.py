@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from surokit.convert import scaling_state
 from surokit.nn import products, stages
 from surokit.nn.delayed import DelayedScales
 from surokit.nn.fusion import OFF, Fusion
-from surokit.nn.joint import lay_layers
+from surokit.nn.joint import lay_layers, side_by_side
 from surokit.nn.linear import Linear
 from surokit.nn.norm import RMSNorm
 from surokit.nn.products import Operand
@@ -60,7 +61,7 @@ class Stage(nn.Module):
     def __init__(self, recipe, kind="normed", dtype=torch.float32, bias=False, rows=ROWS, width=K):
         super().__init__()
         torch.manual_seed(0)
-        self.kind = kind
+        self.kind, self.recipe = kind, recipe
         self.norm = RMSNorm(width, dtype=dtype)
         self.layers = nn.ModuleDict({f"{name}_proj": Linear(width, n, bias=bias) for name, n in zip("qkv", rows)})
         self.to(dtype)
@@ -89,6 +90,55 @@ class Stage(nn.Module):
         if fusion.joint:
             lay_layers([*self.layers.values()])
         return project(self.source(first, second), [*self.layers.values()], fusion)
+
+
+class AsOne(nn.Module):
+    """A stage computed by what its layers are together: one layer, their weights one above the other, and their adapters."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.stage = [stage]
+        self.norm, self.layers = stage.norm, stage.layers
+        weights = [layer.weight for layer in linears(stage)]
+        one: Any = nn.Module()
+        one.norm, one.layer = stage.norm, Linear(weights[0].shape[1], sum(map(len, weights)), dtype=weights[0].dtype)
+        sk.apply(one, replace(stage.recipe, adapter=None))
+        one.beside = stage.layers  # what trains rolls the scales
+        self.one: list[Any] = [one]
+
+    def forward(self, first, second, fusion):
+        (stage,), (one,) = self.stage, self.one
+        stream, x = stage.source(first, second).composed()
+        layers, record = linears(stage), self.training and torch.is_grad_enabled()
+        w = torch.cat([layer.weight for layer in layers])
+        y = products.three_products(x.flatten(0, -2), w, len(w), None, (), one.layer.precision, record)
+        parts = y.unflatten(0, x.shape[:-1]).split([layer.out_features for layer in layers], -1)
+        biases = [0 if layer.bias is None else layer.bias for layer in layers]
+        adapted = [layer.adapter(x) if layer.has_adapter else 0 for layer in layers]
+        return stream, tuple(part + b + a for part, b, a in zip(parts, biases, adapted)), None
+
+    def scaling_state(self):
+        """The state of the stage's scales, if each layer has those of the one."""
+        parts = len(self.layers)
+        state = self.one[0].layer.precision.scales.state_dict()
+        return {k: v if k.endswith("cursor") else v.repeat(*[1] * (v.ndim - 1), parts) for k, v in state.items()}
+
+
+def shares(recipe, fusion, rows=ROWS):
+    """Whether layers that are one product have scales in common then."""
+    sides = [(recipe.forward.b, 0), (recipe.grad_input.a, 1), (recipe.grad_input.b, 1), (recipe.grad_weight.a, 0)]
+    sides = [(q, d) for q, d in sides if q is not None]
+    joins = fusion.joint and len(rows) > 1 and not recipe.storage and all(q.joins(d, rows) for q, d in sides)
+    return joins and not all(q.separates(d, rows) for q, d in sides)
+
+
+def definition(stage, fusion):
+    """What a stage's values are to be under a fusion, as something to run without one."""
+    rows = [layer.out_features for layer in linears(stage)]
+    stage = copy.deepcopy(stage)
+    lay_layers(linears(stage))
+    side = side_by_side([layer.weight for layer in linears(stage)]) is not None
+    return AsOne(stage) if side and shares(stage.recipe, fusion, rows) else stage
 
 
 def numbers(shape, seed, dtype=torch.float32):
@@ -129,27 +179,24 @@ CASES += [(kind, r) for kind in ("gated", "plain") for r in (sk.BF16, sk.FP8, sk
 def test_fused_and_not_are_equal(recipe, kind):
     """In float32 only the order of sums can differ: other codes would show."""
     stage = Stage(recipe, kind)
-    bare = copy.deepcopy(stage)
-    expected = run(bare, OFF)
     for fusion in FUSIONS:
-        compare(run(copy.deepcopy(stage), fusion), expected, 1e-6)
+        compare(run(copy.deepcopy(stage), fusion), run(definition(stage, fusion), OFF), 1e-6)
 
 
 @pytest.mark.parametrize("kind", ["first", "joint"])
 @pytest.mark.parametrize("recipe", [sk.BF16.lora(4), sk.FP8.lora(4), sk.FP8_BLOCK], ids=named)
 def test_each_choice_alone_and_every_source(recipe, kind):
     stage = Stage(recipe, kind, bias=True)
-    expected = run(copy.deepcopy(stage), OFF)
     for fusion in (*ALONE, *FUSIONS[:2]):
-        compare(run(copy.deepcopy(stage), fusion), expected, 1e-6)
+        compare(run(copy.deepcopy(stage), fusion), run(definition(stage, fusion), OFF), 1e-6)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=named)
 def test_sizes_that_fit_no_tile(recipe):
     for rows, width in (((16, 48), 20), ((17, 33), 19), ((5,), 19)):
         stage = Stage(recipe, bias=True, rows=rows, width=width)
-        expected = run(copy.deepcopy(stage), OFF)
-        compare(run(copy.deepcopy(stage), Fusion(frozen="transposed")), expected, 1e-6)
+        fusion = Fusion(frozen="transposed")
+        compare(run(copy.deepcopy(stage), fusion), run(definition(stage, fusion), OFF), 1e-6)
 
 
 @pytest.mark.parametrize("recipe", [sk.BF16, sk.BF16.lora(4), sk.FP8, sk.FP8_BLOCK.lora(4), sk.QFP8.lora(4)], ids=named)
@@ -194,9 +241,10 @@ CODED = [("normed", r) for r in RECIPES if r.quantized_products] + [("gated", r.
 @pytest.mark.parametrize(("kind", "recipe"), CODED, ids=lambda v: v if isinstance(v, str) else named(v))
 def test_codes_and_scales_are_bit_for_bit_the_same(kind, recipe, operands):
     stage = Stage(recipe, kind, torch.bfloat16)
-    run(copy.deepcopy(stage), OFF)
-    separate = {name: found if name == "forward" else found[::-1] for name, found in operands.items()}
     for fusion in (Fusion(frozen="transposed").without("joint"), Fusion()):
+        operands |= {name: [] for name in operands}
+        run(definition(stage, fusion), OFF)
+        separate = {name: found if name == "forward" else found[::-1] for name, found in operands.items()}
         operands |= {name: [] for name in operands}
         fused = copy.deepcopy(stage)
         for _ in range(2):  # the second takes the codes that were kept
@@ -246,18 +294,20 @@ def test_histories_go_on_as_ever(frozen, kind, rows):
     states = []
     for fusion in (OFF, Fusion(frozen=frozen)):
         stage = Stage(sk.FP8.lora(4), kind, rows=rows)
+        if fusion is OFF:
+            stage = definition(stage, Fusion())
         optimizer = sk.AdamW([p for p in stage.parameters() if p.requires_grad], lr=0.1)
         for step in range(4):
             for part in range(2):
                 run(stage, fusion, 2 * step + part)
-            states.append(scaling_state(stage))
+            states.append(stage.scaling_state() if isinstance(stage, AsOne) else scaling_state(stage))
             optimizer.found_inf = torch.ones(()) if step == 2 else None
             optimizer.step()
             stage.zero_grad()
-            states.append(scaling_state(stage))
+            states.append(stage.scaling_state() if isinstance(stage, AsOne) else scaling_state(stage))
         stage.eval()
         run(stage, fusion, 9)
-        states.append(scaling_state(stage))
+        states.append(stage.scaling_state() if isinstance(stage, AsOne) else scaling_state(stage))
     half = len(states) // 2
     for a, b in zip(states[:half], states[half:], strict=True):
         assert all(torch.equal(a[key], b[key]) for key in a)
@@ -521,7 +571,7 @@ def test_operands_in_rows_have_the_same_codes(kind, recipe, fusion, operands, re
 def test_slots_that_are_not_spaced_are_turned_afterwards(monkeypatch):
     monkeypatch.setattr(DelayedScales, "spaced", staticmethod(lambda slots: isinstance(slots, int) or len(slots) == 1))
     stage = Stage(sk.FP8, dtype=torch.bfloat16)
-    expected = run(copy.deepcopy(stage), OFF)
+    expected = run(definition(stage, Fusion()), OFF)
     compare(run(stage, Fusion()), expected, 2**-7)
 
 
@@ -608,7 +658,7 @@ def test_evaluation_touches_no_history_and_needs_no_gradient(recipe):
     stage = Stage(recipe).eval()
     before = scaling_state(stage)
     with torch.no_grad():
-        expected = stage(*inputs(), OFF)
+        expected = definition(stage, Fusion())(*inputs(), OFF)
         got = stage(*inputs(), Fusion())
     with torch.inference_mode():
         inside = stage(*inputs(), Fusion())
@@ -711,7 +761,7 @@ def test_through_the_kernels_of_a_gpu(recipe, kind, from_codes, cores, through_t
     if cores:
         request.getfixturevalue("tensor_cores")
     # the same kernels on both sides: whatever they round, they round alike
-    expected = run(Stage(recipe, kind, rows=(128, 128)), OFF)
+    expected = run(definition(Stage(recipe, kind, rows=(128, 128)), Fusion()), OFF)
     through_triton.clear()
     compare(run(Stage(recipe, kind, rows=(128, 128)), Fusion(recompute="selective")), expected, 2e-6)
     producer = "norm" if kind == "normed" else "swiglu"

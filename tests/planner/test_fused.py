@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import surokit as sk
+from surokit.bench.configurations import MODELS
 from surokit.nn import norm, products, qk, sources, stages, swiglu
 from surokit.nn.delayed import DelayedScales
 from surokit.nn.fusion import OFF, Fusion
@@ -258,6 +259,21 @@ def test_joint_products_and_adapters_by_hand():
     assert first.bytes - second.bytes == blocks * 2 * TOKENS * K
     # B is added into y
     assert rows["mlp.up_proj.lora_B", "forward"].bytes == blocks * 2 * (TOKENS * 4 + F * 4 + 2 * TOKENS * F)
+
+
+@pytest.mark.parametrize("recipe", [sk.FP8, sk.FP8_CURRENT, sk.FP8_ROWWISE, sk.FP8_BLOCK, QFP8.natively()], ids=str)
+def test_fp8_is_planned_no_slower_than_bf16_at_any_size(recipe):
+    """Its siblings are one product as well; the gaps between kernels count most in a small model."""
+
+    def ms(config: Any, r: sk.Recipe) -> float:
+        setting: dict[str, Any] = {"batch": 2, "length": 2048, "gpu": "H200", "graphs": True, "fusion": "fused"}
+        estimate = planner_plan(config, recipe=r.lora(16), **setting).estimate
+        assert estimate is not None
+        assert estimate.gaps_ms > 0
+        return estimate.step_ms
+
+    for config in (sk.DecoderConfig(**MODELS["0.6b"], max_length=2048), CONFIG_8B):
+        assert ms(config, recipe) <= ms(config, sk.BF16)
 
 
 def test_codes_of_frozen_weights_are_not_made_again():
