@@ -2,10 +2,11 @@
 
     python -m surokit.bench hour --out gpu-hour --minutes 60
 
-A step is a command in a process of its own, which is ended at its limit. What it measures is in its file at once, what it prints in
-its log. `status.json` says of each step whether it is waiting, running, done, failed or cut off, for how many seconds it ran and
-what went wrong; it is written whole after every change. The same command goes on where the last one ended, however that ended:
-what is done is not repeated, what was cut off goes on, and what failed is named and tried once more only where --again asks.
+A step is a command in a process of its own, which is ended at its limit. What it measures is in its file at once (of `kernels`,
+`memory` and `calibration` at their end), what it prints in its log. `status.json` says of each step whether it is waiting, running,
+done, failed or cut off, for how many seconds it ran and what went wrong; it is written whole after every change. The same command
+goes on where the last one ended, however that ended: what is done is not repeated, what was cut off goes on, and what failed is
+named and tried once more only where --again asks.
 
 A step that writes a file as it goes (surokit.bench.book) may take several calls. One that adds nothing to its file until its limit
 has failed; so has one that dies of itself. The others go on.

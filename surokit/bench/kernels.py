@@ -128,7 +128,13 @@ def measured(kernels: Sequence[Kernel], rounds: int, device: torch.device) -> li
     clock = _clock(device)
     for turn in range(rounds + 2):
         for kernel, row in running:
-            seconds = clock(kernel.call)
+            if "failed" in row:
+                continue
+            try:
+                seconds = clock(kernel.call)
+            except Exception as problem:  # what was timed before it is kept, of all of them
+                row["failed"] = f"{type(problem).__name__}: {problem}".splitlines()[0]
+                continue
             if turn >= 2:  # two rounds of warm-up
                 row["seconds"].append(seconds)
     return rows
@@ -610,7 +616,8 @@ def table(data: Mapping[str, Any]) -> str:
             unit = unit if row["against"] == COPY or row["against"].startswith(TORCHAO) else "x bf16"
             least, middle, most = spread(found)
             ratio = f"{middle:.2f} {unit} ({least:.2f} to {most:.2f})"
-        rows.append([row["name"], f"{mid} ({low} to {high})", rate, ratio, row["backend"]])
+        by = [row["backend"], row.get("failed")]
+        rows.append([row["name"], f"{mid} ({low} to {high})", rate, ratio, ", until ".join(filter(None, by))])
     text = markdown(data, ["kernel", "ms (median, range)", "rate", "against", "by"], rows)
     held = "\n".join(f"- {words}, {'holds' if holds else 'missed'}" for words, holds in gates(data))
     return "\n\n".join(part for part in (text, held, *data["notes"]) if part)

@@ -88,6 +88,24 @@ def test_a_wrong_kernel_gets_no_speed():
     assert "nan, missed" in text
 
 
+def test_a_kernel_that_fails_while_it_is_timed_costs_no_other_its_speed():
+    calls = []
+
+    def fails():
+        calls.append(1)
+        if len(calls) > 4:  # looked at once, warmed up twice, timed once
+            raise RuntimeError("an illegal memory access\nand more")
+        return torch.ones(1)
+
+    both = [kernels.Kernel("fails", fails, nbytes=1.0), kernels.Kernel("works", lambda: torch.ones(1), nbytes=1.0)]
+    first, second = kernels.measured(both, 3, DEVICE)
+    assert first["failed"] == "RuntimeError: an illegal memory access"
+    assert (len(first["seconds"]), len(second["seconds"])) == (1, 3)
+    assert len(calls) == 5
+    text = kernels.table(kernels.result("kernels", {}, [first, second], []))
+    assert "| torch, until RuntimeError: an illegal memory access |" in text
+
+
 def test_how_far_results_are_apart():
     x = torch.randn(5, 7).to(torch.float8_e4m3fn)
     assert kernels.bits(lambda: (x, [x]), lambda: [x, (x,)])() == 0
