@@ -164,6 +164,7 @@ class MLP(nn.Module):
         fusion = fusion_for(self.fusion, x)
         lay_in_forward(self.readers, fusion)
         stream, *made = project(source, self.readers, fusion)
+        made = list(made)  # torch's compiler takes what the star leaves for a tuple in version 2.11
         _, (y,), _ = project(_gated(made), (self.down_proj,), fusion)
         return y if stream is None else (stream, y)
 

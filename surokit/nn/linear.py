@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from surokit import kernels
 from surokit.nn.frozen import Frozen, Kept, in_one_process, is_own
-from surokit.nn.products import Precision, three_products
+from surokit.nn.products import Precision, storage_key_of, three_products
 from surokit.quantized import Quantized, quantize
 from surokit.quantizer import Quantizer
 from surokit.recipe import Lora
@@ -106,6 +106,7 @@ class Linear(nn.Linear):
     # class-level defaults, so that an nn.Linear adopted by `convert` needs no construction
     precision: Precision | None = None
     storage: Quantizer | None = None
+    storage_key: str = ""  # as the products know it
     keeps_decoded: bool = False  # keeps a stored weight that forward decodes: for backward, on a CPU for good
     lora_alpha: float = 0.0
     _before: _BeforeMerging | None = None
@@ -131,6 +132,7 @@ class Linear(nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.storage_key = storage_key_of(self.storage)  # another process has to know the key
         if self.precision is not None and self.precision.scales is not None:  # a copy's histories belong to its layers
             self.precision.scales.layers.add(self)
 
@@ -169,7 +171,8 @@ class Linear(nn.Linear):
         else:
             x_TK = x.reshape(-1, x.shape[-1])
             record = self.training and torch.is_grad_enabled()
-            y_TN = three_products(x_TK, w, self.out_features, storage, scales, self.precision, record)
+            stored = "" if storage is None else self.storage_key
+            y_TN = three_products(x_TK, w, self.out_features, stored, scales, self.precision, record)
             y = y_TN.view(*x.shape[:-1], self.out_features)
         return y if bias is None else y + bias
 
@@ -185,7 +188,7 @@ class Linear(nn.Linear):
         self.drop_stored()
         for name, part in zip(("weight", *Q.quantizer.scaling.stored_as), Q.parts):
             setattr(self, name, nn.Parameter(part, requires_grad=False))
-        self.storage = Q.quantizer
+        self.storage, self.storage_key = Q.quantizer, storage_key_of(Q.quantizer)
 
     def drop_stored(self) -> None:
         """Forget a stored weight's scales; `weight` is then for the caller to set."""
@@ -193,6 +196,7 @@ class Linear(nn.Linear):
             for name in self.storage.scaling.stored_as:
                 self._parameters.pop(name, None)
             self.storage = self.kept = None
+            self.storage_key = ""
 
     @property
     def stored_scales(self) -> tuple[Tensor, ...]:

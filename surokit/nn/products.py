@@ -13,7 +13,7 @@ to).
 
 To torch, forward and backward are one operation each (`torch.ops.surokit.products_forward`, `products_backward`): a compiled
 graph holds them whole and knows their shapes by running the same code on tensors without data. What a layer's recipe is travels
-as the key of a `Spec`, and where delayed scaling keeps the layer's amaxes as two numbers.
+as a string of keys, and where delayed scaling keeps the layer's amaxes as two numbers.
 
 T tokens (all leading dimensions), K in_features, N out_features.
 """
@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -37,35 +37,45 @@ from surokit.quantized import Quantized, quantize, quantize_both
 from surokit.quantizer import Quantizer, Scaling
 from surokit.recipe import Gemm, Recipe
 
-
-@dataclass(frozen=True)
-class Spec:
-    """What the operations need to know of a layer beside its tensors."""
-
-    recipe: Recipe
-    storage: Quantizer | None = None
-
-
 UNQUANTIZED = Recipe("bf16")
 Operand = Tensor | Quantized
-_SPECS: dict[str, Spec] = {}
+
+# What the operations need to know of a layer beside its tensors, its spec, is a recipe's key and that of a storage. A string is
+# what torch's compiler takes for a constant and compares; torch 2.11 takes no recipe and no quantizer.
+_LENGTH = 16
+_RECIPES: dict[str, Recipe] = {}
+_STORAGES: dict[str, Quantizer | None] = {"": None}
 
 
 @cache
-def key_of(spec: Spec) -> str:
-    """A short key of what the spec says, the same in every process, since compiled graphs are kept on disk."""
-    storage = spec.storage.to_dict() if spec.storage else None
-    said = [gemm.to_dict() for gemm in spec.recipe.gemms], storage
-    key = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
-    _SPECS.setdefault(key, spec)
+def key_of(recipe: Recipe) -> str:
+    """A short key of a recipe's products, the same in every process, since compiled graphs are kept on disk."""
+    key = _hashed([gemm.to_dict() for gemm in recipe.gemms])
+    _RECIPES.setdefault(key, recipe)
     return key
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _key(recipe: Recipe | None, storage: Quantizer | None) -> str:
-    return key_of(Spec(recipe or UNQUANTIZED, storage))
+@cache
+def storage_key_of(storage: Quantizer | None) -> str:
+    """The same of how a weight is stored; "" where it is not."""
+    key = _hashed(storage.to_dict()) if storage else ""
+    _STORAGES.setdefault(key, storage)
+    return key
 
 
+def _hashed(said: Any) -> str:
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:_LENGTH]
+
+
+def recipe_of(spec: str) -> Recipe:
+    return _RECIPES[spec[:_LENGTH]]
+
+
+def storage_of(spec: str) -> Quantizer | None:
+    return _STORAGES[spec[_LENGTH:]]
+
+
+_UNQUANTIZED = key_of(UNQUANTIZED)
 _MOST_SCALES = max(len(scaling.stored_as) for scaling in Scaling.__subclasses__())
 
 
@@ -76,22 +86,31 @@ class Precision:
     recipe: Recipe
     scales: DelayedScales | None = None
     first_slot: int = 0
+    key: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", key_of(self.recipe))
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles are made as this was: another process has to know the key."""
+        return Precision, (self.recipe, self.scales, self.first_slot)
 
 
 def three_products(
     x_TK: Tensor,
     w: Tensor,
     out_features: int,
-    storage: Quantizer | None,
+    storage: str,
     w_scales: tuple[Tensor, ...],
     precision: Precision | None,
     record: bool,
 ) -> Tensor:
     """y [T, N] in the dtype of x, with the gradients that the recipe says.
 
-    w: the weight [N, K], or its codes with `storage` and `w_scales`. record: delayed scaling notes the amaxes it sees.
+    w: the weight [N, K], or its codes, with the key of their `storage` and `w_scales`. record: delayed scaling notes the amaxes
+    it sees.
     """
-    spec = _key(precision.recipe if precision else None, storage)
+    spec = (precision.key if precision else _UNQUANTIZED) + storage
     scales, first = (precision.scales, precision.first_slot) if precision else (None, 0)
     amaxes = (scales.number if scales else -1), first
     # always as many arguments: torch's compiler counts them
@@ -160,9 +179,9 @@ def _forward(
     record: bool,
 ) -> list[Tensor]:
     """y [T, N], then the codes and scales of x' [K, T] where grad_weight quantizes it."""
-    products = Products(_SPECS[spec].recipe, bank(scales), (first_slot,), record, x_TK.dtype)
+    products = Products(recipe_of(spec), bank(scales), (first_slot,), record, x_TK.dtype)
     x_q, x_kept = products.x(x_TK, wants_dw)
-    w_NK = weight(w, w_scales, _SPECS[spec].storage, (out_features, x_TK.shape[1]))
+    w_NK = weight(w, w_scales, storage_of(spec), (out_features, x_TK.shape[1]))
     y_TN = products.forward(x_q, products.w(w_NK))
     return [y_TN, *(x_kept.parts if wants_dw and isinstance(x_kept, Quantized) else ())]
 
@@ -182,11 +201,11 @@ def _backward(
     record: bool,
 ) -> list[Tensor]:
     """dx [T, K] and dw [N, K], those that are wanted."""
-    products = Products(_SPECS[spec].recipe, bank(scales), (first_slot,), record, dy_TN.dtype)
+    products = Products(recipe_of(spec), bank(scales), (first_slot,), record, dy_TN.dtype)
     dy_q, dy_t = products.dy(dy_TN, wants_dx, wants_dw)
     grads = []
     if wants_dx:
-        w_NK = weight(w, w_scales, _SPECS[spec].storage, (out_features, in_features))
+        w_NK = weight(w, w_scales, storage_of(spec), (out_features, in_features))
         grads.append(products.grad_input(dy_q, products.w_t(w_NK)))
     if wants_dw:
         x_KT = products.x_t(kept, (in_features, dy_TN.shape[0]))

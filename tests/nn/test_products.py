@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensorMode
 
 import surokit as sk
 from surokit.nn.linear import Linear
-from surokit.nn.products import Spec, key_of
+from surokit.nn.products import key_of, storage_key_of
 from surokit.quantized import sqnr_db
 
 RECIPES = {r.name: r.keep_last(0) for r in sk.recipes.values() if r.quantized} | {
@@ -67,7 +67,7 @@ def test_a_compiled_graph_is_whole_and_gives_the_same_numbers(recipe):
 def test_shapes_are_known_without_data(recipe):
     """What the operations promise to a graph is what they give."""
     layer = stack(recipe)[0]
-    spec = key_of(Spec(recipe, layer.storage))
+    spec = key_of(recipe) + layer.storage_key
     x, dy = torch.randn(33, 64).bfloat16(), torch.randn(33, 96).bfloat16()
     wants_dw = layer.storage is None
     layer.requires_grad_(False)
@@ -88,9 +88,11 @@ def promised(operation, arguments):
 
 
 def test_specs_have_the_same_key_in_every_process():
-    assert key_of(Spec(sk.FP8)) == key_of(Spec(sk.FP8.keep("a")))  # rules are not part of a product
-    assert len({key_of(Spec(r)) for r in sk.recipes.values() if r.quantized_products}) == 7
-    assert key_of(Spec(sk.FP8_ROWWISE)) == "b3c2e0cbbaf93219"
+    assert key_of(sk.FP8) == key_of(sk.FP8.keep("a"))  # rules are not part of a product
+    assert len({key_of(r) for r in sk.recipes.values() if r.quantized_products}) == 7
+    assert key_of(sk.FP8_ROWWISE) == "e5951af984763beb"
+    assert storage_key_of(sk.QFP8.storage) == "af3c305d1ba9e5a0"
+    assert storage_key_of(None) == ""
 
 
 ROTATED = {"fp4": {"dw"}, "mxfp4": {"dx", "dw"}}

@@ -111,7 +111,7 @@ class AsOne(nn.Module):
         stream, x = stage.source(first, second).composed()
         layers, record = linears(stage), self.training and torch.is_grad_enabled()
         w = torch.cat([layer.weight for layer in layers])
-        y = products.three_products(x.flatten(0, -2), w, len(w), None, (), one.layer.precision, record)
+        y = products.three_products(x.flatten(0, -2), w, len(w), "", (), one.layer.precision, record)
         parts = y.unflatten(0, x.shape[:-1]).split([layer.out_features for layer in layers], -1)
         biases = [0 if layer.bias is None else layer.bias for layer in layers]
         adapted = [layer.adapter(x) if layer.has_adapter else 0 for layer in layers]
