@@ -76,7 +76,10 @@ def scaled_mm(
         a_scale, b_scale = a_scales.reshape(()), b_scales.reshape(())
     else:  # one scale a row on both sides; rows that were padded multiply zeros
         a_scale = a_scales.expand(M, 1).contiguous()
-        b_scale = F.pad(b_scales.expand(N, 1), (0, 0, 0, b_codes_NK.shape[0] - N), value=1.0).t().contiguous()
+        b_scale = b_scales.expand(N, 1)
+        if (missing := b_codes_NK.shape[0] - N) > 0:  # torch copies also where there is nothing to add
+            b_scale = F.pad(b_scale, (0, 0, 0, missing), value=1.0)
+        b_scale = b_scale.t().contiguous()
     result = _result_type(out_dtype)
     y_MN = torch._scaled_mm(
         a_codes_MK, b_codes_NK.t(), a_scale, b_scale, out_dtype=result, use_fast_accum=fast_accumulation

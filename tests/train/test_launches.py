@@ -19,6 +19,8 @@ import surokit as sk
 from surokit import kernels, product
 from surokit.kernels import OPERATIONS
 from surokit.nn.fusion import OFF, Fusion
+from surokit.planner import plan
+from tests.kernels import steps
 from tests.kernels.interpreter import INTERPRETED, correct
 from tests.kernels.steps import triton_form
 from tests.train.replay import _inside
@@ -130,3 +132,73 @@ def test_a_fused_layer_launches_few_kernels(
         print(counts.total(), dict(sorted(counts.items())))
     assert after.total() <= together
     assert before.total() >= apart
+
+
+# -- as the planner counts
+
+
+class Counted(steps.Uncomputed):
+    """Counts what a Hopper GPU would launch of a step in which nothing is computed."""
+
+    counts: Counter[str]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        returns = func._schema.returns
+        view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        operation = OPERATIONS.get(name) if func.namespace == "surokit" else None
+        ours = operation and triton_form(operation.reference) is not operation.reference  # counted as it launches
+        if not view and not ours and name not in {*MEMORY, "_local_scalar_dense"}:
+            self.counts[name] += 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def counted_and_planned(recipe: sk.Recipe, layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], float]:
+    """Launches of a second micro-batch by name, and the planner's number for a step of one."""
+    from triton.runtime.interpreter import GridExecutor
+
+    T = 256
+    shape: dict[str, Any] = {"width": 512, "heads": 4, "kv_heads": 4, "head_dim": 128, "ffn": 1024, "vocab": 256}
+    config = sk.DecoderConfig(layers=layers, **shape, qk_norm=True, tied=False, max_length=T)
+    model = sk.Decoder(config, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
+    counts: Counter[str] = Counter()
+    with monkeypatch.context() as patched:
+
+        def launched(executor: Any, *args: Any, **options: Any) -> None:
+            counts[f"triton {executor.fn.__name__}"] += 1
+
+        patched.setattr(GridExecutor, "__call__", launched)
+        patched.setattr(Counted, "counts", counts, raising=False)
+        patched.setattr(steps, "Uncomputed", Counted)
+        with steps.on_hopper():
+            sk.apply(model, recipe)
+            sk.fuse(model, Fusion())
+            ids = torch.zeros((1, T), dtype=torch.int64)
+            for _ in range(2):
+                counts.clear()
+                model(ids, labels=ids).loss.backward()
+    setting: dict[str, Any] = {"batch": 1, "length": T, "gpu": "H200", "graphs": True, "fusion": "fused"}
+    estimate = plan(config, recipe=recipe, **setting).estimate
+    assert estimate is not None
+    return counts, sum(row.launches for row in estimate.rows)
+
+
+# beyond the planner's, a layer and micro-batch: merging the amaxes of kept codes of four groups; scales turned column by column
+BEYOND = {"fp8": {"maximum": 4}, "fp8-block": {"clone": 9}, "qfp8": {"clone": 9}}
+
+
+@pytest.mark.parametrize(
+    "recipe", [sk.BF16, sk.FP8, sk.FP8_ROWWISE, sk.FP8_BLOCK, sk.QFP8], ids=lambda recipe: recipe.name
+)
+def test_a_layer_launches_what_the_planner_says(recipe: sk.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, planned_one), (two, planned_two) = (
+        counted_and_planned(recipe.keep_small(0).lora(16), layers, monkeypatch) for layers in (1, 2)
+    )
+    two.subtract(one)
+    beyond = BEYOND.get(recipe.name, {})
+    for name, launches in beyond.items():
+        assert two.pop(name) == launches
+    assert two.pop("add_") == 14  # a second micro-batch's gradients of A and B, which a graph adds all at once
+    attention = two.pop("causal_attention_cpu") + two.pop("causal_attention_cpu_backward")
+    assert attention == 2  # of which a GPU makes four: three kernels in backward
+    assert two.total() + 4 == planned_two - planned_one
