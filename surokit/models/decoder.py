@@ -227,11 +227,12 @@ class Backbone(nn.Module):
 
     fusion: Fusion | None = None
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab, config.width)
-        self.layers = nn.ModuleList(Block(config, i) for i in range(config.layers))
+        # each is cast as it is made: a large model has no room for all of them in float32
+        self.embed_tokens = nn.Embedding(config.vocab, config.width).to(dtype)
+        self.layers = nn.ModuleList(Block(config, i).to(dtype) for i in range(config.layers))
         self.norm = RMSNorm(config.width, config.norm_eps)
         self.rotary_emb = RotaryEmbedding(
             config.rotary_width, config.rope_theta, config.max_length, config.rope_scaling
@@ -313,8 +314,8 @@ class Decoder(nn.Module):
         self.config = config
         self.name_or_path: str | None = None  # where `load` found it; an adapter's config names it
         with torch.empty(0).device if device is None else find_device(device, "Decoder"):
-            self.model = Backbone(config)
-            self.lm_head = Linear(config.width, config.vocab)
+            self.model = Backbone(config, dtype)
+            self.lm_head = Linear(config.width, config.vocab).to(dtype)
         if config.tied:
             self.tie_weights()
         if dtype is not None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import surokit as sk
+from surokit.models import decoder
 from surokit.models.checkpoint import load
 from surokit.models.decoder import Decoder, DecoderConfig, KeyValueCache
 from surokit.nn.attention import visible
@@ -223,3 +224,20 @@ def test_compiles_without_a_break(model, ids, dtype):
             1e-4 if dtype == torch.float32 else 0.03
         ) * parameter.grad.norm()
     torch.testing.assert_close(compiled(ids).logits, expected.logits, atol=2e-2, rtol=2e-2)
+
+
+def test_weights_are_cast_as_they_are_made(monkeypatch):
+    """A model of 8B would need 33 GB for a moment if all of it were there in float32."""
+    made: list[decoder.Block] = []
+    real = decoder.Block.__init__
+
+    def init(block, *arguments):
+        assert all(p.dtype == torch.bfloat16 for earlier in made for p in earlier.parameters())
+        real(block, *arguments)
+        made.append(block)
+
+    monkeypatch.setattr(decoder.Block, "__init__", init)
+    config = DecoderConfig(layers=3, width=32, heads=2, kv_heads=1, vocab=40, ffn=48)
+    model = Decoder(config, dtype=torch.bfloat16)
+    assert len(made) == 3
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
