@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
 MIN_FREE_GIB ?= 4
 PYTEST := $(PY) -m pytest
 
-.PHONY: help quickstart lab test test-plain-cpu test-gpu gpu-hour soak lint docs clean
+.PHONY: help quickstart lab test test-plain-cpu test-oldest test-gpu gpu-hour soak lint docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,8 +53,21 @@ test-gpu: ## its last steps alone, the tests, all of them anew (GPU_PY=python3 t
 	@out=$$(mktemp -d); PYTEST_ADDOPTS=--whole $(GPU_PY) -m surokit.bench hour --out $$out --only tests-device tests-kernels tests-others \
 		|| { echo "What the tests said: $$out/tests-*.log" >&2; exit 1; }
 
+# The interpreter of Triton 3.6 needs a numpy before 2.4. PyPI's torch is a CUDA build, which wants an older setuptools and brings
+# libraries of 3 GiB that it loads without a GPU too.
+OLDEST_VENV := .venv-oldest
+OLDEST_PYTHON ?= $(shell command -v python3.12 >/dev/null && python3.12 -c '' 2>/dev/null && echo python3.12 || echo $(PYTHON))
+test-oldest: ## the tests with the oldest torch and Triton that are allowed, on Python 3.12 where there is one; no notebooks
+	@mkdir -p $(OLDEST_VENV)
+	@{ grep -vE '^(torch|triton|numpy|setuptools|nvidia-cuda-[a-z]+|nvidia-nvvm)==' constraints.txt; \
+		printf '%s\n' '$(call oldest,torch)' '$(call oldest,triton)' 'numpy<2.4'; } >$(OLDEST_VENV)/constraints.txt
+	@$(MAKE) --no-print-directory VENV=$(OLDEST_VENV) CONSTRAINTS=$(OLDEST_VENV)/constraints.txt PYTHON=$(OLDEST_PYTHON) MIN_FREE_GIB=12 \
+		$(OLDEST_VENV)/.test
+	@OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -q -n 2 --dist loadfile --timeout 900 -m "not gpu and not soak"
+
 soak: $(VENV)/.test ## long runs: full counts, every case of sampled tests, new examples, many kills; raw output goes to docs/measurements
 	@$(PYTEST) -m "soak or ((sampled or hypothesis) and not gpu)" --whole --hypothesis-profile explore -q
+	@$(MAKE) --no-print-directory test-oldest
 
 lint: $(VENV)/.test ## ruff and mypy, fixing what can be fixed
 	@$(VENV)/bin/ruff check --fix . && $(VENV)/bin/ruff format . && $(VENV)/bin/mypy surokit kernels tests docs/notebooks.py
@@ -64,10 +77,11 @@ docs: $(VENV)/.test ## the documentation as a site in site/, links checked; runs
 	@$(VENV)/bin/mkdocs build --strict --quiet && echo "site/index.html"
 
 clean: ## remove the environment and everything that is generated
-	rm -rf $(VENV) site build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST_VENV) site build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # -- the environment: $(VENV)/.lab has JupyterLab, $(VENV)/.test the oracles and tools as well
 
+CONSTRAINTS := constraints.txt
 # pyproject.toml's lower bound, as pip takes it: the tests compile every kernel with the oldest Triton as well, which lies apart
 oldest = $(shell sed -nE 's/^ *"$(1)>=([0-9.]+).*/$(1)==\1/p' pyproject.toml)
 OLDEST_TRITON = $(VENV)/$(subst ==,-,$(call oldest,triton))
@@ -82,13 +96,13 @@ $(VENV)/.lab $(VENV)/.test: pyproject.toml constraints.txt
 	@if [ ! -x $(PY) ]; then echo "== new environment in $(VENV) with $(PYTHON)"; \
 		$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make a virtual environment: install its venv module (Debian: python3-venv)." >&2; exit 1; }; fi
 	@echo "== installing surokit[$(EXTRA)] (pinned in constraints.txt; log: $(VENV)/install.log)"
-	@$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e ".[$(EXTRA)]" >$(VENV)/install.log 2>&1 || { \
+	@$(PY) -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e ".[$(EXTRA)]" >$(VENV)/install.log 2>&1 || { \
 		{ grep -iE '^ *error' $(VENV)/install.log || true; } | tail -n 3 >&2; \
 		if grep -qiE 'name resolution|connection|proxy|timed out|no matching distribution' $(VENV)/install.log; \
 		then echo "The packages could not be fetched: check the network (or pip's index settings) and run make again." >&2; \
 		elif grep -q 'No space left' $(VENV)/install.log; then echo "The disk is full: make room and run make again." >&2; \
 		else echo "Installing failed: see $(VENV)/install.log." >&2; fi; exit 1; }
-	@if [ $(EXTRA) = dev ] && [ "$$(uname -s)" = Linux ] && [ ! -d $(OLDEST_TRITON) ]; then \
+	@if [ $(EXTRA) = dev ] && [ "$$(uname -s)" = Linux ] && [ ! -d $(OLDEST_TRITON) ] && [ $(CONSTRAINTS) = constraints.txt ]; then \
 		echo "== installing $(call oldest,triton), the oldest that is allowed, in $(OLDEST_TRITON)"; \
 		$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST_TRITON) $(call oldest,triton); fi
 	@touch $@ $(if $(filter $(VENV)/.test,$@),$(VENV)/.lab)
