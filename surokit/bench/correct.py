@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,9 +33,14 @@ NOISE = 3.0  # times the distance of two eager runs, where additions come in ano
 LAYERS, VOCABULARY = 2, 32768
 
 
-def recipe_of(name: str, train: Train, rank: int, alpha: float = 32.0) -> Recipe:
-    """The named recipe; with an adapter, or without the one that it may bring, so that `train` is what trains."""
+def recipe_of(name: str, train: Train, rank: int, alpha: float = 32.0, fast_dx: bool = False) -> Recipe:
+    """The named recipe; with an adapter, or without the one that it may bring, so that `train` is what trains.
+
+    fast_dx: tensor cores sum the products of grad_input with the precision of forward's.
+    """
     recipe = find_recipe(name)
+    if fast_dx:
+        recipe = replace(recipe, grad_input=replace(recipe.grad_input, fast_accumulation=True))
     return recipe.lora(rank=rank, alpha=alpha) if train == "lora" else recipe
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from surokit.bench.configurations import MODELS, Work
 from surokit.bench.result import grid, markdown
-from surokit.bench.targets import DEVICE, MEANING, TARGETS, Target
+from surokit.bench.targets import DEVICE, ESTIMATED, ESTIMATES, MEANING, TARGETS, Target
 from surokit.planner import Ceilings, Gpu, Plan, find_gpu
 from surokit.planner.roofline import ATTENTION_SHARE, GAP_US, Estimate
 
@@ -142,6 +142,8 @@ def _rows(gpu: Gpu) -> Iterator[dict[str, Any]]:
         if gpu.name == DEVICE:
             row["bars"] = dict(zip(("gate", "target", "stretch"), target.bars(bf16[key])))
             row["bars in words"] = list(target.words())
+            if found := ESTIMATES.get((*key, target.recipe)):
+                row["estimated k tokens/s"] = list(found)
         yield row
 
 
@@ -198,6 +200,7 @@ def table(data: Mapping[str, Any]) -> str:
             "predicted k tokens/s",
             "at large products' rates",
             "at peak rates",
+            "estimated by a reader",
         ),
         *("gate", "target", "stretch", "predicted to reach"),
     ]
@@ -209,6 +212,7 @@ def table(data: Mapping[str, Any]) -> str:
         [
             markdown(data, speed, [_speed(row, measured) for row in rows]),
             MEANING,
+            f"The reader's estimates: {ESTIMATED}",
             grid(step, [_step(row) for row in rows]),
             "\n".join(_assumptions(data)),
         ]
@@ -230,7 +234,8 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
 
 
 def figure(data: Mapping[str, Any]) -> Figure:
-    """Of one H200, a line a target: predicted tokens/s, from assumed rates to peak rates, the gate, and what was measured."""
+    """Of one H200, a line a target: tokens/s as predicted, from assumed rates to peak rates, as a reader estimated them and as
+    measured, and the gate."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -244,6 +249,14 @@ def figure(data: Mapping[str, Any]) -> Figure:
             axes.plot(
                 low, y, "|", color="tab:blue", markersize=12, label="predicted, to peak rates" if y == 0 else None
             )
+            if read := row.get("estimated k tokens/s"):
+                axes.plot(
+                    read,
+                    [y + 0.28] * 2,
+                    color="tab:orange",
+                    linewidth=2,
+                    label="estimated by a reader" if y == 0 else None,
+                )
             gate = row.get("bars", {}).get("gate")
             if gate is not None:
                 axes.plot(gate / 1e3, y, "x", color="gray", label="gate" if y == 0 else None)
@@ -271,7 +284,8 @@ def _name(row: Mapping[str, Any]) -> list[str]:
 def _speed(row: Mapping[str, Any], measured: bool) -> list[str]:
     rates = ("tokens_per_s", "tokens_per_s at large products' rates", "tokens_per_s at peak rates")
     bars = row.get("bars in words", ["", "", ""])
-    return [*_name(row), *[_measured(row)] * measured, *(_k(row[name]) for name in rates), *bars, _passes(row)]
+    read = " to ".join(f"{k:g}" for k in row.get("estimated k tokens/s", ()))
+    return [*_name(row), *[_measured(row)] * measured, *(_k(row[name]) for name in rates), read, *bars, _passes(row)]
 
 
 def _step(row: Mapping[str, Any]) -> list[str]:

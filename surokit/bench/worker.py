@@ -71,7 +71,7 @@ class Training:
         torch.manual_seed(0)
         config = sk.DecoderConfig(**task["shape"], max_length=work.length)
         model = sk.Decoder(config, device=device, dtype=torch.bfloat16)
-        apply(model, correct.recipe_of(c.recipe, c.train, work.rank, work.alpha))
+        apply(model, correct.recipe_of(c.recipe, c.train, work.rank, work.alpha, c.fast_dx))
         report = sk.fuse(model, c.fusion)
         optimizer = sk.AdamW if c.optimizer == "adamw" else sk.AdamW8bit
         batches = self._batches(task["tokens"], task["documents"] if c.documents else None)

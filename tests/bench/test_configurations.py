@@ -51,6 +51,7 @@ def test_each_technique_is_switched_off_in_turn():
         "without prefetch",
         "flash attention",
         "frozen=transposed",
+        "dx summed fast",
         "recompute=selective",
     }
     assert wanted <= {change for changes in names for change in changes}

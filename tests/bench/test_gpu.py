@@ -643,6 +643,17 @@ def test_a_fused_step_that_is_wrong_is_found(monkeypatch, recipe):
     assert found["wrong"]
 
 
+def test_the_gradient_of_x_is_summed_fast_where_that_is_measured(tmp_path):
+    from surokit.bench.systems import Systems
+    from surokit.bench.worker import Training
+
+    systems = Systems(Work(1, 16, 1, 4), 2, True, tmp_path)
+    for fast_dx in (False, True):
+        training = Training(systems._task(Configuration("0.6b", "fp8", fast_dx=fast_dx), 0), CPU)
+        gemms = training.session.recipe.gemms
+        assert [gemm.fast_accumulation for gemm in gemms] == [True, fast_dx, False]
+
+
 def test_gradients_that_are_not_numbers_are_wrong(monkeypatch):
     def broken(model, fusion):
         if fusion != OFF:

@@ -8,7 +8,7 @@ import pytest
 
 from surokit.bench import predicted as bench
 from surokit.bench.configurations import MODELS, Configuration, Work
-from surokit.bench.targets import TARGETS, Target
+from surokit.bench.targets import ESTIMATES, TARGETS, Target
 from surokit.planner import find_gpu
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +39,18 @@ def test_assumed_rates_are_slower_than_large_products_and_these_than_peaks(data)
         assert sum(row["ms by phase"].values()) == pytest.approx(row["step_ms"], rel=1e-3)
         assert row["tokens_per_s"] == pytest.approx(Work().tokens / row["step_ms"] * 1e3)
         assert row["kernels"] < row["kernels unfused"]
+
+
+def test_another_estimate_stands_beside_the_predictions_that_it_is_of(data):
+    """It is of one H200 alone, and of rows that are there."""
+    found = {
+        key: row["estimated k tokens/s"] for key, row in rows_of(data, "H200").items() if "estimated k tokens/s" in row
+    }
+    assert found == {key: list(span) for key, span in ESTIMATES.items()}
+    assert not any("estimated k tokens/s" in row for row in rows_of(data, "H100").values())
+    assert re.search(r"\| H200 \| 8b \| lora \| `fp8` (\| [\d.]+ ){3}\| 17 to 20 \|", bench.table(data))
+    labels = [line.get_label() for line in bench.figure(data).axes[0].lines]
+    assert "estimated by a reader" in labels
 
 
 @pytest.fixture
@@ -142,7 +154,8 @@ def test_the_table_calls_itself_a_prediction_and_names_what_it_assumes(data):
     both = re.findall(r"(?m)(?:^\|.*\n?)+", table)
     assert [len(text.splitlines()) for text in both] == [2 + len(data["predicted"])] * 2
     assert all(len({line.count("|") for line in text.splitlines()}) == 1 for text in both)
-    passed = dict(zip(TARGETS, (line.split("|")[11].strip() for line in lines[2:])))
+    last = [name.strip() for name in lines[0].split("|")].index("predicted to reach")
+    passed = dict(zip(TARGETS, (line.split("|")[last].strip() for line in lines[2:])))
     rows = rows_of(data, "H200")
     for target, word in passed.items():
         row = rows[target.model, target.train, target.recipe]
