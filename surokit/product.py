@@ -29,16 +29,24 @@ def product(
 ) -> Tensor:
     """[M, N] = a b' in `dtype`. An operand that is not quantized takes part in `dtype`, the other one is decoded to it.
 
-    onto: [M, N] in `dtype`, to which the product is added in place, in the product itself where it can be.
+    onto: [M, N] in `dtype`, to which the product is added in place, in the product itself where it can be (`adds_onto`).
     """
-    if isinstance(b_NK, Quantized) and isinstance(a_MK, Tensor) and decodes_on_the_way(a_MK, b_NK):
-        y_MN = b_NK.times(a_MK.to(dtype))
-    elif isinstance(a_MK, Quantized) and isinstance(b_NK, Quantized):
-        y_MN = _of_codes(a_MK, b_NK, dtype, fast_accumulation)
-    else:
+    if adds_onto(a_MK, b_NK):
         a, b = (m.dequantize(dtype) if isinstance(m, Quantized) else m.to(dtype) for m in (a_MK, b_NK))
         return kernels.mm(a, b.t()) if onto is None else kernels.addmm_(onto, a, b.t())
+    assert isinstance(b_NK, Quantized)
+    if isinstance(a_MK, Quantized):
+        y_MN = _of_codes(a_MK, b_NK, dtype, fast_accumulation)
+    else:
+        y_MN = b_NK.times(a_MK.to(dtype))
     return y_MN if onto is None else onto.add_(y_MN)
+
+
+def adds_onto(a_MK: Tensor | Quantized, b_NK: Tensor | Quantized) -> bool:
+    """Whether the product adds onto a tensor in itself. One of codes, or with a weight decoded on the way, takes passes more."""
+    if not isinstance(b_NK, Quantized):
+        return True
+    return isinstance(a_MK, Tensor) and not decodes_on_the_way(a_MK, b_NK)
 
 
 def _of_codes(a_MK: Quantized, b_NK: Quantized, dtype: torch.dtype, fast_accumulation: bool) -> Tensor:

@@ -27,7 +27,7 @@ class Fusion:
     gate: SwiGLU and the quantization after it, with the layer that reads it.
     joint: layers that read one input, as one product where their weights lie side by side in memory. Where a recipe has a scale a
         tensor or a row, that of W and of dy is then the layers' common one, as in TransformerEngine's layers with several outputs.
-    adapters: one product for the A of all layers that read one input; B is added into their output.
+    adapters: one product for the A of all layers that read one input; B and the layer's own product meet in its output.
     qk: the normalization of queries and keys and their rotation, in one pass.
     frozen: what is kept of a frozen weight that is quantized for its products: nothing (it is quantized every time), its codes,
         or its codes and those of its transpose, which the gradient's product reads. A stored weight is its codes already; one whose

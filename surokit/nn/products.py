@@ -295,8 +295,8 @@ class Products:
         rows = wants_dw and in_rows(self.recipe.grad_weight, dy_TN.device)
         return self._operand.both_ways("dy", into_x, into_w, dy_TN, rows, wants_dw, wants_dx)
 
-    def forward(self, x_q: Operand, w_q: Operand) -> Tensor:
-        return product(x_q, w_q, self.dtype, self.recipe.forward.fast_accumulation)
+    def forward(self, x_q: Operand, w_q: Operand, onto: Tensor | None = None) -> Tensor:
+        return product(x_q, w_q, self.dtype, self.recipe.forward.fast_accumulation, onto)
 
     def grad_input(self, dy_q: Operand, w_t: Operand, onto: Tensor | None = None) -> Tensor:
         return product(dy_q, w_t, self.dtype, self.recipe.grad_input.fast_accumulation, onto)

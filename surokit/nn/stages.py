@@ -4,9 +4,10 @@
     y_i = x w_i' + bias_i + s_i (x A_i') B_i'                          for every layer
 
 What is gained: x is quantized once for all layers, in the kernel that computes it where that has such a form; layers whose
-weights lie side by side are one product, and so are the A of their adapters; B is added into y; the gradients of all layers
-meet in one dx, and that of the residual stream joins it in the norm's kernel. What each operand is quantized to is said by
-nn/products.py alone, as it is for a layer on its own.
+weights lie side by side are one product, and so are the A of their adapters; the gradients of all layers meet in one dx, and that
+of the residual stream joins it in the norm's kernel. An adapter's small product is written first, and the layer's own adds onto it
+in the kernel that computes it; one of codes cannot add, and there the small one is added to it. What each operand is quantized to
+is said by nn/products.py alone, as it is for a layer on its own.
 
 T tokens (all leading dimensions), K features of x, N_i of layer i, r_i the rank of its adapter, R of all.
 """
@@ -28,6 +29,7 @@ from surokit.nn.grouping import Group, Held, Plan, is_ours, plan_of, stacked, te
 from surokit.nn.linear import Linear
 from surokit.nn.products import SLOTS, Operand, Products, in_rows
 from surokit.nn.sources import Coded, Gated, Normed, Plain, Source
+from surokit.product import adds_onto
 
 __all__ = ["Gated", "Normed", "Plain", "Source", "project"]
 
@@ -105,19 +107,33 @@ def _asked(plan: Plan, group: Group, like: Tensor) -> Coded:
     return Coded(q, amaxes, group.record, both=group.keeps_codes and turned and plan.form.gives_both(q))
 
 
-def _output(plan: Plan, group: Group, held: Sequence[Held], members: Members, x_q: Operand) -> Tensor:
-    """y [T, sum N_i] of one product, without adapters."""
-    biases = [held[i].bias for i in members if held[i].bias is not None]
-    if group.plain:
-        assert isinstance(x_q, Tensor)
-        return kernels.linear(x_q, stacked([held[i].w for i in members]), stacked(biases) if biases else None)
+def _output(
+    plan: Plan, group: Group, held: Sequence[Held], members: Members, x_q: Operand, h: dict[int, Tensor]
+) -> Tensor:
+    """y [T, sum N_i] of one product, with the adapters of its layers from their h [T, r_i]."""
     products = plan.products(group, members)
     kept = group.frozen.codes(members) if group.frozen else None
     w_q = products.w(plan.weight(held, members)) if kept is None else kept
     if group.frozen:
         group.frozen.keep(members, w_q)
-    y_TN = products.forward(x_q, w_q)
-    return y_TN.add_(stacked(biases)) if biases else y_TN
+
+    def adapted(y_TN: Tensor, beta: float) -> Tensor:
+        for i, part in plan.parts(members, y_TN, -1).items():
+            if i in h:
+                kernels.addmm_(part, h[i], held[i].B.t(), beta, plan.layers[i].scale)
+        return y_TN
+
+    biases = [held[i].bias for i in members if held[i].bias is not None]
+    if group.plain and biases:  # the product adds the bias, and nothing else
+        assert isinstance(x_q, Tensor)
+        assert isinstance(w_q, Tensor)
+        return adapted(kernels.linear(x_q, w_q, stacked(biases)), 1.0)
+    first = all(i in h for i in members) and adds_onto(x_q, w_q)
+    onto = adapted(h[members[0]].new_empty((x_q.shape[0], w_q.shape[0])), 0.0) if first else None
+    y_TN = products.forward(x_q, w_q, onto)
+    if biases:
+        y_TN.add_(stacked(biases))
+    return y_TN if first else adapted(y_TN, 1.0)
 
 
 def _transposed(plan: Plan, group: Group, held: Sequence[Held], members: Members, products: Products) -> Operand:
@@ -148,6 +164,8 @@ class _Stage(torch.autograd.Function):
         values = later or plan.shows_x or bool(adapted) or any(group is not coded for group in plan.groups)
         made = plan.form.forward(source, None if coded is None else _asked(plan, coded, like), values)
         x_TK: Any = made.x_TK
+        h_TR = kernels.mm(x_TK, stacked([held[i].A for i in adapted]).t()) if adapted else None
+        h = {} if h_TR is None else dict(zip(adapted, h_TR.split([len(held[i].A) for i in adapted], 1)))
 
         outputs: list[Tensor] = []
         x_codes: list[tuple[Tensor, ...]] = []  # of each group, transposed
@@ -158,14 +176,9 @@ class _Stage(torch.autograd.Function):
             else:
                 x_q, x_t = plan.products(group, group.members).x(x_TK, group.trains)
             x_codes.append(x_t.parts if group.keeps_codes else ())
-            outputs += [_output(plan, group, held, members, x_q) for members in group.outputs]
+            outputs += [_output(plan, group, held, members, x_q, h) for members in group.outputs]
             if group.frozen is not None:
                 group.frozen.note([[held[i].w for i in members] for members in group.outputs], group.record)
-        h_TR = kernels.mm(x_TK, stacked([held[i].A for i in adapted]).t()) if adapted else None
-        if h_TR is not None:
-            y = plan.split(outputs)
-            for i, h_Tr in zip(adapted, h_TR.split([len(held[i].A) for i in adapted], 1)):
-                kernels.addmm_(y[i], h_Tr, held[i].B.t(), alpha=plan.layers[i].scale)
 
         again = later and plan.recomputes
         kept = made.kept if again or any(t is not None and t.requires_grad for t in source) else ()
@@ -193,8 +206,9 @@ class _Stage(torch.autograd.Function):
         given = list(grads)
         dstream = given.pop(0) if plan.has_stream else None
         dshown = given.pop(0) if plan.shows_x else None
-        run.products(given)
+        run.gradients(given)
         run.adapters(h_TR)
+        run.products()
         if dshown is not None:
             run.add(dshown.reshape(-1, plan.columns))
         again = plan.recomputes and run.wants_x(x_codes)
@@ -219,8 +233,10 @@ class _Backward:
         self._db: dict[int, Tensor] = {}
         self._dA: dict[int, Tensor] = {}
         self._dB: dict[int, Tensor] = {}
+        self._outputs: list[tuple[int, Members, Tensor]] = []  # dy of those that a gradient reached
         self._pending: list[tuple[int, Products, Members, Operand]] = []
-        self._dh_TR: Tensor | None = None
+        self._dh_TR: Tensor | None = None  # for dA, ...
+        self._into_dx: Tensor | None = None  # ... and for dx, until it is in there
         self._adapted = [i for i, tensors in enumerate(held) if tensors.A is not None]
         self._ranks = [len(held[i].A) for i in self._adapted]
 
@@ -231,8 +247,8 @@ class _Backward:
         if self.wants_dx:
             self.dx_TK = dx_TK if self.dx_TK is None else self.dx_TK.add_(dx_TK)
 
-    def products(self, grads: Sequence[Tensor | None]) -> None:
-        """dx of all products; in reverse, as autograd would come to the layers one by one, for the draws of random numbers."""
+    def gradients(self, grads: Sequence[Tensor | None]) -> None:
+        """dy of all layers, and db."""
         outputs = [(g, members) for g, group in enumerate(self.plan.groups) for members in group.outputs]
         for (g, members), dy in reversed(list(zip(outputs, grads, strict=True))):
             if dy is None:
@@ -241,8 +257,14 @@ class _Backward:
             self.dy |= self.plan.parts(members, dy_TN, 1)
             if any(self.wants[i].bias for i in members):
                 self._db |= self.plan.parts(members, dy_TN.sum(0), 0)
+            self._outputs.append((g, members, dy_TN))
+
+    def products(self) -> None:
+        """dx of all products; in reverse, as autograd would come to the layers one by one, for the draws of random numbers."""
+        for g, members, dy_TN in self._outputs:
             for some in reversed(self.plan.groups[g].backward[members]):
                 self._product(g, some, dy_TN if some == members else self.dy[some[0]])
+        self._through_A()
 
     def _product(self, g: int, members: Members, dy_TN: Tensor) -> None:
         group, wants_dw = self.plan.groups[g], self.wants[members[0]].w
@@ -252,9 +274,18 @@ class _Backward:
         dy_q, dy_t = products.dy(dy_TN, self.wants_dx, wants_dw)
         if self.wants_dx:
             w_t = _transposed(self.plan, group, self.held, members, products)
+            if self.dx_TK is None and adds_onto(dy_q, w_t):
+                self._through_A()
             self.dx_TK = products.grad_input(dy_q, w_t, self.dx_TK)
         if wants_dw:
             self._pending.append((g, products, members, dy_t))
+
+    def _through_A(self) -> None:
+        """dx of all adapters, once: before the first product where that adds onto it, else after the last."""
+        dh_TR, self._into_dx = self._into_dx, None
+        if dh_TR is not None:
+            A_RK = stacked([self.held[i].A for i in self._adapted])
+            self.dx_TK = kernels.mm(dh_TR, A_RK) if self.dx_TK is None else kernels.addmm_(self.dx_TK, dh_TR, A_RK)
 
     def adapters(self, h_TR: Tensor | None) -> None:
         """What goes through B: dB, and dh, of which dx and dA are made."""
@@ -268,9 +299,7 @@ class _Backward:
                 kernels.addmm_(dh_Tr, self.dy[i], B, beta=0.0, alpha=scale)
                 if self.wants[i].B:
                     self._dB[i] = kernels.addmm_(torch.empty_like(B), self.dy[i].t(), h_Tr, beta=0.0, alpha=scale)
-        if self.wants_dx:
-            A_RK = stacked([self.held[i].A for i in self._adapted])
-            self.dx_TK = kernels.mm(dh_TR, A_RK) if self.dx_TK is None else kernels.addmm_(self.dx_TK, dh_TR, A_RK)
+        self._into_dx = dh_TR if self.wants_dx else None
         self._dh_TR = dh_TR if any(self.wants[i].A for i in self._adapted) else None
 
     def wants_x(self, x_codes: Sequence[tuple[Tensor, ...]]) -> bool:

@@ -4,7 +4,8 @@
     SwiGLU                  forward: gate up, x codes               backward: dy gate up, dgate dup
     QK-norm and rotation    forward: q k, q k                       backward: dq dk q k, dq dk
     layers of one input     it is quantized once for all of them; one product where the recipe quantizes them as one
-    adapter                 the A of these in one product; B is added into y, A's gradient into dx
+    adapter                 the A of these in one product; B writes y and A's gradient dx, and the products add onto them;
+                            one of codes adds onto nothing, and there B is added into y, and A's gradient into dx
     frozen quantized W      its codes are kept; W' is turned for each product, or kept too
 
 x itself is written where an adapter, a product or a gradient wants values, its codes where one wants these. A product that the
@@ -167,7 +168,7 @@ class FusedStep(Step):
         self, place: Placement, p: Product, quantized: bool, rows: float, kernels: Iterator[Kernel]
     ) -> Iterator[Kernel]:
         reads, e = place.weight.reads, self.width
-        like = [o for o in self.groups[reads] if (o.quantized > 0 if quantized else o.quantized < o.weight.count)]
+        like = self._like(reads, quantized)
         leads, joined = like[0] is place, {part: self._joins(part, quantized, like) for part in _PRODUCTS}
         x = rows * p.k * (self.x_bytes if quantized else e)
         coded = quantized and self._writes_codes(reads)
@@ -182,13 +183,34 @@ class FusedStep(Step):
                 kernel = turn(kernel.step, "w", self.recipe.grad_input.b, p.n * p.k)
             if kernel.role and not leads and joined["forward" if kernel.step == "forward" else "grad_input"]:
                 kernel = replace(kernel, launches=0)  # with the first's, which lies beside it
-            if kernel.part in _PRODUCTS and not leads:
-                if joined[kernel.part]:  # x is read, or dx written, by the first
-                    shared = rows * p.k * e if kernel.part == "grad_input" else x
-                    kernel = replace(kernel, bytes=kernel.bytes - shared, launches=0)
-                elif kernel.part == "grad_input" and kernel.kind is None:  # added into the first one's dx
-                    kernel = replace(kernel, bytes=kernel.bytes + rows * p.k * e)
+            if kernel.part in _PRODUCTS and not leads and joined[kernel.part]:  # x is read, or dx written, by the first
+                shared = rows * p.k * e if kernel.part == "grad_input" else x
+                kernel = replace(kernel, bytes=kernel.bytes - shared, launches=0)
+            elif kernel.part == "grad_input" and self._adds_onto_dx(reads, quantized, leads):
+                kernel = replace(kernel, bytes=kernel.bytes + rows * p.k * e)
+            if kernel.part == "forward" and self._adds_onto_y(place, quantized):
+                kernel = replace(kernel, bytes=kernel.bytes + rows * p.n * e)
             yield kernel
+
+    def _like(self, reads: str, quantized: bool) -> list[Placement]:
+        """The layers that read this tensor and are quantized somewhere, or somewhere are not."""
+        return [o for o in self.groups[reads] if (o.quantized > 0 if quantized else o.quantized < o.weight.count)]
+
+    def _adds(self, part: str, quantized: bool) -> bool:
+        """Whether a product adds onto a tensor in itself: one of codes does not, whoever computes it."""
+        gemm = getattr(self.recipe, part, None)
+        return not quantized or getattr(gemm, "a", None) is None or getattr(gemm, "b", None) is None
+
+    def _adds_onto_dx(self, reads: str, quantized: bool, leads: bool) -> bool:
+        """Whether this product adds onto dx: onto that of the product before it, or of the adapters."""
+        adapted = self.fusion.adapters and any(place.rank for place in self.groups[reads])
+        return self._adds("grad_input", quantized) and (adapted or not leads)
+
+    def _adds_onto_y(self, place: Placement, quantized: bool) -> bool:
+        """Whether the adapters of all layers in this product have written y before it, and it adds onto that."""
+        like = self._like(place.weight.reads, quantized)
+        members = like if self._joins("forward", quantized, like) else [place]
+        return self.fusion.adapters and self._adds("forward", quantized) and all(o.rank for o in members)
 
     def _kept(self, kernel: Kernel) -> bool:
         """Whether what this kernel makes of a frozen weight is kept from step to step (surokit/nn/frozen.py)."""
@@ -227,19 +249,30 @@ class FusedStep(Step):
     def _adapter(
         self, which: str, place: Placement, p: Product, rows: float, kernels: Iterator[Kernel]
     ) -> Iterator[Kernel]:
-        """One product for the A of all layers with one input; B is added into y, the gradient into dx."""
-        first = next(other for other in self.groups[place.weight.reads] if other.rank)
-        leads, e = first is place, self.width
+        """One product for the A of all layers with one input; what is written before B, or A's gradient, is read and added to."""
+        reads, e, blocks = place.weight.reads, self.width, place.weight.count
+        leads = next(other for other in self.groups[reads] if other.rank) is place
+        after = {True: place.quantized, False: blocks - place.quantized}
+        after_y = sum(count for kind, count in after.items() if not self._adds_onto_y(place, kind)) / blocks
         for kernel in kernels:
             match which, kernel.part:
                 case "A", "grad_input" if leads:
-                    yield replace(kernel, bytes=kernel.bytes + rows * p.k * e)
+                    yield replace(kernel, bytes=kernel.bytes + self._after_dx(reads) * rows * p.k * e)
                 case "A", _ if not leads:
                     yield replace(kernel, bytes=kernel.bytes - rows * p.k * e, launches=0)
                 case "B", "forward":
-                    yield replace(kernel, bytes=kernel.bytes + rows * p.n * e)
+                    yield replace(kernel, bytes=kernel.bytes + after_y * rows * p.n * e)
                 case _:
                     yield kernel
+
+    def _after_dx(self, reads: str) -> float:
+        """Share of the blocks in which the first product of backward cannot add: it is of the layers that come last."""
+        places, count = self.groups[reads], 0
+        blocks = range(self.blind if reads == "attention" else 0, self.shape.layers)
+        for block in blocks:
+            coded = [block in place.layers and not self._adds("grad_input", True) for place in places]
+            count += all(coded) or (any(coded) and not coded[0])
+        return count / max(1, len(blocks))
 
     # -- sums
 

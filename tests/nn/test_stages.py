@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import surokit as sk
+from surokit import kernels
 from surokit.convert import scaling_state
 from surokit.nn import products, stages
 from surokit.nn.delayed import DelayedScales
@@ -229,6 +230,65 @@ def operands(monkeypatch):
     for name in ROLES:
         monkeypatch.setattr(products.Products, name, watched(name))
     return seen
+
+
+@pytest.fixture
+def sums(monkeypatch):
+    """Of every product that adds onto a tensor: how many terms it sums, and the columns of the tensor."""
+    seen: list[tuple[int, int]] = []
+    real = kernels.addmm_
+
+    def addmm_(y, a, b, beta=1.0, alpha=1.0):
+        if beta:
+            seen.append((a.shape[1], y.shape[1]))
+        return real(y, a, b, beta, alpha)
+
+    monkeypatch.setattr(kernels, "addmm_", addmm_)
+    return seen
+
+
+ALL = sum(ROWS)
+B_LAST, A_LAST = [(4, n) for n in ROWS], [(12, K)]  # the adapters are added to what the layers' products wrote
+ONE_FIRST, EACH_FIRST = [(K, ALL)], [(K, n) for n in ROWS]
+SUMS = [
+    (sk.BF16, False, ONE_FIRST, [(ALL, K)]),
+    (sk.QFP8, False, ONE_FIRST, [(ALL, K)]),
+    (sk.QFP4, False, EACH_FIRST, [(n, K) for n in reversed(ROWS)]),
+    (sk.QNF4, True, EACH_FIRST, [(n, K) for n in reversed(ROWS)]),
+    (sk.BF16, True, B_LAST, [(ALL, K)]),  # what a product adds in 16 bits is its bias
+    (sk.FP8, False, B_LAST, A_LAST),
+    (sk.FP8_BLOCK, True, B_LAST, A_LAST),
+    (sk.FP8_BLOCK.store(sk.QFP8), False, B_LAST, A_LAST),
+    (sk.FP8_BLOCK.keep("v_proj"), False, [*B_LAST[:2], (K, 128)], [(128, K)]),  # v comes first in backward
+    (sk.FP8_BLOCK.keep("q_proj"), False, [(K, 128), *B_LAST[1:]], [(128, K), *A_LAST]),
+    (sk.Recipe("y", forward=sk.FP8_BLOCK.forward), False, B_LAST, [(ALL, K)]),
+    (MIXED[1], False, ONE_FIRST, A_LAST),
+]
+
+
+@pytest.mark.parametrize(("recipe", "bias", "forward", "backward"), SUMS, ids=lambda v: getattr(v, "name", None))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_add_onto_their_adapters_where_they_can(recipe, bias, forward, backward, dtype, sums):
+    """No pass over y or dx is left after a product that adds; one of codes has the adapters come after it."""
+    stage = Stage(recipe.lora(4), bias=bias, dtype=dtype)
+    expected = run(definition(stage, Fusion()), OFF)
+    sums.clear()
+    got = run(stage, Fusion())
+    assert sums == [*forward, *backward]
+    compare(got, expected, 1e-6 if dtype == torch.float32 else 2**-7)
+
+
+def test_a_product_with_rows_that_have_no_adapter_comes_first(sums):
+    found = []
+    for fusion in (OFF, Fusion()):
+        stage = Stage(sk.BF16)
+        layer = linears(stage)[1]
+        layer.add_adapter(sk.Lora(4, 8.0))
+        nn.init.normal_(layer.lora_B.weight)
+        sums.clear()
+        found.append(run(stage, fusion))
+    assert sums == [(4, 256), (ALL, K)]
+    compare(found[1], found[0], 1e-6)
 
 
 # along which dimension the operands of several layers stand in those of one product; None: they are one
@@ -671,7 +731,7 @@ def test_evaluation_touches_no_history_and_needs_no_gradient(recipe):
 
 
 @pytest.mark.parametrize("storage", [sk.QFP8, sk.QFP4, sk.QNF4], ids=named)
-def test_few_tokens_are_decoded_on_the_way(storage, monkeypatch):
+def test_few_tokens_are_decoded_on_the_way(storage, monkeypatch, sums):
     stage = Stage(storage.lora(4), dtype=torch.bfloat16).eval()
     calls = []
     real = Quantized.times
@@ -686,7 +746,9 @@ def test_few_tokens_are_decoded_on_the_way(storage, monkeypatch):
         expected = stage(*inputs(torch.bfloat16), OFF)[1]
         assert len(calls) == 3
         calls.clear()
+        sums.clear()
         got = stage(*inputs(torch.bfloat16), Fusion())[1]
+    assert sums == B_LAST
     assert calls == ([(sum(ROWS), K)] if storage is sk.QFP8 else [(n, K) for n in ROWS])
     for a, b in zip(expected, got):
         torch.testing.assert_close(b, a, rtol=2**-7, atol=2**-4)

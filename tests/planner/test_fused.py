@@ -252,13 +252,41 @@ def test_joint_products_and_adapters_by_hand():
     rows = {(r.module, r.part): r for r in planned(SMALL, sk.BF16.lora(4), Fusion())}
     gate, up = rows["mlp.gate_proj", "forward"], rows["mlp.up_proj", "forward"]
     blocks, K, F = 3, 128, 256
-    assert gate.bytes == blocks * 2 * (TOKENS * K + F * K + TOKENS * F)
-    assert up.bytes == blocks * 2 * (F * K + TOKENS * F)  # x was read with the first
+    # y is read beside being written: the product adds onto what B wrote
+    assert gate.bytes == blocks * 2 * (TOKENS * K + F * K + 2 * TOKENS * F)
+    assert up.bytes == blocks * 2 * (F * K + 2 * TOKENS * F)  # x was read with the first
     assert (gate.launches, up.launches) == (3, 0)
     first, second = rows["mlp.gate_proj.lora_A", "forward"], rows["mlp.up_proj.lora_A", "forward"]
     assert first.bytes - second.bytes == blocks * 2 * TOKENS * K
-    # B is added into y
-    assert rows["mlp.up_proj.lora_B", "forward"].bytes == blocks * 2 * (TOKENS * 4 + F * 4 + 2 * TOKENS * F)
+    assert rows["mlp.up_proj.lora_B", "forward"].bytes == blocks * 2 * (TOKENS * 4 + F * 4 + TOKENS * F)
+    # in backward too: dx of both adapters was written before the product
+    dx, into_dx = rows["mlp.gate_proj", "grad_input"], rows["mlp.gate_proj.lora_A", "grad_input"]
+    assert dx.bytes == blocks * 2 * (TOKENS * F + F * K + 2 * TOKENS * K)
+    assert into_dx.bytes == blocks * 2 * (TOKENS * 4 + 4 * K + TOKENS * K)
+    assert rows["mlp.up_proj", "grad_input"].bytes == blocks * 2 * (TOKENS * F + F * K)
+
+
+def test_a_product_of_codes_comes_before_the_adapters():
+    """It cannot add onto what they wrote: B, and A's gradient, read what they add to."""
+    blocks, K, F = 3, 128, 256
+    for first, last in ((False, False), (True, False), (False, True)):
+        recipe = sk.FP8.lora(4)
+        recipe = recipe.keep_first(1) if first else recipe.keep_last(1) if last else recipe
+        rows = planned(SMALL, recipe, Fusion())
+        plain = first + last  # blocks in bfloat16
+
+        def moved(module: str, part: str) -> float:
+            return sum(r.bytes for r in rows if (r.module, r.part) == (module, part))  # noqa: B023
+
+        codes = blocks - plain
+        y = codes * (TOKENS * K + F * K + 2 * TOKENS * F) + plain * 2 * (TOKENS * K + F * K + 2 * TOKENS * F)
+        assert moved("mlp.gate_proj", "forward") == y
+        into_y = blocks * (TOKENS * 4 + F * 4 + TOKENS * F) + codes * TOKENS * F
+        assert moved("mlp.gate_proj.lora_B", "forward") == pytest.approx(2 * into_y)
+        dx = codes * (TOKENS * F + F * K + 2 * TOKENS * K) + plain * 2 * (TOKENS * F + F * K + 2 * TOKENS * K)
+        assert moved("mlp.gate_proj", "grad_input") == dx
+        into_dx = blocks * (TOKENS * 4 + 4 * K + TOKENS * K) + codes * TOKENS * K
+        assert moved("mlp.gate_proj.lora_A", "grad_input") == pytest.approx(2 * into_dx)
 
 
 @pytest.mark.parametrize("recipe", [sk.FP8, sk.FP8_CURRENT, sk.FP8_ROWWISE, sk.FP8_BLOCK, QFP8.natively()], ids=str)
@@ -272,8 +300,12 @@ def test_fp8_is_planned_no_slower_than_bf16_at_any_size(recipe):
         assert estimate.gaps_ms > 0
         return estimate.step_ms
 
-    for config in (sk.DecoderConfig(**MODELS["0.6b"], max_length=2048), CONFIG_8B):
-        assert ms(config, recipe) <= ms(config, sk.BF16)
+    small, large = sk.DecoderConfig(**MODELS["0.6b"], max_length=2048), CONFIG_8B
+    assert ms(large, recipe) <= ms(large, sk.BF16)
+    if recipe is sk.FP8_CURRENT:  # the exception: small products save less than reading each operand twice costs
+        assert 1 < ms(small, recipe) / ms(small, sk.BF16) < 1.015
+    else:
+        assert ms(small, recipe) <= ms(small, sk.BF16)
 
 
 def test_codes_of_frozen_weights_are_not_made_again():
