@@ -142,7 +142,8 @@ def float32_precision() -> str:
 class Finding:
     """One line of the doctor's table.
 
-    state: ok, busy, native, float32 (products are computed in it), emulated, missing or low. remedy: empty where none is needed.
+    state: ok, busy, native, float32 (products are computed in it), emulated, slower (than the form that is missed), missing or low.
+    remedy: empty where none is needed.
     """
 
     group: str
@@ -264,7 +265,7 @@ def _formats() -> list[Finding]:
     if capability is not None:
         start = f"compute capability {KERNELS_FROM[0]}.{KERNELS_FROM[1]}"
         if capability >= KERNELS_FROM:
-            found.append(Finding("device", _KERNELS, "ok", f"from {start}"))
+            found += [Finding("device", _KERNELS, "ok", f"from {start}"), _transposes()]
         else:
             why = f"they start at {start}; the definitions in PyTorch run instead, with the same numbers"
             found.append(Finding("device", _KERNELS, "missing", why, "a GPU of 2020 or later: A100, L4, RTX 30"))
@@ -283,6 +284,17 @@ def _formats() -> list[Finding]:
         detail = "stored codes are multiplied" if here else "stored, and decoded for bf16 products"
         found.append(Finding("storage", name, "native" if here else "ok", detail))
     return found
+
+
+def _transposes() -> Finding:
+    """What transposes codes; its CUDA C++ is built here, which takes seconds the first time."""
+    import torch
+
+    from surokit.kernels import serving
+    from surokit.kernels.reference.transpose import transpose_fp8
+
+    served = serving(transpose_fp8, torch.device("cuda", 0))
+    return Finding("device", "transposes of codes", "slower" if served.missed else "ok", served.why)
 
 
 def _bf16_on_cpu() -> Finding:

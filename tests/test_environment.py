@@ -13,6 +13,7 @@ import torch
 
 from surokit import kernels
 from surokit.environment import cores, cpu_model, doctor, float32_precision, front_end
+from surokit.kernels.ops import Serving
 from surokit.recipe import recipes
 from surokit.tables import html_table, text_table
 
@@ -52,6 +53,9 @@ def pretend_gpu(monkeypatch, major, minor, hip=None, cuda="13.0"):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: properties)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(
+        kernels, "serving", lambda function, device: Serving("cuda", function, "kernels/cuda/transpose")
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,6 +100,19 @@ def test_a_gpu_older_than_the_kernels_is_told_and_serves(monkeypatch):
     pretend_gpu(monkeypatch, 8, 0)
     assert doctor()["surokit's kernels"].state == "ok"
     assert "too old" not in repr(doctor())
+
+
+def test_what_transposes_codes_is_told(monkeypatch):
+    pretend_gpu(monkeypatch, 9, 0)
+    line = doctor()["transposes of codes"]
+    assert (line.state, line.detail) == ("ok", "kernels/cuda/transpose")
+    why = "kernels/triton/transpose, since there is no CUDA compiler: install the CUDA toolkit (nvcc)"
+    served = Serving("triton", print, why, "there is no CUDA compiler")
+    monkeypatch.setattr(kernels, "serving", lambda function, device: served)
+    found = doctor()
+    assert (found["transposes of codes"].state, found["transposes of codes"].detail) == ("slower", why)
+    assert why in repr(found)
+    assert found.ok
 
 
 def test_blocks_need_their_cuda(monkeypatch):

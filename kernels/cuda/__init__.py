@@ -1,1 +1,1 @@
-"""CUDA C++: built on first use where there is a compiler (build.py), with the reference where there is none."""
+"""CUDA C++: built on first use where there is a compiler (build.py), with Triton or the reference where there is none."""

@@ -1,6 +1,7 @@
 """The transpose of codes on a GPU: transpose.cu behind the names and the meaning of kernels/reference/transpose.py.
 
-Where the library cannot be built, and on any other device, the reference does it; `why(device)` says which and why.
+Where the library cannot be built, the door takes kernels/triton/transpose.py; `why(device)` says why. Called all the
+same, there and on any other device, these functions are the reference.
 
 Shapes: M rows, K columns, in codes.
 """

@@ -1,4 +1,4 @@
-"""E2M1 in kernels: encode, decode, pack and unpack on tiles; packed codes transposed. See kernels/reference/fp4.py.
+"""E2M1 in kernels: encode, decode, pack and unpack on tiles. See kernels/reference/fp4.py.
 
 Nibbles are int32 tiles with values 0 .. 15 (sign, then magnitude); two neighbours of the last dimension share a byte, the even
 one in the low nibble.
@@ -6,7 +6,6 @@ one in the low nibble.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 
 @triton.jit
@@ -40,27 +39,3 @@ def unpack_pairs(packed):
     """[A, B] bytes to [A, 2B] nibbles (int32)."""
     packed = packed.to(tl.int32)
     return tl.reshape(tl.join(packed & 15, packed >> 4), (packed.shape[0], packed.shape[1] * 2))
-
-
-@triton.jit
-def transpose_kernel(packed, out, M, K, bytes_m, bytes_k, BLOCK: tl.constexpr):
-    blocks = tl.cdiv(K, BLOCK)
-    m, k = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    row, byte = m * BLOCK + tl.arange(0, BLOCK), k * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-    inside = (row < M)[:, None] & (byte < bytes_k)[None, :]
-    tile = tl.load(packed + row[:, None].to(tl.int64) * bytes_k + byte[None, :], mask=inside, other=0)
-    tile = pack_pairs(tl.trans(unpack_pairs(tile)))
-    row, byte = k * BLOCK + tl.arange(0, BLOCK), m * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-    inside = (row < K)[:, None] & (byte < bytes_m)[None, :]
-    tl.store(out + row[:, None].to(tl.int64) * bytes_m + byte[None, :], tile, mask=inside)
-
-
-def transpose(packed: Tensor, columns: int) -> Tensor:
-    """The codes [M, K = columns] packed along M instead of K: uint8 [K, ceil(M/2)]."""
-    M, bytes_k = packed.shape
-    bytes_m = (M + 1) // 2
-    out = packed.new_empty((columns, bytes_m))
-    if out.numel():
-        grid = (triton.cdiv(M, 128) * triton.cdiv(columns, 128),)
-        transpose_kernel[grid](packed.contiguous(), out, M, columns, bytes_m, bytes_k, BLOCK=128, num_warps=8)
-    return out

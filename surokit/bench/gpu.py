@@ -43,6 +43,7 @@ VERSION = 1  # of the measurements: a change of what is measured begins a new fi
 
 ROOM = 0.9  # of the device's memory: what plans may come to together
 CONTEXT_GIB = 1.0  # a process takes beside what it allocates: CUDA's context and its libraries
+CHOICES = "choices"  # the key of what serves each operation
 LATE_S = 240.0  # what takes so much longer than it should has failed
 SMOKE_S = 30.0  # to check a recipe in a process of its own, as long as none was
 OPENS_S = 75.0  # to start a process and take its first steps, as long as none was measured
@@ -187,10 +188,12 @@ class Bench:
     # -- before speed
 
     def _smoke(self, recipes: Iterable[tuple[str, Train]]) -> None:
-        """A small step of each recipe against the definition, several recipes at a time, each in a process of its own."""
+        """A small step of each recipe against the definition, several recipes at a time, each in a process of its own; and what
+        serves each operation.
+        """
         sizes = {"length": self.pace.smoke_length, "steps": self.pace.smoke_steps, "rank": self.work.rank}
         shape = self.systems.shape("small")
-        requests = {}
+        requests: dict[str, dict[str, Any]] = {} if self.book.current(CHOICES) else {CHOICES: {"choices": True}}
         for recipe, train in recipes:
             request = {"check": {"shape": shape, "recipe": recipe, "train": train, "definition": "cpu", **sizes}}
             if not self.book.current(_smoke(recipe, train)):
@@ -203,9 +206,11 @@ class Bench:
             }
             for each in as_completed(found):
                 try:
-                    self.book.put(found[each], {"what": "smoke", **each.result()})
+                    self.book.put(found[each], {"what": found[each].partition("/")[0], **each.result()})
                 except OutOfTime as end:
                     late = end
+        if missed := self.book.found.get(CHOICES, {}).get("missed"):
+            print(f"NOT THE FIRST CHOICE: {missed}", file=sys.stderr, flush=True)
         for recipe, train in recipes:
             if why := self._smoke_says(recipe, train, fused=True, graphs=True):
                 print(f"NOT RIGHT: {recipe} {train}. {why}", file=sys.stderr, flush=True)
@@ -399,11 +404,13 @@ def _about(c: Configuration) -> dict[str, Any]:
 
 
 def _in_question(found: Mapping[str, Any]) -> bool:
-    """Whether --again makes a measurement once more: it failed, was not right or not checked, or follows from others."""
+    """Whether --again makes a measurement once more: it failed, was not right or not checked, missed something, or follows from
+    others.
+    """
     wrong = found["what"] in ("correct", "smoke") and not all(
         found.get(part, {}).get("ok") for part in ("fused", "graphs")
     )
-    return "failed" in found or "unchecked" in found or wrong or found["what"] == "plan"
+    return any(name in found for name in ("failed", "unchecked", "missed")) or wrong or found["what"] == "plan"
 
 
 def _first(running: Running) -> dict[str, Any]:

@@ -322,6 +322,8 @@ def _lines(data: Mapping[str, Any], groups: Mapping[str, list[Row]]) -> Iterator
             yield f"{name}: first step after {_first(each['empty'])} with empty caches, {_first(each['full'])} with full ones"
         elif kind == "ceilings":
             yield _ceilings(name, each)
+        elif kind == "choices":
+            yield from _choices(each)
         elif kind in ("correct", "smoke"):
             yield _correctness(name if kind == "correct" else key, each)
 
@@ -403,6 +405,14 @@ def _ceilings(name: str, each: Mapping[str, Any]) -> str:
         for p in each["products"]
     ]
     return f"Products of {name} over {each['tokens']:,} tokens, TFLOPS bf16 / fp8: {', '.join(shapes)}"
+
+
+def _choices(each: Mapping[str, Any]) -> Iterator[str]:
+    """What serves the transposes of codes, and of all operations what is not served by its first choice."""
+    backends = {row["op"]: row["backend"] for row in each["choices"] if row["op"].startswith("transpose")}
+    yield f"Codes are transposed by {' and '.join(dict.fromkeys(backends.values()))} ({', '.join(backends)})"
+    if "missed" in each:
+        yield f"**NOT THE FIRST CHOICE**: {each['missed']}"
 
 
 def _correctness(name: str, each: Mapping[str, Any]) -> str:

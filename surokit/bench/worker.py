@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from surokit.bench import ceilings, correct, process
 from surokit.bench.configurations import Configuration, Work
 from surokit.convert import apply
 from surokit.data import Batches
+from surokit.kernels import choices
 
 _SDP = {"": (True, True), "flash": (False, True), "efficient": (False, False)}  # cuDNN's attention, flash attention
 
@@ -38,12 +40,25 @@ def serve(task: Mapping[str, Any]) -> tuple[dict[str, Any], process.Answers]:
 
 
 def _prepare(request: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Ceilings and correctness: {"device": seconds}, {"model": shape, ...}, {"check": {...}}."""
+    """Ceilings, correctness and choices: {"device": seconds}, {"model": shape, ...}, {"check": {...}}, {"choices": True}."""
     if "device" in request:
         return ceilings.device_ceilings(device, request["device"])
     if "model" in request:
         return ceilings.model_ceilings(request["model"], request["tokens"], device, request["seconds"])
+    if "choices" in request:
+        return _chosen(device)
     return correct.check(device=device, **request["check"])
+
+
+def _chosen(device: torch.device) -> dict[str, Any]:
+    """What serves each operation, as the door chooses; "missed" in words, where a form that comes before it cannot serve."""
+    rows = choices(device)
+    missed: dict[str, list[str]] = {}
+    for row in rows:
+        if row.missed:
+            missed.setdefault(f"by {row.backend}: {row.why}", []).append(row.op)
+    words = "; ".join(f"{', '.join(ops)} {how}" for how, ops in missed.items())
+    return {"choices": [asdict(row) for row in rows], **({"missed": words} if words else {})}
 
 
 class _WhenNeeded:

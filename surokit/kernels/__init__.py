@@ -59,11 +59,12 @@ NOT_TAKEN = {"adamw"}
 
 @dataclass(frozen=True)
 class Choice:
-    """What serves an operation on a device, and why."""
+    """What serves an operation on a device, and why; `missed` says why a form that comes before it does not."""
 
     op: str
     backend: str
     why: str
+    missed: str = ""
 
 
 def choices(device: torch.device | str | None = None) -> list[Choice]:
@@ -77,8 +78,9 @@ def choices(device: torch.device | str | None = None) -> list[Choice]:
     rows += [Choice(f"product {kind}", *native.choice(kind, device)) for kind in native.KINDS]
     functions = {op.name: op.reference for op in OPERATIONS.values()} | FUSED
     for name, function in functions.items():
-        folder, _, why = serving(function, device)
-        rows.append(Choice(name, folder, f"{why}; no layer or optimizer takes it yet" if name in NOT_TAKEN else why))
+        folder, _, why, missed = serving(function, device)
+        why = f"{why}; no layer or optimizer takes it yet" if name in NOT_TAKEN else why
+        rows.append(Choice(name, folder, why, missed))
     return rows
 
 

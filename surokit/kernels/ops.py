@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class Operation:
         return self.adapt(self.reference)
 
     def on_cuda(self, device: torch.device) -> Function:
-        return _adapted(self, serving(self.reference, device)[1])
+        return _adapted(self, serving(self.reference, device).function)
 
 
 @cache
@@ -69,26 +69,39 @@ def only_reference() -> Iterator[None]:
 
 def best(function: Function, device: torch.device) -> Function:
     """What serves a function of kernels/reference on `device`: itself, or on CUDA the form of the same name."""
-    return serving(function, device)[1] if device.type == "cuda" else function
+    return serving(function, device).function if device.type == "cuda" else function
 
 
-def serving(function: Function, device: torch.device) -> tuple[str, Function, str]:
-    """What serves a reference function on a device: the folder of kernels/ that holds it, the function, and why."""
+class Serving(NamedTuple):
+    """What serves a reference function: the folder of kernels/ that holds it, the function, and why.
+
+    missed: why a form that comes before it does not serve; "" where there is none.
+    """
+
+    folder: str
+    function: Function
+    why: str
+    missed: str = ""
+
+
+def serving(function: Function, device: torch.device) -> Serving:
+    """What serves a function of kernels/reference on a device, and why."""
     if device.type != "cuda":
-        return "reference", function, f"{device.type} runs the definition in PyTorch"
+        return Serving("reference", function, f"{device.type} runs the definition in PyTorch")
     return _serving(function, device, _folders)
 
 
 @cache
-def _serving(function: Function, device: torch.device, folders: tuple[str, ...]) -> tuple[str, Function, str]:
+def _serving(function: Function, device: torch.device, folders: tuple[str, ...]) -> Serving:
     file = function.__module__.rpartition(".")[2]
-    reasons = []
+    missed = ""
     for folder in folders:
         form, why_not = _found(folder, file, function.__name__, device)
         if form:
-            return folder, _on(device, form) if folder == "triton" else form, f"kernels/{folder}/{file}"
-        reasons += [why_not] if why_not else []
-    return "reference", function, "; ".join(reasons) or "the definition in PyTorch"
+            why = f"kernels/{folder}/{file}" + (f", since {missed}" if missed else "")
+            return Serving(folder, _on(device, form) if folder == "triton" else form, why, missed)
+        missed = "; ".join(filter(None, (missed, why_not)))
+    return Serving("reference", function, missed or "the definition in PyTorch", missed)
 
 
 def _on(device: torch.device, form: Function) -> Function:
@@ -128,10 +141,10 @@ def _fault_of_triton(device: torch.device) -> str:
     """Why Triton cannot launch on a CUDA device, "" where it can: it compiles its launcher with the system's C compiler."""
     if not torch.cuda.is_available():
         return ""
-    from surokit.kernels.triton import fp4
+    from surokit.kernels.triton import transpose as probe
 
     try:
-        fp4.transpose(torch.zeros((1, 1), dtype=torch.uint8, device=device), 2)
+        probe.transpose_fp8(torch.zeros((1, 1), dtype=torch.uint8, device=device))
     except Exception as error:
         # a missing compiler or header, a driver that is too old: whatever it is, the reference runs
         return f"Triton cannot launch here ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import surokit as sk
-from surokit.bench import book, correct, gpu, gpu_table, process, result
+from surokit.bench import book, correct, gpu, gpu_table, process, result, worker
 from surokit.bench.__main__ import main
 from surokit.bench.configurations import PARTS, TINY, Configuration, Group, Work
 from surokit.bench.corpus import corpus
@@ -19,6 +19,7 @@ from surokit.bench.process import Failed, Worker
 from surokit.bench.targets import TARGETS
 from surokit.bench.turns import OutOfTime, Running
 from surokit.environment import environment
+from surokit.kernels import Choice
 from surokit.nn.fusion import OFF
 from surokit.train.session import Session
 
@@ -150,6 +151,8 @@ class Answering:
             verdicts = self.systems.rules.get("check", {})
             ok = verdicts.get(request["check"]["recipe"], (True, True))
             return {"fused": {"ok": ok[0]}, "graphs": {"ok": ok[1]}}
+        if "choices" in request:
+            return {"choices": [], **self.systems.rules.get("choices", {})}
         if "device" in request:
             return {"gpu": {"name": "made up", "memory_gib": 80.0}, "notes": []}
         if "model" in request:
@@ -347,6 +350,38 @@ def test_a_smoke_test_without_time_goes_on_in_the_next_call(tmp_path, clock):
     assert len(asked) == len(PARTS["smoke"].smoke)
 
 
+def test_what_serves_each_operation_is_in_the_file(rehearsal):
+    found = json.loads(rehearsal.read_text())["gpu"]["choices"]
+    backends = {row["op"]: (row["backend"], row["missed"]) for row in found["choices"]}
+    assert backends["transpose_fp8"] == backends["transpose_fp4"] == ("reference", "")
+    assert "missed" not in found
+
+
+TRITON = "transpose_fp8, transpose_fp4 by triton: kernels/triton/transpose, since there is no nvcc"
+
+
+def test_a_kernel_that_is_not_the_first_choice_is_named_with_the_reason(monkeypatch):
+    why, slow = "kernels/triton/transpose, since there is no nvcc", "kernels/triton/mx needs compute capability 8.9"
+    rows = [Choice("amax", "triton", "kernels/triton/quantize")]
+    rows += [Choice(op, "triton", why, "there is no nvcc") for op in ("transpose_fp8", "transpose_fp4")]
+    rows += [Choice("quantize_mx", "reference", slow, slow)]
+    monkeypatch.setattr(worker, "choices", lambda device: rows)
+    found = worker._prepare({"choices": True}, CPU)
+    assert [row["op"] for row in found["choices"]] == ["amax", "transpose_fp8", "transpose_fp4", "quantize_mx"]
+    assert found["missed"] == f"{TRITON}; quantize_mx by reference: {slow}"
+
+
+def test_the_smoke_test_says_what_is_not_the_first_choice(tmp_path, clock, capsys):
+    bench = bench_of(tmp_path, clock, choices={"missed": TRITON})
+    for _ in range(2):  # it is asked once, and said in each call
+        bench.part(PARTS["smoke"])
+        assert f"NOT THE FIRST CHOICE: {TRITON}\n" in capsys.readouterr().err
+    assert bench.book["choices"]["missed"] == TRITON
+    (tmp_path / "gpu.json").unlink()
+    bench_of(tmp_path, clock).part(PARTS["smoke"])
+    assert "FIRST CHOICE" not in capsys.readouterr().err
+
+
 def test_what_was_not_right_is_looked_at_again_where_that_is_asked_for():
     right = {"fused": {"ok": True}, "graphs": {"ok": True}}
     asked: dict[str, dict[str, Any]] = {
@@ -355,10 +390,12 @@ def test_what_was_not_right_is_looked_at_again_where_that_is_asked_for():
         "unchecked": {"what": "turn", "tokens_per_s": 1.0, "unchecked": "why"},
         "failed": {"what": "turn", "failed": "why"},
         "plan": {"what": "plan"},
+        "choices": {"what": "choices", "missed": "why"},
+        "first": {"what": "choices"},
         "right": {"what": "smoke", **right},
         "turn": {"what": "turn", "tokens_per_s": 1.0},
     }
-    assert [name for name, found in asked.items() if gpu._in_question(found)] == [*asked][:5]
+    assert [name for name, found in asked.items() if gpu._in_question(found)] == [*asked][:6]
 
 
 # -- one call: how it ends
@@ -757,6 +794,16 @@ def data():
 def line_of(text, start):
     (line,) = [line for line in text.splitlines() if line.startswith(start)]
     return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_what_transposes_codes_stands_below_the_tables(data):
+    rows = [{"op": op, "backend": "triton"} for op in ("quantize", "transpose_fp8", "transpose_fp4")]
+    data["gpu"]["choices"] = {"what": "choices", "choices": rows}
+    text = gpu_table.table(data)
+    assert "- Codes are transposed by triton (transpose_fp8, transpose_fp4)" in text
+    assert "FIRST CHOICE" not in text
+    data["gpu"]["choices"]["missed"] = TRITON
+    assert f"- **NOT THE FIRST CHOICE**: {TRITON}" in gpu_table.table(data)
 
 
 def test_what_was_measured_stands_beside_the_bars(data):

@@ -1,6 +1,6 @@
-"""The CUDA transpose of codes on a device, against the reference there.
+"""The transposes of codes on a device, in CUDA C++ and in Triton, against the reference there.
 
-Needs a CUDA compiler (nvcc) beside torch's own requirements for extensions; says so where there is none.
+CUDA C++ needs a compiler (nvcc) beside torch's own requirements for extensions; the tests say so where there is none.
 """
 
 import pytest
@@ -26,11 +26,15 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _built():
+@pytest.fixture(params=["cuda", "triton"])
+def form(request):
+    """The module with both transposes."""
+    if request.param == "triton":
+        return pytest.importorskip("surokit.kernels.triton.transpose")
     served, why = cuda.why(torch.device("cuda", 0))
     if not served:
         pytest.skip(why)
+    return cuda
 
 
 def codes(M, K, dtype=torch.uint8):
@@ -43,52 +47,53 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bytes(shape):
+def test_bytes(shape, form):
     for dtype in (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2):
         x = codes(shape[0], shape[1], dtype)
-        assert same(cuda.transpose_fp8(x), reference.transpose_fp8(x))
-    assert same(cuda.transpose_fp8(x.t()), reference.transpose_fp8(x.t()))
+        assert same(form.transpose_fp8(x), reference.transpose_fp8(x))
+    assert same(form.transpose_fp8(x.t()), reference.transpose_fp8(x.t()))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_nibbles(shape):
+def test_nibbles(shape, form):
     M, K = shape
     x = codes(M, (K + 1) // 2)
-    assert same(cuda.transpose_fp4(x, K), reference.transpose_fp4(x, K))
+    assert same(form.transpose_fp4(x, K), reference.transpose_fp4(x, K))
 
 
-def test_rows_that_begin_anywhere():
+def test_rows_that_begin_anywhere(form):
     memory = codes(1, 128 * 256 + 16).flatten()
     for offset in (0, 1, 8, 15):
         x = memory[offset : offset + 128 * 256].view(128, 256)
-        assert same(cuda.transpose_fp8(x), reference.transpose_fp8(x))
-        assert same(cuda.transpose_fp4(x, 512), reference.transpose_fp4(x, 512))
+        assert same(form.transpose_fp8(x), reference.transpose_fp8(x))
+        assert same(form.transpose_fp4(x, 512), reference.transpose_fp4(x, 512))
 
 
-def test_follows_the_current_stream_and_fits_a_graph():
+def test_follows_the_current_stream_and_fits_a_graph(form):
     x = codes(512, 768)
     expected = reference.transpose_fp8(x)
+    form.transpose_fp8(x)  # built and loaded: no graph can record that
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = cuda.transpose_fp8(x)
+        y = form.transpose_fp8(x)
     y.zero_()
     graph.replay()
     assert same(y, expected)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        y = cuda.transpose_fp8(x)
+        y = form.transpose_fp8(x)
     stream.synchronize()
     assert same(y, expected)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_no_step_waits_for_the_device():
+def test_no_step_waits_for_the_device(form):
     x = codes(512, 768)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        cuda.transpose_fp8(x)
-        cuda.transpose_fp4(x, 1536)
+        form.transpose_fp8(x)
+        form.transpose_fp4(x, 1536)
     finally:
         torch.cuda.set_sync_debug_mode("default")

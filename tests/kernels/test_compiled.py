@@ -51,7 +51,14 @@ def test_steps_of_the_benchmark_launch_what_they_train_with(tried):
     launches = {launch.name: {variant.file for variant in launch.variants} for launch in tried.launches(STEPS)}
     assert launches["0.6b lora bf16"] == {"norm", "qk", "swiglu", "loss"}
     assert launches["8b full fp8"] == {"norm", "qk", "swiglu", "loss", "delayed"}
-    assert launches["8b lora qfp8"] == {"norm", "qk", "swiglu", "loss", "quantize"}
+    assert launches["8b lora qfp8"] == {
+        "norm",
+        "qk",
+        "swiglu",
+        "loss",
+        "quantize",
+        "transpose",
+    }  # the last without nvcc
     assert launches["0.6b lora qfp4"] >= {"nvfp4"}
     assert launches["8b lora qnf4"] >= {"nf4"}
     assert launches["0.6b lora fp8, without qk"] >= {"rope"}

@@ -221,7 +221,7 @@ def test_where_triton_cannot_launch_the_reference_serves_and_says_why(monkeypatc
     """An image without a C compiler imports Triton and fails at the first launch."""
     from surokit.kernels import ops
     from surokit.kernels.reference import quantize
-    from surokit.kernels.triton import fp4 as triton_fp4
+    from surokit.kernels.triton import transpose as probe
 
     def fails(*_):
         raise RuntimeError("Failed to find C compiler.")
@@ -229,13 +229,13 @@ def test_where_triton_cannot_launch_the_reference_serves_and_says_why(monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
-    monkeypatch.setattr(triton_fp4, "transpose", fails)
+    monkeypatch.setattr(probe, "transpose_fp8", fails)
     ops._fault_of_triton.cache_clear()
     ops._serving.cache_clear()
     try:
-        folder, function, why = ops._serving(quantize.quantize, torch.device("cuda", 0), ("triton",))
-        assert (folder, function) == ("reference", quantize.quantize)
-        assert why == "Triton cannot launch here (RuntimeError: Failed to find C compiler.)"
+        served = ops._serving(quantize.quantize, torch.device("cuda", 0), ("triton",))
+        assert (served.folder, served.function) == ("reference", quantize.quantize)
+        assert served.why == served.missed == "Triton cannot launch here (RuntimeError: Failed to find C compiler.)"
     finally:
         ops._fault_of_triton.cache_clear()
         ops._serving.cache_clear()

@@ -18,6 +18,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from surokit import kernels
+from surokit.kernels import ops
 from surokit.kernels.cuda import build
 from surokit.kernels.cuda import transpose as cuda
 from surokit.kernels.reference import transpose as reference
@@ -300,6 +302,50 @@ def test_where_it_cannot_be_built_the_reference_serves(gpu, monkeypatch, device,
     cuda._kernel.cache_clear()
     assert cuda._kernel(torch.device(device)) is None
     cuda._kernel.cache_clear()
+
+
+@pytest.fixture
+def door(gpu, monkeypatch):
+    """The door for that GPU, with Triton as it is here and a compiler that fails."""
+
+    def load(**named):
+        raise RuntimeError("Error building extension 'x':\nnvcc fatal : error: unsupported GPU")
+
+    monkeypatch.setattr(gpu.cpp_extension, "load", load)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(ops, "_fault_of_triton", lambda device: "")
+    ops._serving.cache_clear()
+    yield gpu.device
+    ops._serving.cache_clear()
+
+
+FAILED = "kernels/cuda/transpose.cu could not be built for sm_90 (nvcc fatal : error: unsupported GPU)"
+
+
+@pytest.mark.parametrize("name", ["transpose_fp8", "transpose_fp4"])
+def test_where_it_cannot_be_built_triton_serves_and_the_door_says_why(door, name):
+    from surokit.kernels.triton import transpose as triton
+
+    served = ops.serving(getattr(reference, name), door)
+    assert served == ops.Serving("triton", getattr(triton, name), f"kernels/triton/transpose, since {FAILED}", FAILED)
+    assert kernels.best(getattr(reference, name), door) is getattr(triton, name)
+    rows = {row.op: row for row in kernels.choices(door)}
+    assert (rows[name].backend, rows[name].why, rows[name].missed) == (served.folder, served.why, served.missed)
+    assert (rows["quantize"].why, rows["quantize"].missed) == ("kernels/triton/quantize", "")
+
+
+def test_where_triton_cannot_launch_either_both_reasons_are_said(door, monkeypatch):
+    monkeypatch.setattr(ops, "_fault_of_triton", lambda device: "Triton cannot launch here")
+    served = ops.serving(reference.transpose_fp8, door)
+    assert served.function is reference.transpose_fp8
+    assert served.why == served.missed == f"{FAILED}; Triton cannot launch here"
+
+
+def test_where_it_is_built_it_serves_and_nothing_is_missed(door, monkeypatch):
+    monkeypatch.setattr(cuda, "built", lambda stem, device: build.Built(ctypes.CDLL(None), "built"))
+    served = ops.serving(reference.transpose_fp8, door)
+    assert served == ops.Serving("cuda", cuda.transpose_fp8, "kernels/cuda/transpose")
 
 
 def test_a_killed_build_does_not_block_the_next_and_builds_take_turns(gpu, monkeypatch):
