@@ -35,7 +35,7 @@ def quantize(
     floor: float = 0.0,
     key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Codes [M, K] in the format's dtype and decode scales [R, C] float32.
+    """Codes [M, K] in the format's dtype and decode scales [R, C] float32, which lie in memory as those of `empty_scales`.
 
     rows, columns: of a tile, 0 for the whole extent. pow2: scales are powers of two. amax [R, C]: used instead of the
     tiles' own. floor: the least amax that counts. key: int32 [2], rounds stochastically with its draws; None: to nearest even.
@@ -43,7 +43,8 @@ def quantize(
     if amax is None:
         amax = _amax(x_MK, rows, columns)
     scale = encode_scale(amax, format, pow2, floor)
-    return encode(x_MK, scale, format, rows, columns, key), decode_scale(scale, amax)
+    scale_inv = empty_scales(x_MK, rows, columns).copy_(decode_scale(scale, amax))
+    return encode(x_MK, scale, format, rows, columns, key), scale_inv
 
 
 def quantize_both(
@@ -53,6 +54,15 @@ def quantize_both(
     codes_MK, scales = quantize(x_MK, format, rows, columns, pow2, floor=floor)
     codes_KM, scales_t = quantize(x_MK.t(), format, rows, columns, pow2, floor=floor)
     return codes_MK, scales, codes_KM.contiguous(), scales_t
+
+
+def empty_scales(x_MK: Tensor, rows: int, columns: int) -> Tensor:
+    """Decode scales [R, C] to be filled. Those of parts of a row lie column by column, as tensor cores read them."""
+    M, K = x_MK.shape
+    R, C = (M + rows - 1) // rows if rows else 1, (K + columns - 1) // columns if columns else 1
+    if rows == 1 and C > 1:
+        return x_MK.new_empty((C, R), dtype=torch.float32).t()
+    return x_MK.new_empty((R, C), dtype=torch.float32)
 
 
 def tile_shape(x_MK: Tensor, rows: int, columns: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from surokit.formats import Format
-from surokit.kernels.reference.quantize import DTYPES, tile_shape
+from surokit.kernels.reference.quantize import DTYPES, empty_scales, tile_shape
 
 from .random import random_uniform
 
@@ -140,7 +140,8 @@ def amax_both_kernel(
 
 @triton.jit
 def encode_kernel(
-    x, amax, codes, scale_inv, amax_t, codes_t, scale_inv_t, record, key, floor, M, K, stride_m, stride_k, rows, columns, C,
+    x, amax, codes, scale_inv, amax_t, codes_t, scale_inv_t, record, key, floor, M, K, stride_m, stride_k,
+    amax_r, amax_c, scale_r, scale_c, rows, columns,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, POW2: tl.constexpr, KEY: tl.constexpr,
     MANY_R: tl.constexpr, MANY_C: tl.constexpr, TRANSPOSED: tl.constexpr, RECORD: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,
@@ -161,20 +162,23 @@ def encode_kernel(
 
     # the tiles' scales, [1, 1], [BM, 1], [1, BK] or [BM, BK]; who holds a tile's first element writes its decode scale
     at = tl.zeros([1, 1], tl.int64)
+    at_amax = tl.zeros([1, 1], tl.int64)
     valid, first = at == 0, at == 0
     if MANY_R:
-        at += (row // rows)[:, None].to(tl.int64) * C
+        at += (row // rows)[:, None].to(tl.int64) * scale_r
+        at_amax += (row // rows)[:, None].to(tl.int64) * amax_r
         valid &= (row < M)[:, None]
         first &= (row % rows == 0)[:, None]
     else:
         first &= m == 0
     if MANY_C:
-        at += (column // columns)[None, :]
+        at += (column // columns)[None, :].to(tl.int64) * scale_c
+        at_amax += (column // columns)[None, :].to(tl.int64) * amax_c
         valid &= (column < K)[None, :]
         first &= (column % columns == 0)[None, :]
     else:
         first &= k == 0
-    top = tl.load(amax + at, mask=valid, other=0)
+    top = tl.load(amax + at_amax, mask=valid, other=0)
     scale = encode_scale(top, floor, MAX, POW2)
     tl.store(scale_inv + at, decode_scale(scale, top), mask=valid & first)
 
@@ -263,12 +267,12 @@ def tile_kernel(
         if TRANSPOSED:
             tl.store(scale_inv_t + (one + c) * R + r, inverse)
     else:
-        tl.store(scale_inv + wide_row * C + c, inverse, mask=mask_m[:, None])
+        tl.store(scale_inv + c.to(tl.int64) * M + row[:, None], inverse, mask=mask_m[:, None])
         if TRANSPOSED:
             top = tl.max(bits, axis=0).to(tl.float32, bitcast=True)[None, :]
             scale = encode_scale(top, floor, MAX, POW2)
             tile = cast_scaled(x_tile * scale, index, key, codes, MAX, MANTISSA, LOWEST, False)
-            tl.store(scale_inv_t + wide_column * R + r, decode_scale(scale, top), mask=mask_k[None, :])
+            tl.store(scale_inv_t + r.to(tl.int64) * K + column[None, :], decode_scale(scale, top), mask=mask_k[None, :])
     if TRANSPOSED:
         at_t = column[:, None].to(tl.int64) * M + row[None, :]
         tl.store(codes_t + at_t, tl.trans(tile), mask=mask_k[:, None] & mask_m[None, :])
@@ -332,9 +336,8 @@ def quantize(
             "`record` keeps the amax of a pass whose scale comes from elsewhere: give `amax` too, or call amax()."
         )
     M, K = x_MK.shape
-    R, C = _grid_of_tiles(x_MK, rows, columns)
     codes = torch.empty((M, K), dtype=DTYPES[format], device=x_MK.device)
-    scales = torch.empty((R, C), dtype=torch.float32, device=x_MK.device)
+    scales = empty_scales(x_MK, rows, columns)
     if not x_MK.numel():
         return codes, scales.fill_(1.0)
     options: dict[str, Any] = {**format_constants(format), "POW2": pow2, "KEY": key is not None}
@@ -365,8 +368,7 @@ def quantize_both(
         return *forward, *quantize(x_MK.t(), format, rows, columns, pow2, floor=floor)
     codes = torch.empty((M, K), dtype=DTYPES[format], device=x_MK.device)
     codes_t = torch.empty((K, M), dtype=DTYPES[format], device=x_MK.device)
-    scales = torch.empty(_grid_of_tiles(x_MK, rows, columns), dtype=torch.float32, device=x_MK.device)
-    scales_t = torch.empty(_grid_of_tiles(x_MK.t(), rows, columns), dtype=torch.float32, device=x_MK.device)
+    scales, scales_t = empty_scales(x_MK, rows, columns), empty_scales(x_MK.t(), rows, columns)
     if not x_MK.numel():
         return codes, scales.fill_(1.0), codes_t, scales_t.fill_(1.0)
     options: dict[str, Any] = {**format_constants(format), "POW2": pow2, "KEY": False}
@@ -481,14 +483,16 @@ def _encode(
 ) -> None:  # fmt: skip
     M, K = x_MK.shape
     R, C = scales.shape
+    amax_RC = amax_RC.expand(R, C)
     rows, columns = tile_shape(x_MK, rows, columns)
     if codes_t is None:
         BM, BK = block_shape(x_MK)
     else:
         BM, BK = min(128, triton.next_power_of_2(M)), min(128, triton.next_power_of_2(K))
     encode_kernel[(triton.cdiv(M, BM) * triton.cdiv(K, BK),)](
-        x_MK, amax_RC.expand(R, C).contiguous(), codes, scales, amax_t, codes_t, scales_t,
-        None if record is None else record.view(torch.int32), key, floor, M, K, *x_MK.stride(), rows, columns, C, **options,
+        x_MK, amax_RC, codes, scales, amax_t, codes_t, scales_t,
+        None if record is None else record.view(torch.int32), key, floor, M, K, *x_MK.stride(),
+        *amax_RC.stride(), *scales.stride(), rows, columns, **options,
         MANY_R=R > 1, MANY_C=C > 1, TRANSPOSED="" if codes_t is None else "same" if amax_t is None else "columns",
         RECORD=record is not None, BM=BM, BK=BK, num_warps=_warps(BM * BK),
     )  # fmt: skip

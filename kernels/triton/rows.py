@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from surokit.formats import Format
-from surokit.kernels.reference.quantize import DTYPES
+from surokit.kernels.reference.quantize import DTYPES, empty_scales
 
 from .delayed import amax_in_force, amaxes, settle
 from .quantize import cast_scaled, decode_scale, encode_scale, format_constants, magnitude_bits
@@ -80,8 +80,8 @@ def quantization(
     """Codes and decode scales for a matrix like x [T, K], and arguments of the launches that fill them, in tiles of `shape`.
 
     The first arguments are those of delayed scaling's launch for a first amax, and empty where there is none; the second those
-    of `store_quantized`. Scales of blocks have their first dimension contiguous, as tensor cores read them. With `both`, codes and
-    decode scales of the transpose [K, T] follow; blocks are then to be as long as tiles are high.
+    of `store_quantized`. With `both`, codes and decode scales of the transpose [K, T] follow; blocks are then to be as long as
+    tiles are high.
     """
     if columns & (columns - 1):
         raise ValueError(f"Triton kernels take scales of 2^n columns, not of {columns}: use kernels/reference.")
@@ -103,15 +103,13 @@ def quantization(
         "GROUP": min(16 // x_TK.element_size(), triton.next_power_of_2(K)),
     }
     if not delayed:
-        C = triton.cdiv(K, columns or K)
-        scale_inv = x_TK.new_empty((C, T) if C > 1 else (T, 1), dtype=torch.float32)
-        scale_inv = scale_inv.t() if C > 1 else scale_inv
+        scale_inv = empty_scales(x_TK, 1, columns)
         none: dict[str, Any] = dict.fromkeys(("in_force", "opened", "parts"))
         none |= dict.fromkeys(("slot_stride", "PARTS", "SLOTS", "RECORD"), 0)
         outputs |= {**none, "scale_inv": scale_inv, "scale_inv_t": None}
         if codes_KT is None:
             return (codes_TK, scale_inv), {}, outputs
-        scale_inv_t = x_TK.new_empty((triton.cdiv(T, columns), K), dtype=torch.float32).t()
+        scale_inv_t = empty_scales(x_TK.t(), 1, columns)
         return (codes_TK, scale_inv, codes_KT, scale_inv_t), {}, outputs | {"scale_inv_t": scale_inv_t}
     if in_force is None or opened is None:
         raise ValueError(

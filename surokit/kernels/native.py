@@ -101,9 +101,9 @@ def block_mm(
     M, N = a_codes_MK.shape[0], b_codes_NK.shape[0]
     # cuBLAS takes columns of scales that begin at 16 bytes, so M is padded too
     a_codes_MK, b_codes_NK = _rows(_pad(a_codes_MK, 128, 16)), _rows(_pad(b_codes_NK, 128, max(rows, 16)))
-    a_scales = _first_dimension_contiguous(_pad(a_scales_MC, 1, 16))
+    a_scales = _in_columns(a_scales_MC)
     if rows == 1:
-        b_scales, b_scaling = _first_dimension_contiguous(_pad(b_scales_RC, 1, 16)), F.ScalingType.BlockWise1x128
+        b_scales, b_scaling = _in_columns(b_scales_RC), F.ScalingType.BlockWise1x128
     else:  # [C rounded up to four, R], and again the first dimension is contiguous
         b_scales, b_scaling = _pad(b_scales_RC, 4).contiguous().t(), F.ScalingType.BlockWise128x128
     y_MN = F.scaled_mm(
@@ -185,8 +185,9 @@ def _each_row(scales_RC: Tensor, rows: int, M: int) -> Tensor:
     return scales_RC.view(torch.uint8).repeat_interleave(rows, 0)[:M].view(scales_RC.dtype)
 
 
-def _first_dimension_contiguous(scales: Tensor) -> Tensor:
-    return scales.t().contiguous().t()
+def _in_columns(scales_MC: Tensor) -> Tensor:
+    """The scales with their first dimension contiguous and padded to 16: as they are made, where M is such a multiple."""
+    return _pad(scales_MC.t()).contiguous().t()
 
 
 def _result_type(dtype: torch.dtype) -> torch.dtype:

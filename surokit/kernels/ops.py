@@ -211,7 +211,7 @@ def _amax(x: Tensor, rows: int, columns: int) -> Tensor:
     _format_second,
 )
 def _quantize(x: Tensor, format: str, rows: int, columns: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return _codes(x, format), x.new_empty(_grid(x, rows, columns), dtype=torch.float32)
+    return _codes(x, format), tiles.empty_scales(x, rows, columns)
 
 
 @operation(

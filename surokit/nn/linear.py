@@ -188,7 +188,8 @@ class Linear(nn.Linear):
         """Take a quantized weight [N, K] as it is, for example from a checkpoint."""
         self.drop_stored()
         for name, part in zip(("weight", *Q.quantizer.scaling.stored_as), Q.parts):
-            setattr(self, name, nn.Parameter(part, requires_grad=False))
+            # in rows, as files, shards and siblings side by side hold parameters
+            setattr(self, name, nn.Parameter(part.contiguous(), requires_grad=False))
         self.storage, self.storage_key = Q.quantizer, storage_key_of(Q.quantizer)
 
     def drop_stored(self) -> None:

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import surokit as sk
 from surokit import kernels
@@ -155,6 +156,38 @@ def test_the_arguments_say_the_same_product_as_the_emulation(name, shape):
     assert y.shape == (M, N)
     assert sqnr_db(exact, y) > 120
     assert sqnr_db(exact, products.product(a, b, torch.float32)) > 100  # which is emulated here
+
+
+class Called(TorchDispatchMode):
+    """Names of the operations that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["block", "block, rows"])
+@pytest.mark.parametrize(("M", "copies"), [(256, 0), (16, 0), (250, 1), (1, 1)])
+@pytest.mark.parametrize("K", [512, 1024])
+def test_scales_of_blocks_are_copied_only_to_pad_them(name, M, copies, K):
+    a, b = quantize(gaussian(M, K), PAIRS[name][0]), quantize(gaussian(256, K, seed=1), PAIRS[name][1])
+    seen: dict[str, torch.Tensor] = {}
+
+    def scaled_mm(mat_a, mat_b, scale_a, recipe_a, scale_b, recipe_b, output_dtype, **_):
+        seen.update(a=scale_a, b=scale_b)
+        return mat_a.new_empty((len(mat_a), mat_b.shape[1]), dtype=output_dtype)
+
+    with mock.patch.object(F, "scaled_mm", scaled_mm), Called() as called:
+        native_product(a, b, torch.bfloat16)
+    assert seen["a"].stride(0) == 1
+    assert seen["b"].data_ptr() == b.scales.data_ptr()
+    assert (seen["a"].data_ptr() == a.scales.data_ptr()) == (not copies)
+    assert called.names.count("constant_pad_nd") == 2 * copies  # codes and scales
+    assert "clone" not in called.names
 
 
 @pytest.mark.parametrize("name", ["block", "nv tiles"])

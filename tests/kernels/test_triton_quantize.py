@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from surokit.formats import E4M3, E5M2
 from surokit.kernels.reference import quantize as reference
@@ -21,6 +22,7 @@ LAUNCHES: Launches = {
     "tensor": ((90,), lambda: kernels.quantize(matrix(), E4M3)),
     "tensor e5m2": (FP8, lambda: kernels.quantize(matrix(), E5M2)),
     "tensor, amax given": (FP8, lambda: kernels.quantize(matrix(), E4M3, amax=ONE, record=ONE.clone())),
+    "1x128, amax given": ((90,), lambda: kernels.quantize(matrix(), E4M3, 1, 128, amax=torch.ones(256, 4))),
     "tensor both": ((90,), lambda: kernels.quantize_both(matrix(), E4M3)),
     "row": (FP8, lambda: kernels.quantize(matrix(), E4M3, 1, 0, True, floor=1e-12)),
     "row stochastic": ((90,), lambda: kernels.quantize(matrix(), E4M3, 1, 0, True, key=KEY)),
@@ -79,22 +81,43 @@ def same(ours, theirs):
     assert torch.equal(*bits), f"{(bits[0] != bits[1]).sum()} of {nan.numel()} differ"
 
 
+def strides(t):
+    """Those that say where an element is."""
+    return [stride for size, stride in zip(t.shape, t.stride()) if size > 1]
+
+
 def check(x, format, tile, pow2=True, floor=0.0, both=True, **named):
     on_device = {name: t.to(DEVICE) for name, t in named.items()}
     x_there = x.to(DEVICE)
     ours = kernels.quantize(x_there, format, *tile, pow2, floor=floor, **on_device)
-    for a, b in zip(ours, reference.quantize(x, format, *tile, pow2, floor=floor, **named)):
-        same(a, b)
+    theirs = reference.quantize(x, format, *tile, pow2, floor=floor, **named)
     if both:
-        ours = kernels.quantize_both(x_there, format, *tile, pow2, floor)
-        for a, b in zip(ours, reference.quantize_both(x, format, *tile, pow2, floor)):
-            same(a, b)
+        ours += kernels.quantize_both(x_there, format, *tile, pow2, floor)
+        theirs += reference.quantize_both(x, format, *tile, pow2, floor)
+    for a, b in zip(ours, theirs):
+        same(a, b)
+    for a, b in zip(ours[1::2], theirs[1::2]):  # scales
+        assert strides(a) == strides(b)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_tilings(shape, tile):
     check(inputs(*shape), E4M3, tile)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("tile", [*TILES, (1, 256)], ids=str)
+def test_scales_lie_in_memory_as_torch_is_told(tile, shape):
+    """Of parts of a row one column after the other, as tensor cores read them, else in rows; also where x is turned."""
+    for x in (inputs(*shape), inputs(*shape[::-1]).t()):
+        check(x, E4M3, tile)
+        with FakeTensorMode() as mode:
+            told = torch.ops.surokit.quantize_both(mode.from_tensor(x), "e4m3", *tile, True)[1::2]
+        for ours, fake in zip(reference.quantize_both(x, E4M3, *tile, True)[1::2], told):
+            assert (ours.shape, strides(ours)) == (fake.shape, strides(fake))
+            assert ours.t().is_contiguous() if tile[0] == 1 and tile[1] else ours.is_contiguous()
+            assert ours.shape[1] > 1 or ours.stride(1) == 1  # so that its bytes can be viewed
 
 
 def test_every_element_a_tile():
@@ -154,7 +177,8 @@ def test_stochastic_in_long_rows(monkeypatch):
 def test_amax_given(tile):
     x = inputs(33, 70)
     given = reference.amax(x, *tile).mul(0.4)
-    check(x, E4M3, tile, False, both=False, amax=given)
+    for amax in (given, given.t().contiguous().t()):
+        check(x, E4M3, tile, False, both=False, amax=amax)
     check(x, E4M3, tile, False, both=False, amax=given, key=KEY)
 
 

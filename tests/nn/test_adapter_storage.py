@@ -6,6 +6,7 @@ from unittest import mock
 
 import peft
 import pytest
+import safetensors.torch
 import torch
 
 import surokit as sk
@@ -370,6 +371,17 @@ def test_decoding_once_decodes_once_and_is_counted(storage, tiny, batch, monkeyp
     assert [row.decoded for row in once.rows] == [32 * 64 * 2] * 4 + [0]
     assert "4 weights decoded once: up to 0.0 MiB more" in once.notes
     assert [row.nbytes for row in once.rows] == [row.nbytes for row in report.rows]
+
+
+def test_scales_that_are_stored_lie_in_rows(tmp_path):
+    """As files want them; those of blocks within a row are made in columns."""
+    q = sk.Quantizer(sk.E4M3, sk.Block(1, 32))
+    layer, expected = layer_with(q), sk.quantize(layer_with(None).weight, q)
+    assert not expected.scales.is_contiguous()
+    assert all(p.is_contiguous() for p in layer.parameters())
+    assert torch.equal(layer.stored.dequantize(), expected.dequantize())
+    safetensors.torch.save_file(layer.state_dict(), tmp_path / "layer.safetensors")
+    assert torch.equal(safetensors.torch.load_file(tmp_path / "layer.safetensors")["weight_scale_inv"], expected.scales)
 
 
 @every_storage
