@@ -73,6 +73,7 @@ class Frozen:
         self._restored = scales.restored if scales else 0
         self._codes: dict[Members, Quantized] = {}
         self._transposed: dict[Members, Quantized] = {}
+        self._turned: dict[Members, Tensor] = {}  # scales of W' in rows, where its codes are a view
         self._amaxes_S: Tensor | None = None
         self._stay: bool | None = True if scales is None else None  # whether codes may; None: not known yet
 
@@ -88,7 +89,8 @@ class Frozen:
     @property
     def nbytes(self) -> int:
         """Bytes that are kept."""
-        return sum(Q.nbytes for Q in (*self._codes.values(), *self._transposed.values()))
+        codes = sum(Q.nbytes for Q in (*self._codes.values(), *self._transposed.values()))
+        return codes + sum(scales.nbytes for scales in self._turned.values())
 
     def codes(self, members: Members) -> Quantized | None:
         return self._codes.get(members) if self._stay else None
@@ -99,13 +101,18 @@ class Frozen:
             self._codes[members] = operand
 
     def transposed(self, members: Members, make: Callable[[], Tensor | Quantized], keep: bool) -> Tensor | Quantized:
-        """w' [K, N] for grad_input, from `make` unless it is kept; `keep` it."""
+        """w' [K, N] for grad_input, from `make` unless it is kept; `keep` it. Of a view the scales are kept in any case."""
         if members in self._transposed:
             return self._transposed[members]
         w_t = make()
-        if keep and self._stay and isinstance(w_t, Quantized) and not _capturing(w_t.codes):
-            w_t = self._transposed[members] = _contiguous(w_t)
-        return w_t
+        if not (self._stay and isinstance(w_t, Quantized)):
+            return w_t
+        if members not in self._turned and not _capturing(w_t.codes):
+            if keep:
+                w_t = self._transposed[members] = _contiguous(w_t)
+            elif not (w_t.codes.is_contiguous() or w_t.scales.is_contiguous()):  # turning them is a launch of its own
+                self._turned[members] = w_t.scales.contiguous()
+        return replace(w_t, scales=self._turned.get(members, w_t.scales))
 
     def note(self, weights: Sequence[Sequence[Tensor]], record: bool) -> None:
         """Delayed scaling, with the weights of each product: merge the amaxes of kept codes into the open slots. After the first

@@ -240,7 +240,7 @@ def _frozen(
     worth = b is not None or (b_t is not None and transposed)
     if storage is not None:  # it holds its codes; others beside them would cost the memory that storing it saved
         codes = b_t is not None and b_t.transposable and storage.same_codes(b_t)
-        worth = codes and transposed
+        worth = codes and (transposed or storage.scaling.varies_along_sum)  # whose scales are turned
     slots = [layer.first_slot + SLOTS["w"] for layer in layers] if any(q and q.delayed for q in (b, b_t)) else []
     same = not slots or (scales is not None and b == b_t and scales.spaced(slots))
     stay = can_stay(b) and can_stay(b_t) and is_own(weights) and in_one_process()

@@ -114,7 +114,7 @@ def _output(
     products = plan.products(group, members)
     kept = group.frozen.codes(members) if group.frozen else None
     w_q = products.w(plan.weight(held, members)) if kept is None else kept
-    if group.frozen:
+    if group.frozen and plan.layers[members[0]].storage is None:
         group.frozen.keep(members, w_q)
 
     def adapted(y_TN: Tensor, beta: float) -> Tensor:

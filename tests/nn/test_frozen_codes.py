@@ -310,7 +310,8 @@ def test_a_weight_that_is_not_finite_is_seen_each_time(quantized):
 def test_a_stored_weight_holds_its_codes_already(storage, quantized):
     layers, bare = (frozen(sk.FP8_BLOCK.store(storage)) for _ in range(2))
     step(layers, CODES)
-    assert layers["q"].frozen is None
+    held = layers["q"].frozen
+    assert held is None if storage is sk.QNF4 else held.nbytes == 0
     assert same(step(layers, CODES), step(bare, CODES.without("frozen")))
     got = step(layers, TRANSPOSED)
     assert same(got, step(bare, CODES.without("frozen")))
@@ -324,6 +325,38 @@ def test_a_stored_weight_holds_its_codes_already(storage, quantized):
         with torch.no_grad():
             each["k"].stored_scales[0].mul_(2)
     assert same(step(layers, TRANSPOSED), step(bare, CODES.without("frozen")))
+
+
+@pytest.mark.parametrize("recipe", [sk.FP8_BLOCK, sk.FP8_BLOCK.store(sk.QFP8)], ids=lambda r: r.name)
+def test_scales_of_a_transposed_view_are_turned_once(recipe, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.K", 640)
+    layers, bare = frozen(recipe), frozen(recipe)
+    never = CODES.without("frozen")
+    given = []
+    grad_input = products.Products.grad_input
+
+    def seen(self, dy_q, w_t, onto=None):
+        given.append(w_t)
+        return grad_input(self, dy_q, w_t, onto)
+
+    for _ in range(2):
+        assert same(step(layers, CODES), step(bare, never))
+    with monkeypatch.context() as patched:
+        patched.setattr(products.Products, "grad_input", seen)
+        step(layers, CODES), step(layers, CODES)
+    (first, second), held = given, layers["q"].frozen
+    assert not first.codes.is_contiguous()
+    assert first.scales.is_contiguous()
+    assert first.scales.data_ptr() == second.scales.data_ptr()
+    scales = 4 * 5 * sum(ROWS) // 128
+    codes = 0 if recipe.storage else K * sum(ROWS) + scales
+    assert held.nbytes == codes + scales
+    with torch.no_grad():
+        for each in (layers, bare):
+            changed = each["k"].stored_scales[0] if recipe.storage else each["k"].weight
+            changed.mul_(2)
+    assert same(step(layers, CODES), step(bare, never))
+    assert layers["q"].frozen is not held
 
 
 @pytest.mark.parametrize("recipe", [sk.QFP8, sk.QFP4, sk.QNF4.decode_once(), sk.BF16], ids=lambda r: r.name)

@@ -256,8 +256,8 @@ def a_layer(recipe: sk.Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[Work, W
     return two[0].less(one[0]), two[1].less(one[1])
 
 
-# beyond the planner's, a layer and micro-batch: merging the amaxes of kept codes of four groups; scales of W' turned
-BEYOND = {"fp8": {"maximum": 4}, "fp8-block": {"clone": 4}, "qfp8": {"clone": 4}}
+# beyond the planner's, a layer and micro-batch: merging the amaxes of kept codes of four groups
+BEYOND = {"fp8": {"maximum": 4}}
 RECIPES = [sk.BF16, sk.FP8, sk.FP8_ROWWISE, sk.FP8_BLOCK, sk.QFP8]
 
 
