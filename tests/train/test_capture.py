@@ -629,7 +629,7 @@ class TestRefused:
             (lambda: Draws(np.random.random), Replays, "the model draws random numbers on the host"),
             (Counts, Replays, "a forward changes attributes of the model"),
             (Toy, OutOfMemory, "there is not enough memory"),
-            (Toy, Forgets, "the loss of a replay is off by 1 of its norm, where two eager steps differ by 0"),
+            (Toy, Forgets, "the loss of a replay is off by 1 of its norm, where eager steps differ by 0"),
             (Toy, Invalid, "the step reads the random state, as torch's checkpoint does"),
         ],
     )
