@@ -83,9 +83,7 @@ def _native(kind: Kind, a: Quantized, b: Quantized, dtype: torch.dtype, fast: bo
     match kind:
         case "block":
             rows = b.quantizer.scaling.tile()[0]
-            return native.block_mm(
-                a.codes, a.scales, b.codes, b.scales, rows=rows, out_dtype=dtype, fast_accumulation=fast
-            )
+            return native.block_mm(a.codes, a.scales, b.codes, b.scales, rows=rows, out_dtype=dtype)
         case "mx":
             return native.mx_mm(a.codes, a.scales, b.codes, b.scales, out_dtype=dtype)
         case "nv":

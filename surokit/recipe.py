@@ -32,7 +32,8 @@ ROLES = {"forward": ("x", "w"), "grad_input": ("dy", "w"), "grad_weight": ("dy",
 class Gemm:
     """The quantizers of a product's two operands, in the order they are written above; None stays bfloat16.
 
-    `fast_accumulation` lets Hopper's tensor cores keep partial sums at lower precision; the recipes use it forward only.
+    `fast_accumulation` lets Hopper's tensor cores keep partial sums at lower precision where a scale is a tensor's or a row's; the
+    recipes use it forward only.
     """
 
     a: Quantizer | None = None

@@ -95,9 +95,11 @@ def block_mm(
     *,
     rows: int,
     out_dtype: torch.dtype,
-    fast_accumulation: bool = False,
 ) -> Tensor:
-    """y_MN for E4M3 codes, a with a float32 scale for every 1 x 128 block and b for every `rows` x 128, rows 1 or 128."""
+    """y_MN for E4M3 codes, a with a float32 scale for every 1 x 128 block and b for every `rows` x 128, rows 1 or 128.
+
+    cuBLAS sums such blocks in one way only, and refuses fast accumulation.
+    """
     M, N = a_codes_MK.shape[0], b_codes_NK.shape[0]
     # cuBLAS takes columns of scales that begin at 16 bytes, so M is padded too
     a_codes_MK, b_codes_NK = _rows(_pad(a_codes_MK, 128, 16)), _rows(_pad(b_codes_NK, 128, max(rows, 16)))
@@ -114,7 +116,6 @@ def block_mm(
         b_scales,
         b_scaling,
         output_dtype=_result_type(out_dtype),
-        use_fast_accum=fast_accumulation,
     )
     return y_MN[:M, :N].to(out_dtype)
 

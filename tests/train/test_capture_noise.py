@@ -71,16 +71,16 @@ class Gaps:
 
 
 def _recorded(recipe: sk.Recipe, monkeypatch: pytest.MonkeyPatch, layers: int = LAYERS) -> tuple[float, float]:
-    """The gaps of gradients of two eager steps and of the replay, of a session whose steps became graphs."""
+    """The largest gap of gradients of two eager steps, and the replay's, of a session whose steps became graphs."""
     gaps = Gaps(monkeypatch)
     session = graphed(decoder(recipe, layers=layers))
     session.run(capture.WARMUP + 1)
     assert session.graphs.state == "on", session.graphs
-    noise, gap = gaps.seen
+    noise, gap, *others = gaps.seen  # others: of further eager steps, where the first two were alike by chance
     assert noise[0] == gap[0] == 0.0  # a forward is the same each time
     assert noise[1] > 0.0
     assert gap[1] > 0.0
-    return noise[1], gap[1]
+    return max(between for _, between in (noise, *others)), gap[1]
 
 
 @pytest.mark.soak
