@@ -322,34 +322,6 @@ def keep_decoded(model: nn.Module) -> str:
     return f"{_of_decoded(kept)}; recipe.decode_once(False) saves them" if keep else ""
 
 
-def transposed_bytes(model: nn.Module) -> int:
-    """Bytes of the codes of W' that a fused model can keep of its frozen weights, for products that its device computes."""
-    return sum(_transposed_bytes(layer) for _, layer in linear_layers(model) if isinstance(layer, Linear))
-
-
-def keep_transposed(model: nn.Module, keep: bool) -> None:
-    """Keep the codes of W' wherever `Fusion.frozen` leaves that open, or let go what was kept."""
-    for _, layer in linear_layers(model):
-        if isinstance(layer, Linear):
-            layer.keeps_transposed = keep
-            if not keep:
-                layer.frozen = None
-
-
-def _transposed_bytes(layer: Linear) -> int:
-    gemm = layer.precision.recipe.grad_input if layer.precision else None
-    if (
-        gemm is None
-        or gemm.b is None
-        or layer.weight.requires_grad
-        or not computes(gemm.a, gemm.b, layer.weight.device)
-    ):
-        return 0
-    if layer.storage is not None and not (gemm.b.transposable and layer.storage.same_codes(gemm.b)):
-        return 0
-    return round(layer.out_features * layer.in_features * gemm.b.bits / 8)
-
-
 def _is_on_cpu(layer: Linear) -> bool:
     return layer.weight.device.type == "cpu"
 

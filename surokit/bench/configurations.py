@@ -76,7 +76,7 @@ class Configuration:
     recipe: str = "bf16"
     train: Train = "lora"
     without: tuple[str, ...] = ()
-    frozen: Literal["auto", "no", "codes", "transposed"] = "auto"
+    frozen: Literal["no", "codes", "transposed"] = "codes"
     recompute: Literal["none", "selective", "full"] = "none"
     graphs: bool = True
     compile: bool = False
@@ -91,7 +91,7 @@ class Configuration:
     def changes(self) -> tuple[str, ...]:
         """What is not as it is by default, in words."""
         words = ["nothing fused"] if set(self.without) == set(FUSIONS) else [f"without {name}" for name in self.without]
-        words += [f"frozen={self.frozen}"] if self.frozen != "auto" else []
+        words += [f"frozen={self.frozen}"] if self.frozen != "codes" else []
         words += [f"recompute={self.recompute}"] if self.recompute != "none" else []
         words += ["eager"] if not self.graphs and not self.compile else []
         words += ["torch.compile"] if self.compile else []
@@ -245,12 +245,12 @@ def _parts() -> Iterator[Part]:
                 "8b lora fp8: backward's products",
                 Configuration("8b", "fp8"),
                 {"fast_dx": True},
-                {"frozen": "codes"},
+                {"frozen": "transposed"},
             ),
             _apart(
                 "8b lora qfp8: memory",
                 large,
-                {"frozen": "codes"},
+                {"frozen": "transposed"},
                 {"frozen": "no"},
                 {"recompute": "selective"},
                 {"recompute": "full"},

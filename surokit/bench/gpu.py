@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -450,8 +450,7 @@ def planned(c: Configuration, shape: Mapping[str, Any], work: Work, gpu: Gpu | N
         accumulate=work.accumulate,
         recompute=c.recompute,
         optimizer=c.optimizer,
-        # a session that finds the room keeps W', so it is kept free
-        fusion=replace(c.fusion, frozen="transposed") if c.fusion.frozen == "auto" else c.fusion,
+        fusion=c.fusion,
         graphs=c.graphs and not unplanned and gpu is not None and gpu.device != "cpu",
         gpu=gpu,
     )

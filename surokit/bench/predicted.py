@@ -1,10 +1,10 @@
 """What the planner expects of the fused step on an H100 and an H200, beside the bars of speed. Nothing here is measured.
 
-Every configuration of the targets' table is planned with fusing, CUDA graphs and the codes of frozen weights kept, those of W' too
-where they fit, as a session does it. That is planned at three sets of rates: assumed ones, which make the prediction; those that
-large products and copies are said to reach; and the datasheet's, which few runs reach. The assumed ones fit a model of 8B: the
-products of small ones reach less. Attention is taken as FlashAttention-2's in all three. What is assumed goes into the raw file.
-Where a step does not fit the GPU, it is planned with the first recompute that makes it fit.
+Every configuration of the targets' table is planned with fusing, CUDA graphs and the codes of frozen weights kept, at three sets of
+rates: assumed ones, which make the prediction; those that large products and copies are said to reach; and the datasheet's, which
+few runs reach. The assumed ones fit a model of 8B: the products of small ones reach less. Attention is taken as FlashAttention-2's
+in all three. What is assumed goes into the raw file. Where a step does not fit the GPU, it is planned with the first recompute that
+makes it fit.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ def run(devices: Sequence[str] = DEVICES, measured: Path | None = None) -> dict[
     return {
         "benchmark": "predicted by the planner, not measured",
         "settings": {
-            "step": f"{Work()} tokens, LoRA of rank {Work().rank}, fused, CUDA graphs, codes of frozen weights and "
-            "of their transposes kept"
+            "step": f"{Work()} tokens, LoRA of rank {Work().rank}, fused, CUDA graphs, codes of frozen weights kept"
         },
         "environment": environment(),
         "assumed": {**{f"{name} rates": words for name, (_, words) in RATES.items()}, **ASSUMED},
@@ -150,11 +149,10 @@ def _rows(gpu: Gpu) -> Iterator[dict[str, Any]]:
 
 def _row(target: Target, gpu: Gpu) -> dict[str, Any]:
     assumed = at("assumed", gpu)
-    plan = planned(target, assumed, fusion="fused", graphs=True, transposed="on the fly")
+    plan = planned(target, assumed, fusion="fused", graphs=True)
     recompute = next((how for how in ("none", "selective") if plan.but(recompute=how).fits()), "full")
-    turned, unfused = plan.but(recompute=recompute), planned(target, assumed, recompute=recompute)
-    kept = turned.but(transposed="cached")
-    plan = kept if kept.fits() else turned  # as a session decides
+    plan, unfused = plan.but(recompute=recompute), planned(target, assumed, recompute=recompute)
+    cached = plan.but(transposed="cached")
     step, kernels, fits = _estimate(plan), _kernels(plan), plan.fits()
     return {
         "gpu": gpu.name,
@@ -175,9 +173,9 @@ def _row(target: Target, gpu: Gpu) -> dict[str, Any]:
         "peak_gib": plan.memory.peak_gib,
         "kernels": kernels,
         "kernels unfused": _kernels(unfused),
-        "W' kept": {
-            "adds_gib": plan.memory.gib - turned.memory.gib,
-            "saves_ms": _estimate(turned).step_ms - step.step_ms,
+        "W' cached": {
+            "adds_gib": cached.memory.gib - plan.memory.gib,
+            "saves_ms": step.step_ms - _estimate(cached).step_ms,
         },
     }
 
@@ -208,7 +206,7 @@ def table(data: Mapping[str, Any]) -> str:
     ]
     step = [
         *(*_NAMES, "MFU", "ms a step", *_PHASES, "GiB"),
-        *("kernels a step", "kernels unfused", "W' kept"),
+        *("kernels a step", "kernels unfused", "with W' cached"),
     ]
     return "\n\n".join(
         [
@@ -291,13 +289,13 @@ def _speed(row: Mapping[str, Any], measured: bool) -> list[str]:
 
 
 def _step(row: Mapping[str, Any]) -> list[str]:
-    kept = row["W' kept"]
+    cached = row["W' cached"]
     return [
         *(*_name(row), f"{row['mfu']:.0%}", f"{row['step_ms']:,.1f}"),
         *(f"{row['ms by phase'][name]:,.1f}" if row["ms by phase"][name] else "" for name in _PHASES),
         f"{row['gib']:.1f}" + ("" if row["recompute"] == "none" else f", recompute {row['recompute']}"),
         *(f"{row[name]:,}" for name in ("kernels", "kernels unfused")),
-        f"{kept['adds_gib']:+.1f} GiB, {-kept['saves_ms']:+.1f} ms" if kept["adds_gib"] else "",
+        f"{cached['adds_gib']:+.1f} GiB, {-cached['saves_ms']:+.1f} ms" if cached["adds_gib"] else "",
     ]
 
 
@@ -325,7 +323,7 @@ def _passes(row: Mapping[str, Any]) -> str:
 def _assumptions(data: Mapping[str, Any]) -> list[str]:
     head = (
         "Every figure is a prediction: milliseconds of forward, of what backward computes again, of backward, of the optimizer and "
-        "of the gaps between kernels; MFU of the dense bf16 peak whatever the recipe; W' kept, what keeping codes of frozen "
-        "weights' transposes adds to memory and time. Assumed are:"
+        "of the gaps between kernels; MFU of the dense bf16 peak whatever the recipe; with W' cached, the transpose of frozen "
+        "weights is kept. Assumed are:"
     )
     return [head, ""] + [f"- {k}: {v}" for k, v in data["assumed"].items()]

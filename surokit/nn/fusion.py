@@ -15,7 +15,7 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
-Frozen = Literal["auto", "no", "codes", "transposed"]
+Frozen = Literal["no", "codes", "transposed"]
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -30,8 +30,7 @@ class Fusion:
     adapters: one product for the A of all layers that read one input; B and the layer's own product meet in its output.
     qk: the normalization of queries and keys and their rotation, in one pass.
     frozen: what is kept of a frozen weight that is quantized for its products: nothing (it is quantized every time), its codes,
-        or its codes and those of its transpose, which the gradient's product reads. "auto" keeps the codes, and those of the
-        transpose where a session finds that its GPU has room for them. A stored weight is its codes already; one whose
+        or its codes and those of its transpose, which the gradient's product reads. A stored weight is its codes already; one whose
         products take decoded values (QFP8 without native blocks) is decoded for each of them, whatever is said here.
     recompute: what backward computes again instead of keeping: nothing; the outputs of RMSNorm and SwiGLU; or a whole block,
         of which only the input is kept.
@@ -47,7 +46,7 @@ class Fusion:
     joint: bool = True
     adapters: bool = True
     qk: bool = True
-    frozen: Frozen = "auto"
+    frozen: Frozen = "codes"
     recompute: Recompute = "none"
 
     def __post_init__(self) -> None:

@@ -204,7 +204,7 @@ def _group(
         backward=backward,
         trains=any(trains),
         frozen=_frozen(first, recipe, scales, tensors, layers, outputs, fusion),
-        keeps_transposed=_keeps_transposed(first, fusion),
+        keeps_transposed=fusion.frozen == "transposed",
     )
 
 
@@ -236,26 +236,22 @@ def _frozen(
     """Where the first layer keeps the codes of the group's weights; None where there are none to keep."""
     weights = [t.w for t in tensors] + [s for layer in layers for s in layer.w_scales]
     b, b_t, storage = recipe.forward.b, recipe.grad_input.b, layers[0].storage
-    transposed = _keeps_transposed(keeper, fusion)
-    worth = b is not None or (b_t is not None and transposed)
+    worth = b is not None or (b_t is not None and fusion.frozen == "transposed")
     if storage is not None:  # it holds its codes; others beside them would cost the memory that storing it saved
         codes = b_t is not None and b_t.transposable and storage.same_codes(b_t)
-        worth = codes and (transposed or storage.scaling.varies_along_sum)  # whose scales are turned
+        turned = storage.scaling.varies_along_sum and not storage.packed  # its scales are, where W' is a view
+        worth = codes and (fusion.frozen == "transposed" or turned)
     slots = [layer.first_slot + SLOTS["w"] for layer in layers] if any(q and q.delayed for q in (b, b_t)) else []
     same = not slots or (scales is not None and b == b_t and scales.spaced(slots))
     stay = can_stay(b) and can_stay(b_t) and is_own(weights) and in_one_process()
     if fusion.frozen == "no" or not (worth and same and stay):
         keeper.frozen = None
         return None
-    what = (recipe.gemms, storage, outputs, slots, transposed)
+    what = (recipe.gemms, storage, outputs, slots, fusion.frozen)
     scales = scales if slots else None
     if keeper.frozen is None or not keeper.frozen.serves(weights, what, scales):
         keeper.frozen = Frozen(weights, what, scales, slots)
     return keeper.frozen
-
-
-def _keeps_transposed(keeper: Linear, fusion: Fusion) -> bool:
-    return fusion.frozen == "transposed" or (fusion.frozen == "auto" and keeper.keeps_transposed)
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:

@@ -108,7 +108,6 @@ class Linear(nn.Linear):
     storage: Quantizer | None = None
     storage_key: str = ""  # as the products know it
     keeps_decoded: bool = False  # keeps a stored weight that forward decodes: for backward, on a CPU for good
-    keeps_transposed: bool = False  # keeps codes of a frozen weight's transpose, where its fusion leaves that open
     lora_alpha: float = 0.0
     _before: _BeforeMerging | None = None
     frozen: Frozen | None = None  # codes of its weight and its siblings', where a stage keeps them

@@ -18,8 +18,7 @@ from surokit.planner.flops import Recompute
 class Fused:
     """What is computed together, and what is kept of a frozen weight that is quantized for its products.
 
-    The fields are those of `surokit.nn.fusion.Fusion`; `frozen` "codes" keeps the weight's codes, "transposed" those of W' too. Its
-    "auto" is planned as "codes": whether W' has room, a session measures, and then a plan of its model says so.
+    The fields are those of `surokit.nn.fusion.Fusion`; `frozen` "codes" keeps the weight's codes, "transposed" those of W' too.
     """
 
     norm: bool = True
@@ -27,7 +26,7 @@ class Fused:
     joint: bool = True
     adapters: bool = True
     qk: bool = True
-    frozen: Literal["auto", "no", "codes", "transposed"] = "codes"
+    frozen: Literal["no", "codes", "transposed"] = "codes"
 
     def __bool__(self) -> bool:
         """Whether anything is fused, or kept."""
@@ -58,7 +57,7 @@ def read_fusion(fusion: Any, transposed: Transposed | None, recompute: Recompute
         raise ValueError("transposed='cached' keeps W' beside the codes of a fused step: give fusion='fused' too.")
     if transposed == "cached":
         found = replace(found, frozen="transposed")
-    elif found.frozen == "auto" or (transposed == "on the fly" and found.frozen == "transposed"):
+    elif transposed == "on the fly" and found.frozen == "transposed":
         found = replace(found, frozen="codes")
     return found, recompute or "none"
 

@@ -166,11 +166,9 @@ def _recipe(model: Any, adapters: _Adapters) -> Any:
 
 
 def _fusion(model: Any) -> dict[str, Any]:
-    from surokit.models.fuse import Fusion, fusion_of
+    from surokit.models.fuse import fusion_of
 
     fusion = fusion_of(model)
-    if (fusion or Fusion()).frozen == "auto" and any(getattr(m, "keeps_transposed", False) for m in model.modules()):
-        fusion = replace(fusion or Fusion(), frozen="transposed")  # as its session decided
     checkpointed = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
     recompute = getattr(fusion, "recompute", None)
     return {"fusion": fusion, "recompute": "full" if checkpointed and recompute in (None, "none") else recompute}

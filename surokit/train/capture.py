@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from surokit.nn.delayed import amaxes_of, kept_amaxes
-from surokit.train.cuda_graphs import Refused, Stale, broken_by_others, out_of_memory, reason_of
+from surokit.train.cuda_graphs import Refused, Stale, broken_by_others, reason_of
 from surokit.train.fingerprint import Fingerprint
 from surokit.train.optim import AdamW
 from surokit.train.random_state import kept
@@ -186,11 +186,6 @@ class Graphs:
         self._change()
         return self._changed
 
-    def begin_anew(self) -> None:
-        """Forgets graphs that read what was given back."""
-        if self._parts:
-            self._anew("codes of W' were given back")
-
     def make_room(self) -> bool:
         """Gives up graphs that leave no memory for an eager step; False where there are none."""
         if not self._parts:
@@ -228,13 +223,10 @@ class Graphs:
             return self._record(parts, wanted) or self._stays_eager("not finite, so graphs could not be checked")
         except Exception as error:
             why, later = reason_of(error), isinstance(error, Stale) or broken_by_others(error)
-            short = out_of_memory(error)
         except BaseException:
             self._forget()
             raise
-        if later or (
-            short and self._engine.spare.give_back()
-        ):  # out here, where the error does not hold a step's memory
+        if later:  # out here, where the error does not hold a step's memory
             return self._anew(why)
         self._refuse(why)
         return False

@@ -124,10 +124,6 @@ def broken_by_others(error: BaseException) -> bool:
     return BROKEN in str(_chain(error)[-1])
 
 
-def out_of_memory(error: BaseException) -> bool:
-    return any(isinstance(each, torch.OutOfMemoryError) for each in _chain(error))
-
-
 def _chain(error: BaseException) -> list[BaseException]:
     """An error and what led to it, the first of all last."""
     chain = [error]
@@ -142,7 +138,7 @@ def reason_of(error: BaseException) -> str:
     said = " ".join(map(str, chain))
     if isinstance(error, Refused):
         return str(error)
-    if out_of_memory(error):
+    if any(isinstance(e, torch.OutOfMemoryError) for e in chain):
         return "there is not enough memory to hold graphs beside the eager step"
     if broken_by_others(error):
         return "recording was broken off, as by another thread that waits for the whole device"

@@ -27,7 +27,7 @@ def describe(session: Session, total: int | None, started: float, light: Light, 
     recipe = session.recipe
     return RunInfo(
         title=title_of(session),
-        recipe="; ".join(filter(None, (str(recipe) if recipe else "", session.decoded, session.engine.spare.words))),
+        recipe="; ".join(filter(None, (str(recipe) if recipe else "", session.decoded))),
         numerics=session.numerics,
         model=type(session.model).__name__,
         device=device_name(session.device),

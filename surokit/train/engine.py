@@ -22,7 +22,6 @@ from surokit.train.cuda_graphs import CudaGraphs
 from surokit.train.optim import gradient_norm
 from surokit.train.random_state import RandomState
 from surokit.train.setup import device_of, loss_of, mean_over, targets_in
-from surokit.train.spare import Spare
 from surokit.train.stream import Batch
 
 T = TypeVar("T")
@@ -55,7 +54,6 @@ class Engine:
         self.forward: Callable[..., Any] | None = None
         self.fallbacks: list[str] = []  # what runs in another way than was asked for, until somebody was told
         self._compiled_for: set[torch.Size] = set()
-        self.spare = Spare(model, self.device)
         self.wants_graphs = graphs
         self._off = "switched off" if not graphs else "" if device_graphs else why_not(model, optimizer)
         if graphs is True and self._off:
@@ -143,26 +141,17 @@ class Engine:
         return found
 
     def with_room(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
-        """What the work gives. What leaves it no memory is given up, codes of W' and then graphs, and it begins again with the same
-        random numbers."""
-        if self._graphs is None and not self.spare.words:
+        """What the work gives. Graphs that leave it no memory are given up, and it begins again with the same random numbers."""
+        if self._graphs is None:
             return work(*args, **options)
         random = RandomState.capture(self.device, torch_only=True)
-        while True:
-            try:
-                return work(*args, **options)
-            except torch.OutOfMemoryError:
-                if not self._make_room():
-                    raise
-            random.restore()  # out here, where the error does not hold a step's memory
-
-    def _make_room(self) -> bool:
-        """Gives up what makes steps faster and takes memory; False where nothing is left."""
-        if self.spare.give_back():
-            if self._graphs is not None:
-                self._graphs.begin_anew()
-            return True
-        return self._graphs is not None and self._graphs.make_room()
+        try:
+            return work(*args, **options)
+        except torch.OutOfMemoryError:
+            if not self._graphs.make_room():
+                raise
+        random.restore()  # out here, where the error does not hold a step's memory
+        return work(*args, **options)
 
     def eager(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """The gradients, operation by operation; what others left in .grad is no part of them."""
@@ -198,7 +187,6 @@ class Engine:
     def update(self, loss: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Clips, masks what is not finite, and steps the optimizer; loss, grad_norm, skipped and targets on the device."""
         norm, bad = (self._graphs.update() if self._graphs is not None else None) or self.change(loss)
-        self.spare.after_update()
         return {"loss": loss, "grad_norm": norm, "skipped": bad, "targets": targets}
 
     @torch.no_grad()

@@ -50,7 +50,7 @@ def test_each_technique_is_switched_off_in_turn():
         "torch.compile",
         "without prefetch",
         "flash attention",
-        "frozen=codes",
+        "frozen=transposed",
         "dx summed fast",
         "recompute=selective",
     }

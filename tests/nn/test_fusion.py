@@ -19,7 +19,7 @@ def test_everything_is_on_by_itself_and_off_in_off():
 def test_it_is_frozen_and_prints_what_is_on():
     with pytest.raises(FrozenInstanceError):
         Fusion().norm = False  # type: ignore[misc]
-    assert str(Fusion()) == "norm gate joint adapters qk frozen=auto"
+    assert str(Fusion()) == "norm gate joint adapters qk frozen=codes"
     assert (
         str(Fusion(frozen="no", recompute="selective").without("qk", "gate"))
         == "norm joint adapters recompute=selective"
@@ -33,7 +33,7 @@ def test_unknown_words_are_named():
         ValueError, match="no rope, mlp: without.. knows norm, gate, joint, adapters, qk, frozen, recompute"
     ):
         Fusion().without("norm", "rope", "mlp")
-    with pytest.raises(ValueError, match="frozen='yes'.*one of auto, no, codes, transposed"):
+    with pytest.raises(ValueError, match="frozen='yes'.*one of no, codes, transposed"):
         Fusion(frozen="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="recompute='some'.*one of none, selective, full"):
         Fusion(recompute="some")  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ def test_what_was_applied_and_fused_is_planned():
     assert found.trained_parameters == trained
     assert found.source == (
         f"Taken from the live Decoder: recipe qfp8, adapters of rank 16, {trained:,} parameters train, "
-        "fused (norm gate joint adapters qk frozen=auto recompute=full), bf16, on a CPU"
+        "fused (norm gate joint adapters qk frozen=codes recompute=full), bf16, on a CPU"
     )
     assert str(found).splitlines()[1].strip() == found.source
     assert found.source in found._repr_html_()
@@ -74,7 +74,7 @@ def test_what_is_given_goes_before_what_the_model_has():
     given = plan(model, recipe="fp8", fusion="none", recompute="none", dtype="fp32", gpu="cpu", **RUN)
     assert given.memory.gib == plan(CONFIG, recipe="fp8", dtype="fp32", gpu="cpu", **RUN).memory.gib
     assert given.source == ""
-    fused = "norm gate joint adapters qk frozen=auto recompute=full"
+    fused = "norm gate joint adapters qk frozen=codes recompute=full"
     assert given.notes[:3] == (
         "recipe fp8 is planned as given; the live Decoder has qfp8 with adapters of rank 16",
         f"the fusion is planned as given; the live Decoder has: {fused}",
