@@ -142,7 +142,7 @@ def float32_precision() -> str:
 class Finding:
     """One line of the doctor's table.
 
-    state: ok, busy, native, float32 (products are computed in it), emulated, slower (than the form that is missed), missing or low.
+    state: ok, busy, native, float32 (products are computed in it), emulated, slower (a faster form cannot be used), missing or low.
     remedy: empty where none is needed.
     """
 

@@ -27,7 +27,8 @@ class Quantized:
     """A quantized matrix [M, K]: x is about codes * scales (* second).
 
     codes: [M, K], one byte an element, or [M, ceil(K / 2)] uint8 with two codes a byte. scales: decode scales, one a tile;
-    float32, E8M0 bytes (MX), E4M3 bytes (NV) or 8-bit codes (NF4, double). second: scales of the scales, where there are any.
+    float32, E8M0 bytes (MX), E4M3 bytes (NV) or 8-bit codes (NF4, double); those of 1 x C blocks lie in memory column by column,
+    as tensor cores read them (`.contiguous()` puts them in rows). second: scales of the scales, where there are any.
     rows, columns: M and K. A rotated matrix holds the codes of the rotated rows, K rounded up to the rotation's width.
     """
 

@@ -408,7 +408,7 @@ def _ceilings(name: str, each: Mapping[str, Any]) -> str:
 
 
 def _choices(each: Mapping[str, Any]) -> Iterator[str]:
-    """What serves the transposes of codes, and of all operations what is not served by its first choice."""
+    """Says what transposes codes, and which operations are not served by the first choice of kernel."""
     backends = {row["op"]: row["backend"] for row in each["choices"] if row["op"].startswith("transpose")}
     yield f"Codes are transposed by {' and '.join(dict.fromkeys(backends.values()))} ({', '.join(backends)})"
     if "missed" in each:

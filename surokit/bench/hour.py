@@ -381,11 +381,9 @@ def _read(path: Path, known: Sequence[Step], rehearse: bool) -> dict[str, Any]:
 
 
 def _problems(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
-    """What a step's file has come to say of what failed, is unchecked or has not its first choice of kernel."""
+    """What a step's file has come to say of what failed or is unchecked."""
     news = {key: each for key, each in after.items() if before.get(key) != each and isinstance(each, dict)}
-    why = {
-        key: str(each.get("failed") or each.get("unchecked") or each.get("missed") or "") for key, each in news.items()
-    }
+    why = {key: str(each.get("failed") or each.get("unchecked") or "") for key, each in news.items()}
     return {key: words for key, words in why.items() if words}
 
 

@@ -59,7 +59,7 @@ NOT_TAKEN = {"adamw"}
 
 @dataclass(frozen=True)
 class Choice:
-    """What serves an operation on a device, and why; `missed` says why a form that comes before it does not."""
+    """What serves an operation on a device, and why; `missed` says why a faster form is not used."""
 
     op: str
     backend: str

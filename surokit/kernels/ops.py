@@ -75,7 +75,7 @@ def best(function: Function, device: torch.device) -> Function:
 class Serving(NamedTuple):
     """What serves a reference function: the folder of kernels/ that holds it, the function, and why.
 
-    missed: why a form that comes before it does not serve; "" where there is none.
+    missed: why a faster form is not used; "" where there is none.
     """
 
     folder: str

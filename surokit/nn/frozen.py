@@ -101,7 +101,10 @@ class Frozen:
             self._codes[members] = operand
 
     def transposed(self, members: Members, make: Callable[[], Tensor | Quantized], keep: bool) -> Tensor | Quantized:
-        """w' [K, N] for grad_input, from `make` unless it is kept; `keep` it. Of a view the scales are kept in any case."""
+        """Returns w' [K, N] for grad_input: what is kept, or what `make` gives, which is kept from then on if `keep` says so.
+
+        Where its codes are a view of those of w, its scales are kept in rows all the same.
+        """
         if members in self._transposed:
             return self._transposed[members]
         w_t = make()
@@ -112,7 +115,8 @@ class Frozen:
                 w_t = self._transposed[members] = _contiguous(w_t)
             elif not (w_t.codes.is_contiguous() or w_t.scales.is_contiguous()):  # turning them is a launch of its own
                 self._turned[members] = w_t.scales.contiguous()
-        return replace(w_t, scales=self._turned.get(members, w_t.scales))
+        turned = self._turned.get(members)
+        return w_t if turned is None else replace(w_t, scales=turned)
 
     def note(self, weights: Sequence[Sequence[Tensor]], record: bool) -> None:
         """Delayed scaling, with the weights of each product: merge the amaxes of kept codes into the open slots. After the first

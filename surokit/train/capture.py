@@ -45,9 +45,7 @@ TOLERANCE = 0.02  # of a gradient's norm: atomic additions take another order ev
 NOISE = (
     3.0  # times the gap of two eager runs: rounding to few bits makes much of a little, the more the deeper a model is
 )
-COMPARED = (
-    3  # times that an eager step may be run to know the noise: in few bits it is little in one step and much in another
-)
+COMPARED = 3  # eager steps that the first is compared with, at most: in few bits noise is now little, now much
 SMALL = 1 << 28  # bytes of gradients that may be there twice
 
 
@@ -264,8 +262,11 @@ class Graphs:
         for _ in range(COMPARED - 1):
             if not _beyond(gaps, noise):
                 break
-            with self._undone():
-                other = _gaps(self._rehearsed(parts), expected)
+            try:
+                with self._undone():
+                    other = _gaps(self._rehearsed(parts), expected)
+            except torch.OutOfMemoryError:  # graphs hold memory by now; then what is known decides
+                break
             noise = max(noise[0], other[0]), max(noise[1], other[1])
         if why := _beyond(gaps, noise):
             raise Refused(why)
