@@ -96,7 +96,7 @@ class FusedStep(Step):
         yield from self._moved("norm", "last norm", 1, s.width, layered=False)
         turned = blocks * (s.query_width + s.kv_width)
         if self.fusion.qk:
-            backward, launches = (3, 3 if self.base_trains else 1) if s.qk_norm else (2, 1)
+            backward, launches = (3, 4 if self.base_trains else 1) if s.qk_norm else (2, 1)
             yield from self._one("q and k", blocks, turned, 2 * e, backward * e, (1, launches))
             if self._joins("forward", self.groups["attention"][0].quantized > 0, self.groups["attention"]):
                 # v goes into the one gradient that the product reads, and without norms out of what it wrote
@@ -121,7 +121,7 @@ class FusedStep(Step):
         launches = 1 + (codes if self.x_codes is not None and self.x_codes.delayed else 0.0)
         twice = self.base_trains and (self._in_rows("grad_weight") or self._writes_both_scales(reads))
         bytes_ = (forward + values) * e + codes * self.x_bytes * (2 if twice else 1)
-        back = 3 if normed and self.base_trains else 1
+        back = 2 if normed and self.base_trains else 1
         yield from self._one(name, blocks, blocks * width, bytes_, backward * e, (launches, back), blind=blind)
         if self.setup.recompute == "selective" and self.backward and self._wants_values(reads):
             # a norm's in a kernel of its own, a gate's beside its gradient

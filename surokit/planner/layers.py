@@ -166,7 +166,7 @@ def quantize(step: Pass, role: str, q: Any, elements: float, width: int, ways: i
     """One operand's codes and scales, in `ways` orientations."""
     reads = _reads(q, ways)
     # a delayed scale's first launch reads the operand only where no amax is in force yet (kernels/triton/delayed.py)
-    launches = 2 if q.delayed else reads
+    launches = 2 if q.delayed else reads + _clears(q, ways)
     return Kernel(step, "quantize", 0.0, elements * (reads * width + ways * q.bits / 8), launches, role=role)
 
 
@@ -181,6 +181,12 @@ def _reads(q: Any, ways: int) -> int:
             return ways
         case _:
             return 1
+
+
+def _clears(q: Any, ways: int) -> int:
+    """Launches that clear the largest magnitudes of a tensor, or of columns, before many programs raise them."""
+    kind = type(q.scaling).__name__
+    return int(kind == "PerTensor" or (kind == "PerRow" and ways == 2))
 
 
 def turn(step: Pass, role: str, q: Any, elements: float) -> Kernel:
