@@ -43,6 +43,7 @@ from tests.train.ranks import (
     Case,
     Result,
     halves,
+    is_sharded,
     loss_of,
     make,
     records,
@@ -70,6 +71,8 @@ def one_thread() -> Iterator[None]:
 
 def case_of(ranks: list[dict[str, Result]], name: str) -> list[Result]:
     """What each rank found in a case; fails with what ended the ranks where one did not finish it."""
+    if not is_sharded(CASES[name.removesuffix(" in a session")]):
+        pytest.skip("torch before 2.13 shards no parameters of integers, in which codes of 4 bits are kept")
     if any("error" in found.get(name, {"error": "not reached"}) for found in ranks):
         ends = [
             f"rank {i}, {last}:\n{found[last]['error']}" for i, found in enumerate(ranks) for last in [list(found)[-1]]
