@@ -932,8 +932,9 @@ class TestCudaGraphs:
         graphs = cuda_graphs.CudaGraphs(self.device)
         with pytest.raises(RuntimeError, match="during capture"):
             graphs.record(lambda: None)
+        given_back = ["release"] * (torch.__version__ < "2.13")  # from then on torch does so itself
         mended = ["generator gets another state"] * stuck + ["generator set to state"]
-        assert cuda.log[1:] == ["reset", "endAllocateTo", *mended]
+        assert cuda.log[1:] == ["reset", "endAllocateTo", *given_back, *mended]
         assert graphs.mended == stuck
 
     @pytest.mark.parametrize(
