@@ -134,7 +134,8 @@ class Meter:
         if self.device.type == "cuda":
             yield
             return
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as listener:
+        # without acc_events torch 2.11 warns that it clears the events of earlier cycles, of which there are none
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as listener:
             yield
         assert listener.profiler is not None
         results = listener.profiler.kineto_results

@@ -114,15 +114,14 @@ def _ways(steps: int) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
 
     from surokit.profiler import profile
     from surokit.profiler.monitor import Monitor
-    from surokit.profiler.tracer import without_chatter
+    from surokit.profiler.tracer import new_trace, start, without_chatter
 
     class Torch:
         """torch.profiler without the lines that it prints when it starts and stops."""
 
         def __enter__(self) -> None:
-            self.tracer = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-            with without_chatter():
-                self.tracer.start()
+            self.tracer = new_trace([torch.profiler.ProfilerActivity.CPU])
+            start(self.tracer)
 
         def __exit__(self, *error: object) -> None:
             with without_chatter():

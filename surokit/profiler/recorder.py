@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.modules import module as torch_module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from surokit.profiler import watch as watching
 from surokit.profiler.recording import Costs, Recording, Shaped
 from surokit.profiler.timeline import Kind, Timeline
 from surokit.profiler.tracer import (
+    LEAVES_OUT,
     Part,
     Tracer,
     back_to_back,
@@ -92,6 +94,8 @@ class Recorder:
         self._hooks.callback(torch_module.register_module_forward_pre_hook(self._before_module).remove)
         leaving = torch_module.register_module_forward_hook(watch.leave_module, always_call=True)
         self._hooks.callback(leaving.remove)
+        if LEAVES_OUT:
+            self._hooks.callback(register_optimizer_step_pre_hook(self._tracer.step_begins).remove)
         self._hooks.enter_context(ignoring_warning("Using `torch.compile"))
         watching.enter_context(watched_reads(watch))
         watching.enter_context(collector_watched(watch))

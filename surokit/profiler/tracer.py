@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity
 from surokit.profiler.timeline import CATEGORIES, Event, Kind
 from surokit.profiler.work import Inputs, inputs_of
 
+LEAVES_OUT = torch.__version__ < "2.13"  # what torch records is without the ranges that are open as it stops
 _CLOCK = "surokit::clock"
 _CHATTER = (b"USDT:", b"ERROR: External init callback must run in same thread as registerClient")
 wait_for_device = torch.cuda.synchronize  # torch's own, also while the user's calls are noted or left out
@@ -44,6 +45,7 @@ class Part:
     start_ns: int
     end_ns: int
     shaped: bool
+    unended: tuple[str, int] | None = None  # where LEAVES_OUT: name and start of the range that was open at the end
 
     @cached_property
     def rows(self) -> list[Event]:
@@ -66,9 +68,14 @@ class Part:
         raw = self.results.events()
         # torch's clock and the host's differ by microseconds at most; the smallest of the pairs is the offset (a range
         # starts just before the host's clock is read).
-        clocks = [e.start_ns() for e in raw if e.name() == _CLOCK]
-        offset = min((host - mine for host, mine in zip(self.clocks_ns, clocks)), default=0)
-        return [pair for pair in read_events(raw, offset) if pair[0].name != _CLOCK]
+        clocks = [e for e in raw if e.name() == _CLOCK]
+        offset = min((host - mine.start_ns() for host, mine in zip(self.clocks_ns, clocks)), default=0)
+        pairs = [pair for pair in read_events(raw, offset) if pair[0].name != _CLOCK]
+        if self.unended is not None and clocks:
+            name, start_ns = self.unended
+            thread = clocks[0].device_resource_id()
+            pairs.append((Event(Kind.ANNOTATION, name, start_ns, self.end_ns, thread=thread), None))
+        return pairs
 
 
 class Tracer:
@@ -79,6 +86,11 @@ class Tracer:
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
         self._trace: Any = None
         self._clocks_ns: tuple[int, ...] = ()
+        self._step: tuple[str, int] | None = None  # the range of an optimizer's step, and when it began
+
+    def step_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """To be told before each step of an optimizer where `LEAVES_OUT`: a part often ends inside that range."""
+        self._step = f"Optimizer.step#{type(optimizer).__name__}.step", time.time_ns()
 
     @property
     def traced(self) -> bool:
@@ -93,9 +105,9 @@ class Tracer:
         """Whether it started: another profiler that runs is left alone, and ranges that are left close first."""
         if profiling() or ranges_left():
             return False
-        trace = torch.profiler.profile(activities=self._activities, record_shapes=shaped)
-        with suppress(RuntimeError), without_chatter():
-            trace.start()
+        trace = new_trace(self._activities, shaped)
+        with suppress(RuntimeError):
+            start(trace)
             self._trace, self._shaped, self._clocks_ns = trace, shaped, ()
             self.begin()
         return self._trace is not None
@@ -112,7 +124,21 @@ class Tracer:
             return None
         end_ns = time.time_ns()
         results = stopped(trace, end_ns)
-        return results and Part(results, self._clocks_ns, self._start_ns, end_ns, self._shaped)
+        step = self._step if self._step and self._step[0] in {getattr(found(), "name", "") for found in _left} else None
+        return results and Part(results, self._clocks_ns, self._start_ns, end_ns, self._shaped, step)
+
+
+def new_trace(activities: Sequence[ProfilerActivity], shaped: bool = False) -> torch.profiler.profile:
+    """torch's profiler, to be started by `start`. Unless it keeps the events of earlier cycles, torch 2.11 warns that they are
+    cleared, though ours has one cycle."""
+    return torch.profiler.profile(activities=activities, record_shapes=shaped, acc_events=True)
+
+
+def start(trace: torch.profiler.profile) -> None:
+    with without_chatter():
+        trace.start()
+    assert trace.profiler is not None
+    trace.profiler.acc_events = False  # else all events become Python objects as it stops, also where nobody reads them
 
 
 def profiling() -> bool:
@@ -153,11 +179,11 @@ def stopped(trace: torch.profiler.profile, now_ns: int, saw_ranges: bool = True)
 
 def ranges_left() -> bool:
     """Whether one of them is open still. A range is closed once nobody holds it; of those that somebody keeps, only what had no
-    end when the tracer stopped counts, by its name."""
+    end when the tracer stopped counts, by its name (all of them where `LEAVES_OUT`)."""
     global _last
     _left[:] = [found for found in _left if found() is not None]
     results, now_ns = _last
-    if _left and results is not None:
+    if _left and results is not None and not LEAVES_OUT:
         endless = {e.name() for e in results.events() if e.start_ns() + e.duration_ns() > now_ns - 100_000}
         _left[:] = [found for found in _left if getattr(found(), "name", None) in endless]
     _last = None, 0

@@ -25,12 +25,13 @@ from surokit.profiler.timeline import Kind, total
 from surokit.profiler.tracer import (
     backward_runs,
     capturing,
+    new_trace,
     profiling,
     ranges_left,
     read_events,
+    start,
     stopped,
     synchronize,
-    without_chatter,
 )
 
 # calls of the runtime and the driver that launch kernels: cudaLaunchKernel, cuLaunchKernelEx, cudaGraphLaunch, ...
@@ -137,9 +138,8 @@ class Windows:
             return
         began, self._gpu = time.perf_counter(), torch.cuda.is_initialized()
         kind = ProfilerActivity.CUDA if self._gpu else ProfilerActivity.CPU
-        self._tracer = torch.profiler.profile(activities=[kind])
-        with without_chatter():
-            self._tracer.start()
+        self._tracer = new_trace([kind])
+        start(self._tracer)
         synchronize()
         global _open_windows
         _open_windows = self

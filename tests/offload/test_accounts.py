@@ -90,7 +90,7 @@ def test_what_the_device_waited_goes_on_with_the_next_link(make: Any, given: Lin
 def test_a_profile_shows_waits_by_name() -> None:
     accounts = Accounts()
     with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile,
         accounts.stalled("landing"),
     ):
         torch.ones(3) + 1

@@ -61,7 +61,7 @@ def has_note(recording, text):
 
 
 def test_a_trace_that_torch_exported(tmp_path):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as prof:
         train(4, each=lambda step, loss: loss.item())
     path = tmp_path / "trace.json"
     prof.export_chrome_trace(str(path))

@@ -146,7 +146,7 @@ def test_no_interval_from_one_window_and_no_estimate_from_none():
 
 def test_another_profiler_is_left_alone():
     windows = Windows(every=4, steps=1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as other:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as other:
         for step in range(1, 13):
             torch.ones(2).add(1)
             assert windows.tick(step) is None
@@ -158,7 +158,7 @@ def test_another_profiler_is_left_alone():
 def test_a_window_that_another_profiler_takes_over():
     windows = Windows(every=4, steps=1)
     windows.tick(3)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         torch.ones(2).add(1)
     assert windows.tick(4) is None
     assert windows.notes == ["another torch profiler took a window over: that window was left out"]
@@ -254,7 +254,7 @@ def test_a_window_gives_way():
     windows.tick(2)
     give_way()
     assert not torch._C._autograd._profiler_enabled()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as other:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as other:
         torch.ones(2).add(1)
         assert windows.tick(4) is None
     assert any(e.key == "aten::add" for e in other.key_averages())

@@ -24,6 +24,7 @@ from tests.planner.test_flops import adapt
 
 aten = torch.ops.aten
 F32, BF16, I64 = "float", "c10::BFloat16", "long int"
+LISTS = torch.__version__ >= "2.13"  # whether torch's profiler keeps the shapes of a list's tensors
 
 
 def shaped(run) -> Shaped:
@@ -53,12 +54,18 @@ def by_name(s: Shaped, of="bytes_E") -> dict[str, int]:
 
 
 def _sdpa(q, k, v, *_, out_shape=None, **__):
-    return sdpa_flop_count(q, k, v)
+    return sdpa_flop_count(q, _ungrouped(q, k), _ungrouped(q, v))
 
 
 def _sdpa_backward(*given, **_):
-    empty = [torch.empty(shape, device="meta") for shape in given[:4]]
+    dy, q, k, v = given[:4]
+    empty = [torch.empty(shape, device="meta") for shape in (dy, q, _ungrouped(q, k), _ungrouped(q, v))]
     return flop_registry[aten._scaled_dot_product_flash_attention_backward](*empty)
+
+
+def _ungrouped(q, k):
+    """The shape of keys with a head for each head of the queries: as many FLOPs, and torch's counter takes no other before 2.13."""
+    return k[0], q[1], *k[2:]
 
 
 #: torch's counter knows the fused attention of GPUs only: the same formulas for that of a CPU.
@@ -235,7 +242,7 @@ def test_attention_in_every_layout(b, h, t, s, d):
     """The call that models make and the one inside it, which has its dimensions in another order, cost the same."""
     q: tuple[int, ...] = (b, 2 * h, t, d)
     k: tuple[int, ...] = (b, h, s, d)
-    forward, backward = sdpa_flop_count(q, k, k), _sdpa_backward(q, q, k, k)
+    forward, backward = _sdpa(q, k, k), _sdpa_backward(q, q, k, k)
     outer = {"query": q, "key": k, "value": k, "grad_out": q, "out": q}
     q, k = (b, t, 2 * h, d), (b, s, h, d)
     inner = {"query": q, "key": k, "value": k, "grad_out": q, "out": q}
@@ -421,7 +428,7 @@ def test_quantized_products_count_once():
         (lambda x, y: x.sum(0), {"aten::sum": 4 * 630}),
         (lambda x, y: x.amax(1, keepdim=True), {"aten::amax": 4 * 620}),
         (lambda x, y: torch.softmax(x, -1), {"aten::_softmax": 8 * 600}),
-        (lambda x, y: torch.cat([x, y]), {"aten::cat": 16 * 600}),
+        (lambda x, y: torch.cat([x, y]), {"aten::cat": 16 * 600} if LISTS else {}),
         (lambda x, y: x @ y.t(), {"aten::mm": 4 * (600 + 600 + 400)}),
         (lambda x, y: F.linear(x, y, torch.ones(20)), {"aten::addmm": 4 * (600 + 600 + 20 + 400)}),
         (lambda x, y: F.embedding(torch.tensor([3, 3, 5]), x), {"aten::index_select": 2 * 4 * 90 + 24}),
@@ -463,6 +470,9 @@ def test_an_optimizer_reads_four_tensors_and_writes_three(fused):
     optimizer.step()
     # hooks on optimizers, as of a model that another test left, are not the optimizer's own work
     moved = sum(v for name, v in by_name(shaped(optimizer.step)).items() if not fused or name == "aten::_fused_adamw_")
+    if fused and not LISTS:
+        assert moved == 0
+        return
     least = 4 * 7 * 2060  # parameter, gradient and two averages read, all but the gradient written
     assert least <= moved
     if fused:

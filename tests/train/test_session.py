@@ -281,7 +281,7 @@ class TestStep:
         session = make_session(accumulate=2)
         session.run(1)
         batches = session.data.draw()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
             session.step(batches)
         reads = [event for event in profile.events() or () if event.name == "aten::_local_scalar_dense"]
         # torch's fused kernel for CPU tensors reads its step counters; the one for CUDA does not
