@@ -248,8 +248,9 @@ def test_an_hour_that_is_cut_off_goes_on_and_repeats_nothing(tmp_path, how):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", HOUR, str(tmp_path)]
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
-        until((tmp_path / "hangs").exists)
-        child = int((tmp_path / "hangs").read_text())
+        hangs = tmp_path / "hangs"
+        until(lambda: hangs.exists() and hangs.read_text())  # the file is there before what is written in it
+        child = int(hangs.read_text())
         assert states(tmp_path) == {"first": "done", "cut": "running", "last": "waiting"}
         with pytest.raises(RuntimeError, match=f"An hour runs in {tmp_path.name} already"):
             hour.run(tmp_path, rehearse=True, known=[])
