@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -251,8 +252,11 @@ def _planned(rows: Iterator[Row]) -> Work:
     return planned
 
 
-def a_layer(recipe: sk.Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[Work, Work]:
-    one, two = (counted_and_planned(recipe.keep_small(0), layers, monkeypatch) for layers in (1, 2))
+@cache
+def a_layer(recipe: sk.Recipe) -> tuple[Work, Work]:
+    """Counts what a layer does, and what the planner says of it: what two layers do beyond one."""
+    with pytest.MonkeyPatch.context() as patched:
+        one, two = (counted_and_planned(recipe.keep_small(0), layers, patched) for layers in (1, 2))
     return two[0].less(one[0]), two[1].less(one[1])
 
 
@@ -265,9 +269,9 @@ BEYOND = {("fp8", True): {"maximum": 4}, ("fp8-current", False): {"copy_": 8}}
 
 
 @each
-def test_a_layer_launches_what_the_planner_says(recipe: sk.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, planned = a_layer(recipe, monkeypatch)
-    launches = counted.launches
+def test_a_layer_launches_what_the_planner_says(recipe: sk.Recipe) -> None:
+    counted, planned = a_layer(recipe)
+    launches = Counter(counted.launches)
     for name, beyond in BEYOND.get((recipe.name, recipe.adapter is not None), {}).items():
         launches[name] -= beyond
     # a second micro-batch's gradients, of A and B or of weights and norms, which a graph adds all at once
@@ -278,9 +282,9 @@ def test_a_layer_launches_what_the_planner_says(recipe: sk.Recipe, monkeypatch: 
 
 
 @each
-def test_a_layer_moves_and_multiplies_what_the_planner_says(recipe: sk.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_moves_and_multiplies_what_the_planner_says(recipe: sk.Recipe) -> None:
     """All but attention, whose operation on a CPU is another. Operands and results count once, in their own kernels."""
-    counted, planned = a_layer(recipe, monkeypatch)
+    counted, planned = a_layer(recipe)
     for group in ("products", "adapter"):
         assert counted.flop[group] == planned.flop[group]
         # equal, but for the scales of operands that have one a tensor or a row: up to 0.4 %
