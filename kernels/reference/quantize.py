@@ -58,11 +58,16 @@ def quantize_both(
 
 def empty_scales(x_MK: Tensor, rows: int, columns: int) -> Tensor:
     """Decode scales [R, C] to be filled. Those of parts of a row lie column by column, as tensor cores read them."""
-    M, K = x_MK.shape
-    R, C = (M + rows - 1) // rows if rows else 1, (K + columns - 1) // columns if columns else 1
+    R, C = grid_of_tiles(x_MK, rows, columns)
     if rows == 1 and C > 1:
         return x_MK.new_empty((C, R), dtype=torch.float32).t()
     return x_MK.new_empty((R, C), dtype=torch.float32)
+
+
+def grid_of_tiles(x_MK: Tensor, rows: int, columns: int) -> tuple[int, int]:
+    """Tiles [R, C] that cover a matrix, 0 standing for the whole extent."""
+    M, K = x_MK.shape
+    return (M + rows - 1) // rows if rows else 1, (K + columns - 1) // columns if columns else 1
 
 
 def tile_shape(x_MK: Tensor, rows: int, columns: int) -> tuple[int, int]:

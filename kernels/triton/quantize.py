@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from surokit.formats import Format
-from surokit.kernels.reference.quantize import DTYPES, empty_scales, tile_shape
+from surokit.kernels.reference.quantize import DTYPES, empty_scales, grid_of_tiles, tile_shape
 
 from .random import random_uniform
 
@@ -388,7 +388,7 @@ def quantize_both(
 def amax(x_MK: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
     """Largest magnitude of each tile, float32 [R, C]; NaN where a tile holds one."""
     M, K = x_MK.shape
-    R, C = _grid_of_tiles(x_MK, rows, columns)
+    R, C = grid_of_tiles(x_MK, rows, columns)
     if not x_MK.numel():
         return x_MK.new_zeros((R, C), dtype=torch.float32)
     if rows == 0 and columns == 1:  # whole columns; a tile each would read across the rows
@@ -428,11 +428,6 @@ def decode(
             MANY_R=R > 1, MANY_C=C > 1, BM=BM, BK=BK,
         )  # fmt: skip
     return out
-
-
-def _grid_of_tiles(x_MK: Tensor, rows: int, columns: int) -> tuple[int, int]:
-    M, K = x_MK.shape
-    return triton.cdiv(M, rows) if rows else 1, triton.cdiv(K, columns) if columns else 1
 
 
 def _local(rows: int, columns: int) -> bool:

@@ -183,11 +183,6 @@ def _ceil(n: Any, d: int) -> Any:
     return (n + d - 1) // d
 
 
-def _grid(x: Tensor, rows: int, columns: int) -> tuple[Any, Any]:
-    M, K = x.shape
-    return _ceil(M, rows) if rows else 1, _ceil(K, columns) if columns else 1
-
-
 def _codes(x: Tensor, format: str) -> Tensor:
     M, K = x.shape
     if format == "e2m1":
@@ -201,7 +196,7 @@ def _codes(x: Tensor, format: str) -> Tensor:
 
 @operation("amax(Tensor x, int rows, int columns) -> Tensor", tiles.amax)
 def _amax(x: Tensor, rows: int, columns: int) -> Tensor:
-    return x.new_empty(_grid(x, rows, columns), dtype=torch.float32)
+    return x.new_empty(tiles.grid_of_tiles(x, rows, columns), dtype=torch.float32)
 
 
 @operation(
@@ -236,7 +231,7 @@ def _dequantize(codes: Tensor, scales: Tensor, rows: int, columns: int, dtype: t
     "quantize_mx(Tensor x, str format, str rule, Tensor? key=None) -> (Tensor, Tensor)", mx.quantize, _format_second
 )
 def _quantize_mx(x: Tensor, format: str, rule: str, key: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    return _codes(x, format), x.new_empty(_grid(x, 1, 32), dtype=torch.float8_e8m0fnu)
+    return _codes(x, format), x.new_empty(tiles.grid_of_tiles(x, 1, 32), dtype=torch.float8_e8m0fnu)
 
 
 @operation(
@@ -270,7 +265,7 @@ def _dequantize_mx(codes: Tensor, scales: Tensor, columns: int, format: str, dty
     nvfp4.quantize,
 )
 def _quantize_nv(x: Tensor, rows: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    scales = x.new_empty(_grid(x, rows, 16), dtype=torch.float8_e4m3fn)
+    scales = x.new_empty(tiles.grid_of_tiles(x, rows, 16), dtype=torch.float8_e4m3fn)
     return _codes(x, "e2m1"), scales, x.new_empty((1, 1), dtype=torch.float32)
 
 
