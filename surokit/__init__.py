@@ -41,6 +41,7 @@ _NAMES: dict[str, str] = {
 }
 _MODULES = {
     "formats",
+    "hardware",
     "integrations",
     "kernels",
     "models",

@@ -17,7 +17,7 @@ Each figure is the median of repeated measurements; of a product the best over s
 None and said, in a warning and in `ceilings.measured`. The clock's state, the power limit and other programs are part of
 what is measured, so calibrate on the machine as it will train.
 
-The torch half of surokit/planner/hardware.py, whose values it makes; the planner itself knows no torch.
+The torch half of surokit/hardware/gpus.py, whose values it makes; the planner itself knows no torch.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ import torch
 from torch import Tensor
 
 from surokit.environment import cores, cpu_model, float32_precision, front_end
+from surokit.hardware.gpus import GPUS, Ceilings, Gpu, find_gpu
+from surokit.hardware.machine import machine_gib
 from surokit.kernels import addmm_, native
-from surokit.planner.hardware import GPUS, Ceilings, Gpu, find_gpu, machine_gib
 
 _VERSION = 4  # of the measurements: a change of what is measured makes cached figures stale
 _SIZES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192)}  # of square products

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from surokit.planner import figures
+from surokit import units
 
 if TYPE_CHECKING:
     from surokit.planner.choices import Choice
@@ -373,7 +373,7 @@ def _answers(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[An
     answers: dict[str, tuple[Any, str]] = {}
     if gib is not None:
         fits = planned.fits(gib)
-        words = f"  {'fits' if fits else 'does not fit'} in {gib:g} GiB: {figures.gib(planned.memory.gib)}"
+        words = f"  {'fits' if fits else 'does not fit'} in {gib:g} GiB: {units.gib(planned.memory.gib)}"
         answers["fits"] = (fits, f"{words}, most of it {planned.memory.largest.name}")
     if arguments.fitting:
         found = planned.fitting(gib=gib)
@@ -386,7 +386,7 @@ def _answers(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[An
         gpus = questions.gpus_for(planned, days=arguments.days)
         done = planned.but(gpus=gpus)
         words = f"  done within {arguments.days:g} days on {gpus:,} GPUs: {done.days:.2f} days"
-        answers["gpus"] = (gpus, words + (f", {figures.span(*done.usd_range, 'USD')}" if done.usd_range else ""))
+        answers["gpus"] = (gpus, words + (f", {units.span(*done.usd_range, 'USD')}" if done.usd_range else ""))
     if arguments.recipes:
         rows = choices.compare_recipes(planned, gib=gib)
         answers["recipes"] = ([_choice_data(row) for row in rows], _choices_text(rows))
@@ -403,10 +403,10 @@ def _choices_text(rows: Sequence[Choice]) -> str:
     from surokit.tables import text_table
 
     def words(row: Choice) -> tuple[str, ...]:
-        time = "" if row.step_ms is None else figures.value(row.step_ms, "ms")
+        time = "" if row.step_ms is None else units.value(row.step_ms, "ms")
         gain = "" if row.speedup is None else f"{row.speedup:.2f} x"
         fits = {True: "fits", False: "too large", None: ""}[row.fits]
-        return (row.name, time, row.kind, gain, figures.gib(row.gib), fits, row.products, "fastest" * row.fastest)
+        return (row.name, time, row.kind, gain, units.gib(row.gib), fits, row.products, "fastest" * row.fastest)
 
     header = ("recipe", "step", "", "speedup", "memory", "", "products", "")
     return "  every recipe\n" + text_table([words(row) for row in rows], header=header, right=(1, 3, 4), indent="    ")

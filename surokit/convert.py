@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from surokit.hardware.gpus import find_gpu
+from surokit.hardware.linear import linear_seconds
+from surokit.hardware.machine import room_for_decoded
 from surokit.nn.delayed import DelayedScales, banks_of
 from surokit.nn.linear import Linear
 from surokit.nn.products import Precision
@@ -306,7 +309,6 @@ def keep_decoded(model: nn.Module) -> str:
     recipe = recipe_of(model)
     if recipe is None or recipe.storage is None or recipe.keeps_decoded is not None:
         return ""
-    from surokit.planner.hardware import room_for_decoded
 
     layers = [layer for _, layer in linear_layers(model) if isinstance(layer, Linear) and layer.decodes]
     dtype = dtype_of(model)
@@ -359,8 +361,6 @@ def planned_speed(layer: nn.Linear, recipe: Recipe) -> float | None:
     """How much faster than bfloat16 the layer's products are planned to be where the recipe says `keep_slower`; else None."""
     if recipe.pays is None or recipe.storage or not recipe.quantized_products:
         return None  # a stored weight saves memory, whatever its products do
-    from surokit.planner.hardware import find_gpu
-    from surokit.planner.layers import linear_seconds
 
     gpu, trains = find_gpu(recipe.pays.gpu), not recipe.frozen_base
     n, k, tokens = layer.out_features, layer.in_features, recipe.pays.tokens

@@ -202,7 +202,7 @@ class Recipe:
     def keep_slower(self, tokens: int, gpu: str) -> Recipe:
         """Layers that the format is planned to slow down at `tokens` a step on `gpu` ("H200") stay bfloat16.
 
-        Planned from the GPU's peaks (surokit/planner/layers.py), quantization included; the report says by how much.
+        Planned from the GPU's peaks (surokit/hardware/linear.py), quantization included; the report says by how much.
         """
         if not _whole(tokens) or not isinstance(gpu, str):
             raise TypeError(

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from surokit import calibration
 from surokit.calibration import PARTS, Part
 from surokit.environment import cores, cpu_model
+from surokit.hardware.gpus import Ceilings
 from surokit.planner import Gpu, find_gpu, plan
-from surokit.planner.hardware import Ceilings
 from tests.clocks import Clock
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import surokit as sk
-from surokit.planner.hardware import Gpu
-from surokit.planner.layers import linear_seconds
+from surokit.hardware.gpus import Gpu
+from surokit.hardware.linear import linear_seconds
 from surokit.tuning import Choice, _Mixture, _pareto, _patterns, _thin, _weighted_flop
 from tests.conftest import Tiny
 

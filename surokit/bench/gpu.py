@@ -35,7 +35,7 @@ from surokit.bench.process import Failed, left_s
 from surokit.bench.systems import Systems
 from surokit.bench.turns import Call, OutOfTime, Running, System, Turns
 from surokit.environment import cores
-from surokit.planner.hardware import Gpu
+from surokit.hardware.gpus import Gpu
 
 table = gpu_table.table
 shown = gpu_table.shown

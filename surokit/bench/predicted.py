@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from surokit.bench.configurations import MODELS, Work
 from surokit.bench.result import grid, markdown
 from surokit.bench.targets import DEVICE, ESTIMATED, ESTIMATES, MEANING, TARGETS, Target
+from surokit.hardware.rates import ATTENTION_SHARE, GAP_US
 from surokit.planner import Ceilings, Gpu, Plan, find_gpu
-from surokit.planner.roofline import ATTENTION_SHARE, GAP_US, Estimate
+from surokit.planner.roofline import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -27,12 +27,12 @@ how loss scales     scaling.py   published laws; scaling_fit.py: a fit to your o
 put together        planning.py  plan() and Plan; lines.py, figures.py, picture.py show it
 """
 
+from surokit.hardware.gpus import GPUS, Ceilings, Gpu, find_gpu, load_hardware, register
 from surokit.planner.check import Check
 from surokit.planner.communication import efficiency, fit_speedup, loss_at_doublings
 from surokit.planner.configs import read_shape
 from surokit.planner.cost import Price, expected_goodput
 from surokit.planner.flops import count_flops
-from surokit.planner.hardware import GPUS, Ceilings, Gpu, find_gpu, load_hardware, register
 from surokit.planner.memory import count_memory
 from surokit.planner.offload import Host, predict_offload
 from surokit.planner.picture import plot_memory

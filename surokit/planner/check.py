@@ -25,9 +25,9 @@ from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from surokit.planner import figures
+from surokit import units
+from surokit.hardware.gpus import Gpu, find_gpu
 from surokit.planner.configs import read_shape
-from surokit.planner.hardware import Gpu, find_gpu
 from surokit.planner.measured import Measured, Own, read_measured
 from surokit.tables import data_frame, html_table, text_table
 
@@ -136,7 +136,9 @@ class Check:
             return (
                 "Nothing that was measured can be compared: plan with batch=, length=, and a rate or gpu=calibrate()."
             )
-        said = f"{figures.value(worst.measured or 0.0, worst.unit)} against {figures.value(worst.expected or 0.0, worst.unit)}"
+        said = (
+            f"{units.value(worst.measured or 0.0, worst.unit)} against {units.value(worst.expected or 0.0, worst.unit)}"
+        )
         if worst.kind in ("bound", "optimistic"):
             says = "its lower bound" if worst.kind == "bound" else "an optimistic estimate"
             first = f"Nothing was predicted; the {worst.term} is {_times(worst.ratio)} times {says}, {said}"
@@ -198,7 +200,7 @@ class Check:
 
     def _cells(self, rows: tuple[Row, ...]) -> list[tuple[str, ...]]:
         def text(value: float | None, unit: str) -> str:
-            return "" if value is None else figures.value(value, unit)
+            return "" if value is None else units.value(value, unit)
 
         return [
             (
@@ -300,8 +302,8 @@ def _same_model(plan: Plan, m: Measured, measured: Any) -> None:
             return  # a model without a config that can be read: nothing to compare
     if parameters is not None and abs(parameters / plan.parameters - 1) > _SAME:
         raise ValueError(
-            f"{_upper(m.source)} is of a model of {figures.count(parameters)} parameters and the plan of one of "
-            f"{figures.count(plan.parameters)}: plan the model that was measured."
+            f"{_upper(m.source)} is of a model of {units.count(parameters)} parameters and the plan of one of "
+            f"{units.count(plan.parameters)}: plan the model that was measured."
         )
 
 
@@ -437,7 +439,7 @@ def _memory_rows(plan: Plan, m: Measured) -> Iterator[Row]:
         if m.of_process:
             how = "with Python and its libraries, so not compared"
             if tensors is not None:
-                how += f" with the {figures.gib(tensors)} of tensors that are planned"
+                how += f" with the {units.gib(tensors)} of tensors that are planned"
             yield Row("memory, process", None, m.peak_gib, "GiB", "measured", how)
         else:
             yield Row("memory, tensors", tensors, m.peak_gib, "GiB", "approximate", "without slack")
@@ -516,8 +518,8 @@ def _why_slow(result: Check, row: Row) -> str:
     if slower and row.kind == "prediction":
         first = slower[0]
         return (
-            f"in {first.term}, {figures.value(first.measured or 0.0, 'ms')} where "
-            f"{figures.value(first.expected or 0.0, 'ms')} were expected, the most of any module"
+            f"in {first.term}, {units.value(first.measured or 0.0, 'ms')} where "
+            f"{units.value(first.expected or 0.0, 'ms')} were expected, the most of any module"
         )
     if row.kind in ("bound", "optimistic") and (plan.gpu is None or plan.gpu.ceilings is None):
         return "because few runs reach a datasheet's rates: plan with gpu=calibrate() for a prediction"
@@ -533,7 +535,7 @@ def _why_memory(plan: Plan, m: Measured, ratio: float) -> str:
     largest = max(terms, key=lambda t: t.bytes, default=None)
     if largest is None:
         return ""
-    return f"in {largest.name}, the largest approximate term ({figures.gib(largest.gib)}): " + (
+    return f"in {largest.name}, the largest approximate term ({units.gib(largest.gib)}): " + (
         "logits=, layers= and recompute= say what the run keeps" if ratio > 1 else "the run keeps less than planned"
     )
 
@@ -562,6 +564,6 @@ def _outlook(result: Check) -> Iterator[str]:
     now = result.recalibrated
     if now.days is None:
         return
-    before = "" if plan.days is None else f" (planned: {figures.days(plan.days)})"
-    cost = "" if now.usd is None else f" and {figures.value(now.usd, 'USD')}"
-    yield f"at the measured rate the run takes {figures.days(now.days)}{before}{cost}"
+    before = "" if plan.days is None else f" (planned: {units.days(plan.days)})"
+    cost = "" if now.usd is None else f" and {units.value(now.usd, 'USD')}"
+    yield f"at the measured rate the run takes {units.days(now.days)}{before}{cost}"

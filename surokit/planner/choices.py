@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from surokit import arguments
 from surokit.formats import TENSOR_CORES
-from surokit.planner import arguments
 from surokit.planner.flops import frozen, gemms_of, on_gpu
 from surokit.tables import data_frame
 
@@ -20,7 +20,7 @@ _COLUMNS = ("step_ms", "kind", "speedup", "against", "gib", "fits", "products", 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from surokit.planner.hardware import Gpu
+    from surokit.hardware.gpus import Gpu
     from surokit.planner.planning import Plan
     from surokit.recipe import Recipe
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from surokit.planner import arguments
+from surokit import arguments
 
 #: GPUs that share a node's fast links, in the common NVLink nodes; `gpus_a_node` says another number.
 GPUS_A_NODE = 8

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surokit.planner import arguments, catalogue
+from surokit import arguments
+from surokit.planner import catalogue
 from surokit.planner.shape import Experts, Latent, Shape
 
 _NEEDED = {

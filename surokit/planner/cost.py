@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from surokit.planner import arguments
+from surokit import arguments
+from surokit.hardware.gpus import Gpu
 from surokit.planner.flops import Compute, Kinds
-from surokit.planner.hardware import Gpu
 from surokit.planner.roofline import Estimate
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from surokit.planner import arguments
-from surokit.planner.hardware import Gpu
+from surokit import arguments
+from surokit.hardware.gpus import Gpu
 
 
 def energy_kwh(gpu_hours: float, watts: float | Gpu | None, utilisation: float = 1.0) -> float | None:

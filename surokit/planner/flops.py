@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from surokit.formats import Kind
-from surokit.planner.hardware import Gpu
+from surokit.hardware.gpus import Gpu
 from surokit.planner.shape import Shape, Weight
 
 Attention = Literal["causal", "full"]

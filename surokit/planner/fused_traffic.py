@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from surokit.hardware.gpus import Gpu
+from surokit.hardware.linear import Kernel, Pass, turn
 from surokit.planner.flops import Compute, Placement, Product
 from surokit.planner.fusion import comes_quantized
-from surokit.planner.hardware import Gpu
-from surokit.planner.layers import Kernel, Pass, turn
 from surokit.planner.memory import Setup
 from surokit.planner.shape import Shape
 from surokit.planner.traffic import Load, Step, data_moves

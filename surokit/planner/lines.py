@@ -12,13 +12,13 @@ from html import escape
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+from surokit import units
 from surokit.formats import TENSOR_CORES
-from surokit.planner import figures
+from surokit.hardware.gpus import BF16_FROM, Gpu
 from surokit.planner.configs import FAMILIES
 from surokit.planner.cost import Time
 from surokit.planner.flops import frozen, gemms_of, on_gpu, operand_bits, product_kinds
 from surokit.planner.fusion import read_fusion
-from surokit.planner.hardware import BF16_FROM, Gpu
 from surokit.planner.memory import Memory, Setup
 from surokit.planner.offload import INTERVAL, OFFLOADING
 from surokit.planner.published import PLAUSIBLE_MFU, USUAL_MFU
@@ -47,7 +47,7 @@ class Line:
     @property
     def text(self) -> str:
         """The value with its unit."""
-        return figures.value(self.value, self.unit)
+        return units.value(self.value, self.unit)
 
     @property
     def brief(self) -> str:
@@ -58,7 +58,7 @@ class Line:
 def verdict(plan: Plan) -> tuple[str, bool]:
     """Whether the plan fits, in words, and whether it surely does not."""
     memory = plan.memory
-    needed = figures.gib(memory.gib)
+    needed = units.gib(memory.gib)
     if memory.left_out:
         needed = f"at least {needed}, without {memory.left_out[0].partition(',')[0]},"
     elif plan.shape is None:
@@ -145,16 +145,16 @@ def plan_answers(plan: Plan) -> Iterator[str]:
     alone = ", without the offload" if plan.setup.offloads and t.waits_ms is None else ""
     rate = f"at the {t.rate_kind if t.rate_kind == 'given' else 'predicted'} {t.rate_tflops or 0:,.4g} TFLOPS"
     if t.days is not None and t.gpu_hours is not None:
-        hours = "" if _on_cpu(plan) else f"{figures.value(t.gpu_hours, 'GPU hours')}, "
-        yield f"Takes {figures.days(t.days)} on {_gpus(plan)}, {hours}{rate}{' of each' * (not _on_cpu(plan))}{alone}"
+        hours = "" if _on_cpu(plan) else f"{units.value(t.gpu_hours, 'GPU hours')}, "
+        yield f"Takes {units.days(t.days)} on {_gpus(plan)}, {hours}{rate}{' of each' * (not _on_cpu(plan))}{alone}"
     elif t.floor_days is not None:
-        yield f"Takes at least {figures.days(t.floor_days)} on {_gpus(plan)}; a prediction needs a rate"
+        yield f"Takes at least {units.days(t.floor_days)} on {_gpus(plan)}; a prediction needs a rate"
     elif t.step_ms is not None:
-        yield f"A step takes {figures.value(t.step_ms, 'ms')} {rate}{' of each GPU' * (not _on_cpu(plan))}{alone}"
+        yield f"A step takes {units.value(t.step_ms, 'ms')} {rate}{' of each GPU' * (not _on_cpu(plan))}{alone}"
     elif estimate is not None:
-        yield f"A step takes {figures.value(estimate.step_ms, 'ms')} ({estimate.kind}): {estimate.how.partition(';')[0]}{alone}"
+        yield f"A step takes {units.value(estimate.step_ms, 'ms')} ({estimate.kind}): {estimate.how.partition(';')[0]}{alone}"
     if plan.usd_range is not None:
-        yield f"Costs {figures.span(*plan.usd_range, 'USD')}: {_hours(plan)} at {plan.price}"
+        yield f"Costs {units.span(*plan.usd_range, 'USD')}: {_hours(plan)} at {plan.price}"
 
 
 def plan_lines(plan: Plan) -> Iterator[Line]:
@@ -223,7 +223,7 @@ def _time(plan: Plan) -> Iterator[Line]:
         how = f"{_hours(plan)} x {plan.price}, as given"
         low, high = plan.usd_range or (t.usd, t.usd)
         if low < high:
-            how = f"the middle of {figures.span(low, high, 'USD')}; {how}"
+            how = f"the middle of {units.span(low, high, 'USD')}; {how}"
         yield line("cost", t.usd, "USD", "prediction", how)
     if plan.kwh is not None:
         how = f"GPU hours x {plan.gpu.watts if plan.gpu else 0:g} W, the GPU's power limit; hosts left out"
@@ -265,9 +265,9 @@ def _memory(memory: Memory, group: str) -> Iterator[Line]:
         if term.counted:
             how = term.how
             if term.bytes < 0.99 * term.most:
-                how = f"{figures.gib(term.most_gib)} at its fullest: {how.partition('; at the peak')[0]}"
+                how = f"{units.gib(term.most_gib)} at its fullest: {how.partition('; at the peak')[0]}"
             yield line(term.name, term.gib, "GiB", "exact" if term.exact else "approximate", how)
-    how = f"exact {figures.gib(memory.exact_gib)} + approximate {figures.gib(memory.approximate_gib)}"
+    how = f"exact {units.gib(memory.exact_gib)} + approximate {units.gib(memory.approximate_gib)}"
     if memory.left_out:
         how += f"; without {memory.left_out[0].partition(':')[0]}"
     yield line("total", memory.gib, "GiB", "approximate", how)
@@ -345,7 +345,7 @@ def _offloaded(plan: Plan) -> Iterator[str]:
     setup, time = plan.setup, plan.time
     asks = "streamed" if setup.prefetch else "offload"
     if time.waits_ms is not None:
-        waits = figures.value(time.waits_ms, "ms")
+        waits = units.value(time.waits_ms, "ms")
         yield f"times count {waits} a step that {setup.offloads} on the host add, at calibrated rates; the estimate is without"
     elif time.step_ms is not None or time.days is not None or plan.estimate is not None:
         host = "planner.Host(link_gb_s=50, adam_params_s=2e9)"
@@ -401,7 +401,7 @@ def _usual(plan: Plan) -> str:
     gpu, floor = plan.gpu, plan.time.floor_days
     if gpu is None or floor is None or any(gpu.peak(k) != gpu.peak() for k in product_kinds(on_gpu(plan.recipe, gpu))):
         return ""
-    low, high = (figures.days(floor / share) for share in reversed(USUAL_MFU))
+    low, high = (units.days(floor / share) for share in reversed(USUAL_MFU))
     return f"; at the {_USUAL} of the {gpu.plain} peak at which most published steps run it would be {low} to {high}"
 
 

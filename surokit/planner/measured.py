@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, NamedTuple
 
-from surokit.planner.hardware import Gpu
+from surokit.hardware.gpus import Gpu
 
 _KEYS = {
     "step_ms": "milliseconds of an optimizer step",

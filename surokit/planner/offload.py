@@ -39,8 +39,8 @@ from html import escape
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
-from surokit.planner import arguments, figures
-from surokit.planner.hardware import Gpu
+from surokit import arguments, units
+from surokit.hardware.gpus import Gpu
 from surokit.tables import data_frame, html_table, text_table
 
 if TYPE_CHECKING:
@@ -266,18 +266,18 @@ class Offload:
             gpu = self.gpu_gib[way]
             yield (
                 self._optimizers[way].removeprefix("surokit."),
-                figures.value(ms, "ms"),
+                units.value(ms, "ms"),
                 f"{self.none_ms / ms:.2f}",
-                "not known" if gpu is None else figures.gib(gpu),
+                "not known" if gpu is None else units.gib(gpu),
                 words[self.fits[way]],
-                figures.gib(self.device_gib[way]),
-                figures.gib(self.host_gib[way]),
+                units.gib(self.device_gib[way]),
+                units.gib(self.host_gib[way]),
                 words[self.hosted[way]] if self.host_gib[way] else "",
                 "taken" if way == self.choice else "",
             )
 
     def _title(self) -> str:
-        return f"Offload of {figures.count(self.parameters)} trained parameters: {f'take {self.use}' if self.use else 'no choice'}"
+        return f"Offload of {units.count(self.parameters)} trained parameters: {f'take {self.use}' if self.use else 'no choice'}"
 
     def _parts(self) -> list[str]:
         optimistic = [] if self.kind == "prediction" else [f"times are {self.kind}: {self.rates.partition(';')[0]}"]
@@ -404,7 +404,7 @@ def _doubt(room: Room | None) -> str:
 
 
 def _taken(room: Room) -> str:
-    return f"{figures.gib(room.takes['none'])} of the GPU's {figures.gib(room.gib or 0.0)}"
+    return f"{units.gib(room.takes['none'])} of the GPU's {units.gib(room.gib or 0.0)}"
 
 
 def _choose_offload(o: Offload, most: float, room: Room | None) -> tuple[Way | None, str]:
@@ -412,16 +412,16 @@ def _choose_offload(o: Offload, most: float, room: Room | None) -> tuple[Way | N
     limit, hosted = o.host.memory_gib, {way: there is not False for way, there in o.hosted.items()}
     if room is not None and room.gib is not None and o.fits["synchronous"] is False and o.fits["zenflow"] is False:
         least = min(room.takes["synchronous"], room.takes["zenflow"])
-        needs = f"a step takes {figures.gib(least)} with the optimizer's states on the host"
-        return None, f"none of these fits: {needs}, the GPU has {figures.gib(room.gib)}" + "; " * bool(
+        needs = f"a step takes {units.gib(least)} with the optimizer's states on the host"
+        return None, f"none of these fits: {needs}, the GPU has {units.gib(room.gib)}" + "; " * bool(
             room.cure
         ) + room.cure
     if limit is not None and not hosted["zenflow"] and not hosted["synchronous"]:
         return None, (
-            f"the host's {figures.gib(limit)} hold no more than {figures.count(most)} trained parameters: "
+            f"the host's {units.gib(limit)} hold no more than {units.count(most)} trained parameters: "
             "train an adapter, or shard the states over GPUs with zero=1"
         )
-    hot, hot_fits = figures.gib(o.device_gib["zenflow"]), o.fits["zenflow"] is not False
+    hot, hot_fits = units.gib(o.device_gib["zenflow"]), o.fits["zenflow"] is not False
     if hosted["zenflow"] and hot_fits and (o.gain >= WORTH_DEFERRING or not hosted["synchronous"]):
         return "zenflow", (
             f"ZenFlow's step is {o.gain:.2f} times as fast as OffloadAdamW's, bound by {o.binds}; deferred columns learn "
@@ -434,7 +434,7 @@ def _choose_offload(o: Offload, most: float, room: Room | None) -> tuple[Way | N
         )
     if not hosted["zenflow"]:
         return "synchronous", (
-            f"ZenFlow's sums and slots bring its host memory to {figures.gib(o.host_gib['zenflow'])}, more than there is"
+            f"ZenFlow's sums and slots bring its host memory to {units.gib(o.host_gib['zenflow'])}, more than there is"
         )
     if not hot_fits:
         return "synchronous", (

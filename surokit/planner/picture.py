@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from surokit.planner import arguments, figures
+from surokit import arguments, units
 from surokit.planner.memory import Memory
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _draw_bar(ax: Any, row: int, memory: Memory, scale: float, reach: float) -> 
 def _name_total(ax: Any, row: int, memory: Memory, limit: float | None, scale: float, reach: float) -> None:
     """The memory to be found, beside the bar, and whether that is there."""
     total = memory.gib
-    words = figures.gib(total)
+    words = units.gib(total)
     if memory.left_out:
         words += " without activations"
     fits = limit is None or total <= limit
@@ -180,7 +180,7 @@ def _draw_limits(
             if value * scale <= 1.2 * reach:
                 ax.axvline(value * scale, **line)
                 ax.annotate(
-                    figures.gib(value) if value < 10 else f"{value:g} GiB",
+                    units.gib(value) if value < 10 else f"{value:g} GiB",
                     (value * scale, 1),
                     xycoords=("data", "axes fraction"),
                     xytext=(0, 3),

@@ -14,8 +14,11 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from surokit.planner import arguments, choices, faster, figures, on_host, picture, questions, remedies
+from surokit import arguments, units
+from surokit.hardware.gpus import Gpu, find_gpu
+from surokit.hardware.machine import machine_gib, room_for_decoded
 from surokit.planner import check as checking
+from surokit.planner import choices, faster, on_host, picture, questions, remedies
 from surokit.planner.check import Check
 from surokit.planner.cost import Price, Time, Work, count_time, exact, read_price
 from surokit.planner.energy import energy_kwh
@@ -30,7 +33,6 @@ from surokit.planner.flops import (
     trained_parameters,
 )
 from surokit.planner.fusion import Transposed, read_fusion
-from surokit.planner.hardware import Gpu, find_gpu, machine_gib, room_for_decoded
 from surokit.planner.lines import Line, as_html, as_text, plan_answers, plan_lines, plan_notes, plan_source
 from surokit.planner.memory import DTYPE_BYTES, SLACK, Layers, Memory, Setup, blocks_of, count_memory
 from surokit.planner.offload import HOT, OFFLOADING, SLOTS, Host, Offload, host_of
@@ -503,7 +505,7 @@ def plan(
     if recipe is not None:
         parts.append(f"recipe {getattr(recipe, 'name', recipe)}")
     if run_tokens is not None:
-        parts.append(f"{figures.count(run_tokens)} tokens")
+        parts.append(f"{units.count(run_tokens)} tokens")
     if step_tokens is not None:
         times = f" x {accumulate}" if accumulate > 1 else ""
         parts.append(f"{batch} x {length}{times} tokens a step" + (" and GPU" if gpus > 1 else ""))

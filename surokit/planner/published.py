@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from surokit.planner import arguments
-from surokit.planner.hardware import find_gpu
+from surokit import arguments
+from surokit.hardware.gpus import find_gpu
 
 #: Share of the dense BF16 peak at which most published training steps in 16 bits run: nine in ten of 168, from the benchmarks of
 #: llm-foundry, Megatron and NVIDIA among others. Hours of a whole run come to less, since they hold more than steps.

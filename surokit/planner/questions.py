@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from surokit.planner import arguments, figures
+from surokit import arguments, units
 from surokit.planner.choices import asked_gib
 from surokit.planner.communication import Speedup
 from surokit.planner.flops import frozen
@@ -70,10 +70,10 @@ def largest(plan: Plan, what: str, *, gib: float | None = None, multiple: int = 
 
     if gib_of(first) > room:
         least = f"{what}={first * unit:,}"
-        raise ValueError(f"Not even {least} fits into {figures.gib(room)}: {_why_not(smallest, room)}")
+        raise ValueError(f"Not even {least} fits into {units.gib(room)}: {_why_not(smallest, room)}")
     found = _last_within(gib_of, room, first, last)
     if found == last and not positions:
-        raise ValueError(f"{figures.gib(room)} set no limit to {what}: even {last * unit:,} fit; check gib=.")
+        raise ValueError(f"{units.gib(room)} set no limit to {what}: even {last * unit:,} fit; check gib=.")
     return unit * found
 
 
@@ -181,8 +181,8 @@ class Optimal:
     how: str
 
     def __str__(self) -> str:
-        size, text = figures.count(self.parameters), figures.count(self.tokens)
-        return f"{size} parameters on {text} tokens, {figures.value(self.flops, 'FLOP')}: {self.how}"
+        size, text = units.count(self.parameters), units.count(self.tokens)
+        return f"{size} parameters on {text} tokens, {units.value(self.flops, 'FLOP')}: {self.how}"
 
 
 def parameters_for(
@@ -239,7 +239,7 @@ def _varied(plan: Plan, what: str) -> Callable[[int], Plan]:
             raise ValueError(
                 "largest(plan, 'parameters') is for plans of a number: this one has a config, ask for its 'layers'."
             )
-        return lambda n: _of(plan, parameters=float(n), name=f"{figures.count(n)} parameters")
+        return lambda n: _of(plan, parameters=float(n), name=f"{units.count(n)} parameters")
     if shape is None:
         raise ValueError(
             f"A number of parameters has no {what} to fit: plan with a config, or ask for the largest 'parameters'."
@@ -249,7 +249,7 @@ def _varied(plan: Plan, what: str) -> Callable[[int], Plan]:
 
     def deep(n: int) -> Plan:
         other = _in_layers(shape, n)
-        name = f"{shape.family} of {figures.count(other.parameters)} parameters in {n} layers"
+        name = f"{shape.family} of {units.count(other.parameters)} parameters in {n} layers"
         return _of(plan, shape=other, parameters=float(other.parameters), name=name)
 
     return deep
@@ -283,7 +283,7 @@ def _of(plan: Plan, **subject: Any) -> Plan:
 def _why_not(plan: Plan, room: float) -> str:
     """What takes the memory of a plan that does not fit, and what would make it fit."""
     term = plan.memory.largest
-    most = f"it takes {figures.gib(plan.memory.gib)}, the largest term being {term.name} ({figures.gib(term.gib)})"
+    most = f"it takes {units.gib(plan.memory.gib)}, the largest term being {term.name} ({units.gib(term.gib)})"
     return f"{most}; {fitting(plan, gib=room).sentence}."
 
 
@@ -355,7 +355,7 @@ def _budgets(days: float | None, gpu_hours: float | None, usd: float | None) -> 
 
 
 def _budget_text(name: str, budget: float) -> str:
-    return figures.value(budget, {"days": "days", "gpu_hours": "GPU hours", "usd": "USD"}[name])
+    return units.value(budget, {"days": "days", "gpu_hours": "GPU hours", "usd": "USD"}[name])
 
 
 def _has(plan: Plan, names: Mapping[str, float] | tuple[str, ...]) -> None:
@@ -405,8 +405,8 @@ def _affordable(plan: Plan, usd: float, share: float) -> None:
     assert plan.usd is not None
     if plan.usd / share > usd:
         raise ValueError(
-            f"The run costs {figures.value(plan.usd / share, 'USD')} on {plan.setup.gpus:,} GPUs, the fewest that do, more "
-            f"than {figures.value(usd, 'USD')}: tokens_for(usd=) says how far that goes."
+            f"The run costs {units.value(plan.usd / share, 'USD')} on {plan.setup.gpus:,} GPUs, the fewest that do, more "
+            f"than {units.value(usd, 'USD')}: tokens_for(usd=) says how far that goes."
         )
 
 
@@ -416,7 +416,7 @@ def _nodes_in_time(plan: Plan, days: float, unit: int, share: Callable[[int], fl
     gpus = plan.gpu_hours / 24 / days
     if gpus > _MOST_GPUS:
         raise ValueError(
-            f"{figures.days(days)} would take {gpus:.3g} GPUs, more than there are: give more days, or plan fewer tokens."
+            f"{units.days(days)} would take {gpus:.3g} GPUs, more than there are: give more days, or plan fewer tokens."
         )
 
     @cache
@@ -434,7 +434,7 @@ def _nodes_in_time(plan: Plan, days: float, unit: int, share: Callable[[int], fl
     while not in_time(last):
         if 2 * last * unit > _MOST_GPUS:
             raise ValueError(
-                f"No number of GPUs is done in {figures.days(days)} at this efficiency, the fastest being {fastest * unit:,}: "
+                f"No number of GPUs is done in {units.days(days)} at this efficiency, the fastest being {fastest * unit:,}: "
                 "give more days, or plan fewer tokens."
             )
         if takes(2 * last) >= takes(last):
@@ -460,9 +460,7 @@ def _nodes_that_hold(plan: Plan, room: float, unit: int, least: int) -> int:
     if zero and fits(most):
         return _first(fits, least, most)
     held = plan.but(gpus=most * unit)
-    reason = f"zero={zero} leaves {figures.gib(held.memory.gib)} on each"
+    reason = f"zero={zero} leaves {units.gib(held.memory.gib)} on each"
     if not zero:
-        reason = f"without zero= each holds all {figures.gib(held.memory.gib)}"
-    raise ValueError(
-        f"No number of GPUs of {figures.gib(room)} suffices, {reason}; {fitting(held, gib=room).sentence}."
-    )
+        reason = f"without zero= each holds all {units.gib(held.memory.gib)}"
+    raise ValueError(f"No number of GPUs of {units.gib(room)} suffices, {reason}; {fitting(held, gib=room).sentence}.")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from surokit.planner import figures
+from surokit import units
 from surokit.planner.choices import asked_gib, compare_recipes, known_gib
 from surokit.planner.flops import frozen
 from surokit.planner.offload import Host, asked_host
@@ -21,7 +21,7 @@ from surokit.tables import data_frame, html_table, text_table
 if TYPE_CHECKING:
     import pandas as pd
 
-    from surokit.planner.hardware import Gpu
+    from surokit.hardware.gpus import Gpu
     from surokit.planner.memory import Memory, Term
     from surokit.planner.planning import Plan
     from surokit.recipe import Lora
@@ -91,9 +91,9 @@ class Fitting:
         return [
             (
                 r.how,
-                figures.gib(r.gib),
+                units.gib(r.gib),
                 "would fit" if r.fits and not self.already else "",
-                figures.gib(r.host_gib) if r.host_gib else "",
+                units.gib(r.host_gib) if r.host_gib else "",
                 "" if r.hosted else "does not fit",
                 r.costs,
             )
@@ -103,10 +103,10 @@ class Fitting:
     _HEADER = ("one at a time", "leaves", "", "on the host", "", "and costs")
 
     def _title(self) -> str:
-        room = figures.gib(self.room_gib)
+        room = units.gib(self.room_gib)
         if self.host_room_gib is not None:
-            room += f", and {figures.gib(self.host_room_gib)} of the host's"
-        return f"{figures.gib(self.gib)} into {room}: {self.sentence}"
+            room += f", and {units.gib(self.host_room_gib)} of the host's"
+        return f"{units.gib(self.gib)} into {room}: {self.sentence}"
 
     def __repr__(self) -> str:
         table = [text_table(self._rows(), header=self._HEADER, right=(1, 3))] if self.remedies else []
@@ -153,26 +153,26 @@ def _no_way(plan: Plan, tries: Sequence[Remedy], together: Plan, space: _Space) 
         cure += ", or more GPUs with zero=3"
     left = f"all remedies together leave {_takes(together)}" if tries else "there is no remedy"
     if not space.hosts(together.memory):
-        return f"{left}, and the host has {figures.gib(space.host_gib)}; {cure}"
+        return f"{left}, and the host has {units.gib(space.host_gib)}; {cure}"
     return f"{left}, the largest term being {_largest(together)}; {cure}"
 
 
 def _takes(plan: Plan) -> str:
-    host = f", and {figures.gib(plan.memory.host_gib)} on the host" if plan.memory.host else ""
-    return figures.gib(plan.memory.gib) + host
+    host = f", and {units.gib(plan.memory.host_gib)} on the host" if plan.memory.host else ""
+    return units.gib(plan.memory.gib) + host
 
 
 def _remedy(plan: Plan, space: _Space, how: str, changes: Mapping[str, Any], costs: str) -> Remedy:
     again = plan.but(**changes)
     memory, waits_ms = again.memory, again.time.waits_ms
     if waits_ms is not None and again.setup.offloads != plan.setup.offloads:
-        costs += f"; {figures.value(waits_ms, 'ms')} more a step"
+        costs += f"; {units.value(waits_ms, 'ms')} more a step"
     return Remedy(how, changes, costs, memory.gib, space.holds(memory), memory.host_gib, space.hosts(memory))
 
 
 def _largest(plan: Plan) -> str:
     term = plan.memory.largest
-    return f"{term.name} ({figures.gib(term.gib)})"
+    return f"{term.name} ({units.gib(term.gib)})"
 
 
 def _without(plan: Plan) -> str:
@@ -397,12 +397,12 @@ def _memory_binding(plan: Plan) -> Binding:
         less = plan.but(**changes).memory
         left, (what, there) = _kind(less, term)[1], _kind(m, term)
         if left <= 0.8 * there and less.gib < m.gib:
-            loosens = f"{how} leaves {figures.gib(left)} of {what} ({costs})"
+            loosens = f"{how} leaves {units.gib(left)} of {what} ({costs})"
             break
     share = term.gib / m.gib if m.gib else 0.0
     phase = f", in its {m.peak_phase} phase" if m.peak_phase else ""
     where = "CPU" if plan.setup.device == "cpu" else "GPU"
-    return Binding("memory", term.name, share, f"{figures.gib(m.gib)} on one {where}{phase}", loosens)
+    return Binding("memory", term.name, share, f"{units.gib(m.gib)} on one {where}{phase}", loosens)
 
 
 def _kind(memory: Memory, term: Term) -> tuple[str, float]:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
-from surokit.planner import arguments, figures
+from surokit import arguments, units
 from surokit.tables import html_table, text_table
 
 Counts = Literal["all", "without embeddings"]
@@ -115,10 +115,10 @@ class Optimum(_Pair):
         return self.tokens / self.parameters
 
     def __repr__(self) -> str:
-        words = f"{figures.count(self.parameters)} parameters"
+        words = f"{units.count(self.parameters)} parameters"
         if self.parameters_range and self.level is not None:
             words += f" ({self.level:.0%} interval {_span(self.parameters_range)})"
-        words += f" on {figures.count(self.tokens)} tokens, {self.tokens_per_parameter:.3g} a parameter"
+        words += f" on {units.count(self.tokens)} tokens, {self.tokens_per_parameter:.3g} a parameter"
         words += f", loss {float(self.loss):.4g}"
         return words + (f" (extrapolated: {self.note})" if self.note else "")
 
@@ -352,8 +352,8 @@ class ScalingLaw:
             # A little room, for a range's own end that was computed.
             elif not low * (1 - 1e-6) <= value <= high * (1 + 1e-6):
                 side = "above" if value > high else "below"
-                span = _span((low, high)) if low < high else figures.count(low)
-                parts.append(f"{figures.count(value, 3)} {word} lie {side} the measured {span}")
+                span = _span((low, high)) if low < high else units.count(low)
+                parts.append(f"{units.count(value, 3)} {word} lie {side} the measured {span}")
         return _join(*parts)
 
     def _needs(self, term: str, method: str) -> None:
@@ -371,7 +371,7 @@ class ScalingLaw:
         pair = (None, other) if word == "parameters" else (other, None)
         least = float(self.surface.loss(*pair))
         return (
-            f"{self.name} reaches no loss of {loss:.4g} with {figures.count(other)} {others}, however many {word} there are "
+            f"{self.name} reaches no loss of {loss:.4g} with {units.count(other)} {others}, however many {word} there are "
             f"(the limit is {least:.4g}): give more {others} or ask for a higher loss."
         )
 
@@ -492,4 +492,4 @@ def _span(ends: Range) -> str:
 def _figure(value: float, unit: str) -> str:
     if not math.isfinite(value):
         return "without limit"
-    return figures.count(value) if unit in ("parameters", "tokens") else f"{value:.4g}"
+    return units.count(value) if unit in ("parameters", "tokens") else f"{value:.4g}"

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from surokit.planner import arguments, figures
+from surokit import arguments, units
 from surokit.planner.scaling import Additive, Optimum, Predicted, ScalingLaw, read_loss
 from surokit.planner.scaling_plot import draw
 from surokit.planner.scaling_solver import Problem, robust_scatter
@@ -432,7 +432,7 @@ def _judge(runs: Sequence[Run], names: Sequence[str], best: Array, problem: Prob
 
 
 def _span(ends: tuple[float, float]) -> str:
-    low, high = (figures.count(end) for end in ends)
+    low, high = (units.count(end) for end in ends)
     return low if low == high else f"{low} to {high}"
 
 

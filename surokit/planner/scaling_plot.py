@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from surokit.planner import figures
+from surokit import units
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,7 +50,7 @@ def draw(fit: ScalingFit) -> Figure:
             [r.tokens for r in mine], [r.loss for r in mine], "o", color=color, markeredgecolor="white", markersize=6
         )
         left.annotate(
-            figures.count(size, 3),
+            units.count(size, 3),
             (tokens[-1], float(fit.loss(size, tokens[-1]))),
             xytext=(6, 0),
             textcoords="offset points",

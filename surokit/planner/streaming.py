@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from surokit.planner import figures
+from surokit import units
 from surokit.planner.flops import Placement
 from surokit.planner.offload import GIB, Host
 from surokit.planner.shape import Shape
@@ -119,12 +119,12 @@ class Streamed:
     def _rows(self) -> Iterator[tuple[str, ...]]:
         gpu = {True: "fits", False: "does not fit", None: ""}[self.fits]
         limit = self.host.memory_gib
-        host = "" if limit is None else "fits" if self.host_gib <= limit else f"more than {figures.gib(limit)}"
-        yield "GPU", figures.gib(self.gpu_gib), gpu
-        yield "host", figures.gib(self.host_gib), host
-        yield "a block", figures.gib(self.block_bytes / GIB), ""
-        yield "up", figures.gib(self.bytes_up / GIB), "a step"
-        yield "down", figures.gib(self.bytes_down / GIB), "a step"
+        host = "" if limit is None else "fits" if self.host_gib <= limit else f"more than {units.gib(limit)}"
+        yield "GPU", units.gib(self.gpu_gib), gpu
+        yield "host", units.gib(self.host_gib), host
+        yield "a block", units.gib(self.block_bytes / GIB), ""
+        yield "up", units.gib(self.bytes_up / GIB), "a step"
+        yield "down", units.gib(self.bytes_down / GIB), "a step"
         yield "compute", _ms(self.compute_ms), "blocks are computed again" if self.again else ""
         yield "link", _ms(self.link_ms), "beside it"
         yield (
@@ -181,4 +181,4 @@ def predict_streamed(
 
 
 def _ms(value: float) -> str:
-    return figures.value(value, "ms")
+    return units.value(value, "ms")

@@ -8,7 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
-from surokit.planner import arguments, figures
+from surokit import arguments, units
 from surokit.planner.configs import FAMILIES, read_shape
 from surokit.planner.live import NOTHING, Own, dtype_of, model_in, read_own
 from surokit.planner.memory import Layers
@@ -47,7 +47,7 @@ def read_subject(what: Any) -> Subject:
             what = float(what)
     if isinstance(what, (bool, Real)):
         parameters = arguments.parameters(what)
-        return Subject(parameters, f"{figures.count(parameters)} parameters")
+        return Subject(parameters, f"{units.count(parameters)} parameters")
     live, what = what, model_in(what)
     shape, source = read_shape(what)
     own = read_own(live)
@@ -66,7 +66,7 @@ def read_subject(what: Any) -> Subject:
     layers = _own_layers(what, shape)
     if layers == "transformers" and not built_here(shape):
         notes += (f"surokit has no layers for {shape.family}: memory and time are those of transformers' layers",)
-    name = f"{shape.family} of {figures.count(shape.parameters)} parameters {source}"
+    name = f"{shape.family} of {units.count(shape.parameters)} parameters {source}"
     return Subject(float(shape.parameters), name, shape, notes, _own_dtype(what), layers, _own_device(what), own)
 
 

@@ -30,10 +30,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from surokit.formats import Kind
+from surokit.hardware.gpus import Gpu
+from surokit.hardware.linear import Kernel, Pass, linear_kernels
 from surokit.planner.activations import loss_rows
 from surokit.planner.flops import Compute, Placement, Product, frozen, placements
-from surokit.planner.hardware import Gpu
-from surokit.planner.layers import Kernel, Pass, linear_kernels
 from surokit.planner.memory import DTYPE_BYTES, Setup
 from surokit.planner.offload import OFFLOADING
 from surokit.planner.shape import Shape

@@ -13,18 +13,17 @@ light, a module is bound by overhead, and larger or fewer operators are the reme
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from surokit.hardware.gpus import Gpu, find_gpu
+from surokit.hardware.rates import Rates, rates_of
 from surokit.profiler.attribution import shown_path
 from surokit.profiler.observed import Table, table
 from surokit.profiler.owners import PSEUDO, Owners
 from surokit.profiler.recording import RATES, Recording
-
-if TYPE_CHECKING:
-    from surokit.planner.hardware import Gpu
 
 Sums = npt.NDArray[np.float64]
 WHOLE = "(whole step)"
@@ -85,7 +84,6 @@ def _row(name: str, self_ms: float, asked: Sums, overhead_ms: float) -> tuple[ob
 def _rates(gpu: Gpu) -> tuple[Sums, float, float]:
     """(TFLOPS by RATES, TB/s, microseconds a launch). float32's rate where only bfloat16's is known is bfloat16's: no product
     in float32 is faster, so the light stays a bound; and the other way round where a processor has only float32's."""
-    from surokit.planner.roofline import Rates, rates_of
 
     half, full = rates_of(gpu, "bf16"), rates_of(gpu, "fp32")
     known = [r for r in (half, full) if isinstance(r, Rates)]
@@ -107,7 +105,6 @@ def cached_gpu(device: str = "") -> Gpu:
     import torch
 
     from surokit.calibration import calibrate
-    from surokit.planner.hardware import find_gpu
 
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     if device in ("", here):

@@ -24,7 +24,7 @@ from surokit.tables import text_table, three_digits
 if TYPE_CHECKING:
     import pandas as pd
 
-    from surokit.planner.hardware import Gpu
+    from surokit.hardware.gpus import Gpu
     from surokit.profiler.verify import Verdict
 
 _FORMAT = "surokit profile"

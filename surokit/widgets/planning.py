@@ -18,7 +18,8 @@ from importlib.util import find_spec
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from surokit.planner import GPUS, figures
+from surokit import units
+from surokit.planner import GPUS
 from surokit.planner.lines import Line, verdict
 from surokit.planner.memory import Memory
 from surokit.planner.picture import Part, parts_of
@@ -261,7 +262,7 @@ def _bar(plan: Plan, out: list[str], y: float, width: int) -> float:
     recipe = "bf16" if plan.recipe is None else str(getattr(plan.recipe, "name", plan.recipe))
     device = plan.gpu.name if plan.gpu else "GPU"
     tokens = "" if setup.batch is None or setup.length is None else f"{setup.batch:,} x {setup.length:,} tokens, "
-    name = f"{figures.count(plan.parameters)} parameters, {recipe}, {tokens}{setup.gpus:,} x {device}"
+    name = f"{units.count(plan.parameters)} parameters, {recipe}, {tokens}{setup.gpus:,} x {device}"
     rest = [f"ZeRO {setup.zero}", f"recompute {setup.recompute}", f"optimizer {setup.optimizer}"]
     rest = rest if setup.training else ["a forward pass and its KV cache"]
     out += [_text(14, y + 2, cut(name, 70), "h"), _text(14, y + 21, ", ".join(rest), "m")]
@@ -279,7 +280,7 @@ def _bar(plan: Plan, out: list[str], y: float, width: int) -> float:
     for part in parts:
         wide = part.gib / reach * (right - left)
         box = f'x="{x:.1f}" y="{top:g}" width="{max(wide - 0.8, 0.4):.1f}" height="{tall:g}"'
-        tip = escape(f"{part.group}: {figures.gib(part.gib)}, {'exact' if part.exact else 'approximate'}")
+        tip = escape(f"{part.group}: {units.gib(part.gib)}, {'exact' if part.exact else 'approximate'}")
         out += _box(part, box, f"<title>{tip}</title>")
         x += wide
     if limit is not None and limit <= 12 * longest:
@@ -301,7 +302,7 @@ def _parts(memory: Memory, out: list[str], y: float, width: int) -> float:
         row, column = divmod(number, columns)
         x, at = 14 + column * (width - 28) / columns, y + 19 * row
         out += _box(part, f'x="{x:.1f}" y="{at - 10:g}" width="12" height="12"')
-        words = f'<tspan class="m">{escape(part.group)}</tspan><tspan class="k" dx="6">{figures.gib(part.gib)}</tspan>'
+        words = f'<tspan class="m">{escape(part.group)}</tspan><tspan class="k" dx="6">{units.gib(part.gib)}</tspan>'
         out.append(f'<text x="{x + 18:.1f}" y="{at:g}">{words}</text>')
     y += 19 * -(-len(parts) // columns)
     out.append(_text(14, y, "solid: exact from shapes and dtypes; hatched: approximate", "t"))

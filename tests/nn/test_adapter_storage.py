@@ -412,7 +412,7 @@ def no_other_sessions(monkeypatch):
 def test_a_session_on_a_cpu_decodes_once_where_there_is_room(tiny, batch, monkeypatch):
     recipe = sk.QNF4.lora(rank=4, targets=TARGETS)
     weights = 4 * 32 * 64 * 2 / 2**30  # decoded
-    with mock.patch("surokit.planner.hardware.machine_gib", return_value=4 * weights):
+    with mock.patch("surokit.hardware.machine.machine_gib", return_value=4 * weights):
         session = sk.Session(tiny, [batch], recipe=recipe, schedule=None)
     assert session.report is not None
     assert "4 weights decoded once: up to 0.0 MiB more; recipe.decode_once(False) saves them" in session.report.notes
@@ -422,7 +422,7 @@ def test_a_session_on_a_cpu_decodes_once_where_there_is_room(tiny, batch, monkey
     assert decodings(session.model, batch, monkeypatch) == 0
     sk.apply(session.model, recipe.decode_once(False))  # as the note says
     assert all(layer.kept is None for layer in linears(session.model).values())
-    with mock.patch("surokit.planner.hardware.machine_gib", return_value=3.9 * weights):
+    with mock.patch("surokit.hardware.machine.machine_gib", return_value=3.9 * weights):
         crowded = sk.Session(Tiny(), [batch], recipe=recipe, schedule=None)
     assert decodings(crowded.model, batch, monkeypatch) == 4 + 3
     told = sk.Session(Tiny(), [batch], recipe=recipe.decode_once(False), schedule=None)
@@ -432,7 +432,7 @@ def test_a_session_on_a_cpu_decodes_once_where_there_is_room(tiny, batch, monkey
 def test_sessions_share_the_room(tiny, batch, monkeypatch):
     recipe = sk.QNF4.lora(rank=4, targets=TARGETS)
     room = 4 * 32 * 64 * 2 * 1.5
-    monkeypatch.setattr("surokit.planner.hardware.room_for_decoded", lambda: room)
+    monkeypatch.setattr("surokit.convert.room_for_decoded", lambda: room)
     first = sk.Session(tiny, [batch], recipe=recipe, schedule=None)
     second = sk.Session(Tiny(), [batch], recipe=recipe, schedule=None)
     assert (bool(first.decoded), bool(second.decoded)) == (True, False)

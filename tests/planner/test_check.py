@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import surokit as sk
+from surokit.hardware.gpus import Ceilings, Gpu
 from surokit.planner import check as checking
 from surokit.planner import plan as make
-from surokit.planner.hardware import Ceilings, Gpu
 from surokit.planner.planning import Plan
 from tests.planner.families import LLAMA_1B
 

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import surokit as sk
 from surokit.bench.configurations import MODELS
+from surokit.hardware.gpus import find_gpu
+from surokit.hardware.rates import GAP_US
 from surokit.nn import norm, products, qk, sources, stages, swiglu
 from surokit.nn.delayed import DelayedScales
 from surokit.nn.fusion import OFF, Fusion
@@ -19,9 +21,7 @@ from surokit.planner import plan as planner_plan
 from surokit.planner.flops import count_flops
 from surokit.planner.fused_traffic import FusedStep
 from surokit.planner.fusion import UNFUSED, Fused, comes_quantized, read_fusion
-from surokit.planner.hardware import find_gpu
 from surokit.planner.memory import Setup
-from surokit.planner.roofline import GAP_US
 from surokit.planner.shape import Shape
 from surokit.planner.traffic import Load, loads
 from surokit.quantized import Quantized

@@ -188,7 +188,7 @@ def test_what_a_session_decodes_once_is_planned(monkeypatch):
     for told in (recipe.decode_once(False), recipe.decode_once()):
         assert plan(CONFIG, recipe=told, gpu="cpu").recipe == told
     assert plan(CONFIG, recipe=recipe, gpu="cpu", training=False).recipe == recipe, "that is a session's alone"
-    monkeypatch.setattr("surokit.planner.hardware.machine_gib", lambda: 1e-6)
+    monkeypatch.setattr("surokit.hardware.machine.machine_gib", lambda: 1e-6)
     assert plan(CONFIG, recipe=recipe, gpu="cpu").recipe == recipe == plan(CONFIG, recipe=recipe, gpu="H100").recipe
     server = Gpu("server", memory_gib=512, device="cpu")
     assert plan(CONFIG, recipe=recipe, gpu=server).recipe == recipe.decode_once(), (

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 import surokit as sk
 from surokit import planner
 from surokit.bench.offload_emulated import Sleeper, link_of
+from surokit.hardware.gpus import Ceilings, Gpu, find_gpu
 from surokit.offload import adamw, columns, link
 from surokit.offload.columns import Columns
 from surokit.planner import offload
-from surokit.planner.hardware import Ceilings, Gpu, find_gpu
 from surokit.planner.offload import (
     GIB,
     Host,

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from surokit import planner
+from surokit import planner, units
+from surokit.hardware.linear import linear_seconds
 from surokit.planner import Gpu, find_gpu, judge_hours, read_shape, register
-from surokit.planner.layers import linear_seconds
 from surokit.planner.published import published
 from surokit.recipe import BF16, FP4, FP8, FP8_BLOCK, FP8_ROWWISE, MXFP4, MXFP8, QFP8
 from tests.planner.families import LLAMA_1B
@@ -475,7 +475,7 @@ def test_compute_capabilities_are_nvidias():
 def test_a_gpu_of_ones_own(monkeypatch):
     mine = Gpu("Mine", memory_gib=24, bf16_tflops=100)
     assert plan(8e9, tokens=1e9, gpu=mine, mfu=0.5).time.rate_tflops == 50
-    monkeypatch.setattr("surokit.planner.hardware._TABLE", dict(planner.GPUS))
+    monkeypatch.setattr("surokit.hardware.gpus._TABLE", dict(planner.GPUS))
     register(mine)
     assert find_gpu("mine") is mine
     with pytest.raises(TypeError, match="takes a Gpu"):
@@ -585,7 +585,7 @@ def test_a_plan_by_number_counts_activations_as_of_a_typical_shape(name, given):
     assert number.memory.gib == pytest.approx(own.memory.gib, rel=0.1)
     assert number.memory.left_out == ()
     assert not any(term.exact for term in number.memory.terms)
-    assert f"about {planner.figures.gib(number.memory.gib)}" in number.answers[0]
+    assert f"about {units.gib(number.memory.gib)}" in number.answers[0]
     assert any(note.startswith("memory is that of a typical shape, after ") for note in number.notes)
 
 
@@ -593,9 +593,7 @@ def test_a_headline_without_activations_says_so():
     for what, wanted in ((494e6, "give batch= and length="), (1e6, "give a config in place of a number of parameters")):
         given = {"batch": 1, "length": 128} if what == 1e6 else {}
         p = plan(what, gpu="H100", **given)
-        assert p.answers[0].startswith(
-            f"Holds at least {planner.figures.gib(p.memory.gib)}, without activations, of H100's"
-        )
+        assert p.answers[0].startswith(f"Holds at least {units.gib(p.memory.gib)}, without activations, of H100's")
         assert any(wanted in note for note in p.notes)
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import surokit as sk
 from surokit import planner
+from surokit.hardware.gpus import Ceilings
 from surokit.planner import Gpu, Plan, read_shape
 from surokit.planner.choices import compare_recipes, recipes
 from surokit.planner.communication import fit_speedup
-from surokit.planner.hardware import Ceilings
 from surokit.planner.offload import Host
 from surokit.planner.questions import _in_layers, gpus_for, largest, parameters_for, rate_for, tokens_for
 from surokit.planner.remedies import binds, fitting

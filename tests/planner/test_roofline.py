@@ -14,6 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import surokit as sk
+from surokit.hardware.gpus import Ceilings, Gpu, find_gpu
+from surokit.hardware.linear import linear_kernels
+from surokit.hardware.rates import Rates, rates_of
 from surokit.nn import products
 from surokit.nn.delayed import DelayedScales
 from surokit.planner import plan
@@ -21,10 +24,8 @@ from surokit.planner.communication import communicate, efficiency, fit_speedup, 
 from surokit.planner.configs import read_shape
 from surokit.planner.energy import energy_kwh
 from surokit.planner.flops import count_flops
-from surokit.planner.hardware import Ceilings, Gpu, find_gpu
-from surokit.planner.layers import linear_kernels
 from surokit.planner.memory import Setup
-from surokit.planner.roofline import Rates, estimate_step, rates_of, recipe_gain, why_no_estimate
+from surokit.planner.roofline import estimate_step, recipe_gain, why_no_estimate
 from surokit.planner.shape import Shape
 from surokit.planner.traffic import data_moves, loads
 from surokit.quantized import Quantized, quantize, quantize_both

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import surokit as sk
-from surokit.planner.hardware import GPUS, Ceilings, Gpu
+from surokit.hardware.gpus import GPUS, Ceilings, Gpu
 from surokit.profiler.analysis import analyse
 from surokit.profiler.light import WHOLE, cached_gpu, speed_of_light
 from surokit.profiler.observed import Table

@@ -10,9 +10,9 @@ import torch
 
 import surokit as sk
 from surokit.planner import Gpu, plan
-from surokit.planner.figures import gib
 from surokit.planner.picture import parts_of
 from surokit.recipe import BF16, FP4, FP8
+from surokit.units import gib
 from surokit.widgets import planning
 from surokit.widgets.figure import _css
 from surokit.widgets.picture import MESSAGE_BYTES

@@ -9,8 +9,8 @@ from importlib.resources import files
 import pytest
 
 from surokit import planner
+from surokit.hardware.gpus import COLUMNS, Ceilings, load_hardware
 from surokit.planner import Gpu, find_gpu
-from surokit.planner.hardware import COLUMNS, Ceilings, load_hardware
 
 FIGURES = ("memory_gib", "bandwidth_tb_s", "bf16_tflops", "fp8_tflops", "fp4_tflops", "peer_gb_s", "host_gb_s", "watts")
 
@@ -19,7 +19,7 @@ FIGURES = ("memory_gib", "bandwidth_tb_s", "bf16_tflops", "fp8_tflops", "fp4_tfl
 def table(monkeypatch):
     """A copy of the table, so that what a test registers is gone after it."""
     copy = dict(planner.GPUS)
-    monkeypatch.setattr("surokit.planner.hardware._TABLE", copy)
+    monkeypatch.setattr("surokit.hardware.gpus._TABLE", copy)
     return copy
 
 
@@ -142,7 +142,7 @@ def test_a_table_of_ones_own(table, tmp_path):
 
 
 def test_the_shipped_table_is_one_that_a_user_could_load(table):
-    text = files("surokit.planner").joinpath("hardware.csv").read_text(encoding="utf-8")
+    text = files("surokit.hardware").joinpath("gpus.csv").read_text(encoding="utf-8")
     assert set(csv.DictReader(io.StringIO(text)).fieldnames or ()) == set(COLUMNS)
     assert {gpu.name: gpu for gpu in load_hardware(text, replace=True)} == table
 

@@ -1,6 +1,6 @@
 """GPUs as data: memory, bandwidth, dense peak rates, links and power, each with its source, and ways to add your own.
 
-A blank figure in hardware.csv means that nobody vouched for it, not that it is zero: whatever needs it says so. Peaks
+A blank figure in gpus.csv means that nobody vouched for it, not that it is zero: whatever needs it says so. Peaks
 are dense, since vendors also print figures for 2:4 sparsity, twice as high, which training never sees; with float32
 accumulation, which training needs and which runs at half speed on GeForce cards. `memory_gib` is nominal: the driver
 keeps about 1 %, and error correction a sixteenth on cards with GDDR6 (L4, L40S, A40 and the like). Links are in one
@@ -17,7 +17,6 @@ import csv
 import difflib
 import io
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -26,8 +25,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from surokit import arguments
 from surokit.formats import TENSOR_CORES, Kind
-from surokit.planner import arguments
 
 #: The compute capability from which tensor cores multiply bf16.
 BF16_FROM = (8, 0)
@@ -192,7 +191,7 @@ def _key(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", re.sub(r"nvidia|amd", "", name.lower()))
 
 
-#: Columns of hardware.csv and of a user's table; only the name is needed.
+#: Columns of gpus.csv and of a user's table; only the name is needed.
 COLUMNS = tuple(f.name for f in fields(Gpu) if f.name not in ("ceilings", "device", "plain"))
 
 
@@ -248,8 +247,8 @@ def _read_row(row: Mapping[str | None, Any], where: str) -> Gpu:
 
 
 def _shipped() -> dict[str, Gpu]:
-    text = files("surokit.planner").joinpath("hardware.csv").read_text(encoding="utf-8")
-    return {gpu.name: gpu for gpu in _parse(text, "hardware.csv")}
+    text = files("surokit.hardware").joinpath("gpus.csv").read_text(encoding="utf-8")
+    return {gpu.name: gpu for gpu in _parse(text, "gpus.csv")}
 
 
 _TABLE: dict[str, Gpu] = _shipped()
@@ -259,25 +258,6 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(_TABLE)
 
 #: A processor: our CPU kernels compute, at rates that `surokit.calibrate("cpu")` would measure.
 PROCESSOR = Gpu("CPU", source="any processor", device="cpu")
-
-
-def machine_gib() -> float | None:
-    """Memory that this process may have, GiB: the machine's, or its control group's limit where that is less; None where the system
-    does not say."""
-    try:
-        held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not on every system
-        return None
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text(encoding="ascii").strip()).isdigit():
-        held = min(held, int(text))
-    return round(held / 2**30, 2)
-
-
-def room_for_decoded(gib: float | None = None) -> float:
-    """Bytes that decoded weights may take on a CPU, those of all sessions together: a quarter of the machine's memory, GiB, or of
-    what this process may have."""
-    return 0.25 * (gib or machine_gib() or 0.0) * 2**30
 
 
 def register(gpu: Gpu) -> Gpu:
@@ -291,7 +271,7 @@ def register(gpu: Gpu) -> Gpu:
 def load_hardware(source: str | Path, *, replace: bool = False) -> tuple[Gpu, ...]:
     """Add the GPUs of a CSV file, or of CSV text, to the table for this process; all of them or none.
 
-    The columns are those of surokit/planner/hardware.csv; only `name` is needed, and an empty field is an unknown figure. `replace`
+    The columns are those of surokit/hardware/gpus.csv; only `name` is needed, and an empty field is an unknown figure. `replace`
     allows names that the table already has. Raises FileNotFoundError, or ValueError with the line of what cannot be read.
     """
     if isinstance(source, str) and "\n" in source:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from surokit.formats import Kind
-from surokit.planner.hardware import Gpu
+from surokit.hardware.gpus import Gpu
 
 Pass = Literal["forward", "recompute", "backward", "optimizer"]
 
