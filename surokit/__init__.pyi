@@ -29,6 +29,7 @@ from surokit.formats import E4M3 as E4M3
 from surokit.formats import E5M2 as E5M2
 from surokit.formats import E8M0 as E8M0
 from surokit.formats import NF4 as NF4
+from surokit.fusion import Fusion as Fusion
 from surokit.live import Live as Live
 from surokit.models import Decoder as Decoder
 from surokit.models import DecoderConfig as DecoderConfig
@@ -40,7 +41,6 @@ from surokit.models import save as save
 from surokit.models import save_adapter as save_adapter
 from surokit.models import unmerge as unmerge
 from surokit.models.fuse import fuse as fuse
-from surokit.nn.fusion import Fusion as Fusion
 from surokit.offload import OffloadAdamW as OffloadAdamW
 from surokit.offload import ZenFlow as ZenFlow
 from surokit.offload import offload_activations as offload_activations

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from surokit.applied import note_recipe, recipe_of
 from surokit.hardware.gpus import find_gpu
 from surokit.hardware.linear import linear_seconds
 from surokit.hardware.machine import room_for_decoded
@@ -30,7 +31,6 @@ from surokit.recipe import BF16, Recipe, count_blocks, find_recipe
 if TYPE_CHECKING:
     import pandas as pd
 
-_ATTRIBUTE = "_surokit_recipe"
 _FROZEN = "_surokit_frozen"  # names of the parameters that a recipe froze
 # layers of which a session has decided whether they keep their decoded weight, and its bytes: all sessions share the room
 _keepers: weakref.WeakKeyDictionary[Linear, int] = weakref.WeakKeyDictionary()
@@ -140,7 +140,7 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
         for name, layer in layers
     ]
     _share_scales(model, [layer for _, layer in layers], recipe)
-    setattr(model, _ATTRIBUTE, recipe)
+    note_recipe(model, recipe)
     notes = _idle_rules(recipe, layers, blocks)
     if histories_before:
         notes.append("the delayed-scaling histories are dropped (scaling_state() keeps them for load_scaling_state())")
@@ -164,11 +164,6 @@ def _of_keeping(model: nn.Module) -> str:
     has_adapter = any(_is_adapter(name) for name, _ in model.named_parameters())
     keeper = "surokit.save_adapter" if has_adapter else "surokit.save, which takes a surokit.Decoder"
     return f"keep this model with {keeper}: save_pretrained() would lose the scales of its weights"
-
-
-def recipe_of(model: nn.Module) -> Recipe | None:
-    """The recipe that `apply` gave this model last, or None."""
-    return getattr(model, _ATTRIBUTE, None)
 
 
 @contextmanager

@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from surokit.runs.records import Late, Records
+from surokit.runs.requests import LOOK_EVERY_S, PAUSE, SAVE, STOP, WAIT_S, Files
+from surokit.runs.status import EVERY_S, RunInfo, StatusFile
 from surokit.train.describe import device_name, gpus_of
 from surokit.train.errors import NoTargetsError
-from surokit.train.files import LOOK_EVERY_S, PAUSE, SAVE, STOP, WAIT_S, Files
-from surokit.train.records import Late, Records
 from surokit.train.setup import claim_folder
-from surokit.train.status import EVERY_S, RunInfo, StatusFile
 from surokit.widgets.panel import Panel, View, ViewName
 from surokit.widgets.state import PanelState
 

@@ -12,8 +12,9 @@ import torch
 
 import surokit.live
 from surokit.live import Live
-from surokit.train import NoTargetsError, status
-from surokit.train.lines import read
+from surokit.runs import status
+from surokit.runs.jsonl import read
+from surokit.train import NoTargetsError
 from surokit.widgets.folder import FileControl, RunFolder
 from surokit.widgets.picture import sustained_lines
 from tests.clocks import until

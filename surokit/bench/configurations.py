@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from surokit.bench.targets import TARGETS, Target
 
 if TYPE_CHECKING:
-    from surokit.nn.fusion import Fusion
+    from surokit.fusion import Fusion
 
 Train = Literal["lora", "full"]
 
@@ -65,7 +65,7 @@ class Work:
 class Configuration:
     """One system: a model, a recipe, what trains, and how the step is carried out.
 
-    without: fields of surokit.nn.fusion.Fusion that are switched off; frozen, recompute: its other two. graphs: steps as CUDA
+    without: fields of surokit.fusion.Fusion that are switched off; frozen, recompute: its other two. graphs: steps as CUDA
     graphs. compile: torch.compile instead. prefetch: batches on a stream of their own. attention: "" lets the layer choose,
     "flash" and "efficient" are scaled_dot_product_attention's. documents: attention stays within each document of a row.
     optimizer: "adamw" or "adamw8bit". fast_dx: the products of dx are summed as forward's are, on Hopper faster and less exactly.
@@ -120,7 +120,7 @@ class Configuration:
     @property
     def fusion(self) -> Fusion:
         """What `surokit.fuse` is given: nothing for a peer, nor for torch's compiler, which fuses by itself."""
-        from surokit.nn.fusion import OFF, Fusion
+        from surokit.fusion import OFF, Fusion
 
         if self.peer or self.compile:
             return OFF

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import surokit as sk
 from surokit.bench.configurations import Train
 from surokit.convert import apply
-from surokit.nn.fusion import OFF, Fusion
+from surokit.fusion import OFF, Fusion
 from surokit.recipe import Recipe, find_recipe
 
 CLOSER = 1.5  # times the plain step's distance from float32, for loss and for the gradient of every parameter

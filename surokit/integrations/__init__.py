@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-_MODULES = ("hf", "lightning", "mirrors")
+_MODULES = ("deepspeed", "hf", "lightning", "mirrors")
 
 
 def __getattr__(name: str) -> ModuleType:

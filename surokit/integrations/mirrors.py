@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from surokit.train.records import Record
-    from surokit.train.status import RunInfo
+    from surokit.runs.records import Record
+    from surokit.runs.status import RunInfo
 
 WAITING = 10_000  # records on the list; beyond it the oldest are left out, and the end says how many
 WRITE_S = 0.5  # between two times that the list is taken from

@@ -2,7 +2,7 @@
 
 Modules carry Hugging Face's names, so that state-dict keys are a checkpoint's keys. The loss never makes whole logits.
 
-Blocks, attention and MLPs hold a `fusion`, which says what is computed together (nn/fusion.py); `surokit.fuse` sets it. Norms
+Blocks, attention and MLPs hold a `fusion`, which says what is computed together (fusion.py); `surokit.fuse` sets it. Norms
 then go with the layers that read them: `Attention` and `MLP` take a `Normed` instead of a tensor, and return what goes on beside
 the residual stream. Where somebody's hook wants to see a tensor that a fused step does not make, the step is not fused.
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from surokit.fusion import OFF, Fusion
 from surokit.models import foreign
 from surokit.models.decoder import MLP, Attention, Backbone, Block
-from surokit.nn.fusion import OFF, Fusion
 from surokit.nn.joint import LAID, lay
 from surokit.nn.linear import Linear
 from surokit.nn.norm import RMSNorm
@@ -117,11 +117,6 @@ def fuse(model: nn.Module, fusion: Fusion = _EVERYTHING, **changes: Any) -> Fuse
     if fusion.joint and any(p.is_cuda for p in model.parameters()):
         torch.cuda.empty_cache()  # the memory that weights were moved from comes in other sizes than what a step asks for
     return Fused(fusion, tuple(rows))
-
-
-def fusion_of(model: nn.Module) -> Fusion | None:
-    """What `fuse` gave this model last, or None."""
-    return next((f for m in model.modules() if isinstance(f := getattr(m, "fusion", None), Fusion)), None)
 
 
 def _fuse(name: str, module: nn.Module, fusion: Fusion) -> Row | None:
@@ -224,4 +219,4 @@ def _few(names: list[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-__all__ = ["OFF", "Fused", "Fusion", "fuse", "fusion_of"]
+__all__ = ["OFF", "Fused", "Fusion", "fuse"]

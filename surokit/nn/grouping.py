@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from surokit.fusion import Fusion
 from surokit.nn.delayed import DelayedScales
 from surokit.nn.frozen import Frozen, Members, can_stay, in_one_process, is_own
-from surokit.nn.fusion import Fusion
 from surokit.nn.joint import side_by_side
 from surokit.nn.linear import AdapterMatrix, Linear
 from surokit.nn.products import SLOTS, UNQUANTIZED, Operand, Products, weight

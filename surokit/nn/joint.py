@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from surokit.nn.fusion import Fusion
+from surokit.fusion import Fusion
 from surokit.nn.linear import Linear
 
 LAID = "_surokit_laid"  # in the first of sibling layers: the addresses at which they were last looked at

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from surokit.fusion import Fusion
 from surokit.kernels import best
 from surokit.kernels.reference import qk as reference
-from surokit.nn.fusion import Fusion
 from surokit.nn.norm import RMSNorm
 from surokit.nn.rope import apply_rope
 from surokit.nn.sources import is_hooked

@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from surokit.fusion import Fusion
 from surokit.kernels import best, serving
 from surokit.kernels.reference import norm as norms
 from surokit.kernels.reference import quantize as tiles
 from surokit.kernels.reference import swiglu as gates
-from surokit.nn.fusion import Fusion
 from surokit.nn.norm import RMSNorm
 from surokit.nn.swiglu import swiglu
 from surokit.quantized import Quantized, least_amax

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from surokit import kernels
+from surokit.fusion import Fusion
 from surokit.nn.frozen import Members
-from surokit.nn.fusion import Fusion
 from surokit.nn.grouping import Group, Held, Plan, is_ours, plan_of, stacked, tensors_of
 from surokit.nn.linear import Linear
 from surokit.nn.products import SLOTS, Operand, Products, in_rows

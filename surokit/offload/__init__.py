@@ -8,7 +8,6 @@
     weights.py     a model's weights, streamed block by block; activations.py: what backward needs of a forward
     forwards.py    what these two share: a forward around a module's own
     accounts.py    what is counted; report.py, energy.py: what it says; timeline.py: who did what when
-    deepspeed.py   a session's settings as a DeepSpeed configuration
 
 Importing this loads none of them.
 """

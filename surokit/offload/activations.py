@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from surokit.applied import HostStream
 from surokit.offload.forwards import Forward, forwards_of, link_to
 from surokit.offload.link import Arrival, Link, Ticket
 from surokit.places import check_module
@@ -76,11 +77,13 @@ def offload_activations(
     return stream
 
 
-class ActivationStream:
+class ActivationStream(HostStream):
     """What `offload_activations` returns. A context manager; `remove` takes it off the model. Prints what it does.
 
     bytes_down, bytes_up: so far. tensors, copies: that were kept and large enough, and what was copied for them.
     """
+
+    keeps = "activations"
 
     def __init__(self, link: Link, min_bytes: int, prefetch: int) -> None:
         self.link, self.min_bytes, self.prefetch = link, min_bytes, prefetch
@@ -339,6 +342,8 @@ class _Saved:
 
 class Saving(Forward):
     """A model whose activations wait on the host."""
+
+    stream: ActivationStream
 
     def __init__(self, module: nn.Module, stream: ActivationStream) -> None:
         super().__init__(module)

@@ -29,17 +29,9 @@ from surokit.offload.options import check_offloading, link_of
 from surokit.offload.rows import block, fused_adamw_, widened
 from surokit.offload.workers import Job, Worker, beat, split_cores
 from surokit.offload.written import Written, adopt_
-from surokit.train.optim import (
-    Parameters,
-    SpecMeta,
-    adamw_states,
-    decay_groups,
-    given_order,
-    in_groups_of,
-    local,
-    memory_order,
-    scale_and_mask,
-)
+from surokit.optim.spec import Parameters, SpecMeta
+from surokit.optim.states import adamw_states, decay_groups, given_order, in_groups_of
+from surokit.optim.tensors import local, memory_order, scale_and_mask
 
 if TYPE_CHECKING:
     from surokit.offload.report import OffloadReport

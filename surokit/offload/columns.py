@@ -31,7 +31,7 @@ from surokit.offload.link import Link, Ticket
 from surokit.offload.rows import add_rows_, block, gather, regrouped, scatter_, update_columns_, update_rows_
 from surokit.offload.swaps import Swaps
 from surokit.offload.written import adopt_, adopt_before_
-from surokit.train.optim import local
+from surokit.optim.tensors import local
 
 TRANSFER_BYTES = 64 * 2**20  # at most, of one transfer
 SWAP_BYTES = 16 * 2**20  # of one that changes columns

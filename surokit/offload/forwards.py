@@ -7,7 +7,7 @@ them: what is to happen there, a forward leaves with autograd (checkpoints, hook
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, TypeVar
@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from surokit.applied import HostForward
 from surokit.offload.link import CudaLink, Link, link_for
 
 
-class Forward(ABC):
+class Forward(HostForward):
     """What `module(...)` runs, hooks aside, until `remove`: a subclass says what, in `around`.
 
     Copies (deepcopy, pickle) of the module take along one of their own.

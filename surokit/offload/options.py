@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from surokit.offload.link import Link, link_for
-from surokit.train.optim import check_adamw
+from surokit.optim.adamw import check_adamw
 
 
 def check_offloading(name: str, options: Mapping[str, Any]) -> None:

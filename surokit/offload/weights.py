@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from surokit.applied import HostStream
 from surokit.offload.forwards import Forward, forwards_of, link_to
 from surokit.offload.link import Arrival, Link, Ticket
 from surokit.places import check_module
@@ -118,13 +119,15 @@ class _End:
         self._stream.finish()
 
 
-class WeightStream:
+class WeightStream(HostStream):
     """What `offload_weights` returns; the model keeps it. Prints what it does.
 
     device, prefetch, link: as given. blocks: how many. host_bytes, block_bytes: of streamed weights, all and the largest block's.
     resident_blocks, peak_blocks, peak_bytes: whose weights the device has now, and at most had at a time.
     bytes_up, bytes_down: so far. A training step moves up (2 L - min(L, p + 1)) bytes(b), and once the trained bytes down.
     """
+
+    keeps = "weights"
 
     def __init__(self, blocks: Sequence[nn.Module], link: Link, prefetch: int) -> None:
         self.link, self.prefetch = link, prefetch
@@ -399,6 +402,8 @@ class _Pack:
 
 class Streamed(Forward):
     """A block whose weights are here for its turn only. differentiated: whether its latest forward was one that backward needs."""
+
+    stream: WeightStream
 
     def __init__(self, module: nn.Module, number: int, stream: WeightStream) -> None:
         super().__init__(module)

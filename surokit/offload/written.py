@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from surokit.train.optim import local
+from surokit.optim.tensors import local
 
 
 class Written:

@@ -40,7 +40,9 @@ from surokit.offload.options import check_group, check_zenflow, link_of
 from surokit.offload.windows import LAG, Auto, Fixed
 from surokit.offload.workers import Job, Worker, beat
 from surokit.offload.written import Written
-from surokit.train.optim import Parameters, SpecMeta, check_state, decay_groups, scale_and_mask
+from surokit.optim.spec import Parameters, SpecMeta
+from surokit.optim.states import check_state, decay_groups
+from surokit.optim.tensors import scale_and_mask
 
 if TYPE_CHECKING:
     from surokit.offload.report import OffloadReport

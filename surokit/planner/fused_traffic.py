@@ -1,4 +1,4 @@
-"""What a fused micro-batch asks of one GPU: traffic.py's, with what `Setup.fusion` (surokit/nn/fusion.py) computes together.
+"""What a fused micro-batch asks of one GPU: traffic.py's, with what `Setup.fusion` (surokit/fusion.py) computes together.
 
     norm + residual         forward: stream delta, sum x codes      backward: dy sum dresidual, dx
     SwiGLU                  forward: gate up, x codes               backward: dy gate up, dgate dup

@@ -1,4 +1,4 @@
-"""Which operations of a step are planned as one: what `surokit.nn.fusion.Fusion` says, without torch.
+"""Which operations of a step are planned as one: what `surokit.fusion.Fusion` says, without torch.
 
 A plan takes the words "none" and "fused", or a Fusion itself:
 
@@ -18,7 +18,7 @@ from surokit.planner.flops import Recompute
 class Fused:
     """What is computed together, and what is kept of a frozen weight that is quantized for its products.
 
-    The fields are those of `surokit.nn.fusion.Fusion`; `frozen` "codes" keeps the weight's codes, "transposed" those of W' too.
+    The fields are those of `surokit.fusion.Fusion`; `frozen` "codes" keeps the weight's codes, "transposed" those of W' too.
     """
 
     norm: bool = True

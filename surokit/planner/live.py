@@ -6,18 +6,20 @@
     what trains     the parameters that require a gradient, with their dtypes
     a session's     optimizer, micro-batches, batch and length where a step or its data tells them, whether it records CUDA graphs
 
-Models and sessions are read by what they offer. Only a live one is asked for its recipe and fusion, by the modules that know.
+Models are read by what they offer, and by what is noted of them in surokit/applied.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from surokit.applied import Trainer, fusion_of, host_streams, recipe_of
 from surokit.planner.flops import Trained
 from surokit.planner.memory import DTYPE_BYTES
+from surokit.recipe import BF16, Lora
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,6 @@ class Own:
 
     def has(self, recipe: Any) -> bool:
         """Whether this is its recipe; BF16 is none."""
-        from surokit.recipe import BF16
-
         return bool((recipe or BF16) == (self.arguments.get("recipe") or BF16))
 
 
@@ -44,11 +44,7 @@ NOTHING = Own()
 
 def model_in(what: Any) -> Any:
     """The model of a session; anything else as it is."""
-    return what.model if is_session(what) else what
-
-
-def is_session(what: Any) -> bool:
-    return all(hasattr(what, name) for name in ("model", "optimizer", "accumulate", "records"))
+    return what.model if isinstance(what, Trainer) else what
 
 
 def read_own(what: Any) -> Own:
@@ -78,12 +74,12 @@ def read_own(what: Any) -> Own:
             "out, FLOPs and activations are those of training all"
         )
     arguments = {"recipe": _recipe(model, adapters), **_fusion(model), **_on_the_host(model)}
-    if getattr(what, "compile", None) is True or hasattr(model, "_orig_mod"):
+    if (isinstance(what, Trainer) and what.compile) or hasattr(model, "_orig_mod"):
         arguments["fusion"] = "none"
         notes.append("torch.compile is not planned: the step is taken as eager, with nothing fused")
-    if what is not model:
-        arguments |= facts_of_session(what)
-    source = "the session" if what is not model else f"the live {type(model).__name__}"
+    if isinstance(what, Trainer):
+        arguments |= what.plan_arguments()
+    source = "the session" if isinstance(what, Trainer) else f"the live {type(model).__name__}"
     arguments = {name: value for name, value in arguments.items() if value is not None}
     return Own(source, arguments, trained if trained.parameters else None, tuple(notes))
 
@@ -150,9 +146,6 @@ def dtype_of(p: Any) -> str | None:
 
 def _recipe(model: Any, adapters: _Adapters) -> Any:
     """What was applied last, with the adapters that are there: they outlive a recipe, may be merged, or another's."""
-    from surokit.convert import recipe_of
-    from surokit.recipe import BF16, Lora
-
     recipe = next((found for module in model.modules() if (found := recipe_of(module)) is not None), None)
     if recipe is not None and any(getattr(module, "keeps_decoded", False) for module in model.modules()):
         recipe = recipe.decode_once()  # as a session on a CPU decides
@@ -166,8 +159,6 @@ def _recipe(model: Any, adapters: _Adapters) -> Any:
 
 
 def _fusion(model: Any) -> dict[str, Any]:
-    from surokit.models.fuse import fusion_of
-
     fusion = fusion_of(model)
     checkpointed = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
     recompute = getattr(fusion, "recompute", None)
@@ -175,33 +166,7 @@ def _fusion(model: Any) -> dict[str, Any]:
 
 
 def _on_the_host(model: Any) -> dict[str, Any]:
-    """What `sk.offload_weights` and `sk.offload_activations` keep there: both put forwards around a module's own."""
-    streams = [stream for module in model.modules() for stream in _streams(vars(module).get("forward"))]
-    found: dict[str, Any] = {"offload_activations": True} if any(hasattr(s, "min_bytes") for s in streams) else {}
-    prefetch = next((s.prefetch for s in streams if hasattr(s, "resident_blocks")), None)
-    return found if prefetch is None else {**found, "offload_weights": prefetch, "recompute": "full"}
-
-
-def _streams(forward: Any) -> Iterator[Any]:
-    """Of the forwards around a module's own that are not removed, from the outside in (surokit/offload/forwards.py)."""
-    while forward is not None:
-        if not getattr(forward, "removed", True):
-            yield getattr(forward, "stream", None)
-        forward = getattr(forward, "__wrapped__", None)
-
-
-def facts_of_session(session: Any) -> dict[str, Any]:
-    """What a session knows of its steps; batch and length by its last step, or by its data before there is one."""
-    found: dict[str, Any] = {"optimizer": session.optimizer, "accumulate": session.accumulate}
-    if getattr(getattr(session, "graphs", None), "state", None) in ("on", "waiting"):
-        found["graphs"] = True
-    length, records = getattr(session, "length", None), session.records
-    if length and len(records):
-        sequences, rest = divmod(records[-1].tokens, length * session.accumulate)
-        return found if rest or not sequences else found | {"batch": sequences, "length": length}
-    source = getattr(getattr(session, "data", None), "source", None)
-    batch, length = getattr(source, "batch", None), getattr(source, "length", None)
-    if isinstance(source, Sequence) and len(source) and isinstance(source[0], Mapping):
-        sizes: Any = getattr(source[0].get("input_ids"), "shape", ())
-        batch, length = sizes if len(sizes) == 2 else (None, None)
-    return found | {"batch": batch, "length": length} if isinstance(batch, int) and isinstance(length, int) else found
+    """What `sk.offload_weights` and `sk.offload_activations` keep there."""
+    kept = {stream.keeps: stream.prefetch for stream in host_streams(model)}
+    found: dict[str, Any] = {"offload_activations": True} if "activations" in kept else {}
+    return {**found, "offload_weights": kept["weights"], "recompute": "full"} if "weights" in kept else found

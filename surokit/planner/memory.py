@@ -52,7 +52,7 @@ GIB = 2**30
 DTYPE_BYTES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "fp32": 4, "float32": 4}
 # Fragmentation and workspace: the upper end of the usual 5 to 10 %, so that "fits" errs on the safe side.
 SLACK = 0.10
-# Elements that our AdamW widens to float32 at a time (train/optim.py), and that the 8-bit one takes at a time on a CPU.
+# Elements that our AdamW widens to float32 at a time (optim/adamw.py), and that the 8-bit one takes at a time on a CPU.
 WIDENED, CHUNK_8BIT, CHUNK_8BIT_BYTES = 1 << 25, 1 << 16, 40
 # inputs of blocks that are on the device though they wait on the host: two fetched ahead, one that leaves
 ON_THEIR_WAY = 3

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -29,16 +29,14 @@ from surokit.racing import equal, folder
 from surokit.racing.entries import Builder
 from surokit.racing.parking import Parking, bytes_of
 from surokit.racing.predicted import Layers, Shares, predict
+from surokit.racing.result import RaceResult
 from surokit.racing.runs import Prediction, Turn, WarmUp
+from surokit.runs.locks import Lock
+from surokit.runs.records import Record
+from surokit.runs.requests import PAUSE, SAVE, WAIT_S, Files
 from surokit.train import Session
-from surokit.train.files import PAUSE, SAVE, WAIT_S, Files
-from surokit.train.locks import Lock
-from surokit.train.records import Record
 from surokit.train.running import Running
 from surokit.widgets.folder import race_words
-
-if TYPE_CHECKING:
-    from surokit.racing.result import Race
 
 WARM_UP = 7  # steps before the turns: compilers, autotuning and the recording of graphs are done then
 TRIED = 2  # the last of them, by whose time the turns are planned
@@ -82,7 +80,9 @@ class _Follower:
 class Driver:
     """What makes a race go: its sessions, their turns, and what is asked meanwhile."""
 
-    def __init__(self, of: Race, builder: Builder, allowed: Sequence[str], live: bool, like: Race | None) -> None:
+    def __init__(
+        self, of: RaceResult, builder: Builder, allowed: Sequence[str], live: bool, like: RaceResult | None
+    ) -> None:
         self.race, self.builder, self.allowed, self.like = of, builder, allowed, like
         self._files = Files(of)
         self.sessions: dict[str, Session] = {}
@@ -608,7 +608,7 @@ class _End:
 class _View:
     """The panel of all runs. What fails in it costs a warning, never the race."""
 
-    def __init__(self, of: Race, control: Any) -> None:
+    def __init__(self, of: RaceResult, control: Any) -> None:
         from surokit.widgets.panel import Panel
         from surokit.widgets.state import Runs
 

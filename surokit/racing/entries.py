@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from surokit.optim.spec import Spec
 from surokit.racing.parking import Parking, bytes_of, fits, share_frozen
 from surokit.recipe import Recipe, find_recipe
 from surokit.train import Session
-from surokit.train.optim import Spec
 from surokit.train.stream import Batch
 
 Entry = Recipe | str | Session

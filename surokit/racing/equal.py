@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surokit.models.fuse import fusion_of
-from surokit.nn.fusion import Fusion
+from surokit.applied import fusion_of
+from surokit.fusion import Fusion
 from surokit.nn.linear import Linear
 from surokit.train import Session
 from surokit.train.stream import Batch, Stream, check_batch, fingerprint

@@ -10,28 +10,29 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from surokit.optim.schedule import schedule_from_dict
+from surokit.optim.spec import Spec, is_ours, spec_from_dict, spec_to_dict
 from surokit.places import make_folder
-from surokit.racing.entries import Source, folder_of
+from surokit.racing.entries import folder_of
 from surokit.racing.runs import Run, read_steps, write_steps
 from surokit.recipe import BF16, Recipe
-from surokit.train.optim import Spec, is_ours, spec_from_dict, spec_to_dict
-from surokit.train.schedule import schedule_from_dict
-from surokit.train.stream import Batch
 from surokit.widgets.folder import TURN
 
 if TYPE_CHECKING:
-    from surokit.racing.result import Race
+    from surokit.racing.result import RaceResult
+
+R = TypeVar("R", bound="RaceResult")
 
 _VERSION = 1
 _KEPT = ("accumulate", "seed", "control", "turn_s", "target_loss", "usd_per_gpu_hour", "allow", "predict")
 
 
-def write(race: Race, where: Path) -> Path:
+def write(race: RaceResult, where: Path) -> Path:
     """The folder, with what is there replaced file by file."""
     make_folder(where, "folder of the race")
     for name, run in race.runs.items():
@@ -71,12 +72,13 @@ def _replace(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def _table(race: Race) -> list[str]:
+def _table(race: RaceResult) -> list[str]:
     """For readers of the file; a loaded race computes its own."""
     return race.text().splitlines()
 
 
-def read(kind: type[Race], where: Path) -> Race:
+def read(kind: type[R], where: Path) -> R:
+    """Returns the race of a folder. FileNotFoundError or ValueError where there is none."""
     path = where / "race.json"
     if not path.is_file():
         raise FileNotFoundError(f"{where} holds no race: there is no race.json in it, which race.save() writes.")
@@ -104,9 +106,11 @@ def read(kind: type[Race], where: Path) -> Race:
     return race
 
 
-def rerun(race: Race, *, model: Source, data: Iterable[Batch], **changes: Any) -> Race:
-    from surokit.racing.start import race as start
+def arguments_of(race: RaceResult, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `race` that run the same race again, with `changes`; all but its model and data.
 
+    ValueError where the folder does not hold one of them and `changes` does not give it.
+    """
     settings = race.settings
     if settings["sessions"] and "entries" not in changes:
         raise ValueError(
@@ -120,7 +124,7 @@ def rerun(race: Race, *, model: Source, data: Iterable[Batch], **changes: Any) -
     }
     given: dict[str, Any] = {name: settings[name] for name in _KEPT}
     given |= {"steps": min(len(run.steps) for run in race.runs.values()), "turn_s": settings["turn_s"] or _turn_s(race)}
-    given |= {"like": race, **changes}
+    given |= changes
     try:
         if "optimizer" not in changes:
             given["optimizer"] = spec_from_dict(settings["optimizer"])
@@ -134,16 +138,16 @@ def rerun(race: Race, *, model: Source, data: Iterable[Batch], **changes: Any) -
                 f"The race was run with {name}={value['custom']}, which a folder does not hold: rerun({name}=...)."
             )
         given.setdefault(name, value)
-    return start(given.pop("entries", entries), model=model, data=data, **given)
+    return {"entries": entries, **given}
 
 
-def _turn_s(race: Race) -> float | None:
+def _turn_s(race: RaceResult) -> float | None:
     """About as long as the turns were."""
     seconds = sorted(turn.seconds for run in race.runs.values() for turn in run.whole_turns)
     return seconds[len(seconds) // 2] if seconds else None
 
 
-def script(race: Race) -> str:
+def script(race: RaceResult) -> str:
     """rerun.py: the exact command where there was one, else what to fill in."""
     if race.command:
         return _command_again(race.command)

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from surokit.racing.outcome import Outcome
-    from surokit.racing.result import Race
+    from surokit.racing.result import RaceResult
 
 _INK, _SOFT, _GRID = "#1c1f23", "#5f6670", "#e4e7eb"
 _AXES = ("steps", "tokens", "time", "usd")
 _UNITS = ((3600.0, "hours"), (60.0, "minutes"), (0.0, "seconds"))
 
 
-def plot(race: Race, x: str) -> Figure:
+def plot(race: RaceResult, x: str) -> Figure:
     """Left: smoothed loss of every run, each step faint behind it, held-out losses as dots, the target as a line with where it was
     reached. Right: tokens/s over the baseline's, turn by turn, with the interval. Returns the figure, not yet shown.
 
@@ -114,7 +114,7 @@ def _along(run: Run, x: str, size: float, price: float | None) -> Floats:
     return seconds / size if x == "time" else seconds * (price or 0.0) / 3600
 
 
-def _turns(race: Race, runs: Mapping[str, Run], found: Outcome, axes: Any, drawn: list[str]) -> None:
+def _turns(race: RaceResult, runs: Mapping[str, Run], found: Outcome, axes: Any, drawn: list[str]) -> None:
     """Draws every round's ratio as a dot, its mean and interval at the right; the twin in grey."""
     rounds = rounds_of(list(runs.values()))
     base = {turn.round: turn.rate for turn in runs[race.baseline].whole_turns}

@@ -1,39 +1,32 @@
-"""`Race`: what happened so far, what follows from it, and the way to go on."""
+"""RaceResult: what happened in a race so far, and what follows from it. It knows nothing of what makes a race go on."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from surokit.racing import folder
-from surokit.racing.entries import Source
 from surokit.racing.outcome import COLUMNS, HEADER, RIGHT, Outcome, cells_of, counted, outcome, record_of, span_words
 from surokit.racing.runs import Run
 from surokit.racing.statistics import TOO_FEW
 from surokit.tables import data_frame, html_table, text_table
-from surokit.train import Session
-from surokit.train.stream import Batch
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from surokit.racing.driving import Driver
-    from surokit.train.running import Running
 
 Axis = Literal["steps", "tokens", "time", "usd"]
 _SO_FAR = ("run", "steps", "last loss")
 
 
-class Race:
-    """What happened so far, and the sessions that go on, where it was not loaded from a folder.
+class RaceResult:
+    """What happened in a race so far, and the figures, tables and pictures that follow from it.
 
-    runs: every run's turns, steps and losses by name. sessions: by name, ready to be used between calls; `bring(name)` first where
-    models are parked. reason: why it ended last, "" while it goes on. `await race`, or race.wait(): until one that goes on in a
-    thread is over.
+    runs: every run's turns, steps and losses by name. reason: why the race ended last, "" while it goes on.
     """
 
     def __init__(
@@ -53,100 +46,16 @@ class Race:
         self.command: list[str] | None = None  # of the command line that began it
         self.notes = list(notes)
         self._environment = environment
-        self._driver: Driver | None = None
-        self._running: Running | None = None  # where it goes on in a thread, or did
 
-    # -- going on
-
-    def driven_by(self, driver: Driver) -> None:
-        """From now on the race can go on."""
-        self._driver = driver
-
-    def go_on(self, minutes: float | None = None, steps: int | None = None, *, thread: bool = False) -> Race:
-        """Rounds for so many more minutes, or until every run has made so many more steps, whichever ends first; with neither, to
-        the number of steps that the race was given. A turn that a stop cut short is finished first. Returns the race.
-
-        thread: as in `race`. RuntimeError where the race goes on already, and where it ended in its warm-up.
-        """
-        driver = self._drive()
-        if not self.running and any(run.warm_up is None for run in self.runs.values()):
-            raise RuntimeError(self._way_on())
-        to_the_end = minutes is None and steps is None and self.settings["steps"] is not None
-        if not to_the_end:
-            check_time(minutes, steps)
-        self.go(lambda: driver.go_on(minutes, driver.left if to_the_end else steps), thread)
-        return self
-
-    def go(self, work: Callable[[], None], thread: bool) -> None:
-        """What `race` and `go_on` do, in this thread or in one of its own."""
-        driver = self._drive()
-        if thread:
-            self._running = driver.start(work)
-        else:
-            driver.drive(work)
-            self._running = None
+    @property
+    def runs(self) -> Mapping[str, Run]:
+        """Every run by its name."""
+        return self._runs
 
     @property
     def running(self) -> bool:
         """Whether the race goes on now."""
-        return self._driver is not None and self._driver.state != "idle"
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end of a race that goes on in a thread, at most `timeout` seconds; whether it has ended.
-
-        Raises what ended it. An interrupt of the waiting asks the race to stop and waits on; a second one gives up waiting.
-        """
-        return self._running is None or self._running.wait(timeout)
-
-    def __await__(self) -> Generator[Any, None, Race]:
-        """The race, when it is over; the same as `wait` where other work of the event loop shall go on."""
-        if self._running is not None:
-            yield from self._running.__await__()
-        return self
-
-    def stop(self) -> None:
-        """Ends the race from another thread, at the end of a step; `go_on` goes on. Nothing where it does not go on."""
-        self._drive().stop()
-
-    def pause(self) -> None:
-        """The race waits before the next turn; the wait is nobody's time."""
-        self._drive().pause()
-
-    def resume(self) -> None:
-        self._drive().resume()
-
-    @property
-    def runs(self) -> dict[str, Run]:
-        """By name; while another thread makes the race go on, copies as they are now."""
-        if self._driver is None or not self._driver.elsewhere:
-            return self._runs
-        return {name: run.copy() for name, run in self._runs.items()}
-
-    @property
-    def sessions(self) -> dict[str, Session]:
-        return dict(self._free().sessions)
-
-    def bring(self, name: str) -> Session:
-        """The session of that name, on its device: for evaluating, saving or going on with it, between two calls."""
-        driver = self._free()
-        driver.parking.bring(name)
-        return driver.sessions[name]
-
-    def _free(self) -> Driver:
-        """The driver, where its sessions are nobody's at the moment: what they do within a turn would count as its time."""
-        driver = self._drive()
-        if driver.elsewhere:
-            raise RuntimeError(
-                "The race goes on, and its sessions take turns: call race.wait() first, or race.stop(). race.runs has their steps."
-            )
-        return driver
-
-    def _drive(self) -> Driver:
-        if self._driver is None:
-            raise RuntimeError(
-                "This race was loaded from a folder and has no models: rerun(model=..., data=...) races again with its settings."
-            )
-        return self._driver
+        return False
 
     # -- what came of it
 
@@ -238,7 +147,8 @@ class Race:
         return f"Loss after {span_words(found.at_s)} of own time: {losses} (nothing is extrapolated to an hour)."
 
     def _how_far(self) -> list[str]:
-        return [self._driver.words()] if self._driver is not None and self.running else []
+        """A sentence on how far a race is that goes on."""
+        return []
 
     @property
     def _ended_early(self) -> bool:
@@ -255,21 +165,18 @@ class Race:
 
     def _way_on(self) -> str:
         """What can be done after an early end."""
-        when = "early"
-        if self._driver is not None and self._driver.all_made:
-            when = "after its last step, but before its held-out losses and predictions were all taken"
-        ended = f"The race ended {when} ({self.reason})"
-        if self.command is not None:
-            return f"{ended}. " + (
-                "Without --run-dir nothing of it was kept, and the same command races again from the start."
-                if self.run_dir is None
-                else f"A new process cannot go on: python {self.run_dir / 'rerun.py'} races again from the start."
-            )
-        if self._driver is not None and any(run.warm_up is None for run in self.runs.values()):
-            return f"The race ended in its warm-up ({self.reason}): race again."
-        if self._driver is not None:
-            return f"{ended}: race.go_on() goes on from there."
-        return f"{ended}: race.rerun() races again from the start."
+        ended = f"The race ended {self._when_it_ended} ({self.reason})"
+        if self.command is None:
+            return f"{ended}: race.rerun() races again from the start."
+        return f"{ended}. " + (
+            "Without --run-dir nothing of it was kept, and the same command races again from the start."
+            if self.run_dir is None
+            else f"A new process cannot go on: python {self.run_dir / 'rerun.py'} races again from the start."
+        )
+
+    @property
+    def _when_it_ended(self) -> str:
+        return "early"
 
     def _so_far(self) -> list[tuple[str, ...]]:
         """What there is without a result, under _SO_FAR."""
@@ -317,20 +224,6 @@ class Race:
         if where is None:
             raise ValueError("There is nowhere to save to: race.save(folder), or race(run_dir=...).")
         return folder.write(self, where)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Race:
-        """A race that was saved: the same table and plots. FileNotFoundError or ValueError for what is none."""
-        return folder.read(cls, Path(path))
-
-    def rerun(self, *, model: Source, data: Iterable[Batch], **changes: Any) -> Race:
-        """The same race again: same recipes, settings, seed, and as many steps.
-
-        changes: arguments of `race` that shall differ, and those a folder cannot hold. UnequalWork where the weights, or the data
-        by its fingerprint, are others than in this race, unless `allow` has "weights" or "data"; batches that turn out to be others
-        are told under the table.
-        """
-        return folder.rerun(self, model=model, data=data, **changes)
 
 
 def check_time(minutes: float | None, steps: int | None) -> None:

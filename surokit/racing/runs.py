@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surokit.train.lines import read
-from surokit.train.records import Record
+from surokit.runs.jsonl import read
+from surokit.runs.records import Record
 
 Floats = NDArray[np.float64]
 COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", "wall_ms", "idle_frac", "skipped")

@@ -1,23 +1,24 @@
-"""`race`: from what a user gives to a race that has been run."""
+"""`race`: from what a user gives to a race that has been run; and `Race`, by which it goes on."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from surokit.optim.schedule import Schedule, schedule_to_dict
+from surokit.optim.spec import Spec
 from surokit.racing import equal, folder
 from surokit.racing.driving import Driver
 from surokit.racing.entries import Builder, Source, grid
-from surokit.racing.result import Race, check_time
+from surokit.racing.result import RaceResult, check_time
 from surokit.racing.runs import Run
 from surokit.train import AdamW, Cosine, Session
-from surokit.train.optim import Spec
-from surokit.train.schedule import Schedule, schedule_to_dict
+from surokit.train.running import Running
 from surokit.train.setup import claim_folder
 from surokit.train.stream import Batch
 
@@ -31,6 +32,142 @@ _NOT_HERE = (
     "exist",
     "recipe",
 )  # settings of a Session that a race has its own way with
+
+
+class Race(RaceResult):
+    """What happened so far, and the sessions that go on, where it was not loaded from a folder.
+
+    runs: every run's turns, steps and losses by name. sessions: by name, ready to be used between calls; `bring(name)` first where
+    models are parked. reason: why it ended last, "" while it goes on. `await race`, or race.wait(): until one that goes on in a
+    thread is over.
+    """
+
+    _driver: Driver | None = None
+    _running: Running | None = None  # where it goes on in a thread, or did
+
+    # -- going on
+
+    def driven_by(self, driver: Driver) -> None:
+        """From now on the race can go on."""
+        self._driver = driver
+
+    def go_on(self, minutes: float | None = None, steps: int | None = None, *, thread: bool = False) -> Race:
+        """Rounds for so many more minutes, or until every run has made so many more steps, whichever ends first; with neither, to
+        the number of steps that the race was given. A turn that a stop cut short is finished first. Returns the race.
+
+        thread: as in `race`. RuntimeError where the race goes on already, and where it ended in its warm-up.
+        """
+        driver = self._drive()
+        if not self.running and any(run.warm_up is None for run in self.runs.values()):
+            raise RuntimeError(self._way_on())
+        to_the_end = minutes is None and steps is None and self.settings["steps"] is not None
+        if not to_the_end:
+            check_time(minutes, steps)
+        self.go(lambda: driver.go_on(minutes, driver.left if to_the_end else steps), thread)
+        return self
+
+    def go(self, work: Callable[[], None], thread: bool) -> None:
+        """What `race` and `go_on` do, in this thread or in one of its own."""
+        driver = self._drive()
+        if thread:
+            self._running = driver.start(work)
+        else:
+            driver.drive(work)
+            self._running = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the race goes on now."""
+        return self._driver is not None and self._driver.state != "idle"
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for the end of a race that goes on in a thread, at most `timeout` seconds; whether it has ended.
+
+        Raises what ended it. An interrupt of the waiting asks the race to stop and waits on; a second one gives up waiting.
+        """
+        return self._running is None or self._running.wait(timeout)
+
+    def __await__(self) -> Generator[Any, None, Race]:
+        """The race, when it is over; the same as `wait` where other work of the event loop shall go on."""
+        if self._running is not None:
+            yield from self._running.__await__()
+        return self
+
+    def stop(self) -> None:
+        """Ends the race from another thread, at the end of a step; `go_on` goes on. Nothing where it does not go on."""
+        self._drive().stop()
+
+    def pause(self) -> None:
+        """The race waits before the next turn; the wait is nobody's time."""
+        self._drive().pause()
+
+    def resume(self) -> None:
+        self._drive().resume()
+
+    @property
+    def runs(self) -> Mapping[str, Run]:
+        """Every run by its name; while another thread makes the race go on, copies as they are now."""
+        if self._driver is None or not self._driver.elsewhere:
+            return self._runs
+        return {name: run.copy() for name, run in self._runs.items()}
+
+    @property
+    def sessions(self) -> dict[str, Session]:
+        return dict(self._free().sessions)
+
+    def bring(self, name: str) -> Session:
+        """The session of that name, on its device: for evaluating, saving or going on with it, between two calls."""
+        driver = self._free()
+        driver.parking.bring(name)
+        return driver.sessions[name]
+
+    def _free(self) -> Driver:
+        """The driver, where its sessions are nobody's at the moment: what they do within a turn would count as its time."""
+        driver = self._drive()
+        if driver.elsewhere:
+            raise RuntimeError(
+                "The race goes on, and its sessions take turns: call race.wait() first, or race.stop(). race.runs has their steps."
+            )
+        return driver
+
+    def _drive(self) -> Driver:
+        if self._driver is None:
+            raise RuntimeError(
+                "This race was loaded from a folder and has no models: rerun(model=..., data=...) races again with its settings."
+            )
+        return self._driver
+
+    def _how_far(self) -> list[str]:
+        return [self._driver.words()] if self._driver is not None and self.running else []
+
+    def _way_on(self) -> str:
+        if self._driver is None or self.command is not None:
+            return super()._way_on()
+        if any(run.warm_up is None for run in self.runs.values()):
+            return f"The race ended in its warm-up ({self.reason}): race again."
+        return f"The race ended {self._when_it_ended} ({self.reason}): race.go_on() goes on from there."
+
+    @property
+    def _when_it_ended(self) -> str:
+        if self._driver is not None and self._driver.all_made:
+            return "after its last step, but before its held-out losses and predictions were all taken"
+        return super()._when_it_ended
+
+    # -- a folder
+
+    @classmethod
+    def load(cls, path: str | Path) -> Race:
+        """Returns a race that was saved: the same table and plots. FileNotFoundError or ValueError for what is none."""
+        return folder.read(cls, Path(path))
+
+    def rerun(self, *, model: Source, data: Iterable[Batch], **changes: Any) -> Race:
+        """Runs the same race again: same recipes, settings, seed, and as many steps.
+
+        changes: arguments of `race` that shall differ, and those a folder cannot hold. UnequalWork where the weights, or the data
+        by its fingerprint, are others than in this race, unless `allow` has "weights" or "data"; batches that turn out to be others
+        are told under the table.
+        """
+        return race(model=model, data=data, **{"like": self, **folder.arguments_of(self, changes)})
 
 
 def race(

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from surokit.nn.delayed import amaxes_of, kept_amaxes
+from surokit.optim.adamw import AdamW
 from surokit.train.cuda_graphs import Refused, Stale, broken_by_others, reason_of
 from surokit.train.fingerprint import Fingerprint
-from surokit.train.optim import AdamW
 from surokit.train.random_state import kept
 from surokit.train.setup import mean_over
 from surokit.train.stream import Batch

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from surokit.train.locks import Lock
+from surokit.runs.locks import Lock
 
 COMPILERS = {"g++", "gcc", "c++", "cc", "clang", "clang++", "nvcc", "cc1plus", "collect2", "ld", "as"}
 

@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
+from surokit.runs.locks import Lock
+from surokit.runs.requests import LOOK_EVERY_S, PAUSE, SAVE, WAIT_S, Files
 from surokit.train.compiling import Compilation
-from surokit.train.files import LOOK_EVERY_S, PAUSE, SAVE, WAIT_S, Files
-from surokit.train.locks import Lock
 from surokit.train.random_state import turn
 
 if TYPE_CHECKING:

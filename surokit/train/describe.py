@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from surokit.train.status import RunInfo
+from surokit.runs.status import RunInfo
 
 if TYPE_CHECKING:
     from surokit.train.session import Session
@@ -79,3 +80,23 @@ def light_of(session: Session) -> Light:
         return Light(None, None, f"nobody vouched for a peak of {name}")
     flops = count_flops(shape, length=session.length, recipe=session.recipe).model
     return Light(float(flops), float(tflops), name)
+
+
+def plan_arguments(session: Session) -> dict[str, Any]:
+    """What a session knows of its steps; batch and length by its last step, or by its data before there is one."""
+    found: dict[str, Any] = {"optimizer": session.optimizer, "accumulate": session.accumulate}
+    if session.graphs.state in ("on", "waiting"):
+        found["graphs"] = True
+    if session.length and len(session.records):
+        sequences, rest = divmod(session.records[-1].tokens, session.length * session.accumulate)
+        return found if rest or not sequences else found | {"batch": sequences, "length": session.length}
+    return found | batch_sizes(session.data.source)
+
+
+def batch_sizes(source: Any) -> dict[str, int]:
+    """Rows and length of the batches of a source that tells them, by attributes or by its first batch; else nothing."""
+    batch, length = getattr(source, "batch", None), getattr(source, "length", None)
+    if isinstance(source, Sequence) and len(source) and isinstance(source[0], Mapping):
+        sizes: Any = getattr(source[0].get("input_ids"), "shape", ())
+        batch, length = sizes if len(sizes) == 2 else (None, None)
+    return {"batch": batch, "length": length} if isinstance(batch, int) and isinstance(length, int) else {}

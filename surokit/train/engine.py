@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from surokit import convert
+from surokit.optim.tensors import gradient_norm
 from surokit.train.capture import NOT_CAPTURED, Capture, DeviceGraphs, Graphs, takes_rates, why_not
 from surokit.train.compiling import end_workers, why_it_failed
 from surokit.train.cuda_graphs import CudaGraphs
-from surokit.train.optim import gradient_norm
 from surokit.train.random_state import RandomState
 from surokit.train.setup import device_of, loss_of, mean_over, targets_in
 from surokit.train.stream import Batch

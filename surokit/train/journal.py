@@ -1,6 +1,6 @@
 """What is told of a run beside its records: what it is, how it stands, what happened in it; and the conditions that end it.
 
-It goes to subscribers and, where the run has a folder, to run.json (status.py). Only arrived records are looked at, so nothing
+It goes to subscribers and, where the run has a folder, to run.json (runs/status.py). Only arrived records are looked at, so nothing
 here waits for the device.
 """
 
@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from surokit.runs.health import Event, Health
+from surokit.runs.records import Record
+from surokit.runs.status import EVENTS, RunInfo, StatusFile, read_status
 from surokit.train.describe import Light, describe, light_of
-from surokit.train.health import Event, Health
-from surokit.train.records import Record
-from surokit.train.status import EVENTS, RunInfo, StatusFile, read_status
 
 if TYPE_CHECKING:
     from surokit.train.session import Session

@@ -17,14 +17,16 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from surokit import convert
-from surokit.models.fuse import Fusion, fuse, fusion_of
+from surokit.applied import fusion_of, recipe_of
+from surokit.fusion import Fusion
+from surokit.models.fuse import fuse
+from surokit.optim.schedule import schedule_from_dict, schedule_to_dict
+from surokit.optim.spec import spec_from_dict, spec_to_dict
 from surokit.recipe import Recipe, find_recipe
 from surokit.train import checkpoint as checkpoints
 from surokit.train.errors import ResumeError
 from surokit.train.measuring import Attachable, Meter, settings_of
-from surokit.train.optim import spec_from_dict, spec_to_dict
 from surokit.train.random_state import RandomState, seeded
-from surokit.train.schedule import schedule_from_dict, schedule_to_dict
 from surokit.train.setup import check_recipe, rebuild_model
 
 if TYPE_CHECKING:
@@ -81,7 +83,7 @@ def model_of(found: checkpoints.Checkpoint, model: nn.Module | None, recipe: Rec
     check_recipe(saved, given)
     if model is None:
         model = rebuild_model(found)
-    own = convert.recipe_of(model)
+    own = recipe_of(model)
     # one that differs only in what is kept of decoded weights gives way to the one that was asked for
     if given is not None and (own is None or (recipe is not None and own != given and own.numbers == given.numbers)):
         convert.apply(model, given)

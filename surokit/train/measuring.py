@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from surokit.nn.delayed import kept_amaxes
+from surokit.runs.records import Late, Record
 from surokit.train.engine import Engine
 from surokit.train.meters import Watcher
 from surokit.train.random_state import kept
-from surokit.train.records import Late, Record
 from surokit.train.setup import loss_of, peak_gib
 from surokit.train.stream import Batch
 

@@ -31,7 +31,7 @@ from surokit.convert import linear_layers
 from surokit.nn.linear import Linear
 from surokit.nn.products import SLOTS
 from surokit.recipe import ROLES, within_block
-from surokit.train.records import pinned
+from surokit.runs.records import pinned
 
 if TYPE_CHECKING:
     import pandas as pd

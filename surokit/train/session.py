@@ -3,8 +3,8 @@
     batches -> forward, backward (accumulated) -> norm of the gradients -> AdamW, clipped and masked -> Record
 
 Nothing on this path reads the device: loss, norm and the mask of a non-finite step stay there and are read some steps
-later (records.py). The session has its own random state, in force only while it works (random_state.py). What others ask of a run
-happens between two steps (control.py), whichever thread they ask from.
+later (runs/records.py). The session has its own random state, in force only while it works (random_state.py). What others ask of a
+run happens between two steps (control.py), whichever thread they ask from.
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ import torch
 from torch import nn
 
 from surokit import convert
+from surokit.applied import Trainer, recipe_of
 from surokit.data import check_vocabulary
 from surokit.nn.delayed import dropped_on_error
+from surokit.optim.adamw import AdamW
+from surokit.optim.schedule import Cosine, Schedule
+from surokit.optim.spec import Spec
 from surokit.recipe import Recipe, find_recipe
+from surokit.runs.health import Event
+from surokit.runs.records import Record, Records
+from surokit.runs.status import RunInfo
 from surokit.train import checkpoint as checkpoints
 from surokit.train import keeping, looking
 from surokit.train.capture import Capture
 from surokit.train.compiling import GivenUp
 from surokit.train.control import Control, at_a_boundary
-from surokit.train.describe import title_of
+from surokit.train.describe import plan_arguments, title_of
 from surokit.train.diagnose import Finding
 from surokit.train.engine import Engine
-from surokit.train.health import Event
 from surokit.train.journal import Condition, Journal
 from surokit.train.looking import Evaluation
 from surokit.train.measuring import Attachable, Measuring, Meter
-from surokit.train.optim import AdamW, Spec
 from surokit.train.prefetch import Prefetch
 from surokit.train.random_state import OwnRandom, RandomState, seeded
-from surokit.train.records import Record, Records
 from surokit.train.running import Running
-from surokit.train.schedule import Cosine, Schedule
 from surokit.train.setup import (
     Vocabulary,
     build_optimizer,
@@ -58,7 +61,6 @@ from surokit.train.setup import (
     planned_steps,
     with_targets,
 )
-from surokit.train.status import RunInfo
 from surokit.train.stream import Batch, Stream, check_source
 from surokit.train.summary import Summary, summarize
 from surokit.train.telling import Arrivals, Subscriber, Subscribers
@@ -77,7 +79,7 @@ COMPILING = "compiling the model: the first step takes longer, often a minute; a
 BY_HAND = "{0}_every is for session.run(): in a loop of your own call session.{1}(), session.step() does not."
 
 
-class Session:
+class Session(Trainer):
     """A training run.
 
     model: a module whose forward(input_ids=..., labels=...) returns an object with `.loss`, a mean over the labels that
@@ -143,7 +145,7 @@ class Session:
         check_vocabulary(data, self.vocabulary.size)
         self.run_dir, found = claim_folder(run_dir, exist)
         self.report = None
-        if recipe is not None and convert.recipe_of(model) != find_recipe(recipe):
+        if recipe is not None and recipe_of(model) != find_recipe(recipe):
             with seeded(seed, self.device):
                 self.report = convert.apply(model, recipe)
         self.decoded = convert.keep_decoded(model)  # what is told of stored weights that are decoded once
@@ -500,10 +502,13 @@ class Session:
         max_interval, steps_per_epoch, slots, link; recipes, the schedule, groups of parameters. A warning says where a setting
         would behave differently; ValueError where ZenFlow's topk_ratio has no counterpart, or a batch's rows are not known yet.
         """
-        from surokit.offload.deepspeed import configuration
-        from surokit.planner.live import facts_of_session
+        from surokit.integrations.deepspeed import configuration
 
-        return configuration(self, facts_of_session(self).get("batch"), path)
+        return configuration(self, self.plan_arguments().get("batch"), path)
+
+    def plan_arguments(self) -> dict[str, Any]:
+        """Return arguments of `surokit.plan` that this session's steps have; batch and length where they are known."""
+        return plan_arguments(self)
 
     @property
     def first_bad(self) -> str:
@@ -513,7 +518,7 @@ class Session:
     @property
     def recipe(self) -> Recipe | None:
         """The recipe that was applied to the model, None for a model as given."""
-        return convert.recipe_of(self.model)
+        return recipe_of(self.model)
 
     @property
     def numerics(self) -> str:

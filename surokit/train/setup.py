@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from surokit import convert
+from surokit.optim.spec import Spec
 from surokit.places import check_values, make_folder
 from surokit.recipe import Recipe
 from surokit.train import checkpoint as checkpoints
 from surokit.train.errors import ResumeError
-from surokit.train.optim import Spec
 from surokit.train.stream import Batch, check_batch, check_source
 
 

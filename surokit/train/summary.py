@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from surokit.runs.smoothing import LossMean, ema_words
 from surokit.tables import html_table, text_table
 from surokit.train.describe import device_name, light_of
-from surokit.train.smoothing import LossMean, ema_words
 
 if TYPE_CHECKING:
     from surokit.train.session import Session

@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from surokit.nn.delayed import kept_amaxes
+from surokit.runs.records import Record
 from surokit.train.diagnose import find_first_bad
 from surokit.train.errors import NonFiniteError, NoTargetsError
 from surokit.train.random_state import RandomState, kept
-from surokit.train.records import Record
 from surokit.train.stream import Batch
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from surokit.train.smoothing import LossMean
+from surokit.runs.smoothing import LossMean
 from surokit.widgets.figure import PALETTE_LIGHT
 
 if TYPE_CHECKING:

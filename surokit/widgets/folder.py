@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from surokit.train.health import Event, Kind
-from surokit.train.status import EVERY_S, FILE, Status, read_status
+from surokit.runs.health import Event, Kind
+from surokit.runs.status import EVERY_S, FILE, Status, read_status
 from surokit.widgets.growing import Reader
 from surokit.widgets.state import PanelState
 

@@ -1,7 +1,7 @@
 """A records file that somebody else writes, read as it grows into the state of a panel.
 
 It is read from where the last look ended, to the last whole line. A file that shrank, or is no longer what was read, is read
-anew. A step at or before the last one is a resume: what came after it never happened (train/lines.py). The state is then put
+anew. A step at or before the last one is a resume: what came after it never happened (runs/jsonl.py). The state is then put
 back to a copy from before, a few of which are kept, and the file read again from there without the void lines.
 
 A long file is read in columns, and of its older part neighbouring steps are folded into one: their mean loss, their time and
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surokit.train.lines import parsed
+from surokit.runs.jsonl import parsed
 from surokit.widgets.state import PanelState
 
 if TYPE_CHECKING:

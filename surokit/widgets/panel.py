@@ -32,7 +32,7 @@ from surokit.widgets.picture import Bundle, bundle, headline, summary_line, summ
 from surokit.widgets.state import REPLACED, PanelState
 
 if TYPE_CHECKING:
-    from surokit.train.health import Event
+    from surokit.runs.health import Event
 
 UPDATES_A_SECOND = 4
 DRAWING_SHARE = 0.005  # of the run's wall time, at most

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from textwrap import wrap
 from typing import Literal, NamedTuple
 
+from surokit.runs.smoothing import ema_words
 from surokit.tables import text_table
-from surokit.train.smoothing import ema_words
 from surokit.widgets.figure import Line, Mark, Pane, Style, Theme, figure, plain, short
 from surokit.widgets.state import KINDS, REPLACED, PanelState, Runs, Series, worst
 

@@ -16,12 +16,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from surokit.train.smoothing import LossMean
+from surokit.runs.smoothing import LossMean
 
 if TYPE_CHECKING:
-    from surokit.train.health import Event, Health
-    from surokit.train.records import Record
-    from surokit.train.status import RunInfo
+    from surokit.runs.health import Event, Health
+    from surokit.runs.records import Record
+    from surokit.runs.status import RunInfo
 
 Point = tuple[float, float]
 Standing = Literal["waiting", "running", "paused", "done", "interrupted", "stopped", "failed", "lost", "replaced"]
@@ -457,7 +457,7 @@ class PanelState:
 
     def note(self, step: int, text: str) -> None:
         """A remark of the user's, marked on the loss curve."""
-        from surokit.train.health import Event
+        from surokit.runs.health import Event
 
         self.happened(Event(step, "note", text))
 
@@ -648,7 +648,7 @@ def worst(events: Iterable[Event], count: int) -> list[Event]:
 
 
 def _health() -> Health:
-    from surokit.train.health import (
+    from surokit.runs.health import (
         Health,
     )  # not at the top: the package around it loads torch, which a figure does not need
 

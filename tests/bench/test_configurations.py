@@ -7,7 +7,7 @@ import pytest
 
 from surokit.bench.configurations import FUSIONS, MODELS, PARTS, Configuration, Work, target_of
 from surokit.bench.targets import LEAST_OF_BF16, OVER_UNSLOTH, TARGETS
-from surokit.nn.fusion import Fusion
+from surokit.fusion import Fusion
 from surokit.recipe import find_recipe
 
 CONFIGURATIONS = [c for part in PARTS.values() for c in part.configurations()]

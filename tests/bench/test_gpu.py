@@ -19,8 +19,8 @@ from surokit.bench.process import Failed, Worker
 from surokit.bench.targets import TARGETS
 from surokit.bench.turns import OutOfTime, Running
 from surokit.environment import environment
+from surokit.fusion import OFF
 from surokit.kernels import Choice
-from surokit.nn.fusion import OFF
 from surokit.train.session import Session
 
 CPU = torch.device("cpu")

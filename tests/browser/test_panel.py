@@ -36,7 +36,7 @@ SETUP = """
 import asyncio, json, math, threading
 from collections import defaultdict
 from pathlib import Path
-from surokit.train.status import RunInfo
+from surokit.runs.status import RunInfo
 from surokit.widgets import Panel, PanelState
 from surokit.widgets.front import WidgetView
 class Buttons:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from surokit.train.status import RunInfo
+from surokit.runs.status import RunInfo
 from surokit.widgets import protocol
 from surokit.widgets.front import OVER, TAKEN_OVER, WidgetView
 from surokit.widgets.panel import Panel

@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
+from surokit.runs.jsonl import read
 from surokit.train.errors import NoTargetsError
-from surokit.train.lines import read
 from tests.clocks import until
 from tests.test_live import View, read_status
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from surokit.train.lines import read
+from surokit.runs.jsonl import read
 from tests.clocks import until
 from tests.test_live import View, read_status
 

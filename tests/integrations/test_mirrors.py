@@ -14,7 +14,7 @@ import torch
 import surokit as sk
 from surokit.integrations import mirrors
 from surokit.integrations.mirrors import Mirror, TensorBoard, Trackio, Wandb
-from surokit.train.records import Late, Record
+from surokit.runs.records import Late, Record
 from tests.clocks import JumpingClock
 
 

@@ -10,9 +10,9 @@ from torch import nn
 
 import surokit as sk
 from surokit.convert import load_scaling_state, roll_scales, scaling_state
+from surokit.fusion import OFF, Fusion
 from surokit.nn import products
 from surokit.nn.frozen import Frozen
-from surokit.nn.fusion import OFF, Fusion
 from surokit.nn.joint import lay_layers
 from surokit.nn.stages import Plain, project
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from surokit.fusion import OFF, Fusion
 from surokit.kernels.triton import qk as kernels
 from surokit.nn import qk
-from surokit.nn.fusion import OFF, Fusion
 from surokit.nn.norm import RMSNorm
 from surokit.nn.qk import split_heads
 from surokit.nn.rope import RotaryEmbedding

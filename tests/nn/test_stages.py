@@ -12,9 +12,9 @@ from torch.nn import functional as F
 import surokit as sk
 from surokit import kernels
 from surokit.convert import scaling_state
+from surokit.fusion import OFF, Fusion
 from surokit.nn import products, stages
 from surokit.nn.delayed import DelayedScales
-from surokit.nn.fusion import OFF, Fusion
 from surokit.nn.joint import lay_layers, side_by_side
 from surokit.nn.linear import Linear
 from surokit.nn.norm import RMSNorm

@@ -11,10 +11,10 @@ import torch
 
 import surokit as sk
 from surokit.offload.link import ThrottledLink
+from surokit.runs.records import Late
 from surokit.train import Record, Session
 from surokit.train.capture import why_not
 from surokit.train.errors import ResumeError
-from surokit.train.records import Late
 from surokit.widgets.picture import figures, idle_lines, summary_line
 from surokit.widgets.state import PanelState
 from tests.offload.runs import equal_trees

@@ -31,7 +31,7 @@ from surokit.offload.link import HostLink, ThrottledLink
 from surokit.offload.rows import update_rows_
 from surokit.offload.workers import Worker
 from surokit.offload.zenflow import ZenFlow
-from surokit.train.optim import Spec, spec_from_dict, spec_to_dict
+from surokit.optim.spec import Spec, spec_from_dict, spec_to_dict
 from tests.clocks import until
 from tests.offload.runs import waits
 

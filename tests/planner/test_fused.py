@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import surokit as sk
 from surokit.bench.configurations import MODELS
+from surokit.fusion import OFF, Fusion
 from surokit.hardware.gpus import find_gpu
 from surokit.hardware.rates import GAP_US
 from surokit.nn import norm, products, qk, sources, stages, swiglu
 from surokit.nn.delayed import DelayedScales
-from surokit.nn.fusion import OFF, Fusion
 from surokit.planner import plan as planner_plan
 from surokit.planner.flops import count_flops
 from surokit.planner.fused_traffic import FusedStep

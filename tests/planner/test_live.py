@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import surokit as sk
+from surokit.applied import Trainer
 from surokit.bench.memory import Setting, measure, model_of
 from surokit.nn.linear import Linear
 from surokit.planner import Gpu, plan
 from surokit.train.capture import Capture
+from surokit.train.describe import batch_sizes
+from surokit.train.engine import Engine
 
 CONFIG = sk.DecoderConfig(layers=2, width=128, heads=4, kv_heads=2, vocab=256, ffn=256)
 RUN: dict[str, Any] = {"batch": 2, "length": 64}
@@ -249,23 +251,34 @@ def test_a_session_says_its_step_too():
 
 @pytest.mark.parametrize("ids", [torch.zeros(32, dtype=torch.int64), [1, 2, 3], None], ids=["row", "list", "nothing"])
 def test_batches_that_say_no_sizes_are_left_alone(ids):
-    data = SimpleNamespace(source=[{"input_ids": ids}])
-    session = SimpleNamespace(model=decoder(), optimizer=sk.AdamW(lr=1e-3), accumulate=2, records=[], data=data)
-    setup = plan(session).setup
-    assert (setup.batch, setup.length, setup.accumulate) == (None, None, 2)
+    assert batch_sizes([{"input_ids": ids}]) == {}
+
+
+class Trains(Trainer):
+    """A session as far as a plan asks it."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.model, self.compile, self.arguments = decoder(), False, arguments
+
+    def plan_arguments(self) -> dict[str, Any]:
+        return self.arguments
 
 
 def test_a_session_that_records_its_steps_is_planned_in_graphs():
-    session = SimpleNamespace(
-        model=decoder(), optimizer=sk.AdamW(lr=1e-3), accumulate=1, records=[], data=None, graphs=Capture("waiting", "")
-    )
+    optimizer = sk.AdamW(lr=1e-3)
+    session = Trains(optimizer=optimizer, accumulate=1, graphs=True)
     found = plan(session, gpu="H100", **RUN)
     assert found.setup.graphs
     assert found.source.endswith("accumulate 1, in CUDA graphs")
     assert not plan(session, gpu="H100", graphs=False, **RUN).setup.graphs
     assert not plan(session, **RUN).setup.graphs  # a CPU has none
-    session.graphs = Capture("off", "")
-    assert not plan(session, gpu="H100", **RUN).setup.graphs
+    assert not plan(Trains(optimizer=optimizer, accumulate=1), gpu="H100", **RUN).setup.graphs
+
+
+@pytest.mark.parametrize(("state", "graphs"), [("waiting", True), ("on", True), ("off", False)])
+def test_a_session_says_whether_it_records_its_steps(state, graphs, monkeypatch):
+    monkeypatch.setattr(Engine, "capture", Capture(state, ""))
+    assert sk.Session(decoder(), [], schedule=None).plan_arguments().get("graphs", False) is graphs
 
 
 @pytest.mark.parametrize("how", ["session", "model"])

@@ -19,7 +19,7 @@ import torch
 import surokit as sk
 from surokit.racing.parking import storages_of
 from surokit.racing.runs import rounds_of
-from surokit.train.status import read_status
+from surokit.runs.status import read_status
 from tests.clocks import JumpingClock, until
 from tests.racing.conftest import batches, made_session
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 import surokit as sk
+from surokit.runs.status import read_status
 from surokit.train import AdamW, AdamW8bit, Cosine, Session, cuda_graphs
 from surokit.train import capture as capturing
 from surokit.train.engine import Engine
-from surokit.train.status import read_status
 from tests.train.replay import NoReads, Replays, graphed
 from tests.train.toys import VOCAB, Toy, assert_same_state, make_batches, make_session
 

@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import surokit as sk
-from surokit.models.fuse import fusion_of
+from surokit.applied import fusion_of
+from surokit.runs.status import read_status
 from surokit.train import AdamW, CheckpointError, Cosine, ResumeError, Session
 from surokit.train import checkpoint as checkpoints
-from surokit.train.status import read_status
 from tests.train.test_session import Trap
 from tests.train.test_stream import SOURCES, Loader
 from tests.train.toys import VOCAB, Toy, assert_same_state, make_batches, make_session, weights

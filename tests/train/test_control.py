@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 import torch
 
+from surokit.runs.records import Record
 from surokit.train import control as module
 from surokit.train import keeping
 from surokit.train.errors import CheckpointError
 from surokit.train.random_state import kept, turn
-from surokit.train.records import Record
 from surokit.train.session import Session
 from tests.clocks import PATIENCE_S, JumpingClock, until
 from tests.train.toys import (
@@ -284,7 +284,7 @@ class TestFiles:
         code = """
 import sys
 from pathlib import Path
-from surokit.train.status import read_status
+from surokit.runs.status import read_status
 from tests.clocks import until
 
 folder = Path(sys.argv[1])

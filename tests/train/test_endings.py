@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from surokit.runs.requests import reason_in
+from surokit.runs.status import Status, read_status
 from surokit.train import control
-from surokit.train.files import reason_in
-from surokit.train.status import Status, read_status
 from surokit.widgets.folder import FileControl, RunFolder
 from surokit.widgets.front import WidgetView
 from tests.clocks import until

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from surokit.runs.status import read_status
 from surokit.train.session import Session
-from surokit.train.status import read_status
 from tests.train.toys import ENDLESS, Toy, assert_same_state, make_batches, whole
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import surokit as sk
-from surokit.train.records import Record
+from surokit.runs.records import Record
+from surokit.runs.status import RunInfo, read_status
 from surokit.train.session import Session
-from surokit.train.status import RunInfo, read_status
 from tests.clocks import PATIENCE_S, until
 from tests.train.toys import (
     VOCAB,

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 import surokit as sk
 from surokit import kernels, product
+from surokit.fusion import OFF, Fusion
 from surokit.kernels import OPERATIONS
-from surokit.nn.fusion import OFF, Fusion
 from surokit.planner import plan
 from surokit.planner.roofline import Row
 from tests.kernels import steps

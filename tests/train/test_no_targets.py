@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import surokit as sk
+from surokit.runs.health import ZEROS, Health
+from surokit.runs.jsonl import read
+from surokit.runs.status import read_status
 from surokit.train import NoTargetsError, Session
-from surokit.train.health import ZEROS, Health
-from surokit.train.lines import read
-from surokit.train.status import read_status
 from surokit.train.stream import Batch
 from surokit.widgets.folder import RunFolder
 from surokit.widgets.panel import Panel

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 import surokit as sk
+from surokit.optim.tensors import shard_number
 from surokit.train import AdamW, AdamW8bit, Spec
-from surokit.train.optim import _shard_number
 from tests.processes import found_by
 from tests.train.ranks import (
     CASES,
@@ -269,8 +269,8 @@ def test_replicas_of_a_shard_draw_the_same_bits() -> None:
         mesh = SimpleNamespace(size=lambda axis: 2, get_local_rank=lambda axis: (machine, place)[axis])
         return SimpleNamespace(placements=placements, device_mesh=mesh)
 
-    assert [_shard_number(shard(machine, place)) for machine in range(2) for place in range(2)] == [0, 1, 0, 1]
-    assert _shard_number(torch.ones(2)) == 0
+    assert [shard_number(shard(machine, place)) for machine in range(2) for place in range(2)] == [0, 1, 0, 1]
+    assert shard_number(torch.ones(2)) == 0
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import surokit as sk
+from surokit.runs.records import Late, Record, Records
 from surokit.train import Session
-from surokit.train.records import Late, Record, Records
 from surokit.train.stream import Batch
 from tests.clocks import JumpingClock
 from tests.train.toys import Toy, make_batches, make_session

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from surokit.runs.records import Record
 from surokit.train import AdamW, Cosine, Session
-from surokit.train.records import Record
 from surokit.train.stream import Batch
 from tests.clocks import PATIENCE_S, main_thread_waits, until
 

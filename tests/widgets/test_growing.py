@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surokit.train.lines import read
+from surokit.runs.jsonl import read
 from surokit.widgets import growing
 from surokit.widgets.growing import Reader
 from surokit.widgets.state import PanelState

@@ -13,10 +13,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from surokit.train import records
+from surokit.runs import records
+from surokit.runs.records import Record
+from surokit.runs.status import RunInfo
 from surokit.train.meters import Row, Sample
-from surokit.train.records import Record
-from surokit.train.status import RunInfo
 from surokit.widgets import front
 from surokit.widgets import panel as panel_module
 from surokit.widgets.front import WidgetView

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from surokit.train.status import RunInfo
+from surokit.runs.status import RunInfo
 from surokit.widgets.picture import (
     MESSAGE_BYTES,
     PANES,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from surokit.runs.smoothing import LossMean
 from surokit.train import Session
-from surokit.train.smoothing import LossMean
 from surokit.widgets.curves import plot_runs
 from surokit.widgets.panel import Panel
 from surokit.widgets.picture import figures, picture, summary_line

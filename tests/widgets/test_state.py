@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surokit.profiler.sustained import sustain
-from surokit.train.status import RunInfo
+from surokit.runs.status import RunInfo
 from surokit.widgets.state import EVENTS, PanelState, Recent, Ruler, Series, _reduce, worst
 
 values = st.one_of(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surokit.train.status import RunInfo
+from surokit.runs.status import RunInfo
 from surokit.widgets.panel import Panel
 from surokit.widgets.picture import PANES
 from surokit.widgets.state import PanelState

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import surokit as sk
-from surokit.train.status import RunInfo, StatusFile
+from surokit.runs.status import RunInfo, StatusFile
 from surokit.widgets.state import PanelState
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import surokit as sk
 from surokit.kernels.reference.adamw import adamw_, stochastic_bf16
 from surokit.kernels.reference.adamw8bit import adamw8bit_, dequantize
+from surokit.optim import adamw as optim_module
+from surokit.optim.spec import spec_from_dict, spec_to_dict
 from surokit.train import AdamW, AdamW8bit, ResumeError, Session, Spec
-from surokit.train import optim as optim_module
-from surokit.train.optim import spec_from_dict, spec_to_dict
 from tests.train.toys import Toy, assert_same_state, make_batches, make_session
 
 SHAPES = [(70, 90), (64,), (20, 30), (5000,), (8, 16, 64)]

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from surokit.train.locks import Lock
+from surokit.runs.locks import Lock
 
 FILE = "run.json"
 EVERY_S = 2.0

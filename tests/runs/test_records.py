@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from surokit.train.lines import COLUMNS, read
-from surokit.train.records import Late, Record, Records
+from surokit.runs.jsonl import COLUMNS, read
+from surokit.runs.records import Late, Record, Records
 
 
 class Delayed(Late):
@@ -223,7 +223,7 @@ def test_lines_that_wait_are_written_when_the_program_ends(tmp_path: Path) -> No
     code = f"""
 import os
 from pathlib import Path
-from surokit.train.records import Records
+from surokit.runs.records import Records
 records = Records(Path({str(tmp_path / "records.jsonl")!r}))
 records.update(3, wall_ms=1.0)
 if os.fork() == 0:

@@ -5,7 +5,7 @@ Reading them is safe from any thread while another trains.
 Loss, gradient norm and the like are produced on the device and arrive on the host some steps later; nothing here waits
 for them except `Record.loss` and its siblings. On a CPU they are there at once.
 
-What the lines of the file mean is lines.py's business.
+What the lines of the file mean is jsonl.py's business.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from surokit.train.lines import COLUMNS, INTEGERS, append, read, table, written
-from surokit.train.locks import Lock
+from surokit.runs.jsonl import COLUMNS, INTEGERS, append, read, table, written
+from surokit.runs.locks import Lock
 
 if TYPE_CHECKING:
     import pandas as pd

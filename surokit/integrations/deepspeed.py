@@ -19,7 +19,7 @@ import torch
 
 from surokit.offload.adamw import OffloadAdamW
 from surokit.offload.zenflow import ZenFlow
-from surokit.train.optim import AdamW, AdamW8bit
+from surokit.optim.adamw import AdamW, AdamW8bit
 
 if TYPE_CHECKING:
     from surokit.train.session import Session

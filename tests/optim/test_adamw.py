@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import surokit as sk
 from surokit.kernels.reference.adamw import adamw_
+from surokit.optim import adamw as optim_module
+from surokit.optim.spec import spec_from_dict, spec_to_dict
+from surokit.optim.tensors import gradient_norm
 from surokit.train import AdamW, AdamW8bit, Spec
-from surokit.train import optim as optim_module
-from surokit.train.optim import gradient_norm, spec_from_dict, spec_to_dict
 
 
 def make_params(dtype: torch.dtype, seed: int = 0) -> list[nn.Parameter]:

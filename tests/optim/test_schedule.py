@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from surokit.optim.schedule import schedule_from_dict, schedule_to_dict
 from surokit.train import Cosine
-from surokit.train.schedule import schedule_from_dict, schedule_to_dict
 
 
 def test_corners() -> None:

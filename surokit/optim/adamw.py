@@ -16,71 +16,28 @@ is, blocks of 8-bit moments begin with each shard, and every shard draws bits of
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from surokit.kernels import best
 from surokit.kernels.reference.adamw import adamw_, stochastic_bf16
 from surokit.kernels.reference.adamw8bit import BLOCK, adamw8bit_
 from surokit.kernels.reference.random import bits
+from surokit.optim.spec import Parameters, SpecMeta
+from surokit.optim.states import adamw_states, decay_groups, given_order, in_groups_of
+from surokit.optim.tensors import is_sharded, local, on_device, scale_and_mask, shard_number
 
-Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 Rounding = Literal["nearest", "stochastic"]
 
 _FUSED_DEVICES = ("cpu", "cuda")
-_JSON = (type(None), bool, int, float, str, list, tuple)
 _CHUNK = 1 << 25  # elements that are widened to float32 at a time: 2 x 128 MiB of scratch, 4 x with the moments
 _MIN_8BIT = 4096  # elements from which moments take 8 bits: bitsandbytes' min_8bit_size
-
-
-@dataclass(frozen=True)
-class Spec:
-    """An optimizer that waits for its parameters: a class and its options."""
-
-    optimizer: type[torch.optim.Optimizer]
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def build(self, params: Parameters) -> torch.optim.Optimizer:
-        """The optimizer over those of `params` that require a gradient; ValueError if there is none."""
-        # a learning rate in a tensor is filled in place, and every optimizer has its own
-        options: dict[str, Any] = {
-            key: value.clone() if isinstance(value, Tensor) else value for key, value in self.options.items()
-        }
-        return self.optimizer(params, **options)
-
-    def __repr__(self) -> str:
-        return f"{self.optimizer.__name__}({', '.join(f'{k}={v!r}' for k, v in self.options.items())})"
-
-
-class SpecMeta(type):
-    """Calling an optimizer class without parameters gives a Spec; with parameters first, the optimizer.
-
-    Either way the class's `check` is given all options, with the defaults of its constructor.
-    """
-
-    def __call__(cls, params: Parameters | None = None, **options: Any) -> Any:
-        signature = cls.__signature__
-        try:
-            given = signature.bind(None, **options)
-        except TypeError as error:  # a misspelt option
-            known = ", ".join(list(signature.parameters)[1:])
-            raise TypeError(f"{cls.__name__}: {error}. Its options are {known}.") from None
-        given.apply_defaults()
-        cls.check(given.arguments)  # type: ignore[attr-defined]
-        return Spec(cls, options) if params is None else super().__call__(params, **options)  # type: ignore[arg-type]
-
-    @property
-    def __signature__(cls) -> inspect.Signature:
-        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
@@ -168,7 +125,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
             }
             for params in self._by_kernel(group):
                 if isinstance(group["lr"], Tensor) and not params[0].is_cuda:  # where some parameters are on the host
-                    options["lr"] = _on(params[0].device, group["lr"])
+                    options["lr"] = on_device(params[0].device, group["lr"])
                 self._update(params, options)
                 options["lr"] = group["lr"]
         return loss
@@ -258,7 +215,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         if self._rounds(p.dtype) and "key" not in state:
             params = self._all_params()
             index = next(i for i, other in enumerate(params) if other is p)
-            state["key"] = _key(self.seed, index + _shard_number(p) * len(params)).to(p.device)
+            state["key"] = _key(self.seed, index + shard_number(p) * len(params)).to(p.device)
         return state
 
     def _new_moments(self, p: Tensor) -> dict[str, Tensor]:
@@ -371,73 +328,9 @@ class AdamW8bit(AdamW):
         )
 
 
-def adamw_states(
-    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
-) -> dict[Tensor, dict[str, Any] | None]:
-    """Of each parameter what a state dict with the optimizer's groups has of it. ValueError where these are not the moments of an
-    AdamW, or not this parameter's."""
-    groups, name = state_dict["param_groups"], type(optimizer).__name__
-    if any(group.get("amsgrad") or group.get("maximize") for group in groups):
-        raise ValueError(f"This optimizer state was made with amsgrad or maximize, which {name} does not have here.")
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    saved = [index for group in groups for index in group["params"]]
-    sources = {p: state_dict["state"].get(index) for p, index in zip(params, saved)}
-    if any(source and not {"step", "exp_avg", "exp_avg_sq"} <= source.keys() for source in sources.values()):
-        raise ValueError(
-            f"This state was not made by an AdamW: load it into the optimizer that made it, not into {name}."
-        )
-    for index, (p, source) in zip(saved, sources.items()):
-        if not source:
-            continue
-        here, held = local([p])[0], local([source["exp_avg"]])[0].shape
-        if held != (here.permute(memory_order(here)) if "master" in source else here).shape:
-            processes = ", in as many processes," if _sharded(p) else ""
-            raise ValueError(
-                f"Parameter {index} of the state is {list(held)}, and here it is {list(here.shape)}: load it into an optimizer "
-                f"over the same model, with the same parameter groups{processes} in the same order."
-            )
-    return sources
-
-
-def in_groups_of(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state dict with the optimizer's parameter groups; ValueError where it has others.
-
-    One group over all parameters of the iterable that the optimizer was made of, frozen ones too, as torch's AdamW has it, becomes
-    those of `decay_groups`: with the options of that one, and the weight decay that they have here.
-    """
-    check_state(optimizer, state_dict)
-    name, here, saved = type(optimizer).__name__, optimizer.param_groups, state_dict["param_groups"]
-    sizes, held = ([len(group["params"]) for group in groups] for groups in (here, saved))
-    if sizes == held:
-        return state_dict
-    given, order = given_order(optimizer).get("given_order", (0, []))
-    if held != [given] or len(order) != sum(sizes):
-        raise ValueError(
-            f"The state has parameter groups of {held} tensors, and this {name} of {sizes}: give {name} the same parameters in the "
-            "same groups."
-        )
-    options = {option: value for option, value in saved[0].items() if option not in ("params", "param_names")}
-    numbers = iter([saved[0]["params"][i] for i in order])
-    groups = [
-        {**options, "weight_decay": group["weight_decay"], "params": [next(numbers) for _ in group["params"]]}
-        for group in here
-    ]
-    state = {number: state_dict["state"].get(number) for group in groups for number in group["params"]}
-    return {**state_dict, "state": {n: of for n, of in state.items() if of}, "param_groups": groups}
-
-
-def check_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """ValueError where this is no state of an optimizer."""
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError(
-            f"{type(optimizer).__name__}.load_state_dict takes what an optimizer's state_dict() gave, a dict with state and "
-            f"param_groups, and not {type(state_dict).__name__}."
-        )
-
-
 def _shows_all(p: Tensor) -> bool:
     """Whether a parameter is its own float32 master, in its order."""
-    return p.dtype == torch.float32 and p.is_contiguous() and not _sharded(p)
+    return p.dtype == torch.float32 and p.is_contiguous() and not is_sharded(p)
 
 
 def _without_master(state: dict[str, Any]) -> dict[str, Any]:
@@ -462,79 +355,6 @@ def check_adamw(name: str, options: Mapping[str, Any]) -> None:
 
 def _number(value: Any) -> bool:
     return isinstance(value, Real)
-
-
-def decay_groups(optimizer: torch.optim.Optimizer, params: Parameters, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups of the trainable `params`, with weight decay from two dimensions up. Groups pass unchanged.
-
-    The optimizer remembers in which order it was given them (`given_order`). ValueError where nothing is trainable.
-    """
-    name = type(optimizer).__name__
-    if isinstance(params, Tensor | nn.Module):
-        kind = "one tensor" if isinstance(params, Tensor) else "a module"
-        raise TypeError(f"{name} takes an iterable of parameters, for example model.parameters(), not {kind}.")
-    every = list(params)
-    if every and isinstance(every[0], dict):
-        return every  # type: ignore[return-value]
-    tensors: list[Tensor] = [p for p in every if isinstance(p, Tensor)]
-    if len(tensors) < len(every):
-        raise TypeError(f"{name} takes parameters or torch's parameter groups; for named ones pass model.parameters().")
-    if not any(p.requires_grad for p in tensors):
-        raise ValueError(
-            f"{name}: there is nothing to train: no parameter requires a gradient. "
-            "Unfreeze some, or add an adapter with recipe.lora()."
-        )
-    matrices = [i for i, p in enumerate(tensors) if p.requires_grad and p.ndim >= 2]
-    vectors = [i for i, p in enumerate(tensors) if p.requires_grad and p.ndim < 2]
-    vars(optimizer)["given_order"] = len(tensors), matrices + vectors
-    return [
-        {"params": [tensors[i] for i in group], "weight_decay": decay}
-        for group, decay in ((matrices, weight_decay), (vectors, 0.0))
-        if group
-    ]
-
-
-def given_order(optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, list[int]]]:
-    """As an attribute: (how many parameters the iterable had that `decay_groups` took apart, each one's place in it). Or {}."""
-    return {name: value for name, value in vars(optimizer).items() if name == "given_order"}
-
-
-def local(tensors: list[Tensor]) -> list[Tensor]:
-    """What this process holds of each tensor: a DTensor's shard, which shares its memory; any other tensor itself."""
-    return [t.to_local() if _sharded(t) else t for t in tensors]  # type: ignore[attr-defined]
-
-
-def memory_order(t: Tensor) -> list[int]:
-    """Dimensions from the one with the largest stride to the one with the smallest."""
-    strides = t.stride()
-    return sorted(range(t.ndim), key=lambda d: (-strides[d], d))
-
-
-def _sharded(t: Tensor) -> bool:
-    """Whether this is a DTensor, told by what it can do: its module need not be loaded."""
-    return hasattr(t, "to_local")
-
-
-def _shard_number(p: Tensor) -> int:
-    """Which of a parameter's shards is here; 0 where it is whole. Replicas of a shard have its number."""
-    number = 0
-    for axis, placement in enumerate(getattr(p, "placements", ())):
-        if not placement.is_replicate():
-            mesh = p.device_mesh  # type: ignore[attr-defined]
-            number = number * mesh.size(axis) + mesh.get_local_rank(axis)
-    return number
-
-
-def scale_and_mask(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """(grad_scale, found_inf) of this step on the device, None where they are not set. torch's GradScaler takes them away after a
-    step, so that an optimizer need not have them."""
-    scale, mask = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-    return _on(device, scale), _on(device, mask)
-
-
-def _on(device: torch.device, value: Tensor | None) -> Tensor | None:
-    # to the host it has to be there when it is read
-    return None if value is None else value.to(device, non_blocking=device.type != "cpu")
 
 
 def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -567,65 +387,3 @@ def _step_keys(own: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
     # bits() of all at once, with a key for each position; the position 2 i + {0, 1} becomes 2 t + {0, 1}
     keys = torch.stack((first ^ start ^ even, second)).repeat_interleave(2, dim=1)
     return list(bits(2 * len(own), keys).view(-1, 2).unbind(0))
-
-
-def gradient_norm(grads: list[Tensor]) -> Tensor:
-    """L2 norm over all tensors together, 0-d float32 on the first one's device.
-
-    On a CPU the norm of each low-precision tensor is rounded to its dtype, which is six times as fast there. Of a sharded
-    gradient the whole counts, so that every process has the same norm.
-    """
-    groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
-    for grad in grads:
-        groups.setdefault((grad.device, grad.dtype, _sharded(grad)), []).append(grad)
-    norms = []
-    for (device, _, sharded), tensors in groups.items():
-        dtype = None if device.type == "cpu" else torch.float32
-        norm: Any = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).float()
-        norms.append((norm.full_tensor() if sharded else norm).to(grads[0].device))
-    return torch.linalg.vector_norm(torch.cat(norms))
-
-
-def spec_to_dict(spec: Spec | None, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Plain data for a checkpoint; an optimizer that was not built from a specification of ours is named, not stored.
-
-    Options that are objects of this machine, such as an offloading optimizer's link, are not the checkpoint's.
-    """
-    if spec is None or not is_ours(spec.optimizer):
-        return {"name": type(optimizer).__qualname__, "custom": True}
-    plain = {name: _to_plain(value) for name, value in spec.options.items()}
-    options = {name: value for name, value in plain.items() if isinstance(value, _JSON)}
-    return {"name": spec.optimizer.__name__, "options": options}
-
-
-def spec_from_dict(data: dict[str, Any]) -> Spec:
-    """Inverse of `spec_to_dict`; ValueError where the optimizer was the user's own, or is not known here."""
-    if data.get("custom"):
-        raise ValueError(f"The checkpoint's optimizer {data['name']} was built outside: pass optimizer= again.")
-    found = _public(data["name"])
-    if found is None:
-        raise ValueError(f"This version of surokit has no optimizer {data['name']!r}: pass optimizer= again.")
-    options = dict(data["options"])
-    if options.get("state_dtype"):
-        options["state_dtype"] = getattr(torch, options["state_dtype"])
-    if "betas" in options:
-        options["betas"] = tuple(options["betas"])
-    return Spec(found, options)
-
-
-def is_ours(optimizer: Any) -> bool:
-    """Whether an optimizer class is one of surokit's public names, which can be made again from its options."""
-    return isinstance(optimizer, SpecMeta) and _public(optimizer.__name__) is optimizer
-
-
-def _public(name: str) -> Any:
-    import surokit
-
-    found = getattr(surokit, name, None)
-    return found if isinstance(found, SpecMeta) else None
-
-
-def _to_plain(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    return float(value) if isinstance(value, Tensor) else value

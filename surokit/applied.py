@@ -1,0 +1,76 @@
+"""What was applied to a live model, and what the session that trains it says of its steps. No torch here.
+
+`apply` notes its recipe here and `fuse` its fusion; what keeps a part of a model on the host is a `HostForward`, and a Session is a
+`Trainer`. So a plan can read a model without knowing those who changed it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from surokit.fusion import Fusion
+from surokit.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_RECIPE = "_surokit_recipe"
+
+
+def note_recipe(model: nn.Module, recipe: Recipe) -> None:
+    """Remember the recipe that was applied to a model; `recipe_of` returns it."""
+    setattr(model, _RECIPE, recipe)
+
+
+def recipe_of(model: nn.Module) -> Recipe | None:
+    """Return the recipe that `apply` gave this model last, or None."""
+    found = getattr(model, _RECIPE, None)
+    return found if isinstance(found, Recipe) else None
+
+
+def fusion_of(model: nn.Module) -> Fusion | None:
+    """Return the fusion that `fuse` gave this model last, or None."""
+    return next((f for m in model.modules() if isinstance(f := getattr(m, "fusion", None), Fusion)), None)
+
+
+class HostStream(ABC):
+    """Copies between host and device, for a part of a model that waits on the host.
+
+    keeps: which part. prefetch: how many blocks of weights, or copies of activations, are fetched ahead.
+    """
+
+    keeps: Literal["weights", "activations"]
+    prefetch: int
+
+
+class HostForward(ABC):
+    """A forward that stands around a module's own, as its attribute `forward`, and uses a stream; until it is `removed`."""
+
+    stream: HostStream
+    removed: bool
+
+
+def host_streams(model: nn.Module) -> Iterator[HostStream]:
+    """The streams in use by the modules of a model, from the outside in."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        while forward is not None:
+            if isinstance(forward, HostForward) and not forward.removed:
+                yield forward.stream
+            forward = getattr(forward, "__wrapped__", None)
+
+
+class Trainer(ABC):
+    """Something that trains a model, as a plan may ask it: a Session.
+
+    model: the module that it trains. compile: whether torch's compiler makes its steps.
+    """
+
+    model: nn.Module
+    compile: bool
+
+    @abstractmethod
+    def plan_arguments(self) -> Mapping[str, Any]:
+        """Return arguments of `surokit.plan` that its steps have: optimizer, accumulate, and where known graphs, batch, length."""

@@ -1,0 +1,8 @@
+"""Optimizers and schedules: what a training step updates its parameters by.
+
+adamw.py     AdamW and AdamW8bit on torch's fused kernel and on ours
+spec.py      the specification of an optimizer without its parameters: AdamW(lr=3e-4)
+states.py    parameter groups, and states of an AdamW read from another's
+tensors.py   shards, their norm, and the scale and mask of a step
+schedule.py  Cosine and what else gives a factor of the learning rate
+"""

@@ -1,0 +1,111 @@
+"""Parameter groups of an optimizer, and states of an AdamW that another one saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surokit.optim.spec import Parameters
+from surokit.optim.tensors import is_sharded, local, memory_order
+
+
+def adamw_states(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> dict[Tensor, dict[str, Any] | None]:
+    """Of each parameter what a state dict with the optimizer's groups has of it. ValueError where these are not the moments of an
+    AdamW, or not this parameter's."""
+    groups, name = state_dict["param_groups"], type(optimizer).__name__
+    if any(group.get("amsgrad") or group.get("maximize") for group in groups):
+        raise ValueError(f"This optimizer state was made with amsgrad or maximize, which {name} does not have here.")
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    saved = [index for group in groups for index in group["params"]]
+    sources = {p: state_dict["state"].get(index) for p, index in zip(params, saved)}
+    if any(source and not {"step", "exp_avg", "exp_avg_sq"} <= source.keys() for source in sources.values()):
+        raise ValueError(
+            f"This state was not made by an AdamW: load it into the optimizer that made it, not into {name}."
+        )
+    for index, (p, source) in zip(saved, sources.items()):
+        if not source:
+            continue
+        here, held = local([p])[0], local([source["exp_avg"]])[0].shape
+        if held != (here.permute(memory_order(here)) if "master" in source else here).shape:
+            processes = ", in as many processes," if is_sharded(p) else ""
+            raise ValueError(
+                f"Parameter {index} of the state is {list(held)}, and here it is {list(here.shape)}: load it into an optimizer "
+                f"over the same model, with the same parameter groups{processes} in the same order."
+            )
+    return sources
+
+
+def in_groups_of(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state dict with the optimizer's parameter groups; ValueError where it has others.
+
+    One group over all parameters of the iterable that the optimizer was made of, frozen ones too, as torch's AdamW has it, becomes
+    those of `decay_groups`: with the options of that one, and the weight decay that they have here.
+    """
+    check_state(optimizer, state_dict)
+    name, here, saved = type(optimizer).__name__, optimizer.param_groups, state_dict["param_groups"]
+    sizes, held = ([len(group["params"]) for group in groups] for groups in (here, saved))
+    if sizes == held:
+        return state_dict
+    given, order = given_order(optimizer).get("given_order", (0, []))
+    if held != [given] or len(order) != sum(sizes):
+        raise ValueError(
+            f"The state has parameter groups of {held} tensors, and this {name} of {sizes}: give {name} the same parameters in the "
+            "same groups."
+        )
+    options = {option: value for option, value in saved[0].items() if option not in ("params", "param_names")}
+    numbers = iter([saved[0]["params"][i] for i in order])
+    groups = [
+        {**options, "weight_decay": group["weight_decay"], "params": [next(numbers) for _ in group["params"]]}
+        for group in here
+    ]
+    state = {number: state_dict["state"].get(number) for group in groups for number in group["params"]}
+    return {**state_dict, "state": {n: of for n, of in state.items() if of}, "param_groups": groups}
+
+
+def check_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """ValueError where this is no state of an optimizer."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"{type(optimizer).__name__}.load_state_dict takes what an optimizer's state_dict() gave, a dict with state and "
+            f"param_groups, and not {type(state_dict).__name__}."
+        )
+
+
+def decay_groups(optimizer: torch.optim.Optimizer, params: Parameters, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups of the trainable `params`, with weight decay from two dimensions up. Groups pass unchanged.
+
+    The optimizer remembers in which order it was given them (`given_order`). ValueError where nothing is trainable.
+    """
+    name = type(optimizer).__name__
+    if isinstance(params, Tensor | nn.Module):
+        kind = "one tensor" if isinstance(params, Tensor) else "a module"
+        raise TypeError(f"{name} takes an iterable of parameters, for example model.parameters(), not {kind}.")
+    every = list(params)
+    if every and isinstance(every[0], dict):
+        return every  # type: ignore[return-value]
+    tensors: list[Tensor] = [p for p in every if isinstance(p, Tensor)]
+    if len(tensors) < len(every):
+        raise TypeError(f"{name} takes parameters or torch's parameter groups; for named ones pass model.parameters().")
+    if not any(p.requires_grad for p in tensors):
+        raise ValueError(
+            f"{name}: there is nothing to train: no parameter requires a gradient. "
+            "Unfreeze some, or add an adapter with recipe.lora()."
+        )
+    matrices = [i for i, p in enumerate(tensors) if p.requires_grad and p.ndim >= 2]
+    vectors = [i for i, p in enumerate(tensors) if p.requires_grad and p.ndim < 2]
+    vars(optimizer)["given_order"] = len(tensors), matrices + vectors
+    return [
+        {"params": [tensors[i] for i in group], "weight_decay": decay}
+        for group, decay in ((matrices, weight_decay), (vectors, 0.0))
+        if group
+    ]
+
+
+def given_order(optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, list[int]]]:
+    """As an attribute: (how many parameters the iterable had that `decay_groups` took apart, each one's place in it). Or {}."""
+    return {name: value for name, value in vars(optimizer).items() if name == "given_order"}
