@@ -71,7 +71,7 @@ def part_of(path: Path) -> str:
 
 def imports(path: Path) -> list[tuple[str, str]]:
     """(module or name of surokit, the function that imports it or "") for every import of ours in a file, lazy ones too."""
-    found = []
+    found: list[tuple[str, str]] = []
 
     def visit(node: ast.AST, within: str) -> None:
         for child in ast.iter_child_nodes(node):

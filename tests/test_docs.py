@@ -26,7 +26,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 import surokit as sk
 from tests.nn.test_linear import GATES, STORED_GATES
-from tests.test_architecture import LAZY_ONLY, MAY_IMPORT
+from tests.test_architecture import HOOKS, MAY_IMPORT
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -103,7 +103,7 @@ def notebook(namespace: dict[str, Any]) -> Any:
 def folder(tmp_path, monkeypatch):
     import torch
 
-    from surokit.profiler import watch
+    from surokit.profiler.record import watch
 
     monkeypatch.chdir(tmp_path)
     random = torch.get_rng_state()
@@ -257,8 +257,8 @@ def test_the_drawing_of_imports_is_the_tests_own():
     drawn = {part.strip("`"): set(re.findall(r"[a-z]+", imports)) for part, imports in rows(DOCS / "house.md", "part")}
     expected = {part: set(names.split()) for part, names in MAY_IMPORT.items() if names != "*"}
     assert drawn == expected
-    lazy = {tuple(re.findall(r"[a-z]+", cells[0])) for cells in rows(DOCS / "house.md", "only inside a function")}
-    assert lazy == {(part, other) for part, other in LAZY_ONLY if other in MAY_IMPORT[part].split()}
+    hooks = {cells[0].strip("`") for cells in rows(DOCS / "house.md", "hook")}
+    assert hooks == {function for _, _, function in HOOKS}
 
 
 def test_the_accuracy_table_is_the_tests_own():

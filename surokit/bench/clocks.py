@@ -1,7 +1,7 @@
 """The clocks and the power of a GPU while another process computes on it: a figure has them beside it, as it depends on them.
 
-NVML's Python names tell where they are installed (surokit.profiler.device), else the driver's own nvidia-smi; where neither does,
-nothing is known and nothing is said.
+NVML's Python names tell where they are installed (surokit/profiler/monitoring/device.py), else the driver's own nvidia-smi; where
+neither does, nothing is known and nothing is said.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 
 _EVERY_S = 0.5
-#: What nvidia-smi is asked for, and what a recording calls it (surokit.profiler.device.DeviceFigures).
+#: What nvidia-smi is asked for, and what a recording calls it (surokit.profiler.monitoring.device.DeviceFigures).
 _ASKED = {"power.draw": "power_w", "clocks.sm": "sm_mhz", "clocks.mem": "memory_mhz"}
 
 
@@ -26,7 +26,7 @@ def device_clocks(wanted: bool = True) -> Iterator[dict[str, float]]:
     if not wanted:
         yield found
     elif find_spec("pynvml") is not None:
-        from surokit.profiler.device import DeviceWatch
+        from surokit.profiler.monitoring.device import DeviceWatch
 
         watch = DeviceWatch(0, _EVERY_S)
         watch.start()

@@ -110,7 +110,7 @@ def free_memory(device: str) -> tuple[float, float]:
     """GiB that are free on the device and on the host."""
     import torch
 
-    from surokit.profiler.trace import free_gib
+    from surokit.profiler.record.chrome_trace import free_gib
 
     return torch.cuda.mem_get_info(device)[0] / GIB, free_gib()
 

@@ -113,8 +113,8 @@ def _ways(steps: int) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
     import torch
 
     from surokit.profiler import profile
-    from surokit.profiler.monitor import Monitor
-    from surokit.profiler.tracer import new_trace, start, without_chatter
+    from surokit.profiler.monitoring.monitor import Monitor
+    from surokit.profiler.record.tracer import new_trace, start, without_chatter
 
     class Torch:
         """torch.profiler without the lines that it prints when it starts and stops."""
@@ -159,7 +159,7 @@ def _loop(shape: Mapping[str, Any], length: int) -> Callable[[], None]:
 
 def _mark_us(marks: int = 5000) -> float:
     """What `Monitor.step` takes, the median of five loops."""
-    from surokit.profiler.monitor import Monitor
+    from surokit.profiler.monitoring.monitor import Monitor
 
     found = []
     for _ in range(5):

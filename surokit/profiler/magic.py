@@ -19,8 +19,8 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 
-from surokit.profiler import capture, watch
-from surokit.profiler.report import BY, Profile
+from surokit.profiler.record import capture, watch
+from surokit.profiler.report.profile import BY, Profile
 
 _WORD = re.compile(r"""\s*((?:"[^"]*"|'[^']*'|\S)+)""")
 _MAGIC = re.compile(r"[^%]*%%?surogate_profile\s")

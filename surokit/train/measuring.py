@@ -23,7 +23,7 @@ from surokit.train.setup import loss_of, peak_gib
 from surokit.train.stream import Batch
 
 if TYPE_CHECKING:
-    from surokit.profiler.device import DeviceWatch
+    from surokit.profiler.monitoring.device import DeviceWatch
     from surokit.train.session import Session
 
 Meter = Callable[["Session"], Mapping[str, Tensor | float]]
@@ -184,6 +184,6 @@ def _device_watch(device: torch.device) -> DeviceWatch | None:
     """Power, clock and throttling of a GPU become columns of the records, read once a second by a thread."""
     if device.type != "cuda":
         return None
-    from surokit.profiler.device import DeviceWatch
+    from surokit.profiler.monitoring.device import DeviceWatch
 
     return DeviceWatch(device.index)

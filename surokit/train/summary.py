@@ -83,7 +83,7 @@ class Summary:
         return asdict(self)
 
     def _rows(self) -> list[tuple[str, str]]:
-        from surokit.profiler.sustained import number, percent, rows
+        from surokit.profiler.monitoring.sustained import number, percent, rows
 
         skipped = f", {self.skipped} skipped" if self.skipped else ""
         skipped += f" ({self.without_targets} without a label that counts)" if self.without_targets else ""
@@ -113,7 +113,7 @@ class Summary:
         return out
 
     def _offload(self) -> str:
-        from surokit.profiler.sustained import number, percent
+        from surokit.profiler.monitoring.sustained import number, percent
 
         assert self.offload_ms is not None
         steps_s = self.step_s - self.warmup_s
@@ -129,7 +129,7 @@ class Summary:
 
 def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summary:
     """The summary of the steps that `session.records` holds; ValueError before the first step."""
-    from surokit.profiler.sustained import sustain
+    from surokit.profiler.monitoring.sustained import sustain
 
     columns = {name: session.records.column(name) for name in session.records.names}
     steps = len(columns["step"])

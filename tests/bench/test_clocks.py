@@ -8,7 +8,7 @@ import pytest
 
 from surokit.bench import clocks
 from surokit.bench.process import Worker
-from surokit.profiler import device
+from surokit.profiler.monitoring import device
 from tests.clocks import until
 
 ECHO = "import json, sys; print('{}', flush=True)\nfor line in sys.stdin: print(json.dumps({'got': line}), flush=True)"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import surokit as sk
-from surokit.profiler import advice
-from surokit.profiler.advice import RULES, Seen, advise, nothing_to_win
+from surokit.profiler.report import advice
+from surokit.profiler.report.advice import RULES, Seen, advise, nothing_to_win
 from tests.profiler.models import Net, train
 
 COLUMNS = {

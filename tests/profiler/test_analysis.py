@@ -7,10 +7,10 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from surokit.profiler.advice import advise
-from surokit.profiler.analysis import analyse, is_operator
-from surokit.profiler.recording import Recording, Shaped, pack, unpack
-from surokit.profiler.timeline import Event, Kind, Timeline
+from surokit.profiler.analysis.tables import analyse, is_operator
+from surokit.profiler.analysis.timeline import Event, Kind, Timeline
+from surokit.profiler.record.recording import Recording, Shaped, pack, unpack
+from surokit.profiler.report.advice import advise
 from tests.profiler.traces import US, events, gpu_recording
 
 

@@ -12,11 +12,11 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from surokit.profiler import Profile, profile, profile_calls
-from surokit.profiler import watch as watching
-from surokit.profiler.monitor import Monitor
-from surokit.profiler.timeline import Kind
-from surokit.profiler.tracer import LEAVES_OUT, new_trace, read_events, start, stopped, without_chatter
-from surokit.profiler.windows import FIRST
+from surokit.profiler.analysis.timeline import Kind
+from surokit.profiler.monitoring.monitor import Monitor
+from surokit.profiler.monitoring.windows import FIRST
+from surokit.profiler.record import watch as watching
+from surokit.profiler.record.tracer import LEAVES_OUT, new_trace, read_events, start, stopped, without_chatter
 from tests.profiler.models import Net, by, line_of, row, train
 
 

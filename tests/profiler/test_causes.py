@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from surokit.offload.accounts import RANGE
 from surokit.profiler import profile
-from surokit.profiler.analysis import CAUSES, PHASES, analyse
-from surokit.profiler.observed import OFFLOAD_RANGES
-from surokit.profiler.recording import Recording, Shaped
-from surokit.profiler.timeline import Event, Kind, Timeline
+from surokit.profiler.analysis.roles import OFFLOAD_RANGES
+from surokit.profiler.analysis.tables import CAUSES, PHASES, analyse
+from surokit.profiler.analysis.timeline import Event, Kind, Timeline
+from surokit.profiler.record.recording import Recording, Shaped
 from tests.profiler import traces
 from tests.profiler.traces import US, asked, block, program, spans
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from surokit.profiler import device
-from surokit.profiler.device import DeviceWatch
+from surokit.profiler.monitoring import device
+from surokit.profiler.monitoring.device import DeviceWatch
 from tests.train.toys import make_session
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from surokit.profiler import Profile, profile, profile_calls
-from surokit.profiler.recorder import Recorder
-from surokit.profiler.recording import RATES
-from surokit.profiler.timeline import Event, Kind
-from surokit.profiler.tracer import Part
+from surokit.profiler.analysis.timeline import Event, Kind
+from surokit.profiler.record.recorder import Recorder
+from surokit.profiler.record.recording import RATES
+from surokit.profiler.record.tracer import Part
 from tests.profiler.models import Net, by, line_of, row, train
 
 
@@ -518,7 +518,8 @@ def test_without_a_gpu_in_the_profile():
 
 def test_lines_of_functions_defined_in_other_cells():
     interactiveshell = pytest.importorskip("IPython.core.interactiveshell")
-    from surokit.profiler import magic, watch
+    from surokit.profiler import magic
+    from surokit.profiler.record import watch
 
     shell = interactiveshell.InteractiveShell()
     try:

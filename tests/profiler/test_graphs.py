@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surokit.profiler.analysis import analyse
-from surokit.profiler.graphs import CELLS, align
-from surokit.profiler.recording import Shaped
-from surokit.profiler.timeline import Event, Kind
+from surokit.profiler.analysis.graphs import CELLS, align
+from surokit.profiler.analysis.tables import analyse
+from surokit.profiler.analysis.timeline import Event, Kind
+from surokit.profiler.record.recording import Shaped
 from tests.profiler.traces import REPLAYED, US, block, eager_step, replay
 
 

@@ -8,9 +8,9 @@ import warnings
 import numpy as np
 import pytest
 
-from surokit.profiler import timeline as tl
-from surokit.profiler.timeline import Kind
-from surokit.profiler.trace import read_chrome
+from surokit.profiler.analysis import timeline as tl
+from surokit.profiler.analysis.timeline import Kind
+from surokit.profiler.record.chrome_trace import read_chrome
 
 EVENTS = 60_001
 

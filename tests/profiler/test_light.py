@@ -9,11 +9,11 @@ from torch import nn
 
 import surokit as sk
 from surokit.hardware.gpus import GPUS, Ceilings, Gpu
-from surokit.profiler.analysis import analyse
-from surokit.profiler.light import WHOLE, cached_gpu, speed_of_light
-from surokit.profiler.observed import Table
-from surokit.profiler.recording import RATES, Recording, Shaped
-from surokit.profiler.timeline import Event, Kind, Timeline
+from surokit.profiler.analysis.roles import Table
+from surokit.profiler.analysis.speed_of_light import WHOLE, cached_gpu, speed_of_light
+from surokit.profiler.analysis.tables import analyse
+from surokit.profiler.analysis.timeline import Event, Kind, Timeline
+from surokit.profiler.record.recording import RATES, Recording, Shaped
 from tests.profiler.test_work import Unet, shaped
 from tests.profiler.traces import gpu_recording
 

@@ -13,8 +13,9 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from surokit.profiler import Profile, capture, watch
+from surokit.profiler import Profile
 from surokit.profiler.magic import ProfileMagics, load_ipython_extension
+from surokit.profiler.record import capture, watch
 
 
 @pytest.fixture(scope="module")

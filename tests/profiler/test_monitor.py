@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from surokit.profiler.device import DeviceFigures
-from surokit.profiler.monitor import WAITING, Monitor
+from surokit.profiler.monitoring.device import DeviceFigures
+from surokit.profiler.monitoring.monitor import WAITING, Monitor
 from tests.profiler.models import Net, train
 
 
@@ -250,7 +250,7 @@ def test_no_event_inside_a_graphs_capture(monkeypatch):
 
 
 def test_an_optimizers_step_inside_a_graphs_capture_is_none(monkeypatch):
-    monkeypatch.setattr("surokit.profiler.monitor.capturing", lambda: True)
+    monkeypatch.setattr("surokit.profiler.monitoring.monitor.capturing", lambda: True)
     with Monitor(every=None) as m:
         train(3)
     assert repr(m) == "<Monitor before the first step>"

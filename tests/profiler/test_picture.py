@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from surokit.profiler.analysis import PHASES
-from surokit.profiler.capture import profile
-from surokit.profiler.picture import BLUE, CAUSE_COLORS, GREY, IN_TURN, LEFT, VERMILION, WIDTH, own, short_name
-from surokit.profiler.report import Profile
-from surokit.profiler.timeline import Event, Kind, Timeline
+from surokit.profiler.analysis.tables import PHASES
+from surokit.profiler.analysis.timeline import Event, Kind, Timeline
+from surokit.profiler.record.capture import profile
+from surokit.profiler.report.picture import BLUE, CAUSE_COLORS, GREY, IN_TURN, LEFT, VERMILION, WIDTH, own, short_name
+from surokit.profiler.report.profile import Profile
 from tests.profiler.models import train
 from tests.profiler.traces import events, gpu_recording
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from surokit.calibration import calibrate
-from surokit.profiler.capture import profile
-from surokit.profiler.picture import profile_html
-from surokit.profiler.report import Profile
-from surokit.profiler.timeline import Event, Kind, Timeline
+from surokit.profiler.analysis.timeline import Event, Kind, Timeline
+from surokit.profiler.record.capture import profile
+from surokit.profiler.report.picture import profile_html
+from surokit.profiler.report.profile import Profile
 from surokit.tables import three_digits
 from tests.profiler.models import train
 from tests.profiler.traces import cpu_step, events, gpu_recording

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surokit.profiler.sustained import WARM_UP, History, number, percent, rate_of_last, rows, sustain, with_rows
+from surokit.profiler.monitoring.sustained import (
+    WARM_UP,
+    History,
+    number,
+    percent,
+    rate_of_last,
+    rows,
+    sustain,
+    with_rows,
+)
 
 steps = st.lists(
     st.tuples(

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surokit.profiler import timeline as tl
-from surokit.profiler.timeline import Event, Kind, Timeline
+from surokit.profiler.analysis import timeline as tl
+from surokit.profiler.analysis.timeline import Event, Kind, Timeline
 
 SPAN = 40
 spans = st.lists(st.tuples(st.integers(-5, SPAN + 5), st.integers(0, 12)), max_size=12)

@@ -15,11 +15,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from surokit.profiler import stream, trace
-from surokit.profiler.recording import pack
-from surokit.profiler.report import Profile
-from surokit.profiler.timeline import Event, Kind, Timeline
-from surokit.profiler.trace import read_chrome, write_chrome
+from surokit.profiler.analysis.timeline import Event, Kind, Timeline
+from surokit.profiler.record import chrome_trace, trace_stream
+from surokit.profiler.record.chrome_trace import read_chrome, write_chrome
+from surokit.profiler.record.recording import pack
+from surokit.profiler.report.profile import Profile
 from tests.profiler.models import train
 from tests.profiler.test_hta import synthetic
 from tests.profiler.test_timeline import nested_calls
@@ -162,7 +162,7 @@ def test_no_file_and_no_unit(tmp_path, written):
 @pytest.mark.parametrize("style", [{}, {"separators": (",", ":")}, {"indent": 1}])
 @pytest.mark.parametrize("piece", [50, 400, 1 << 16])
 def test_a_trace_cut_off_anywhere_gives_every_event_before_the_cut(written, monkeypatch, style, piece, zipped):
-    monkeypatch.setattr(stream, "_PIECE", piece)
+    monkeypatch.setattr(trace_stream, "_PIECE", piece)
     head = '{"schemaVersion": 1, "traceEvents": '
     text = head + json.dumps(SIX, **style) + ', "traceName": "x"}'
     whole = rows(written(text).timeline)
@@ -253,7 +253,7 @@ def forms():
 @pytest.mark.parametrize("piece", [1, 7, 200, 1 << 16])
 @pytest.mark.parametrize(("form", "content"), [pytest.param(*form, id=form[0]) for form in forms()])
 def test_every_form_gives_the_same_events(written, monkeypatch, form, content, piece):
-    monkeypatch.setattr(stream, "_PIECE", piece)
+    monkeypatch.setattr(trace_stream, "_PIECE", piece)
     expected = [(f"op {k}", Kind.OP, 10_000 * k + 125, 10_000 * k + 2375) for k in range(6)]
     recording = written(content)
     assert [row[:4] for row in rows(recording.timeline)] == expected
@@ -270,7 +270,7 @@ def test_an_empty_trace_is_a_profile_that_says_so(tmp_path):
 
 
 def test_long_values_among_the_members(written, monkeypatch):
-    monkeypatch.setattr(stream, "_PIECE", 1000)
+    monkeypatch.setattr(trace_stream, "_PIECE", 1000)
     frames = {str(k): {"name": "f" * 50, "parent": k - 1} for k in range(3000)}
     device = [{"id": 0, "name": "a GPU", "more": frames}]
     assert written({"stackFrames": frames, "deviceProperties": device, "traceEvents": SIX}).device == "a GPU"
@@ -427,7 +427,7 @@ def test_a_trace_over_the_limit_is_refused_with_its_size(tmp_path):
     zipped = tmp_path / "t.json.gz"
     zipped.write_bytes(gzip.compress(path.read_bytes()))
     size = path.stat().st_size / 2**30
-    assert stream.uncompressed_bytes(path) == stream.uncompressed_bytes(zipped) == path.stat().st_size
+    assert trace_stream.uncompressed_bytes(path) == trace_stream.uncompressed_bytes(zipped) == path.stat().st_size
     for file in (path, zipped):
         with pytest.raises(ValueError, match=rf"about {size:.3g} GiB of text.*limit_gib=0\.001; record fewer steps"):
             read_chrome(file, limit_gib=0.001)
@@ -437,12 +437,12 @@ def test_a_trace_over_the_limit_is_refused_with_its_size(tmp_path):
 def test_the_size_of_many_gzip_streams_is_estimated_from_all(tmp_path):
     parts = [(f"{k} " * 500).encode() for k in range(300)]
     (tmp_path / "t.gz").write_bytes(b"".join(map(gzip.compress, parts)))
-    assert stream.uncompressed_bytes(tmp_path / "t.gz") == sum(map(len, parts))
+    assert trace_stream.uncompressed_bytes(tmp_path / "t.gz") == sum(map(len, parts))
 
 
 def test_free_memory_is_the_limit_otherwise(monkeypatch, written):
-    assert 0 < trace.free_gib() <= psutil.virtual_memory().total / 2**30
-    monkeypatch.setattr(trace, "free_gib", lambda: 1e-9)
+    assert 0 < chrome_trace.free_gib() <= psutil.virtual_memory().total / 2**30
+    monkeypatch.setattr(chrome_trace, "free_gib", lambda: 1e-9)
     with pytest.raises(ValueError, match=r"more than the 1e-09 GiB that are free"):
         written([GOOD])
 
@@ -463,8 +463,8 @@ def test_reading_takes_no_more_memory_than_the_text_has(tmp_path):
 def test_progress_is_shown_for_large_files(written, monkeypatch, capsys):
     written([GOOD])
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(stream, "_TALK_FROM", 1000)
-    monkeypatch.setattr(stream, "_PIECE", 500)
+    monkeypatch.setattr(trace_stream, "_TALK_FROM", 1000)
+    monkeypatch.setattr(trace_stream, "_PIECE", 500)
     written([GOOD] * 100)
     shown = capsys.readouterr().err
     assert shown.startswith("reading t.json: 5 %\r")

@@ -17,8 +17,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import surokit as sk
 from surokit.environment import cores
-from surokit.profiler import verify as trials
-from surokit.profiler.verify import Verdict, verify
+from surokit.profiler.report import verify as trials
+from surokit.profiler.report.verify import Verdict, verify
 from tests.profiler.models import line_of
 
 

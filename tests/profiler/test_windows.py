@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import surokit.profiler.windows as module
-from surokit.profiler import tracer
-from surokit.profiler.windows import Windows, _read, activity, give_way, student
+import surokit.profiler.monitoring.windows as module
+from surokit.profiler.monitoring.windows import Windows, _read, activity, give_way, student
+from surokit.profiler.record import tracer
 from tests.train.toys import assert_same_state, make_session
 
 
@@ -66,7 +66,7 @@ def test_students_quantiles():
 
 
 class Clock:
-    """Time that passes only where it is told to, in place of `time` in surokit.profiler.windows."""
+    """Time that passes only where it is told to, in place of `time` in surokit.profiler.monitoring.windows."""
 
     ns = 10**18
 

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula, sdpa_flop_count
 
 import surokit as sk
-from surokit.profiler.recording import RATES, Shaped
-from surokit.profiler.timeline import Event, Kind, Timeline
-from surokit.profiler.tracer import without_chatter
-from surokit.profiler.work import inputs_of, operator_work, shaped_step
+from surokit.profiler.analysis.timeline import Event, Kind, Timeline
+from surokit.profiler.analysis.work import inputs_of, operator_work, shaped_step
+from surokit.profiler.record.recording import RATES, Shaped
+from surokit.profiler.record.tracer import without_chatter
 from tests.planner.families import config_of, model_of
 from tests.planner.test_flops import adapt
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from surokit.profiler.recording import Recording, SyncPoint
-from surokit.profiler.timeline import Event, Kind, Timeline
+from surokit.profiler.analysis.timeline import Event, Kind, Timeline
+from surokit.profiler.record.recording import Recording, SyncPoint
 
 US = 1000
 EVENTS = [

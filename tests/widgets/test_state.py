@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surokit.profiler.sustained import sustain
+from surokit.profiler.monitoring.sustained import sustain
 from surokit.runs.status import RunInfo
 from surokit.widgets.state import EVENTS, PanelState, Recent, Ruler, Series, _reduce, worst
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from surokit.profiler.observed import Observed
-from surokit.profiler.timeline import Int
+from surokit.profiler.analysis.roles import Observed
+from surokit.profiler.analysis.timeline import Int
 
 CELLS = 50_000_000  # of the alignment's table (uint16); a longer stretch without agreement is left unnamed
 

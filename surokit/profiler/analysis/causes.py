@@ -17,10 +17,19 @@ from collections import defaultdict
 
 import numpy as np
 
-from surokit.profiler import timeline as tl
-from surokit.profiler.attribution import on_threads, pick
-from surokit.profiler.observed import DATA_RANGES, OFFLOAD_RANGES, Observed, Table, intervals, ms, place_text, table
-from surokit.profiler.timeline import Bool, Int, Kind
+from surokit.profiler.analysis import timeline as tl
+from surokit.profiler.analysis.attribution import on_threads, pick
+from surokit.profiler.analysis.roles import (
+    DATA_RANGES,
+    OFFLOAD_RANGES,
+    Observed,
+    Table,
+    intervals,
+    ms,
+    place_text,
+    table,
+)
+from surokit.profiler.analysis.timeline import Bool, Int, Kind
 
 SHORT_GAP_NS = 100_000  # CPU: a shorter gap between two operators is the price of launching the next one
 GAP_ROWS = 200

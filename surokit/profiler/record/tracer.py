@@ -27,8 +27,8 @@ import torch
 from torch.autograd import profiler as torch_profiler
 from torch.profiler import ProfilerActivity
 
-from surokit.profiler.timeline import CATEGORIES, Event, Kind
-from surokit.profiler.work import Inputs, inputs_of
+from surokit.profiler.analysis.timeline import CATEGORIES, Event, Kind
+from surokit.profiler.analysis.work import Inputs, inputs_of
 
 LEAVES_OUT = torch.__version__ < "2.13"  # what torch records is without the ranges that are open as it stops
 _CLOCK = "surokit::clock"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from surokit.profiler.observed import DATA_RANGES, Table, place_text
+from surokit.profiler.analysis.roles import DATA_RANGES, Table, place_text
 
 WORTH = 0.01  # share of the step below which a rule keeps silent
 MOST_OF_IT = 0.5  # the least own share: on a busy machine the profiler's costs come out too high

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from surokit.profiler import timeline as tl
-from surokit.profiler.causes import (
+from surokit.profiler.analysis import timeline as tl
+from surokit.profiler.analysis.causes import (
     CAUSES,
     collect_ns,
     divide,
@@ -27,11 +27,11 @@ from surokit.profiler.causes import (
     offload_table,
     syncs_table,
 )
-from surokit.profiler.modules import Modules
-from surokit.profiler.observed import Observed, Table, is_operator, ms, short_file, table
-from surokit.profiler.phases import PHASES, phases
-from surokit.profiler.recording import Recording
-from surokit.profiler.timeline import Bool, Int, Kind, Timeline
+from surokit.profiler.analysis.modules import Modules
+from surokit.profiler.analysis.phases import PHASES, phases
+from surokit.profiler.analysis.roles import Observed, Table, is_operator, ms, short_file, table
+from surokit.profiler.analysis.timeline import Bool, Int, Kind, Timeline
+from surokit.profiler.record.recording import Recording
 
 __all__ = ["CAUSES", "PHASES", "Analysis", "Table", "analyse", "is_operator", "short_file"]
 

@@ -24,10 +24,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from surokit.profiler.columns import DEVICE, UNREADABLE, Columns
-from surokit.profiler.recording import Recording, SyncPoint, pack, unpack
-from surokit.profiler.stream import EventStream, uncompressed_bytes
-from surokit.profiler.timeline import CATEGORIES, Kind, Timeline
+from surokit.profiler.analysis.timeline import CATEGORIES, Kind, Timeline
+from surokit.profiler.record.recording import Recording, SyncPoint, pack, unpack
+from surokit.profiler.record.trace_columns import DEVICE, UNREADABLE, Columns
+from surokit.profiler.record.trace_stream import EventStream, uncompressed_bytes
 
 _CATEGORY = {kind: category for category, kind in reversed(CATEGORIES.items())}
 _BLOCK = 2_000  # events written at a time

@@ -34,12 +34,12 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from surokit.profiler.recorder import Recorder, shaped_part
-from surokit.profiler.recording import Recording
-from surokit.profiler.report import Profile
-from surokit.profiler.settings import optimizer_setting, torch_settings
-from surokit.profiler.tracer import Part, capturing, synchronize
-from surokit.profiler.watch import on_optimizer_step
+from surokit.profiler.record.recorder import Recorder, shaped_part
+from surokit.profiler.record.recording import Recording
+from surokit.profiler.record.settings import optimizer_setting, torch_settings
+from surokit.profiler.record.tracer import Part, capturing, synchronize
+from surokit.profiler.record.watch import on_optimizer_step
+from surokit.profiler.report.profile import Profile
 
 _USER = "user"  # who marks a step by p.step(); optimizers are known by their id
 _active: Capture | None = None  # the block that records

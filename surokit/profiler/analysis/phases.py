@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from surokit.profiler import timeline as tl
-from surokit.profiler.causes import Layer, cumulative
-from surokit.profiler.modules import Modules
-from surokit.profiler.observed import DATA_RANGES, OPTIMIZER_RANGES, Observed
-from surokit.profiler.owners import CLIP, COPIES, DATA, FORWARD, LOSS, OPTIMIZER
-from surokit.profiler.timeline import Int
+from surokit.profiler.analysis import timeline as tl
+from surokit.profiler.analysis.causes import Layer, cumulative
+from surokit.profiler.analysis.modules import Modules
+from surokit.profiler.analysis.owners import CLIP, COPIES, DATA, FORWARD, LOSS, OPTIMIZER
+from surokit.profiler.analysis.roles import DATA_RANGES, OPTIMIZER_RANGES, Observed
+from surokit.profiler.analysis.timeline import Int
 
 BACKWARD_BRIDGE_NS = 200_000  # autograd nodes closer than this belong to one backward pass
 PHASES = ("sync", "data", "copies", "optimizer", "backward", "forward", "other")

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from surokit.profiler import timeline as tl
-from surokit.profiler.attribution import lookup, on_threads, pick
-from surokit.profiler.recording import Recording, SyncPoint
-from surokit.profiler.timeline import Bool, Breakdown, Int, Kind, Timeline
+from surokit.profiler.analysis import timeline as tl
+from surokit.profiler.analysis.attribution import lookup, on_threads, pick
+from surokit.profiler.analysis.timeline import Bool, Breakdown, Int, Kind, Timeline
+from surokit.profiler.record.recording import Recording, SyncPoint
 
 NOTED_BEFORE_NS = 1_000_000  # a wait belongs to a sync that was noted at most this long before
 SKEW_NS = 1_000  # clocks that differ by less are not worth a note

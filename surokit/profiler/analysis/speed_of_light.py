@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from surokit.hardware.gpus import Gpu, find_gpu
 from surokit.hardware.rates import Rates, rates_of
-from surokit.profiler.attribution import shown_path
-from surokit.profiler.observed import Table, table
-from surokit.profiler.owners import PSEUDO, Owners
-from surokit.profiler.recording import RATES, Recording
+from surokit.profiler.analysis.attribution import shown_path
+from surokit.profiler.analysis.owners import PSEUDO, Owners
+from surokit.profiler.analysis.roles import Table, table
+from surokit.profiler.record.recording import RATES, Recording
 
 Sums = npt.NDArray[np.float64]
 WHOLE = "(whole step)"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from surokit.profiler.picture import Shown, difference_html
+from surokit.profiler.report.picture import Shown, difference_html
 from surokit.tables import text_table, three_digits
 
 if TYPE_CHECKING:

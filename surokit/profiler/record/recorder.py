@@ -18,10 +18,12 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from surokit.profiler import watch as watching
-from surokit.profiler.recording import Costs, Recording, Shaped
-from surokit.profiler.timeline import Kind, Timeline
-from surokit.profiler.tracer import (
+from surokit.profiler.analysis.timeline import Kind, Timeline
+from surokit.profiler.analysis.work import shaped_step
+from surokit.profiler.monitoring.windows import give_way
+from surokit.profiler.record import watch as watching
+from surokit.profiler.record.recording import Costs, Recording, Shaped
+from surokit.profiler.record.tracer import (
     LEAVES_OUT,
     Part,
     Tracer,
@@ -34,7 +36,7 @@ from surokit.profiler.tracer import (
     ranges_open,
     synchronize,
 )
-from surokit.profiler.watch import (
+from surokit.profiler.record.watch import (
     Sampler,
     Watch,
     collector_watched,
@@ -43,8 +45,6 @@ from surokit.profiler.watch import (
     watched_loader,
     watched_reads,
 )
-from surokit.profiler.windows import give_way
-from surokit.profiler.work import shaped_step
 
 _ON_DEVICE = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction")

@@ -31,8 +31,8 @@ from torch.utils.data import dataloader
 from torch.utils.hooks import RemovableHandle
 
 from surokit.kernels import reference
-from surokit.profiler.recording import SyncPoint
-from surokit.profiler.settings import loader_setting
+from surokit.profiler.record.recording import SyncPoint
+from surokit.profiler.record.settings import loader_setting
 
 SAMPLE_SECONDS = 5e-3
 # operator -> what the user wrote. Each of them waits for the device on CUDA because the host needs a value.

@@ -14,11 +14,11 @@ from functools import cached_property
 
 import numpy as np
 
-from surokit.profiler import timeline as tl
-from surokit.profiler.attribution import Attribution, on_threads, pick
-from surokit.profiler.observed import DATA_RANGES, OPTIMIZER_RANGES, Observed
-from surokit.profiler.recording import Recording
-from surokit.profiler.timeline import Bool, Int, Kind, Timeline
+from surokit.profiler.analysis import timeline as tl
+from surokit.profiler.analysis.attribution import Attribution, on_threads, pick
+from surokit.profiler.analysis.roles import DATA_RANGES, OPTIMIZER_RANGES, Observed
+from surokit.profiler.analysis.timeline import Bool, Int, Kind, Timeline
+from surokit.profiler.record.recording import Recording
 
 PSEUDO = (
     "(outside modules)",

@@ -26,8 +26,8 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from surokit.environment import cores
-from surokit.profiler import watch as watching
-from surokit.profiler.tracer import wait_for_device
+from surokit.profiler.record import watch as watching
+from surokit.profiler.record.tracer import wait_for_device
 from surokit.tables import html_table
 
 Step = Callable[[], object]

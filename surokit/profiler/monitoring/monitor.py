@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from surokit.profiler.device import DeviceFigures, DeviceWatch
-from surokit.profiler.sustained import History, Sustained, number, percent, rows, sustain, with_rows
-from surokit.profiler.tracer import capturing
-from surokit.profiler.watch import on_optimizer_step
-from surokit.profiler.windows import Estimate, Windows
+from surokit.profiler.monitoring.device import DeviceFigures, DeviceWatch
+from surokit.profiler.monitoring.sustained import History, Sustained, number, percent, rows, sustain, with_rows
+from surokit.profiler.monitoring.windows import Estimate, Windows
+from surokit.profiler.record.tracer import capturing
+from surokit.profiler.record.watch import on_optimizer_step
 from surokit.tables import html_table, text_table
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from surokit.profiler.recording import RATES, Shaped
-from surokit.profiler.timeline import Kind, Timeline
+from surokit.profiler.analysis.timeline import Kind, Timeline
+from surokit.profiler.record.recording import RATES, Shaped
 
 Shape = tuple[int, ...]
 Inputs = tuple[Sequence[Any], Sequence[str], Sequence[Any]]  # shapes, dtypes and values of one operator's arguments

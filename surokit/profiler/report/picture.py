@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from surokit.profiler import timeline as tl
-from surokit.profiler.analysis import PHASES, Table, is_operator
-from surokit.profiler.observed import DATA_RANGES, OPTIMIZER_RANGES
-from surokit.profiler.recording import Recording
-from surokit.profiler.timeline import Int, Kind
+from surokit.profiler.analysis import timeline as tl
+from surokit.profiler.analysis.roles import DATA_RANGES, OPTIMIZER_RANGES
+from surokit.profiler.analysis.tables import PHASES, Table, is_operator
+from surokit.profiler.analysis.timeline import Int, Kind
+from surokit.profiler.record.recording import Recording
 from surokit.tables import three_digits
 
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, MUSTARD, GREY = (

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from surokit.profiler.stream import EventStream
-from surokit.profiler.timeline import CATEGORIES, Int, Kind, Timeline
+from surokit.profiler.analysis.timeline import CATEGORIES, Int, Kind, Timeline
+from surokit.profiler.record.trace_stream import EventStream
 
 DEVICE = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET)
 UNREADABLE = (KeyError, TypeError, ValueError, OverflowError, AttributeError)  # what odd values raise

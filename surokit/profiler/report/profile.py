@@ -14,18 +14,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
-from surokit.profiler.advice import advise, nothing_to_win
-from surokit.profiler.analysis import Analysis, Table, analyse
-from surokit.profiler.picture import ADVICE, Shown, largest, profile_html, rates, short_name, step_svg
-from surokit.profiler.recording import Recording, pack, unpack
-from surokit.profiler.trace import read_chrome, write_chrome
+from surokit.profiler.analysis.tables import Analysis, Table, analyse
+from surokit.profiler.record.chrome_trace import read_chrome, write_chrome
+from surokit.profiler.record.recording import Recording, pack, unpack
+from surokit.profiler.report.advice import advise, nothing_to_win
+from surokit.profiler.report.picture import ADVICE, Shown, largest, profile_html, rates, short_name, step_svg
 from surokit.tables import text_table, three_digits
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from surokit.hardware.gpus import Gpu
-    from surokit.profiler.verify import Verdict
+    from surokit.profiler.report.verify import Verdict
 
 _FORMAT = "surokit profile"
 _VERSION = 2  # 1 knew no shapes, settings, garbage collector and price; it is still read
@@ -97,7 +97,7 @@ class Profile:
     @property
     def lost(self) -> pd.DataFrame:
         """Four rows, launches, syncs, copies, host: cause, ms_per_step, share of the wall, gpu_hours_per_day (24 x
-        share, of whatever device), usd_per_day (None without a price), evidence. `surokit.profiler.causes` defines each."""
+        share, of whatever device), usd_per_day (None without a price), evidence; see surokit/profiler/analysis/causes.py."""
         return self._frame("lost")
 
     @property
@@ -158,7 +158,7 @@ class Profile:
         """This profile against a later one: metric, before (this), after (other), change, change_frac; times a step
         first, what grew most on top, down to what shrank most. Shows itself with a picture of both. Raises TypeError for what
         is no Profile."""
-        from surokit.profiler.difference import difference
+        from surokit.profiler.report.difference import difference
 
         if not isinstance(other, Profile):
             raise TypeError(
@@ -187,7 +187,7 @@ class Profile:
         ValueError where it needs `changed`.
         """
         row = self._advice_row(advice)
-        from surokit.profiler.verify import verify
+        from surokit.profiler.report.verify import verify
 
         return verify(row, step, changed, rounds=rounds, steps=steps)
 
@@ -230,7 +230,7 @@ class Profile:
         gpu: a row of the hardware table or the result of `sk.calibrate()`; None takes this machine's calibration, which
         is measured (20 seconds) unless it was before. Needs the shapes of one warm-up step.
         """
-        from surokit.profiler.light import cached_gpu, speed_of_light
+        from surokit.profiler.analysis.speed_of_light import cached_gpu, speed_of_light
 
         recording = self._done()
         self._light = speed_of_light(

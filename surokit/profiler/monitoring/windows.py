@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity
 
-from surokit.profiler.timeline import Kind, total
-from surokit.profiler.tracer import (
+from surokit.profiler.analysis.timeline import Kind, total
+from surokit.profiler.record.tracer import (
     backward_runs,
     capturing,
     new_trace,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from surokit.profiler.timeline import Int, Timeline
+from surokit.profiler.analysis.timeline import Int, Timeline
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from surokit.profiler import timeline as tl
-from surokit.profiler.recording import Recording
-from surokit.profiler.timeline import Int, Kind, Timeline
+from surokit.profiler.analysis import timeline as tl
+from surokit.profiler.analysis.timeline import Int, Kind, Timeline
+from surokit.profiler.record.recording import Recording
 
 _NODE = "autograd::engine::evaluate_function"
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from surokit.profiler.attribution import pick, shown_path
-from surokit.profiler.graphs import repeats
-from surokit.profiler.observed import Observed, Table, ms, table
-from surokit.profiler.owners import GRAPH, PSEUDO, Owners, owners_of
-from surokit.profiler.recording import Recording
-from surokit.profiler.timeline import Int
+from surokit.profiler.analysis.attribution import pick, shown_path
+from surokit.profiler.analysis.graphs import repeats
+from surokit.profiler.analysis.owners import GRAPH, PSEUDO, Owners, owners_of
+from surokit.profiler.analysis.roles import Observed, Table, ms, table
+from surokit.profiler.analysis.timeline import Int
+from surokit.profiler.record.recording import Recording
 
 
 class Modules:
