@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from surokit import units
 
 if TYPE_CHECKING:
-    from surokit.planner.choices import Choice
+    from surokit.planner.inverse.recipe_choice import Choice
     from surokit.planner.planning import Plan
     from surokit.racing.equal import Difference
 
@@ -367,7 +367,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _answers(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[Any, str]]:
     """What was asked beside the plan: name -> (the answer as data, the answer in words)."""
-    from surokit.planner import choices, questions
+    from surokit.planner.inverse import questions, recipe_choice
 
     gib = arguments.fits
     answers: dict[str, tuple[Any, str]] = {}
@@ -388,7 +388,7 @@ def _answers(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[An
         words = f"  done within {arguments.days:g} days on {gpus:,} GPUs: {done.days:.2f} days"
         answers["gpus"] = (gpus, words + (f", {units.span(*done.usd_range, 'USD')}" if done.usd_range else ""))
     if arguments.recipes:
-        rows = choices.compare_recipes(planned, gib=gib)
+        rows = recipe_choice.compare_recipes(planned, gib=gib)
         answers["recipes"] = ([_choice_data(row) for row in rows], _choices_text(rows))
     if arguments.plot is not None:
         answers["picture"] = (str(arguments.plot), f"  picture: {_plot(planned, arguments)}")
@@ -413,7 +413,7 @@ def _choices_text(rows: Sequence[Choice]) -> str:
 
 
 def _plot(planned: Plan, arguments: argparse.Namespace) -> Path:
-    from surokit.planner.choices import compare_recipes
+    from surokit.planner.inverse.recipe_choice import compare_recipes
     from surokit.planner.picture import plot_memory
 
     path: Path = arguments.plot

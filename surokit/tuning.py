@@ -33,7 +33,7 @@ from surokit.accuracy import judge, operands_of
 from surokit.convert import linear_layers, precision, why_kept
 from surokit.hardware.gpus import Gpu, find_gpu
 from surokit.hardware.linear import linear_seconds
-from surokit.planner.flops import operand_bits
+from surokit.planner.counts.flops import operand_bits
 from surokit.recipe import BF16, Recipe, count_blocks, find_recipe, within_block
 from surokit.tables import html_table, text_table
 

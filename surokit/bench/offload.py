@@ -39,7 +39,7 @@ from surokit.bench.offload_table import turns_of
 from surokit.bench.offload_ways import AGAIN, CONTROL, NONE, WAYS, ZENFLOW, K, Way, host_busy, turn
 from surokit.bench.process import Answers, Failed, Worker, left_s, serve
 from surokit.bench.turns import Call, OutOfTime, Turns
-from surokit.planner.offload import Host, predict_offload
+from surokit.planner.offload.formulas import Host, predict_offload
 
 table = offload_table.table
 VERSION = 1  # of the measurements: a change of what is measured begins a new file

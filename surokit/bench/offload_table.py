@@ -14,7 +14,7 @@ from typing import Any
 from surokit.bench import result
 from surokit.bench.book import mixed
 from surokit.bench.offload_ways import AGAIN, CONTROL, NONE, WAYS, ZENFLOW, K
-from surokit.planner.offload import stall_gain
+from surokit.planner.offload.formulas import stall_gain
 from surokit.racing.statistics import Interval, bootstrap_interval
 
 BAR, NEAR = 0.85, 0.02  # of the stall is removed; of the traffic's formula

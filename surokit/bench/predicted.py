@@ -21,7 +21,7 @@ from surokit.bench.result import grid, markdown
 from surokit.bench.targets import DEVICE, ESTIMATED, ESTIMATES, MEANING, TARGETS, Target
 from surokit.hardware.rates import ATTENTION_SHARE, GAP_US
 from surokit.planner import Ceilings, Gpu, Plan, find_gpu
-from surokit.planner.roofline import Estimate
+from surokit.planner.times.roofline import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

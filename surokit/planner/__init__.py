@@ -1,47 +1,31 @@
 """The planner: FLOPs, memory, time and money of a run, before a GPU is touched. No torch here.
 
-what is planned     subject.py   a number of parameters, a config, a model: read once
-                    live.py      what a live model or a session says of itself
-                    catalogue.py well-known models by name (models.csv)
-                    configs.py   every family's config.json as a Shape
-                    shape.py     the sizes of a decoder, and the matrices they make
-                    typical.py   the shape that so many parameters typically have
-                    fusion.py    which operations of a step are one
-what it computes    flops.py     FLOPs a token, product by product
-what it holds       memory.py    bytes of one GPU, term by term, at the fullest moment of a step
-                    activations.py, tape.py     that step, replayed operation by operation; fused_activations.py: a fused one,
-                    their_activations.py: transformers'
-what it takes       hardware.py  GPUs, their peaks with sources (hardware.csv), what a calibration reached
-                    cost.py      time and money of a run at a rate; goodput
-                    roofline.py  a step's time from rates and bandwidths
-                    traffic.py   what it asks of them; fused_traffic.py: a fused one
-                    layers.py    one linear layer of it
-                    communication.py, energy.py
-                    offload.py, streaming.py    with the optimizer's states, or weights, on the host
-asked backwards     questions.py what is the most that fits, how many GPUs, how many tokens
-                    on_host.py   which optimizer on the host, by memory and time; streamed weights
-                    choices.py   which recipe; remedies.py: what binds, what makes it fit; faster.py: what makes it faster
-beside reality      check.py     a plan beside a measurement (measured.py reads it)
-                    published.py published runs (published.csv)
-how loss scales     scaling.py   published laws; scaling_fit.py: a fit to your own runs
-put together        planning.py  plan() and Plan; lines.py, figures.py, picture.py show it
+planning.py  plan() and Plan: reads the question, counts, and puts the answer together
+inputs/      what is planned: a number of parameters, a config, a live model or its session, read as a Shape
+counts/      what a step computes, moves, holds and sends, from the shape alone
+times/       how long that takes at a GPU's rates, and what it costs
+offload/     a step whose optimizer states or weights are on the host
+inverse/     a plan asked backwards: what fits, what makes it fit, what is faster
+compare/     a plan beside a measurement (check) and beside published runs
+scaling/     the loss that parameters and tokens should reach; a law fitted to your own runs
+words.py, picture.py  a plan as text and as a picture
 """
 
 from surokit.hardware.gpus import GPUS, Ceilings, Gpu, find_gpu, load_hardware, register
-from surokit.planner.check import Check
-from surokit.planner.communication import efficiency, fit_speedup, loss_at_doublings
-from surokit.planner.configs import read_shape
-from surokit.planner.cost import Price, expected_goodput
-from surokit.planner.flops import count_flops
-from surokit.planner.memory import count_memory
-from surokit.planner.offload import Host, predict_offload
+from surokit.planner.compare.check import Check
+from surokit.planner.compare.published import judge_hours
+from surokit.planner.counts.communication import efficiency, fit_speedup, loss_at_doublings
+from surokit.planner.counts.flops import count_flops
+from surokit.planner.counts.memory import count_memory
+from surokit.planner.inputs.configs import read_shape
+from surokit.planner.inputs.shape import Shape
+from surokit.planner.offload.formulas import Host, predict_offload
 from surokit.planner.picture import plot_memory
 from surokit.planner.planning import Plan, plan
-from surokit.planner.published import judge_hours
-from surokit.planner.roofline import recipe_gain
-from surokit.planner.scaling import CHINCHILLA, CHINCHILLA_REPLICATED, KAPLAN, ScalingLaw
-from surokit.planner.scaling_fit import ScalingFit, fit_scaling
-from surokit.planner.shape import Shape
+from surokit.planner.scaling.fit import ScalingFit, fit_scaling
+from surokit.planner.scaling.laws import CHINCHILLA, CHINCHILLA_REPLICATED, KAPLAN, ScalingLaw
+from surokit.planner.times.cost import Price, expected_goodput
+from surokit.planner.times.roofline import recipe_gain
 
 __all__ = [
     "CHINCHILLA",

@@ -18,7 +18,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from surokit import arguments, units
-from surokit.planner.memory import Memory
+from surokit.planner.counts.memory import Memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from surokit import arguments, units
 from surokit.hardware.gpus import Gpu, find_gpu
 from surokit.hardware.machine import machine_gib, room_for_decoded
-from surokit.planner import check as checking
-from surokit.planner import choices, faster, on_host, picture, questions, remedies
-from surokit.planner.check import Check
-from surokit.planner.cost import Price, Time, Work, count_time, exact, read_price
-from surokit.planner.energy import energy_kwh
-from surokit.planner.flops import (
+from surokit.planner import picture
+from surokit.planner.compare import check as checking
+from surokit.planner.compare.check import Check
+from surokit.planner.counts.flops import (
     Attention,
     Compute,
     Recompute,
@@ -32,14 +30,17 @@ from surokit.planner.flops import (
     product_kinds,
     trained_parameters,
 )
-from surokit.planner.fusion import Transposed, read_fusion
-from surokit.planner.lines import Line, as_html, as_text, plan_answers, plan_lines, plan_notes, plan_source
-from surokit.planner.memory import DTYPE_BYTES, SLACK, Layers, Memory, Setup, blocks_of, count_memory
-from surokit.planner.offload import HOT, OFFLOADING, SLOTS, Host, Offload, host_of
-from surokit.planner.roofline import Estimate, estimate_step
-from surokit.planner.shape import Shape, built_here
-from surokit.planner.streaming import Streamed
-from surokit.planner.subject import Subject, read_subject
+from surokit.planner.counts.memory import DTYPE_BYTES, SLACK, Layers, Memory, Setup, blocks_of, count_memory
+from surokit.planner.inputs.fusion import Transposed, read_fusion
+from surokit.planner.inputs.shape import Shape, built_here
+from surokit.planner.inputs.subject import Subject, read_subject
+from surokit.planner.inverse import offload_plan, questions, recipe_choice, remedies, speedups
+from surokit.planner.offload.formulas import HOT, OFFLOADING, SLOTS, Host, Offload, host_of
+from surokit.planner.offload.streaming import Streamed
+from surokit.planner.times.cost import Price, Time, Work, count_time, exact, read_price
+from surokit.planner.times.energy import energy_kwh
+from surokit.planner.times.roofline import Estimate, estimate_step
+from surokit.planner.words import Line, as_html, as_text, plan_answers, plan_lines, plan_notes, plan_source
 from surokit.tables import data_frame
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class Plan:
 
         Raises ValueError where the answer needs a term that could not be counted.
         """
-        fits = self.memory.gib <= choices.asked_gib(self, gib)
+        fits = self.memory.gib <= recipe_choice.asked_gib(self, gib)
         if fits and self.memory.left_out:
             raise ValueError(f"fits() cannot tell yet, it lacks {self.memory.left_out[0]}.")
         return fits
@@ -142,7 +143,7 @@ class Plan:
         """Does it fit, how long, how much: a line each, where it is known; the first lines of what is printed."""
         return tuple(plan_answers(self))
 
-    # -- asked backwards; see questions.py, choices.py and remedies.py for arguments and errors
+    # -- asked backwards; see inverse/ for arguments and errors
 
     def largest(self, what: str, *, gib: float | None = None, multiple: int = 1) -> int:
         """The largest "batch", "length", number of "layers", or of "parameters" of a plan of a number, that fits one GPU."""
@@ -166,15 +167,15 @@ class Plan:
 
     def recipes(self, names: Any = None, *, gib: float | None = None) -> pd.DataFrame:
         """This plan in every recipe: step, speedup, memory, native or emulated; of those that fit, the one predicted fastest."""
-        return choices.recipes(self, names, gib=gib)
+        return recipe_choice.recipes(self, names, gib=gib)
 
     def fitting(self, *, gib: float | None = None, host: Host | None = None) -> remedies.Fitting:
         """What would make the plan fit, and what each leaves; on the host too, where `host` has a `memory_gib`."""
         return remedies.fitting(self, gib=gib, host=host)
 
-    def faster(self, *, gib: float | None = None) -> faster.Faster:
+    def faster(self, *, gib: float | None = None) -> speedups.Faster:
         """What fusing, CUDA graphs, less recompute and a cached W' are planned to give, and which of them to choose."""
-        return faster.faster(self, gib=gib)
+        return speedups.faster(self, gib=gib)
 
     def binds(self) -> remedies.Binds:
         """The term that memory depends on most, what takes the most time, and what to do about either."""
@@ -188,7 +189,7 @@ class Plan:
         ZenFlow's are the plan's own optimizer's. Raises ValueError where host or a step's time is not known, TypeError for a host
         that is none.
         """
-        return on_host.offload(self, host, **options)
+        return offload_plan.offload(self, host, **options)
 
     def streamed(self, host: Host | None = None, *, prefetch: int | None = None) -> Streamed:
         """A step whose blocks' weights stay on the host (sk.offload_weights), so many fetched ahead: memory, bytes, time.
@@ -196,7 +197,7 @@ class Plan:
         host as for `offload`; prefetch is the plan's own, or 1, without it. Raises ValueError for a number of parameters, which has
         no blocks, and where host or a step's time is not known.
         """
-        return on_host.streamed(self, host, prefetch=prefetch)
+        return offload_plan.streamed(self, host, prefetch=prefetch)
 
     @property
     def deferral(self) -> dict[str, Any]:
@@ -470,7 +471,7 @@ def plan(
     memory = count_memory(shape, parameters, carried if fused else recipe, setup)
     waits_ms = None
     if setup.offloads and estimate is not None and device is not None and (host := host_of(device)) is not None:
-        with_offload = on_host.with_offload(
+        with_offload = offload_plan.with_offload(
             estimate.step_ms,
             host,
             shape=shape,

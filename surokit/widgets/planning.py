@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from surokit import units
 from surokit.planner import GPUS
-from surokit.planner.lines import Line, verdict
-from surokit.planner.memory import Memory
+from surokit.planner.counts.memory import Memory
 from surokit.planner.picture import Part, parts_of
+from surokit.planner.words import Line, verdict
 from surokit.widgets.figure import Theme, _css, _text
 from surokit.widgets.panel import front_end
 from surokit.widgets.picture import Bundle, cut

@@ -22,7 +22,7 @@ from surokit.bench.process import Failed
 from surokit.offload import link as links
 from surokit.offload.accounts import Accounts
 from surokit.offload.link import HostLink
-from surokit.planner.offload import stall_gain
+from surokit.planner.offload.formulas import stall_gain
 from tests.clocks import Clock, until
 from tests.offload.runs import waits
 

@@ -14,7 +14,7 @@ from torch import nn
 import surokit as sk
 from surokit.offload.accounts import CAUSES, Accounts
 from surokit.offload.report import report_of, staleness_bound
-from surokit.planner.offload import host_bytes
+from surokit.planner.offload.formulas import host_bytes
 from tests.offload.runs import Run, throttled
 
 

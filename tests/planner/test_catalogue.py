@@ -2,9 +2,10 @@
 
 import pytest
 
-from surokit.planner import catalogue, plan
-from surokit.planner.configs import FAMILIES, read_shape
-from surokit.planner.typical import NEAR, typical_shape
+from surokit.planner import plan
+from surokit.planner.inputs import catalogue
+from surokit.planner.inputs.configs import FAMILIES, read_shape
+from surokit.planner.inputs.typical import NEAR, typical_shape
 from tests.planner.families import LLAMA_1B, QWEN3_8B
 
 

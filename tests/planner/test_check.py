@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import surokit as sk
 from surokit.hardware.gpus import Ceilings, Gpu
-from surokit.planner import check as checking
 from surokit.planner import plan as make
+from surokit.planner.compare import check as checking
 from surokit.planner.planning import Plan
 from tests.planner.families import LLAMA_1B
 

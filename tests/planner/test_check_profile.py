@@ -8,8 +8,8 @@ import torch
 
 import surokit as sk
 from surokit.hardware.gpus import Ceilings, Gpu
-from surokit.planner.flops import count_flops
-from surokit.planner.measured import read_measured
+from surokit.planner.compare.measured import read_measured
+from surokit.planner.counts.flops import count_flops
 from tests.planner.families import config_of
 from tests.planner.test_check import TINY, check, plan, profile_of, tiny
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from surokit import hub
 from surokit.models.config import ARCHITECTURES, DecoderConfig
 from surokit.planner import plan
-from surokit.planner.configs import FAMILIES, read_shape
-from surokit.planner.shape import BUILT_HERE, Shape, Weight
+from surokit.planner.inputs.configs import FAMILIES, read_shape
+from surokit.planner.inputs.shape import BUILT_HERE, Shape, Weight
 from tests.planner.families import FAMILIES as SMALL
 from tests.planner.families import config_of, fields, model_of
 

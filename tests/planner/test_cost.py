@@ -5,7 +5,7 @@ import random
 import pytest
 
 from surokit import planner
-from surokit.planner.cost import Price, expected_goodput
+from surokit.planner.times.cost import Price, expected_goodput
 
 
 def seed_case(price):

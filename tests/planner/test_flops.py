@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from surokit import planner
-from surokit.planner.configs import read_shape
-from surokit.planner.flops import count_flops, placements
-from surokit.planner.shape import Shape
+from surokit.planner.counts.flops import count_flops, placements
+from surokit.planner.inputs.configs import read_shape
+from surokit.planner.inputs.shape import Shape
 from surokit.recipe import BF16, FP8, MXFP8, PROJECTIONS, QFP8
 from tests.planner.families import FAMILIES, config_of, fields, model_of
 

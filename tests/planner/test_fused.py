@@ -18,12 +18,12 @@ from surokit.hardware.rates import GAP_US
 from surokit.nn import norm, products, qk, sources, stages, swiglu
 from surokit.nn.delayed import DelayedScales
 from surokit.planner import plan as planner_plan
-from surokit.planner.flops import count_flops
-from surokit.planner.fused_traffic import FusedStep
-from surokit.planner.fusion import UNFUSED, Fused, comes_quantized, read_fusion
-from surokit.planner.memory import Setup
-from surokit.planner.shape import Shape
-from surokit.planner.traffic import Load, loads
+from surokit.planner.counts.flops import count_flops
+from surokit.planner.counts.fused_traffic import FusedStep
+from surokit.planner.counts.memory import Setup
+from surokit.planner.counts.traffic import Load, loads
+from surokit.planner.inputs.fusion import UNFUSED, Fused, comes_quantized, read_fusion
+from surokit.planner.inputs.shape import Shape
 from surokit.quantized import Quantized
 from surokit.quantizer import kind_of
 from surokit.recipe import QFP8

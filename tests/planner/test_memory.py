@@ -25,12 +25,13 @@ from surokit.models import Decoder, DecoderConfig
 from surokit.models.decoder import KeyValueCache
 from surokit.nn.delayed import banks_of
 from surokit.nn.linear import Linear
-from surokit.planner import memory as module
-from surokit.planner import plan, tape
-from surokit.planner.activations import loss_rows
-from surokit.planner.flops import Placement, Recompute
-from surokit.planner.shape import Weight
-from surokit.planner.tape import Tape
+from surokit.planner import plan
+from surokit.planner.counts import memory as module
+from surokit.planner.counts import tape
+from surokit.planner.counts.activations import loss_rows
+from surokit.planner.counts.flops import Placement, Recompute
+from surokit.planner.counts.tape import Tape
+from surokit.planner.inputs.shape import Weight
 from surokit.recipe import BF16, FP8, FP8_ROWWISE, PROJECTIONS, QFP8
 from surokit.train import AdamW, AdamW8bit
 from tests.planner import families

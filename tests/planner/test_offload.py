@@ -19,8 +19,8 @@ from surokit.bench.offload_emulated import Sleeper, link_of
 from surokit.hardware.gpus import Ceilings, Gpu, find_gpu
 from surokit.offload import adamw, columns, link
 from surokit.offload.columns import Columns
-from surokit.planner import offload
-from surokit.planner.offload import (
+from surokit.planner.offload import formulas
+from surokit.planner.offload.formulas import (
     GIB,
     Host,
     Room,
@@ -189,10 +189,14 @@ def test_memory_of_the_host():
 
 def test_the_planners_sizes_are_the_optimizers():
     """The planner knows no torch, so it cannot ask."""
-    assert (offload._TRANSFER_BYTES, offload._STAGED) == (columns.TRANSFER_BYTES, link._BUFFERS)
-    assert (offload._RING, offload.TRANSFERS) == (2 * adamw._RING, adamw._TRANSFERS)
+    assert (formulas._TRANSFER_BYTES, formulas._STAGED) == (columns.TRANSFER_BYTES, link._BUFFERS)
+    assert (formulas._RING, formulas.TRANSFERS) == (2 * adamw._RING, adamw._TRANSFERS)
     settings = inspect.signature(sk.ZenFlow.__init__).parameters
-    for name, value in (("slots", offload.SLOTS), ("topk_ratio", offload.HOT), ("update_interval", offload.INTERVAL)):
+    for name, value in (
+        ("slots", formulas.SLOTS),
+        ("topk_ratio", formulas.HOT),
+        ("update_interval", formulas.INTERVAL),
+    ):
         assert settings[name].default == value
 
 
@@ -274,9 +278,9 @@ def test_a_plan_of_a_session_that_offloads():
     assert (
         there.memory["optimizer"].bytes == (6 + 4 * 0.5 * 4) * trained
     )  # small: what stages weights holds all of them
-    offload = there.offload(HOST)
-    assert offload.topk_ratio == 0.5
-    assert (offload.choice, offload.fits["none"]) == ("none", True)
+    formulas = there.offload(HOST)
+    assert formulas.topk_ratio == 0.5
+    assert (formulas.choice, formulas.fits["none"]) == ("none", True)
     assert there.offload(HOST, fits=False).choice == "zenflow"
     here = sk.plan(session)
     assert here.memory["optimizer"].bytes == pytest.approx(6 * trained + host_bytes(trained, 0.5, 4))

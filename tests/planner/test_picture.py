@@ -8,7 +8,7 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import to_hex
 
 from surokit.planner import Gpu, plan
-from surokit.planner.memory import GIB, Memory, Term
+from surokit.planner.counts.memory import GIB, Memory, Term
 from surokit.planner.picture import _GROUPS, parts_of, plot_memory
 from surokit.widgets.figure import PALETTE_LIGHT
 from tests.planner.families import QWEN3_8B

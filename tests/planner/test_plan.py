@@ -10,7 +10,7 @@ import pytest
 from surokit import planner, units
 from surokit.hardware.linear import linear_seconds
 from surokit.planner import Gpu, find_gpu, judge_hours, read_shape, register
-from surokit.planner.published import published
+from surokit.planner.compare.published import published
 from surokit.recipe import BF16, FP4, FP8, FP8_BLOCK, FP8_ROWWISE, MXFP4, MXFP8, QFP8
 from tests.planner.families import LLAMA_1B
 

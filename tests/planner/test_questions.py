@@ -13,12 +13,12 @@ import surokit as sk
 from surokit import planner
 from surokit.hardware.gpus import Ceilings
 from surokit.planner import Gpu, Plan, read_shape
-from surokit.planner.choices import compare_recipes, recipes
-from surokit.planner.communication import fit_speedup
-from surokit.planner.offload import Host
-from surokit.planner.questions import _in_layers, gpus_for, largest, parameters_for, rate_for, tokens_for
-from surokit.planner.remedies import binds, fitting
-from surokit.planner.scaling import CHINCHILLA, KAPLAN
+from surokit.planner.counts.communication import fit_speedup
+from surokit.planner.inverse.questions import _in_layers, gpus_for, largest, parameters_for, rate_for, tokens_for
+from surokit.planner.inverse.recipe_choice import compare_recipes, recipes
+from surokit.planner.inverse.remedies import binds, fitting
+from surokit.planner.offload.formulas import Host
+from surokit.planner.scaling.laws import CHINCHILLA, KAPLAN
 from surokit.recipe import BF16, FP8, QFP8, QNF4
 
 LLAMA_8B = {
@@ -636,7 +636,7 @@ def test_a_remedy_has_to_fit_on_the_host_too(monkeypatch):
     assert none.plan is None
     assert " on the host, and the host has 16.0 GiB; take a smaller model" in none.sentence
     # a calibrated host needs no saying
-    monkeypatch.setattr("surokit.planner.offload.host_of", lambda gpu: host)
+    monkeypatch.setattr("surokit.planner.offload.formulas.host_of", lambda gpu: host)
     assert fitting(p) == found
     with pytest.raises(TypeError, match=r"fitting\(host=512\) is a int: give planner.Host"):
         p.fitting(host=512)

@@ -20,14 +20,14 @@ from surokit.hardware.rates import Rates, rates_of
 from surokit.nn import products
 from surokit.nn.delayed import DelayedScales
 from surokit.planner import plan
-from surokit.planner.communication import communicate, efficiency, fit_speedup, loss_at_doublings
-from surokit.planner.configs import read_shape
-from surokit.planner.energy import energy_kwh
-from surokit.planner.flops import count_flops
-from surokit.planner.memory import Setup
-from surokit.planner.roofline import estimate_step, recipe_gain, why_no_estimate
-from surokit.planner.shape import Shape
-from surokit.planner.traffic import data_moves, loads
+from surokit.planner.counts.communication import communicate, efficiency, fit_speedup, loss_at_doublings
+from surokit.planner.counts.flops import count_flops
+from surokit.planner.counts.memory import Setup
+from surokit.planner.counts.traffic import data_moves, loads
+from surokit.planner.inputs.configs import read_shape
+from surokit.planner.inputs.shape import Shape
+from surokit.planner.times.energy import energy_kwh
+from surokit.planner.times.roofline import estimate_step, recipe_gain, why_no_estimate
 from surokit.quantized import Quantized, quantize, quantize_both
 from surokit.quantizer import kind_of
 from tests.planner.families import FAMILIES, fields

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import surokit as sk
-from surokit.planner.scaling import (
+from surokit.planner.scaling.fit import Run, ScalingFit, _read, fit_scaling
+from surokit.planner.scaling.laws import (
     CHINCHILLA,
     CHINCHILLA_REPLICATED,
     KAPLAN,
@@ -22,7 +23,6 @@ from surokit.planner.scaling import (
     Predicted,
     ScalingLaw,
 )
-from surokit.planner.scaling_fit import Run, ScalingFit, _read, fit_scaling
 
 LAWS = (KAPLAN, CHINCHILLA, CHINCHILLA_REPLICATED)
 TRUTH = Additive(E=1.8, A=480.0, alpha=0.35, B=2000.0, beta=0.37)
@@ -516,7 +516,7 @@ def test_any_law_of_the_same_form_can_be_made():
 
 def test_importing_loads_neither_numpy_nor_matplotlib():
     code = (
-        "import surokit.planner.scaling as s, surokit.planner.scaling_fit as f, sys; s.CHINCHILLA.optimal(1e21); repr(s.KAPLAN);"
+        "import surokit.planner.scaling as s, sys; s.CHINCHILLA.optimal(1e21); repr(s.KAPLAN);"
         "print(*{'numpy', 'pandas', 'matplotlib', 'torch'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)

@@ -9,8 +9,8 @@ import torch
 
 import surokit as sk
 from surokit import planner
-from surokit.planner.memory import blocks_of
-from surokit.planner.offload import Host
+from surokit.planner.counts.memory import blocks_of
+from surokit.planner.offload.formulas import Host
 from tests.planner.test_offload import QWEN_8B, STEP, calibrated
 
 HOST = Host(link_gb_s=50, adam_params_s=2e9)

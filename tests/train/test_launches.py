@@ -25,7 +25,7 @@ from surokit import kernels, product
 from surokit.fusion import OFF, Fusion
 from surokit.kernels import OPERATIONS
 from surokit.planner import plan
-from surokit.planner.roofline import Row
+from surokit.planner.times.roofline import Row
 from tests.kernels import steps
 from tests.kernels.interpreter import INTERPRETED, correct
 from tests.kernels.steps import triton_form

@@ -1,0 +1,1 @@
+"""A plan beside a measurement, or beside published runs."""

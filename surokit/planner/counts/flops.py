@@ -1,0 +1,333 @@
+"""FLOPs a token of a decoder, product by product, forward and backward.
+
+A matrix product of a token with a weight [n, k] takes 2 n k FLOPs (a multiply and an add), the gradient of its input
+the same again, the gradient of its weight the same again: that is the 6 of 6ND. Attention's two products, q k' and p v,
+have no weight: each takes 2 x keys x d_attn forward and twice that backward, d_attn = heads x head_dim.
+
+Conventions, since published figures differ in them:
+- `attention="causal"` counts the keys that a token sees, on average length / 2, and w - w^2 / (2 length) behind a sliding
+  window of w keys (the area of the band that the mask leaves); "full" counts length, as PaLM, torchtitan and torch's
+  FlopCounterMode do, or the window where it is shorter.
+- Model FLOPs are what the mathematics asks for. Recompute, and the scores that fused attention forms again in its
+  backward, are no model FLOPs; `recompute` is counted apart and makes hardware FLOPs.
+- Norms, rotary positions, activations, softmax and the optimizer are not counted: they are no matrix products.
+- A looked-up embedding multiplies nothing; the head multiplies, tied or not.
+- Of experts, those that a token is routed to multiply; the router multiplies too. Attention over a latent (DeepSeek) is
+  counted as it trains, expanded: keys of nope + rope and values of their own width for every head.
+- With an adapter the base has no weight gradient, and no input gradient where nothing below trains: in the first layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from surokit.formats import Kind
+from surokit.hardware.gpus import Gpu
+from surokit.planner.inputs.shape import Shape, Weight
+
+Attention = Literal["causal", "full"]
+Recompute = Literal["none", "selective", "full"]
+#: How tensor cores call forward, grad_input and grad_weight; None where they stay bf16 or no tensor cores compute them.
+Kinds = tuple[Kind | None, Kind | None, Kind | None]
+_ATTENDED = ("query", "key", "value")
+_HEAD = -1  # where the head stands among the layers
+
+
+@dataclass(frozen=True)
+class Product:
+    """One kind of matrix product. `n` x `k` is the weight (keys x head_dim for attention), present `count` times.
+
+    `forward`, `grad_input`, `grad_weight` and `recompute` are FLOPs a token over the `active` of them that it passes, all
+    `count` without a router; `kinds` say which peak the three products have.
+    """
+
+    module: str
+    n: int
+    k: int
+    count: int
+    forward: int
+    grad_input: int
+    grad_weight: int
+    recompute: int = 0
+    kinds: Kinds = (None, None, None)
+    active: int = -1
+
+    def __post_init__(self) -> None:
+        if self.active < 0:
+            object.__setattr__(self, "active", self.count)
+
+    @property
+    def backward(self) -> int:
+        return self.grad_input + self.grad_weight
+
+    @property
+    def passes(self) -> Iterator[tuple[int, Kind | None]]:
+        """(hardware FLOPs a token, kind) of forward, grad_input and grad_weight."""
+        return zip((self.forward + self.recompute, self.grad_input, self.grad_weight), self.kinds)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """FLOPs a token: the products, and the convention that attention is counted by."""
+
+    products: tuple[Product, ...]
+    attention: Attention
+    recomputed: Recompute
+
+    @property
+    def forward(self) -> int:
+        return sum(p.forward for p in self.products)
+
+    @property
+    def backward(self) -> int:
+        return sum(p.backward for p in self.products)
+
+    @property
+    def recompute(self) -> int:
+        return sum(p.recompute for p in self.products)
+
+    @property
+    def model(self) -> int:
+        """Model FLOPs a token: forward and backward."""
+        return self.forward + self.backward
+
+    @property
+    def hardware(self) -> int:
+        """Hardware FLOPs a token: model FLOPs and what is recomputed."""
+        return self.model + self.recompute
+
+    @property
+    def attention_share(self) -> float:
+        """Share of the model FLOPs in attention's two products."""
+        return sum(p.forward + p.backward for p in self.products if p.module.startswith("attention")) / self.model
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a recipe does to a kind of weight: how many of its `weight.count` it quantizes, in which layers; the adapter's rank."""
+
+    weight: Weight
+    quantized: int
+    rank: int
+    layers: frozenset[int] = frozenset()
+
+    @property
+    def adapter_parameters(self) -> int:
+        """Of the adapters on every one of them."""
+        return self.rank * (self.weight.n + self.weight.k) * self.weight.count
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What trains of a live model, as it is held: parameters, bytes, their dtype where they have one.
+
+    `adapter_bytes` are those of adapters, frozen ones too; `peft` the dtype of adapters that PEFT computes, None where ours do.
+    """
+
+    parameters: int
+    bytes: int
+    dtype: str | None
+    adapter_bytes: int = 0
+    peft: str | None = None
+
+
+def placements(shape: Shape, recipe: Any) -> tuple[Placement, ...]:
+    """What `recipe` does to the matrices of the layers and the head; the head last.
+
+    Experts are taken to be linear layers of their own, each quantized and each with its adapter. A router and the modules that
+    are no linear layers (GPT-2's Conv1D) are left alone, as `surokit.apply` leaves them.
+    """
+    rank = getattr(getattr(recipe, "adapter", None), "rank", 0)
+    targets = getattr(getattr(recipe, "adapter", None), "targets", ())
+    placed = []
+    for w in (*shape.projections, shape.head):
+        layers = _quantized(w, shape, recipe)
+        adapted = w.kind != "other" and w.name.rsplit(".", 1)[-1] in targets
+        placed.append(Placement(w, w.a_layer * len(layers), rank if adapted else 0, layers))
+    return tuple(placed)
+
+
+def _quantized(weight: Weight, shape: Shape, recipe: Any) -> frozenset[int]:
+    """The layers in which `recipe` quantizes this kind of weight."""
+    if (
+        recipe is None
+        or weight.kind == "other"
+        or not getattr(recipe, "quantized", True)
+        or min(weight.n, weight.k) < getattr(recipe, "min_features", 0)
+    ):
+        return frozenset()
+    kept_by = getattr(recipe, "kept_by", None)
+    if weight.kind == "head":
+        kept = kept_by is None or kept_by(weight.name, shape.layers) is not None
+        return frozenset() if kept else frozenset({_HEAD})
+    if kept_by is None:
+        return frozenset(weight.layers)
+    return frozenset(i for i in weight.layers if kept_by(weight.path(i), shape.layers) is None)
+
+
+def frozen(recipe: Any) -> bool:
+    """Whether the base model does not train: its weights are stored quantized, or there is an adapter."""
+    return getattr(recipe, "storage", None) is not None or getattr(recipe, "adapter", None) is not None
+
+
+def on_gpu(recipe: Any, gpu: Gpu | None) -> Any:
+    """The recipe as the GPU carries it out: a stored weight's native products where it has them (`Recipe.where_native`)."""
+    if gpu is None or not getattr(recipe, "where_native", ""):
+        return recipe
+    native = recipe.natively()
+    return native if gpu.multiplies(native.forward.kind) and gpu.multiplies(native.grad_input.kind) else recipe
+
+
+def operand_bits(gemm: Any) -> int:
+    """Width of a product's operands: the wider of the two where both are quantized, else 16."""
+    a, b = getattr(gemm, "a", None), getattr(gemm, "b", None)
+    return 16 if a is None or b is None else max(int(a.format.bits), int(b.format.bits))
+
+
+def gemms_of(recipe: Any) -> tuple[Any, Any, Any]:
+    """A recipe's three products: forward, grad_input, grad_weight."""
+    return getattr(recipe, "forward", None), getattr(recipe, "grad_input", None), getattr(recipe, "grad_weight", None)
+
+
+def trained_parameters(shape: Shape | None, parameters: float, recipe: Any) -> float:
+    """Parameters with a gradient and an optimizer's state: all, or an adapter's, which need a shape to be counted."""
+    if not frozen(recipe):
+        return parameters
+    return float(sum(p.adapter_parameters for p in placements(shape, recipe))) if shape is not None else 0.0
+
+
+def product_kinds(recipe: Any) -> Kinds:
+    """The kinds of a recipe's three products."""
+    forward, grad_input, grad_weight = (getattr(gemm, "kind", None) for gemm in gemms_of(recipe))
+    return forward, grad_input, grad_weight
+
+
+def count_flops(
+    shape: Shape,
+    *,
+    length: int | None,
+    recipe: Any = None,
+    attention: Attention = "causal",
+    recompute: Recompute = "none",
+    training: bool = True,
+) -> Compute:
+    """FLOPs a token of `shape` at sequence length `length`; without a length attention's products are left out.
+
+    `recompute` "full" repeats each layer's forward in the backward, "selective" attention's two products only (arXiv
+    2205.05198).
+    """
+    places = placements(shape, recipe)
+    base_trains = training and not frozen(recipe)
+    flow = gradients(shape, places, base_trains=base_trains, training=training)
+    products = [*_weights(places, recipe, base_trains, training, flow, recompute)]
+    if length is not None:
+        products += _attention(shape, length, attention, flow, training and recompute != "none")
+    return Compute(tuple(products), attention, recompute)
+
+
+def gradients(
+    shape: Shape, places: tuple[Placement, ...], *, base_trains: bool, training: bool = True
+) -> Mapping[str, frozenset[int]]:
+    """The layers in which a tensor has a gradient, by its name: all where the base trains, else those with an adapter before it."""
+    weights = [(p.weight, set(p.weight.layers), p.rank > 0) for p in places if p.weight.kind != "head"]
+    found: dict[str, set[int]] = {name: set() for w, _, _ in weights for name in (w.reads, *w.writes)}
+    found |= {"stream": set(), "context": set()}
+    trains_below = base_trains  # through the embedding
+    for layer in range(shape.layers) if training else ():
+        live = {"attention", "mlp", "stream"} if trains_below else set()
+        for weight, layers, adapted in weights:
+            if layer in layers and (base_trains or adapted or weight.reads in live):
+                live.update(weight.writes)
+                if not live.isdisjoint(_ATTENDED):
+                    live.add("context")
+                if weight.reads == "context":  # the feed-forward reads the stream as attention leaves it
+                    live.add("mlp")
+        trains_below = "stream" in live
+        for name in live:
+            found.setdefault(name, set()).add(layer)
+    if training and trains_below:
+        found["stream"].add(_HEAD)
+    return {name: frozenset(layers) for name, layers in found.items()}
+
+
+def _weights(
+    places: tuple[Placement, ...],
+    recipe: Any,
+    base_trains: bool,
+    training: bool,
+    flow: Mapping[str, frozenset[int]],
+    recompute: Recompute,
+) -> Iterator[Product]:
+    for place in places:
+        w = place.weight
+        every = frozenset(w.layers or (_HEAD,))
+        live, repeated = flow[w.reads], training and recompute == "full" and w.kind != "head"
+        for quantized, layers in ((True, place.layers), (False, every - place.layers)):
+            if not layers:
+                continue
+            one = 2 * w.n * w.k * w.active_a_layer
+            yield Product(
+                w.name,
+                w.n,
+                w.k,
+                w.a_layer * len(layers),
+                forward=one * len(layers),
+                grad_input=one * len(layers & live),
+                grad_weight=one * len(layers) if base_trains else 0,
+                recompute=one * len(layers) if repeated else 0,
+                kinds=product_kinds(recipe) if quantized else (None, None, None),
+                active=w.active_a_layer * len(layers),
+            )
+        if place.rank:
+            for name, n, k in (("lora_A", place.rank, w.k), ("lora_B", w.n, place.rank)):
+                one = 2 * n * k * w.active_a_layer
+                # the first of the two passes a gradient on only where its input has one; the second's input is the first's output
+                onward = len(every & live) if name == "lora_A" else len(every) if training else 0
+                yield Product(
+                    f"{w.name}.{name}",
+                    n,
+                    k,
+                    w.count,
+                    forward=one * len(every),
+                    grad_input=one * onward,
+                    grad_weight=one * len(every) if training else 0,
+                    recompute=one * len(every) if repeated else 0,
+                    active=w.active,
+                )
+
+
+def _attention(
+    shape: Shape, length: int, convention: Attention, flow: Mapping[str, frozenset[int]], again: bool
+) -> Iterator[Product]:
+    query, key, value = (flow.get(name, frozenset()) for name in _ATTENDED)
+    windows: dict[int | None, set[int]] = {}
+    for layer in range(shape.layers):
+        window = shape.window_of(layer)
+        windows.setdefault(window if window is not None and window < length else None, set()).add(layer)
+    for window, layers in windows.items():
+        # both operands are activations: two gradients, each as large as the product, where they have one; booked as grad_input
+        scores = len(layers & query) + len(layers & key)
+        values = len(layers & (query | key)) + len(layers & value)
+        for name, width, gradients in (("scores", shape.head_dim, scores), ("values", shape.value_dim, values)):
+            one = _twice_the_keys(length, window, convention, shape.heads * width)
+            yield Product(
+                f"attention.{name}",
+                window or length,
+                width,
+                len(layers) * shape.heads,
+                forward=one * len(layers),
+                grad_input=one * gradients,
+                grad_weight=0,
+                recompute=one * len(layers) if again else 0,
+            )
+
+
+def _twice_the_keys(length: int, window: int | None, convention: Attention, width: int) -> int:
+    """FLOPs a token and layer of one of attention's products: twice the keys that a token sees on average, times `width`."""
+    if window is None:
+        return (length if convention == "causal" else 2 * length) * width
+    if convention == "full":
+        return 2 * window * width
+    return round((2 * window - window * window / length) * width)

@@ -1,0 +1,299 @@
+"""What a fused micro-batch asks of one GPU: traffic.py's, with what `Setup.fusion` (surokit/fusion.py) computes together.
+
+    norm + residual         forward: stream delta, sum x codes      backward: dy sum dresidual, dx
+    SwiGLU                  forward: gate up, x codes               backward: dy gate up, dgate dup
+    QK-norm and rotation    forward: q k, q k                       backward: dq dk q k, dq dk
+    layers of one input     it is quantized once for all of them; one product where the recipe quantizes them as one
+    adapter                 the A of these in one product; B writes y and A's gradient dx, and the products add onto them;
+                            one of codes adds onto nothing, and there B is added into y, and A's gradient into dx
+    frozen quantized W      its codes are kept; W' is turned for each product, or kept too
+
+x itself is written where an adapter, a product or a gradient wants values, its codes where one wants these. A product that the
+GPU computes itself reads both operands along the sum: codes of a transpose come so from the kernel that makes the codes, which
+writes them twice and reads nothing twice; only W that is kept as codes, or stored so, is turned for its product.
+Products compute what they compute unfused; what changes is how often an operand is read, and how many kernels there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from surokit.hardware.gpus import Gpu
+from surokit.hardware.linear import Kernel, Pass, turn
+from surokit.planner.counts.flops import Compute, Placement, Product
+from surokit.planner.counts.memory import Setup
+from surokit.planner.counts.traffic import Load, Step, data_moves
+from surokit.planner.inputs.fusion import comes_quantized
+from surokit.planner.inputs.shape import Shape
+
+_PRODUCTS = ("forward", "grad_input", "grad_weight")
+
+
+class FusedStep(Step):
+    """One micro-batch with what `setup.fusion` computes together."""
+
+    def __init__(self, shape: Shape, compute: Compute, recipe: Any, setup: Setup, gpu: Gpu) -> None:
+        super().__init__(shape, compute, recipe, setup, gpu)
+        self.fusion = setup.fusion
+        self.moves = data_moves("surokit", self.width)
+        self.groups: dict[str, list[Placement]] = {}  # the layers that read a tensor, in order
+        for place in self.places.values():
+            if place.weight.kind != "head":
+                self.groups.setdefault(place.weight.reads, []).append(place)
+        self.x_codes: Any = getattr(getattr(recipe, "forward", None), "a", None)
+        self.x_bytes = self.x_codes.bits / 8 if self.x_codes is not None else float(self.width)
+        x_t: Any = getattr(getattr(recipe, "grad_weight", None), "b", None)
+        # whether the gradient of a weight takes the codes of x that forward had, turned; or codes that only a gate gives too
+        self.turns_x = x_t is not None and x_t == self.x_codes and x_t.transposable
+        both = x_t is not None and x_t == self.x_codes and x_t.both_in_one_pass
+        self.gate_gives_both = both and 0 < x_t.scaling.tile()[1] <= 128
+        self.codes_come = comes_quantized(self.x_codes) and (not self.base_trains or x_t is None or self.turns_x)
+
+    # -- what norm and SwiGLU write
+
+    def _together(self, reads: str) -> bool:
+        """Whether the operation that makes this tensor is one with what reads it."""
+        f = self.fusion
+        return {"attention": f.norm, "mlp": f.norm, "mlp product": f.gate}.get(reads, False)
+
+    def _staged(self, reads: str) -> bool:
+        """Whether the layers that read this tensor are one operation of autograd."""
+        f = self.fusion
+        return self._together(reads) or f.joint or f.adapters or f.frozen != "no"
+
+    def _writes_codes(self, reads: str) -> bool:
+        return self._together(reads) and (self.codes_come or self._writes_both_scales(reads))
+
+    def _writes_both_scales(self, reads: str) -> bool:
+        """Whether x is made with codes of it and of its transpose that have scales of their own."""
+        return self.gate_gives_both and reads == "mlp product" and comes_quantized(self.x_codes) and self.base_trains
+
+    def _in_rows(self, product: str) -> bool:
+        """Whether codes of a transpose for this product are written where the codes are made."""
+        return self.gpu.multiplies(getattr(getattr(self.recipe, product, None), "kind", None))
+
+    def _wants_values(self, reads: str) -> bool:
+        """Whether an adapter or a weight's gradient reads values where products read codes."""
+        from_codes = self.turns_x or self._writes_both_scales(reads)
+        return any(place.rank for place in self.groups[reads]) or (self.base_trains and not from_codes)
+
+    def _written(self, reads: str) -> tuple[float, float]:
+        """(share of the blocks in which codes of this tensor are made with it, share in which its values are)."""
+        share = [place.quantized / place.weight.count for place in self.groups[reads]]
+        codes = max(share) if self._writes_codes(reads) else 0.0
+        return codes, 1.0 if self._wants_values(reads) or not codes else 1.0 - min(share)
+
+    def between(self) -> Iterator[Load]:
+        s, e, blocks = self.shape, self.width, self.shape.layers
+        if self.fusion.norm:
+            # a block's second norm takes the sum before it; the block's own sum stands alone
+            yield from self._source("attention", s.width, 1, 4, blind=self.blind)
+            yield from self._source("mlp", s.width, 3, 4)
+        else:
+            yield from self._moved("norm", "norm", 2 * blocks, 2 * blocks * s.width, blind=self.blind)
+        yield from self._moved("norm", "last norm", 1, s.width, layered=False)
+        turned = blocks * (s.query_width + s.kv_width)
+        if self.fusion.qk:
+            backward, launches = (3, 4 if self.base_trains else 1) if s.qk_norm else (2, 1)
+            yield from self._one("q and k", blocks, turned, 2 * e, backward * e, (1, launches))
+            if self._joins("forward", self.groups["attention"][0].quantized > 0, self.groups["attention"]):
+                # v goes into the one gradient that the product reads, and without norms out of what it wrote
+                out = 0 if s.qk_norm else 1
+                yield from self._one("v", blocks, blocks * s.kv_width, 2 * e * out, 2 * e, (out, 1))
+        else:
+            if s.qk_norm:
+                yield from self._moved("norm", "q and k norm", 2 * blocks, turned)
+            yield from self._moved("rope", "rope", 2 * blocks, turned)
+        if self.fusion.gate:
+            yield from self._source("mlp product", s.ffn, 2, 5)
+        else:
+            yield from self._moved("swiglu", "swiglu", blocks, blocks * s.ffn)
+        yield from self._sums()
+
+    def _source(self, reads: str, width: int, forward: int, backward: int, blind: int = 0) -> Iterator[Load]:
+        """A norm or gate with the quantization after it; forward and backward: elements that it reads and writes beside x."""
+        e, blocks, normed = self.width, self.shape.layers, reads != "mlp product"
+        name = f"norm of {reads}" if normed else "swiglu"
+        codes, values = self._written(reads)
+        # a delayed scale takes a launch more, as in layers.py
+        launches = 1 + (codes if self.x_codes is not None and self.x_codes.delayed else 0.0)
+        twice = self.base_trains and (self._in_rows("grad_weight") or self._writes_both_scales(reads))
+        bytes_ = (forward + values) * e + codes * self.x_bytes * (2 if twice else 1)
+        back = 2 if normed and self.base_trains else 1
+        yield from self._one(name, blocks, blocks * width, bytes_, backward * e, (launches, back), blind=blind)
+        if self.setup.recompute == "selective" and self.backward and self._wants_values(reads):
+            # a norm's in a kernel of its own, a gate's beside its gradient
+            moved = self.tokens * blocks * width * (2 if normed else 1) * e
+            yield Load(name, "elementwise", "recompute", "move", blocks, 0.0, moved, blocks * normed)
+
+    def _one(
+        self,
+        module: str,
+        count: int,
+        width: float,
+        forward: float,
+        backward: float,
+        launches: tuple[float, float],
+        blind: int = 0,
+    ) -> Iterator[Load]:
+        """An operation of its own each way, over `width` elements a token of all its instances; bytes an element."""
+        elements, share = self.tokens * width, (count - blind) / count
+
+        def load(step: Pass, each: float, launches: float) -> Load:
+            return Load(module, "elementwise", step, "move", count, 0.0, elements * each, count * launches)
+
+        yield load("forward", forward, launches[0])
+        if self.again:
+            yield load("recompute", forward, launches[0])
+        if self.backward:
+            yield load("backward", backward * share, launches[1] * share)
+
+    # -- products
+
+    def _kernels(self, p: Product, quantized: bool, rows: float) -> Iterator[Kernel]:
+        name, _, adapter = p.module.partition(".lora_")
+        place = self.places.get(name)
+        kernels = super()._kernels(p, quantized, rows)
+        if place is None or place.weight.kind == "head":
+            return kernels
+        if adapter:
+            return self._adapter(adapter, place, p, rows, kernels) if self.fusion.adapters else kernels
+        if self._staged(place.weight.reads):
+            kernels = self._layer(place, p, quantized, rows, kernels)
+        return kernels
+
+    def _layer(
+        self, place: Placement, p: Product, quantized: bool, rows: float, kernels: Iterator[Kernel]
+    ) -> Iterator[Kernel]:
+        reads, e = place.weight.reads, self.width
+        like = self._like(reads, quantized)
+        leads, joined = like[0] is place, {part: self._joins(part, quantized, like) for part in _PRODUCTS}
+        x = rows * p.k * (self.x_bytes if quantized else e)
+        coded = quantized and self._writes_codes(reads)
+        if coded and leads and self.base_trains and self.turns_x and not self._in_rows("grad_weight"):
+            yield turn("forward", "x", self.x_codes, rows * p.k)
+        for kernel in kernels:
+            if kernel.role == "x" and (not leads or coded):
+                continue
+            if kernel.role == "w" and self._kept(kernel):
+                if not self._turns_kept(kernel):
+                    continue
+                kernel = turn(kernel.step, "w", self.recipe.grad_input.b, p.n * p.k)
+            if kernel.role and not leads and joined["forward" if kernel.step == "forward" else "grad_input"]:
+                kernel = replace(kernel, launches=0)  # with the first's, which lies beside it
+            if kernel.part in _PRODUCTS and not leads and joined[kernel.part]:  # x is read, or dx written, by the first
+                shared = rows * p.k * e if kernel.part == "grad_input" else x
+                kernel = replace(kernel, bytes=kernel.bytes - shared, launches=0)
+            elif kernel.part == "grad_input" and self._adds_onto_dx(reads, quantized, leads):
+                kernel = replace(kernel, bytes=kernel.bytes + rows * p.k * e)
+            if kernel.part == "forward" and self._adds_onto_y(place, quantized):
+                kernel = replace(kernel, bytes=kernel.bytes + rows * p.n * e)
+            yield kernel
+
+    def _like(self, reads: str, quantized: bool) -> list[Placement]:
+        """The layers that read this tensor and are quantized somewhere, or somewhere are not."""
+        return [o for o in self.groups[reads] if (o.quantized > 0 if quantized else o.quantized < o.weight.count)]
+
+    def _adds(self, part: str, quantized: bool) -> bool:
+        """Whether a product adds onto a tensor in itself: one of codes does not, whoever computes it."""
+        gemm = getattr(self.recipe, part, None)
+        return not quantized or getattr(gemm, "a", None) is None or getattr(gemm, "b", None) is None
+
+    def _adds_onto_dx(self, reads: str, quantized: bool, leads: bool) -> bool:
+        """Whether this product adds onto dx: onto that of the product before it, or of the adapters."""
+        adapted = self.fusion.adapters and any(place.rank for place in self.groups[reads])
+        return self._adds("grad_input", quantized) and (adapted or not leads)
+
+    def _adds_onto_y(self, place: Placement, quantized: bool) -> bool:
+        """Whether the adapters of all layers in this product have written y before it, and it adds onto that."""
+        like = self._like(place.weight.reads, quantized)
+        members = like if self._joins("forward", quantized, like) else [place]
+        return self.fusion.adapters and self._adds("forward", quantized) and all(o.rank for o in members)
+
+    def _kept(self, kernel: Kernel) -> bool:
+        """Whether what this kernel makes of a frozen weight is kept from step to step (surokit/nn/frozen.py)."""
+        kept = self.fusion.frozen
+        if self.base_trains or kept == "no" or not getattr(self.recipe, "quantized_products", False):
+            return False
+        b, b_t, storage = self.recipe.forward.b, self.recipe.grad_input.b, self.recipe.storage
+        if storage is not None:
+            return bool(kept == "transposed" and kernel.part == "turn" and storage.same_codes(b_t))
+        if kernel.step == "backward":
+            # W' is the codes of W, turned, where its tiles are square; else it is quantized by itself
+            return bool(kept == "transposed" or (kernel.part == "quantize" and b == b_t and b_t.transposable))
+        return b is not None
+
+    def _turns_kept(self, kernel: Kernel) -> bool:
+        """Whether codes that are kept are turned in place of this kernel, which would have written those of W' in rows."""
+        made = kernel.part == "quantize" and kernel.step == "backward" and self.fusion.frozen == "codes"
+        return made and not self.recipe.grad_input.b.packed and self._in_rows("grad_input")
+
+    def _joins(self, part: str, quantized: bool, like: list[Placement]) -> bool:
+        """Whether layers that read one input are one product: what quantizes them must not reach from one into another."""
+        if not self.fusion.joint or len(like) == 1:
+            return False
+        sizes = [place.weight.n for place in like]
+        if not quantized:
+            return True
+        recipe = self.recipe
+        rows = [recipe.forward.b]
+        columns = []
+        if part != "forward":
+            columns = [recipe.grad_input.a, recipe.grad_input.b]
+            rows += [recipe.grad_weight.a] if self.base_trains else []
+        one = all(q is None or q.joins(d, sizes) for d, some in enumerate((rows, columns)) for q in some)
+        return one and (recipe.storage is None or recipe.storage.separates(0, sizes))
+
+    def _adapter(
+        self, which: str, place: Placement, p: Product, rows: float, kernels: Iterator[Kernel]
+    ) -> Iterator[Kernel]:
+        """One product for the A of all layers with one input; what is written before B, or A's gradient, is read and added to."""
+        reads, e, blocks = place.weight.reads, self.width, place.weight.count
+        leads = next(other for other in self.groups[reads] if other.rank) is place
+        after = {True: place.quantized, False: blocks - place.quantized}
+        after_y = sum(count for kind, count in after.items() if not self._adds_onto_y(place, kind)) / blocks
+        for kernel in kernels:
+            match which, kernel.part:
+                case "A", "grad_input" if leads:
+                    yield replace(kernel, bytes=kernel.bytes + self._after_dx(reads) * rows * p.k * e)
+                case "A", _ if not leads:
+                    yield replace(kernel, bytes=kernel.bytes - rows * p.k * e, launches=0)
+                case "B", "forward":
+                    yield replace(kernel, bytes=kernel.bytes + after_y * rows * p.n * e)
+                case _:
+                    yield kernel
+
+    def _after_dx(self, reads: str) -> float:
+        """Share of the blocks in which the first product of backward cannot add: it is of the layers that come last."""
+        places, count = self.groups[reads], 0
+        blocks = range(self.blind if reads == "attention" else 0, self.shape.layers)
+        for block in blocks:
+            coded = [block in place.layers and not self._adds("grad_input", True) for place in places]
+            count += all(coded) or (any(coded) and not coded[0])
+        return count / max(1, len(blocks))
+
+    # -- sums
+
+    def _sums(self) -> Iterator[Load]:
+        blocks, width = self.shape.layers, self.shape.width
+        for load in super()._sums():
+            if load.module == "gradients that meet" or (load.group == "adapter" and self.fusion.adapters):
+                continue
+            if load.module != "residual" or not self.fusion.norm:
+                yield load
+        if self.fusion.norm:
+            yield from self._sum("residual", "elementwise", "forward", blocks, blocks * width)
+        count = elements = 0
+        for reads, places in self.groups.items():
+            # products of codes cannot add into one another's dx
+            blind, k = self.blind if reads == "attention" else 0, places[0].weight.k
+            like = [place for place in places if place.quantized]
+            calls = 0
+            if not self._staged(reads):
+                calls = (blocks - blind) * (len(places) - 1)
+            elif len(like) > 1 and self.recipe.quantized_products and not self._joins("grad_input", True, like):
+                calls = (min(p.quantized for p in like) - blind) * (len(like) - 1)
+            count, elements = count + calls, elements + calls * k
+        yield from self._sum("gradients that meet", "elementwise", "backward", count, elements)

@@ -1,0 +1,360 @@
+"""What one optimizer step asks of one GPU: FLOPs, bytes and launches, module by module and pass by pass. No rates here.
+
+Products come from flops.py, one to one; layers.py says what quantization adds to them. Between the products stand kernels that
+compute almost nothing and move bytes; these are counted here, in elements of the model's dtype that each reads or writes:
+
+    surokit layers          forward          backward                               kernels
+    RMSNorm                 x y              dy x dx                                kernels/triton/norm.py
+    rotary positions        x y              dy dx                                  kernels/triton/rope.py
+    SwiGLU                  gate up y        dy gate up dgate dup                   kernels/triton/swiglu.py
+    residual sum            x y z            the same, where both branches meet
+    fused loss              logits twice, dl once; dl is made in forward            kernels/triton/loss.py
+    AdamW                   p twice, g once, both moments twice; g once for the norm
+
+A tensor that several weights read has as many gradients, which autograd sums two at a time: three passes over it each. An
+adapter adds a reader, and its own sum to the output. `transformers` composes norm, rotary positions and activation from small
+operators; their bytes an element were counted through torch's dispatcher, and a test counts them again.
+
+That is the eager step, one operation after the other; fused_traffic.py has the one that `Setup.fusion` computes together. CUDA
+graphs change what a launch costs, not how many kernels there are (roofline.py); torch.compile is not planned.
+
+Fused attention reads query, key and value and writes its output; its backward forms the scores again, one product more than
+model FLOPs count (FlashAttention, arXiv 2205.14135), so its FLOPs here are 5/4 of these.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from surokit.formats import Kind
+from surokit.hardware.gpus import Gpu
+from surokit.hardware.linear import Kernel, Pass, linear_kernels
+from surokit.planner.counts.activations import loss_rows
+from surokit.planner.counts.flops import Compute, Placement, Product, frozen, placements
+from surokit.planner.counts.memory import DTYPE_BYTES, Setup
+from surokit.planner.inputs.shape import Shape
+from surokit.planner.offload.formulas import OFFLOADING
+
+#: The groups that a step's time is summed by.
+GROUPS = ("products", "attention", "head and loss", "elementwise", "adapter", "quantization", "optimizer")
+# torch's fused optimizer kernels take about so many tensors, and so many elements, a launch (multi_tensor_apply: 36 tensors of
+# four lists, 320 blocks of 65,536 elements).
+_TENSORS_A_LAUNCH, _ELEMENTS_A_LAUNCH = 36, 320 * 65536
+_TENSORS_8BIT = 32  # of our own 8-bit kernel (kernels/triton/adamw8bit.py)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Work of one kind in one pass, summed over the step: FLOPs, bytes, launches. `count` matrices or blocks share it."""
+
+    module: str
+    group: str
+    step: Pass
+    part: str
+    count: int
+    flop: float
+    bytes: float
+    launches: float
+    kind: Kind | None = None
+
+
+@dataclass(frozen=True)
+class _Elementwise:
+    """Bytes an element and launches of an operation that only moves data; `trained` where its own weight has a gradient."""
+
+    forward: float
+    backward: float
+    launches: tuple[int, int]
+    trained: float | None = None
+
+
+def data_moves(layers: str, width: int) -> dict[str, _Elementwise]:
+    if layers == "surokit":
+        return {
+            "norm": _Elementwise(2 * width, 3 * width, (1, 3)),
+            "rope": _Elementwise(2 * width, 2 * width, (1, 1)),
+            "swiglu": _Elementwise(3 * width, 5 * width, (1, 1)),
+            "activation": _Elementwise(2 * width, 3 * width, (1, 1)),
+        }
+    # RMSNorm computes in float32, and casts to it and back where the model is narrower
+    narrow = width < 4
+    norm = _Elementwise(36, 84, (8, 14), trained=92) if narrow else _Elementwise(28, 76, (6, 12), trained=92)
+    return {
+        "norm": norm,
+        "rope": _Elementwise(10.25 * width, 14.25 * width, (5, 7)),
+        "swiglu": _Elementwise(5 * width, 9 * width, (2, 3)),
+        "activation": _Elementwise(2 * width, 3 * width, (1, 1)),
+    }
+
+
+def loads(
+    shape: Shape,
+    compute: Compute,
+    recipe: Any,
+    setup: Setup,
+    gpu: Gpu,
+    trained_parameters: float,
+    kind: type[Step] | None = None,
+) -> Iterator[Load]:
+    """Everything that one optimizer step launches on one GPU, its micro-batches together; `kind` is that of the micro-batch."""
+    step = (kind or Step)(shape, compute, recipe, setup, gpu)
+    every = [*step.products(), *step.attention(), *step.between(), *step.embedding(), *step.loss()]
+    for load in every:
+        if load.bytes or load.flop:
+            n = setup.accumulate
+            yield replace(load, flop=load.flop * n, bytes=load.bytes * n, launches=load.launches * n)
+    if setup.training and trained_parameters:
+        yield from _update(shape, setup, trained_parameters, step.tensors)
+
+
+class Step:
+    """One micro-batch: forward and backward of `batch` x `length` tokens."""
+
+    def __init__(self, shape: Shape, compute: Compute, recipe: Any, setup: Setup, gpu: Gpu) -> None:
+        assert setup.batch is not None
+        assert setup.length is not None
+        self.shape, self.compute, self.recipe, self.setup, self.gpu = shape, compute, recipe, setup, gpu
+        self.tokens = setup.batch * setup.length
+        self.width = DTYPE_BYTES[setup.dtype]
+        self.base_trains = setup.training and not frozen(recipe)
+        self.places = {place.weight.name: place for place in placements(shape, recipe)}
+        adapted = any(place.rank for place in self.places.values())
+        self.backward = self.base_trains or (setup.training and adapted)
+        self.again = self.backward and setup.recompute == "full"
+        # below a frozen first block nothing wants a gradient: its norm and its skip have none
+        self.blind = int(self.backward and not self.base_trains)
+        # what a calibration measured may be a processor, whatever the plan was made for
+        self.device = "cpu" if gpu.device == "cpu" else setup.device
+        self.moves = data_moves(setup.layers, self.width)
+        rows = loss_rows(self.tokens, shape.vocab, self.device, self.width, self.places.get("lm_head"))
+        self.chunks = -(-self.tokens // rows) if setup.training and setup.logits == "fused" else 1
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors train, about: a launch takes a few dozen."""
+        matrices = sum(p.weight.count * (2 if p.rank else 0) for p in self.places.values())
+        if self.base_trains:
+            matrices += sum(p.weight.count for p in self.places.values()) + 2 * self.shape.layers
+        return max(1, matrices)
+
+    # -- products
+
+    def products(self) -> Iterator[Load]:
+        seen: Counter[str] = Counter()
+        for product in self.compute.products:
+            if product.module.startswith("attention."):
+                continue
+            place = self.places.get(product.module)
+            # flops.py lists the quantized ones of a place before the others
+            quantized = place is not None and place.quantized > 0 and not seen[product.module]
+            seen[product.module] += 1
+            yield from self._product(product, place, quantized)
+
+    def _product(self, p: Product, place: Placement | None, quantized: bool) -> Iterator[Load]:
+        head = p.module == "lm_head"
+        name, _, adapter = p.module.partition(".lora_")
+        group = "head and loss" if head else "adapter" if adapter else "products"
+        active = p.forward / (2 * p.n * p.k)
+        # matrices that a micro-batch touches (experts may see none of few tokens), and how often: once a chunk of the loss
+        touched = min(float(p.count), max(1.0, active * self.tokens))
+        pieces = self.chunks if head else 1
+        kernels = self._kernels(p, quantized, self.tokens * active / touched / pieces)
+        chunked = head and self.backward and place is not None and (place.quantized > 0 or place.rank > 0)
+        repeated = 1.0 if chunked else p.recompute / p.forward
+        # a grouped product serves a block's experts with one launch
+        owner = self.places.get(name)
+        launched = p.count if active == p.count or owner is None else len(owner.weight.layers)
+        for kernel in kernels:
+            share = self._share(kernel, p)
+            if not share:
+                continue
+            load = Load(
+                p.module,
+                "quantization" if kernel.part in ("quantize", "turn", "decode") else group,
+                kernel.step,
+                kernel.part,
+                p.count,
+                kernel.flop * touched * pieces * share,
+                kernel.bytes * touched * pieces * share,
+                kernel.launches * launched * pieces * share,
+                kernel.kind,
+            )
+            yield load
+            if kernel.step == "forward" and repeated:
+                parts = load.flop * repeated, load.bytes * repeated, load.launches * repeated
+                yield replace(load, step="recompute", flop=parts[0], bytes=parts[1], launches=parts[2])
+
+    def _kernels(self, p: Product, quantized: bool, rows: float) -> Iterator[Kernel]:
+        """The kernels of one of a product's matrices for `rows` tokens."""
+        stored = quantized and getattr(self.recipe, "storage", None) is not None
+        return linear_kernels(
+            self.recipe if quantized else None,
+            p.n,
+            p.k,
+            rows,
+            trains=p.grad_weight > 0,
+            gpu=self.gpu,
+            width=self.width,
+            stored=stored and not (p.module == "lm_head" and self.shape.tied),
+        )
+
+    @staticmethod
+    def _share(kernel: Kernel, p: Product) -> float:
+        """Share of a product's matrices that launch this kernel: the first layer's input may want no gradient."""
+        if kernel.step == "forward":
+            return 1.0
+        wanted = p.grad_weight if kernel.part == "grad_weight" else p.grad_input
+        return wanted / p.forward
+
+    # -- attention
+
+    def attention(self) -> Iterator[Load]:
+        s, t, e = self.shape, self.tokens, self.width
+        parts = [p for p in self.compute.products if p.module.startswith("attention.")]
+        if not parts:
+            return
+        inputs = s.query_width + s.kv_heads * (s.head_dim + s.value_dim)
+        out = s.context_width
+        forward = t * s.layers * (e * (inputs + out) + 4 * s.heads)
+        backward = t * s.layers * (e * 2 * (inputs + out) + 4 * s.heads)
+        flop = sum(p.forward for p in parts) * t
+
+        def load(step: Pass, flop: float, moved: float, launches: int) -> Load:
+            return Load("attention", "attention", step, "fused", s.layers, flop, moved, launches * s.layers)
+
+        yield load("forward", flop, forward, 1)
+        if again := sum(p.recompute for p in parts):
+            yield load("recompute", again * t, forward, 1)
+        if self.backward:
+            # the sum of dy y, the gradients, and the query's gradient to the model's dtype
+            yield load("backward", sum(p.backward for p in parts) * t * 5 / 4, backward, 3)
+
+    # -- what stands between the products
+
+    def between(self) -> Iterator[Load]:
+        s = self.shape
+        yield from self._moved("norm", "norm", s.norms * s.layers, s.norms * s.layers * s.width, blind=self.blind)
+        yield from self._moved("norm", "last norm", 1, s.width, layered=False)
+        if s.qk_norm:
+            yield from self._moved("norm", "q and k norm", 2 * s.layers, s.layers * (s.query_width + s.kv_width))
+        if not s.positions:
+            turned = s.query_width + s.kv_width if s.latent is None else (s.heads + 1) * s.latent.rope
+            yield from self._moved("rope", "rope", 2 * s.layers, s.layers * turned)
+        inner = sum(s.ffn_of(layer) for layer in range(s.layers))
+        name = "swiglu" if s.gated else "activation"
+        yield from self._moved(name, name, s.layers, inner)
+        yield from self._sums()
+
+    def _moved(
+        self, kind: str, module: str, count: int, width: float, *, layered: bool = True, blind: int = 0
+    ) -> Iterator[Load]:
+        """A data-moving operation over `width` elements a token, all its `count` instances together."""
+        move, elements = self.moves[kind], self.tokens * width
+
+        def load(step: Pass, each: float, launches: int) -> Load:
+            return Load(module, "elementwise", step, "move", count, 0.0, elements * each, count * launches)
+
+        yield load("forward", move.forward, move.launches[0])
+        if self.again and layered:
+            yield load("recompute", move.forward, move.launches[0])
+        if self.backward:
+            trained = move.trained if self.base_trains and move.trained is not None else move.backward
+            share = (count - blind) / count
+            yield load("backward", trained * share, move.launches[1])
+
+    def _sums(self) -> Iterator[Load]:
+        """Residual sums, sums of gradients that meet, and what an adapter adds: each reads two tensors and writes one."""
+        s = self.shape
+        sums = 2 * s.layers
+        yield from self._sum("residual", "elementwise", "forward", sums, sums * s.width)
+        yield from self._sum("residual", "elementwise", "backward", sums - self.blind, (sums - self.blind) * s.width)
+        readers: dict[str, list[Placement]] = {}
+        for place in self.places.values():
+            if place.weight.kind != "head":
+                readers.setdefault(place.weight.reads, []).append(place)
+        met = met_width = also = also_width = 0
+        for tensor, places in readers.items():
+            # every reader beyond the first is a sum; under a frozen first block its input wants no gradient
+            blocks = max(len(place.weight.layers) for place in places) - (self.blind if tensor == "attention" else 0)
+            adapters = sum(place.rank > 0 for place in places)
+            wide = places[0].weight.k * places[0].weight.active_a_layer
+            met, met_width = met + blocks * (len(places) - 1), met_width + blocks * (len(places) - 1) * wide
+            also, also_width = also + blocks * adapters, also_width + blocks * adapters * wide
+        yield from self._sum("gradients that meet", "elementwise", "backward", met, met_width)
+        adapted = [place.weight for place in self.places.values() if place.rank]
+        calls = sum(w.active for w in adapted)
+        yield from self._sum("adapter's sums", "adapter", "forward", calls, sum(w.n * w.active for w in adapted))
+        yield from self._sum("adapter's sums", "adapter", "backward", also, also_width)
+        if calls:  # the small product between A and B is scaled, in both passes
+            small = sum(place.rank * place.weight.active for place in self.places.values())
+            yield from self._sum("adapter's scale", "adapter", "forward", calls, small, moves=2)
+            yield from self._sum("adapter's scale", "adapter", "backward", calls, small, moves=2)
+
+    def _sum(self, module: str, group: str, step: Pass, count: int, width: float, moves: int = 3) -> Iterator[Load]:
+        """`count` operations on `width` elements a token in all, each element read or written `moves` times."""
+        if not count or (step == "backward" and not self.backward):
+            return
+        load = Load(module, group, step, "sum", count, 0.0, moves * self.width * self.tokens * width, count)
+        yield load
+        if step == "forward" and self.again:
+            yield replace(load, step="recompute")
+
+    # -- embedding and loss
+
+    def embedding(self) -> Iterator[Load]:
+        s, e, t = self.shape, self.width, self.tokens
+        yield Load("embedding", "elementwise", "forward", "lookup", 1, 0.0, 2 * e * s.width * t, 1)
+        if self.base_trains:
+            # zeros for the whole gradient, then each token's row is read, added and written
+            moved = e * (s.embedding_parameters + 3 * s.width * t)
+            moved += 3 * e * s.embedding_parameters if s.tied else 0  # and the head's gradient joins it
+            yield Load("embedding", "elementwise", "backward", "scatter", 1, 0.0, moved, 5)
+
+    def loss(self) -> Iterator[Load]:
+        """The cross-entropy on the logits; the head's products are among the products."""
+        s, e, t = self.shape, self.width, self.tokens
+        if not self.backward:
+            return
+
+        def load(step: Pass, part: str, moved: float, launches: int) -> Load:
+            return Load("loss", "head and loss", step, part, 1, 0.0, moved, launches)
+
+        logits, head = float(t * s.vocab), float(s.embedding_parameters)
+        if self.setup.logits == "whole":
+            cast = e + 4 if e < 4 else 0  # to float32 and, in backward, from it
+            yield load("forward", "cross-entropy", logits * (8 + cast), 3)
+            yield load("backward", "cross-entropy", logits * (16 + cast), 3)
+            return
+        each = 3 * e if self.device == "cuda" else 20 + 2 * e  # the reference's passes, kernels/reference/loss.py
+        yield load("forward", "cross-entropy", logits * each, self.chunks)
+        if self.base_trains and self.chunks > 1:
+            moved = head * (self.chunks * (8 + e) + 4 + 8 + e)
+            yield load("forward", "sum over chunks", moved, self.chunks + 2)
+        gradients = t * s.width + (head if self.base_trains else 0.0)
+        yield load("backward", "scale", 2 * e * gradients, 2)
+
+
+def _update(shape: Shape, setup: Setup, trained: float, tensors: int) -> Iterator[Load]:
+    """Gradients of further micro-batches are added to the first's; then their norm, and the optimizer."""
+    e, state = DTYPE_BYTES[setup.dtype], DTYPE_BYTES[setup.state_dtype]
+    foreach = max(-(-tensors // _TENSORS_A_LAUNCH), int(trained / _ELEMENTS_A_LAUNCH) + 1)
+    if setup.accumulate > 1:
+        more = setup.accumulate - 1
+        yield Load("gradients", "optimizer", "backward", "sum", 1, 0.0, more * 3 * e * trained, more * tensors)
+    mine = trained / (setup.gpus if setup.zero else 1)
+    yield Load("gradient norm", "optimizer", "optimizer", "norm", 1, 0.0, e * mine, 3 * foreach)
+    p = 2 * e if not setup.master else 8 + e  # the parameter, or its float32 master and a copy of it
+    moments = {"adamw": 4 * state, "adamw8bit": 4 * (1 + 4 / 256)}.get(setup.optimizer, 0)
+    moved = p + e + moments
+    launches = -(-tensors // _TENSORS_8BIT) if setup.optimizer == "adamw8bit" else foreach
+    if setup.optimizer == "adamw" and state != e and not setup.master:
+        # torch's kernel wants one dtype: parameters and gradients are widened first, and parameters narrowed afterwards
+        moved = (e + 4) + (e + 4) + 7 * 4 + (4 + e)
+        launches = 3 * foreach
+    if setup.optimizer in OFFLOADING:
+        # hot columns; of the others the gradients on their way down and, at most every step, the weights that land
+        moved = setup.hot * (3 * 8 + 2 * e) + (1 - setup.hot) * 4 * e
+    yield Load("optimizer", "optimizer", "optimizer", setup.optimizer, 1, 0.0, moved * mine, launches)

@@ -1,0 +1,172 @@
+"""What a live model, or the session that trains it, says of itself: a plan's arguments where none are given.
+
+    recipe          what `sk.apply` gave it, with the adapters that its layers have (ours or PEFT's)
+    fusion          what `sk.fuse` gave it; recompute as that says, or as transformers' gradient checkpointing
+    on the host     weights and activations, by `sk.offload_weights` and `sk.offload_activations`
+    what trains     the parameters that require a gradient, with their dtypes
+    a session's     optimizer, micro-batches, batch and length where a step or its data tells them, whether it records CUDA graphs
+
+Models are read by what they offer, and by what is noted of them in surokit/applied.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from surokit.applied import Trainer, fusion_of, host_streams, recipe_of
+from surokit.planner.counts.flops import Trained
+from surokit.planner.counts.memory import DTYPE_BYTES
+from surokit.recipe import BF16, Lora
+
+
+@dataclass(frozen=True)
+class Own:
+    """Arguments of `plan` that a model or session has itself; `source` in words, "" where nothing live is planned.
+
+    `trained` is what trains, as it is held. `notes` say what of the model a plan cannot follow.
+    """
+
+    source: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    trained: Trained | None = None
+    notes: tuple[str, ...] = ()
+
+    def has(self, recipe: Any) -> bool:
+        """Whether this is its recipe; BF16 is none."""
+        return bool((recipe or BF16) == (self.arguments.get("recipe") or BF16))
+
+
+NOTHING = Own()
+
+
+def model_in(what: Any) -> Any:
+    """The model of a session; anything else as it is."""
+    return what.model if isinstance(what, Trainer) else what
+
+
+def read_own(what: Any) -> Own:
+    """What a live model or a session says of itself; NOTHING of anything else."""
+    model = model_in(what)
+    if not all(callable(getattr(model, name, None)) for name in ("named_parameters", "modules")):
+        return NOTHING
+    named = list(model.named_parameters())
+    adapters = _Adapters.of(named)
+    notes = list(adapters.notes)
+    trained = _trained(named, adapters)
+    base = [p for name, p in named if not _is_adapter(name)]
+    trains = sum(_trains(p) for p in base)
+    if not trained.parameters:
+        notes.append("no parameter of this model requires a gradient: the plan takes what its recipe trains")
+    elif adapters.rank and trains == len(base):
+        adapters = replace(adapters, rank=0)
+        notes.append("adapters train beside all weights: what they compute is left out")
+    elif adapters.rank and trains:
+        notes.append(
+            f"{trains} of {len(base)} parameter tensors train beside the adapters: their gradients and the optimizer's states "
+            "count, their FLOPs do not"
+        )
+    elif not adapters.rank and trains < len(base):
+        notes.append(
+            f"{len(base) - trains} of {len(base)} parameter tensors are frozen: gradients and the optimizer's states leave them "
+            "out, FLOPs and activations are those of training all"
+        )
+    arguments = {"recipe": _recipe(model, adapters), **_fusion(model), **_on_the_host(model)}
+    if (isinstance(what, Trainer) and what.compile) or hasattr(model, "_orig_mod"):
+        arguments["fusion"] = "none"
+        notes.append("torch.compile is not planned: the step is taken as eager, with nothing fused")
+    if isinstance(what, Trainer):
+        arguments |= what.plan_arguments()
+    source = "the session" if isinstance(what, Trainer) else f"the live {type(model).__name__}"
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    return Own(source, arguments, trained if trained.parameters else None, tuple(notes))
+
+
+def _trains(p: Any) -> bool:
+    return bool(getattr(p, "requires_grad", False))
+
+
+def _is_adapter(name: str) -> bool:
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
+@dataclass(frozen=True)
+class _Adapters:
+    """Low-rank adapters by their parameters: ours are `q_proj.lora_A.weight`, PEFT's `q_proj.lora_A.default.weight`."""
+
+    rank: int = 0
+    targets: tuple[str, ...] = ()
+    peft: bool = False
+    bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, Any]]) -> _Adapters:
+        ranks: Counter[str] = Counter()  # by layer, of all its adapters together
+        peft, size, notes = False, 0, []
+        for name, p in named:
+            if not _is_adapter(name):
+                continue
+            size += p.numel() * p.element_size()
+            path, _, rest = name.partition(".lora_A.")
+            if rest:
+                ranks[path] += p.shape[0]
+                peft |= rest != "weight"
+            elif ".lora_B." not in name:
+                notes.append(f"what {name.rpartition('.lora_')[2]} of an adapter computes is left out")
+        if not ranks:
+            return cls(notes=tuple(notes))
+        targets = tuple(dict.fromkeys(path.rpartition(".")[2] for path in ranks))
+        (rank, _), *others = Counter(ranks.values()).most_common()
+        if others:
+            notes.append(f"adapters of several ranks are planned with rank {rank}, that of most")
+        return cls(rank, targets, peft, size, tuple(dict.fromkeys(notes)))
+
+
+def _trained(named: Sequence[tuple[str, Any]], adapters: _Adapters) -> Trained:
+    those = [p for _, p in named if _trains(p)]
+    dtypes = {dtype_of(p) for p in those}
+    return Trained(
+        parameters=sum(p.numel() for p in those),
+        bytes=sum(p.numel() * p.element_size() for p in those),
+        dtype=dtypes.pop() if len(dtypes) == 1 else None,
+        adapter_bytes=adapters.bytes,
+        peft=next((dtype_of(p) for name, p in named if ".lora_A." in name), None) if adapters.peft else None,
+    )
+
+
+def dtype_of(p: Any) -> str | None:
+    """A parameter's dtype as a plan names it; None for what holds no numbers to train."""
+    name = str(getattr(p, "dtype", "")).rpartition(".")[2]
+    short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    return short.get(name) if name in DTYPE_BYTES else None
+
+
+def _recipe(model: Any, adapters: _Adapters) -> Any:
+    """What was applied last, with the adapters that are there: they outlive a recipe, may be merged, or another's."""
+    recipe = next((found for module in model.modules() if (found := recipe_of(module)) is not None), None)
+    if recipe is not None and any(getattr(module, "keeps_decoded", False) for module in model.modules()):
+        recipe = recipe.decode_once()  # as a session on a CPU decides
+    if not adapters.rank:
+        return recipe if recipe is None or recipe.adapter is None else replace(recipe, adapter=None)
+    recipe = recipe or BF16
+    now = recipe.adapter or Lora()
+    if recipe.adapter is not None and now.rank == adapters.rank and set(adapters.targets) <= set(now.targets):
+        return recipe
+    return recipe.lora(adapters.rank, now.alpha, adapters.targets)
+
+
+def _fusion(model: Any) -> dict[str, Any]:
+    fusion = fusion_of(model)
+    checkpointed = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+    recompute = getattr(fusion, "recompute", None)
+    return {"fusion": fusion, "recompute": "full" if checkpointed and recompute in (None, "none") else recompute}
+
+
+def _on_the_host(model: Any) -> dict[str, Any]:
+    """What `sk.offload_weights` and `sk.offload_activations` keep there."""
+    kept = {stream.keeps: stream.prefetch for stream in host_streams(model)}
+    found: dict[str, Any] = {"offload_activations": True} if "activations" in kept else {}
+    return {**found, "offload_weights": kept["weights"], "recompute": "full"} if "weights" in kept else found

@@ -1,0 +1,97 @@
+"""What a plan is about: a number of parameters, or the shape of a config or a model, read once."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any, Literal
+
+from surokit import arguments, units
+from surokit.planner.counts.memory import Layers
+from surokit.planner.inputs.configs import FAMILIES, read_shape
+from surokit.planner.inputs.introspect import NOTHING, Own, dtype_of, model_in, read_own
+from surokit.planner.inputs.shape import Shape, built_here
+
+# Families whose configs drop activations unless told otherwise; dropped ones have masks, and attention loses its fused kernel.
+_DROPS = ("gpt2", "seed_oss")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned: a shape, or a number of parameters alone; what is live has a `dtype`, `layers`, a `device`, and its `own`
+    arguments."""
+
+    parameters: float
+    name: str
+    shape: Shape | None = None
+    notes: tuple[str, ...] = ()
+    dtype: str | None = None
+    layers: Layers = "surokit"
+    device: Literal["cpu", "cuda"] = "cuda"
+    own: Own = NOTHING
+
+    @property
+    def active(self) -> float:
+        """Parameters that a token passes: the N of 6ND."""
+        return self.parameters if self.shape is None else float(self.shape.active_parameters)
+
+
+def read_subject(what: Any) -> Subject:
+    """The subject of anything that `plan` takes; a Subject as it is."""
+    if isinstance(what, Subject):
+        return what
+    if isinstance(what, str) and not Path(what).exists():
+        with suppress(ValueError):  # "8e9", as a command line has it
+            what = float(what)
+    if isinstance(what, (bool, Real)):
+        parameters = arguments.parameters(what)
+        return Subject(parameters, f"{units.count(parameters)} parameters")
+    live, what = what, model_in(what)
+    shape, source = read_shape(what)
+    own = read_own(live)
+    notes: tuple[str, ...] = ()
+    if shape.family not in FAMILIES:
+        notes += (
+            f"model_type {shape.family!r} is counted as if it were a Llama-family decoder (three-matrix SwiGLU, RMSNorm)",
+        )
+    if shape.experts is not None:
+        notes += (
+            "a recipe is taken to reach every expert as linear layers of its own, each with its adapter; transformers keeps "
+            "them in one tensor, which apply() leaves as it is",
+        )
+    if shape.family in _DROPS:
+        notes += (f"memory takes {shape.family} without dropout, which its configs have: set it to 0, or expect more",)
+    layers = _own_layers(what, shape)
+    if layers == "transformers" and not built_here(shape):
+        notes += (f"surokit has no layers for {shape.family}: memory and time are those of transformers' layers",)
+    name = f"{shape.family} of {units.count(shape.parameters)} parameters {source}"
+    return Subject(float(shape.parameters), name, shape, notes, _own_dtype(what), layers, _own_device(what), own)
+
+
+def _own_layers(what: Any, shape: Shape) -> Layers:
+    """Whose layers compute: a live model's own, transformers' for what ours cannot build, else ours.
+
+    A model's are transformers' where its class, or the one that an adapter wraps, is theirs.
+    """
+    if not built_here(shape):
+        return "transformers"
+    model = what.get_base_model() if hasattr(what, "get_base_model") else what
+    theirs = type(model).__module__.startswith("transformers.models") and hasattr(model, "parameters")
+    return "transformers" if theirs else "surokit"
+
+
+def _own_dtype(what: Any) -> str | None:
+    """The dtype of a live model's first high-precision parameter."""
+    parameters = getattr(what, "parameters", None)
+    if not callable(parameters):
+        return None
+    return next((name for p in parameters() if (name := dtype_of(p))), None)
+
+
+def _own_device(what: Any) -> Literal["cpu", "cuda"]:
+    """Where a live model's first parameter is; a GPU for what is on none yet."""
+    parameters = getattr(what, "parameters", None)
+    first = next(iter(parameters()), None) if callable(parameters) else None
+    return "cpu" if getattr(getattr(first, "device", None), "type", None) == "cpu" else "cuda"

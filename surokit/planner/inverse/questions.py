@@ -1,0 +1,466 @@
+"""A plan asked backwards: what is the most that fits, how many GPUs, how many tokens, what rate, which model?
+
+    largest(plan, "batch")               the largest batch whose memory one GPU has
+    gpus_for(plan, days=30)              the fewest GPUs that are done in time
+    tokens_for(plan, usd=100_000)        the tokens that a budget pays for
+    parameters_for(plan, usd=100_000)    the model, and its tokens, that make most of a budget
+    rate_for(plan, days=30)              what each GPU must achieve for it
+
+Nothing here has a formula of its own. Every answer is found by planning again (`Plan.but`), so it is the inverse of the
+plan by construction: the answer meets what was asked and the next whole number does not. That needs a plan that only
+grows: more sequences, tokens, layers or parameters never take less memory, and more GPUs never more time. What a plan
+does not know, its inverse does not either: at a given rate, GPUs keep it in any number, unless `efficiency` says how it
+falls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from surokit import arguments, units
+from surokit.planner.counts.communication import Speedup
+from surokit.planner.counts.flops import frozen
+from surokit.planner.inverse.recipe_choice import asked_gib
+from surokit.planner.inverse.remedies import fitting
+
+if TYPE_CHECKING:
+    from surokit.planner.inputs.shape import Shape
+    from surokit.planner.planning import Plan
+
+#: Where a search ends: beyond these nothing was ever trained, and an answer would say that the room sets no limit.
+_MOST = {"batch": 10**9, "length": 10**9, "layers": 1024, "parameters": 10**14}
+_MOST_GPUS = 10**7
+# arguments.parameters takes nothing smaller for a model
+_LEAST = {"parameters": 10**4}
+#: Tokens a parameter that make most of a training budget, by the rule of thumb from Hoffmann et al. (arXiv 2203.15556).
+TOKENS_PER_PARAMETER = 20
+
+
+def largest(plan: Plan, what: str, *, gib: float | None = None, multiple: int = 1) -> int:
+    """The largest batch, length, number of layers or of parameters whose memory one GPU has.
+
+    what        "batch" (sequences on one GPU), "length" (tokens of each), "layers" (of the config, all else as it is), or
+                "parameters", for plans of a number: their weights, gradients and optimizer states alone, so leave
+                activations their room in `gib`
+    gib         memory to use, GiB; the GPU's own without it
+    multiple    only multiples of this, as lengths of 128
+
+    A length ends at the positions that a model has learned; up to which length one with rotary positions is any good, its
+    config says. Raises ValueError where not even the smallest fits (names the term that binds and a remedy), and where the
+    plan lacks a figure that memory needs.
+    """
+    room = asked_gib(plan, gib)
+    at = _varied(plan, what)
+    unit = arguments.integer("multiple", multiple)
+    first = -(-_LEAST.get(what, 1) // unit)
+    positions = plan.shape.positions if what == "length" and plan.shape is not None else 0
+    last = (positions or _MOST[what]) // unit
+    if first > last:
+        raise ValueError(f"multiple={unit:,} is beyond the {positions or _MOST[what]:,} of {what} that there can be.")
+    smallest = at(first * unit)
+    if smallest.memory.left_out and what != "parameters":
+        raise ValueError(f"The largest {what} cannot be told, the plan lacks {smallest.memory.left_out[0]}.")
+
+    def gib_of(n: int) -> float:
+        return at(n * unit).memory.gib
+
+    if gib_of(first) > room:
+        least = f"{what}={first * unit:,}"
+        raise ValueError(f"Not even {least} fits into {units.gib(room)}: {_why_not(smallest, room)}")
+    found = _last_within(gib_of, room, first, last)
+    if found == last and not positions:
+        raise ValueError(f"{units.gib(room)} set no limit to {what}: even {last * unit:,} fit; check gib=.")
+    return unit * found
+
+
+def gpus_for(
+    plan: Plan,
+    *,
+    days: float | None = None,
+    gib: float | None = None,
+    usd: float | None = None,
+    multiple: int = 1,
+    efficiency: Callable[[int], float] | Speedup | None = None,
+) -> int:
+    """The fewest GPUs that are done within `days`, whose memory of `gib` each suffices, or both.
+
+    usd         a budget that the run must also keep; at a constant rate, cost does not depend on the number of GPUs
+    multiple    only multiples of this: 8 for whole nodes
+    efficiency  the share of the plan's rate that each of n GPUs keeps: a function of n, or a `fit_speedup` to measured
+                rates; 1 without it
+
+    Raises ValueError where no number of GPUs does, with what would.
+    """
+    unit = arguments.integer("multiple", multiple)
+    share = _share(efficiency)
+    if days is None and gib is None:
+        raise ValueError(
+            "gpus_for() needs something to meet: give days=, the time there is, or gib=, the memory of one GPU."
+        )
+    nodes = 1 if days is None else _nodes_in_time(plan, _days(days), unit, share)
+    if gib is not None:
+        nodes = _nodes_that_hold(plan, asked_gib(plan, gib), unit, nodes)
+    if usd is not None:
+        _affordable(plan.but(gpus=nodes * unit), arguments.number("usd", usd), share(nodes * unit))
+    return nodes * unit
+
+
+def tokens_for(
+    plan: Plan, *, days: float | None = None, gpu_hours: float | None = None, usd: float | None = None
+) -> int:
+    """The most tokens whose run stays within each budget given; a range of prices counts at its middle.
+
+    Raises ValueError without a budget, or where the plan has no rate (or, for usd, no price) to spend it at.
+    """
+    budgets = _budgets(days, gpu_hours, usd)
+    trial = _spending(plan, budgets)
+    scale = min(budget / getattr(trial, name) for name, budget in budgets.items())
+    assert trial.tokens is not None
+    tokens = round(trial.tokens * scale)
+    if not 1000 <= tokens <= 1e16:
+        given = " and ".join(_budget_text(name, budget) for name, budget in budgets.items())
+        much = "hardly any" if tokens < 1000 else "more than there is text"
+        raise ValueError(f"{given} would pay for {tokens:.3g} tokens, {much}: check its unit.")
+
+    def within(n: int) -> bool:
+        again = plan.but(tokens=n)
+        return all(getattr(again, name) <= budget for name, budget in budgets.items())
+
+    # the guess is right but for rounding
+    while not within(tokens):
+        tokens -= 1
+    while tokens < 10**16 and within(tokens + 1):
+        tokens += 1
+    return tokens
+
+
+def rate_for(
+    plan: Plan, *, days: float | None = None, gpu_hours: float | None = None, usd: float | None = None
+) -> float:
+    """Model TFLOPS that each GPU must achieve for the run to stay within each budget given.
+
+    Raises ValueError where that is more than the dense peaks of the plan's products allow: no rate then does.
+    """
+    budgets = _budgets(days, gpu_hours, usd)
+    if plan.tokens is None:
+        raise ValueError("rate_for() needs the run: give the plan tokens=.")
+    # at one TFLOPS, which an unknown GPU does not refuse
+    slow = plan.but(gpu=None, tflops_per_gpu=1.0, mfu=None)
+    _has(slow, budgets)
+    tflops = max(getattr(slow, name) / budget for name, budget in budgets.items())
+    peak = _most_tflops(plan)
+    if peak is not None and tflops > peak:
+        given = " and ".join(_budget_text(name, budget) for name, budget in budgets.items())
+        remedy = "spend more, or train on fewer tokens"
+        if set(budgets) == {"days"}:
+            remedy = f"it takes {math.ceil(plan.setup.gpus * tflops / peak):,} GPUs even at that peak"
+        raise ValueError(
+            f"{given} would take {tflops:,.4g} TFLOPS of each GPU, and the most is {peak:,.4g}, {plan.time.floor_how}: {remedy}."
+        )
+    return float(tflops)
+
+
+def _most_tflops(plan: Plan) -> float | None:
+    """Model TFLOPS of one GPU with each product at its own dense peak; None where that is not known."""
+    if plan.flops is None or plan.time.floor_gpu_hours is None:
+        return None
+    return plan.flops / (plan.time.floor_gpu_hours * 3600) / 1e12
+
+
+@dataclass(frozen=True)
+class Optimal:
+    """The model, and the tokens to train it on, that a budget of `flops` makes most of; `how` names the law."""
+
+    parameters: float
+    tokens: float
+    flops: float
+    how: str
+
+    def __str__(self) -> str:
+        size, text = units.count(self.parameters), units.count(self.tokens)
+        return f"{size} parameters on {text} tokens, {units.value(self.flops, 'FLOP')}: {self.how}"
+
+
+def parameters_for(
+    plan: Plan,
+    *,
+    days: float | None = None,
+    gpu_hours: float | None = None,
+    usd: float | None = None,
+    law: Any = None,
+) -> Optimal:
+    """The compute-optimal model of a budget: all of it spent on training once, counted as 6ND.
+
+    `law` is a scaling law with .optimal(flops) -> (parameters, tokens); without one, 20 tokens a parameter (Hoffmann et
+    al., arXiv 2203.15556). A model that will be used a lot is better smaller and trained for longer than that.
+    """
+    budgets = _budgets(days, gpu_hours, usd)
+    if frozen(plan.recipe):
+        raise ValueError(
+            f"parameters_for() is about training from the start, and {plan.recipe.name} freezes the model: "
+            "plan with a recipe that trains it."
+        )
+    trial = _spending(plan, budgets)
+    assert trial.flops is not None
+    flops = trial.flops * min(budget / getattr(trial, name) for name, budget in budgets.items())
+    if law is None:
+        parameters = math.sqrt(flops / (6 * TOKENS_PER_PARAMETER))
+        tokens = TOKENS_PER_PARAMETER * parameters
+        how = f"{TOKENS_PER_PARAMETER} tokens a parameter, the rule of thumb of arXiv 2203.15556"
+    else:
+        if not hasattr(law, "optimal"):
+            raise TypeError(
+                f"law={law!r} is no scaling law: give sk.CHINCHILLA, sk.KAPLAN or what sk.fit_scaling(runs) returns."
+            )
+        best = law.optimal(flops)
+        parameters, tokens = best
+        how = f"where {getattr(law, 'name', type(law).__name__)} has its lowest loss"
+        if getattr(getattr(law, "law", law), "counts", "all") != "all":
+            how += ", its parameters without embeddings"
+        if note := getattr(best, "note", ""):
+            how += f" (extrapolated: {note})"
+    return Optimal(float(parameters), float(tokens), float(flops), how)
+
+
+# -- one plan, varied
+
+
+def _varied(plan: Plan, what: str) -> Callable[[int], Plan]:
+    """n -> the plan with n of `what`."""
+    if what not in _MOST:
+        raise ValueError(f"largest() does not know {what!r}: ask for {', '.join(map(repr, _MOST))}.")
+    shape = plan.shape
+    if what == "parameters":
+        if shape is not None:
+            raise ValueError(
+                "largest(plan, 'parameters') is for plans of a number: this one has a config, ask for its 'layers'."
+            )
+        return lambda n: _of(plan, parameters=float(n), name=f"{units.count(n)} parameters")
+    if shape is None:
+        raise ValueError(
+            f"A number of parameters has no {what} to fit: plan with a config, or ask for the largest 'parameters'."
+        )
+    if what != "layers":
+        return lambda n: plan.but(**{what: n})
+
+    def deep(n: int) -> Plan:
+        other = _in_layers(shape, n)
+        name = f"{shape.family} of {units.count(other.parameters)} parameters in {n} layers"
+        return _of(plan, shape=other, parameters=float(other.parameters), name=name)
+
+    return deep
+
+
+def _in_layers(shape: Shape, n: int) -> Shape:
+    """The shape with n blocks; which of them have experts or a window goes on as it did in the second half."""
+
+    def go_on(layers: tuple[int, ...]) -> tuple[int, ...]:
+        has = [layer in layers for layer in range(shape.layers)]
+        tail = has[len(has) // 2 :]
+        period = next(p for p in range(1, len(tail) + 1) if all(a == b for a, b in zip(tail, tail[p:])))
+        while len(has) < n:
+            has.append(has[-period])
+        return tuple(layer for layer in range(n) if has[layer])
+
+    changes: dict[str, Any] = {"layers": n}
+    if shape.window_layers is not None:
+        changes["window_layers"] = go_on(shape.window_layers)
+    if shape.experts is not None:
+        routed = go_on(shape.experts.layers)
+        changes["experts"] = replace(shape.experts, layers=routed) if routed else None
+    return replace(shape, **changes)
+
+
+def _of(plan: Plan, **subject: Any) -> Plan:
+    """The same plan of another subject."""
+    return replace(plan, subject=replace(plan.subject, **subject)).but()
+
+
+def _why_not(plan: Plan, room: float) -> str:
+    """What takes the memory of a plan that does not fit, and what would make it fit."""
+    term = plan.memory.largest
+    most = f"it takes {units.gib(plan.memory.gib)}, the largest term being {term.name} ({units.gib(term.gib)})"
+    return f"{most}; {fitting(plan, gib=room).sentence}."
+
+
+# -- searches over whole numbers
+
+
+def _last_within(value: Callable[[int], float], room: float, low: int, high: int) -> int:
+    """The last n up to `high` with value(n) <= room, where value(low) is and value never falls.
+
+    Memory is close to a straight line, so the line through the two nearest points soon finds the place; every third step halves
+    or doubles, which keeps the number of steps small for any other curve.
+    """
+    at_low, above, at_above = value(low), high + 1, math.inf
+    slope, steps = 0.0, 0
+    while above - low > 1:
+        steps += 1
+        if at_above < math.inf:
+            slope = (at_above - at_low) / (above - low)
+        far = low + (room - at_low) / slope if slope > 0 else math.inf
+        if steps % 3 == 0 or far == math.inf:
+            far = (low + above) // 2 if at_above < math.inf else 2 * low
+        n = min(max(low + 1, math.floor(far)), above - 1)
+        if (new := value(n)) <= room:
+            slope = (new - at_low) / (n - low)
+            low, at_low = n, new
+        else:
+            above, at_above = n, new
+    return low
+
+
+def _first(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The first n for which `holds`: false at `low`, true at `high`, and once true it stays so."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def _lowest(value: Callable[[int], float], low: int, high: int) -> int:
+    """Where a `value` that falls and then rises is lowest."""
+    while high > low:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if value(middle) > value(middle + 1) else (low, middle)
+    return low
+
+
+# -- budgets
+
+
+def _days(value: Any) -> float:
+    days = arguments.number("days", value)
+    if days > 36525:
+        raise ValueError(f"days={days:g} is more than a century: the unit is days.")
+    return days
+
+
+def _budgets(days: float | None, gpu_hours: float | None, usd: float | None) -> dict[str, float]:
+    """The budgets given, by the name of the plan's figure."""
+    budgets = {}
+    if days is not None:
+        budgets["days"] = _days(days)
+    if gpu_hours is not None:
+        budgets["gpu_hours"] = arguments.number("gpu_hours", gpu_hours)
+    if usd is not None:
+        budgets["usd"] = arguments.number("usd", usd)
+    if not budgets:
+        raise ValueError("There is no budget to keep: give days=, gpu_hours= or usd=.")
+    return budgets
+
+
+def _budget_text(name: str, budget: float) -> str:
+    return units.value(budget, {"days": "days", "gpu_hours": "GPU hours", "usd": "USD"}[name])
+
+
+def _has(plan: Plan, names: Mapping[str, float] | tuple[str, ...]) -> None:
+    """Checks that the plan has these figures, which are None without a rate or a price."""
+    for name in names:
+        if getattr(plan, name) is not None:
+            continue
+        if plan.time.rate_tflops is None:
+            raise ValueError(
+                "How far time and money go needs a rate: give the plan tflops_per_gpu=, or mfu= with gpu=."
+            )
+        raise ValueError("A budget in USD needs a price: give the plan usd_per_gpu_hour=.")
+
+
+def _spending(plan: Plan, budgets: Mapping[str, float]) -> Plan:
+    """The plan of a run to scale to the budgets, with the figures that they are compared with."""
+    trial = plan.but(tokens=1e12)
+    _has(trial, budgets)
+    return trial
+
+
+# -- GPUs, in nodes of `unit`
+
+
+def _run(plan: Plan, names: tuple[str, ...]) -> None:
+    if plan.tokens is None:
+        raise ValueError("The plan lacks the run: give it tokens=.")
+    _has(plan, names)
+
+
+def _share(efficiency: Callable[[int], float] | Speedup | None) -> Callable[[int], float]:
+    """n -> the share of the rate that each of n GPUs keeps."""
+    if efficiency is None:
+        return lambda n: 1.0
+    if isinstance(efficiency, Speedup):
+        one = efficiency.rate(1)
+        return lambda n: efficiency.rate(n) / (n * one)
+    if not callable(efficiency):
+        raise TypeError(
+            f"efficiency={efficiency!r} must say it for any number of GPUs: give a function of n, or a fit_speedup()."
+        )
+    return lambda n: arguments.number(f"efficiency({n})", efficiency(n))
+
+
+def _affordable(plan: Plan, usd: float, share: float) -> None:
+    _run(plan, ("usd",))
+    assert plan.usd is not None
+    if plan.usd / share > usd:
+        raise ValueError(
+            f"The run costs {units.value(plan.usd / share, 'USD')} on {plan.setup.gpus:,} GPUs, the fewest that do, more "
+            f"than {units.value(usd, 'USD')}: tokens_for(usd=) says how far that goes."
+        )
+
+
+def _nodes_in_time(plan: Plan, days: float, unit: int, share: Callable[[int], float]) -> int:
+    _run(plan, ("days",))
+    assert plan.gpu_hours is not None
+    gpus = plan.gpu_hours / 24 / days
+    if gpus > _MOST_GPUS:
+        raise ValueError(
+            f"{units.days(days)} would take {gpus:.3g} GPUs, more than there are: give more days, or plan fewer tokens."
+        )
+
+    @cache
+    def takes(nodes: int) -> float:
+        """Days; they fall with the GPUs, and may rise again where they wait for each other."""
+        alone = plan.but(gpus=nodes * unit).days
+        assert alone is not None
+        return alone / share(nodes * unit)
+
+    def in_time(nodes: int) -> bool:
+        return takes(nodes) <= days
+
+    # more GPUs help up to a point; the first few may also lose to one, by a communication that hardly grows with more
+    last, fastest = 1, 1
+    while not in_time(last):
+        if 2 * last * unit > _MOST_GPUS:
+            raise ValueError(
+                f"No number of GPUs is done in {units.days(days)} at this efficiency, the fastest being {fastest * unit:,}: "
+                "give more days, or plan fewer tokens."
+            )
+        if takes(2 * last) >= takes(last):
+            best = _lowest(takes, max(1, last // 2), 2 * last)
+            if in_time(best):
+                last = best
+                break
+            fastest = min(fastest, best, key=takes)
+        last *= 2
+        fastest = min(fastest, last, key=takes)
+    return 1 if last == 1 else _first(in_time, max(1, last // 2), last)
+
+
+def _nodes_that_hold(plan: Plan, room: float, unit: int, least: int) -> int:
+    """The fewest nodes, `least` at least, whose GPUs hold their share."""
+
+    def fits(nodes: int) -> bool:
+        return plan.but(gpus=nodes * unit).memory.gib <= room
+
+    if fits(least):
+        return least
+    most, zero = _MOST_GPUS // unit, plan.setup.zero
+    if zero and fits(most):
+        return _first(fits, least, most)
+    held = plan.but(gpus=most * unit)
+    reason = f"zero={zero} leaves {units.gib(held.memory.gib)} on each"
+    if not zero:
+        reason = f"without zero= each holds all {units.gib(held.memory.gib)}"
+    raise ValueError(f"No number of GPUs of {units.gib(room)} suffices, {reason}; {fitting(held, gib=room).sentence}.")

@@ -1,0 +1,192 @@
+"""Which recipe to choose: each is planned on the same model and GPU, and the one predicted fastest that fits is named.
+
+Times of recipes are those of the plan's estimate of a step (roofline.py), where it has one. Without one they are bounds,
+every product at its own dense peak: an emulated recipe then looks as fast as bfloat16, so none is called the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from surokit import arguments
+from surokit.formats import TENSOR_CORES
+from surokit.planner.counts.flops import frozen, gemms_of, on_gpu
+from surokit.tables import data_frame
+
+_COLUMNS = ("step_ms", "kind", "speedup", "against", "gib", "fits", "products", "why", "fastest")
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from surokit.hardware.gpus import Gpu
+    from surokit.planner.planning import Plan
+    from surokit.recipe import Recipe
+
+
+def asked_gib(plan: Plan, gib: float | None) -> float:
+    """The memory to fit into, GiB: as given, or the GPU's own, or a CPU's machine's."""
+    if gib is None:
+        if plan.room_gib is None:
+            raise ValueError("The memory to fit into is not known: give gib=80, or the plan a gpu= that has it.")
+        return plan.room_gib
+    room = arguments.number("gib", gib)
+    # no device holds 20 TiB: bytes or MiB were meant
+    if room > 20_000:
+        guess = room / 1024 if room < 2e7 else room / 2**30
+        raise ValueError(f"gib={room:g} is more than any GPU has: did you mean {guess:.4g} (the unit is GiB)?")
+    return room
+
+
+def known_gib(plan: Plan, gib: float | None) -> float | None:
+    """The same, None where it is not known."""
+    return plan.room_gib if gib is None else asked_gib(plan, gib)
+
+
+# -- recipes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One recipe on a plan; what cannot be known is None.
+
+    kind        of `step_ms`: "prediction" at measured rates, "optimistic" at a datasheet's, or "bound"
+    speedup     against the recipe that `against` names, bfloat16 with the same parameters trained; times of one kind only
+    products    "bf16", "native", "partly native" or "emulated" on the plan's GPU, "" without one; `why` in words
+    fastest     the least time of those that fit and train what the plan trains, everything or an adapter
+    """
+
+    name: str
+    recipe: Recipe
+    step_ms: float | None
+    kind: str
+    speedup: float | None
+    against: str
+    gib: float
+    fits: bool | None
+    products: str
+    why: str
+    fastest: bool = False
+
+
+def recipes(plan: Plan, names: Iterable[str | Recipe] | None = None, *, gib: float | None = None) -> pd.DataFrame:
+    """Every recipe on the plan's model, GPU, batch and length, one a row: time, speedup, memory, native or emulated.
+
+    names       recipes or their names; all named ones without it, and bfloat16 with an adapter where any freezes the base
+    gib         memory to fit into, GiB; the GPU's own without it
+
+    A plan whose recipe has an adapter compares recipes with that adapter. Columns are the fields of `Choice`, recipe by name.
+    """
+    rows = [{"recipe": c.name, **{k: getattr(c, k) for k in _COLUMNS}} for c in compare_recipes(plan, names, gib=gib)]
+    return data_frame(rows)
+
+
+def compare_recipes(
+    plan: Plan, names: Iterable[str | Recipe] | None = None, *, gib: float | None = None
+) -> tuple[Choice, ...]:
+    """The rows of `recipes`, without pandas."""
+    room = known_gib(plan, gib)
+    rows = []
+    bases: dict[Recipe, tuple[float | None, str]] = {}
+    for recipe, baseline in _candidates(plan, names):
+        again = plan.but(recipe=recipe)
+        step_ms, kind = _step(again)
+        if baseline not in bases:
+            bases[baseline] = _step(plan.but(recipe=baseline))
+        base_ms, base_kind = bases[baseline]
+        products, why = _products(recipe, plan.gpu)
+        choice = Choice(
+            name=_label(recipe),
+            recipe=recipe,
+            step_ms=step_ms,
+            kind=kind,
+            speedup=base_ms / step_ms if base_ms and step_ms and kind == base_kind else None,
+            against=_label(baseline),
+            gib=again.memory.gib,
+            fits=_fits(again, room),
+            products=products,
+            why=why,
+        )
+        rows.append(choice)
+    # what trains only an adapter is no rival of what trains everything
+    alike = [c for c in rows if c.recipe.frozen_base == frozen(plan.recipe)] or rows
+    timed = [c for c in alike if c.step_ms and c.fits is not False]
+    # a bound does not know what emulation costs
+    timed = [c for c in timed if c.kind != "bound"] or [c for c in timed if c.products in ("bf16", "native")]
+    if not timed:
+        return tuple(rows)
+    best = min(timed, key=lambda c: c.step_ms or 0.0)
+    return tuple(replace(c, fastest=c is best) for c in rows)
+
+
+def _candidates(plan: Plan, names: Iterable[str | Recipe] | None) -> list[tuple[Recipe, Recipe]]:
+    """The recipes to compare, each with bfloat16 of the same trained parameters."""
+    from surokit.recipe import BF16, Lora, Recipe, find_recipe
+    from surokit.recipe import recipes as named
+
+    own = plan.recipe
+    adapter = own.adapter if isinstance(own, Recipe) else None
+    if isinstance(names, str | Recipe):
+        names = (names,)
+    chosen = [find_recipe(name) for name in names] if names is not None else list(named.values())
+    if not chosen:
+        raise ValueError("There is no recipe to compare: give names, or none for all of them.")
+    if names is None and isinstance(own, Recipe) and own.name not in named:
+        chosen.append(own)
+    if adapter is not None:
+        chosen = [r.lora(adapter.rank, adapter.alpha, adapter.targets) for r in chosen]
+    pairs: dict[Recipe, Recipe] = {}
+    for recipe in chosen:
+        a = recipe.adapter or Lora()
+        baseline = BF16.lora(a.rank, a.alpha, a.targets) if recipe.frozen_base else BF16
+        if names is None:
+            pairs.setdefault(baseline, baseline)
+        pairs[recipe] = baseline
+    return list(pairs.items())
+
+
+def _fits(plan: Plan, room: float | None) -> bool | None:
+    """Whether the plan fits; None where that cannot be told."""
+    if room is None:
+        return None
+    fits = plan.memory.gib <= room
+    return None if fits and plan.memory.left_out else fits
+
+
+def _label(recipe: Recipe) -> str:
+    return f"{recipe.name}+lora" if recipe.adapter and recipe.storage is None else recipe.name
+
+
+def _step(plan: Plan) -> tuple[float | None, str]:
+    """(milliseconds of one step, what kind of figure that is)."""
+    if (estimate := plan.estimate) is not None:
+        return estimate.step_ms, estimate.kind
+    floor = plan.time.floor_step_ms
+    return floor, "" if floor is None else "bound"
+
+
+def _products(recipe: Recipe, gpu: Gpu | None) -> tuple[str, str]:
+    """How the GPU computes a recipe's products, in a word and in words."""
+    gemms = gemms_of(on_gpu(recipe, gpu))
+    # a frozen weight has no gradient
+    quantized = [gemm for gemm in (gemms[:2] if frozen(recipe) else gemms) if gemm.quantized]
+    if not quantized:
+        over = f" over weights decoded from {recipe.storage.format}" if recipe.storage else ""
+        return "bf16", f"products in bfloat16{over}"
+    if gpu is None:
+        return "", "which products are native is not known: give gpu="
+    native: dict[str, None] = {}
+    emulated: dict[str, None] = {}
+    for gemm in quantized:
+        if gemm.kind is None:
+            emulated["no tensor cores compute them"] = None
+        elif not gpu.multiplies(gemm.kind):
+            cores = TENSOR_CORES[gemm.kind]
+            emulated[f"{cores.name} need {cores.where}"] = None
+        elif gpu.peak(gemm.kind) == gpu.peak():
+            native[f"{TENSOR_CORES[gemm.kind].name}, counted at the {gpu.plain} peak: theirs is not known"] = None
+        else:
+            native[TENSOR_CORES[gemm.kind].name] = None
+    word = "emulated" if not native else "partly native" if emulated else "native"
+    return word, "; ".join([*native, *(f"emulated in bfloat16, {why}" for why in emulated)])

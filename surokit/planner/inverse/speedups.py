@@ -1,0 +1,128 @@
+"""What makes a step faster, and what it takes: fusing, CUDA graphs, less recompute, W' cached.
+
+Each way is planned on top of those taken before it, in the order of what they ask of a user; one is taken where it saves time and
+still fits. Times are those of the plan's estimate, so they are as good as its rates.
+
+    fusion='fused'             853.6 ms    -76.3 ms    +0.0 GiB  taken
+    transposed='cached'        597.1 ms    -13.8 ms    +6.9 GiB  taken
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from surokit.planner.inverse.recipe_choice import known_gib
+from surokit.planner.times.roofline import why_no_estimate
+from surokit.tables import data_frame, html_table, text_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from surokit.planner.planning import Plan
+
+_LEAST_MS = 0.0005  # of a step; what saves less is not worth its memory
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way: how to write it, the step and the memory with it, what it changes of both, and whether it is taken, or why not."""
+
+    how: str
+    changes: Mapping[str, Any]
+    step_ms: float
+    saves_ms: float
+    gib: float
+    adds_gib: float
+    taken: bool
+    why: str
+
+    @property
+    def words(self) -> str:
+        """As in: W' cached: + 6.9 GiB, - 13.8 ms."""
+        return f"{self.how}: {self.adds_gib:+.1f} GiB, {-self.saves_ms:+.1f} ms"
+
+
+@dataclass(frozen=True, repr=False)
+class Faster:
+    """The ways, one after the other, and the plan with those that are taken; `kind` is that of the times."""
+
+    step_ms: float
+    ways: tuple[Way, ...]
+    plan: Plan
+    kind: str
+
+    @property
+    def sentence(self) -> str:
+        taken = [way.how for way in self.ways if way.taken]
+        if not taken:
+            return f"a step of {self.step_ms:,.4g} ms ({self.kind}) gets no faster by any of these"
+        last = [way for way in self.ways if way.taken][-1]
+        gain = self.step_ms / last.step_ms
+        return f"{', '.join(taken)}: {self.step_ms:,.4g} ms to {last.step_ms:,.4g} ms ({self.kind}), {gain:.2f} times as fast"
+
+    def table(self) -> pd.DataFrame:
+        """A row a way: way, step_ms, saves_ms, gib, adds_gib, taken, why."""
+        columns = ("step_ms", "saves_ms", "gib", "adds_gib", "taken", "why")
+        return data_frame([{"way": w.how, **{c: getattr(w, c) for c in columns}} for w in self.ways])
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (w.how, f"{w.step_ms:,.4g} ms", f"{-w.saves_ms:+,.3g} ms", f"{w.adds_gib:+.2f} GiB", w.why)
+            for w in self.ways
+        ]
+
+    _HEADER = ("one after the other", "step", "", "memory", "")
+
+    def __repr__(self) -> str:
+        rows = [text_table(self._rows(), header=self._HEADER, right=(1, 2, 3))] if self.ways else []
+        return "\n".join([self.sentence, *rows])
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows(), header=self._HEADER, right=(1, 2, 3), title=self.sentence)
+
+
+def faster(plan: Plan, *, gib: float | None = None) -> Faster:
+    """What would make a plan's step faster within `gib` (the GPU's own memory without it; unlimited where neither is known).
+
+    Raises ValueError where a step's time cannot be estimated, with what is missing.
+    """
+    room, now = known_gib(plan, gib), plan
+    if missing := why_no_estimate(plan.shape, plan.compute, plan.setup, plan.gpu):
+        raise ValueError(f"faster() cannot tell: {missing}")
+    ways = []
+    for how, changes in _ways(plan):
+        if "transposed" in changes and not now.setup.fusion:
+            continue  # only a fused step keeps W'
+        tried = now.but(**changes)
+        before, after = now.estimate, tried.estimate
+        assert before is not None
+        assert after is not None
+        unknown = how == "graphs=True" and before.rates.launch_us is None
+        saves = 0.0 if unknown else before.step_ms - after.step_ms
+        fits = room is None or tried.memory.gib <= room
+        worth = saves > _LEAST_MS
+        why = "taken" if worth and fits else "does not fit" if worth else "no faster here"
+        if unknown:
+            why = "not known: what a launch costs is measured by sk.calibrate()"
+        more = tried.memory.gib - now.memory.gib
+        ways.append(Way(how, changes, before.step_ms - saves, saves, tried.memory.gib, more, worth and fits, why))
+        now = tried if worth and fits else now
+    first = plan.estimate
+    assert first is not None
+    return Faster(first.step_ms, tuple(ways), now, first.kind)
+
+
+def _ways(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(how to write it, the changes), what asks least first; what the plan has already is left out."""
+    setup = plan.setup
+    if setup.training and setup.device == "cuda":
+        if not setup.fusion:
+            yield "fusion='fused'", {"fusion": "fused"}
+        if not setup.graphs:
+            yield "graphs=True", {"graphs": True}
+    if setup.training and setup.recompute != "none":
+        yield "recompute='none'", {"recompute": "none"}
+    if setup.training and setup.device == "cuda" and setup.fusion.frozen != "transposed":
+        yield "transposed='cached'", {"transposed": "cached"}

@@ -1,0 +1,239 @@
+"""Time and money: exact arithmetic on what the user gives, and a bound from the peaks where a rate is not given.
+
+    time = FLOPs / (GPUs x rate x goodput)      cost = GPU hours x price
+
+Sums are done in rational numbers and rounded once, so that round inputs give round results. No rate and no price is
+assumed: without one, the time is only bounded from below, each product at its own format's dense peak.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from surokit import arguments
+from surokit.hardware.gpus import Gpu
+from surokit.planner.counts.flops import Compute, Kinds
+from surokit.planner.times.roofline import Estimate
+
+
+def exact(value: float) -> Fraction:
+    """The decimal number that was typed, so that 0.4 is four tenths."""
+    return Fraction(repr(float(value)))
+
+
+@dataclass(frozen=True)
+class Price:
+    """US dollars of one GPU hour, as a range with the month it was seen in and where. The planner has no price of its own."""
+
+    low: float
+    high: float
+    date: str = ""
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        arguments.price(self.low)
+        arguments.price(self.high)
+        if self.low > self.high:
+            raise ValueError(
+                f"A price from {self.low:g} to {self.high:g} USD goes backwards: give the lower figure first."
+            )
+
+    @property
+    def middle(self) -> float:
+        return float((exact(self.low) + exact(self.high)) / 2)
+
+    def __str__(self) -> str:
+        figure = f"{self.low:g}" if self.low == self.high else f"{self.low:g} to {self.high:g}"
+        return ", ".join(part for part in (f"{figure} USD", self.date, self.source) if part)
+
+
+def read_price(value: Any) -> Price:
+    """A price as it may be given: a number, a pair (low, high), or a Price."""
+    if isinstance(value, Price):
+        return value
+    if isinstance(value, tuple | list):
+        if len(value) != 2:
+            raise ValueError(f"usd_per_gpu_hour={value!r}: a range of prices is a pair, (1.8, 3.2).")
+        low, high = (arguments.price(each) for each in value)
+        return Price(low, high)
+    return Price(arguments.price(value), arguments.price(value))
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The share of the hours that makes progress, and what it rests on: time between failures, and between checkpoints."""
+
+    share: float
+    mtbf_hours: float
+    save_every_minutes: float
+
+
+def expected_goodput(
+    gpus: int,
+    *,
+    gpu_mtbf_hours: float,
+    save_minutes: float,
+    restart_minutes: float,
+    save_every_minutes: float | None = None,
+) -> Goodput:
+    """Predicted goodput of a synchronous run that any failing GPU stops: `plan(..., goodput=expected_goodput(...).share)`.
+
+    gpu_mtbf_hours   mean time between failures of one GPU with its share of host and network; the run's is 1 / gpus of it
+    save_minutes     that a checkpoint holds the training up
+    restart_minutes  from a failure to the first new step
+    save_every_minutes   between checkpoints; without it sqrt(2 save MTBF), which loses least
+
+    A failure loses half an interval and the restart. Young, CACM 17 (1974); Daly, FGCS 22 (2006). Raises ValueError where nothing
+    would be left.
+    """
+    mtbf = arguments.number("gpu_mtbf_hours", gpu_mtbf_hours) * 60 / arguments.integer("gpus", gpus, most=1e7)
+    save = arguments.number("save_minutes", save_minutes)
+    restart = arguments.number("restart_minutes", restart_minutes)
+    every = (2 * save * mtbf) ** 0.5 if save_every_minutes is None else save_every_minutes
+    every = arguments.number("save_every_minutes", every)
+    share = (1 - save / (every + save)) * (1 - (every / 2 + restart) / mtbf)
+    if share <= 0:
+        raise ValueError(
+            f"With a failure every {mtbf:.3g} minutes nothing gets done between checkpoints of {every:.3g} minutes and "
+            f"restarts of {restart:.3g}: make saving or restarting faster, or use fewer GPUs."
+        )
+    return Goodput(share, mtbf / 60, every)
+
+
+@dataclass(frozen=True)
+class Time:
+    """Predicted time; a figure that cannot be known from what was given is None.
+
+    `rate_tflops` are model TFLOPS of one GPU, `rate_how` says where it comes from, `mfu` is its share of `peak_tflops`
+    (`peak` names it) and `hfu` the share with recompute. `usd` is at the middle of a price's range. `floor_*` are lower
+    bounds: no run is faster than `floor_how`. `waits_ms` is what offloading adds to a predicted step; None where it is not known.
+    """
+
+    rate_tflops: float | None = None
+    rate_how: str = ""
+    rate_kind: str = "given"
+    peak: str = ""
+    peak_tflops: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    goodput: float = 1.0
+    days: float | None = None
+    gpu_hours: float | None = None
+    usd: float | None = None
+    usd_range: tuple[float, float] | None = None
+    step_ms: float | None = None
+    tokens_per_s: float | None = None
+    floor_days: float | None = None
+    floor_gpu_hours: float | None = None
+    floor_step_ms: float | None = None
+    floor_how: str = ""
+    waits_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be computed: model FLOPs of the run and of one step over all GPUs, and the tokens of that step."""
+
+    run: Fraction | None
+    step: Fraction | None
+    step_tokens: int | None
+    recompute_share: float = 0.0
+
+
+def count_time(
+    work: Work,
+    *,
+    gpus: int,
+    gpu: Gpu | None,
+    tflops_per_gpu: float | None,
+    mfu: float | None,
+    goodput: float,
+    price: Price | None,
+    compute: Compute | None = None,
+    kinds: Kinds = (None, None, None),
+    estimate: Estimate | None = None,
+    waits_ms: float | None = None,
+) -> Time:
+    """Time, GPU hours and cost of `work`.
+
+    Without a given rate, that of an `estimate` at measured rates is taken, whose step waits for `waits_ms` besides; a datasheet's
+    are no prediction. Without `compute`, the bound takes every FLOP at the highest peak of `kinds`.
+    """
+    peak_tflops, peak = gpu.peak() if gpu else (None, "")
+    rate: Fraction | None = None
+    how = ""
+    predicted = tflops_per_gpu is None and mfu is None and estimate is not None and estimate.kind == "prediction"
+    if tflops_per_gpu is not None:
+        rate, how = exact(tflops_per_gpu), "as given"
+    elif mfu is not None:
+        assert peak_tflops is not None, "plan() has checked it"
+        rate = exact(mfu) * exact(peak_tflops)
+        how = f"MFU {mfu:.1%} of {peak}, {peak_tflops:g} TFLOPS"
+    elif predicted and estimate is not None:
+        rate, how = exact(estimate.tflops), f"predicted, {estimate.how}"
+        if waits_ms:
+            rate *= exact(estimate.step_ms) / exact(estimate.step_ms + waits_ms)
+            how += ", with what the host adds"
+    share = None if rate is None or peak_tflops is None else float(rate) / peak_tflops
+    hours = days = step_s = usd = usd_range = None
+    if rate is not None:
+        flop_per_gpu_hour = rate * 10**12 * 3600 * exact(goodput)
+        if work.run is not None:
+            hours = work.run / flop_per_gpu_hour
+            days = hours / gpus / 24
+            if price is not None:
+                usd = hours * exact(price.middle)
+                usd_range = float(hours * exact(price.low)), float(hours * exact(price.high))
+        if work.step is not None:
+            step_s = work.step / (rate * 10**12 * gpus)
+    floor_share, floor_how = _floor(compute, gpu, kinds)
+    floor_hours = floor_step = None
+    if floor_share is not None:
+        # hours of one GPU for one model FLOP when every product runs at its own peak
+        if work.run is not None:
+            floor_hours = float(work.run) * floor_share / 3600
+        if work.step is not None:
+            floor_step = float(work.step) * floor_share / gpus
+    return Time(
+        rate_tflops=None if rate is None else float(rate),
+        rate_how=how,
+        rate_kind="given" if tflops_per_gpu is not None or mfu is not None else "prediction",
+        peak=peak,
+        peak_tflops=peak_tflops,
+        mfu=share,
+        hfu=None if share is None else share * (1 + work.recompute_share),
+        goodput=goodput,
+        days=None if days is None else float(days),
+        gpu_hours=None if hours is None else float(hours),
+        usd=None if usd is None else float(usd),
+        usd_range=usd_range,
+        step_ms=None if step_s is None else float(step_s * 1000),
+        tokens_per_s=None if step_s is None or work.step_tokens is None else float(work.step_tokens / step_s),
+        floor_days=None if floor_hours is None else floor_hours / gpus / 24,
+        floor_gpu_hours=floor_hours,
+        floor_step_ms=None if floor_step is None else floor_step * 1000,
+        floor_how=floor_how,
+        waits_ms=waits_ms if predicted else None,
+    )
+
+
+def _floor(compute: Compute | None, gpu: Gpu | None, kinds: Kinds) -> tuple[float | None, str]:
+    """(GPU seconds a model FLOP, in words) with every product at its own dense peak: nothing is faster than that."""
+    if gpu is None or gpu.plain_tflops is None:
+        return None, ""
+    if compute is None:
+        tflops, name = max((gpu.peak(kind) for kind in kinds), key=lambda peak: peak[0] or 0.0)
+        assert tflops is not None
+        return 1 / (tflops * 1e12), f"100 % of {name}, {tflops:g} TFLOPS"
+    seconds = 0.0
+    names: dict[str, None] = {}
+    for product in compute.products:
+        for flop, kind in product.passes:
+            tflops, name = gpu.peak(kind)
+            assert tflops is not None
+            seconds += flop / (tflops * 1e12)
+            if flop:
+                names[f"{name}, {tflops:g}"] = None
+    return seconds / compute.model, "100 % of " + " and ".join(names) + " TFLOPS"

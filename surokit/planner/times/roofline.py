@@ -1,0 +1,374 @@
+"""How long a step is planned to take: each kernel the larger of its FLOPs over a rate and its bytes over a bandwidth.
+
+traffic.py says what one GPU computes, moves and launches; here it meets rates. Where the GPU was calibrated (`Gpu.ceilings`) these
+are rates that the machine reached, and the estimate is a prediction. Elsewhere they are the datasheet's, which few runs reach,
+and the estimate is optimistic; it says so.
+
+    row     max(FLOPs / rate, bytes / bandwidth, launches x launch time)       which of the three is the row's bound
+    step    max(sum of max(FLOPs, bytes) + gaps, sum of launches) + exposed communication
+
+The host launches ahead of the device, so a row whose launches take longer than its kernels delays a step only where that holds for
+the step as a whole: rows are what each part takes alone, and may sum to more than the step. A processor computes what it calls
+itself, so there both sums add up; and there quantizing is arithmetic, slower than the copy that it is taken for, so that a
+quantized recipe's estimate is optimistic at measured rates too.
+
+A GPU waits about a microsecond from one kernel to the next (`GAP_US`, assumed and not measured), whoever launched them. In a step
+that is captured as CUDA graphs the host launches nothing, and the gaps are all that launching costs. They are counted where
+launching is: with graphs, or where a launch was calibrated.
+
+Rates of large square products are an upper end: real shapes reach less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from surokit import arguments, units
+from surokit.hardware.gpus import Gpu
+from surokit.hardware.linear import Pass
+from surokit.hardware.rates import GAP_US, Rates, rates_of
+from surokit.planner.counts.communication import GPUS_A_NODE, Communication, communicate
+from surokit.planner.counts.flops import Compute, on_gpu, placements
+from surokit.planner.counts.fused_traffic import FusedStep
+from surokit.planner.counts.memory import DTYPE_BYTES, Setup
+from surokit.planner.counts.traffic import GROUPS, Load, Step, loads
+from surokit.planner.inputs.shape import Shape
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Bound = Literal["compute", "memory", "launch"]
+_PROCESSOR_QUANTIZES = "quantizing is taken at the memory's bandwidth, which a processor does not reach"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of work in one pass of a step, on one GPU: what it asks, and what each resource takes for it alone.
+
+    `ms` is the largest of the three times and `bound` names it; `device_ms` leaves the launches out. `launch_ms` is None where
+    the cost of a launch is not known. `count` matrices or blocks share the row.
+    """
+
+    module: str
+    group: str
+    step: Pass
+    part: str
+    count: int
+    flop: float
+    bytes: float
+    launches: float
+    compute_ms: float
+    memory_ms: float
+    launch_ms: float | None
+
+    @property
+    def device_ms(self) -> float:
+        return max(self.compute_ms, self.memory_ms)
+
+    @property
+    def ms(self) -> float:
+        return max(self.device_ms, self.launch_ms or 0.0)
+
+    @property
+    def bound(self) -> Bound:
+        if (self.launch_ms or 0.0) > self.device_ms:
+            return "launch"
+        return "compute" if self.compute_ms >= self.memory_ms else "memory"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step's time on one GPU, row by row; see the module's text for how rows make a step.
+
+    kind    "prediction" at rates that a calibration reached; "optimistic" at a datasheet's, and where a processor quantizes
+    tokens  of an optimizer step, over all GPUs
+    """
+
+    rows: tuple[Row, ...]
+    communication: Communication
+    rates: Rates
+    tokens: int
+    model_flop: float
+    floor_ms: float
+    peak_tflops: float | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Literal["prediction", "optimistic"]:
+        return "prediction" if self.rates.measured and not _quantizes_slowly(self.rates, self.rows) else "optimistic"
+
+    @property
+    def how(self) -> str:
+        return self.rates.how + (f"; {_PROCESSOR_QUANTIZES}" if _quantizes_slowly(self.rates, self.rows) else "")
+
+    @property
+    def device_ms(self) -> float:
+        """What the device computes and moves."""
+        return sum(row.device_ms for row in self.rows)
+
+    @property
+    def launch_ms(self) -> float | None:
+        """What the host takes to launch it; None where a launch's cost is not known."""
+        return None if self.rates.launch_us is None else sum(row.launch_ms or 0.0 for row in self.rows)
+
+    @property
+    def gaps_ms(self) -> float:
+        """What the device waits from kernel to kernel."""
+        return sum(row.launches for row in self.rows) * self.rates.gap_us / 1e3
+
+    @property
+    def exposed_ms(self) -> float | None:
+        """Communication that no computing hides; None where the link's rate is not known."""
+        return self.communication.exposed_ms
+
+    @property
+    def step_ms(self) -> float:
+        """An optimizer step: the device or the host, whichever takes longer, and what communication is known to add.
+
+        On a processor, which is both, their sum.
+        """
+        return self.device_ms + self._added_ms + (self.exposed_ms or 0.0)
+
+    @property
+    def _added_ms(self) -> float:
+        """What launching adds to the device's time: gaps, or the host's time where that is longer."""
+        launch = self.launch_ms or 0.0
+        return max(self.gaps_ms, launch - self.device_ms) if self.rates.ahead else launch
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over all GPUs."""
+        return self.tokens / self.step_ms * 1e3
+
+    @property
+    def tflops(self) -> float:
+        """Model TFLOPS of one GPU."""
+        return self.model_flop / self.step_ms / 1e9
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs over what the dense BF16 peak could compute in the step; None without a known peak."""
+        return None if self.peak_tflops is None else self.tflops / self.peak_tflops
+
+    @property
+    def speed_of_light(self) -> float:
+        """Share of the step that its products would take with each at its own rate (the peak, where it is known)."""
+        return self.floor_ms / self.step_ms
+
+    @property
+    def binds(self) -> str:
+        """What the step waits for most: compute, memory, launch or communication."""
+        return max(self.by_bound().items(), key=lambda item: item[1])[0]
+
+    def by_bound(self) -> dict[str, float]:
+        """ms of the step by what bounds it: compute, memory, launch (gaps, or what the host adds), communication; their sum."""
+        sums = {"compute": 0.0, "memory": 0.0}
+        for row in self.rows:
+            sums["compute" if row.compute_ms >= row.memory_ms else "memory"] += row.device_ms
+        return {**sums, "launch": self._added_ms, "communication": self.exposed_ms or 0.0}
+
+    def by_group(self) -> dict[str, float]:
+        """Device ms by group: products, attention, head and loss, elementwise, adapter, quantization, optimizer."""
+        return self._sums(lambda row: row.group, GROUPS)
+
+    def by_pass(self) -> dict[str, float]:
+        """Device ms by pass: forward, recompute, backward, optimizer."""
+        return self._sums(lambda row: row.step, ("forward", "recompute", "backward", "optimizer"))
+
+    def by_module(self) -> dict[str, float]:
+        """Device ms by module, longest first."""
+        return dict(sorted(self._sums(lambda row: row.module, ()).items(), key=lambda item: -item[1]))
+
+    def _sums(self, key: Callable[[Row], str], order: Iterable[str]) -> dict[str, float]:
+        sums = dict.fromkeys(order, 0.0)
+        for row in self.rows:
+            sums[key(row)] = sums.get(key(row), 0.0) + row.device_ms
+        return sums
+
+    def table(self) -> pd.DataFrame:
+        """One row a module, pass and part: what it asks, and ms of each resource, of the step's tokens on one GPU."""
+        import pandas as pd
+
+        columns = (
+            *("module", "group", "step", "part", "count", "flop", "bytes", "launches"),
+            *("compute_ms", "memory_ms", "launch_ms", "ms", "bound"),
+        )
+        return pd.DataFrame([[getattr(row, c) for c in columns] for row in self.rows], columns=list(columns))
+
+    def lines(self) -> list[tuple[str, float, str, str, str]]:
+        """(term, value, unit, kind, how) of a plan's table."""
+        rows: list[tuple[str, float, str, str, str]] = [("step, estimated", self.step_ms, "ms", self.kind, self.how)]
+        device = self.device_ms
+        for group, ms in self.by_group().items():
+            if ms:
+                bound = _mostly(row for row in self.rows if row.group == group)
+                rows.append(
+                    (f"  {group}", ms, "ms", self.kind, f"{ms / device:.0%} of the device's time, bound by {bound}")
+                )
+        if self.launch_ms is not None:
+            count = units.count(sum(row.launches for row in self.rows))
+            hidden = self.launch_ms <= device + self.gaps_ms
+            if self.gaps_ms and hidden:
+                how = (
+                    f"{count} kernels{' of CUDA graphs' * self.rates.graphs}, a gap of {GAP_US:g} us assumed after each"
+                )
+                rows.append(("  gaps", self.gaps_ms, "ms", self.kind, how))
+            if not self.rates.graphs:
+                rest = ", hidden behind the device" if hidden else ": the host is what the step waits for"
+                how = f"{count} launches of {self.rates.launch_us:.3g} us"
+                how += rest if self.rates.ahead else ", added to the rest"
+                rows.append(("  launches", self.launch_ms, "ms", self.kind, how))
+        if self.communication.bytes and self.communication.exposed_ms is not None:
+            how = f"of {self.communication.ms:,.1f} ms: {self.communication.how}"
+            rows.append(("  communication, exposed", self.communication.exposed_ms, "ms", self.kind, how))
+        rows.append(("tokens a second, estimated", self.tokens_per_s, "tokens/s", self.kind, "tokens a step / step"))
+        return rows
+
+
+def _mostly(rows: Iterable[Row]) -> str:
+    sums: dict[str, float] = {}
+    for row in rows:
+        bound = "compute" if row.compute_ms >= row.memory_ms else "memory"
+        sums[bound] = sums.get(bound, 0.0) + row.device_ms
+    return max(sums, key=lambda bound: sums[bound])
+
+
+def estimate_step(
+    shape: Shape | None,
+    compute: Compute | None,
+    recipe: Any,
+    setup: Setup,
+    gpu: Gpu | None,
+    *,
+    trained_parameters: float,
+    between_gb_s: float | None = None,
+    gpus_a_node: int = GPUS_A_NODE,
+) -> Estimate | None:
+    """The planned time of an optimizer step; None where something is missing, which `why_no_estimate` names.
+
+    trained_parameters are those that have a gradient and an optimizer's state. between_gb_s: GB/s that one GPU has between nodes,
+    wanted beyond `gpus_a_node` GPUs.
+    """
+    if why_no_estimate(shape, compute, setup, gpu):
+        return None
+    assert shape is not None
+    assert compute is not None
+    assert gpu is not None
+    assert setup.batch is not None
+    assert setup.length is not None
+    rates = rates_of(gpu, setup.dtype)
+    assert isinstance(rates, Rates)
+    if setup.graphs:
+        rates = replace(rates, launch_us=0.0, graphs=True)
+    recipe = on_gpu(recipe, gpu)
+    kind = FusedStep if setup.fusion else Step
+    rows = tuple(_row(load, rates) for load in loads(shape, compute, recipe, setup, gpu, trained_parameters, kind))
+    width = DTYPE_BYTES[setup.dtype]
+    passes = {
+        step: sum(row.device_ms for row in rows if row.step == step) for step in ("forward", "recompute", "backward")
+    }
+    sent = communicate(
+        gpus=setup.gpus if setup.training else 1,
+        zero=setup.zero,
+        gradient_bytes=trained_parameters * width,
+        weight_bytes=_weight_bytes(shape, recipe, width),
+        trained_bytes=trained_parameters * width,
+        accumulate=setup.accumulate,
+        forward_ms=passes["forward"],
+        backward_ms=passes["recompute"] + passes["backward"],
+        peer_gb_s=(gpu.ceilings.peer_gb_s if gpu.ceilings else None) or gpu.peer_gb_s,
+        between_gb_s=between_gb_s,
+        gpus_a_node=gpus_a_node,
+    )
+    mine = setup.batch * setup.length * setup.accumulate
+    return Estimate(
+        rows=rows,
+        communication=sent,
+        rates=rates,
+        tokens=mine * setup.gpus,
+        model_flop=float(compute.model) * mine,
+        floor_ms=_floor_ms(compute, gpu, rates) * mine,
+        peak_tflops=gpu.plain_tflops,
+        notes=tuple(_notes(rates, sent, rows)),
+    )
+
+
+def why_no_estimate(shape: Shape | None, compute: Compute | None, setup: Setup, gpu: Gpu | None) -> str:
+    """What is missing for an estimate, in one sentence with the remedy; empty where nothing is."""
+    if shape is None or compute is None:
+        return "A step's time needs shapes, and a number of parameters has none: plan with a config or a model."
+    if setup.batch is None or setup.length is None:
+        return "A step's time needs its tokens: give batch= and length=."
+    if gpu is None:
+        return "A step's time needs a GPU: give gpu='H100' or the like."
+    rates = rates_of(gpu, setup.dtype)
+    return rates if isinstance(rates, str) else ""
+
+
+def _row(load: Load, rates: Rates) -> Row:
+    tflops = rates.attention_tflops if load.group == "attention" else rates.products[load.kind]
+    return Row(
+        module=load.module,
+        group=load.group,
+        step=load.step,
+        part=load.part,
+        count=load.count,
+        flop=load.flop,
+        bytes=load.bytes,
+        launches=load.launches,
+        compute_ms=load.flop / tflops / 1e9,
+        memory_ms=load.bytes / rates.bandwidth_tb_s / 1e9,
+        launch_ms=None if rates.launch_us is None else load.launches * rates.launch_us / 1e3,
+    )
+
+
+def _floor_ms(compute: Compute, gpu: Gpu, rates: Rates) -> float:
+    """ms of a token's products, each at its own peak; at the measured rate where there is no peak."""
+    total = 0.0
+    for p in compute.products:
+        for flop, kind in p.passes:
+            tflops = gpu.peak(kind)[0] or rates.products[kind]
+            total += flop / tflops / 1e9
+    return total
+
+
+def _weight_bytes(shape: Shape, recipe: Any, width: int) -> float:
+    """Bytes of all weights as they are held, adapters included: what ZeRO 3 gathers."""
+    storage = getattr(recipe, "storage", None)
+    total = float(shape.parameters * width)
+    for place in placements(shape, recipe):
+        w = place.weight
+        if storage is not None and not (shape.tied and w.name == "lm_head"):
+            total += place.quantized * w.n * w.k * (storage.bits / 8 - width)
+        total += place.adapter_parameters * width
+    return total
+
+
+def _quantizes_slowly(rates: Rates, rows: Iterable[Row]) -> bool:
+    return not rates.ahead and any(row.group == "quantization" for row in rows)
+
+
+def _notes(rates: Rates, sent: Communication, rows: Iterable[Row]) -> Iterable[str]:
+    if _quantizes_slowly(rates, rows):
+        yield f"{_PROCESSOR_QUANTIZES}: the step takes longer than estimated"
+    if rates.launch_us is None:
+        yield "launches are left out of the step's time: their cost is measured by sk.calibrate()"
+    if sent.bytes and sent.ms is None:
+        yield f"communication is left out of the step's time: {sent.how.rpartition('; ')[2]}"
+
+
+def recipe_gain(step_ms: float, gemm_ms: float, speedup: float, quantize_ms: float = 0.0) -> float:
+    """How much faster a step becomes when `gemm_ms` of it run `speedup` times as fast and quantizing adds `quantize_ms`.
+
+    T' = T - t_gemm (1 - 1/s) + t_quantize, from shares of *time*; the gain is T / T'. Shares of FLOPs promise more, since what is
+    no product takes time too.
+    """
+    step, gemm = arguments.number("step_ms", step_ms), arguments.number("gemm_ms", gemm_ms)
+    faster = arguments.number("speedup", speedup)
+    if gemm > step:
+        raise ValueError(f"gemm_ms={gemm:g} is more than the whole step of {step:g} ms: give both of one step.")
+    if quantize_ms < 0:
+        raise ValueError(f"quantize_ms={quantize_ms:g} must not be negative.")
+    return step / (step - gemm * (1 - 1 / faster) + quantize_ms)
