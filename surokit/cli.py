@@ -24,7 +24,7 @@ from surokit import units
 if TYPE_CHECKING:
     from surokit.planner.inverse.recipe_choice import Choice
     from surokit.planner.planning import Plan
-    from surokit.racing.equal import Difference
+    from surokit.racing.comparability import Difference
 
 
 class _Parser(argparse.ArgumentParser):

@@ -35,8 +35,8 @@ import torch
 from surokit.runs.records import Late, Records
 from surokit.runs.requests import LOOK_EVERY_S, PAUSE, SAVE, STOP, WAIT_S, Files
 from surokit.runs.status import EVERY_S, RunInfo, StatusFile
-from surokit.train.describe import device_name, gpus_of
 from surokit.train.errors import NoTargetsError
+from surokit.train.run_info import device_name, gpus_of
 from surokit.train.setup import claim_folder
 from surokit.widgets.panel import Panel, View, ViewName
 from surokit.widgets.state import PanelState

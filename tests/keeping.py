@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from surokit.bench.book import Book
 from surokit.bench.hour import GOES_ON
 from surokit.bench.offload_decoder import answers
+from surokit.bench.results_store import Book
 
 HEAD = {"benchmark": "tests on a device"}
 

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from surokit.bench import gpu_table
-from surokit.bench.book import Book, next_free
 from surokit.bench.configurations import PARTS, Configuration, Group, Part, Train, Work
 from surokit.bench.process import Failed, left_s
+from surokit.bench.results_store import Book, next_free
 from surokit.bench.systems import Systems
 from surokit.bench.turns import Call, OutOfTime, Running, System, Turns
 from surokit.environment import cores

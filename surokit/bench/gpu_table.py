@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surokit.bench.book import commits
 from surokit.bench.configurations import MODELS, Configuration, target_of
 from surokit.bench.result import grid, markdown
+from surokit.bench.results_store import commits
 from surokit.bench.targets import DEVICE, LEAST_OF_BF16, MEANING, MOST_DRIFT, MOST_IDLE, OVER_UNSLOTH, SOURCE, TARGETS
 from surokit.racing.statistics import spread
 

@@ -8,7 +8,7 @@ done, failed or cut off, for how many seconds it ran and what went wrong; it is 
 goes on where the last one ended, however that ended: what is done is not repeated, what was cut off goes on, and what failed is
 named and tried once more only where --again asks.
 
-A step that writes a file as it goes (surokit.bench.book) may take several calls. One that adds nothing to its file until its limit
+A step that writes a file as it goes (results_store.py) may take several calls. One that adds nothing to its file until its limit
 has failed; so has one that dies of itself. The others go on.
 """
 
@@ -30,8 +30,8 @@ from types import FrameType
 from typing import Any
 
 from surokit.bench import result
-from surokit.bench.book import commit
 from surokit.bench.process import end_with_parent
+from surokit.bench.results_store import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = 1  # of status.json

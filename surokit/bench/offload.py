@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from surokit.bench import offload_decoder, offload_emulated, offload_table
-from surokit.bench.book import Book, next_free
 from surokit.bench.configurations import Work
 from surokit.bench.offload_decoder import Real, Trains
 from surokit.bench.offload_emulated import CASES, Case, Emulated, Sleeper, gradients
 from surokit.bench.offload_table import turns_of
 from surokit.bench.offload_ways import AGAIN, CONTROL, NONE, WAYS, ZENFLOW, K, Way, host_busy, turn
 from surokit.bench.process import Answers, Failed, Worker, left_s, serve
+from surokit.bench.results_store import Book, next_free
 from surokit.bench.turns import Call, OutOfTime, Turns
 from surokit.planner.offload.formulas import Host, predict_offload
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from surokit.bench import result
-from surokit.bench.book import mixed
 from surokit.bench.offload_ways import AGAIN, CONTROL, NONE, WAYS, ZENFLOW, K
+from surokit.bench.results_store import mixed
 from surokit.planner.offload.formulas import stall_gain
 from surokit.racing.statistics import Interval, bootstrap_interval
 

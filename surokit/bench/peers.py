@@ -6,7 +6,7 @@ transformers alone. The first step and the warm-up come before the turns; how lo
 proves nothing, so every race also tells how far the losses went from the baseline's on the same rows, the loss on rows that
 nobody trained on, and the ratio of tokens/s times the ratio of the steps that each needed to the same training loss.
 
-A call ends after so many minutes; with the same --out another call goes on with what is left. See rivals.py for the systems.
+A call ends after so many minutes; with the same --out another call goes on with what is left. See baselines.py for the systems.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from surokit.bench import rivals
-from surokit.bench.book import Book, mixed
+from surokit.bench import baselines
 from surokit.bench.configurations import MODELS, TINY, Work
 from surokit.bench.corpus import corpus
 from surokit.bench.process import Failed, left_s
 from surokit.bench.result import markdown
+from surokit.bench.results_store import Book, mixed
 from surokit.bench.targets import OVER_UNSLOTH
 from surokit.bench.turns import Call, OutOfTime, Running, Turns
 from surokit.racing.statistics import smoothed, spread, steps_to
@@ -128,17 +128,19 @@ def listing(
     """What `run` would race here, what the rest lacks, and about how long it takes."""
     names = _names(systems, models)
     work = {"train": train, "device": "cpu" if rehearse else "cuda"}
-    lacking = {name: rivals.missing(rivals.SYSTEMS[name], work) for name in [*names, *BASELINES]}
+    lacking = {name: baselines.missing(baselines.SYSTEMS[name], work) for name in [*names, *BASELINES]}
     baseline = next_baseline(work)
     lines = [] if rehearse or _has_cuda() else ["There is no CUDA device here. On one, with these packages:"]
     for name in names:
-        system, why = rivals.SYSTEMS[name], lacking[name]
-        found = ", ".join(f"{package} {number}" for package, number in rivals.versions(system.packages).items())
+        system, why = baselines.SYSTEMS[name], lacking[name]
+        found = ", ".join(f"{package} {number}" for package, number in baselines.versions(system.packages).items())
         lines.append(f"{name:16} {'yes' if why is None else f'no: {why}':34} {system.words}{found and f' ({found})'}")
-    wanted = sorted({package for name in names for package in rivals.SYSTEMS[name].packages})
-    if absent := [package for package in wanted if package not in rivals.versions(wanted)]:
-        pinned = [f"'{package}=={rivals.WRITTEN_FOR[package]}'" for package in absent]
-        torch = [f"'torch=={number}'" for number in rivals.versions(["torch"]).values()]  # which shall stay what it is
+    wanted = sorted({package for name in names for package in baselines.SYSTEMS[name].packages})
+    if absent := [package for package in wanted if package not in baselines.versions(wanted)]:
+        pinned = [f"'{package}=={baselines.WRITTEN_FOR[package]}'" for package in absent]
+        torch = [
+            f"'torch=={number}'" for number in baselines.versions(["torch"]).values()
+        ]  # which shall stay what it is
         lines.append(f"To install what is missing: pip install {' '.join(pinned + torch)}")
     if baseline is None:
         return "\n".join([*lines, f"Nothing can be raced: one of {', '.join(BASELINES)} has to be there."])
@@ -150,12 +152,12 @@ def listing(
 
 def next_baseline(work: Mapping[str, Any]) -> str | None:
     """The first library that others can be held against here; None where there is none."""
-    return next((name for name in BASELINES if rivals.missing(rivals.SYSTEMS[name], work) is None), None)
+    return next((name for name in BASELINES if baselines.missing(baselines.SYSTEMS[name], work) is None), None)
 
 
 def _names(systems: Sequence[str] | None, models: Sequence[str]) -> list[str]:
-    names = list(systems or rivals.SYSTEMS)
-    for asked, known in ((names, list(rivals.SYSTEMS)), (models, list(MODELS))):
+    names = list(systems or baselines.SYSTEMS)
+    for asked, known in ((names, list(baselines.SYSTEMS)), (models, list(MODELS))):
         unknown = [name for name in asked if name not in known]
         if unknown:
             raise ValueError(f"There is no {unknown[0]!r}: known are {', '.join(known)}.")
@@ -190,9 +192,9 @@ def _files(folder: Path, shape: Mapping[str, Any], work: Work, device: str) -> d
         np.save(folder / f"{name}.npy", ids.astype(np.int32))
     weights = {"model": shape, "device": device, "seed": 0, "weights": str(folder / "weights"), "length": work.length}
     if device == "cpu":
-        rivals.write_weights(weights)
+        baselines.write_weights(weights)
     else:  # in another process, because what this one takes of the device it never gives back
-        rivals.worker("weights", weights, WEIGHTS_S).close()
+        baselines.worker("weights", weights, WEIGHTS_S).close()
     return {**weights, "recompute": "none", **{name: str(folder / f"{name}.npy") for name in rows}}
 
 
@@ -200,7 +202,7 @@ class _Racing(Running):
     """A system that has made its first step and its warm-up on this work, with its tokens/s of each turn."""
 
     def __init__(self, name: str, work: Mapping[str, Any], until_s: float) -> None:
-        super().__init__(rivals.worker(name, work, left_s(until_s)), WARM_UP, until_s)
+        super().__init__(baselines.worker(name, work, left_s(until_s)), WARM_UP, until_s)
         self.name, self.work, self.until_s = name, work, until_s
         self.rates: list[float] = []
         self.held: list[float | None] = []
@@ -233,9 +235,9 @@ class _Race:
         self.group, self.rounds, self.steps, self.call, self.book = group, rounds, steps, call, book
         self.need_s = 0.0  # what the next race takes, if it is like the last
         for name in names:
-            if group.train not in rivals.SYSTEMS[name].trains:
+            if group.train not in baselines.SYSTEMS[name].trains:
                 book.data["missing"][name] = f"it has no {group.train} training here"
-        able = [n for n in names if group.train in rivals.SYSTEMS[n].trains]
+        able = [n for n in names if group.train in baselines.SYSTEMS[n].trains]
         self.pending = [n for n in able if group.key(n) not in book]
         # a group keeps the baseline that it began with
         before = [e["baseline"] for e in shown(book.data) if _group(e) == group]
@@ -296,7 +298,7 @@ class _Race:
 
     def _started(self, work: Mapping[str, Any], name: str, until_s: float) -> _Racing:
         """The system after its warm-up, with the largest micro-batch that fits where it is at its best."""
-        if lacking := rivals.missing(rivals.SYSTEMS[name], work):
+        if lacking := baselines.missing(baselines.SYSTEMS[name], work):
             raise Failed(lacking, "missing")
         *larger, given = ({**work, "batch": batch, "accumulate": count} for batch, count in _shapes(work))
         for each in larger:
@@ -380,7 +382,7 @@ def gaps(entry: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[float]:
 
 def agrees(entry: Mapping[str, Any], baseline: Mapping[str, Any]) -> bool:
     """Whether the same was computed: the first loss and all losses within their bounds, and equally many numbers trained."""
-    first, all_of_them = BOUNDS[rivals.SYSTEMS[entry["system"]].exact]
+    first, all_of_them = BOUNDS[baselines.SYSTEMS[entry["system"]].exact]
     found = gaps(entry, baseline)
     return bool(found) and found[0] <= first and all(gap <= all_of_them for gap in found)
 
@@ -538,4 +540,4 @@ def figure(data: Mapping[str, Any]) -> Figure:
 if __name__ == "__main__":
     if len(sys.argv) != 4 or sys.argv[1] != "--worker":
         raise SystemExit("python -m surokit.bench peers is the command; this module is started by it.")
-    sys.exit(rivals.serve(sys.argv[2], json.loads(sys.argv[3])))
+    sys.exit(baselines.serve(sys.argv[2], json.loads(sys.argv[3])))

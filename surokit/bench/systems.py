@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from surokit.bench import rivals
+from surokit.bench import baselines
 from surokit.bench.configurations import MODELS, SMALL, TINY, Configuration, Work
 from surokit.bench.process import Failed, Worker, left_s, understood
 from surokit.bench.turns import Running, System
@@ -54,7 +54,7 @@ class Systems:
         """What another library lacks here, in words; "" where it runs, and for what is ours."""
         if not c.peer:
             return ""
-        why = rivals.missing(rivals.SYSTEMS[c.peer], {"train": c.train, "device": self.device})
+        why = baselines.missing(baselines.SYSTEMS[c.peer], {"train": c.train, "device": self.device})
         return f"{c.peer}: {why}" if why else ""
 
     def training(
@@ -98,7 +98,7 @@ class Systems:
             "device": self.device,
             "seed": 0,
         }
-        return rivals.worker(c.peer, task, left_s(until_s))
+        return baselines.worker(c.peer, task, left_s(until_s))
 
     def _corpus(self, vocab: int) -> tuple[Path, Path]:
         """Files of tokens [S, T] and of where the documents of each row begin [S, M]."""

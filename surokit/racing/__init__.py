@@ -1,8 +1,13 @@
 """Recipes raced on one device: in turns, with equal work enforced, and figures that say how far they can be trusted.
 
-start: `race` and `Race`. entries (the sessions) -> equal (do they do the same work?) -> driving (who goes when) -> runs (what
-happened, as plain values) -> statistics, outcome (what follows from it) -> result; picture, folder. parking: models that do not fit
-on the device together. predicted: the gain that was to be expected. statistics knows numbers only.
+start.py          race() and Race: from what a user gives to a race that has been run, and the way to go on
+entries.py        the sessions of a race, all from the same weights, data and settings
+comparability.py  whether they do the same work
+scheduler.py      whose turn it is, and what is asked of a race meanwhile
+model_swap.py     models that do not fit on the device together
+runs.py           what happened, as plain values
+outcome.py, statistics.py, predicted.py  what follows from it; the gain that was to be expected
+result.py         RaceResult: the table and its words; picture.py, folder.py
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from surokit.racing.equal import UnequalWork
+    from surokit.racing.comparability import UnequalWork
     from surokit.racing.start import Race, race
 
 __all__ = ["Race", "UnequalWork", "race"]

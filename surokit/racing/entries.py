@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from surokit.optim.spec import Spec
-from surokit.racing.parking import Parking, bytes_of, fits, share_frozen
+from surokit.racing.model_swap import Parking, bytes_of, fits, share_frozen
 from surokit.recipe import Recipe, find_recipe
 from surokit.train import Session
 from surokit.train.stream import Batch

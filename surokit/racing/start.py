@@ -12,13 +12,13 @@ import torch
 
 from surokit.optim.schedule import Schedule, schedule_to_dict
 from surokit.optim.spec import Spec
-from surokit.racing import equal, folder
-from surokit.racing.driving import Driver
+from surokit.racing import comparability, folder
 from surokit.racing.entries import Builder, Source, grid
 from surokit.racing.result import RaceResult, check_time
 from surokit.racing.runs import Run
+from surokit.racing.scheduler import Driver
 from surokit.train import AdamW, Cosine, Session
-from surokit.train.running import Running
+from surokit.train.background import Running
 from surokit.train.setup import claim_folder
 from surokit.train.stream import Batch
 
@@ -245,7 +245,7 @@ def race(
             f"race({theirs[0]}=...) is none of its settings: the race itself evaluates and saves, between turns."
         )
     who = grid(entries, control)
-    allowed = equal.check_allowed(allow)
+    allowed = comparability.check_allowed(allow)
     builder = Builder(who, model, data, settings, together, None)
     builder.check()
     where, _ = claim_folder(run_dir, "new")

@@ -1,25 +1,25 @@
 """Training: a Session owns a run. Optimizers are in surokit/optim, what a run writes in surokit/runs.
 
-session.py       Session: the step, run, evaluate, save, resume, fork
-control.py       stop, pause, save, work between two steps: what others ask of a run
-running.py       a run in a thread of its own
-engine.py        forward, backward and update of a step, on the device alone
-capture.py       the same as CUDA graphs, or why not
-prefetch.py      batches to the device while it computes
-fitting.py       fit_to_time: the size and the steps that end in a given time
-stream.py        data as an endless stream with a position
-measuring.py     what each step measured: meters, time, the device's state
-meters.py        numerics: each layer's quantization, measured during training
-telling.py       subscribers, told of each step once its values have arrived
-journal.py       what else is told of a run: what it is, how it stands, what ends it
-describe.py      RunInfo of a session
-diagnose.py      which layer was not finite
-looking.py       evaluation and samples, without a trace in the run
-keeping.py       save, resume, fork: what of a session outlasts a run
-checkpoint.py    checkpoints on disk, whole or not at all
-random_state.py  the random generators' state as a value
-summary.py       a run in one table
-errors.py        NonFiniteError, NoTargetsError, ResumeError
+session.py           Session: the step, run, evaluate, save, resume, fork
+setup.py             what a session is made from and fed with
+stream.py            data as an endless stream with a position; prefetch.py: batches to the device while it computes
+engine.py            forward, backward and update of a step, on the device alone
+capture.py           the same as CUDA graphs, or why not; fingerprint.py, cuda_graphs.py
+compiling.py         a step that torch's compiler makes
+control.py           stop, pause, save, work between two steps: what others ask of a run
+background.py        a run in a thread of its own
+random_state.py      the random generators' state as a value
+measuring.py         what each step measured: meters, time, the device's state
+meters.py            numerics: each layer's quantization, measured during training
+events.py            subscribers, told of each step once its values have arrived
+run_status.py        what else is told of a run: what it is, how it stands, what ends it; run_info.py
+diagnose.py          which layer was not finite
+evaluation.py        evaluation and samples, without a trace in the run
+checkpointing.py     save, resume, fork: what of a session outlasts a run
+checkpoint_files.py  checkpoints on disk, whole or not at all
+fitting.py           fit_to_time: the size and the steps that end in a given time
+summary.py           a run in one table
+errors.py            NonFiniteError, NoTargetsError, ResumeError
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from surokit.optim.spec import Spec
     from surokit.runs.records import Record, Records
     from surokit.runs.status import RunInfo
+    from surokit.train.background import Running
     from surokit.train.control import Control
     from surokit.train.errors import CheckpointError, NonFiniteError, NoTargetsError, ResumeError
+    from surokit.train.evaluation import Evaluation
     from surokit.train.fitting import Fit, fit_to_time
-    from surokit.train.looking import Evaluation
     from surokit.train.meters import numerics
-    from surokit.train.running import Running
     from surokit.train.session import Session
     from surokit.train.summary import Summary
 
@@ -77,13 +77,13 @@ _MODULES = {
     "Record": "surokit.runs.records",
     "Records": "surokit.runs.records",
     "Cosine": "surokit.optim.schedule",
-    "Evaluation": "surokit.train.looking",
+    "Evaluation": "surokit.train.evaluation",
     "Fit": "surokit.train.fitting",
     "fit_to_time": "surokit.train.fitting",
     "Session": "surokit.train.session",
     "Control": "surokit.train.control",
     "RunInfo": "surokit.runs.status",
-    "Running": "surokit.train.running",
+    "Running": "surokit.train.background",
     "Summary": "surokit.train.summary",
 }
 

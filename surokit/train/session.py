@@ -35,20 +35,21 @@ from surokit.recipe import Recipe, find_recipe
 from surokit.runs.health import Event
 from surokit.runs.records import Record, Records
 from surokit.runs.status import RunInfo
-from surokit.train import checkpoint as checkpoints
-from surokit.train import keeping, looking
+from surokit.train import checkpoint_files as checkpoints
+from surokit.train import checkpointing, evaluation
+from surokit.train.background import Running
 from surokit.train.capture import Capture
 from surokit.train.compiling import GivenUp
 from surokit.train.control import Control, at_a_boundary
-from surokit.train.describe import plan_arguments, title_of
 from surokit.train.diagnose import Finding
 from surokit.train.engine import Engine
-from surokit.train.journal import Condition, Journal
-from surokit.train.looking import Evaluation
+from surokit.train.evaluation import Evaluation
+from surokit.train.events import Arrivals, Subscriber, Subscribers
 from surokit.train.measuring import Attachable, Measuring, Meter
 from surokit.train.prefetch import Prefetch
 from surokit.train.random_state import OwnRandom, RandomState, seeded
-from surokit.train.running import Running
+from surokit.train.run_info import plan_arguments, title_of
+from surokit.train.run_status import Condition, Journal
 from surokit.train.setup import (
     Vocabulary,
     build_optimizer,
@@ -63,7 +64,6 @@ from surokit.train.setup import (
 )
 from surokit.train.stream import Batch, Stream, check_source
 from surokit.train.summary import Summary, summarize
-from surokit.train.telling import Arrivals, Subscriber, Subscribers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -184,9 +184,9 @@ class Session(Trainer):
         self._saved_at: int | None = None
         self.model.train()
         if found is not None:
-            keeping.load(self, found)
+            checkpointing.load(self, found)
         elif exist == "resume":
-            keeping.begin_anew(self)
+            checkpointing.begin_anew(self)
 
     # -- training
 
@@ -423,13 +423,13 @@ class Session(Trainer):
             raise ValueError("There is nothing to evaluate on: give Session(eval=...) or evaluate(data).")
         check_source(source)
         self.arrivals.harvest(wait=True)
-        evaluation = looking.evaluation(self, source)
-        self.evaluations.append(evaluation)
-        self.records.update(self.steps, eval_loss=evaluation.loss)
+        found = evaluation.evaluate(self, source)
+        self.evaluations.append(found)
+        self.records.update(self.steps, eval_loss=found.loss)
         self.records.flush()
-        self.subscribers.tell("on_eval", evaluation.step, evaluation.loss)
+        self.subscribers.tell("on_eval", found.step, found.loss)
         self.measuring.restart()
-        return evaluation.loss
+        return found.loss
 
     @at_a_boundary
     def sample(
@@ -446,7 +446,7 @@ class Session(Trainer):
         max_new_tokens: at most; where not given 64, or as many as the model's max_length has room for. tokenizer: the data's
         where not given; else whatever surokit.load_tokenizer takes.
         """
-        text = looking.sample(self, prompt, max_new_tokens, temperature, seed, tokenizer)
+        text = evaluation.sample(self, prompt, max_new_tokens, temperature, seed, tokenizer)
         self.measuring.restart()
         return text
 
@@ -473,7 +473,7 @@ class Session(Trainer):
 
         ValueError without a tokenizer or a template, and where the conversation is none or the template refuses it.
         """
-        reply = looking.chat(self, messages, max_new_tokens, temperature, seed, tokenizer, template)
+        reply = evaluation.chat(self, messages, max_new_tokens, temperature, seed, tokenizer, template)
         self.measuring.restart()
         return reply
 
@@ -549,7 +549,7 @@ class Session(Trainer):
         """
         self.arrivals.harvest(wait=True)
         self.records.flush()
-        path = keeping.save(self)
+        path = checkpointing.save(self)
         self._saved_at = self.steps
         return path
 
@@ -573,15 +573,15 @@ class Session(Trainer):
         FileNotFoundError, CheckpointError, or ResumeError that names what does not match.
         """
         found = checkpoints.find(Path(path))
-        model = keeping.model_of(found, model, recipe)
-        settings = keeping.settings_in(found, changes)
+        model = checkpointing.model_of(found, model, recipe)
+        settings = checkpointing.settings_in(found, changes)
         save_every = settings.pop("save_every")
         session = cls(model, data, **settings)
         if session.run_dir is None and found.path.parent.name == "checkpoints":
             session.run_dir = found.path.parent.parent
             session.records.path = session.run_dir / "records.jsonl"
         session.save_every = save_every if session.run_dir else None
-        keeping.load(session, found)
+        checkpointing.load(session, found)
         return session
 
     def take_up(self, meta: Mapping[str, Any]) -> None:
@@ -607,7 +607,7 @@ class Session(Trainer):
         this session's.
         """
         self.arrivals.harvest(wait=True)
-        return keeping.fork(self, recipe, run_dir, meters)
+        return checkpointing.fork(self, recipe, run_dir, meters)
 
     # -- contexts, stopping, compiling
 

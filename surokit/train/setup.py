@@ -21,7 +21,7 @@ from surokit import convert
 from surokit.optim.spec import Spec
 from surokit.places import check_values, make_folder
 from surokit.recipe import Recipe
-from surokit.train import checkpoint as checkpoints
+from surokit.train import checkpoint_files as checkpoints
 from surokit.train.errors import ResumeError
 from surokit.train.stream import Batch, check_batch, check_source
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from surokit.runs.smoothing import LossMean, ema_words
 from surokit.tables import html_table, text_table
-from surokit.train.describe import device_name, light_of
+from surokit.train.run_info import device_name, light_of
 
 if TYPE_CHECKING:
     from surokit.train.session import Session

@@ -1,15 +1,15 @@
 """What a notebook shows while a run goes on: one plain state, views on it, and figures of finished runs.
 
-state.py    PanelState, Series, Ruler: what is known, in bounded memory
-figure.py   line charts as SVG text
-picture.py  one state or several as SVG, as text, as a display message
-wire.py     the same as small messages for a panel that draws itself
-panel.py    Panel: subscribes to runs, shows the states through a widget, an SVG or a text view
-front.py    the widget, whose script and style are in front/
-follow.py   watch: the panel of runs that others train, from their folders
-folder.py   one such run as its folder tells it, and the files that ask it to stop
-growing.py  a records file, read as it grows
-curves.py   plot_runs: several runs over each other; plot_errors: error against layer; with matplotlib
+state.py         PanelState, Series, Ruler: what is known, in bounded memory
+figure.py        line charts as SVG text
+picture.py       one state or several as SVG, as text, as a display message
+messages.py      the same as small messages for a panel that draws itself
+panel.py         Panel: subscribes to runs, shows the states through a widget, an SVG or a text view
+front.py         the widget, whose script and style are in front/
+follow.py        watch: the panel of runs that others train, from their folders
+folder.py        one such run as its folder tells it, and the files that ask it to stop
+records_tail.py  a records file, read as it grows
+curves.py        plot_runs: several runs over each other; plot_errors: error against layer; with matplotlib
 """
 
 from __future__ import annotations

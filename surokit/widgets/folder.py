@@ -1,6 +1,6 @@
 """A run that somebody else trains, as its folder tells it, and the files through which it can be asked to stop.
 
-records.jsonl has a line a step (growing.py); run.json says what the run is, how it stands and when it last gave a sign of life
+records.jsonl has a line a step (records_tail.py); run.json says what the run is, how it stands and when it last gave a sign of life
 (train/status.py). What happened in an older part of a long run is taken from run.json, not judged again.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, cast, get_args
 
 from surokit.runs.health import Event, Kind
 from surokit.runs.status import EVERY_S, FILE, Status, read_status
-from surokit.widgets.growing import Reader
+from surokit.widgets.records_tail import Reader
 from surokit.widgets.state import PanelState
 
 RECORDS = "records.jsonl"

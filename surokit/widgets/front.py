@@ -30,9 +30,9 @@ from typing import Any, Protocol
 
 from surokit.widgets import protocol
 from surokit.widgets.figure import Theme
+from surokit.widgets.messages import SLOTS, Wire
 from surokit.widgets.picture import Bundle, bundle
 from surokit.widgets.state import REPLACED, PanelState
-from surokit.widgets.wire import SLOTS, Wire
 
 LAST = SLOTS  # further messages at the end of a run, at most: a keyframe for each curve that is still coarse
 PICTURE_S = 30.0  # how old the picture in the notebook may be while a run goes on

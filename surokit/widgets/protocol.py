@@ -2,7 +2,7 @@
 
 The page sends {"ask": HELLO or one of ASKS, "n": the question's number}. Python answers {"n": the same number, "error": a sentence,
 or ""}. A question without an answer after ANSWER_S counts as unheard; the page then hides its buttons until an answer comes,
-however late. What is drawn goes the other way only: wire.py.
+however late. What is drawn goes the other way only: messages.py.
 """
 
 from __future__ import annotations

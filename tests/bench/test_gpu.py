@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import surokit as sk
-from surokit.bench import book, correct, gpu, gpu_table, process, result, worker
+from surokit.bench import correct, gpu, gpu_table, process, result, results_store, worker
 from surokit.bench.__main__ import main
 from surokit.bench.configurations import PARTS, TINY, Configuration, Group, Work
 from surokit.bench.corpus import corpus
@@ -30,7 +30,7 @@ PLAN |= {"predicted_tokens_per_s": 50e3}
 
 @pytest.fixture(autouse=True)
 def _fixed_source(monkeypatch):
-    monkeypatch.setattr(book, "source", lambda: "0123456789abcdef")
+    monkeypatch.setattr(results_store, "source", lambda: "0123456789abcdef")
 
 
 # -- a rehearsal of all of it
@@ -40,7 +40,7 @@ def _fixed_source(monkeypatch):
 def rehearsal(tmp_path_factory):
     out = tmp_path_factory.mktemp("bench") / "gpu.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(book, "source", lambda: "0123456789abcdef")
+        patch.setattr(results_store, "source", lambda: "0123456789abcdef")
         assert main(["gpu", "--rehearse", "--out", str(out)]) == 0
     return out
 
@@ -191,7 +191,7 @@ def clock(monkeypatch):
 
 
 def bench_of(tmp_path, clock, seconds=1e4, **rules):
-    notes = book.Book(tmp_path / "gpu.json", "gpu", {"benchmark": "gpu", "rehearsal": False}, {})
+    notes = results_store.Book(tmp_path / "gpu.json", "gpu", {"benchmark": "gpu", "rehearsal": False}, {})
     systems: Any = FakeSystems(clock, **rules)
     return gpu.Bench(notes, systems, gpu.Pace(), clock.now + seconds)
 
@@ -493,19 +493,19 @@ def test_a_peer_that_is_missing_takes_no_room_and_is_asked_for_again_in_the_next
 
 def test_another_device_or_version_is_refused(tmp_path, monkeypatch):
     head = {"benchmark": "gpu", "rehearsal": False, "settings": {"batch": 2}}
-    book.Book(tmp_path / "gpu.json", "gpu", head, {}).put("a", {"x": 1.0})
-    book.Book(tmp_path / "gpu.json", "gpu", head, {})
+    results_store.Book(tmp_path / "gpu.json", "gpu", head, {}).put("a", {"x": 1.0})
+    results_store.Book(tmp_path / "gpu.json", "gpu", head, {})
     here = environment()
     for changed in ({"device": "NVIDIA H200"}, {"torch": "2.11.0"}):
         with monkeypatch.context() as patch:
-            patch.setattr(book, "environment", lambda changed=changed: {**here, **changed})
+            patch.setattr(results_store, "environment", lambda changed=changed: {**here, **changed})
             name, value = next(iter(changed.items()))
             with pytest.raises(ValueError, match=f"was measured with {name} .* and here it is '{value}'"):
-                book.Book(tmp_path / "gpu.json", "gpu", head, {})
+                results_store.Book(tmp_path / "gpu.json", "gpu", head, {})
     with pytest.raises(ValueError, match="was measured with settings"):
-        book.Book(tmp_path / "gpu.json", "gpu", {**head, "settings": {"batch": 4}}, {})
-    assert book.next_free(tmp_path / "gpu.json") == tmp_path / "gpu-2.json"
-    assert book.next_free(tmp_path / "new.json") == tmp_path / "new.json"
+        results_store.Book(tmp_path / "gpu.json", "gpu", {**head, "settings": {"batch": 4}}, {})
+    assert results_store.next_free(tmp_path / "gpu.json") == tmp_path / "gpu-2.json"
+    assert results_store.next_free(tmp_path / "new.json") == tmp_path / "new.json"
 
 
 def test_a_figure_keeps_the_commit_that_it_came_from(tmp_path, monkeypatch, clock):
@@ -513,8 +513,8 @@ def test_a_figure_keeps_the_commit_that_it_came_from(tmp_path, monkeypatch, cloc
     bench = bench_of(tmp_path, clock)
     measure(bench, group)
     kept = dict(bench.book.found)
-    monkeypatch.setattr(book, "source", lambda: "other")
-    monkeypatch.setattr(book, "commit", lambda: "fixed")
+    monkeypatch.setattr(results_store, "source", lambda: "other")
+    monkeypatch.setattr(results_store, "commit", lambda: "fixed")
     again = bench_of(tmp_path, clock, check={"fp8": (True, True)})
     measure(again, changed)
     assert {key: again.book[key] for key in kept if key.startswith("turn/")} == {
@@ -524,13 +524,16 @@ def test_a_figure_keeps_the_commit_that_it_came_from(tmp_path, monkeypatch, cloc
     assert again.book.current("turn/g/0/fp8")
     assert not again.book.current("turn/g/0/bf16")
     bf16 = [kept["turn/g/0/bf16"]]
-    assert book.commits(again.book.data, again.book.found.values()) == [*book.commits(bench.book.data, bf16), "fixed"]
-    assert book.commits({"environment": {"commit": None, "source": "12"}}, [{}]) == ["source 12"]
+    assert results_store.commits(again.book.data, again.book.found.values()) == [
+        *results_store.commits(bench.book.data, bf16),
+        "fixed",
+    ]
+    assert results_store.commits({"environment": {"commit": None, "source": "12"}}, [{}]) == ["source 12"]
 
 
 def test_a_check_of_other_sources_says_nothing_of_these(tmp_path, monkeypatch, clock):
     bench_of(tmp_path, clock).book.put("correct/0.6b lora fp8", {"what": "correct", "failed": "it broke"})
-    monkeypatch.setattr(book, "source", lambda: "other")
+    monkeypatch.setattr(results_store, "source", lambda: "other")
     bench = bench_of(tmp_path, clock)
     measure(bench, group_of("fp8"))
     assert bench.book["correct/0.6b lora fp8"]["fused"]["ok"]
@@ -541,12 +544,12 @@ def test_a_check_of_other_sources_says_nothing_of_these(tmp_path, monkeypatch, c
 def test_a_file_of_something_else_is_left_alone(tmp_path, text):
     (tmp_path / "gpu.json").write_text(text)
     with pytest.raises(ValueError, match="is no file of this benchmark"):
-        book.Book(tmp_path / "gpu.json", "gpu", {"benchmark": "gpu"}, {})
+        results_store.Book(tmp_path / "gpu.json", "gpu", {"benchmark": "gpu"}, {})
     assert (tmp_path / "gpu.json").read_text() == text
 
 
 def test_a_measurement_is_in_the_file_at_once_and_any_reader_reads_it(tmp_path):
-    notes = book.Book(tmp_path / "gpu.json", "gpu", {"benchmark": "gpu"}, {})
+    notes = results_store.Book(tmp_path / "gpu.json", "gpu", {"benchmark": "gpu"}, {})
     notes.put("a", {"x": math.nan, "y": [1.0, math.inf], "z": {"w": (2.0,)}})
     read = json.loads((tmp_path / "gpu.json").read_text(), parse_constant=pytest.fail)["gpu"]["a"]
     assert (read["x"], read["y"], read["z"]) == (None, [1.0, None], {"w": [2.0]})
@@ -555,8 +558,8 @@ def test_a_measurement_is_in_the_file_at_once_and_any_reader_reads_it(tmp_path):
 
 def test_the_fingerprint_is_of_what_is_measured(monkeypatch):
     monkeypatch.undo()
-    assert book.source() == book.source()
-    assert len(book.source()) == 16
+    assert results_store.source() == results_store.source()
+    assert len(results_store.source()) == 16
 
 
 def test_bad_arguments_are_one_sentence(capsys, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from surokit import environment
-from surokit.bench import book, offload, offload_decoder, offload_emulated, offload_table, offload_ways, result
+from surokit.bench import offload, offload_decoder, offload_emulated, offload_table, offload_ways, result, results_store
 from surokit.bench.__main__ import main
 from surokit.bench.configurations import MODELS, TINY, Work
 from surokit.bench.offload_decoder import Real, Trains
@@ -425,7 +425,7 @@ def test_a_small_gpu_gets_fewer_layers():
 
 def test_what_no_memory_holds_is_told(tmp_path, monkeypatch, capsys):
     here = environment.environment()
-    monkeypatch.setattr(book, "environment", lambda: here)
+    monkeypatch.setattr(results_store, "environment", lambda: here)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(offload_decoder, "free_memory", lambda device: (1.0, 1.0))
     data = offload.run(device="cuda", out=tmp_path / "raw.json")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import surokit as sk
-from surokit.bench import book, peers, rivals
+from surokit.bench import baselines, peers, results_store
 from surokit.bench.__main__ import main
 from surokit.bench.configurations import TINY, Work
 from surokit.bench.corpus import corpus
@@ -35,7 +35,7 @@ def files(tmp_path_factory):
     files = {name: str(folder / f"{name}.npy") for name in ("tokens", "held_out")}
     work = {"model": TINY, "weights": str(folder / "weights"), "device": "cpu", "seed": 0, "recompute": "none"}
     work |= {"settings": "equal", **asdict(WORK), **files}
-    rivals.write_weights(work)
+    baselines.write_weights(work)
     return work
 
 
@@ -45,7 +45,7 @@ def test_transformers_and_ours_compute_the_same_from_the_same(files, train):
     work = {**files, "train": train}
     losses, held_out, trained = {}, {}, {}
     for name in ("transformers", "surokit bf16"):
-        worker = rivals.Racing(name, work)
+        worker = baselines.Racing(name, work)
         answer = worker.answer({"steps": 5})
         assert answer["steps"] == 5
         assert answer["tokens"] == 5 * WORK.tokens
@@ -63,8 +63,8 @@ def test_all_systems_start_from_the_same_adapters(files):
     pytest.importorskip("peft")
     first = {}
     for name in ("transformers", "surokit qfp8"):
-        model = rivals.Racing(name, {**files, "train": "lora"}).runner.model
-        named = ((rivals._PROJECTION.findall(n), p) for n, p in model.named_parameters() if "lora_A" in n)
+        model = baselines.Racing(name, {**files, "train": "lora"}).runner.model
+        named = ((baselines._PROJECTION.findall(n), p) for n, p in model.named_parameters() if "lora_A" in n)
         first[name] = {layer: p for (layer,), p in named}
         assert all((p == 0).all() for n, p in model.named_parameters() if "lora_B" in n)
     theirs, ours = first.values()
@@ -76,20 +76,20 @@ def test_all_systems_start_from_the_same_adapters(files):
 
 def test_a_work_without_weights_gets_those_of_its_seed(files, tmp_path):
     work = {name: value for name, value in files.items() if name != "weights"}
-    drawn = rivals.with_weights(work, str(tmp_path))
-    assert rivals.with_weights(files, str(tmp_path)) is files
+    drawn = baselines.with_weights(work, str(tmp_path))
+    assert baselines.with_weights(files, str(tmp_path)) is files
     first, second = (sk.load(w["weights"], device="cpu").state_dict() for w in (files, drawn))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_what_cannot_run_here_says_why(files):
     work = {**files, "train": "lora"}
-    assert rivals.missing(rivals.SYSTEMS["unsloth"], work) in ("unsloth is not installed", "it needs a GPU")
+    assert baselines.missing(baselines.SYSTEMS["unsloth"], work) in ("unsloth is not installed", "it needs a GPU")
     pytest.importorskip("torchao")
-    assert rivals.missing(rivals.SYSTEMS["torchao float8"], work) == "it has no lora training here"
-    assert rivals.missing(rivals.SYSTEMS["surokit bf16"], work) is None
-    only_cuda = rivals.System(rivals.SYSTEMS["surokit bf16"].build, "", cpu=False)
-    assert rivals.missing(only_cuda, work) == "it needs a GPU"
+    assert baselines.missing(baselines.SYSTEMS["torchao float8"], work) == "it has no lora training here"
+    assert baselines.missing(baselines.SYSTEMS["surokit bf16"], work) is None
+    only_cuda = baselines.System(baselines.SYSTEMS["surokit bf16"].build, "", cpu=False)
+    assert baselines.missing(only_cuda, work) == "it needs a GPU"
 
 
 def test_a_worker_that_cannot_start_answers_in_one_line():
@@ -146,9 +146,9 @@ def fake(monkeypatch):
     Fake.started, Fake.asked = [], []
 
     def race(tmp_path, systems=("transformers", "surokit bf16", "surokit fp8"), broken=(), **keywords):
-        monkeypatch.setattr(book, "source", lambda: "the same")
-        monkeypatch.setattr(book, "commit", lambda: None)
-        monkeypatch.setattr(rivals, "worker", lambda name, work, timeout_s: Fake(name, work, timeout_s, broken))
+        monkeypatch.setattr(results_store, "source", lambda: "the same")
+        monkeypatch.setattr(results_store, "commit", lambda: None)
+        monkeypatch.setattr(baselines, "worker", lambda name, work, timeout_s: Fake(name, work, timeout_s, broken))
         settings = {"settings": ("equal",), "rounds": 2, "steps": 2, **keywords}
         return peers.run(list(systems), rehearse=True, out=tmp_path / "peers.json", **settings)
 
@@ -339,19 +339,19 @@ def test_bad_input_is_one_sentence():
 
 def test_what_would_be_raced_is_listed(monkeypatch, capsys):
     monkeypatch.setattr(peers, "_has_cuda", lambda: True)
-    monkeypatch.setattr(rivals, "_installed", lambda package: package not in ("unsloth", "torchao"))
-    monkeypatch.setattr(rivals, "version", lambda package: "1.2")
+    monkeypatch.setattr(baselines, "_installed", lambda package: package not in ("unsloth", "torchao"))
+    monkeypatch.setattr(baselines, "version", lambda package: "1.2")
     assert main(["peers", "--list", "--models", "0.6b", "8b", "--settings", "equal"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines[:7]] == list(rivals.SYSTEMS)
+    assert [line.split("  ")[0] for line in lines[:7]] == list(baselines.SYSTEMS)
     unsloth = next(line for line in lines if line.startswith("unsloth "))
     assert "no: unsloth is not installed" in unsloth
     assert "bitsandbytes 1.2" in unsloth
     assert lines[7] == "To install what is missing: pip install 'torchao==0.18.0' 'unsloth==2026.10.9' 'torch==1.2'"
     assert lines[8] == "8 races against liger, about 22 minutes on an H200 by an estimate"
-    monkeypatch.setattr(rivals, "_installed", lambda package: False)
+    monkeypatch.setattr(baselines, "_installed", lambda package: False)
     assert "Nothing can be raced: one of unsloth, liger, transformers has to be there." in peers.listing()
-    assert {p for s in rivals.SYSTEMS.values() for p in s.packages} == set(rivals.WRITTEN_FOR)
+    assert {p for s in baselines.SYSTEMS.values() for p in s.packages} == set(baselines.WRITTEN_FOR)
 
 
 # -- all of it

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import surokit as sk
 from surokit.nn.joint import lay_layers, lay_side_by_side, side_by_side
 from surokit.nn.linear import Linear
-from surokit.train.checkpoint import distinct_tensors
+from surokit.train.checkpoint_files import distinct_tensors
 
 ROWS = (16, 8, 8)
 

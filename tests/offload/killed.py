@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import surokit as sk
-from surokit.train import checkpoint as checkpoints
+from surokit.train import checkpoint_files as checkpoints
 from tests.offload.runs import equal_trees
 from tests.train.toys import Toy, make_batches
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import surokit as sk
 from surokit.offload.link import ThrottledLink
 from surokit.offload.written import adopt_
-from surokit.racing.parking import Parking
+from surokit.racing.model_swap import Parking
 from surokit.train import Spec
 from tests.offload.ranks import halves, loss_of, make_model
 from tests.offload.runs import EVERY, Run, columns, equal_runs, equal_trees, feed, make_grads, make_params, throttled

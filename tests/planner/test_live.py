@@ -13,8 +13,8 @@ from surokit.bench.memory import Setting, measure, model_of
 from surokit.nn.linear import Linear
 from surokit.planner import Gpu, plan
 from surokit.train.capture import Capture
-from surokit.train.describe import batch_sizes
 from surokit.train.engine import Engine
+from surokit.train.run_info import batch_sizes
 
 CONFIG = sk.DecoderConfig(layers=2, width=128, heads=4, kv_heads=2, vocab=256, ffn=256)
 RUN: dict[str, Any] = {"batch": 2, "length": 64}

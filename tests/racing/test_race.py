@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import surokit as sk
-from surokit.racing.parking import storages_of
+from surokit.racing.model_swap import storages_of
 from surokit.racing.runs import rounds_of
 from surokit.runs.status import read_status
 from tests.clocks import JumpingClock, until

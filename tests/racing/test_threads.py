@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import surokit as sk
-from surokit.racing import UnequalWork, driving
+from surokit.racing import UnequalWork, scheduler
 from tests.clocks import until, until_async
 from tests.racing.conftest import batches
 
@@ -250,7 +250,7 @@ def test_an_interrupt_while_the_panel_opens_leaves_no_thread_behind(make, monkey
     def interrupted(_view):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(driving._View, "wait", interrupted)
+    monkeypatch.setattr(scheduler._View, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         make(thread=True, live=True)
     assert not any(thread.name == "surokit-run" for thread in threading.enumerate())

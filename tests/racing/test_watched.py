@@ -10,8 +10,8 @@ import pytest
 
 import surokit as sk
 from surokit.widgets.folder import RaceFolder, RunFolder, race_words
+from surokit.widgets.messages import Wire
 from surokit.widgets.picture import picture, summary_text
-from surokit.widgets.wire import Wire
 from tests.clocks import until
 from tests.racing.conftest import raced
 from tests.racing.test_threads import Gate

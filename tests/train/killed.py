@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from surokit.train import checkpoint as checkpoints
+from surokit.train import checkpoint_files as checkpoints
 
 KILLS = 25
 

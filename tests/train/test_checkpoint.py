@@ -23,7 +23,7 @@ import surokit as sk
 from surokit.applied import fusion_of
 from surokit.runs.status import read_status
 from surokit.train import AdamW, CheckpointError, Cosine, ResumeError, Session
-from surokit.train import checkpoint as checkpoints
+from surokit.train import checkpoint_files as checkpoints
 from tests.train.test_session import Trap
 from tests.train.test_stream import SOURCES, Loader
 from tests.train.toys import VOCAB, Toy, assert_same_state, make_batches, make_session, weights
@@ -660,7 +660,7 @@ def test_a_sharded_model_is_refused_before_anything_is_written(tmp_path):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    from surokit.train import checkpoint
+    from surokit.train import checkpoint_files
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -668,7 +668,7 @@ def test_a_sharded_model_is_refused_before_anything_is_written(tmp_path):
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         assert isinstance(model.weight, DTensor)
         with pytest.raises(CheckpointError, match=r"sharded over processes.*torch\.distributed\.checkpoint"):
-            checkpoint.save(tmp_path / "run", model, {}, {"step": 1}, None, None)
+            checkpoint_files.save(tmp_path / "run", model, {}, {"step": 1}, None, None)
         assert not (tmp_path / "run").exists()
     finally:
         torch.distributed.destroy_process_group()

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from surokit.runs.records import Record
+from surokit.train import checkpointing
 from surokit.train import control as module
-from surokit.train import keeping
 from surokit.train.errors import CheckpointError
 from surokit.train.random_state import kept, turn
 from surokit.train.session import Session
@@ -374,7 +374,7 @@ class TestSave:
         def full(*_: Any) -> None:
             raise CheckpointError("no space left.")
 
-        monkeypatch.setattr(keeping, "save", full)
+        monkeypatch.setattr(checkpointing, "save", full)
         with pytest.warns(UserWarning, match=r"not there: no space left\. Training goes on"):
             session.run(4)
         assert session.steps == 4

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from surokit.widgets import growing
+from surokit.widgets import records_tail
 from surokit.widgets.folder import FileControl, RunFolder
 from surokit.widgets.picture import summary_line, summary_text
 from tests.widgets.toys import Clock, grow, line, says, small_session
@@ -178,7 +178,7 @@ def test_a_process_that_nobody_waited_for_has_ended_too(tmp_path):
 
 
 def test_a_run_that_ended_long_ago_is_not_called_lost_while_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(growing, "FIRST_BYTES", 1000)
+    monkeypatch.setattr(records_tail, "FIRST_BYTES", 1000)
     clock = Clock()
     grow(tmp_path, "".join(line(step) for step in range(1, 100)))
     says(tmp_path, "done", 99, clock=clock)

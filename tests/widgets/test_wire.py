@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surokit.runs.status import RunInfo
+from surokit.widgets.messages import MESSAGE_BYTES, NAMES, RENEW_S, RUNS, SLOTS, Wire, weight
 from surokit.widgets.panel import Panel
 from surokit.widgets.picture import PANES
 from surokit.widgets.state import PanelState
-from surokit.widgets.wire import MESSAGE_BYTES, NAMES, RENEW_S, RUNS, SLOTS, Wire, weight
 from tests.widgets.toys import Clock
 
 

@@ -1,4 +1,4 @@
-// The live panel in a page. Python decides what there is to see (wire.py says how it is told), this file draws it: SVG made by
+// The live panel in a page. Python decides what there is to see (messages.py says how it is told), this file draws it: SVG made by
 // hand, redrawn from the last texts of a few names, so that a lost message or a reloaded page costs nothing. No library, no
 // request. What is clicked goes back as {ask, n} and is answered {n, error}; where no answer comes, the panel says how to stop instead.
 // PROTOCOL stands in a line above this one: protocol.py, the same for both sides.

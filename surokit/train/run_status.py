@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from surokit.runs.health import Event, Health
 from surokit.runs.records import Record
 from surokit.runs.status import EVENTS, RunInfo, StatusFile, read_status
-from surokit.train.describe import Light, describe, light_of
+from surokit.train.run_info import Light, describe, light_of
 
 if TYPE_CHECKING:
     from surokit.train.session import Session

@@ -7,7 +7,7 @@ import torch
 
 import surokit as sk
 from surokit.nn.joint import lay_side_by_side, side_by_side
-from surokit.racing.parking import Parking, bytes_of, fits, share_frozen, storages_of, tensors_of
+from surokit.racing.model_swap import Parking, bytes_of, fits, share_frozen, storages_of, tensors_of
 
 
 def held(session):

@@ -1,7 +1,7 @@
 """What outlasts a run or leaves it: checkpoints of a session, a session from a checkpoint, a twin.
 
 A checkpoint holds all that the next step depends on. Settings that it cannot hold (data, evaluation, meters, functions of your
-own) are given again. How it gets to the disk, whole or not at all, is checkpoint.py's business.
+own) are given again. How it gets to the disk, whole or not at all, is checkpoint_files.py's business.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from surokit.models.fuse import fuse
 from surokit.optim.schedule import schedule_from_dict, schedule_to_dict
 from surokit.optim.spec import spec_from_dict, spec_to_dict
 from surokit.recipe import Recipe, find_recipe
-from surokit.train import checkpoint as checkpoints
+from surokit.train import checkpoint_files as checkpoints
 from surokit.train.errors import ResumeError
 from surokit.train.measuring import Attachable, Meter, settings_of
 from surokit.train.random_state import RandomState, seeded

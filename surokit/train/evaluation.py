@@ -30,7 +30,7 @@ class Evaluation:
     wall_ms: float
 
 
-def evaluation(session: Session, source: Iterable[Batch]) -> Evaluation:
+def evaluate(session: Session, source: Iterable[Batch]) -> Evaluation:
     """The loss on `source` between two steps; waits for the device."""
     began = time.perf_counter()
     device = session.device

@@ -241,7 +241,7 @@ class TestJournal:
         def odd(session: Session) -> None:
             raise KeyError("layers")
 
-        monkeypatch.setattr("surokit.train.journal.light_of", odd)
+        monkeypatch.setattr("surokit.train.run_status.light_of", odd)
         assert make_session().info.peak == "the model's work is not known (KeyError: 'layers')"
 
     def test_nobody_is_described_to_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from surokit.racing import equal, folder
+from surokit.racing import comparability, folder
 from surokit.racing.entries import Builder
-from surokit.racing.parking import Parking, bytes_of
+from surokit.racing.model_swap import Parking, bytes_of
 from surokit.racing.predicted import Layers, Shares, predict
 from surokit.racing.result import RaceResult
 from surokit.racing.runs import Prediction, Turn, WarmUp
@@ -35,7 +35,7 @@ from surokit.runs.locks import Lock
 from surokit.runs.records import Record
 from surokit.runs.requests import PAUSE, SAVE, WAIT_S, Files
 from surokit.train import Session
-from surokit.train.running import Running
+from surokit.train.background import Running
 from surokit.widgets.folder import race_words
 
 WARM_UP = 7  # steps before the turns: compilers, autotuning and the recording of graphs are done then
@@ -93,8 +93,8 @@ class Driver:
         self._state = "idle"
         self._worker: int | None = None  # the thread that drives
         self._lock = Lock()  # for beginning
-        self._order = equal.Order(looks=WARM_UP)
-        self._works: dict[str, equal.Work] = {}
+        self._order = comparability.Order(looks=WARM_UP)
+        self._works: dict[str, comparability.Work] = {}
         self._shares = Shares()
         self._view = _View(of, self) if live else None
         self._stop_asked = ""
@@ -252,18 +252,18 @@ class Driver:
     def _join(self, name: str, session: Session) -> None:
         """What a session does has to be what the baseline does, and what was done in the race that is run again."""
         race, run = self.race, self.race.runs[name]
-        own = self._works[name] = equal.work_of(session)
-        found = equal.differences(name, own, race.baseline, self._works[race.baseline])
+        own = self._works[name] = comparability.work_of(session)
+        found = comparability.differences(name, own, race.baseline, self._works[race.baseline])
         if self.like is not None:
-            found += equal.not_as_before(name, own, self.like.runs[name].work)
+            found += comparability.not_as_before(name, own, self.like.runs[name].work)
         self._refuse(found)
         recipe = session.recipe
         run.algebra = "" if recipe is None else str(recipe)
         run.recipe = None if recipe is None else recipe.to_dict()
-        run.numerics, run.work = session.numerics, equal.work_to_dict(own)
+        run.numerics, run.work = session.numerics, comparability.work_to_dict(own)
 
-    def _refuse(self, found: Sequence[equal.Difference]) -> None:
-        for text in equal.refuse(found, self.allowed):
+    def _refuse(self, found: Sequence[comparability.Difference]) -> None:
+        for text in comparability.refuse(found, self.allowed):
             self._note(f"Allowed: {text}.")
 
     def _note(self, text: str) -> None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surokit.runs.jsonl import read
-from surokit.widgets import growing
-from surokit.widgets.growing import Reader
+from surokit.widgets import records_tail
+from surokit.widgets.records_tail import Reader
 from surokit.widgets.state import PanelState
 from tests.widgets.toys import grow, line
 
@@ -104,9 +104,9 @@ def test_whatever_is_written_it_shows_what_a_resume_would_read(operations, colum
     path = folder / "records.jsonl"
     path.touch()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(growing, "FIRST_BYTES", 300 if columns else 1 << 18)
-        patch.setattr(growing, "BLOCK_BYTES", 2000)
-        patch.setattr(growing, "COPIES", 4)
+        patch.setattr(records_tail, "FIRST_BYTES", 300 if columns else 1 << 18)
+        patch.setattr(records_tail, "BLOCK_BYTES", 2000)
+        patch.setattr(records_tail, "COPIES", 4)
         reader, step, written, evaluated = Reader(path), 0, 0, 0
         for kind, number in operations:
             if kind == "steps":
@@ -135,8 +135,8 @@ def test_whatever_is_written_it_shows_what_a_resume_would_read(operations, colum
 
 
 def test_a_resume_goes_back_to_a_copy_not_to_the_beginning(tmp_path, monkeypatch):
-    monkeypatch.setattr(growing, "FIRST_BYTES", 1000)
-    monkeypatch.setattr(growing, "BLOCK_BYTES", 10_000)
+    monkeypatch.setattr(records_tail, "FIRST_BYTES", 1000)
+    monkeypatch.setattr(records_tail, "BLOCK_BYTES", 10_000)
     grow(tmp_path, "".join(line(step) for step in range(1, 2001)))
     reader = Reader(tmp_path / "records.jsonl")
     reader.read()
@@ -151,7 +151,7 @@ def test_a_resume_goes_back_to_a_copy_not_to_the_beginning(tmp_path, monkeypatch
     grow(tmp_path, "".join(line(step, loss=1.0) for step in range(1900, 1950)))
     reader.read()
     assert sum(taken) < 0.25 * size
-    assert len(reader._copies) <= growing.COPIES + 1
+    assert len(reader._copies) <= records_tail.COPIES + 1
     assert reader.state.step == 1949
     assert same(reader.state, expected(reader.path))
 
@@ -201,7 +201,7 @@ def test_a_long_file_keeps_its_extremes_and_its_sums(tmp_path, monkeypatch):
         "BLOCK_BYTES": 1 << 20,
         "FIRST_BYTES": 1 << 16,
     }.items():
-        monkeypatch.setattr(growing, name, value)
+        monkeypatch.setattr(records_tail, name, value)
     folded = Reader(tmp_path / "records.jsonl")
     folded.read()
     assert folded._fold > 20
@@ -223,8 +223,8 @@ def test_a_long_file_keeps_its_extremes_and_its_sums(tmp_path, monkeypatch):
 
 def test_waits_for_an_offloaded_optimizer_are_folded_too(tmp_path, monkeypatch):
     grow(tmp_path, "".join(line(step, wall_ms=10.0, offload_ms=float(step % 5)) for step in range(1, 5001)))
-    monkeypatch.setattr(growing, "FOLDED", 200)
-    monkeypatch.setattr(growing, "RECENT_BYTES", 10_000)
+    monkeypatch.setattr(records_tail, "FOLDED", 200)
+    monkeypatch.setattr(records_tail, "RECENT_BYTES", 10_000)
     reader = Reader(tmp_path / "records.jsonl")
     reader.read()
     assert reader._fold > 5
@@ -244,7 +244,7 @@ def test_what_later_lines_add_to_a_step_is_folded_with_it(tmp_path, monkeypatch)
     whole = Reader(tmp_path / "records.jsonl")
     whole.read()
     for name, value in {"FIRST_BYTES": 10_000, "RECENT_BYTES": 20_000, "BLOCK_BYTES": 50_000, "FOLDED": 100}.items():
-        monkeypatch.setattr(growing, name, value)
+        monkeypatch.setattr(records_tail, name, value)
     folded = Reader(tmp_path / "records.jsonl")
     folded.read()
     assert folded._fold > 10
@@ -261,10 +261,10 @@ def test_what_later_lines_add_to_a_step_is_folded_with_it(tmp_path, monkeypatch)
 def test_the_end_of_a_long_file_is_never_folded(tmp_path, monkeypatch):
     """Not even where one block holds all that is left."""
     grow(tmp_path, "".join(line(step) for step in range(1, 3001)))
-    monkeypatch.setattr(growing, "FIRST_BYTES", 20_000)
-    monkeypatch.setattr(growing, "RECENT_BYTES", 100_000)
-    monkeypatch.setattr(growing, "FOLDED", 100)
-    monkeypatch.setattr(growing, "BLOCK_BYTES", 200_000)
+    monkeypatch.setattr(records_tail, "FIRST_BYTES", 20_000)
+    monkeypatch.setattr(records_tail, "RECENT_BYTES", 100_000)
+    monkeypatch.setattr(records_tail, "FOLDED", 100)
+    monkeypatch.setattr(records_tail, "BLOCK_BYTES", 200_000)
     reader = Reader(tmp_path / "records.jsonl")
     reader.read()
     assert reader._fold > 10
@@ -273,7 +273,7 @@ def test_the_end_of_a_long_file_is_never_folded(tmp_path, monkeypatch):
 
 
 def test_without_pyarrow_it_reads_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(growing, "FIRST_BYTES", 2000)
+    monkeypatch.setattr(records_tail, "FIRST_BYTES", 2000)
     grow(tmp_path, "".join(line(step) for step in range(1, 200)))
     with_it = Reader(tmp_path / "records.jsonl")
     with_it.read()

@@ -134,7 +134,7 @@ class TestThread:
             if what == "thread":
                 m.setattr(threading.Thread, "start", full)
             else:
-                m.setattr("surokit.train.running._callers", full if what == "caller's" else lambda device: full)
+                m.setattr("surokit.train.background._callers", full if what == "caller's" else lambda device: full)
             with pytest.raises(RuntimeError, match="can't start new thread"):
                 session.run(3, thread=True).wait()
         assert session.control.state == "idle"

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import surokit as sk
-from surokit.racing import UnequalWork, equal
-from surokit.racing.equal import NAMES, digest_of, digest_of_batches
+from surokit.racing import UnequalWork, comparability
+from surokit.racing.comparability import NAMES, digest_of, digest_of_batches
 from surokit.racing.start import race
 from tests.racing.conftest import CONFIG, batches
 
@@ -178,8 +178,8 @@ def test_batches_on_a_device_are_looked_at_first_wherever_a_session_began(monkey
         looked.append(wait)
         return ""
 
-    monkeypatch.setattr(equal, "digest_of_batches", digest)
-    with equal.Order(looks=2).following("one", begun):
+    monkeypatch.setattr(comparability, "digest_of_batches", digest)
+    with comparability.Order(looks=2).following("one", begun):
         for _ in range(3):
             begun.data.on_draw(batches(1))
     assert looked == [True, True, False]
