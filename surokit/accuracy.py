@@ -40,7 +40,7 @@ SEED = 0  # of stochastic rounding, so that the same operands are judged alike
 
 
 def compare(model: nn.Module, batch: Mapping[str, Tensor], *recipes: Recipe | str) -> pd.DataFrame:
-    """DataFrame with the columns layer, gemm, recipe, sqnr_db, clipped, underflow, amax_a, amax_b, scale_spread; one row a
+    """Return a DataFrame with the columns layer, gemm, recipe, sqnr_db, clipped, underflow, amax_a, amax_b, scale_spread; one row a
     layer, product and recipe.
 
     `batch` is {"input_ids": [B, T], "labels": [B, T]}. Parameters, gradients, random states and delayed-scaling histories are
@@ -91,7 +91,7 @@ class Operands:
 
     @cached_property
     def exact(self) -> dict[str, Tensor]:
-        """The products in float32."""
+        """Return the products in float32."""
         x, w = self.x_TK.float(), self.w_NK.float()
         if self.dy_TN is None:
             return {"forward": x @ w.t()}
@@ -107,7 +107,7 @@ def judge(
     stored: Quantized | None = None,
     amaxes: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(product, its FIGURES as a float32 tensor) for each product of a layer, as `nn/products.py` computes it.
+    """Yield (product, its FIGURES as a float32 tensor) for each product of a layer, as `nn/products.py` computes it.
 
     stored: the weight as it is held, which then takes w's place. amaxes: by "x", "w" and "dy", what scales that cover a whole
     tensor come from; without them, from the operands' own. Nothing here waits for the device or draws from its random state.
@@ -151,7 +151,7 @@ class _Factor:
 
 
 def _figures(exact_MN: Tensor, a: _Factor, b: _Factor) -> Tensor:
-    """FIGURES of one product; clipped and underflow are shares of all elements that were quantized."""
+    """Return the FIGURES of one product; clipped and underflow are shares of all elements that were quantized."""
     quantized = a.quantized + b.quantized
     elements = sum(x.numel() for _, x in quantized) or 1
     zero = exact_MN.new_zeros(())
@@ -166,15 +166,15 @@ def _figures(exact_MN: Tensor, a: _Factor, b: _Factor) -> Tensor:
 
 
 def sqnr(reference: Tensor, approximation: Tensor) -> Tensor:
-    """10 log10(|reference|^2 / |reference - approximation|^2) on the device, summed in float64; inf where they are equal."""
+    """Return 10 log10(|reference|^2 / |reference - approximation|^2) on the device, summed in float64; inf where they are equal."""
     x = reference.double()
     noise = (x - approximation.double()).square().sum()
     return torch.where(noise == 0, torch.inf, 10 * torch.log10(x.square().sum() / noise))
 
 
 def _spread(Q: Quantized, x_MK: Tensor) -> Tensor:
-    """Binades between an operand's smallest and largest scale. A scale follows its tile's amax, so the amaxes are compared:
-    that leaves tiles of zeros out, whose scale says nothing, and rounding of the scales."""
+    """Return the binades between an operand's smallest and largest scale. A scale follows its tile's amax, so the amaxes are
+    compared: that leaves tiles of zeros out, whose scale says nothing, and rounding of the scales."""
     rows, columns = Q.quantizer.scaling.tile()
     if not rows and not columns:
         return torch.zeros((), device=x_MK.device)
@@ -184,7 +184,7 @@ def _spread(Q: Quantized, x_MK: Tensor) -> Tensor:
 
 
 def _amax(q: Quantizer, amax: Tensor | None) -> Tensor | None:
-    """`amax` where it decides the scales: not for rows and blocks, and not after a rotation, which changes it."""
+    """Return `amax` where it decides the scales: not for rows and blocks, and not after a rotation, which changes it."""
     whole = isinstance(q.scaling, PerTensor | NV) and not q.hadamard
     return amax.float().reshape(1, 1) if whole and amax is not None else None
 
@@ -194,7 +194,7 @@ def _seed(q: Quantizer) -> int | None:
 
 
 def operands_of(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Operands]:
-    """The operands of every linear layer that the batch reaches, from one unquantized forward and backward.
+    """Return the operands of every linear layer that the batch reaches, from one unquantized forward and backward.
 
     They are in the model's dtype: a float32 model runs in float32. In evaluation mode: dropout would
     draw from the random state, and make every call another one.

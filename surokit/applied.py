@@ -53,7 +53,7 @@ class HostForward(ABC):
 
 
 def host_streams(model: nn.Module) -> Iterator[HostStream]:
-    """The streams in use by the modules of a model, from the outside in."""
+    """Yield the streams in use by the modules of a model, from the outside in."""
     for module in model.modules():
         forward = vars(module).get("forward")
         while forward is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def number(name: str, value: Any) -> float:
-    """`value` as a finite number above zero."""
+    """Return `value` as a finite number above zero."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a number.")
     result = float(value)
@@ -23,7 +23,7 @@ def number(name: str, value: Any) -> float:
 
 
 def integer(name: str, value: Any, *, most: float = 1e9) -> int:
-    """`value` as a whole number of at least one."""
+    """Return `value` as a whole number of at least one."""
     result = number(name, value)
     if result != int(result):
         raise ValueError(f"{name}={value!r} must be a whole number.")
@@ -33,7 +33,7 @@ def integer(name: str, value: Any, *, most: float = 1e9) -> int:
 
 
 def parameters(value: Any) -> float:
-    """A number of parameters, in units."""
+    """Return `value` as a number of parameters."""
     result = number("parameters", value)
     if result < 1e4:
         raise ValueError(
@@ -49,7 +49,7 @@ def parameters(value: Any) -> float:
 
 
 def tokens(value: Any) -> float:
-    """Tokens of the whole run, in units."""
+    """Return `value` as a number of tokens of the whole run."""
     result = number("tokens", value)
     if result < 1000:
         unit = "e12" if result < 100 else "e9"
@@ -64,7 +64,7 @@ def tokens(value: Any) -> float:
 
 
 def share(name: str, value: Any) -> float:
-    """A share in (0, 1]."""
+    """Return `value` as a share in (0, 1]."""
     result = number(name, value)
     if result > 1:
         hint = f": did you mean {_short(result / 100)}?" if result <= 100 else "."
@@ -73,7 +73,8 @@ def share(name: str, value: Any) -> float:
 
 
 def rate(value: Any, gpu: str = "", peak_tflops: float | None = None) -> float:
-    """Achieved TFLOPS of one GPU; with a known GPU, between a thousandth of its fastest dense peak and that peak."""
+    """Return `value` as the TFLOPS that one GPU achieves; with a known GPU, between a thousandth of its fastest dense peak and that
+    peak."""
     result = number("tflops_per_gpu", value)
     if result >= 1e9:
         raise ValueError(
@@ -97,7 +98,7 @@ def rate(value: Any, gpu: str = "", peak_tflops: float | None = None) -> float:
 
 
 def price(value: Any) -> float:
-    """US dollars for one GPU hour."""
+    """Return `value` as a price in US dollars for one GPU hour."""
     result = number("usd_per_gpu_hour", value)
     if result > 1000:
         raise ValueError(

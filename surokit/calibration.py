@@ -106,7 +106,7 @@ def calibrate(
 
 
 def _measure(row: Gpu, where: torch.device, seconds: float, progress: bool) -> tuple[Gpu, bool]:
-    """(the row with its ceilings, whether nothing cut the measuring short)."""
+    """Return (the row with its ceilings, whether nothing cut the measuring short)."""
     parts = [part for part in PARTS if part.applies(where)]
     figures: dict[str, float] = {}
     missing: list[str] = []
@@ -154,7 +154,7 @@ def _product(dtype: torch.dtype) -> Measure:
 
 
 def _fp8(device: torch.device, seconds: float) -> float:
-    """The product of two E4M3 matrices with a scale each, result in bfloat16."""
+    """Return the product of two E4M3 matrices with a scale each, result in bfloat16."""
 
     def multiply(n: int) -> Callable[[], object]:
         a_nn, b_nn = (_normal(n, device).to(torch.float8_e4m3fn) for _ in range(2))
@@ -165,12 +165,12 @@ def _fp8(device: torch.device, seconds: float) -> float:
 
 
 def _normal(n: int, device: torch.device) -> Tensor:
-    """Normal numbers, as in training: a chip's clock depends on the bits that flip. From a generator of its own."""
+    """Return normal numbers, as training has them: a chip's clock depends on the bits that flip. From a generator of its own."""
     return torch.randn(n, n, device=device, generator=torch.Generator(device).manual_seed(0))
 
 
 def _best_product(multiply: Callable[[int], Callable[[], object]], device: torch.device, seconds: float) -> float:
-    """TFLOPS of the size that is fastest; larger sizes are left out where one product would take the time of all."""
+    """Return the TFLOPS of the size that is fastest; larger sizes are left out where one product would take the time of all."""
     sizes = _SIZES[device.type]
     best, left = 0.0, seconds
     for n in sizes:
@@ -185,7 +185,7 @@ def _best_product(multiply: Callable[[int], Callable[[], object]], device: torch
 
 
 def _bandwidth(device: torch.device, seconds: float) -> float:
-    """TB/s of a copy on the device; bytes read and bytes written count."""
+    """Return the TB/s of a copy on the device; bytes read and bytes written count."""
     size = _COPY_BYTES[device.type]
     if device.type == "cuda":
         size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
@@ -195,7 +195,7 @@ def _bandwidth(device: torch.device, seconds: float) -> float:
 
 
 def _launch(device: torch.device, seconds: float) -> float:
-    """Microseconds of host time for one small operator, called many times in a row."""
+    """Return the microseconds of host time for one small operator, called many times in a row."""
     x = torch.zeros(8, device=device)
 
     def launches() -> None:
@@ -214,7 +214,7 @@ def _launch(device: torch.device, seconds: float) -> float:
 
 
 def _host_link(device: torch.device, seconds: float) -> float:
-    """GB/s of a pinned copy, in the slower direction."""
+    """Return the GB/s of a pinned copy, in the slower direction."""
     host = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=device)
 
@@ -225,7 +225,7 @@ def _host_link(device: torch.device, seconds: float) -> float:
 
 
 def _peer_link(device: torch.device, seconds: float) -> float:
-    """GB/s of a copy to another GPU of the node."""
+    """Return the GB/s of a copy to another GPU of the node."""
     here = device.index or 0
     other = torch.device("cuda", 0 if here else 1)
     source = torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=device)
@@ -234,7 +234,7 @@ def _peer_link(device: torch.device, seconds: float) -> float:
 
 
 def _host_adam(device: torch.device, seconds: float) -> float:
-    """Parameters a second of torch's fused AdamW on the host, everything in float32.
+    """Return the parameters a second of torch's fused AdamW on the host, everything in float32.
 
     The kernel itself: torch.optim loads its compiler before the first step.
     """
@@ -262,7 +262,8 @@ def _host_adam(device: torch.device, seconds: float) -> float:
 
 
 def _host_accumulate(device: torch.device, seconds: float) -> float:
-    """Gradients a second, bfloat16, added to a sum in float32 on the host: widened in parts that stay in a cache."""
+    """Return how many bfloat16 gradients a second are added to a sum in float32 on the host: widened in parts that stay in a
+    cache."""
     sums = torch.zeros(_ADAM_PARAMS)
     grads = torch.full((_ADAM_PARAMS,), 1e-3, dtype=torch.bfloat16)
     wide = torch.empty(_SUM_BLOCK * torch.get_num_threads())
@@ -292,7 +293,7 @@ PARTS = (
 
 
 def _median_s(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Median seconds of one call, after one that does not count, for `seconds` and at least a few times.
+    """Return the median seconds of one call, after one that does not count, for `seconds` and at least a few times.
 
     On a GPU several calls stand between two waits, so that a wait's own time does not count.
     """
@@ -344,7 +345,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _row(where: torch.device) -> Gpu:
-    """The device as the hardware table has it, with the memory that it really offers, or with what torch says of it."""
+    """Return the device as the hardware table has it, with the memory that it really offers, or with what torch says of it."""
     if where.type == "cpu":
         n = cores()
         name = f"cpu: {cpu_model()}, {n} core{'' if n == 1 else 's'}"
@@ -367,7 +368,7 @@ def _row(where: torch.device) -> Gpu:
 
 
 def _key(where: torch.device) -> dict[str, Any]:
-    """What a kept result depends on; another value of any means measuring again."""
+    """Return what a kept result depends on; another value of any means measuring again."""
     key = {
         "version": _VERSION,
         "machine": platform.node(),
@@ -383,7 +384,7 @@ def _key(where: torch.device) -> dict[str, Any]:
 
 
 def _folder() -> Path:
-    """The user's cache folder, where the platform has it."""
+    """Return the user's cache folder, where the platform has it."""
     system = platform.system()
     if system == "Windows":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
@@ -401,7 +402,7 @@ def _file(folder: Path, key: dict[str, Any]) -> Path:
 
 
 def _read(file: Path, key: dict[str, Any], seconds: float) -> Gpu | None:
-    """The kept result, if it is one of this key that was measured at least as long; a damaged file counts as none.
+    """Return the kept result, if it is one of this key that was measured at least as long; a damaged file counts as none.
 
     The datasheet's row is today's, so that a corrected table reaches a machine that was calibrated before.
     """

@@ -47,7 +47,7 @@ class _UsageError(ValueError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command and return its exit status."""
     try:
         arguments = _parser().parse_args(argv)
         arguments.argv = list(sys.argv[1:] if argv is None else argv)
@@ -277,7 +277,7 @@ def _check_picture(path: Path | None) -> None:
 
 
 def _unequal(found: Sequence[Difference]) -> str:
-    """What differs, with the remedies that there are on the command line."""
+    """Return what differs, with the remedies that there are on the command line."""
     said = [f"{each.text}." if each.name == "parameters" else str(each) for each in found]
     if any(each.name == "parameters" for each in found):
         said.append("Train an adapter over every recipe's base with --lora 16, or leave out recipes that freeze it.")
@@ -285,7 +285,7 @@ def _unequal(found: Sequence[Difference]) -> str:
 
 
 def _from_anywhere(argv: Sequence[str]) -> list[str]:
-    """The command, with absolute paths of a model and a text that lie here."""
+    """Return the command, with absolute paths of a model and a text that lie here."""
     found: list[str] = []
     for before, word in zip(["", *argv], argv):
         option, _, value = word.partition("=") if word.startswith("--") else (before, "", word)
@@ -303,7 +303,7 @@ def _number(text: str) -> float:
 
 
 def _price(text: str) -> float | tuple[float, float]:
-    """2.5, or a range 1.8-3.2; an exponent's minus sign is none of a range."""
+    """Read 2.5, or a range 1.8-3.2; an exponent's minus sign is none of a range."""
     with contextlib.suppress(ValueError):
         return float(text)
     low, dash, high = text.partition("-")
@@ -366,7 +366,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _answers(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[Any, str]]:
-    """What was asked beside the plan: name -> (the answer as data, the answer in words)."""
+    """Return what was asked beside the plan: name -> (the answer as data, the answer in words)."""
     from surokit.planner.inverse import questions, recipe_choice
 
     gib = arguments.fits

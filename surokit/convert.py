@@ -71,13 +71,13 @@ class Report:
 
     @property
     def line(self) -> str:
-        """One line: how many layers, native or emulated, bytes."""
+        """Return one line: how many layers, native or emulated, bytes."""
         held = sum(row.nbytes for row in self.rows)
         how = f", {self.emulated}" if self.emulated else ", native" if self.recipe.quantized else ""
         return f"{self.recipe.name}: {self.converted} of {len(self.rows)} linear layers converted{how}; {held / 2**20:.1f} MiB"
 
     def frame(self) -> pd.DataFrame:
-        """A DataFrame with the columns layer, shape, products, storage, adapter, why, bytes; and planned_speed (bf16 is 1)
+        """Return a DataFrame with the columns layer, shape, products, storage, adapter, why, bytes; and planned_speed (bf16 is 1)
         where the recipe says `keep_slower`.
         """
         import pandas as pd
@@ -158,7 +158,7 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
 
 
 def _of_keeping(model: nn.Module) -> str:
-    """How the model is written to disk: with save_pretrained() weights would lose their scales."""
+    """Return how the model is written to disk: with save_pretrained() weights would lose their scales."""
     if hasattr(model, "peft_config"):
         return "save_pretrained() of this PEFT model writes its adapter; a base that it wrote would lack the scales of its weights"
     has_adapter = any(_is_adapter(name) for name, _ in model.named_parameters())
@@ -191,7 +191,7 @@ def precision(model: nn.Module, recipe: Recipe | str) -> Iterator[nn.Module]:
 
 
 def scaling_state(model: nn.Module) -> dict[str, Tensor]:
-    """The delayed-scaling histories of a model as tensors; empty where no recipe needs them."""
+    """Return the delayed-scaling histories of a model as tensors; empty where no recipe needs them."""
     banks = banks_of(model)
     if len(banks) == 1:
         return banks[0].state_dict()
@@ -231,14 +231,14 @@ def roll_scales(model: nn.Module) -> None:
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Every linear layer but adapters. Subclasses that others made keep their own forward and are left alone."""
+    """Yield every linear layer but adapters. Subclasses that others made keep their own forward and are left alone."""
     for name, module in model.named_modules():
         if type(module) in (nn.Linear, Linear) and not _is_adapter(name):
             yield name, module
 
 
 def _is_adapter(name: str) -> bool:
-    """Whether a module or parameter path belongs to an adapter: `lora_A`, `lora_B`, PEFT's `lora_embedding_A` and so on."""
+    """Return whether a module or parameter path belongs to an adapter: `lora_A`, `lora_B`, PEFT's `lora_embedding_A` and so on."""
     return any(part.startswith("lora_") for part in name.split("."))
 
 
@@ -332,14 +332,14 @@ def _of_decoded(kept: Sequence[int]) -> str:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype that a model computes in: of its first parameter, scales of stored weights excepted."""
+    """Return the dtype that a model computes in: of its first parameter, scales of stored weights excepted."""
     scales = {id(p) for m in model.modules() if isinstance(m, Linear) for p in m.stored_scales}
     usable = (p for p in model.parameters() if p.is_floating_point() and p.itemsize > 1 and id(p) not in scales)
     return next((p.dtype for p in usable), torch.bfloat16)
 
 
 def why_kept(name: str, layer: nn.Linear, recipe: Recipe, blocks: int) -> str:
-    """Why `recipe` leaves this layer in bfloat16, or "" where it does not. `blocks` is how many the model has."""
+    """Return why `recipe` leaves this layer in bfloat16, or "" where it does not. `blocks` is how many the model has."""
     if not recipe.quantized:
         return "the recipe is bf16"
     if rule := recipe.kept_by(name, blocks):
@@ -353,7 +353,8 @@ def why_kept(name: str, layer: nn.Linear, recipe: Recipe, blocks: int) -> str:
 
 
 def planned_speed(layer: nn.Linear, recipe: Recipe) -> float | None:
-    """How much faster than bfloat16 the layer's products are planned to be where the recipe says `keep_slower`; else None."""
+    """Return how much faster than bfloat16 the layer's products are planned to be where the recipe says `keep_slower`; else
+    None."""
     if recipe.pays is None or recipe.storage or not recipe.quantized_products:
         return None  # a stored weight saves memory, whatever its products do
 
@@ -364,8 +365,8 @@ def planned_speed(layer: nn.Linear, recipe: Recipe) -> float | None:
 
 
 def _idle_rules(recipe: Recipe, layers: list[tuple[str, nn.Linear]], blocks: int) -> list[str]:
-    """Notes on rules that speak of no layer: a slip of the pen, or a share of too few blocks. Every recipe keeps lm_head,
-    there or not."""
+    """Return notes on the rules that speak of no layer: a slip of the pen, or a share of too few blocks. Every recipe keeps
+    lm_head, there or not."""
     spoken = [rule for rule in recipe.rules if rule not in BF16.rules and (rule.pattern or rule.last_share)]
     idle = [rule for rule in spoken if not any(rule.applies(name, blocks) for name, _ in layers)]
     return [f"the rule {r} " + ("matches no layer" if r.pattern else f"covers no block of {blocks}") for r in idle]
@@ -394,7 +395,7 @@ def came_stored(model: nn.Module) -> None:
 
 
 def _adopt(layer: nn.Linear) -> Linear:
-    """The same object with our forward: whoever holds the layer or its parameters keeps holding them."""
+    """Return the same object with our forward: whoever holds the layer or its parameters keeps holding them."""
     if not isinstance(layer, Linear):
         layer.__class__ = Linear
     assert isinstance(layer, Linear)
@@ -423,7 +424,7 @@ def _share_scales(model: nn.Module, layers: list[nn.Linear], recipe: Recipe) -> 
 
 
 def _to_adapt(model: nn.Module, recipe: Recipe, layers: list[tuple[str, nn.Linear]]) -> set[str]:
-    """Names of the layers that get an adapter: the recipe's targets, or none where PEFT has put its own around them."""
+    """Return the names of the layers that get an adapter: the recipe's targets, or none where PEFT has put its own around them."""
     if recipe.adapter is None:
         return set()
     names = {name for name, _ in layers}
@@ -448,14 +449,14 @@ def _to_adapt(model: nn.Module, recipe: Recipe, layers: list[tuple[str, nn.Linea
 
 
 def on_device(recipe: Recipe, device: torch.device) -> Recipe:
-    """The recipe as `device` carries it out: with its native products where it has some and the device computes them."""
+    """Return the recipe as `device` carries it out: with its native products where it has some and the device computes them."""
     native = recipe.natively()
     computed = all(computes(gemm.a, gemm.b, device) for gemm in (native.forward, native.grad_input))
     return native if recipe.where_native and computed else recipe
 
 
 def emulation(recipe: Recipe, device: torch.device) -> str:
-    """What of a recipe `device` does not compute natively, in a few words; "" where it computes all of it."""
+    """Return what of a recipe `device` does not compute natively, in a few words; "" where it computes all of it."""
     names = ("forward", "grad_input", "grad_weight")
     recipe = on_device(recipe, device)
     quantized = {name: gemm for name, gemm in zip(names, recipe.gemms) if gemm.quantized}

@@ -47,7 +47,7 @@ _KERNELS = "surokit's kernels"
 
 
 def environment() -> dict[str, Any]:
-    """Versions and device of this process, as plain data.
+    """Return the versions and device of this process, as plain data.
 
     Keys: surokit, python, torch, triton, cuda, device, cuda_capability, cpu, cpu_vectors, cpu_bf16, cores, platform, date. What
     is not there is None; `device` is the GPU's name, or "cpu"; `cpu_vectors` the vector instructions that torch uses, as "AVX2";
@@ -80,7 +80,7 @@ def environment() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name as the system gives it."""
+    """Return the processor's name as the system gives it."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -95,7 +95,7 @@ def cpu_model() -> str:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -112,7 +112,8 @@ def cores_in_use(seconds: float = 0.25) -> float:
 
 
 def spare_threads() -> int | None:
-    """Threads for which there are free cores, at least 1, while the processor is busy; None while it is not."""
+    """Return the number of threads for which there are free cores, at least 1, while the processor is busy; None while it is
+    not."""
     used = cores_in_use()
     if not _is_busy(used):
         return None
@@ -123,12 +124,12 @@ def spare_threads() -> int | None:
 
 
 def _is_busy(used: float) -> bool:
-    """Whether so many cores in use are enough for torch's threads to hold up each other."""
+    """Return whether so many cores in use are enough for torch's threads to hold up each other."""
     return used >= 0.25 * cores()
 
 
 def float32_precision() -> str:
-    """torch's "highest", "high" or "medium" for float32 products; "high" where its newer switches say so, since torch then
+    """Return torch's "highest", "high" or "medium" for float32 products; "high" where its newer switches say so, since torch then
     refuses to be asked."""
     import torch
 
@@ -161,7 +162,7 @@ class Doctor:
 
     @property
     def ok(self) -> bool:
-        """Whether everything that training needs is there."""
+        """Return whether everything that training needs is there."""
         return not any(f.state == "missing" and f.group == "core" for f in self.findings)
 
     def __getitem__(self, name: str) -> Finding:
@@ -232,7 +233,7 @@ def _cpu() -> Finding:
 
 
 def _gpu() -> tuple[str, tuple[int, int] | None]:
-    """(the GPU in words, its CUDA capability); no capability without a CUDA GPU."""
+    """Return (the GPU in words, its CUDA capability); no capability without a CUDA GPU."""
     if find_spec("torch") is None:
         return "unknown without torch", None
     import torch
@@ -287,7 +288,7 @@ def _formats() -> list[Finding]:
 
 
 def _transposes() -> Finding:
-    """What transposes codes; its CUDA C++ is built here, which takes seconds the first time."""
+    """Return what transposes codes; its CUDA C++ is built here, which takes seconds the first time."""
     import torch
 
     from surokit.kernels import serving
@@ -305,7 +306,7 @@ def _bf16_on_cpu() -> Finding:
 
 
 def front_end() -> str:
-    """What the user sits at: "terminal", "IPython", "Jupyter", "VS Code", "Colab" or "marimo". Imports no IPython."""
+    """Return what the user sits at: "terminal", "IPython", "Jupyter", "VS Code", "Colab" or "marimo". Imports no IPython."""
     if "google.colab" in sys.modules:
         return "Colab"
     if "marimo" in sys.modules and "IPython" not in sys.modules:

@@ -35,13 +35,13 @@ class Format:
 
     @property
     def max_exponent(self) -> int:
-        """Exponent of the largest finite number (8 for E4M3, 15 for E5M2, 2 for E2M1)."""
+        """Return the exponent of the largest finite number (8 for E4M3, 15 for E5M2, 2 for E2M1)."""
         top = 2**self.exponent_bits - 1 - self.bias
         return top - 1 if self.specials == "ieee" or not self.mantissa_bits else top
 
     @property
     def max(self) -> float:
-        """Largest finite number."""
+        """Return the largest finite number."""
         steps = 2**self.mantissa_bits
         # E4M3 gives the last mantissa of the top exponent to NaN
         last = steps - 2 if self.specials == "nan" and self.mantissa_bits else steps - 1
@@ -53,7 +53,7 @@ class Format:
 
     @property
     def min_subnormal(self) -> float:
-        """Smallest number above zero; a format without mantissa bits has no subnormals."""
+        """Return the smallest number above zero; a format without mantissa bits has no subnormals."""
         return float(self.min_normal * 2.0**-self.mantissa_bits)
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class Codebook:
 
     @property
     def max(self) -> float:
-        """Largest number of the table."""
+        """Return the largest number of the table."""
         return self.values[-1]
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ class TensorCores:
     cuda: tuple[int, int] | None = None
 
     def on(self, capability: tuple[int, int]) -> bool:
-        """Whether GPUs of this compute capability have them."""
+        """Return whether GPUs of this compute capability have them."""
         return self.first <= capability and (self.last is None or capability <= self.last)
 
     @property

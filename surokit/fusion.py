@@ -56,7 +56,7 @@ class Fusion:
                 raise TypeError(f"Fusion({name}={getattr(self, name)!r}): {name} is True or False.")
 
     def without(self, *names: str) -> Fusion:
-        """The same with these switched off: `frozen` keeps nothing then, and `recompute` computes nothing again.
+        """Return the same with these switched off: `frozen` keeps nothing then, and `recompute` computes nothing again.
 
         Raises ValueError for a name that is none of the fields.
         """

@@ -66,7 +66,7 @@ def fresh_folder(wanted: Path) -> Path:
 
 
 def result_text(nb: Any) -> str:
-    """The plain text of the cell tagged "result": its values, else what it printed."""
+    """Return the plain text of the cell tagged "result": its values, else what it printed."""
     values, printed = [], []
     for cell in nb.cells:
         if "result" not in cell.metadata.get("tags", ()):
@@ -172,7 +172,7 @@ class Progress:
 
     @property
     def _width(self) -> int:
-        """Columns of a line: what is longer than a terminal could not be written over."""
+        """Return the columns of a line: one longer than a terminal could not be written over."""
         if not self._stream.isatty():
             return self.WIDTH
         return min(self.WIDTH, max(shutil.get_terminal_size((self.WIDTH, 24)).columns - 1, 20))
@@ -182,7 +182,8 @@ class Progress:
 
 
 def _last_words(message: Any) -> str:
-    """The line of a kernel's message that says how a cell goes on: the first of a display's text, the last that was printed."""
+    """Return the line of a kernel's message that says how a cell goes on: the first of a display's text, the last that was
+    printed."""
     content = message["content"]
     if message["msg_type"] in ("display_data", "update_display_data"):
         lines = content["data"].get("text/plain", "").strip().splitlines()
@@ -194,7 +195,7 @@ def _last_words(message: Any) -> str:
 
 
 def _execute_cell(client: Any, index: int, count: int) -> tuple[int, str]:
-    """(exit status, what became of the cell where that is not 0)."""
+    """Return (exit status, what became of the cell where that is not 0)."""
     from nbclient.exceptions import CellExecutionError, DeadKernelError
 
     cell = client.nb.cells[index]
@@ -208,7 +209,7 @@ def _execute_cell(client: Any, index: int, count: int) -> tuple[int, str]:
 
 
 def _kernel_manager(scratch: Path) -> Any:
-    """A manager of one kernel: this interpreter."""
+    """Return a manager of one kernel: this interpreter."""
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
 
@@ -228,7 +229,7 @@ def _kernel_manager(scratch: Path) -> Any:
 
 
 def _kernel_environment(scratch: Path) -> dict[str, str]:
-    """The process's environment, with empty folders in place of the user's IPython and Jupyter settings.
+    """Return the process's environment, with empty folders in place of the user's IPython and Jupyter settings.
 
     On a busy processor torch gets no more threads than cores are free: all of its threads wait for the slowest.
     """
@@ -240,13 +241,13 @@ def _kernel_environment(scratch: Path) -> dict[str, str]:
 
 
 def _first_line(source: str, width: int = 72) -> str:
-    """The first line that says something, cut to fit."""
+    """Return the first line that says something, cut to fit."""
     lines = [line.strip() for line in source.splitlines() if line.strip()]
     return lines[0] if len(lines[0]) <= width else lines[0][: width - 3] + "..."
 
 
 def _plain(cell: Any, error: Exception) -> str:
-    """The traceback as the notebook shows it, without colours."""
+    """Return the traceback as the notebook shows it, without colours."""
     for output in cell.get("outputs", ()):
         if output.output_type == "error":
             return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(output.traceback))

@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def offline_by_choice() -> bool:
-    """True where the user switched the Hub's client off (HF_HUB_OFFLINE=1); the client then serves its cache at once."""
+    """Return True where the user switched the Hub's client off (HF_HUB_OFFLINE=1); the client then serves its cache at once."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
 
 
 def reachable(timeout_s: float = 5.0) -> bool:
-    """Whether the Hub answers at all within `timeout_s`. False when the user switched it off."""
+    """Return whether the Hub answers at all within `timeout_s`. False when the user switched it off."""
     if offline_by_choice():
         return False
     from huggingface_hub import constants, get_session
@@ -28,7 +28,7 @@ def reachable(timeout_s: float = 5.0) -> bool:
 
 
 def fetch(repo_id: str, filename: str, *, online: bool) -> Path:
-    """The local path of one file of a repository, downloaded when `online`, else from the cache.
+    """Return the local path of one file of a repository, downloaded when `online`, else from the cache.
 
     Raises huggingface_hub's EntryNotFoundError (a FileNotFoundError where the cache lacks the file), RepositoryNotFoundError
     or an OSError; callers turn them into a sentence about what the user asked for.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def find_device(device: torch.device | str | None, who: str) -> torch.device:
-    """The device that is named; None is a CUDA GPU if there is one, else the CPU.
+    """Return the device that is named; None is a CUDA GPU if there is one, else the CPU.
 
     who: the function that was asked, for the message, such as "load". ValueError for a name that torch does not know, and for a
     CUDA device that is not there.
@@ -47,7 +47,7 @@ def find_device(device: torch.device | str | None, who: str) -> torch.device:
 
 
 def check_module(model: object, who: str) -> None:
-    """TypeError for what is no torch.nn.Module. who: the function that was asked, such as "apply"."""
+    """Raise TypeError for what is no torch.nn.Module. who: the function that was asked, such as "apply"."""
     from torch import nn
 
     if not isinstance(model, nn.Module):
@@ -57,7 +57,7 @@ def check_module(model: object, who: str) -> None:
 
 
 def check_dtype(dtype: object, who: str) -> None:
-    """ValueError for what parameters cannot have. who: the function that was asked, such as "load"."""
+    """Raise ValueError for what parameters cannot have. who: the function that was asked, such as "load"."""
     import torch
 
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
@@ -68,8 +68,8 @@ def check_dtype(dtype: object, who: str) -> None:
 
 
 def check_values(model: nn.Module, who: str, ends: str | tuple[str, ...] = "") -> None:
-    """ValueError for a model with parameters on the meta device. who: the function that was asked, such as "Session". ends: of the
-    names of parameters that matter. TypeError for what is no module."""
+    """Raise ValueError for a model with parameters on the meta device. who: the function that was asked, such as "Session". ends:
+    of the names of parameters that matter. TypeError for what is no module."""
     check_module(model, who)
     name = next((name for name, p in model.named_parameters() if p.is_meta and name.endswith(ends)), None)
     if name is not None:

@@ -27,7 +27,7 @@ def product(
     fast_accumulation: bool = False,
     onto: Tensor | None = None,
 ) -> Tensor:
-    """[M, N] = a b' in `dtype`. An operand that is not quantized takes part in `dtype`, the other one is decoded to it.
+    """Return [M, N] = a b' in `dtype`. An operand that is not quantized takes part in `dtype`, the other one is decoded to it.
 
     onto: [M, N] in `dtype`, to which the product is added in place, in the product itself where it can be (`adds_onto`).
     """
@@ -43,7 +43,8 @@ def product(
 
 
 def adds_onto(a_MK: Tensor | Quantized, b_NK: Tensor | Quantized) -> bool:
-    """Whether the product adds onto a tensor in itself. One of codes, or with a weight decoded on the way, takes passes more."""
+    """Return whether the product adds onto a tensor in itself. One of codes, or with a weight decoded on the way, takes passes
+    more."""
     if not isinstance(b_NK, Quantized):
         return True
     return isinstance(a_MK, Tensor) and not decodes_on_the_way(a_MK, b_NK)
@@ -63,19 +64,20 @@ FEW_TOKENS = 64
 
 
 def decodes_on_the_way(x_MK: Tensor, W_NK: Quantized) -> bool:
-    """Whether a stored weight is decoded inside its product: for few tokens, as in generation, reading it is the whole cost."""
+    """Return whether a stored weight is decoded inside its product: for few tokens, as in generation, reading it is the whole
+    cost."""
     small = x_MK.is_cuda and x_MK.dtype in (torch.bfloat16, torch.float16) and 0 < x_MK.shape[0] <= FEW_TOKENS
     return small and W_NK.can_multiply
 
 
 def computes(a: Quantizer | None, b: Quantizer | None, device: torch.device) -> bool:
-    """Whether `device` multiplies such operands itself."""
+    """Return whether `device` multiplies such operands itself."""
     kind = kind_of(a, b)
     return kind is not None and native.available(kind, device)
 
 
 def _pow2(Q: Quantized) -> bool:
-    """Whether what multiplies the sum is a power of two: then the sum may be rounded before."""
+    """Return whether what multiplies the sum is a power of two: then the sum may be rounded before."""
     return Q.quantizer.scaling.pow2 or (Q.quantizer.scaling.varies_along_sum and not Q.second)
 
 

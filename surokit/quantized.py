@@ -49,12 +49,12 @@ class Quantized:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """Codes, scales, scales of the scales: all that is held."""
+        """Return the codes, the scales and the scales of the scales: all that is held."""
         return self.codes, self.scales, *self.second
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
+        """Return the bytes of codes and scales."""
         return sum(t.nbytes for t in self.parts)
 
     @staticmethod
@@ -69,7 +69,7 @@ class Quantized:
         return Quantized(codes, scales, quantizer, shape[1], tuple(second), rows=shape[0])
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """[M, K] in `dtype` (float32 if not given): codes * scales, rounded once; a rotation is turned back."""
+        """Return [M, K] in `dtype` (float32 if not given): codes * scales, rounded once; a rotation is turned back."""
         dtype = dtype or torch.float32
         if not self.quantizer.hadamard:
             return self._codec.decode(self, self._width, dtype)
@@ -77,7 +77,7 @@ class Quantized:
         return kernels.rotate(rotated, self.quantizer.hadamard, back=True)[:, : self.columns].to(dtype)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """What a product multiplies: bfloat16 factors [M, K] (of the rotated matrix), and float32 [M or 1, 1] for the sum.
+        """Return what a product multiplies: bfloat16 factors [M, K] (of the rotated matrix), and float32 [M or 1, 1] for the sum.
 
         The numbers that tensor cores for the format would multiply, exactly; but NF4 and blocks whose scales are no powers of
         two are rounded to bfloat16.
@@ -86,11 +86,11 @@ class Quantized:
 
     @property
     def can_multiply(self) -> bool:
-        """Whether there is a product that decodes this matrix on the way: every scaling but MX, without rotation."""
+        """Return whether there is a product that decodes this matrix on the way: every scaling but MX, without rotation."""
         return self._codec.multiplies and not self.quantizer.hadamard
 
     def times(self, x_MK: Tensor) -> Tensor:
-        """x W' [M, N] for x [M, K] and this matrix W [N, K], decoded inside the product; see `can_multiply`."""
+        """Return x W' [M, N] for x [M, K] and this matrix W [N, K], decoded inside the product; see `can_multiply`."""
         return self._codec.times(x_MK, self)
 
     @property
@@ -99,11 +99,11 @@ class Quantized:
 
     @property
     def _width(self) -> int:
-        """Columns that the codes cover: K, or K rounded up to the rotation's width."""
+        """Return how many columns the codes cover: K, or K rounded up to the rotation's width."""
         return self.columns + -self.columns % (self.quantizer.hadamard or 1)
 
     def t(self) -> Quantized:
-        """The quantized transpose [K, M]; only for scalings that look the same from both sides."""
+        """Return the quantized transpose [K, M]; only for scalings that look the same from both sides."""
         if not self.quantizer.transposable:
             raise ValueError(
                 f"{self.quantizer} has other scales for the transpose: quantize the transposed tensor instead."
@@ -112,19 +112,20 @@ class Quantized:
         return replace(self, codes=codes, scales=self.scales.t(), columns=self.rows, rows=self.columns)
 
     def sqnr(self, x: Tensor) -> float:
-        """Signal-to-quantization-noise ratio against the original `x` [M, K], in dB."""
+        """Return the signal-to-quantization-noise ratio against the original `x` [M, K], in dB."""
         return sqnr_db(self._of_shape(x), self.dequantize())
 
     def clipped(self, x: Tensor) -> float:
-        """Share of the elements of `x` [M, K] that were cut: further beyond the format's largest number than rounding reaches."""
+        """Return the share of the elements of `x` [M, K] that were cut: further beyond the format's largest number than rounding
+        reaches."""
         return float(self.was_clipped(x).float().mean())
 
     def underflow(self, x: Tensor) -> float:
-        """Share of the elements of `x` [M, K] that are not zero and became zero."""
+        """Return the share of the elements of `x` [M, K] that are not zero and became zero."""
         return float(self.vanished(x).float().mean())
 
     def was_clipped(self, x: Tensor) -> Tensor:
-        """Which elements of `x` (as rotated, where it is) were cut; on the device, without waiting for it."""
+        """Return which elements of `x` (as rotated, where it is) were cut; on the device, without waiting for it."""
         format = self.quantizer.format
         if isinstance(format, Format):
             beyond = format.max + 2.0 ** (format.max_exponent - format.mantissa_bits - 1)
@@ -135,17 +136,17 @@ class Quantized:
         return (self.rotated(x).abs().float() > largest * (beyond / format.max * (1 + 2**-20))) & (largest != 0)
 
     def vanished(self, x: Tensor) -> Tensor:
-        """Which elements of `x` (as rotated, where it is) became zero and were not; without waiting for the device."""
+        """Return which elements of `x` (as rotated, where it is) became zero and were not; without waiting for the device."""
         decoded = self._codec.decode(self, self._width, torch.float32)
         return (decoded == 0) & (self.rotated(x) != 0)
 
     def rotated(self, x: Tensor) -> Tensor:
-        """`x` [M, K] as it was quantized: rotated where the quantizer rotates, itself elsewhere."""
+        """Return `x` [M, K] as it was quantized: rotated where the quantizer rotates, itself elsewhere."""
         x = self._of_shape(x)
         return kernels.rotate(x, self.quantizer.hadamard) if self.quantizer.hadamard else x
 
     def _of_shape(self, x: Tensor) -> Tensor:
-        """`x` [M, K], or the [..., K] that became it, as [M, K]."""
+        """Return `x` [M, K], or the [..., K] that became it, as [M, K]."""
         if x.dim() < 2 or x.shape[-1] != self.columns or x.numel() != self.rows * self.columns:
             raise ValueError(
                 f"A matrix {self.rows} x {self.columns} was quantized and is compared with one of shape {tuple(x.shape)}: "
@@ -154,7 +155,7 @@ class Quantized:
         return x.reshape(self.shape)
 
     def _filled_with_largest(self) -> Tensor:
-        """The largest number that each place could express [M, K], float32."""
+        """Return the largest number that each place could express [M, K], float32."""
         byte = {E4M3: 0x7E, E5M2: 0x7B, E2M1: 0x77, NF4: 0xFF}[self.quantizer.format]
         codes = torch.full_like(self.codes.view(torch.uint8), byte).view(self.codes.dtype)
         return self._codec.decode(replace(self, codes=codes), self._width, torch.float32)
@@ -211,14 +212,14 @@ def quantize(
 
 
 def quantize_both(x_MK: Tensor, q: Quantizer) -> tuple[Quantized, Quantized]:
-    """quantize(x, q) and quantize(x', q) in one pass over x; for quantizers that say `both_in_one_pass`."""
+    """Return quantize(x, q) and quantize(x', q) in one pass over x; for quantizers that say `both_in_one_pass`."""
     M, K = x_MK.shape
     codes, scales, codes_t, scales_t = _CODECS[type(q.scaling)].encode_both(x_MK, q)
     return Quantized(codes, scales, q, K), Quantized(codes_t, scales_t, q, M)
 
 
 def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
-    """10 log10(|reference|^2 / |reference - approximation|^2), summed in float64; inf where they are equal."""
+    """Return 10 log10(|reference|^2 / |reference - approximation|^2), summed in float64; inf where they are equal."""
     x = reference.double()
     noise = (x - approximation.double().reshape(x.shape)).square().sum().item()
     signal = x.square().sum().item()
@@ -238,7 +239,7 @@ class _Tiles:
 
     @classmethod
     def held_in(cls, q: Quantizer) -> tuple[torch.dtype, ...]:
-        """Dtypes of all parts: codes, scales, scales of the scales."""
+        """Return the dtypes of all parts: codes, scales, scales of the scales."""
         return _CODES_IN[q.format], *cls.scales_in
 
     @staticmethod
@@ -252,7 +253,7 @@ class _Tiles:
 
     @staticmethod
     def encode_both(x_MK: Tensor, q: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Codes and scales of x, and of x'."""
+        """Return the codes and scales of x, and of x'."""
         rows, columns = q.scaling.tile()
         return kernels.quantize_both(x_MK, q.format.name, rows, columns, q.scaling.pow2, least_amax(q))
 
@@ -350,7 +351,7 @@ _CODECS: dict[type[Scaling], type[_Tiles]] = {
 
 
 def least_amax(q: Quantizer) -> float:
-    """torchao keeps a row's amax above 1e-12; TransformerEngine takes tensors and blocks as they are."""
+    """Return the smallest amax: torchao keeps a row's amax above 1e-12; TransformerEngine takes tensors and blocks as they are."""
     return 1e-12 if isinstance(q.scaling, PerRow) else 0.0
 
 

@@ -29,20 +29,20 @@ class Scaling(ABC):
 
     @abstractmethod
     def tile(self) -> tuple[int, int]:
-        """Rows and columns that share a scale; 0 stands for the whole extent."""
+        """Return how many rows and columns share a scale; 0 stands for the whole extent."""
 
     @property
     def pow2(self) -> bool:
-        """Whether every scale is a power of two, so that scaling rounds nothing."""
+        """Return whether every scale is a power of two, so that scaling rounds nothing."""
         return False
 
     @property
     def varies_along_sum(self) -> bool:
-        """Whether a scale changes along K and must multiply the factors and not the sum."""
+        """Return whether a scale changes along K and must multiply the factors and not the sum."""
         return self.tile()[1] != 0
 
     def check(self, q: Quantizer) -> None:
-        """ValueError where this scaling cannot serve the quantizer `q`."""
+        """Raise ValueError where this scaling cannot serve the quantizer `q`."""
         if q.format not in self.formats:
             usable = " or ".join(f.name.upper() for f in self.formats)
             raise ValueError(f"There is no quantizer for {q.format} with {self}: {type(self).__name__} takes {usable}.")
@@ -226,31 +226,33 @@ class Quantizer:
 
     @property
     def transposable(self) -> bool:
-        """Whether the transposed codes are the quantized transpose, so that one pass serves both orientations."""
+        """Return whether the transposed codes are the quantized transpose, so that one pass serves both orientations."""
         rows, columns = self.scaling.tile()
         return rows == columns and self.rounding == "nearest" and not self.hadamard
 
     @property
     def both_in_one_pass(self) -> bool:
-        """Whether a matrix and its transpose are quantized in one pass: tiles lie along K and nothing is drawn or rotated."""
+        """Return whether a matrix and its transpose are quantized in one pass: tiles lie along K and nothing is drawn or
+        rotated."""
         along = isinstance(self.scaling, PerRow | MX) or (isinstance(self.scaling, Block) and self.scaling.rows == 1)
         return along and self.rounding == "nearest" and not self.hadamard
 
     def separates(self, dimension: Literal[0, 1], sizes: Sequence[int]) -> bool:
-        """Whether parts of these sizes, one after the other along a dimension (0: rows, 1: columns), have the same codes when they
-        are quantized as one matrix: no tile, rotation, draw or scale of scales may reach from one into another."""
+        """Return whether parts of these sizes, one after the other along a dimension (0: rows, 1: columns), have the same codes
+        when they are quantized as one matrix: no tile, rotation, draw or scale of scales may reach from one into another."""
         tile = (self.scaling.tile()[dimension], self.hadamard if dimension == 1 else 0)
         alone = isinstance(self.scaling, PerTensor | NV | NFBlock) or self.rounding == "stochastic"
         return not alone and tile[0] != 0 and not any(size % step for size in sizes for step in tile if step)
 
     def joins(self, dimension: Literal[0, 1], sizes: Sequence[int]) -> bool:
-        """Whether such parts may be quantized as one matrix: with the codes of each, or by scales that they share where a scale
-        reaches over all of them, of the tensor or of a row. Draws and rotations stay those of each."""
+        """Return whether such parts may be quantized as one matrix: with the codes of each, or by scales that they share where a
+        scale reaches over all of them, of the tensor or of a row. Draws and rotations stay those of each."""
         shared = isinstance(self.scaling, PerTensor | PerRow) and self.rounding == "nearest" and not self.hadamard
         return shared or self.separates(dimension, sizes)
 
     def same_codes(self, other: Quantizer) -> bool:
-        """Whether a matrix that this quantizer stored can stand where `other` would quantize it: only the scales may differ."""
+        """Return whether a matrix that this quantizer stored can stand where `other` would quantize it: only the scales may
+        differ."""
         return (
             self.format == other.format
             and type(self.scaling) is type(other.scaling)
@@ -264,12 +266,12 @@ class Quantizer:
 
     @property
     def packed(self) -> bool:
-        """Whether a byte holds two codes."""
+        """Return whether a byte holds two codes."""
         return self.format.bits == 4
 
     @property
     def bits(self) -> float:
-        """Bits an element, scales included, of a large tensor."""
+        """Return the bits an element, scales included, of a large tensor."""
         rows, columns = self.scaling.tile()
         share = 1 / (rows * columns) if rows and columns else 0.0
         match self.scaling:
@@ -281,7 +283,7 @@ class Quantizer:
                 return self.format.bits + 32 * share
 
     def nbytes(self, M: int, K: int) -> int:
-        """Bytes of a quantized matrix [M, K], scales included."""
+        """Return the bytes of a quantized matrix [M, K], scales included."""
         K += -K % (self.hadamard or 1)
         rows, columns = self.scaling.tile()
         tiles = -(-M // (rows or M)) * -(-K // (columns or K))
@@ -308,7 +310,7 @@ class Quantizer:
         return " ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for checkpoints."""
+        """Return plain data, for checkpoints."""
         scaling = {"kind": type(self.scaling).__name__, **self.scaling.__dict__}
         return {
             "format": self.format.name,
@@ -328,7 +330,7 @@ class Quantizer:
 
 
 def kind_of(a: Quantizer | None, b: Quantizer | None) -> Kind | None:
-    """How tensor cores call a product of these operands, or None where none computes it."""
+    """Return how tensor cores call a product of these operands, or None where none computes it."""
     if a is None or b is None or a.hadamard != b.hadamard:
         return None
     if a.format == b.format == E5M2:  # tensor cores take no such pair

@@ -51,7 +51,7 @@ class Gemm:
 
     @property
     def kind(self) -> Kind | None:
-        """How tensor cores call this product, or None where none computes it."""
+        """Return how tensor cores call this product, or None where none computes it."""
         return kind_of(self.a, self.b)
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Rule:
     last_share: float = 0.0
 
     def applies(self, name: str, blocks: int) -> bool:
-        """Whether this rule speaks of layer `name` in a model of `blocks` blocks (0: it has none)."""
+        """Return whether this rule speaks of layer `name` in a model of `blocks` blocks (0: it has none)."""
         if self.pattern:
             return fnmatch(name, self.pattern) or fnmatch(name, f"*.{self.pattern}")
         block = block_of(name)
@@ -109,18 +109,19 @@ class Rule:
 
 
 def block_of(name: str) -> int | None:
-    """Index of the block that a layer belongs to: the first number in its path, 3 for "model.layers.3.mlp.up_proj"."""
+    """Return the index of the block that a layer belongs to: the first number in its path, 3 for "model.layers.3.mlp.up_proj"."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
     return int(found[1]) if found else None
 
 
 def within_block(name: str) -> str:
-    """A layer's path within its block, "mlp.up_proj" for "model.layers.3.mlp.up_proj"; the whole path where there is no block."""
+    """Return a layer's path within its block, "mlp.up_proj" for "model.layers.3.mlp.up_proj"; the whole path where there is no
+    block."""
     return re.sub(r"^(?:.*?\.)??\d+\.", "", name, count=1)
 
 
 def count_blocks(names: Iterable[str]) -> int:
-    """How many blocks a model with layers of these names has."""
+    """Return how many blocks a model with layers of these names has."""
     return 1 + max((b for b in map(block_of, names) if b is not None), default=-1)
 
 
@@ -174,15 +175,15 @@ class Recipe:
     # -- derived recipes
 
     def keep(self, *patterns: str) -> Recipe:
-        """Layers whose name matches a pattern ("layers.0.*", "*.down_proj") stay bfloat16."""
+        """Keep layers bfloat16 whose name matches a pattern ("layers.0.*", "*.down_proj")."""
         return self._with_rules(*(Rule("keep", p) for p in patterns))
 
     def keep_first(self, n: int) -> Recipe:
-        """The first n blocks stay bfloat16."""
+        """Keep the first n blocks bfloat16."""
         return self._with_rules(Rule("keep", first=_count(n)))
 
     def keep_last(self, n: int | None = None, *, share: float | None = None) -> Recipe:
-        """The last n blocks, or that share of them, stay bfloat16; replaces an earlier keep_last, so 0 undoes it."""
+        """Keep the last n blocks, or that share of them, bfloat16; replaces an earlier keep_last, so 0 undoes it."""
         if (n is None) == (share is None):
             raise ValueError("keep_last() takes either a number of blocks or share=, for example keep_last(2).")
         if share is not None and not 0 <= share <= 1:
@@ -196,11 +197,11 @@ class Recipe:
         return self._with_rules(*(Rule("also", p) for p in patterns))
 
     def keep_small(self, features: int) -> Recipe:
-        """Layers with fewer input or output features than this stay bfloat16."""
+        """Keep layers bfloat16 that have fewer input or output features than this."""
         return replace(self, min_features=_count(features))
 
     def keep_slower(self, tokens: int, gpu: str) -> Recipe:
-        """Layers that the format is planned to slow down at `tokens` a step on `gpu` ("H200") stay bfloat16.
+        """Keep layers bfloat16 that the format is planned to slow down at `tokens` a step on `gpu` ("H200").
 
         Planned from the GPU's peaks (surokit/hardware/linear.py), quantization included; the report says by how much.
         """
@@ -214,12 +215,12 @@ class Recipe:
         return replace(self, pays=Pays(tokens, gpu))
 
     def lora(self, rank: int = 16, alpha: float = 32.0, targets: Sequence[str] = PROJECTIONS) -> Recipe:
-        """The same recipe with a frozen base and a low-rank adapter on `targets`."""
+        """Return the same recipe with a frozen base and a low-rank adapter on `targets`."""
         targets = (targets,) if isinstance(targets, str) else targets
         return replace(self, adapter=Lora(rank, float(alpha), tuple(targets)))
 
     def store(self, storage: Quantizer | Recipe) -> Recipe:
-        """The same products over frozen weights stored as `storage` says: a quantizer, or a recipe whose storage is taken.
+        """Return the same products over frozen weights stored as `storage` says: a quantizer, or a recipe whose storage is taken.
 
         Where a product would quantize the weight just as it is stored, the stored codes are multiplied as they are.
         """
@@ -249,21 +250,21 @@ class Recipe:
 
     @property
     def gemms(self) -> tuple[Gemm, Gemm, Gemm]:
-        """forward, grad_input, grad_weight"""
+        """Return the three products: forward, grad_input, grad_weight."""
         return self.forward, self.grad_input, self.grad_weight
 
     @property
     def quantized_products(self) -> bool:
-        """Whether any of the three products leaves bfloat16."""
+        """Return whether any of the three products leaves bfloat16."""
         return any(gemm.quantized for gemm in self.gemms)
 
     @property
     def quantized(self) -> bool:
-        """Whether any product or the storage leaves bfloat16."""
+        """Return whether any product or the storage leaves bfloat16."""
         return self.storage is not None or self.quantized_products
 
     def natively(self) -> Recipe:
-        """The recipe as devices with native products for `where_native` carry it out; itself without one."""
+        """Return the recipe as devices with native products for `where_native` carry it out; itself without one."""
         if not self.where_native:
             return self
         products = recipes[self.where_native]
@@ -274,11 +275,11 @@ class Recipe:
         return self.storage is not None or self.adapter is not None
 
     def takes_codes(self, storage: Quantizer) -> bool:
-        """Whether a product multiplies the codes of a weight stored so, where it would quantize it in the same way."""
+        """Return whether a product multiplies the codes of a weight stored so, where it would quantize it in the same way."""
         return any(q is not None and storage.same_codes(q) for q in (self.forward.b, self.grad_input.b))
 
     def kept_by(self, name: str, blocks: int = 0) -> Rule | None:
-        """The rule that keeps layer `name` in bfloat16, or None."""
+        """Return the rule that keeps layer `name` in bfloat16, or None."""
         deciding = None
         for rule in self.rules:
             if rule.applies(name, blocks):
@@ -287,13 +288,13 @@ class Recipe:
 
     @property
     def numbers(self) -> Recipe:
-        """The recipe without what changes no number: whether decoded weights are kept."""
+        """Return the recipe without what changes no number: whether decoded weights are kept."""
         return replace(self, keeps_decoded=None)
 
     # -- as text and as data
 
     def algebra(self) -> str:
-        """One line: the three products, the operands' quantizers, storage and adapter."""
+        """Return one line: the three products, the operands' quantizers, storage and adapter."""
         if not self.quantized:
             body = "y = x w'   dx = dy w   dw = dy' x   bf16"
         elif self.storage and not self.quantized_products:
@@ -332,7 +333,7 @@ class Recipe:
         return f"<Recipe {self}>"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for checkpoints and tables; `from_dict` is its inverse."""
+        """Return plain data, for checkpoints and tables; `from_dict` is its inverse."""
         return {
             "name": self.name,
             "forward": self.forward.to_dict(),
@@ -386,7 +387,7 @@ _Operands: TypeAlias = list[tuple[str, Quantizer]]  # what a product quantizes, 
 
 
 def _formats(recipe: Recipe) -> str:
-    """ "x,w: e4m3  dy: e5m2  delayed per tensor"; product by product where these quantize an operand differently."""
+    """Return "x,w: e4m3  dy: e5m2  delayed per tensor"; product by product where these quantize an operand differently."""
     products: dict[str, _Operands] = {
         product: [(role, q) for role, q in zip(roles, (gemm.a, gemm.b)) if q]
         for product, roles, gemm in zip(("y", "dx", "dw"), ROLES.values(), recipe.gemms)
@@ -412,7 +413,7 @@ def _formats(recipe: Recipe) -> str:
 
 
 def _by_format(operands: _Operands) -> str:
-    """ "x,w: e4m3  dy: e5m2  per tensor", or "x: e4m3 1x128 blocks  w: e4m3 128x128 blocks" where scalings differ."""
+    """Return "x,w: e4m3  dy: e5m2  per tensor", or "x: e4m3 1x128 blocks  w: e4m3 128x128 blocks" where scalings differ."""
     scalings = dict.fromkeys(_scaling(q) for _, q in operands)
     shared = len(scalings) == 1
     by: dict[str, dict[str, None]] = {}
@@ -439,7 +440,7 @@ def _fp8(name: str, forward: Quantizer, gradient: Quantizer) -> Recipe:
 
 
 def _one_quantizer(name: str, x: Quantizer, w: Quantizer | None = None) -> Recipe:
-    """Activations and gradients by `x`, weights by `w` where it differs."""
+    """Return products that quantize activations and gradients by `x`, weights by `w` where it differs."""
     w = w or x
     return Recipe(name, forward=Gemm(x, w), grad_input=Gemm(x, w), grad_weight=Gemm(x, x))
 
@@ -460,7 +461,8 @@ MXFP8 = _one_quantizer("mxfp8", Quantizer(E4M3, MX(32)))
 
 
 def _fp4() -> Recipe:
-    """TransformerEngine's NVFP4: 16 x 16 tiles for weights, gradients rounded stochastically, grad_weight's operands rotated."""
+    """Return the products of TransformerEngine's NVFP4: 16 x 16 tiles for weights, gradients rounded stochastically, grad_weight's
+    operands rotated."""
     x, w = Quantizer(E2M1, NV(16)), Quantizer(E2M1, NV(16, 16))
     dy = replace(x, rounding="stochastic")
     return Recipe(
@@ -472,7 +474,8 @@ def _fp4() -> Recipe:
 
 
 def _mxfp4() -> Recipe:
-    """Quartet (Castro et al., 2025): nearest forward, both gradients rotated and their dy rounded stochastically."""
+    """Return the products of Quartet (Castro et al., 2025): nearest forward, both gradients rotated and their dy rounded
+    stochastically."""
     x = Quantizer(E2M1, MX(32))
     rotated = replace(x, hadamard=32)
     dy = replace(rotated, rounding="stochastic")
@@ -495,7 +498,7 @@ _ALIASES = {"nvfp4": "fp4"}
 
 
 def find_recipe(recipe: Recipe | str) -> Recipe:
-    """A recipe as it is, or by name ("fp8-rowwise"; case and underscores do not matter).
+    """Return a recipe as it is, or by name ("fp8-rowwise"; case and underscores do not matter).
 
     "fp4+qnf4" is FP4.store(QNF4), by the name that it has.
     """

@@ -69,12 +69,12 @@ class Tuning:
 
     @property
     def best(self) -> Recipe:
-        """The fastest mixture whose measured loss on the batch is within `max_gap` of bf16's, above or below."""
+        """Return the fastest mixture whose measured loss on the batch is within `max_gap` of bf16's, above or below."""
         inside = [choice for choice in self.front if abs(choice.measured) <= self.max_gap]
         return min(inside, key=lambda choice: choice.time).recipe  # bf16 itself always is
 
     def frame(self) -> pd.DataFrame:
-        """pandas, one row a mixture: recipe, quantized, gap, measured, time, speed (bf16 is 1), worst_db."""
+        """Return a DataFrame with one row a mixture: recipe, quantized, gap, measured, time, speed (bf16 is 1), worst_db."""
         import pandas as pd
 
         slowest = self.front[0].time
@@ -84,7 +84,7 @@ class Tuning:
         return pd.DataFrame(rows, columns=["recipe", "quantized", "gap", "measured", "time", "speed", "worst_db"])
 
     def plot(self) -> Figure:
-        """Loss gap against planned time, predicted and measured, as a matplotlib figure."""
+        """Plot the loss gap against planned time, predicted and measured, as a matplotlib figure."""
         from surokit.widgets.curves import plot_front
 
         return plot_front(self.front, self.best, self.max_gap, self.unit)
@@ -120,7 +120,7 @@ class Tuning:
         return f"<div>{self._picture()}{table}{notes}</div>"
 
     def _picture(self) -> str:
-        """The plot as an image of its own, so that its ids stay apart from a page's; "" without matplotlib."""
+        """Return the plot as an image of its own, so that its ids stay apart from a page's; "" without matplotlib."""
         drawn = io.BytesIO()
         try:
             self.plot().savefig(drawn, format="svg")
@@ -138,7 +138,7 @@ def tune(
     gpu: str | Gpu | None = None,
     points: int = 12,
 ) -> Tuning:
-    """Mixtures of bf16 and each recipe by layer, on the front of batch loss against planned time.
+    """Return mixtures of bf16 and each recipe by layer, on the front of batch loss against planned time.
 
     batch: {"input_ids": [B, T], "labels": [B, T]}. max_gap: largest change of its loss that `best` may have, as a share of the
     bf16 loss. recipes: of the products; storage and adapters are another choice, made on the result. gpu: whose peaks the times
@@ -210,7 +210,7 @@ def _check(recipes: list[Recipe], max_gap: float, points: int) -> None:
 def _measure(
     model: nn.Module, batch: Mapping[str, Tensor], layers: Mapping[str, nn.Linear], recipes: Sequence[Recipe]
 ) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, float]]:
-    """(SQNR in dB by recipe, layer and product, what the loss feels of a unit of relative noise in each layer's output).
+    """Return (SQNR in dB by recipe, layer and product, what the loss feels of a unit of relative noise in each layer's output).
 
     Of the layers that the batch reaches, and for each recipe of those that it does not keep.
     """
@@ -259,7 +259,7 @@ def _loss(model: nn.Module, batch: Mapping[str, Tensor], recipe: Recipe) -> floa
 
 
 def _clock(gpu: str | Gpu | None, where: torch.device, tokens: int) -> tuple[Any, str]:
-    """(a function from recipe, N, K and whether the weight trains to a layer's time, the unit of it and its source)."""
+    """Return (a function from recipe, N, K and whether the weight trains to a layer's time, the unit of it and its source)."""
     found: Gpu | None = None
     if gpu is not None:
         found = find_gpu(gpu)
@@ -280,7 +280,7 @@ def _clock(gpu: str | Gpu | None, where: torch.device, tokens: int) -> tuple[Any
 
 
 def _weighted_flop(recipe: Recipe, n: int, k: int, t: int, trains: bool) -> float:
-    """FLOPs of a layer's products, each times the width of its operands over 16."""
+    """Return the FLOPs of a layer's products, each times the width of its operands over 16."""
     products = recipe.gemms if trains else recipe.gemms[:2]
     return sum(2.0 * n * k * t * operand_bits(gemm) / 16 for gemm in products)
 
@@ -304,7 +304,7 @@ def _chain(
     total: float,
     lost: list[str],
 ) -> list[_Mixture]:
-    """One layer after another goes back to bf16, the one with the most loss for its time first."""
+    """Put one layer after another back to bf16, the one with the most loss for its time first."""
     order = sorted((name for name in harm if name not in lost), key=lambda name: -harm[name] / saved[name])
     chain = []
     for kept in range(len(order)):
@@ -315,7 +315,7 @@ def _chain(
 
 
 def _pareto(mixtures: list[_Mixture]) -> list[_Mixture]:
-    """Those that no other beats in gap and time, slow ones first."""
+    """Return those that no other beats in gap and time, slow ones first."""
     front: list[_Mixture] = []
     for mixture in sorted(mixtures, key=lambda m: (m.gap, m.time)):
         if not front or mixture.time < front[-1].time:
@@ -337,7 +337,7 @@ def _thin(front: list[_Mixture], points: int) -> list[_Mixture]:
 
 
 def _groups(names: Mapping[str, Any]) -> list[list[str]]:
-    """Layers that differ in the number of their block only."""
+    """Return groups of layers that differ in the number of their block only."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(within_block(name), []).append(name)
@@ -345,7 +345,7 @@ def _groups(names: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _patterns(names: Sequence[str], among: Any) -> list[str]:
-    """Rules that name exactly these layers: a group by what its layers have in common where all of it is meant."""
+    """Return the rules that name exactly these layers: a group by what its layers have in common where all of it is meant."""
     meant = set(names)
     patterns = []
     for group in _groups(dict.fromkeys(among)):

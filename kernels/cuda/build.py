@@ -30,7 +30,7 @@ class Built:
 
 @cache
 def built(stem: str, device: torch.device) -> Built:
-    """The library of kernels/cuda/<stem>.cu for a device. The first call on a kind of GPU builds it, which takes seconds."""
+    """Return the library of kernels/cuda/<stem>.cu for a device. The first call on a kind of GPU builds it, which takes seconds."""
     if device.type != "cuda":
         return Built(None, f"{device.type} runs no CUDA C++")
     if torch.version.hip is not None:
@@ -60,7 +60,7 @@ def _build(stem: str, major: int, minor: int) -> Built:
 
 
 def _locked_load(name: str, source: Path, arch: str) -> str:
-    """Path of the library that torch's loader built or found, with one process at a time in its folder."""
+    """Return the path of the library that torch's loader built or found, with one process at a time in its folder."""
     import fcntl
 
     from torch.utils import cpp_extension
@@ -79,6 +79,6 @@ def _locked_load(name: str, source: Path, arch: str) -> str:
 
 
 def _gist(error: Exception) -> str:
-    """The line of a compiler's output that matters: the first with an error in it."""
+    """Return the line of a compiler's output that matters: the first with an error in it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return next((line for line in lines[1:] if "error" in line.lower()), lines[0])[:200]

@@ -23,13 +23,13 @@ _ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, 
 
 
 def why(device: torch.device) -> tuple[bool, str]:
-    """Whether CUDA C++ serves the device, and why; builds it if that was not done yet."""
+    """Return whether CUDA C++ serves the device, and why; builds it if that was not done yet."""
     found = built("transpose", device)
     return found.library is not None, found.why
 
 
 def transpose_fp8(codes_MK: Tensor) -> Tensor:
-    """codes_KM, contiguous and in memory of its own, for codes of one byte."""
+    """Return codes_KM, contiguous and in memory of its own, for codes of one byte."""
     kernel = _kernel(codes_MK.device)
     if kernel is None:
         return reference.transpose_fp8(codes_MK)
@@ -41,7 +41,7 @@ def transpose_fp8(codes_MK: Tensor) -> Tensor:
 
 
 def transpose_fp4(packed_MK: Tensor, K: int) -> Tensor:
-    """The 4-bit codes packed along M: uint8 [K, ceil(M/2)], the even row in the low nibble."""
+    """Return the 4-bit codes packed along M: uint8 [K, ceil(M/2)], the even row in the low nibble."""
     kernel = _kernel(packed_MK.device)
     if kernel is None:
         return reference.transpose_fp4(packed_MK, K)

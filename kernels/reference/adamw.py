@@ -62,7 +62,7 @@ def adamw_(
 
 
 def stochastic_bf16(x: Tensor, key: Tensor, start: int = 0) -> Tensor:
-    """x, float32, as bfloat16: up or down in magnitude, so that the mean over keys is x.
+    """Return x, float32, as bfloat16: up or down in magnitude, so that the mean over keys is x.
 
     Position k in row-major order adds the upper half of the random bits of position start + k; `start` is a multiple of a
     power of two that is at least x.numel(), or of 2^22. NaN and infinity stay; what is finite stays finite.

@@ -34,19 +34,19 @@ _CHUNK_CPU, _CHUNK = 1 << 16, 1 << 24
 
 @cache
 def dynamic_map(signed: bool, device: torch.device) -> Tensor:
-    """The 256 values of the codes, ascending, float32."""
+    """Return the 256 values of the codes, ascending, float32."""
     return torch.tensor(numbers(signed), dtype=torch.float32, device=device)
 
 
 @cache
 def midpoints(signed: bool, device: torch.device) -> Tensor:
-    """The 255 borders between codes, float32: code c is nearest from border c - 1, exclusive, to border c, inclusive."""
+    """Return the 255 borders between codes, float32: code c is nearest from border c - 1, exclusive, to border c, inclusive."""
     values = dynamic_map(signed, device)
     return (values[:-1] + values[1:]) / 2
 
 
 def quantize(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes, uint8 of x's shape, and absmax, float32 [ceil(n / 256)]."""
+    """Return codes, uint8 of x's shape, and absmax, float32 [ceil(n / 256)]."""
     flat = x.reshape(-1).float()
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     absmax = blocks.abs().amax(1)
@@ -57,7 +57,7 @@ def quantize(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, absmax: Tensor, signed: bool) -> Tensor:
-    """float32 of the codes' shape."""
+    """Return float32 numbers of the codes' shape."""
     flat = torch.index_select(dynamic_map(signed, codes.device), 0, codes.reshape(-1).int())
     full = flat.numel() // BLOCK
     flat[: full * BLOCK].view(full, BLOCK).mul_(absmax[:full, None])

@@ -35,7 +35,7 @@ HIDDEN = -30000.0  # far below any score, and finite so that r stays finite too
 def causal_backward(
     do_BHTD: Tensor, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [B, H, T, D], dk and dv [B, G, T, D], laid out as [B, T, H, D]; inputs in one dtype, any strides.
+    """Return dq [B, H, T, D], dk and dv [B, G, T, D], laid out as [B, T, H, D]; inputs in one dtype, any strides.
 
     Query i sees keys 0..i.
     """
@@ -92,6 +92,6 @@ def _group_backward(inputs: list[Tensor], outputs: list[Tensor], scale: float, r
 
 
 def _softmax_backward_(dp: Tensor, p: Tensor) -> Tensor:
-    """p (dp - sum(dp p)), written over dp."""
+    """Return p (dp - sum(dp p)), written over dp."""
     ds: Tensor = torch.ops.aten._softmax_backward_data.out(dp, p, -1, dp.dtype, grad_input=dp)
     return ds

@@ -82,7 +82,7 @@ def scatter_(dst_OI: Tensor, index_C: Tensor, rows_CO: Tensor) -> None:
 
 @cache
 def corrections(beta1: float, beta2: float, device: torch.device) -> Tensor:
-    """float32 [2, T]: 1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t) for the clocks t < T, from where on both are 1.
+    """Return float32 [2, T]: 1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t) for the clocks t < T, from where on both are 1.
 
     T is 345 for betas of .9 and .95, 17,000 for a beta of .999. The entry of t = 0 is of no use. ValueError for a beta so near
     to 1 that T would exceed 2^24.

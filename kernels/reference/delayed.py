@@ -34,7 +34,7 @@ def quantize(
     pow2: bool = False,
     floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Codes [M, K] in the format's dtype and their decode scale [1, 1] float32.
+    """Return the codes [M, K] in the format's dtype and their decode scale [1, 1] float32.
 
     in_force_S, opened_S: float32 [S] of one stride, the amaxes in force (0: none) and the open slots of all layers that read x;
     written in place with `record`. pow2, floor: as in `tiles.quantize`. Where x holds an inf or a NaN the decode scale is NaN,
@@ -53,13 +53,13 @@ def quantize_both(
     pow2: bool = False,
     floor: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize`, and the codes of x' [K, M] in rows of their own with the same decode scale."""
+    """Return `quantize`, and the codes of x' [K, M] in rows of their own with the same decode scale."""
     codes_MK, scale_inv = quantize(x_MK, format, in_force_S, opened_S, record, pow2, floor)
     return codes_MK, scale_inv, transpose_fp8(codes_MK), scale_inv
 
 
 def settle(own: Tensor, in_force_S: Tensor, opened_S: Tensor, record: bool) -> Tensor:
-    """The amax [1, 1] that quantizes what has the amax `own` [1, 1], NaN where that is not finite; records it."""
+    """Return the amax [1, 1] that quantizes what has the amax `own` [1, 1], NaN where that is not finite; records it."""
     own = own.view(1)
     given = in_force_S[:1]
     used = torch.where(given > 0, given, own) + (own - own)

@@ -14,7 +14,7 @@ import torch
 
 @cache
 def numbers(signed: bool) -> tuple[float, ...]:
-    """The 256 values, ascending, each exact in float32."""
+    """Return the 256 values, ascending, each exact in float32."""
     values = [0.0, 1.0]
     for digits in range(7):
         parts = 2 ** ((6 if signed else 7) - digits)

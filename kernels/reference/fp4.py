@@ -29,7 +29,8 @@ _MIDPOINTS = tuple((0.5 * (low + high), code % 2 == 0) for code, (low, high) in 
 
 
 def encode(y: Tensor, key: Tensor | None = None) -> Tensor:
-    """Nibbles (uint8, 0 .. 15) of float32 numbers, to nearest even; with a key rounded stochastically after a clamp to +-6."""
+    """Return the nibbles (uint8, 0 .. 15) of float32 numbers, to nearest even; with a key rounded stochastically after a clamp to
+    +-6."""
     if key is not None:
         y = round_stochastic(y.clamp(-E2M1.max, E2M1.max), E2M1, key)
     magnitude = y.abs()
@@ -42,18 +43,19 @@ def encode(y: Tensor, key: Tensor | None = None) -> Tensor:
 
 
 def decode(nibbles: Tensor) -> Tensor:
-    """The values in bfloat16, exactly."""
+    """Return the values in bfloat16, exactly."""
     return table(SIGNED, torch.bfloat16, nibbles.device)[nibbles.int()]
 
 
 def decode_packed(packed: Tensor, columns: int) -> Tensor:
-    """The values [M, columns] of `pack`ed codes in bfloat16, exactly: decode(unpack(packed, columns))."""
+    """Return the values [M, columns] of `pack`ed codes in bfloat16, exactly: decode(unpack(packed, columns))."""
     values = look_up_pairs(packed, SIGNED, torch.bfloat16)
     return values.view(packed.shape[0], 2 * packed.shape[1])[:, :columns]
 
 
 def look_up_pairs(packed: Tensor, values: tuple[float, ...], dtype: torch.dtype, high_first: bool = False) -> Tensor:
-    """values[code] for both codes of each byte, flat [2 * bytes] in `dtype`; the low nibble is the first unless `high_first`.
+    """Return values[code] for both codes of each byte, flat [2 * bytes] in `dtype`; the low nibble is the first unless
+    `high_first`.
 
     One look-up a byte in a table of 256 pairs, each moved as one integer: a tenth of the time of a look-up a code.
     """
@@ -64,30 +66,30 @@ def look_up_pairs(packed: Tensor, values: tuple[float, ...], dtype: torch.dtype,
 
 @cache
 def _pairs(values: tuple[float, ...], high_first: bool) -> tuple[float, ...]:
-    """The 512 numbers of the 256 bytes, two a byte."""
+    """Return the 512 numbers of the 256 bytes, two a byte."""
     halves = ((byte >> 4, byte & 15) if high_first else (byte & 15, byte >> 4) for byte in range(256))
     return tuple(values[code] for pair in halves for code in pair)
 
 
 @cache
 def table(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A constant tensor, made once for each device: copying it there at every call would wait for the device."""
+    """Return a constant tensor, made once for each device: copying it there at every call would wait for the device."""
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)
 
 
 def pack(nibbles_MK: Tensor) -> Tensor:
-    """uint8 [M, ceil(K/2)], the even element in the low nibble; an odd K is filled up with a zero."""
+    """Return the codes packed, uint8 [M, ceil(K/2)], the even element in the low nibble; an odd K is filled up with a zero."""
     if nibbles_MK.shape[1] % 2:
         nibbles_MK = torch.nn.functional.pad(nibbles_MK, (0, 1))
     return nibbles_MK[:, 1::2] << 4 | nibbles_MK[:, ::2]
 
 
 def unpack(packed: Tensor, columns: int) -> Tensor:
-    """Nibbles [M, columns] of `pack`."""
+    """Return the nibbles [M, columns] of `pack`."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)[:, :columns]
 
 
 def transpose(packed: Tensor, columns: int) -> Tensor:
-    """The codes [M, K = columns] packed along M instead of K: uint8 [K, ceil(M/2)]."""
+    """Return the codes [M, K = columns] packed along M instead of K: uint8 [K, ceil(M/2)]."""
     return pack(unpack(packed, columns).t().contiguous())

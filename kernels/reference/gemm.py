@@ -25,7 +25,7 @@ def scaled_mm(
     out_dtype: torch.dtype = torch.bfloat16,
     pow2: bool = False,
 ) -> Tensor:
-    """[M, N] = (a * a_scale) @ (b * b_scale)', scaled in float32 and rounded once to `out_dtype`.
+    """Return [M, N] = (a * a_scale) @ (b * b_scale)', scaled in float32 and rounded once to `out_dtype`.
 
     a_MK, b_NK: bfloat16, the values of codes or codes times scales that vary along K. `pow2` promises that a_scale and
     b_scale are powers of two. They may then multiply the bfloat16 factors, which is exact within bfloat16's range and lets a
@@ -46,7 +46,7 @@ def scaled_mm(
 def dequantize_mm_nvfp4(
     x_TC: Tensor, packed: Tensor, scales: Tensor, scale: Tensor, rows: int, transposed: bool = False, columns: int = 0
 ) -> Tensor:
-    """x_TK @ W_NK' for a frozen weight, or `transposed` x_TN @ W_NK, where `columns` says K if that is odd."""
+    """Return x_TK @ W_NK' for a frozen weight, or `transposed` x_TN @ W_NK, where `columns` says K if that is odd."""
     K = (columns or 2 * packed.shape[1]) if transposed else x_TC.shape[1]
     w_NK = nvfp4.factors(packed, scales, rows, K)
     return scaled_mm(x_TC, torch.ones_like(scale), w_NK.t() if transposed else w_NK, scale, x_TC.dtype)
@@ -60,7 +60,7 @@ def dequantize_mm_nf4(
     shape: tuple[int, int],
     transposed: bool = False,
 ) -> Tensor:
-    """x_TK @ W_NK' for a frozen weight of `shape` (N, K), or `transposed` x_TN @ W_NK."""
+    """Return x_TK @ W_NK' for a frozen weight of `shape` (N, K), or `transposed` x_TN @ W_NK."""
     w_NK = nf4.dequantize(codes, scales, second, shape, x_TC.dtype)
     return mm(x_TC, w_NK if transposed else w_NK.t())
 
@@ -68,6 +68,6 @@ def dequantize_mm_nf4(
 def dequantize_mm_fp8(
     x_TC: Tensor, codes_NK: Tensor, scale_inv: Tensor, rows: int = 0, columns: int = 0, transposed: bool = False
 ) -> Tensor:
-    """x_TK @ W_NK' for a frozen weight in float8, or `transposed` x_TN @ W_NK."""
+    """Return x_TK @ W_NK' for a frozen weight in float8, or `transposed` x_TN @ W_NK."""
     w_NK = decode(codes_NK, scale_inv, rows, columns, x_TC.dtype)
     return mm(x_TC, w_NK if transposed else w_NK.t())

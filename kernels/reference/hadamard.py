@@ -23,7 +23,8 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def rotate(x_MK: Tensor, block: int, back: bool = False) -> Tensor:
-    """[M, ceil(K/block) * block] in x's dtype. `back` undoes the rotation, up to its rounding. block: a power of two from 16."""
+    """Return [M, ceil(K/block) * block] in x's dtype. `back` undoes the rotation, up to its rounding. block: a power of two from
+    16."""
     if x_MK.shape[1] % block:
         x_MK = torch.nn.functional.pad(x_MK, (0, -x_MK.shape[1] % block))
     dtype = torch.promote_types(x_MK.dtype, torch.float32)
@@ -36,7 +37,7 @@ def rotate(x_MK: Tensor, block: int, back: bool = False) -> Tensor:
 
 @cache
 def matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """diag(s) H, divided by the power of two next to sqrt(block)."""
+    """Return diag(s) H, divided by the power of two next to sqrt(block)."""
     with torch.inference_mode(False):
         H = torch.ones(1, 1, dtype=dtype)
         while len(H) < block:

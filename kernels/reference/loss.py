@@ -23,7 +23,8 @@ TILE_ROWS, MAX_ROWS = 128, 2048
 
 
 def chunk_rows(tokens: int, vocabulary: int, device: str, itemsize: int = 4) -> int:
-    """Tokens whose logits, of `itemsize` bytes with all copies, are held at once: few enough for memory, enough for a product."""
+    """Return the number of tokens whose logits, of `itemsize` bytes with all copies, are held at once: few enough for memory,
+    enough for a product."""
     rows = max(MIN_ROWS, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // max(vocabulary * itemsize, 1))
     if device != "cpu" and rows >= TILE_ROWS:
         rows = min(MAX_ROWS, rows - rows % TILE_ROWS)
@@ -33,7 +34,8 @@ def chunk_rows(tokens: int, vocabulary: int, device: str, itemsize: int = 4) -> 
 def forward(
     x_TK: Tensor, w_VK: Tensor, labels_T: Tensor, need_dx: bool, need_dw: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Mean loss (0-d float32) over labels other than -100, and where asked dx [T, K] and dw [V, K] in their own dtypes."""
+    """Return the mean loss (0-d float32) over labels other than -100, and where asked dx [T, K] and dw [V, K] in their own
+    dtypes."""
     T, V = x_TK.shape[0], w_VK.shape[0]
     on_cpu = x_TK.device.type == "cpu"
     rows = chunk_rows(T, V, x_TK.device.type, 4 if on_cpu or x_TK.dtype == torch.float32 else 4 + x_TK.element_size())

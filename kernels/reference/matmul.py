@@ -43,14 +43,14 @@ _kept = threading.local()
 
 
 def mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """The product [M, N] of two matrices of one dtype, in that dtype."""
+    """Return the product [M, N] of two matrices of one dtype, in that dtype."""
     if not _pays(a_MK, b_KN):
         return a_MK @ b_KN
     return _through_float32_(a_MK.new_empty((a_MK.shape[0], b_KN.shape[1])), a_MK, b_KN, 0.0, 1.0)
 
 
 def addmm_(y_MN: Tensor, a_MK: Tensor, b_KN: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
-    """beta y + alpha a b, written over y [M, N]; all of one dtype, any strides. With beta 0 what y held does not count."""
+    """Return beta y + alpha a b, written over y [M, N]; all of one dtype, any strides. With beta 0 what y held does not count."""
     if _pays(a_MK, b_KN):
         return _through_float32_(y_MN, a_MK, b_KN, beta, alpha)
     if beta == 0 and alpha == 1:
@@ -59,7 +59,7 @@ def addmm_(y_MN: Tensor, a_MK: Tensor, b_KN: Tensor, beta: float = 1.0, alpha: f
 
 
 def linear(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x w' + bias [T, N], rounded once."""
+    """Return x w' + bias [T, N], rounded once."""
     if bias_N is None:
         return mm(x_TK, w_NK.t())
     if not _pays(x_TK, w_NK.t()) or bias_N.dtype != x_TK.dtype:
@@ -72,13 +72,13 @@ def linear(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
 
 
 def through_float32(x: Tensor) -> bool:
-    """Whether large products of `x` with its like are computed in float32: bfloat16 on a CPU without instructions for it."""
+    """Return whether large products of `x` with its like are computed in float32: bfloat16 on a CPU without instructions for it."""
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and converts()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def converts() -> bool:
-    """Whether bfloat16 products on this CPU go through float32; a compiled graph keeps the answer of its making."""
+    """Return whether bfloat16 products on this CPU go through float32; a compiled graph keeps the answer of its making."""
     return bf16_instructions() is None if _converts is None else _converts
 
 
@@ -95,7 +95,7 @@ def converting(yes: bool) -> Iterator[None]:
 
 @cache
 def bf16_instructions() -> str | None:
-    """The widest instructions for bfloat16 products that torch uses on this processor, None without any.
+    """Return the widest instructions for bfloat16 products that torch uses on this processor, None without any.
 
     They are the processor's flags as Linux names them ("amx_bf16", "avx512_bf16", on Arm "bf16"), as far as the environment
     variable ONEDNN_MAX_CPU_ISA lets oneDNN use them. torch's own questions read the flags alone. UNKNOWN where the system has no
@@ -115,7 +115,7 @@ def bf16_instructions() -> str | None:
 
 
 def choice(device: torch.device) -> tuple[str, str]:
-    """What multiplies bfloat16 matrices on a device, "torch" or "float32", and why."""
+    """Return what multiplies bfloat16 matrices on a device, "torch" or "float32", and why."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return (
             "emulated",
@@ -150,7 +150,7 @@ def _least_reuse() -> int:
 
 @cache
 def onednn_multiplies_bf16() -> bool:
-    """Whether oneDNN has bfloat16 products for this processor: of x86 processors, for those with AVX-512."""
+    """Return whether oneDNN has bfloat16 products for this processor: of x86 processors, for those with AVX-512."""
     return torch.backends.cpu.get_cpu_capability() not in ("AVX2", "DEFAULT")
 
 
@@ -185,8 +185,8 @@ def _through_float32_(y_MN: Tensor, a_MK: Tensor, b_KN: Tensor, beta: float, alp
 
 
 def _block(M: int, K: int, N: int) -> tuple[int, int, int]:
-    """Rows, terms and columns that are multiplied at once: m n + m k + k n <= SCRATCH_ELEMENTS. Beside few rows there are more
-    columns, since `a` is converted again for each block of them."""
+    """Return how many rows, terms and columns are multiplied at once: m n + m k + k n <= SCRATCH_ELEMENTS. Beside few rows there
+    are more columns, since `a` is converted again for each block of them."""
     m = min(M, MOST_SIDE)
     n = min(N, max(MOST_SIDE, (int(IN_CACHE * SCRATCH_ELEMENTS) - m * K) // (m + K)))
     n = -(-N // -(-N // n))  # blocks of one size
@@ -198,14 +198,14 @@ def _cut(extent: int, most: int) -> list[slice]:
 
 
 def _room(x: Tensor, buffer: Tensor, first: int) -> Tensor:
-    """A matrix like `x` [R, C] in `buffer` from element `first` on, laid out along the dimension that is contiguous in x."""
+    """Return a matrix like `x` [R, C] in `buffer` from element `first` on, laid out along the dimension that is contiguous in x."""
     R, C = x.shape
     turned = x.stride(0) == 1 and x.stride(1) != 1
     return buffer.as_strided((R, C), (1, R) if turned else (C, 1), first)
 
 
 def _scratch(elements: int) -> Tensor:
-    """float32 numbers of this thread, kept from call to call."""
+    """Return scratch memory of this thread, kept from call to call."""
     kept: Tensor | None = getattr(_kept, "buffer", None)
     if kept is None or kept.numel() < elements:
         with torch.inference_mode(False):

@@ -34,7 +34,7 @@ Rule = Literal["floor", "rceil", "even"]
 
 
 def quantize(x_MK: Tensor, format: Format, rule: Rule, key: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes (float8 [M, K], or packed uint8 [M, ceil(K/2)] for E2M1) and scales, float8_e8m0fnu [M, C].
+    """Return the codes (float8 [M, K], or packed uint8 [M, ceil(K/2)] for E2M1) and scales, float8_e8m0fnu [M, C].
 
     key: int32 [2], rounds stochastically with its draws; None: to nearest even.
     """
@@ -51,20 +51,21 @@ def quantize(x_MK: Tensor, format: Format, rule: Rule, key: Tensor | None = None
 
 
 def quantize_both(x_MK: Tensor, format: Format, rule: Rule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """quantize(x) and quantize(x'): codes and scales of each. Their blocks differ, so one is not the transpose of the other."""
+    """Return quantize(x) and quantize(x'): codes and scales of each. Their blocks differ, so one is not the transpose of the
+    other."""
     return *quantize(x_MK, format, rule), *quantize(x_MK.t(), format, rule)
 
 
 def dequantize(
     codes: Tensor, scales_MC: Tensor, columns: int, format: Format, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """q 2^(byte - 127) [M, columns], rounded to `dtype`: exact wherever the dtype has the number."""
+    """Return q 2^(byte - 127) [M, columns], rounded to `dtype`: exact wherever the dtype has the number."""
     q_MK = fp4.decode_packed(codes, columns) if format == E2M1 else values(codes)
     return _scaled(q_MK, scales_MC.float()).to(dtype)
 
 
 def _scale_bytes(amax_MC: Tensor, format: Format, rule: Rule) -> Tensor:
-    """Bytes of the scales as int32."""
+    """Return the bytes of the scales as int32."""
     if rule == "rceil":
         # torch.div: `tensor / number` may multiply by the reciprocal, which differs in the last bit
         bits = torch.div(amax_MC, torch.full_like(amax_MC, format.max)).view(torch.int32)
@@ -80,7 +81,7 @@ def _scale_bytes(amax_MC: Tensor, format: Format, rule: Rule) -> Tensor:
 
 
 def _scaled(x_MK: Tensor, scales_MC: Tensor) -> Tensor:
-    """x * scale in float32, each scale serving its 32 columns. A new tensor."""
+    """Return x * scale in float32, each scale serving its 32 columns. A new tensor."""
     M, K = x_MK.shape
     C = scales_MC.shape[1]
     if C * BLOCK != K:

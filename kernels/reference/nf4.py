@@ -35,7 +35,7 @@ MIDPOINTS = tuple(0.5 * (low + high) for low, high in pairwise(NF4.values))
 
 
 def quantize(x_MK: Tensor, double: int = 0) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Packed codes, scales, and what decodes the scales.
+    """Return the packed codes, scales, and what decodes the scales.
 
     Codes uint8 [M, K/2] ([1, ceil(MK/2)] where K is odd). Scales [M, K/64] ([1, B] where K is no multiple of 64): float32
     absmax with double = 0; uint8 codes with double = 256, and then the third is their absmax float32 [ceil(B/256)] and their
@@ -61,7 +61,8 @@ def quantize(x_MK: Tensor, double: int = 0) -> tuple[Tensor, Tensor, tuple[Tenso
 
 
 def quantize_scales(absmax: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Double quantization: 8-bit codes of the absmaxes [B] less their mean; their own absmax [ceil(B/256)] and the mean [1]."""
+    """Return what double quantization gives: 8-bit codes of the absmaxes [B] less their mean; their own absmax [ceil(B/256)] and
+    the mean [1]."""
     offset = absmax.mean().view(1)
     y, second = _normalized(absmax - offset, DOUBLE)
     values = table(numbers(signed=True), torch.float32, y.device)
@@ -76,7 +77,7 @@ def dequantize(
     shape: tuple[int, int],
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """number[q] absmax [M, K] in float32, rounded to `dtype`."""
+    """Return number[q] absmax [M, K] in float32, rounded to `dtype`."""
     elements = shape[0] * shape[1]
     absmax = scales.reshape(-1)
     if second:
@@ -95,7 +96,7 @@ def dequantize(
 
 
 def _normalized(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """x [n] over the absmax of its block, and the absmaxes [ceil(n/block)], NaN where one is not finite."""
+    """Return x [n] over the absmax of its block, and the absmaxes [ceil(n/block)], NaN where one is not finite."""
     n = x.numel()
     full, rest = x[: n - n % block].view(-1, block), x[n - n % block :]
     absmax = full.abs().amax(dim=1)
@@ -107,7 +108,7 @@ def _normalized(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def _times_(x: Tensor, scales: Tensor, block: int) -> Tensor:
-    """x [n], each block times its scale, in place."""
+    """Return x [n], each block times its scale, in place."""
     n = x.numel()
     full = n // block
     x[: full * block].view(-1, block).mul_(scales[:full, None])

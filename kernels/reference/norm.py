@@ -26,7 +26,7 @@ BLOCK_ELEMENTS = 64 * 1024  # a thread: 256 KiB of float32, which stays in a cor
 
 
 def forward(x_TK: Tensor, w_K: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y [T, K] in the dtype of x, and r [T, 1] in float32."""
+    """Return y [T, K] in the dtype of x, and r [T, 1] in float32."""
     T, K = x_TK.shape
     w = w_K.float()
     y_TK = torch.empty_like(x_TK, memory_format=torch.contiguous_format)
@@ -43,7 +43,7 @@ def forward(x_TK: Tensor, w_K: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def add_forward(x_TK: Tensor, delta_TK: Tensor, w_K: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x + delta [T, K], rounded to the dtype of x, then its y and r as `forward` gives them."""
+    """Return x + delta [T, K], rounded to the dtype of x, then its y and r as `forward` gives them."""
     sum_TK = (x_TK + delta_TK).to(x_TK.dtype)
     return sum_TK, *forward(sum_TK, w_K, eps)
 
@@ -58,7 +58,8 @@ def forward_quantized(
     values: bool = False,
     **scaling: Any,
 ) -> tuple[Any, ...]:
-    """Codes [T, K] of y, their decode scales, and r [T, 1]; then x + delta [T, K] where a delta is given, and y if `values`.
+    """Return the codes [T, K] of y, their decode scales, and r [T, 1]; then x + delta [T, K] where a delta is given, and y if
+    `values`.
 
     scaling: columns, pow2, floor, in_force, opened, record, both, as `quantized` in rows.py has them. With `both` codes [K, T] and
     their decode scales come before r.
@@ -69,7 +70,7 @@ def forward_quantized(
 
 
 def recompute(x_TK: Tensor, w_K: Tensor, r_T1: Tensor) -> Tensor:
-    """The y of `forward` once more, bit for bit, from what backward keeps."""
+    """Return the y of `forward` once more, bit for bit, from what backward keeps."""
     T, K = x_TK.shape
     w = w_K.float()
     y_TK = torch.empty_like(x_TK, memory_format=torch.contiguous_format)
@@ -89,7 +90,7 @@ def backward(
     residual: Tensor | None = None,
     need_dw: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """dx [T, K] and dw [K], in the dtypes of x and w; dw is None unless `need_dw`.
+    """Return dx [T, K] and dw [K], in the dtypes of x and w; dw is None unless `need_dw`.
 
     residual [T, K]: another gradient of x, which is added before dx is rounded.
     """

@@ -46,7 +46,7 @@ def quantize(
     amax: Tensor | None = None,
     key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed codes uint8 [M, ceil(K/2)], block scales e4m3 [R, C], scale float32 [1, 1] (a decode multiplier).
+    """Return the packed codes uint8 [M, ceil(K/2)], block scales e4m3 [R, C], scale float32 [1, 1] (a decode multiplier).
 
     rows: 1 or 16, of a block. four_over_six: the error that decides, None for plain NVFP4. amax: of the tensor, one element,
     used instead of its own. key: int32 [2], rounds stochastically with its draws; None: to nearest even.
@@ -79,25 +79,26 @@ def quantize(
 
 
 def quantize_rotated(x_MK: Tensor, block: int = 16, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """`quantize` of the rotated x, whose own amax counts, in blocks of 1 x 16: an operand of grad_weight. K is filled up."""
+    """Return `quantize` of the rotated x, whose own amax counts, in blocks of 1 x 16: an operand of grad_weight. K is filled up."""
     return quantize(hadamard.rotate(x_MK, block), 1, key=key)
 
 
 def dequantize(
     packed: Tensor, scales_RC: Tensor, scale: Tensor, rows: int, columns: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """q S_blk scale [M, columns]: one product in float32 (the first is exact), rounded to `dtype`."""
+    """Return q S_blk scale [M, columns]: one product in float32 (the first is exact), rounded to `dtype`."""
     return factors(packed, scales_RC, rows, columns).float().mul_(scale).to(dtype)
 
 
 def factors(packed: Tensor, scales_RC: Tensor, rows: int, columns: int) -> Tensor:
-    """q S_blk in bfloat16 [M, columns], exactly: operands of a product to which the two tensors' scales are applied afterwards."""
+    """Return q S_blk in bfloat16 [M, columns], exactly: operands of a product to which the two tensors' scales are applied
+    afterwards."""
     q_MK = fp4.decode_packed(packed, columns).contiguous()
     return times_tiles_(q_MK, values(scales_RC), rows, COLUMNS)
 
 
 def _blocks(x_MK: Tensor, rows: int) -> Tensor:
-    """[R, rows, C, 16]; edges padded with zeros, which change neither an amax nor an error."""
+    """Return [R, rows, C, 16]; edges padded with zeros, which change neither an amax nor an error."""
     M, K = x_MK.shape
     R, C = -(-M // rows), -(-K // COLUMNS)
     if M % rows or K % COLUMNS:
@@ -115,19 +116,19 @@ def _over_blocks(scales_RC: Tensor) -> Tensor:
 
 
 def _block_scale(wanted_RC: Tensor, block_amax_RC: Tensor) -> Tensor:
-    """The scale rounded to E4M3; NaN where the block's amax is not finite."""
+    """Return the scale rounded to E4M3; NaN where the block's amax is not finite."""
     return (wanted_RC.clamp(max=E4M3.max) + (block_amax_RC - block_amax_RC)).to(torch.float8_e4m3fn)
 
 
 def _divided(x_RrCc: Tensor, scales_RC: Tensor, encode: Tensor) -> Tensor:
-    """x over the decode scale S_blk / S_enc, clamped to the range of E2M1."""
+    """Return x over the decode scale S_blk / S_enc, clamped to the range of E2M1."""
     inverse_RC = (values(scales_RC).float() * encode.reciprocal()).reciprocal_().clamp_(max=FLT_MAX)
     return (x_RrCc * _over_blocks(inverse_RC)).clamp_(-E2M1.max, E2M1.max)
 
 
 def _error(x_RrCc: Tensor, scales_RC: Tensor, encode: Tensor, amax: Tensor, kind: ErrorOf) -> Tensor:
-    """Sum of the errors of each block, [R, C], in float32 and in this order: along a row from left to right; of the rows of a
-    tile 0-7 and 8-15 are added, and so on by halves. Squares may overflow or vanish; then neither is strictly smaller."""
+    """Return the sum of the errors of each block, [R, C], in float32 and in this order: along a row from left to right; of the rows
+    of a tile 0-7 and 8-15 are added, and so on by halves. Squares may overflow or vanish; then neither is strictly smaller."""
     q_RrCc = fp4.decode(fp4.encode(_divided(x_RrCc, scales_RC, encode))).float()
     # amax before 1/1536, as TransformerEngine decodes here
     q_RrCc *= _over_blocks(values(scales_RC).float() * amax * (1 / (E2M1.max * 256)))

@@ -24,7 +24,8 @@ def forward(
     wk_D: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """q [B, T, H, D] and k [B, T, G, D], and for backward 1 / rms of each head, [B, T, H] and [B, T, G], None without a weight.
+    """Return q [B, T, H, D] and k [B, T, G, D], and for backward 1 / rms of each head, [B, T, H] and [B, T, G], None without a
+    weight.
 
     cos and sin are [T, E] or [B, T, E].
     """
@@ -53,7 +54,7 @@ def backward(
     out: tuple[Tensor, Tensor] | None = None,
     need_dw: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of q_in, k_in and of the two weights, those None without a weight or unless `need_dw`.
+    """Return the gradients of q_in, k_in and of the two weights, those None without a weight or unless `need_dw`.
 
     q, k: what forward was given; needed, with its rq and rk, where there is a weight. out: where to write the first two, tensors
     of any strides and the dtypes of dq and dk (None: new ones).

@@ -35,7 +35,8 @@ def quantize(
     floor: float = 0.0,
     key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Codes [M, K] in the format's dtype and decode scales [R, C] float32, which lie in memory as those of `empty_scales`.
+    """Return the codes [M, K] in the format's dtype and decode scales [R, C] float32, which lie in memory as those of
+    `empty_scales`.
 
     rows, columns: of a tile, 0 for the whole extent. pow2: scales are powers of two. amax [R, C]: used instead of the
     tiles' own. floor: the least amax that counts. key: int32 [2], rounds stochastically with its draws; None: to nearest even.
@@ -50,7 +51,7 @@ def quantize(
 def quantize_both(
     x_MK: Tensor, format: Format, rows: int = 0, columns: int = 0, pow2: bool = False, floor: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """quantize(x) and quantize(x'), each as codes and decode scales: [M, K], [R, C], [K, M], [R', C']."""
+    """Return quantize(x) and quantize(x'), each as codes and decode scales: [M, K], [R, C], [K, M], [R', C']."""
     codes_MK, scales = quantize(x_MK, format, rows, columns, pow2, floor=floor)
     codes_KM, scales_t = quantize(x_MK.t(), format, rows, columns, pow2, floor=floor)
     return codes_MK, scales, codes_KM.contiguous(), scales_t
@@ -65,18 +66,18 @@ def empty_scales(x_MK: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def grid_of_tiles(x_MK: Tensor, rows: int, columns: int) -> tuple[int, int]:
-    """Tiles [R, C] that cover a matrix, 0 standing for the whole extent."""
+    """Return the tiles [R, C] that cover a matrix, 0 standing for the whole extent."""
     M, K = x_MK.shape
     return (M + rows - 1) // rows if rows else 1, (K + columns - 1) // columns if columns else 1
 
 
 def tile_shape(x_MK: Tensor, rows: int, columns: int) -> tuple[int, int]:
-    """Rows and columns of a tile, 0 standing for the whole extent."""
+    """Return the rows and columns of a tile, 0 standing for the whole extent."""
     return rows or max(1, x_MK.shape[0]), columns or max(1, x_MK.shape[1])
 
 
 def _tiles(x_MK: Tensor, rows: int, columns: int) -> Tensor:
-    """View [R, rows, C, columns]; edges padded with zeros, which never change an amax."""
+    """Return a view [R, rows, C, columns]; edges padded with zeros, which never change an amax."""
     M, K = x_MK.shape
     rows, columns = tile_shape(x_MK, rows, columns)
     if M % rows or K % columns:
@@ -85,7 +86,7 @@ def _tiles(x_MK: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def amax(x_MK: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
-    """Largest magnitude of each tile, float32 [R, C]; NaN where a tile holds one."""
+    """Return the largest magnitude of each tile, float32 [R, C]; NaN where a tile holds one."""
     if x_MK.numel() == 0:
         M, K = x_MK.shape
         grid = -(-M // rows) if rows else 1, -(-K // columns) if columns else 1
@@ -97,7 +98,7 @@ def amax(x_MK: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
 
 
 def encode_scale(amax_RC: Tensor, format: Format, pow2: bool, floor: float = 0.0) -> Tensor:
-    """format.max / amax, float32. A zero or infinite amax gives 1 (or FLT_MAX where the division overflows).
+    """Return format.max / amax, float32. A zero or infinite amax gives 1 (or FLT_MAX where the division overflows).
 
     `floor` is the least amax that counts. `pow2` rounds the scale down to a power of two, so that scaling is exact.
     """
@@ -117,7 +118,7 @@ def round_down_to_power_of_two(x: Tensor) -> Tensor:
 
 
 def decode_scale(scale_RC: Tensor, amax_RC: Tensor) -> Tensor:
-    """The reciprocal, rounded once; NaN where the amax is infinite, so that an inf never becomes a plausible number."""
+    """Return the reciprocal, rounded once; NaN where the amax is infinite, so that an inf never becomes a plausible number."""
     return torch.reciprocal(scale_RC) + (amax_RC - amax_RC)
 
 
@@ -138,7 +139,8 @@ _amax = amax  # a parameter of `quantize` has the same name
 def encode(
     x_MK: Tensor, scale_RC: Tensor, format: Format, rows: int = 0, columns: int = 0, key: Tensor | None = None
 ) -> Tensor:
-    """Codes [M, K] in the format's dtype: x * scale, clamped to the format's range, rounded to nearest even (or stochastically).
+    """Return the codes [M, K] in the format's dtype: x * scale, clamped to the format's range, rounded to nearest even (or
+    stochastically).
 
     The clamp comes first because casts to float8 do not saturate in every torch version. NaN stays NaN.
     """
@@ -161,12 +163,12 @@ def round_stochastic(y: Tensor, format: Format, key: Tensor) -> Tensor:
 def decode(
     codes_MK: Tensor, scale_inv_RC: Tensor, rows: int = 0, columns: int = 0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """codes * scale_inv in float32, rounded to `dtype`. Exact in bfloat16 where the scales are powers of two."""
+    """Return codes * scale_inv in float32, rounded to `dtype`. Exact in bfloat16 where the scales are powers of two."""
     return times_tiles_(values(codes_MK).float(), scale_inv_RC, rows, columns).to(dtype)
 
 
 def times_tiles_(y_MK: Tensor, scale_RC: Tensor, rows: int, columns: int) -> Tensor:
-    """y times `spread` of the scales, in place; scales are not written out for every row of their tiles."""
+    """Return y times `spread` of the scales, in place; scales are not written out for every row of their tiles."""
     rows, columns = tile_shape(y_MK, rows, columns)
     scale_RK = spread(scale_RC, y_MK, 1, columns)
     if rows == 1 or len(scale_RC) == 1:
@@ -178,7 +180,7 @@ def times_tiles_(y_MK: Tensor, scale_RC: Tensor, rows: int, columns: int) -> Ten
 
 
 def values(codes: Tensor) -> Tensor:
-    """The codes' own values in bfloat16, exactly (8 exponent and 7 mantissa bits hold both float8 formats).
+    """Return the codes' own values in bfloat16, exactly (8 exponent and 7 mantissa bits hold both float8 formats).
 
     On a CPU torch converts float8 one element at a time; moving the bits as int16 takes a third of the time and gives the
     same numbers for all 256 codes.

@@ -16,14 +16,14 @@ _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32  # as signed 32-bit numbers
 
 
 def new_key(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """A key: int32 [2] on `device`, from torch's random state there (or from `generator`, on its own device)."""
+    """Return a key: int32 [2] on `device`, from torch's random state there (or from `generator`, on its own device)."""
     source = generator.device if generator is not None else device
     key = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=source, generator=generator)
     return key.to(device, non_blocking=True)
 
 
 def bits(n: int, key: Tensor) -> Tensor:
-    """int32 [n]: 32 random bits for each of the positions 0 .. n - 1."""
+    """Return int32 [n]: 32 random bits for each of the positions 0 .. n - 1."""
     x = torch.arange(n, dtype=torch.int32, device=key.device)
     x ^= key[0]
     _xor_shift_(x, 16)
@@ -35,12 +35,12 @@ def bits(n: int, key: Tensor) -> Tensor:
 
 
 def uniform(shape: tuple[int, ...] | torch.Size, key: Tensor) -> Tensor:
-    """float32 in [0, 1), the upper 24 bits of each draw; positions count in row-major order."""
+    """Return float32 in [0, 1), the upper 24 bits of each draw; positions count in row-major order."""
     drawn = bits(torch.Size(shape).numel(), key)
     drawn.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)
     return drawn.to(torch.float32).mul_(2.0**-24).view(shape)
 
 
 def _xor_shift_(x: Tensor, by: int) -> Tensor:
-    """x ^= x >>> by; torch's shift of signed numbers drags the sign along, the mask removes it."""
+    """Return x ^= x >>> by; torch's shift of signed numbers drags the sign along, the mask removes it."""
     return x.bitwise_xor_(x.bitwise_right_shift(by).bitwise_and_((1 << (32 - by)) - 1))

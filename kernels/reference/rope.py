@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def rotate(x_BTHD: Tensor, cos_TE: Tensor, sin_TE: Tensor, back: bool = False) -> Tensor:
-    """y [B, T, H, D]; cos and sin are [T, E] or [B, T, E]. `back` turns by the opposite angle."""
+    """Return y [B, T, H, D]; cos and sin are [T, E] or [B, T, E]. `back` turns by the opposite angle."""
     x1, x2 = x_BTHD.chunk(2, dim=-1)
     cos, sin = cos_TE.unsqueeze(-2), sin_TE.unsqueeze(-2)
     y_BTHD = torch.empty_like(x_BTHD, memory_format=torch.contiguous_format)

@@ -21,7 +21,7 @@ def quantized(
     record: bool = False,
     both: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Codes [T, K] and decode scales, as separate operations give them; with `both` those of y' [K, T] too.
+    """Return the codes [T, K] and decode scales, as separate operations give them; with `both` those of y' [K, T] too.
 
     columns, pow2, floor: a scale for each row (0) or for each `columns` elements of it, [T, C]; see quantize.py.
     in_force and opened [S], record: delayed scaling, one scale for all of y, [1, 1]; see delayed.py.

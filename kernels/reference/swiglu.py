@@ -18,15 +18,15 @@ from .rows import quantized
 
 
 def forward(gate: Tensor, up: Tensor) -> Tensor:
-    """y in the dtype of gate."""
+    """Return y in the dtype of gate."""
     return torch.nn.functional.silu(gate).mul_(up)
 
 
 def forward_quantized(
     gate_TK: Tensor, up_TK: Tensor, format: Format = E4M3, *, values: bool = False, **scaling: Any
 ) -> tuple[Any, ...]:
-    """Codes [T, K] of y and their decode scales, with `both` those of y' [K, T] too; then y if `values`. Backward needs gate and up
-    only.
+    """Return the codes [T, K] of y and their decode scales, with `both` those of y' [K, T] too; then y if `values`. Backward needs
+    gate and up only.
 
     scaling: columns, pow2, floor, in_force, opened, record, both, as `quantized` in rows.py has them.
     """
@@ -35,7 +35,7 @@ def forward_quantized(
 
 
 def backward(dy: Tensor, gate: Tensor, up: Tensor, joint: bool = False, values: bool = False) -> tuple[Tensor, ...]:
-    """dgate and dup [..., K], or with `joint` the one tensor [..., 2K] that holds dgate before dup; and y again if `values`.
+    """Return dgate and dup [..., K], or with `joint` the one tensor [..., 2K] that holds dgate before dup; and y again if `values`.
 
     Without a joint tensor nothing is allocated but what is returned; with one, at most y's size beside it.
     """

@@ -17,7 +17,7 @@ from . import fp4
 
 
 def transpose_fp8(codes_MK: Tensor) -> Tensor:
-    """codes_KM, contiguous and in memory of its own, for codes of one byte."""
+    """Return codes_KM, contiguous and in memory of its own, for codes of one byte."""
     check_fp8(codes_MK)
     # as bytes: not every 8-bit dtype can be copied with other strides on every device
     codes_KM = codes_MK.view(torch.uint8).t().clone(memory_format=torch.contiguous_format)
@@ -25,7 +25,7 @@ def transpose_fp8(codes_MK: Tensor) -> Tensor:
 
 
 def transpose_fp4(packed_MK: Tensor, K: int) -> Tensor:
-    """The 4-bit codes packed along M: uint8 [K, ceil(M/2)], the even row in the low nibble."""
+    """Return the 4-bit codes packed along M: uint8 [K, ceil(M/2)], the even row in the low nibble."""
     check_fp4(packed_MK, K)
     return fp4.transpose(packed_MK, K)
 

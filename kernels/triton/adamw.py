@@ -83,7 +83,7 @@ def begin_step(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts the step, unless it is masked. Returns, all float32 on the device:
+    """Count the step, unless it is masked. Return, all float32 on the device:
 
     [N, 4] lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - lr weight_decay and t for every tensor (t only fills 16 bytes, so that all
     rows are aligned alike and one compiled kernel serves them); the gradients' scale; the mask.

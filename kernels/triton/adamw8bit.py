@@ -118,7 +118,7 @@ def adamw8bit_(
 
 
 def _launches(params: list[Tensor], grads: list[Tensor]) -> Iterator[slice]:
-    """Neighbours of the same dtypes, as many as a launch takes."""
+    """Yield neighbours of the same dtypes, as many as a launch takes."""
     start = 0
     for _, same in groupby((p.dtype, grad.dtype) for p, grad in zip(params, grads)):
         end = start + len(list(same))
@@ -127,12 +127,12 @@ def _launches(params: list[Tensor], grads: list[Tensor]) -> Iterator[slice]:
 
 
 def _filled(values: Sequence[Any], count: int) -> tuple[Any, ...]:
-    """The first `count`, or all and the last one again."""
+    """Return the first `count`, or all and the last one again."""
     return (*values, *repeat(values[-1], count))[:count]
 
 
 def _odd(n: int) -> int:
-    """What stands for n among the arguments: Triton would compile anew for every one that is 1 or a multiple of 16."""
+    """Return what stands for n among the arguments: Triton would compile anew for every one that is 1 or a multiple of 16."""
     return 2 * n + 3
 
 

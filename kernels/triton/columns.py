@@ -119,7 +119,7 @@ def _move(kernel: Any, weight_OI: Tensor, index_C: Tensor, rows_CO: Tensor) -> N
 
 
 def _tiles(C: int, O: int) -> tuple[int, dict[str, int]]:  # noqa: E741
-    """Programs of a launch and, as its keywords, columns and rows of a tile."""
+    """Return the programs of a launch and, as its keywords, columns and rows of a tile."""
     columns = min(triton.next_power_of_2(C), COLUMNS)
     rows = ELEMENTS // columns
     return triton.cdiv(C, columns) * triton.cdiv(O, rows), {"COLUMNS": columns, "ROWS": rows, "num_warps": 4}
@@ -144,8 +144,8 @@ _counters: dict[tuple[torch.device, Any], Tensor] = {}
 
 
 def _arrivals(device: torch.device, C: int) -> Tensor:
-    """Zeros, int32, at least one a block of columns; a launch leaves zeros. Each stream has its own, as only its launches wait
-    for one another."""
+    """Return zeros, int32, at least one a block of columns; a launch leaves zeros. Each stream has its own, as only its launches
+    wait for one another."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
     counters = _counters.get((device, stream))
     if counters is None or len(counters) < C:

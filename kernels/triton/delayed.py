@@ -48,7 +48,7 @@ def quantize(
     pow2: bool = False,
     floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Codes [M, K] in the format's dtype and their decode scale [1, 1] float32.
+    """Return the codes [M, K] in the format's dtype and their decode scale [1, 1] float32.
 
     in_force_S, opened_S: float32 [S] of one stride, the amaxes in force (0: none) and the open slots of all layers that read x;
     written in place with `record`. Where x holds an inf or a NaN the decode scale is NaN and the codes are of no account.
@@ -68,7 +68,7 @@ def quantize_both(
     pow2: bool = False,
     floor: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize`, and the codes of x' [K, M] from the same read, with the same decode scale."""
+    """Return `quantize`, and the codes of x' [K, M] from the same read, with the same decode scale."""
     if not x_MK.numel():
         return reference.quantize_both(x_MK, format, in_force_S, opened_S, record, pow2, floor)
     M, K = x_MK.shape
@@ -98,7 +98,7 @@ def _quantize(
 
 
 def amaxes(in_force_S: Tensor, opened_S: Tensor, record: bool, blocks: int) -> dict[str, Any]:
-    """What both launches of a quantization need of the slots, as keywords. `blocks`: programs of the second.
+    """Return what both launches of a quantization need of the slots, as keywords. `blocks`: programs of the second.
 
     PARTS is the grid of the first launch, and `parts` [PARTS + 1] where its programs leave what they see.
     """

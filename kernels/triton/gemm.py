@@ -132,7 +132,7 @@ def dequantize_mm_kernel(
 def dequantize_mm_nvfp4(
     x_TC: Tensor, packed: Tensor, scales: Tensor, scale: Tensor, rows: int, transposed: bool = False, columns: int = 0
 ) -> Tensor:
-    """x_TK @ W_NK', or `transposed` x_TN @ W_NK, where `columns` says K if that is odd."""
+    """Return x_TK @ W_NK', or `transposed` x_TN @ W_NK, where `columns` says K if that is odd."""
     K = (columns or 2 * packed.shape[1]) if transposed else x_TC.shape[1]
     shape = packed.shape[0], K
     return _launch(x_TC, packed, scales.view(torch.uint8), shape, "nvfp4", transposed, second=scale, rows=rows)
@@ -146,7 +146,7 @@ def dequantize_mm_nf4(
     shape: tuple[int, int],
     transposed: bool = False,
 ) -> Tensor:
-    """x_TK @ W_NK' for a weight of `shape` (N, K), or `transposed` x_TN @ W_NK."""
+    """Return x_TK @ W_NK' for a weight of `shape` (N, K), or `transposed` x_TN @ W_NK."""
     absmax_scale, offset = second or (None, None)
     numbers, map = tables(x_TC.device)
     return _launch(x_TC, codes, scales, shape, "nf4", transposed, absmax_scale, offset, numbers, map)
@@ -155,7 +155,8 @@ def dequantize_mm_nf4(
 def dequantize_mm_fp8(
     x_TC: Tensor, codes_NK: Tensor, scale_inv: Tensor, rows: int = 0, columns: int = 0, transposed: bool = False
 ) -> Tensor:
-    """x_TK @ W_NK', or `transposed` x_TN @ W_NK. W: E4M3 and a scale for each tile of rows x columns, 0 for the whole extent."""
+    """Return x_TK @ W_NK', or `transposed` x_TN @ W_NK. W: E4M3 and a scale for each tile of rows x columns, 0 for the whole
+    extent."""
     N, K = codes_NK.shape
     return _launch(x_TC, codes_NK.view(torch.uint8), scale_inv, (N, K), "fp8", transposed, rows=rows, columns=columns)
 

@@ -79,13 +79,13 @@ def refuse_unknown(dtype: torch.dtype, block: int) -> None:
 
 
 def factors(block: int) -> tuple[float, float]:
-    """1 / sqrt(block) as a power of two and the rest."""
+    """Return 1 / sqrt(block) as a power of two and the rest."""
     power = 2.0 ** -(block.bit_length() // 2)
     return power, 1 / power / math.sqrt(block)
 
 
 def rotate(x_MK: Tensor, block: int, back: bool = False) -> Tensor:
-    """[M, ceil(K/block) * block] in x's dtype. `back` undoes the rotation, up to its rounding. block: 16, 32 or 64."""
+    """Return [M, ceil(K/block) * block] in x's dtype. `back` undoes the rotation, up to its rounding. block: 16, 32 or 64."""
     refuse_unknown(x_MK.dtype, block)
     M, K = x_MK.shape
     columns = -(-K // block) * block

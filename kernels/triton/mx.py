@@ -130,14 +130,14 @@ def dequantize_kernel(codes, scales, out, M, K, C, width, FP4: tl.constexpr, BM:
 
 
 def quantize(x_MK: Tensor, format: Format, rule: Rule, key: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes (float8 [M, K], or packed uint8 [M, ceil(K/2)] for E2M1) and scales, float8_e8m0fnu [M, C]."""
+    """Return the codes (float8 [M, K], or packed uint8 [M, ceil(K/2)] for E2M1) and scales, float8_e8m0fnu [M, C]."""
     codes, scales = _empty(x_MK, format)
     _quantize(x_MK, format, rule, key, codes, scales, None, None)
     return codes, scales
 
 
 def quantize_both(x_MK: Tensor, format: Format, rule: Rule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """quantize(x) and quantize(x'), from one read of x."""
+    """Return quantize(x) and quantize(x'), from one read of x."""
     codes, scales = _empty(x_MK, format)
     codes_t, scales_t = _empty(x_MK.t(), format)
     _quantize(x_MK, format, rule, None, codes, scales, codes_t, scales_t)
@@ -147,7 +147,7 @@ def quantize_both(x_MK: Tensor, format: Format, rule: Rule) -> tuple[Tensor, Ten
 def dequantize(
     codes: Tensor, scales_MC: Tensor, columns: int, format: Format, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """q 2^(byte - 127) [M, columns], rounded to `dtype`."""
+    """Return q 2^(byte - 127) [M, columns], rounded to `dtype`."""
     M = codes.shape[0]
     out = torch.empty((M, columns), dtype=dtype, device=codes.device)
     if out.numel():

@@ -68,12 +68,13 @@ def dequantize_kernel(
 
 
 def tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The 16 numbers of NF4 and the 256 of the dynamic map, float32."""
+    """Return the 16 numbers of NF4 and the 256 of the dynamic map, float32."""
     return table(NF4.values, torch.float32, device), table(numbers(signed=True), torch.float32, device)
 
 
 def quantize(x_MK: Tensor, double: int = 0) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Packed codes, scales, and what decodes the scales. Double quantization, of 1/64 of the elements, is the reference's."""
+    """Return the packed codes, scales, and what decodes the scales. Double quantization, of 1/64 of the elements, is the
+    reference's."""
     M, K = x_MK.shape
     n = M * K
     codes = x_MK.new_empty((1, (n + 1) // 2) if K % 2 else (M, K // 2), dtype=torch.uint8)
@@ -94,7 +95,7 @@ def dequantize(
     shape: tuple[int, int],
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """number[q] absmax [M, K] in float32, rounded to `dtype`."""
+    """Return number[q] absmax [M, K] in float32, rounded to `dtype`."""
     y = torch.empty(shape, dtype=dtype, device=codes.device)
     if y.numel():
         numbers, map = tables(codes.device)

@@ -30,20 +30,20 @@ PREFETCHED = 8192  # longest row of which the next one is fetched meanwhile: thr
 
 
 def forward(x_TK: Tensor, w_K: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y [T, K] in the dtype of x, and r [T, 1] in float32."""
+    """Return y [T, K] in the dtype of x, and r [T, 1] in float32."""
     _, y_TK, r_T1 = _forward(x_TK, None, w_K, eps)
     return y_TK, r_T1
 
 
 def add_forward(x_TK: Tensor, delta_TK: Tensor, w_K: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x + delta [T, K], rounded to the dtype of x, then its y and r as `forward` gives them."""
+    """Return x + delta [T, K], rounded to the dtype of x, then its y and r as `forward` gives them."""
     sum_TK, y_TK, r_T1 = _forward(x_TK, delta_TK, w_K, eps)
     assert sum_TK is not None
     return sum_TK, y_TK, r_T1
 
 
 def recompute(x_TK: Tensor, w_K: Tensor, r_T1: Tensor) -> Tensor:
-    """The y of `forward` once more, bit for bit, from what backward keeps."""
+    """Return the y of `forward` once more, bit for bit, from what backward keeps."""
     return _forward(x_TK, None, w_K, 0.0, r_T1.contiguous())[1]
 
 
@@ -57,7 +57,8 @@ def forward_quantized(
     values: bool = False,
     **scaling: Any,
 ) -> tuple[Any, ...]:
-    """Codes [T, K] of y, their decode scales, and r [T, 1]; then x + delta [T, K] where a delta is given, and y if `values`.
+    """Return the codes [T, K] of y, their decode scales, and r [T, 1]; then x + delta [T, K] where a delta is given, and y if
+    `values`.
 
     scaling: columns, pow2, floor, in_force, opened, record, both, as `quantized` in kernels/reference/rows.py has them. `both` is
     for delayed scales; codes [K, T] and their decode scale then come before r.
@@ -93,7 +94,7 @@ def backward(
     residual: Tensor | None = None,
     need_dw: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """dx [T, K] and dw [K], in the dtypes of x and w; dw is None unless `need_dw`.
+    """Return dx [T, K] and dw [K], in the dtypes of x and w; dw is None unless `need_dw`.
 
     residual [T, K]: another gradient of x, which is added before dx is rounded.
     """
@@ -127,7 +128,7 @@ def backward(
 def _forward(
     x_TK: Tensor, delta_TK: Tensor | None, w_K: Tensor, eps: float, r_T1: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """x + delta where there is a delta, y, and r, which is computed unless it is given."""
+    """Return x + delta where there is a delta, y, and r, which is computed unless it is given."""
     inputs, sum_TK = _inputs(x_TK, delta_TK, w_K, eps)
     known = r_T1 is not None
     y_TK = _like(x_TK)
@@ -140,7 +141,7 @@ def _forward(
 
 
 def _inputs(x_TK: Tensor, delta_TK: Tensor | None, w_K: Tensor, eps: float) -> tuple[dict[str, Any], Tensor | None]:
-    """What every forward kernel reads, as keywords; and where x + delta goes, if there is a delta."""
+    """Return what every forward kernel reads, as keywords; and where x + delta goes, if there is a delta."""
     x_TK, w_K = _checked(x_TK, w_K)
     inputs = {"x": x_TK, "w": w_K, "x_stride": x_TK.stride(0), "T": len(x_TK), "K": len(w_K), "eps": eps}
     if delta_TK is None:

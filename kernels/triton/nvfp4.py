@@ -279,12 +279,12 @@ def quantize(
     amax: Tensor | None = None,
     key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed codes uint8 [M, ceil(K/2)], block scales e4m3 [R, C], scale float32 [1, 1] (a decode multiplier)."""
+    """Return the packed codes uint8 [M, ceil(K/2)], block scales e4m3 [R, C], scale float32 [1, 1] (a decode multiplier)."""
     return _quantize(x_MK, rows, four_over_six, amax, key)
 
 
 def quantize_rotated(x_MK: Tensor, block: int = 16, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """quantize(rotate(x, block), rows=1) without the rotated tensor in between; `scale` is of the rotated one's own amax."""
+    """Return quantize(rotate(x, block), rows=1) without the rotated tensor in between; `scale` is of the rotated one's own amax."""
     refuse_unknown(x_MK.dtype, block)
     return _quantize(x_MK, 1, None, None, key, block)
 
@@ -292,12 +292,12 @@ def quantize_rotated(x_MK: Tensor, block: int = 16, key: Tensor | None = None) -
 def dequantize(
     packed: Tensor, scales_RC: Tensor, scale: Tensor, rows: int, columns: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """q S_blk scale [M, columns]: one product in float32 (the first is exact), rounded to `dtype`."""
+    """Return q S_blk scale [M, columns]: one product in float32 (the first is exact), rounded to `dtype`."""
     return _dequantize(packed, scales_RC, scale, rows, columns, dtype)
 
 
 def factors(packed: Tensor, scales_RC: Tensor, rows: int, columns: int) -> Tensor:
-    """q S_blk in bfloat16 [M, columns], exactly."""
+    """Return q S_blk in bfloat16 [M, columns], exactly."""
     return _dequantize(packed, scales_RC, None, rows, columns, torch.bfloat16)
 
 

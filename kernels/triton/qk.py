@@ -34,7 +34,8 @@ def forward(
     wk_D: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """q [B, T, H, D] and k [B, T, G, D], and for backward 1 / rms of each head, [B, T, H] and [B, T, G], None without a weight.
+    """Return q [B, T, H, D] and k [B, T, G, D], and for backward 1 / rms of each head, [B, T, H] and [B, T, G], None without a
+    weight.
 
     cos and sin are [T, E] or [B, T, E].
     """
@@ -63,7 +64,7 @@ def backward(
     out: tuple[Tensor, Tensor] | None = None,
     need_dw: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of q_in, k_in and of the two weights, those None without a weight or unless `need_dw`.
+    """Return the gradients of q_in, k_in and of the two weights, those None without a weight or unless `need_dw`.
 
     q, k: what forward was given; needed, with its rq and rk, where there is a weight. out: where to write the first two, of any
     strides as long as the elements of a head are adjacent, in the dtypes of dq and dk (None: new ones).
@@ -98,7 +99,7 @@ def backward(
 def _checked(
     q: Tensor, k: Tensor, cos_TE: Tensor, sin_TE: Tensor, wq_D: Tensor | None, wk_D: Tensor | None, elements: int
 ) -> tuple[tuple[Any, ...], dict[str, int]]:
-    """cos, sin and their strides; sizes, tiles and warps of a launch that holds `elements` of each half at once."""
+    """Return cos, sin and their strides; sizes, tiles and warps of a launch that holds `elements` of each half at once."""
     B, T, H, D = q.shape
     G, E = k.shape[2], D // 2
     if k.shape != (B, T, G, D):
@@ -124,7 +125,7 @@ def _checked(
 
 
 def _kept(dy: Tensor, x: Tensor | None, w: Tensor | None, r: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The input of a norm and its 1 / rms, None where there is no norm."""
+    """Return the input of a norm and its 1 / rms, None where there is no norm."""
     if w is None:
         return None, None
     if x is None or r is None:

@@ -302,7 +302,8 @@ def decode_kernel(
 
 
 def block_shape(x_MK: Tensor, elements: int = ELEMENTS, longest: int = 1024) -> tuple[int, int]:
-    """Rows and columns of a program's block: along the dimension that lies contiguous in memory, so that loads are wide."""
+    """Return the rows and columns of a program's block: along the dimension that lies contiguous in memory, so that loads are
+    wide."""
     M, K = (triton.next_power_of_2(n) for n in x_MK.shape)
     if x_MK.stride(1) > 1 and x_MK.stride(0) == 1:
         BM = min(M, 128)
@@ -326,7 +327,7 @@ def quantize(
     key: Tensor | None = None,
     record: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Codes [M, K] and decode scales [R, C] as kernels/reference/quantize.py has them.
+    """Return the codes [M, K] and decode scales [R, C] as kernels/reference/quantize.py has them.
 
     record: float32 [1, 1], not negative; takes the maximum of itself and of x's amax in the same pass, which is what delayed
     scaling wants to know (only together with `amax`).
@@ -360,7 +361,7 @@ def quantize(
 def quantize_both(
     x_MK: Tensor, format: Format, rows: int = 0, columns: int = 0, pow2: bool = False, floor: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """quantize(x) and quantize(x'), each as codes and decode scales: [M, K], [R, C], [K, M], [R', C']."""
+    """Return quantize(x) and quantize(x'), each as codes and decode scales: [M, K], [R, C], [K, M], [R', C']."""
     M, K = x_MK.shape
     square = rows == columns
     if not square and not (rows == 1 and columns <= 128):  # no tile of x serves both
@@ -386,7 +387,7 @@ def quantize_both(
 
 
 def amax(x_MK: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
-    """Largest magnitude of each tile, float32 [R, C]; NaN where a tile holds one."""
+    """Return the largest magnitude of each tile, float32 [R, C]; NaN where a tile holds one."""
     M, K = x_MK.shape
     R, C = grid_of_tiles(x_MK, rows, columns)
     if not x_MK.numel():
@@ -416,7 +417,7 @@ _amax = amax  # a parameter of `quantize` has the same name
 def decode(
     codes_MK: Tensor, scale_inv_RC: Tensor, rows: int = 0, columns: int = 0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """codes * scale_inv in float32, rounded to `dtype`."""
+    """Return codes * scale_inv in float32, rounded to `dtype`."""
     M, K = codes_MK.shape
     out = torch.empty((M, K), dtype=dtype, device=codes_MK.device)
     if out.numel():
@@ -431,14 +432,15 @@ def decode(
 
 
 def _local(rows: int, columns: int) -> bool:
-    """Whether one program can hold a tile (rows of any length count: it goes over them twice)."""
+    """Return whether one program can hold a tile (rows of any length count: it goes over them twice)."""
     if (rows, columns) == (1, 0):
         return True
     return rows > 0 and columns > 0 and triton.next_power_of_2(rows) * triton.next_power_of_2(columns) <= 16384
 
 
 def _warps(elements: int) -> int:
-    """32 elements a thread: more would not leave registers for a second program on the same multiprocessor."""
+    """Return the warps that give each thread 32 elements: more would not leave registers for a second program on the same
+    multiprocessor."""
     return max(4, min(16, elements // 1024))
 
 

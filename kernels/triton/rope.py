@@ -17,7 +17,7 @@ ELEMENTS = 2048  # of each half in a program
 
 
 def rotate(x_BTHD: Tensor, cos_TE: Tensor, sin_TE: Tensor, back: bool = False) -> Tensor:
-    """y [B, T, H, D]; cos and sin are [T, E] or [B, T, E]. `back` turns by the opposite angle."""
+    """Return y [B, T, H, D]; cos and sin are [T, E] or [B, T, E]. `back` turns by the opposite angle."""
     B, T, H, D = x_BTHD.shape
     E = D // 2
     x_BTHD, cos_TE, sin_TE = unit_columns(x_BTHD, cos_TE, sin_TE)

@@ -25,7 +25,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def tile(K: int, longest: int = MAX_COLUMNS) -> dict[str, int]:
-    """Rows and columns (powers of two) of a program's tile and its number of warps, as keywords of a launch.
+    """Return the rows and columns (powers of two) of a program's tile and its number of warps, as keywords of a launch.
 
     A tile spans rows of K elements, or `longest` columns of them where whole rows are not needed.
     """
@@ -37,7 +37,7 @@ def tile(K: int, longest: int = MAX_COLUMNS) -> dict[str, int]:
 
 
 def check_dtypes(*tensors: Tensor) -> None:
-    """TypeError for what would not be computed in its own precision."""
+    """Raise TypeError for what would not be computed in its own precision."""
     for tensor in tensors:
         if tensor.dtype not in FLOATS:
             raise TypeError(
@@ -46,20 +46,20 @@ def check_dtypes(*tensors: Tensor) -> None:
 
 
 def unit_columns(*tensors: Tensor) -> list[Tensor]:
-    """The tensors themselves, or copies of those whose last dimension is not contiguous; any strides of the others pass."""
+    """Return the tensors themselves, or copies of those whose last dimension is not contiguous; any strides of the others pass."""
     check_dtypes(*tensors)
     return [t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous() for t in tensors]
 
 
 def same_shape(first: Tensor, *others: Tensor) -> None:
-    """ValueError if a shape differs: a kernel would read past the end where torch's operators see the mistake."""
+    """Raise ValueError if a shape differs: a kernel would read past the end where torch's operators see the mistake."""
     for other in others:
         if other.shape != first.shape:
             raise ValueError(f"The operands need equal shapes, not {list(first.shape)} and {list(other.shape)}.")
 
 
 def apart(x_TK: Tensor) -> bool:
-    """Whether what is computed from x is quantized in a second step: nothing is launched, or Triton has no float8 there."""
+    """Return whether what is computed from x is quantized in a second step: nothing is launched, or Triton has no float8 there."""
     no_float8 = x_TK.is_cuda and torch.cuda.get_device_capability(x_TK.device) < (8, 9)
     return no_float8 or not x_TK.numel()
 
@@ -77,7 +77,8 @@ def quantization(
     record: bool = False,
     both: bool = False,
 ) -> tuple[tuple[Tensor, ...], dict[str, Any], dict[str, Any]]:
-    """Codes and decode scales for a matrix like x [T, K], and arguments of the launches that fill them, in tiles of `shape`.
+    """Return the codes and decode scales for a matrix like x [T, K], and arguments of the launches that fill them, in tiles of
+    `shape`.
 
     The first arguments are those of delayed scaling's launch for a first amax, and empty where there is none; the second those
     of `store_quantized`. With `both`, codes and decode scales of the transpose [K, T] follow; blocks are then to be as long as
@@ -124,7 +125,7 @@ def quantization(
 
 
 def programs(x_TK: Tensor, shape: dict[str, int]) -> int:
-    """Tiles of a matrix, one a program."""
+    """Return how many tiles a matrix has, one a program."""
     tiles: int = triton.cdiv(x_TK.shape[0], shape["ROWS"]) * triton.cdiv(x_TK.shape[1], shape["COLUMNS"])
     return tiles
 

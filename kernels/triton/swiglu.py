@@ -27,7 +27,7 @@ SQUARE = {"ROWS": 128, "COLUMNS": 128, "num_warps": 16}
 
 
 def forward(gate: Tensor, up: Tensor) -> Tensor:
-    """y in the dtype of gate."""
+    """Return y in the dtype of gate."""
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
     gate, up = _as_rows(gate, up)
     if y.numel():
@@ -37,7 +37,8 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def backward(dy: Tensor, gate: Tensor, up: Tensor, joint: bool = False, values: bool = False) -> tuple[Tensor, ...]:
-    """dgate and dup [..., K], or with `joint` the one tensor [..., 2K] that holds dgate before dup; and y again if `values`."""
+    """Return dgate and dup [..., K], or with `joint` the one tensor [..., 2K] that holds dgate before dup; and y again if
+    `values`."""
     made: tuple[Tensor, ...]
     if joint:
         K = gate.shape[-1]
@@ -58,8 +59,8 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor, joint: bool = False, values: 
 def forward_quantized(
     gate_TK: Tensor, up_TK: Tensor, format: Format = E4M3, *, values: bool = False, **scaling: Any
 ) -> tuple[Any, ...]:
-    """Codes [T, K] of y and their decode scales, with `both` those of y' [K, T] too; then y if `values`. Backward needs gate and up
-    only.
+    """Return the codes [T, K] of y and their decode scales, with `both` those of y' [K, T] too; then y if `values`. Backward needs
+    gate and up only.
 
     scaling: columns, pow2, floor, in_force, opened, record, both, as `quantized` in kernels/reference/rows.py has them; `both` with
     delayed scales or blocks of 16 to 128 columns.
@@ -89,7 +90,7 @@ def forward_quantized(
 
 
 def _as_rows(*tensors: Tensor, whole: bool = True) -> list[Tensor]:
-    """Views [rows, columns]: if `whole`, one long row where all are contiguous; else the last dimension is kept."""
+    """Return views [rows, columns]: if `whole`, one long row where all are contiguous; else the last dimension is kept."""
     same_shape(*tensors)
     columns = max(1, tensors[0].shape[-1])
     tensors_2d = [t.reshape(t.numel() // columns, columns) for t in unit_columns(*tensors)]

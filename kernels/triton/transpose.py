@@ -32,7 +32,7 @@ def transpose_kernel(codes, out, M, K, bytes_m, bytes_k, PER_BYTE: tl.constexpr,
 
 
 def transpose_fp8(codes_MK: Tensor) -> Tensor:
-    """codes_KM, contiguous and in memory of its own, for codes of one byte."""
+    """Return codes_KM, contiguous and in memory of its own, for codes of one byte."""
     reference.check_fp8(codes_MK)
     M, K = codes_MK.shape
     codes_KM = codes_MK.new_empty(K, M)
@@ -41,7 +41,7 @@ def transpose_fp8(codes_MK: Tensor) -> Tensor:
 
 
 def transpose_fp4(packed_MK: Tensor, K: int) -> Tensor:
-    """The 4-bit codes packed along M: uint8 [K, ceil(M/2)], the even row in the low nibble."""
+    """Return the 4-bit codes packed along M: uint8 [K, ceil(M/2)], the even row in the low nibble."""
     reference.check_fp4(packed_MK, K)
     M = packed_MK.shape[0]
     packed_KM = packed_MK.new_empty(K, (M + 1) // 2)

@@ -37,7 +37,7 @@ def text(
     column: str | None = None,
     split: str = "train",
 ) -> Batches:
-    """Documents packed to sequences of fixed length.
+    """Pack documents to sequences of fixed length.
 
     Args:
         source: a text file (documents in a .txt are separated by two or more blank lines), a .jsonl, .json or .parquet
@@ -105,7 +105,7 @@ def chat(
     column: str | None = None,
     split: str = "train",
 ) -> Batches:
-    """Conversations, whole ones packed into sequences, trained on the assistant's tokens.
+    """Pack whole conversations into sequences that are trained on the assistant's tokens.
 
     A sequence takes conversations while they fit (best fit, in their order); the rest of it is the end-of-text token,
     not trained on. A conversation longer than a sequence is cut; one whose assistant speaks only behind the cut is left
@@ -193,7 +193,7 @@ def chat(
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Which items go into which row: each item, in order, into the fullest row that still has room, else a new one.
+    """Return which items go into which row: each item, in order, into the fullest row that still has room, else a new one.
 
     Args:
         lengths: of the items, each at most `capacity`.

@@ -86,22 +86,23 @@ class Batches:
         self._check_one_batch()
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         return len(self._rows_S) // self.batch
 
     @property
     def sequences(self) -> int:
-        """Sequences of `length` tokens, S."""
+        """Return the number of sequences of `length` tokens, S."""
         return len(self._rows_S)
 
     @property
     def tokens(self) -> int:
-        """Tokens in the sequences, padding not counted."""
+        """Return the number of tokens in the sequences, padding not counted."""
         return self.sequences * self.length if self._filled_S is None else int(self._filled_S[self._rows_S].sum())
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits over tokens, documents kept apart, what is trained on, tokenizer, length, batch, seed, shuffle."""
+        """Return 16 hexadecimal digits over tokens, documents kept apart, what is trained on, tokenizer, length, batch, seed,
+        shuffle."""
         digest = hashlib.blake2b(digest_size=8)
         tokenizer = None if self.tokenizer is None else self.tokenizer.fingerprint
         digest.update(
@@ -115,7 +116,7 @@ class Batches:
     # Position --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: {"epoch", "index" (batches of this epoch handed out), "fingerprint"}."""
+        """Return the position: {"epoch", "index" (batches of this epoch handed out), "fingerprint"}."""
         return {"epoch": self._epoch, "index": self._index, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -219,13 +220,13 @@ class Batches:
     # Derived ---------------------------------------------------------------------------------------------------------
 
     def fork(self) -> Self:
-        """An independent reader of the same tokens, at the same position."""
+        """Return an independent reader of the same tokens, at the same position."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         return twin
 
     def split(self, held_out: float = 0.05) -> tuple[Self, Self]:
-        """(train, held-out): disjoint sequences, each at its beginning.
+        """Return (train, held-out): disjoint sequences, each at its beginning.
 
         The held-out sequences are drawn from all over the data, whole batches of them (one at least), the same ones for
         every seed; they keep one order.
@@ -282,7 +283,7 @@ class Batches:
 
 
 def document_starts(firsts: NDArray[np.int64], sequences: int, length: int) -> NDArray[np.int32]:
-    """First tokens of the documents of each sequence, ascending and padded with `length`, [S, M].
+    """Return the first tokens of the documents of each sequence, ascending and padded with `length`, [S, M].
 
     Args:
         firsts: of all documents in the row of all tokens, [N], ascending. A document that goes on in the next sequence

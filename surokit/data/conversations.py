@@ -35,7 +35,7 @@ class Encoded:
 
 
 def template_for(tokenizer: Tokenizer, template: str | None) -> str:
-    """The template that conversations are rendered with: the given one, the tokenizer's, or ChatML."""
+    """Return the template that conversations are rendered with: the given one, the tokenizer's, or ChatML."""
     return template or tokenizer.chat_template or DEFAULT_TEMPLATE
 
 
@@ -69,7 +69,7 @@ def encode(
 
 
 def _spans(template: str, messages: list[Message], text: str, tokenizer: Tokenizer, where: str) -> list[Span]:
-    """The assistant's characters, from the template's own behaviour: each turn follows what was rendered before it."""
+    """Return the assistant's characters, from the template's own behaviour: each turn follows what was rendered before it."""
     ends = _special(tokenizer)
     spans = []
     for i, message in enumerate(messages):
@@ -113,14 +113,14 @@ class Prompt:
     end_text: str
 
     def reply(self, ids: Sequence[int], tokenizer: Tokenizer) -> str:
-        """The text of a turn made of `ids`, up to its end, without special tokens and outer white space."""
+        """Return the text of a turn made of `ids`, up to its end, without special tokens and outer white space."""
         end = next((at for at, i in enumerate(ids) if i in self.end_ids), len(ids))
         text = tokenizer.decode(ids[:end], skip_special=True)
         return (text.partition(self.end_text)[0] if self.end_text else text).strip()
 
 
 def prompt_for_reply(value: Any, tokenizer: Tokenizer, template: str | None = None) -> Prompt:
-    """The prompt for the assistant's next turn: `value` is a conversation, or one text that the user says.
+    """Return the prompt for the assistant's next turn: `value` is a conversation, or one text that the user says.
 
     Raises:
         ValueError: not a conversation, the assistant has the last word, there is no template, or it refuses.
@@ -144,7 +144,7 @@ def prompt_for_reply(value: Any, tokenizer: Tokenizer, template: str | None = No
 
 
 def _special(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Matches the text of any special token; nothing where there is none."""
+    """Return a pattern that matches the text of any special token, or nothing where there is none."""
     return re.compile("|".join(map(re.escape, tokenizer.special_texts)) or r"(?!)")
 
 

@@ -61,7 +61,7 @@ class Example:
 
     @property
     def line(self) -> str:
-        """The numbers in one line."""
+        """Return the numbers in one line."""
         padding = f", {self.padding:,} of padding" if self.padding else ""
         return (
             f"{self.title}: {self.tokens:,} tokens, of which {self.counted:,} count in the loss and "
@@ -69,7 +69,7 @@ class Example:
         )
 
     def _heading(self, run: Run) -> str:
-        """What stands above a run; "" where nothing begins with it."""
+        """Return what stands above a run; "" where nothing begins with it."""
         if run.begins:
             return f"{self.unit} {run.begins}, from token {run.start}"
         goes_on = run.start == 0 and self.unit
@@ -116,7 +116,7 @@ def look_at(
     unit: str,
     title: str,
 ) -> Example:
-    """The example of one sequence.
+    """Return the example of one sequence.
 
     Args:
         ids_T: token ids without padding, [T].
@@ -140,7 +140,7 @@ def look_at(
 def _texts(
     ids_T: NDArray[np.int64], edges: Sequence[int], firsts: dict[int, int], tokenizer: Tokenizer | None
 ) -> Iterator[str]:
-    """The text between each two edges. A decoder may drop a text's first blank, so a run is what its document grows by."""
+    """Yield the text between each two edges. A decoder may drop a text's first blank, so a run is what its document grows by."""
     begin, before = 0, ""
     for start, end in pairwise(edges):
         if tokenizer is None:
@@ -155,6 +155,6 @@ def _texts(
 
 
 def _lines(text: str) -> list[str]:
-    """The lines of a text, each with a sign for the line break that ends it."""
+    """Return the lines of a text, each with a sign for the line break that ends it."""
     lines = text.split("\n")
     return [f"{line}↵" for line in lines[:-1]] + ([lines[-1]] if lines[-1] or len(lines) == 1 else [])

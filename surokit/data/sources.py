@@ -26,7 +26,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def read(source: Any, split: str, choose: Choose) -> tuple[str, Iterator[tuple[str, Any]]]:
-    """A source's name and its values, each with a phrase that says where it stands ("book.jsonl line 3").
+    """Return a source's name and its values, each with a phrase that says where it stands ("book.jsonl line 3").
 
     Records give the column that `choose` picks; text files and lists give their items as they are.
 
@@ -55,7 +55,7 @@ def read(source: Any, split: str, choose: Choose) -> tuple[str, Iterator[tuple[s
 
 
 def documents(source: Any, column: str | None = None, split: str = "train") -> tuple[str, Iterator[str]]:
-    """A source's name and its documents as strings; missing and blank ones are skipped. Raises as `read`."""
+    """Return a source's name and its documents as strings; missing and blank ones are skipped. Raises as `read`."""
 
     def choose(names: list[str], record: Mapping[str, Any]) -> str:
         if column is None and "text" in names:
@@ -102,7 +102,7 @@ def _named_column(column: str | None, names: list[str], otherwise: str) -> str:
 
 
 def existing_path(source: str | Path) -> Path | None:
-    """`source` as a path if something is there, else None; a text passed by mistake is not a path."""
+    """Return `source` as a path if something is there, else None; a text passed by mistake is not a path."""
     try:
         path = Path(source).expanduser()
         return path if path.exists() else None
@@ -111,13 +111,13 @@ def existing_path(source: str | Path) -> Path | None:
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether a missing name was meant as a path rather than as an id on the Hub."""
+    """Return whether a missing name was meant as a path rather than as an id on the Hub."""
     known = Path(name).suffix.lower() in {*_FOLDER_SUFFIXES, ".json", ".md"} if len(name) < 4096 else True
     return known or name.startswith(("/", "~", ".")) or not _HUB_ID.fullmatch(name)
 
 
 def missing(name: str, what: str) -> FileNotFoundError:
-    """The error for a path that is not there, with the near names that are."""
+    """Return the error for a path that is not there, with the near names that are."""
     if len(name) > 255 or "\n" in name:
         return FileNotFoundError(f"no file is called {name[:40]!r}...: to pass {what} itself, put it in a list")
     path = Path(name).expanduser()
@@ -128,7 +128,7 @@ def missing(name: str, what: str) -> FileNotFoundError:
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """ "; did you mean 'x' or 'y'?" for the nearest candidates, or nothing."""
+    """Return "; did you mean 'x' or 'y'?" for the nearest candidates, or nothing."""
     near = get_close_matches(name, list(candidates), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
@@ -307,7 +307,7 @@ def _quiet() -> Iterator[None]:
 
 
 def chunks(texts: Iterable[str], items: int = 1000, characters: int = 4_000_000) -> Iterator[Sequence[str]]:
-    """Texts in groups of at most `items` and about `characters`: enough for every core, little enough for memory."""
+    """Yield texts in groups of at most `items` and about `characters`: enough for every core, little enough for memory."""
     group: list[str] = []
     size = 0
     for text in texts:

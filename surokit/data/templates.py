@@ -40,7 +40,7 @@ _TODAY = datetime(2024, 7, 26)
 
 
 def normalise(value: Any, where: str) -> list[Message]:
-    """A conversation as a list of {"role", "content", ...}, from that or from ShareGPT's {"from", "value"}.
+    """Return a conversation as a list of {"role", "content", ...}, from that or from ShareGPT's {"from", "value"}.
 
     Raises:
         ValueError: not a conversation, an unknown role, or a message without content. `where` opens the sentence.
@@ -74,7 +74,7 @@ def normalise(value: Any, where: str) -> list[Message]:
 
 
 def has_tags(template: str) -> bool:
-    """Whether the template itself says which part the assistant writes."""
+    """Return whether the template itself says which part the assistant writes."""
     return _GENERATION.search(template) is not None
 
 
@@ -115,7 +115,7 @@ def render(
 
 
 def _plain(value: Any) -> Any:
-    """Plain JSON values only: nothing with methods reaches a template."""
+    """Return plain JSON values only: nothing with methods reaches a template."""
     if isinstance(value, Mapping):
         return {str(key): _plain(part) for key, part in value.items() if part is not None}
     if isinstance(value, list | tuple):
@@ -127,7 +127,7 @@ def _plain(value: Any) -> Any:
 
 @lru_cache(maxsize=16)
 def _compile(template: str) -> Any:
-    """The template with what chat templates expect: loop controls, tojson, raise_exception, strftime_now."""
+    """Return the template with what chat templates expect: loop controls, tojson, raise_exception, strftime_now."""
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension

@@ -51,43 +51,43 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Rows that an embedding needs: the largest id plus one, added tokens included."""
+        """Return the rows that an embedding needs: the largest id plus one, added tokens included."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def eos_id(self) -> int | None:
-        """The end-of-text token's id, or None where the tokenizer has none."""
+        """Return the end-of-text token's id, or None where the tokenizer has none."""
         return self._id("eos_token")
 
     @cached_property
     def opening_id(self) -> int | None:
-        """The begin-of-text token's id where this tokenizer puts one before every text (Llama does), else None."""
+        """Return the begin-of-text token's id where this tokenizer puts one before every text (Llama does), else None."""
         bos = self._id("bos_token")
         opens = self.backend.encode("", add_special_tokens=True).ids[:1] == [bos]
         return bos if opens and bos != self.eos_id else None
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
-        """The texts of all special tokens (end of turn and the like), longest first."""
+        """Return the texts of all special tokens (end of turn and the like), longest first."""
         added = (token.content for token in self.backend.get_added_tokens_decoder().values() if token.special)
         return tuple(sorted({*added, *self.special.values()}, key=lambda text: (-len(text), text)))
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that differ where the vocabulary, the special tokens or the template differ."""
+        """Return 16 hexadecimal digits that differ where the vocabulary, the special tokens or the template differ."""
         parts = [self.backend.to_str(), self.chat_template, sorted(self.special.items())]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, with nothing added at either end."""
+        """Return the ids of `text`, with nothing added at either end."""
         return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many texts at once, on all cores."""
+        """Encode many texts at once, on all cores."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
-        """The text of `ids` (a list, an array or a tensor of one dimension); special tokens stay unless skipped."""
+        """Return the text of `ids` (a list, an array or a tensor of one dimension); special tokens stay unless skipped."""
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special))
 
     def apply_chat_template(
@@ -139,7 +139,7 @@ class Tokenizer:
 
 
 def load_tokenizer(source: Any) -> Tokenizer:
-    """A Tokenizer from a folder, a tokenizer.json, an id on the Hub, or a tokenizer object.
+    """Return a Tokenizer from a folder, a tokenizer.json, an id on the Hub, or a tokenizer object.
 
     Args:
         source: path of a folder with tokenizer.json, path of such a file, Hub id, `tokenizers.Tokenizer`, a fast
@@ -178,7 +178,7 @@ def load_tokenizer(source: Any) -> Tokenizer:
 
 
 def train_tokenizer(texts: Any, vocab_size: int, special: Sequence[str] = ("<|endoftext|>",)) -> Tokenizer:
-    """Trains a byte-level byte-pair tokenizer (any text can be written with it; nothing is unknown).
+    """Train a byte-level byte-pair tokenizer (any text can be written with it; nothing is unknown).
 
     Args:
         texts: as for `sk.text`: a file, a folder, a list of texts or paths, a Dataset, a dataset id.
@@ -295,14 +295,14 @@ def _from_files(file: Path, config_file: Path, template_file: Path, name: str) -
 
 
 def _token_text(value: Any) -> str | None:
-    """A special token as configurations write it: a text, {"content": text}, or nothing."""
+    """Return a special token as configurations write it: a text, {"content": text}, or nothing."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return None if value is None else str(value)
 
 
 def _default_template(value: Any) -> str | None:
-    """The template called "default" where a configuration has several (a list of named ones, or a mapping)."""
+    """Return the template called "default" where a configuration has several (a list of named ones, or a mapping)."""
     if isinstance(value, list):
         value = {item["name"]: item["template"] for item in value}
     if isinstance(value, Mapping):

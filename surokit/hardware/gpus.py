@@ -100,26 +100,27 @@ class Gpu:
 
     @property
     def fastest_tflops(self) -> float | None:
-        """The highest dense peak that is known, of any format."""
+        """Return the highest dense peak that is known, of any format."""
         known = (self.bf16_tflops, self.fp16_tflops, self.fp32_tflops, self.fp8_tflops, self.fp4_tflops)
         return max((t for t in known if t is not None), default=None)
 
     @property
     def has_bf16(self) -> bool:
-        """Whether its tensor cores multiply bf16; of a GPU whose compute capability is not known it is taken so."""
+        """Return whether its tensor cores multiply bf16; of a GPU whose compute capability is not known it is taken so."""
         return self.device == "cpu" or self.capability is None or self.capability >= BF16_FROM
 
     @property
     def plain_tflops(self) -> float | None:
-        """The dense peak of the products that no recipe quantizes."""
+        """Return the dense peak of the products that no recipe quantizes."""
         return {"BF16": self.bf16_tflops, "FP16": self.fp16_tflops, "FP32": self.fp32_tflops}[self.plain]
 
     def multiplying(self, dtype: str) -> Gpu:
-        """The same GPU for a model of this dtype. Without bf16 products its tensor cores multiply fp16, and bf16 counts as fp32."""
+        """Return the same GPU for a model of this dtype. Without bf16 products its tensor cores multiply fp16, and bf16 counts as
+        fp32."""
         return self if self.has_bf16 else replace(self, plain="FP16" if dtype == "fp16" else "FP32")
 
     def multiplies(self, kind: Kind | None) -> bool:
-        """Whether its tensor cores compute products of this kind; None is a quantized product that has no kind."""
+        """Return whether its tensor cores compute products of this kind; None is a quantized product that has no kind."""
         if kind is None or self.device == "cpu":
             return False
         if self.capability is None:
@@ -127,7 +128,8 @@ class Gpu:
         return TENSOR_CORES[kind].on(self.capability)
 
     def peak(self, kind: Kind | None = None) -> tuple[float | None, str]:
-        """(dense TFLOPS, name of the peak) of products of a kind; of plain ones where they are not native or nobody vouched."""
+        """Return (dense TFLOPS, name of the peak) of products of a kind; of plain ones where they are not native or nobody
+        vouched."""
         if kind is not None and self.multiplies(kind):
             tflops, name = self._quantized(kind)
             if tflops is not None:
@@ -135,7 +137,7 @@ class Gpu:
         return self.plain_tflops, f"{self.name} dense {self.plain}"
 
     def to_json(self) -> str:
-        """The GPU as JSON text, for `Gpu.from_json`; figures that are unknown are left out."""
+        """Return the GPU as JSON text, for `Gpu.from_json`; figures that are unknown are left out."""
         values = {name: value for name, value in asdict(self).items() if value not in (None, ())}
         if self.ceilings is not None:
             values["ceilings"] = {name: value for name, value in asdict(self.ceilings).items() if value is not None}
@@ -143,7 +145,7 @@ class Gpu:
 
     @classmethod
     def from_json(cls, text: str) -> Gpu:
-        """What `to_json` wrote. Raises ValueError for anything else, in one sentence."""
+        """Return what `to_json` wrote. Raises ValueError for anything else, in one sentence."""
         try:
             values = json.loads(text)
             if not isinstance(values, dict):
@@ -187,7 +189,7 @@ def _check_figures(owner: Gpu | Ceilings, name: str) -> None:
 
 
 def _key(name: str) -> str:
-    """Names compare without case, spaces, dashes and vendor, so that what torch calls a device finds its row."""
+    """Return a name without case, spaces, dashes and vendor, so that what torch calls a device finds its row."""
     return re.sub(r"[^a-z0-9]", "", re.sub(r"nvidia|amd", "", name.lower()))
 
 
@@ -196,7 +198,7 @@ COLUMNS = tuple(f.name for f in fields(Gpu) if f.name not in ("ceilings", "devic
 
 
 def _parse(text: str, where: str) -> Iterator[Gpu]:
-    """The GPUs of a CSV table. Raises ValueError with the place of what cannot be read."""
+    """Yield the GPUs of a CSV table. Raises ValueError with the place of what cannot be read."""
     reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
     header = [name.strip() for name in reader.fieldnames or ()]
     if "name" not in header:
@@ -312,7 +314,7 @@ def _by_key() -> dict[str, Gpu]:
 
 
 def find_gpu(what: Any) -> Gpu:
-    """The Gpu of a name, an alias or a device name as torch gives it; "cpu" is a processor whose rates nobody measured.
+    """Return the Gpu of a name, an alias or a device name as torch gives it; "cpu" is a processor whose rates nobody measured.
 
     Raises ValueError for an unknown name, with the nearest known one.
     """

@@ -51,7 +51,7 @@ class Kernel:
 def linear_kernels(
     recipe: Any, n: int, k: int, tokens: float, *, trains: bool, gpu: Gpu, width: int = 2, stored: bool = False
 ) -> Iterator[Kernel]:
-    """The kernels of one layer for `tokens` rows of x: forward, gradient of the input, and of the weight where it `trains`.
+    """Yield the kernels of one layer for `tokens` rows of x: forward, gradient of the input, and of the weight where it `trains`.
 
     `recipe` None computes in the model's dtype of `width` bytes; `stored` takes the weight as `recipe.storage` holds it.
     """
@@ -61,7 +61,7 @@ def linear_kernels(
 
 
 def linear_seconds(recipe: Any, n: int, k: int, tokens: int, *, trains: bool, gpu: Gpu) -> float:
-    """Seconds of a layer's kernels on `gpu`, each the larger of FLOPs over its dense peak and bytes over its bandwidth.
+    """Return the seconds of a layer's kernels on `gpu`, each the larger of FLOPs over its dense peak and bytes over its bandwidth.
 
     Launches, and the fusion of quantization into other kernels, are left out. Raises ValueError where nobody vouched for the
     GPU's peak.
@@ -126,7 +126,7 @@ class _Layer:
         yield Kernel(step, part, flop, read + out * self.width, kind=gemm.kind if native else None)
 
     def _both_ways(self, step: Pass, role: str, q: Any, q_t: Any) -> Iterator[Kernel]:
-        """An operand as one product wants it, and where the weight trains its transpose as another does."""
+        """Yield an operand as one product wants it, and where the weight trains its transpose as another does."""
         size, same = self.elements(role), q is not None and q == q_t
         in_rows = same and self._in_rows(q, "grad_weight")
         if self.trains and same and (q.both_in_one_pass or in_rows):
@@ -141,7 +141,7 @@ class _Layer:
                 yield quantize(step, role, q_t, size, self.width)
 
     def _in_rows(self, q: Any, product: str) -> bool:
-        """Whether codes of a transpose for this product are written in rows of their own by what makes the codes."""
+        """Return whether codes of a transpose for this product are written in rows of their own by what makes the codes."""
         return q.transposable and not q.packed and self._native(self._gemm(product))
 
     def _weight(self, step: Pass, q: Any, *, transposed: bool) -> Iterator[Kernel]:
@@ -163,7 +163,7 @@ class _Layer:
 
 
 def quantize(step: Pass, role: str, q: Any, elements: float, width: int, ways: int = 1) -> Kernel:
-    """One operand's codes and scales, in `ways` orientations."""
+    """Return one operand's codes and scales, in `ways` orientations."""
     reads = _reads(q, ways)
     # a delayed scale's first launch reads the operand only where no amax is in force yet (kernels/triton/delayed.py)
     launches = 2 if q.delayed else reads + _clears(q, ways)
@@ -184,11 +184,12 @@ def _reads(q: Any, ways: int) -> int:
 
 
 def _clears(q: Any, ways: int) -> int:
-    """Launches that clear the largest magnitudes of a tensor, or of columns, before many programs raise them."""
+    """Return the number of launches that clear the largest magnitudes of a tensor, or of columns, before many programs raise
+    them."""
     kind = type(q.scaling).__name__
     return int(kind == "PerTensor" or (kind == "PerRow" and ways == 2))
 
 
 def turn(step: Pass, role: str, q: Any, elements: float) -> Kernel:
-    """The transposed copy of codes: read and written once, in their own width."""
+    """Return the transposed copy of codes: read and written once, in their own width."""
     return Kernel(step, "turn", 0.0, elements * 2 * q.format.bits / 8, role=role)

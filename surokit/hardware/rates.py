@@ -43,7 +43,7 @@ class Rates:
 
 
 def rates_of(gpu: Gpu, dtype: str = "bf16") -> Rates | str:
-    """What `gpu` is taken to reach in a model of `dtype`, or one sentence on which figure is missing."""
+    """Return what `gpu` is taken to reach in a model of `dtype`, or one sentence on which figure is missing."""
     c = gpu.ceilings
     full = dtype in ("fp32", "float32")
     measured = {"BF16": "bf16_tflops", "FP32": "fp32_tflops"}.get("FP32" if full else gpu.plain)
@@ -90,7 +90,7 @@ def rates_of(gpu: Gpu, dtype: str = "bf16") -> Rates | str:
 
 
 def _own_rate(gpu: Gpu, kind: Kind) -> tuple[float | None, bool]:
-    """(rate of products of a kind, whether it is its peak times the share of the peak that bf16 was measured to reach).
+    """Return (rate of products of a kind, whether it is its peak times the share of the peak that bf16 was measured to reach).
 
     A whole peak beside a measured rate would make a format look faster than it can be.
     """

@@ -68,7 +68,7 @@ class Choice:
 
 
 def choices(device: torch.device | str | None = None) -> list[Choice]:
-    """One row an operation for `device` (default: CUDA if there is one). ValueError for CUDA where there is none."""
+    """Return one row an operation for `device` (default: CUDA if there is one). ValueError for CUDA where there is none."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
@@ -104,17 +104,17 @@ transpose_fp4 = _ops.transpose_fp4
 
 
 def amax(x_MK: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
-    """Largest magnitude of each tile of rows x columns, float32 [R, C]; 0 is the whole extent."""
+    """Return the largest magnitude of each tile of rows x columns, float32 [R, C]; 0 is the whole extent."""
     return _ops.amax(x_MK, rows, columns)
 
 
 def values(codes: Tensor) -> Tensor:
-    """The numbers that float8 codes stand for, in bfloat16, exactly."""
+    """Return the numbers that float8 codes stand for, in bfloat16, exactly."""
     return tiles.values(codes)
 
 
 def new_key(device: torch.device, generator: torch.Generator | None = None, seed: int | None = None) -> Tensor:
-    """A key for stochastic rounding, int32 [2] on `device`: from `seed`, `generator` or torch's random state."""
+    """Return a key for stochastic rounding, int32 [2] on `device`: from `seed`, `generator` or torch's random state."""
     if seed is not None:
         if generator is not None:
             raise ValueError("Give stochastic rounding a seed or a generator, not both.")

@@ -26,14 +26,14 @@ KINDS: tuple[Kind, ...] = tuple(TENSOR_CORES)
 
 @cache
 def available(kind: Kind, device: torch.device) -> bool:
-    """Whether `device` multiplies this kind itself."""
+    """Return whether `device` multiplies this kind itself."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return multiplies(kind, torch.cuda.get_device_capability(device))
 
 
 def multiplies(kind: Kind | None, capability: tuple[int, int] | None) -> bool:
-    """Whether tensor cores of this compute capability multiply this kind, through this torch and its CUDA."""
+    """Return whether tensor cores of this compute capability multiply this kind, through this torch and its CUDA."""
     if kind is None or capability is None:
         return False
     cores = TENSOR_CORES[kind]
@@ -42,7 +42,7 @@ def multiplies(kind: Kind | None, capability: tuple[int, int] | None) -> bool:
 
 
 def choice(kind: Kind, device: torch.device) -> tuple[str, str]:
-    """Backend and reason for products of this kind."""
+    """Return the backend and the reason for products of this kind."""
     if available(kind, device):
         return "torch", str(TENSOR_CORES[kind])
     return "emulated", f"{device.type} here has no {TENSOR_CORES[kind]}: the same numbers from bfloat16 products"
@@ -61,7 +61,7 @@ def scaled_mm(
     out_dtype: torch.dtype,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """y_MN = a_MK @ b_NK' for float8 codes whose scales do not vary along K ([1, 1], or [M, 1] with [N, 1])."""
+    """Return y_MN = a_MK @ b_NK' for float8 codes whose scales do not vary along K ([1, 1], or [M, 1] with [N, 1])."""
     M, N = a_codes_MK.shape[0], b_codes_NK.shape[0]
     a_codes_MK = _rows(_pad(a_codes_MK))
     b_codes_NK = _rows(_pad(b_codes_NK, rows=16))
@@ -96,7 +96,7 @@ def block_mm(
     rows: int,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """y_MN for E4M3 codes, a with a float32 scale for every 1 x 128 block and b for every `rows` x 128, rows 1 or 128.
+    """Return y_MN for E4M3 codes, a with a float32 scale for every 1 x 128 block and b for every `rows` x 128, rows 1 or 128.
 
     cuBLAS sums such blocks in one way only, and refuses fast accumulation.
     """
@@ -123,7 +123,7 @@ def block_mm(
 def mx_mm(
     a_codes_MK: Tensor, a_scales_MC: Tensor, b_codes_NK: Tensor, b_scales_NC: Tensor, *, out_dtype: torch.dtype
 ) -> Tensor:
-    """y_MN for E4M3 codes with an E8M0 scale for every 32 elements of a row."""
+    """Return y_MN for E4M3 codes with an E8M0 scale for every 32 elements of a row."""
     N = b_codes_NK.shape[0]
     y_MN = F.scaled_mm(
         _rows(_pad(a_codes_MK, 32)),
@@ -150,7 +150,7 @@ def nv_mm(
     rows: tuple[int, int],
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """y_MN for packed E2M1 codes, an E4M3 scale for 16 columns of `rows` (of a and b) rows, and a float32 scale each."""
+    """Return y_MN for packed E2M1 codes, an E4M3 scale for 16 columns of `rows` (of a and b) rows, and a float32 scale each."""
     M, N = a_packed_MK.shape[0], b_packed_NK.shape[0]
     scaling = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
     swizzles = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
@@ -169,7 +169,7 @@ def nv_mm(
 
 
 def swizzled(scales_MC: Tensor) -> Tensor:
-    """One-byte scales in the order in which tensor cores read them, padded with zeros to tiles of 128 rows x 4 columns.
+    """Return one-byte scales in the order in which tensor cores read them, padded with zeros to tiles of 128 rows x 4 columns.
 
     Tiles follow one another row by row. Within a tile, the scale of row r and column c stands at 16 (r % 32) + 4 (r / 32) + c.
     Source: cuBLAS documentation, "1D Block Scaling Factors Layout".
@@ -180,24 +180,24 @@ def swizzled(scales_MC: Tensor) -> Tensor:
 
 
 def _each_row(scales_RC: Tensor, rows: int, M: int) -> Tensor:
-    """[M, C] where `rows` rows share a scale; as bytes, since float8 cannot be repeated on every device."""
+    """Return [M, C] where `rows` rows share a scale; as bytes, since float8 cannot be repeated on every device."""
     if rows == 1:
         return scales_RC
     return scales_RC.view(torch.uint8).repeat_interleave(rows, 0)[:M].view(scales_RC.dtype)
 
 
 def _in_columns(scales_MC: Tensor) -> Tensor:
-    """The scales with their first dimension contiguous and padded to 16: as they are made, where M is such a multiple."""
+    """Return the scales with their first dimension contiguous and padded to 16: as they are made, where M is such a multiple."""
     return _pad(scales_MC.t()).contiguous().t()
 
 
 def _result_type(dtype: torch.dtype) -> torch.dtype:
-    """What the product is written in: float32 where the hardware cannot write `dtype`."""
+    """Return what the product is written in: float32 where the hardware cannot write `dtype`."""
     return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
 
 
 def _rows(codes: Tensor) -> Tensor:
-    """The same codes with contiguous rows; a transposed view is turned by the operation for it."""
+    """Return the same codes with contiguous rows; a transposed view is turned by the operation for it."""
     if codes.is_contiguous():
         # a single row may be the view of a column, whose strides (1, 1) torch takes for a column's: give it a row's
         return codes.view(-1).view(codes.shape)
@@ -206,7 +206,7 @@ def _rows(codes: Tensor) -> Tensor:
 
 
 def _pad(x_MK: Tensor, columns: int = 16, rows: int = 1) -> Tensor:
-    """Zeros up to multiples along both dimensions: the hardware's condition."""
+    """Return zeros up to multiples along both dimensions: the hardware's condition."""
     M, K = x_MK.shape
     right, bottom = -K % columns, -M % rows
     if not right and not bottom:

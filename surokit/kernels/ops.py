@@ -68,7 +68,7 @@ def only_reference() -> Iterator[None]:
 
 
 def best(function: Function, device: torch.device) -> Function:
-    """What serves a function of kernels/reference on `device`: itself, or on CUDA the form of the same name."""
+    """Return what serves a function of kernels/reference on `device`: itself, or on CUDA the form of the same name."""
     return serving(function, device).function if device.type == "cuda" else function
 
 
@@ -85,7 +85,7 @@ class Serving(NamedTuple):
 
 
 def serving(function: Function, device: torch.device) -> Serving:
-    """What serves a function of kernels/reference on a device, and why."""
+    """Return what serves a function of kernels/reference on a device, and why."""
     if device.type != "cuda":
         return Serving("reference", function, f"{device.type} runs the definition in PyTorch")
     return _serving(function, device, _folders)
@@ -105,7 +105,8 @@ def _serving(function: Function, device: torch.device, folders: tuple[str, ...])
 
 
 def _on(device: torch.device, form: Function) -> Function:
-    """Triton launches on the current device, wherever the tensors are: among several, theirs has to be made the current one."""
+    """Return a form that launches on the tensors' device: Triton launches on the current one, so that among several theirs has to
+    be made the current one."""
     if torch.cuda.device_count() < 2:
         return form
 
@@ -118,7 +119,7 @@ def _on(device: torch.device, form: Function) -> Function:
 
 
 def _found(folder: str, file: str, function: str, device: torch.device) -> tuple[Function | None, str]:
-    """A function of kernels/<folder>/<file>.py, or None and why it cannot serve ("" where it was never written)."""
+    """Return a function of kernels/<folder>/<file>.py, or None and why it cannot serve ("" where it was never written)."""
     name = f"surokit.kernels.{folder}.{file}"
     try:
         module = importlib.import_module(name)
@@ -138,7 +139,7 @@ def _found(folder: str, file: str, function: str, device: torch.device) -> tuple
 
 @cache
 def _fault_of_triton(device: torch.device) -> str:
-    """Why Triton cannot launch on a CUDA device, "" where it can: it compiles its launcher with the system's C compiler."""
+    """Return why Triton cannot launch on a CUDA device, "" where it can: it compiles its launcher with the system's C compiler."""
     if not torch.cuda.is_available():
         return ""
     from surokit.kernels.triton import transpose as probe

@@ -52,7 +52,7 @@ def load(
     recipe: Recipe | str | None = None,
     on_linear_loaded: OnLinearLoaded | None = None,
 ) -> Decoder:
-    """A Decoder with the weights of a Hugging Face folder, or of a Hub id, which is fetched first.
+    """Return a Decoder with the weights of a Hugging Face folder, or of a Hub id, which is fetched first.
 
     Reads Llama 2 and 3, SmolLM2, Mistral, Qwen2.5 and Qwen3 with weights in safetensors, one file or shards, also quantized:
     fine-grained FP8, ModelOpt's NVFP4 and MXFP8, MXFP4, bitsandbytes' NF4. dtype: of the parameters. device: a CUDA GPU if
@@ -172,7 +172,7 @@ def _fill(
 
 
 def _wanted(model: Decoder, layout: Layout | None, found: Mapping[str, Wanted]) -> dict[str, Wanted]:
-    """What the files must have: the model's parameters, some of them in the layout of the quantized ones."""
+    """Return what the files must have: the model's parameters, some of them in the layout of the quantized ones."""
     wanted = {name: Wanted(tuple(t.shape)) for name, t in model.state_dict().items()}
     if model.config.tied:
         del wanted["lm_head.weight"]
@@ -189,7 +189,7 @@ _CALIBRATED = (".input_scale", ".k_scale", ".v_scale")
 
 
 def _ignored(name: str, config: DecoderConfig, layout: Layout | None) -> bool:
-    """Tensors that some checkpoints carry and no model needs: old rotary tables, the copy of a tied head, calibration."""
+    """Return tensors that some checkpoints carry and no model needs: old rotary tables, the copy of a tied head, calibration."""
     if layout is not None and name.endswith(_CALIBRATED):
         return True
     return name.endswith("rotary_emb.inv_freq") or (config.tied and name.startswith("lm_head.weight"))
@@ -217,7 +217,7 @@ def _storing(recipe: Recipe | None, config: DecoderConfig, again: list[str]) -> 
 
 
 def _layout_in(path: Path, config: Mapping[str, Any]) -> Layout | None:
-    """The layout of a folder's quantized weights, from config.json or else ModelOpt's own file; None without any."""
+    """Return the layout of a folder's quantized weights, from config.json or else ModelOpt's own file; None without any."""
     quantization = config.get("quantization_config")
     if quantization is None and (path / SIDECAR).is_file():
         quantization = {"quant_method": "modelopt", **read_json(path / SIDECAR).get("quantization", {})}
@@ -225,7 +225,7 @@ def _layout_in(path: Path, config: Mapping[str, Any]) -> Layout | None:
 
 
 def _layout_for(linears: Mapping[str, Linear]) -> Layout | None:
-    """The one layout in which all stored weights are written; None where there are none."""
+    """Return the one layout in which all stored weights are written; None where there are none."""
     layouts: dict[Layout, str] = {}
     for name, layer in linears.items():
         if layer.storage is None:
@@ -260,7 +260,7 @@ def _locate(folder: str | Path) -> Path:
 
 
 def _fetch(repo_id: str) -> Path:
-    """The local folder of a Hub repository's config and weights, downloaded or from the cache."""
+    """Return the local folder of a Hub repository's config and weights, downloaded or from the cache."""
     try:
         from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
     except ImportError as error:

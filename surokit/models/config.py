@@ -116,11 +116,11 @@ class DecoderConfig:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text, none where the config names none."""
+        """Return the tokens that end a text, none where the config names none."""
         return () if self.eos_id is None else (self.eos_id,) if isinstance(self.eos_id, int) else tuple(self.eos_id)
 
     def window_of(self, layer: int) -> int | None:
-        """The sliding window of block `layer`, None where it sees everything before it."""
+        """Return the sliding window of block `layer`, None where it sees everything before it."""
         if self.window_layers is not None and layer not in self.window_layers:
             return None
         return self.sliding_window
@@ -179,7 +179,7 @@ class DecoderConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The dict of a config.json that transformers reads, version 4 and 5; `from_hf` is its inverse.
+        """Return the dict of a config.json that transformers reads, version 4 and 5; `from_hf` is its inverse.
 
         Raises CheckpointError where no supported family can express the configuration.
         """
@@ -233,7 +233,7 @@ class DecoderConfig:
         raise CheckpointError(f"No supported family can express this model ({reasons}).")
 
     def _unfit(self, family: str) -> str:
-        """Why `family` cannot express this configuration, "" where it can."""
+        """Return why `family` cannot express this configuration, "" where it can."""
         if self.qk_norm != (family == "qwen3"):
             return "it has QK-norm" if self.qk_norm else "it has no QK-norm"
         if family == "qwen2":
@@ -271,7 +271,7 @@ class _Fields:
 
 
 def _window(get: _Fields, family: str) -> tuple[int | None, tuple[int, ...] | None]:
-    """Sliding window and the blocks that have it; (None, None) without."""
+    """Return the sliding window and the blocks that have it; (None, None) without."""
     if family == "llama":
         return None, None
     window = get("sliding_window")
@@ -290,7 +290,7 @@ def _window(get: _Fields, family: str) -> tuple[int | None, tuple[int, ...] | No
 
 
 def _rope(get: _Fields) -> tuple[float, dict[str, Any] | None]:
-    """theta and scaling from either style of config."""
+    """Return theta and scaling from either style of config."""
     rope = dict(get("rope_parameters") or {}) | dict(get("rope_scaling") or {})
     theta = float(rope.pop("rope_theta", None) or get("rope_theta") or 10000.0)
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"

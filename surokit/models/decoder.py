@@ -92,7 +92,7 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 def takes_normed(forward: Forward) -> Forward:
-    """Marks a forward that takes a `Normed` too, and then returns the stream beside its output."""
+    """Mark a forward that takes a `Normed` too and then returns the stream beside its output."""
     forward.takes_normed = True  # type: ignore[attr-defined]
     return forward
 
@@ -138,7 +138,7 @@ class Attention(nn.Module):
 
     @property
     def readers(self) -> tuple[Linear, ...]:
-        """The layers that read x, which may lie side by side."""
+        """Return the layers that read x, which may lie side by side."""
         return self.q_proj, self.k_proj, self.v_proj
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Attention:
@@ -170,7 +170,7 @@ class MLP(nn.Module):
 
     @property
     def readers(self) -> tuple[Linear, ...]:
-        """The layers that read x, which may lie side by side."""
+        """Return the layers that read x, which may lie side by side."""
         return self.gate_proj, self.up_proj
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MLP:
@@ -180,7 +180,7 @@ class MLP(nn.Module):
 
 
 def _gated(made: list[Any]) -> Gated:
-    """Gate and up as a source; taken out of the caller's list, whose names would hold them through the product."""
+    """Return gate and up as a source; taken out of the caller's list, whose names would hold them through the product."""
     joint, (gate, up) = made.pop(), made.pop()
     return Gated(gate, up, joint)
 
@@ -207,7 +207,7 @@ class Block(nn.Module):
 def after_norm(
     reader: nn.Module, norm: RMSNorm, x_BTK: Tensor, y_BTK: Tensor | None, fusion: Fusion, *context: object
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream x + y (x where y is None), and what `reader` makes of its norm; one step where nobody looks on."""
+    """Return the residual stream x + y (x where y is None), and what `reader` makes of its norm; one step where nobody looks on."""
     known = getattr(type(reader).forward, "takes_normed", False)  # somebody may have put another module there
     if fusion.norm and known and not is_hooked(reader) and not is_hooked(norm):
         stream, out = reader(Normed(x_BTK, norm, y_BTK), *context)
@@ -218,7 +218,7 @@ def after_norm(
 
 
 def source_of(x: Tensor | Normed) -> tuple[Plain | Normed, Tensor]:
-    """What `project` reads, and a tensor of it that tells shape, dtype and device."""
+    """Return what `project` reads, and a tensor of it that tells shape, dtype and device."""
     return (x, x.stream) if isinstance(x, Normed) else (Plain(x), x)
 
 
@@ -262,14 +262,15 @@ class Backbone(nn.Module):
 
 
 def twice(block: nn.Module, x_BTK: Tensor, context: _Context) -> Tensor:
-    """The block's output, of which only the input is kept: backward computes the rest again."""
+    """Return the block's output, of which only the input is kept: backward computes the rest again."""
     random = draws_in_forward(block)
     y: Tensor = checkpoint(block, x_BTK, context, use_reentrant=False, preserve_rng_state=random)
     return y
 
 
 def draws_in_forward(block: nn.Module) -> bool:
-    """Whether a forward takes random numbers: dropout, or a recipe that rounds an operand of the forward product at random."""
+    """Return whether a forward takes random numbers: dropout, or a recipe that rounds an operand of the forward product at
+    random."""
     for module in block.modules():
         if isinstance(module, nn.Dropout) and module.p and module.training:
             return True
@@ -281,7 +282,7 @@ def draws_in_forward(block: nn.Module) -> bool:
 
 
 def loss_of(head: nn.Module, hidden_TK: Tensor, labels_T: Tensor, vocabulary: int) -> Tensor:
-    """Mean cross-entropy (0-d, float32) of head(hidden) against the labels that count; the logits are never whole."""
+    """Return the mean cross-entropy (0-d, float32) of head(hidden) against the labels that count; the logits are never whole."""
     bare = isinstance(head, nn.Linear) and type(head) in (Linear, nn.Linear) and head.bias is None
     if bare and not (isinstance(head, Linear) and (head.precision or head.storage or head.has_adapter)):
         assert isinstance(head, nn.Linear)
@@ -331,8 +332,8 @@ class Decoder(nn.Module):
         cache: KeyValueCache | None = None,
         documents: Tensor | None = None,
     ) -> Output:
-        """input_ids, labels and position_ids are int64 [B, T], documents int32 or int64 [B, M]; `cache` holds earlier tokens
-        during generation.
+        """Compute the loss or the logits. input_ids, labels and position_ids are int64 [B, T], documents int32 or int64 [B, M];
+        `cache` holds earlier tokens during generation.
 
         Raises TypeError or ValueError for ids of another dtype or shape, or a sequence longer than the config's max_length, and on
         a CPU IndexError for ids outside of the vocabulary.
@@ -363,7 +364,7 @@ class Decoder(nn.Module):
         return Output(loss, hidden_BTK, self.lm_head)
 
     def check_range(self, input_ids: Tensor, labels: Tensor | None = None) -> None:
-        """IndexError where ids or labels are outside of the vocabulary; those on a GPU are not looked at."""
+        """Raise IndexError where ids or labels are outside of the vocabulary; those on a GPU are not looked at."""
         for name, ids in (("input_ids", input_ids), ("labels", labels)):
             if ids is None or ids.device.type != "cpu":
                 continue

@@ -53,7 +53,7 @@ class Tensors:
 
     @property
     def found(self) -> dict[str, Wanted]:
-        """Shape and dtype of each tensor, from the files' headers."""
+        """Return the shape and dtype of each tensor, from the files' headers."""
         slices = {name: file.get_slice(name) for name, file in self._owner.items()}
         return {name: Wanted(tuple(s.get_shape()), (s.get_dtype(),)) for name, s in slices.items()}
 
@@ -75,7 +75,7 @@ class Tensors:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. FileNotFoundError where it is missing, CheckpointError where it is damaged."""
+    """Return the object in a JSON file. FileNotFoundError where it is missing, CheckpointError where it is damaged."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -92,7 +92,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder: the single one, or the shards that the index names."""
+    """Return the safetensors files of a model folder: the single one, or the shards that the index names."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
@@ -109,7 +109,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_tensors(found: Mapping[str, Wanted], wanted: Mapping[str, Wanted], where: object) -> None:
-    """CheckpointError that names every missing and extra tensor and those of a wrong shape or dtype, or nothing."""
+    """Raise CheckpointError that names every missing and extra tensor and those of a wrong shape or dtype, or nothing."""
     both = sorted(wanted.keys() & found.keys())
     listed = {
         "missing": sorted(wanted.keys() - found.keys()),

@@ -114,11 +114,11 @@ class FusedAttention(Part):
 
     @property
     def readers(self) -> tuple[Linear, ...]:
-        """The layers that read x, which may lie side by side."""
+        """Return the layers that read x, which may lie side by side."""
         return self.q_proj, self.k_proj, self.v_proj
 
     def _window(self) -> dict[str, Any]:
-        """What this family tells the attention function about a sliding window."""
+        """Return what this family tells the attention function about a sliding window."""
         family = self.original.__name__.removesuffix("Attention")
         if family == "Llama":
             return {}
@@ -222,12 +222,12 @@ class FusedCausalLM(Part):
 
 
 def _sees_more(cache: Any, attention: nn.Module) -> bool:
-    """Whether a cache holds keys of earlier tokens for this attention: those of a prefix that is tuned, for example."""
+    """Return whether a cache holds keys of earlier tokens for this attention: those of a prefix that is tuned, for example."""
     return cache is not None and bool(cache.get_seq_length(getattr(attention, "layer_idx", 0)))
 
 
 def half(table: Tensor) -> Tensor:
-    """cos or sin as we take it, [B, T, D/2] or [T, D/2], of [B, T, D] whose halves are equal."""
+    """Return cos or sin as we take it, [B, T, D/2] or [T, D/2], of [B, T, D] whose halves are equal."""
     table = table[..., : table.shape[-1] // 2]
     return table[0] if len(table) == 1 else table
 
@@ -252,7 +252,7 @@ def restored(module: Part) -> bool:
 
 
 def _made(part: Any, original: Any) -> Any:
-    """The class that is both, under the original's name."""
+    """Return the class that is both, under the original's name."""
     namespace: dict[str, Any] = {"original": original, "__module__": original.__module__, "__doc__": original.__doc__}
     namespace["__qualname__"] = original.__qualname__
     if part is FusedCausalLM:  # the Trainer reads the names of the arguments
@@ -318,14 +318,14 @@ def _late(loss: Tensor, outputs: Any, head: nn.Module, hidden: Tensor) -> Any:
 
 
 def computes_rms_norm(kind: type[nn.Module]) -> bool:
-    """Whether this class's forward is x / sqrt(mean(x^2) + variance_epsilon) * weight."""
+    """Return whether this class's forward is x / sqrt(mean(x^2) + variance_epsilon) * weight."""
     x, w = _numbers(3, 8), _numbers(8)
     stand_in = SimpleNamespace(weight=w, variance_epsilon=0.1)
     return _agrees(kind, stand_in, x, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.1) * w)
 
 
 def computes_swiglu(kind: type[nn.Module], activation: Any) -> bool:
-    """Whether this class's forward is down(silu(gate(x)) * up(x)) with the activation that an object of it has."""
+    """Return whether this class's forward is down(silu(gate(x)) * up(x)) with the activation that an object of it has."""
     x = _numbers(3, 8)
     stand_in = SimpleNamespace(
         gate_proj=lambda t: 2 * t, up_proj=lambda t: t - 3, down_proj=lambda t: t + 5, act_fn=activation, config=None
@@ -348,7 +348,8 @@ def _agrees(kind: type[nn.Module], stand_in: Any, x: Tensor, expected: Tensor) -
 
 @cache
 def computes_alike(family: str) -> bool:
-    """Whether a tiny model of this family, in the transformers that is installed, has the loss and gradients that ours has."""
+    """Return whether a tiny model of this family, in the transformers that is installed, has the loss and gradients that ours
+    has."""
     from importlib import import_module
 
     module = import_module(f"transformers.models.{family.lower()}")

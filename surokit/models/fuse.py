@@ -67,7 +67,7 @@ class Fused:
         return f"fused: {said or 'nothing'} ({self.fusion})"
 
     def frame(self) -> pd.DataFrame:
-        """A DataFrame with the columns module, kind, fused, why, but."""
+        """Return a DataFrame with the columns module, kind, fused, why, but."""
         import pandas as pd
 
         rows = [(r.module, r.kind, r.fused, r.why, r.but) for r in self.rows]
@@ -148,7 +148,7 @@ _OURS: dict[type[nn.Module], str] = {Block: "block", Attention: "attention", MLP
 
 
 def _apart(module: nn.Module) -> str:
-    """Which layers of the module others compute, in a few words."""
+    """Return which layers of the module others compute, in a few words."""
     layers = {name: module._modules[name] for name in (*_HEADS, *_GATES) if name in module._modules}
     others = [name for name, layer in layers.items() if type(layer) is not Linear]
     who = {type(layers[name]).__module__.partition(".")[0] for name in others}
@@ -206,7 +206,7 @@ _KNOWN: dict[str, tuple[str, type[foreign.Part]]] = {
 
 
 def _why_not(kind: type[nn.Module], family: str) -> str:
-    """Why this class is not one that models/foreign.py computes, or ""."""
+    """Return why this class is not one that models/foreign.py computes, or ""."""
     home = f"transformers.models.{family.lower()}.modeling_{family.lower()}"
     if family not in foreign.FAMILIES or kind.__module__ != home:
         return f"{kind.__name__} is not known"

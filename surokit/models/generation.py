@@ -21,7 +21,7 @@ def generate(
     generator: torch.Generator | None = None,
     eos_id: int | Sequence[int] | None = None,
 ) -> Tensor:
-    """The prompt and up to max_new_tokens more, int64 [B, T + n].
+    """Return the prompt and up to max_new_tokens more, int64 [B, T + n].
 
     input_ids: int64 [B, T]; the rows of a batch have one length, there is no padding. temperature 0 takes the likeliest
     token (equal to transformers' greedy search), above it draws from softmax(logits / temperature), among the top_k

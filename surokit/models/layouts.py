@@ -52,31 +52,31 @@ class Layout(ABC):
 
     @abstractmethod
     def writes(self, q: Quantizer) -> bool:
-        """Whether a weight stored as `q` can be written."""
+        """Return whether a weight stored as `q` can be written."""
 
     @abstractmethod
     def config(self, kept: list[str], dtype: torch.dtype) -> dict[str, Any]:
-        """`quantization_config`; kept: the linear layers that are not quantized, dtype: of the model."""
+        """Return the `quantization_config`; kept: the linear layers that are not quantized, dtype: of the model."""
 
     def sidecar(self, kept: list[str]) -> dict[str, Any] | None:
-        """hf_quant_config.json, where the format has one."""
+        """Return the content of hf_quant_config.json, where the format has one."""
         return None
 
     @abstractmethod
     def tensors(self, weight: str, Q: Quantized, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What is written for a stored weight."""
+        """Return what is written for a stored weight."""
 
     def holds(self, weight: str, found: Found) -> bool:
-        """Whether a file has this weight in the layout."""
+        """Return whether a file has this weight in the layout."""
         return any(weight + mark in found for mark in self.marks)
 
     @abstractmethod
     def wanted(self, weight: str, shape_NK: Shape, found: Found) -> dict[str, Wanted]:
-        """What a file has to have for this weight."""
+        """Return what a file has to have for this weight."""
 
     @abstractmethod
     def read(self, weight: str, shape_NK: Shape, tensors: Source, device: torch.device) -> Quantized:
-        """The stored weight, in memory of its own on `device`."""
+        """Return the stored weight, in memory of its own on `device`."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,8 @@ class MXFP4(Layout):
 
     @staticmethod
     def _base(weight: str, names: Container[str]) -> str:
-        """`..._proj.weight`, as we write it, or `..._proj`: gpt-oss' weights are parameters of their own and have no layer name."""
+        """Return the base name: `..._proj.weight`, as we write it, or `..._proj`: gpt-oss' weights are parameters of their own and
+        have no layer name."""
         module = weight.removesuffix(".weight")
         return module if f"{module}_blocks" in names else weight
 
@@ -310,7 +311,7 @@ class BitsAndBytesNF4(Layout):
         return Quantized(codes, scales, quantizer, K, second, rows=N)
 
     def _state(self, weight: str, shape_NK: Shape, tensors: Source) -> dict[str, Any]:
-        """The JSON; CheckpointError where it, or a table, is not what our codes mean."""
+        """Return the parsed JSON; CheckpointError where it, or a table, is not what our codes mean."""
         try:
             state: dict[str, Any] = json.loads(bytes(tensors[weight + _STATE].tolist()))
             said = {key: state[key] for key in ("quant_type", "blocksize", "shape")}
@@ -338,7 +339,7 @@ _SUPPORTED = "fp8 in blocks, modelopt's NVFP4 and MXFP8, mxfp4, and bitsandbytes
 
 
 def layout_of(config: Mapping[str, Any], where: object) -> Layout:
-    """The layout that a `quantization_config` means; CheckpointError for one that is not read here."""
+    """Return the layout that a `quantization_config` means; CheckpointError for one that is not read here."""
     method, algorithm = config.get("quant_method"), config.get("quant_algo")
     block = config.get("weight_block_size")
     match method:
@@ -364,7 +365,7 @@ def layout_of(config: Mapping[str, Any], where: object) -> Layout:
 
 
 def layout_for(q: Quantizer) -> Layout | None:
-    """The layout in which a weight stored as `q` is written, or None where there is none."""
+    """Return the layout in which a weight stored as `q` is written, or None where there is none."""
     candidates: list[Layout] = [ModelOptNVFP4(NVFP4_ALGORITHMS[1], 16), ModelOptMXFP8("MXFP8", 32), MXFP4()]
     if isinstance(q.scaling, Block):
         candidates.append(FineGrainedFP8(q.scaling.rows, q.scaling.columns))
@@ -374,7 +375,7 @@ def layout_for(q: Quantizer) -> Layout | None:
 
 
 def stored_as(Q: Quantized, wanted: Quantizer) -> Quantized | None:
-    """The same codes under the name `wanted`, or None where quantizing to it would be another storage.
+    """Return the same codes under the name `wanted`, or None where quantizing to it would be another storage.
 
     A file says what its numbers are and not how they were chosen (four over six, a rule, powers of two), and tiles of 16 x 16
     come as rows with the same scales.
@@ -394,12 +395,12 @@ def stored_as(Q: Quantized, wanted: Quantizer) -> Quantized | None:
 
 
 def copied(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of its own: what comes from a mapped file would change with the file."""
+    """Return the tensor in memory of its own: what comes from a mapped file would change with the file."""
     return torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)
 
 
 def _table(values: tuple[float, ...]) -> Tensor:
-    """Float32, whatever torch's default is."""
+    """Return the default of transformers, float32, whatever torch's default is."""
     return torch.tensor(values, dtype=torch.float32)
 
 

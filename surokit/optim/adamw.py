@@ -86,7 +86,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        """ValueError that names the option which is out of range."""
+        """Raise ValueError that names the option which is out of range."""
         name = cls.__name__
         check_adamw(name, options)
         if (dtype := options.get("state_dtype")) not in (None, torch.float32):
@@ -110,7 +110,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -131,7 +131,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         return loss
 
     def _by_kernel(self, group: dict[str, Any]) -> Iterator[list[Tensor]]:
-        """The group's parameters with a gradient, split so that each list is one call of a kernel."""
+        """Yield the group's parameters with a gradient, split so that each list is one call of a kernel."""
         lists: dict[tuple[torch.device, torch.dtype, torch.dtype], list[Tensor]] = {}
         for p in group["params"]:
             if p.grad is not None:
@@ -146,7 +146,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         return dtype != grad_dtype or self.state_dtype not in (None, dtype) or self._rounds(dtype)
 
     def _rounds(self, dtype: torch.dtype) -> bool:
-        """Whether parameters of `dtype` are rounded stochastically; float32 has nothing to round."""
+        """Return whether parameters of `dtype` are rounded stochastically; float32 has nothing to round."""
         return self.rounding == "stochastic" and dtype == torch.bfloat16
 
     def _all_params(self) -> list[Tensor]:
@@ -329,7 +329,7 @@ class AdamW8bit(AdamW):
 
 
 def _shows_all(p: Tensor) -> bool:
-    """Whether a parameter is its own float32 master, in its order."""
+    """Return whether a parameter is its own float32 master, in its order."""
     return p.dtype == torch.float32 and p.is_contiguous() and not is_sharded(p)
 
 
@@ -338,7 +338,7 @@ def _without_master(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_adamw(name: str, options: Mapping[str, Any]) -> None:
-    """ValueError that names the option of AdamW which is out of range; `name`: of the optimizer."""
+    """Raise ValueError that names the option of AdamW which is out of range; `name`: of the optimizer."""
     lr, betas = options["lr"], options["betas"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
@@ -374,13 +374,13 @@ def _widened(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _key(seed: int, index: int) -> Tensor:
-    """int32 [2]: words 2 index and 2 index + 1 of the seed's random bits."""
+    """Return int32 [2]: words 2 index and 2 index + 1 of the seed's random bits."""
     halves = torch.tensor([seed & 0xFFFFFFFF, seed >> 32]).to(torch.int32)  # wraps
     return bits(2 * index + 2, halves)[-2:]
 
 
 def _step_keys(own: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
-    """One key for each parameter and step t: words 2 t and 2 t + 1 of the bits that the parameter's own key gives."""
+    """Return one key for each parameter and step t: words 2 t and 2 t + 1 of the bits that the parameter's own key gives."""
     first, second = torch.stack(own, 1)
     start = 2 * torch.stack(steps).int()
     even = torch.arange(0, 2 * len(own), 2, dtype=torch.int32, device=start.device)

@@ -41,7 +41,7 @@ _KNOWN = {"Cosine": Cosine}
 
 
 def schedule_to_dict(schedule: Schedule | None) -> dict[str, Any] | None:
-    """Plain data for a checkpoint; a callable of the user's is named, not stored."""
+    """Return plain data for a checkpoint; a callable of the user's is named, not stored."""
     if schedule is None:
         return None
     for name, kind in _KNOWN.items():
@@ -51,7 +51,7 @@ def schedule_to_dict(schedule: Schedule | None) -> dict[str, Any] | None:
 
 
 def schedule_from_dict(data: dict[str, Any] | None) -> Schedule | None:
-    """Inverse of `schedule_to_dict`; ValueError where the schedule was a callable of the user's."""
+    """Return the schedule that `schedule_to_dict` wrote; ValueError where the schedule was a callable of the user's."""
     if data is None:
         return None
     if data.get("custom"):

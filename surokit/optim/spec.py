@@ -26,7 +26,7 @@ class Spec:
     options: dict[str, Any] = field(default_factory=dict)
 
     def build(self, params: Parameters) -> torch.optim.Optimizer:
-        """The optimizer over those of `params` that require a gradient; ValueError if there is none."""
+        """Return the optimizer over those of `params` that require a gradient; ValueError if there is none."""
         # a learning rate in a tensor is filled in place, and every optimizer has its own
         options: dict[str, Any] = {
             key: value.clone() if isinstance(value, Tensor) else value for key, value in self.options.items()
@@ -61,7 +61,7 @@ class SpecMeta(type):
 
 
 def spec_to_dict(spec: Spec | None, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Plain data for a checkpoint; an optimizer that was not built from a specification of ours is named, not stored.
+    """Return plain data for a checkpoint; an optimizer that was not built from a specification of ours is named, not stored.
 
     Options that are objects of this machine, such as an offloading optimizer's link, are not the checkpoint's.
     """
@@ -73,7 +73,8 @@ def spec_to_dict(spec: Spec | None, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def spec_from_dict(data: dict[str, Any]) -> Spec:
-    """Inverse of `spec_to_dict`; ValueError where the optimizer was the user's own, or is not known here."""
+    """Return the specification that `spec_to_dict` wrote; ValueError where the optimizer was the user's own, or is not known
+    here."""
     if data.get("custom"):
         raise ValueError(f"The checkpoint's optimizer {data['name']} was built outside: pass optimizer= again.")
     found = _public(data["name"])
@@ -88,7 +89,7 @@ def spec_from_dict(data: dict[str, Any]) -> Spec:
 
 
 def is_ours(optimizer: Any) -> bool:
-    """Whether an optimizer class is one of surokit's public names, which can be made again from its options."""
+    """Return whether an optimizer class is one of surokit's public names, which can be made again from its options."""
     return isinstance(optimizer, SpecMeta) and _public(optimizer.__name__) is optimizer
 
 

@@ -41,7 +41,7 @@ def adamw_states(
 
 
 def in_groups_of(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state dict with the optimizer's parameter groups; ValueError where it has others.
+    """Return a state dict with the optimizer's parameter groups; ValueError where it has others.
 
     One group over all parameters of the iterable that the optimizer was made of, frozen ones too, as torch's AdamW has it, becomes
     those of `decay_groups`: with the options of that one, and the weight decay that they have here.
@@ -68,7 +68,7 @@ def in_groups_of(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 
 
 def check_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """ValueError where this is no state of an optimizer."""
+    """Raise ValueError where this is no state of an optimizer."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
             f"{type(optimizer).__name__}.load_state_dict takes what an optimizer's state_dict() gave, a dict with state and "
@@ -77,7 +77,7 @@ def check_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any])
 
 
 def decay_groups(optimizer: torch.optim.Optimizer, params: Parameters, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups of the trainable `params`, with weight decay from two dimensions up. Groups pass unchanged.
+    """Return parameter groups of the trainable `params`, with weight decay from two dimensions up. Groups pass unchanged.
 
     The optimizer remembers in which order it was given them (`given_order`). ValueError where nothing is trainable.
     """

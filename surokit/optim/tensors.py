@@ -9,23 +9,23 @@ from torch import Tensor
 
 
 def local(tensors: list[Tensor]) -> list[Tensor]:
-    """What this process holds of each tensor: a DTensor's shard, which shares its memory; any other tensor itself."""
+    """Return what this process holds of each tensor: a DTensor's shard, which shares its memory; any other tensor itself."""
     return [t.to_local() if is_sharded(t) else t for t in tensors]  # type: ignore[attr-defined]
 
 
 def memory_order(t: Tensor) -> list[int]:
-    """Dimensions from the one with the largest stride to the one with the smallest."""
+    """Return the dimensions from the one with the largest stride to the one with the smallest."""
     strides = t.stride()
     return sorted(range(t.ndim), key=lambda d: (-strides[d], d))
 
 
 def is_sharded(t: Tensor) -> bool:
-    """Whether this is a DTensor, told by what it can do: its module need not be loaded."""
+    """Return whether this is a DTensor, told by what it can do: its module need not be loaded."""
     return hasattr(t, "to_local")
 
 
 def shard_number(p: Tensor) -> int:
-    """Which of a parameter's shards is here; 0 where it is whole. Replicas of a shard have its number."""
+    """Return which of a parameter's shards is here; 0 where it is whole. Replicas of a shard have its number."""
     number = 0
     for axis, placement in enumerate(getattr(p, "placements", ())):
         if not placement.is_replicate():
@@ -35,8 +35,8 @@ def shard_number(p: Tensor) -> int:
 
 
 def scale_and_mask(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """(grad_scale, found_inf) of this step on the device, None where they are not set. torch's GradScaler takes them away after a
-    step, so that an optimizer need not have them."""
+    """Return (grad_scale, found_inf) of this step on the device, None where they are not set. torch's GradScaler takes them away
+    after a step, so that an optimizer need not have them."""
     scale, mask = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     return on_device(device, scale), on_device(device, mask)
 
@@ -47,7 +47,7 @@ def on_device(device: torch.device, value: Tensor | None) -> Tensor | None:
 
 
 def gradient_norm(grads: list[Tensor]) -> Tensor:
-    """L2 norm over all tensors together, 0-d float32 on the first one's device.
+    """Return the L2 norm over all tensors together, 0-d float32 on the first one's device.
 
     On a CPU the norm of each low-precision tensor is rounded to its dtype, which is six times as fast there. Of a sharded
     gradient the whole counts, so that every process has the same norm.
