@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Race", "UnequalWork", "race"]
 
 # A name is imported when it is first used: what only wants `statistics` needs no torch.
-_MODULES = {"Race": "start", "UnequalWork": "equal", "race": "start"}
+_MODULES = {"Race": "start", "UnequalWork": "comparability", "race": "start"}
 
 
 def __getattr__(name: str) -> Any:
