@@ -1,4 +1,4 @@
-"""How much each recipe's quantization disturbs each product of a model, on the user's own batch, without training.
+"""Measure how much each recipe's quantization disturbs each product of a model, on the user's own batch, without training.
 
 One forward and backward in the model's own dtype, nothing quantized, gives every layer's x, w and dy. Each recipe's three
 products are then computed from these and compared with the float32 product: SQNR in dB, and for the operands what was clipped,
@@ -83,7 +83,7 @@ def compare(model: nn.Module, batch: Mapping[str, Tensor], *recipes: Recipe | st
 
 @dataclass(frozen=True, eq=False)
 class Operands:
-    """What the three products of a layer take: x [T, K], w [N, K], and dy [T, N] where a gradient arrived."""
+    """Operands holds what the three products of a layer take: x [T, K], w [N, K], and dy [T, N] where a gradient arrived."""
 
     x_TK: Tensor
     w_NK: Tensor

@@ -1,4 +1,4 @@
-"""What was applied to a live model, and what the session that trains it says of its steps. No torch here.
+"""This file knows what was applied to a live model, and what the session that trains it says of its steps. No torch here.
 
 `apply` notes its recipe here and `fuse` its fusion; what keeps a part of a model on the host is a `HostForward`, and a Session is a
 `Trainer`. So a plan can read a model without knowing those who changed it.
@@ -36,7 +36,7 @@ def fusion_of(model: nn.Module) -> Fusion | None:
 
 
 class HostStream(ABC):
-    """Copies between host and device, for a part of a model that waits on the host.
+    """A HostStream copies a part of a model between host and device.
 
     keeps: which part. prefetch: how many blocks of weights, or copies of activations, are fetched ahead.
     """
@@ -46,7 +46,7 @@ class HostStream(ABC):
 
 
 class HostForward(ABC):
-    """A forward that stands around a module's own, as its attribute `forward`, and uses a stream; until it is `removed`."""
+    """A HostForward stands around a module's own forward, as its attribute `forward`, and uses a stream until it is `removed`."""
 
     stream: HostStream
     removed: bool
@@ -63,7 +63,7 @@ def host_streams(model: nn.Module) -> Iterator[HostStream]:
 
 
 class Trainer(ABC):
-    """Something that trains a model, as a plan may ask it: a Session.
+    """A Trainer trains a model and can be asked for the arguments of a plan: a Session is one.
 
     model: the module that it trains. compile: whether torch's compiler makes its steps.
     """

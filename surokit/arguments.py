@@ -1,4 +1,4 @@
-"""Checks of what a user gives to the planner: one sentence with the cause and the remedy, before anything is computed.
+"""Check what a user gives, before anything is computed: each refusal is one sentence with the cause and the remedy.
 
 Most wrong plans come from units: 405 for 405e9 parameters, 15.6 for 15.6e12 tokens, 40 for an MFU of 0.4. The bounds
 here are wide enough for a toy model and for the largest run that anybody has announced, and narrow enough to catch

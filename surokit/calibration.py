@@ -1,4 +1,4 @@
-"""`calibrate`: what this machine really reaches, in seconds, so that a plan's times need no guess.
+"""Measure what this machine really reaches, in seconds, so that a plan's times need no guess: `calibrate`.
 
     gpu = sk.calibrate()                          # measured once, then read from the user's cache folder
     sk.plan(model, gpu=gpu, batch=8, length=2048)
@@ -60,7 +60,7 @@ Measure = Callable[[torch.device, float], float]
 
 @dataclass(frozen=True)
 class Part:
-    """One measurement: the field of Ceilings that it fills, what it is called, and where it has a meaning."""
+    """A Part is one measurement: the field of Ceilings that it fills, what it is called, and where it has a meaning."""
 
     field: str
     words: str

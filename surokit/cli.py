@@ -1,4 +1,4 @@
-"""The command line: `surokit doctor | plan | race | watch | quickstart`, each the function of that name with the same words.
+"""Run the command line, `surokit doctor | plan | race | watch | quickstart`: each is the function of that name.
 
 A user's error prints one line to stderr and exits with 2; a failing notebook exits with 1, an interrupt or a stop with 130.
 """

@@ -39,7 +39,7 @@ _deciding = threading.Lock()
 
 @dataclass(frozen=True)
 class Row:
-    """What one linear layer got."""
+    """A Row says what one linear layer got."""
 
     layer: str
     shape: tuple[int, int]
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """One row a linear layer. Prints as a summary; `.frame()` has every row."""
+    """A Report has one row a linear layer. It prints as a summary; `.frame()` has every row."""
 
     recipe: Recipe
     rows: tuple[Row, ...]

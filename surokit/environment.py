@@ -1,4 +1,4 @@
-"""What this machine is: versions and device for records and benchmarks, and `doctor()` for a person.
+"""Describe this machine: versions and device for records and benchmarks, and `doctor()` for a person.
 
 Everything is looked up when it is asked for; importing this file costs nothing and imports no torch.
 """
@@ -100,7 +100,7 @@ def cores() -> int:
 
 
 def cores_in_use(seconds: float = 0.25) -> float:
-    """Of the cores that this process may use, how many are in use, by whomever: a mean over the `seconds` that this call takes."""
+    """Return how many of the cores that this process may use are in use, by any process: a mean over `seconds`, which it takes."""
     if find_spec("psutil") is None:  # the package was installed without what it needs
         return 0.0
     import psutil
@@ -141,7 +141,7 @@ def float32_precision() -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's table.
+    """A Finding is one line of the doctor's table.
 
     state: ok, busy, native, float32 (products are computed in it), emulated, slower (a faster form cannot be used), missing or low.
     remedy: empty where none is needed.
@@ -156,7 +156,7 @@ class Finding:
 
 @dataclass(frozen=True, repr=False)
 class Doctor:
-    """What was found; prints as a table in a terminal and in a notebook."""
+    """A Doctor holds what was found; it prints as a table in a terminal and in a notebook."""
 
     findings: tuple[Finding, ...]
 

@@ -1,4 +1,4 @@
-"""Errors that are worth catching by name. Each message says the cause and the remedy."""
+"""This file has the errors that are worth catching by name. Each message says the cause and the remedy."""
 
 from __future__ import annotations
 

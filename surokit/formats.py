@@ -1,4 +1,4 @@
-"""Number formats: how many bits, which range, which step, and which tensor cores multiply them.
+"""Describe number formats: how many bits, which range, which step, and which tensor cores multiply them.
 
 A `Format` is a value: range and step follow from the bits, nothing is typed in twice. There is no torch here, so that the
 planner can use the same values. Sources: OCP 8-bit Floating Point Specification (E4M3 and E5M2), OCP Microscaling
@@ -13,7 +13,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Format:
-    """A binary floating-point format with sign, exponent and mantissa bits.
+    """A Format is a binary floating-point format with sign, exponent and mantissa bits.
 
     `specials` says what the top of the code space holds: "ieee" an exponent for inf and NaN (E5M2, bf16), "nan" one code
     for NaN and no inf (E4M3), "none" only numbers (E2M1).
@@ -62,7 +62,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Codebook:
-    """A format whose codes are indices into a table of numbers, in ascending order."""
+    """A Codebook is a format whose codes are indices into a table of numbers, in ascending order."""
 
     name: str
     values: tuple[float, ...]
@@ -120,7 +120,8 @@ Kind = Literal["tensor", "row", "block", "mx", "nv"]
 
 @dataclass(frozen=True)
 class TensorCores:
-    """What computes a kind of product: NVIDIA GPUs of compute capability `first` to `last`, and a CUDA version at least."""
+    """TensorCores compute a kind of product: on NVIDIA GPUs of compute capability `first` to `last`, and a CUDA version at
+    least."""
 
     name: str
     bits: int  # of the operands: which peak such a product has
@@ -134,7 +135,7 @@ class TensorCores:
 
     @property
     def where(self) -> str:
-        """In words: "compute capability 8.9 and up"."""
+        """Return the capabilities in words: "compute capability 8.9 and up"."""
         words = f"compute capability {self.first[0]}.{self.first[1]}" + ("" if self.last else " and up")
         return words + (f", CUDA {self.cuda[0]}.{self.cuda[1]}" if self.cuda else "")
 

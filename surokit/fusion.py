@@ -1,4 +1,4 @@
-"""Fusion: which operations of a model are computed together. It says how a step is carried out, never what a recipe computes.
+"""A Fusion says which operations of a model are computed together: how a step is carried out, never what a recipe computes.
 
 Every choice can be switched off on its own, so that what it brings can be measured:
 
@@ -19,7 +19,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Fusion:
-    """What is computed together, what is kept of frozen weights, and what backward computes again.
+    """A Fusion says what is computed together, what is kept of frozen weights, and what backward computes again.
 
     norm: RMSNorm, the residual sum before it and the quantization after it, with the layers that read it.
     gate: SwiGLU and the quantization after it, with the layer that reads it.

@@ -126,7 +126,8 @@ def _run(nb: Any, folder: Path) -> int:
 
 
 class Progress:
-    """A line for the cell that runs. On a terminal what the cell said last stands behind it; in a log it gets a line now and then.
+    """Progress prints a line for the cell that runs. On a terminal what the cell said last stands behind it; in a log it gets a
+    line now and then.
 
     stream: where it is written. clock: seconds, monotonic.
     """

@@ -1,4 +1,4 @@
-"""Files from the Hugging Face Hub, without waiting for a network that is not there.
+"""Fetch files from the Hugging Face Hub, without waiting for a network that is not there.
 
 The Hub's client retries for half a minute before it admits that nothing answers. One probe of a few seconds decides
 here instead; without an answer only the local cache is asked.

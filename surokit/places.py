@@ -1,6 +1,4 @@
-"""Where things happen: the device that somebody names, the device that a model is on, the folder that somebody wants written.
-Refused in plain words where it cannot be, before any work is lost.
-"""
+"""Check the device that a user names, the model that is given and the folder that is to be written, before any work is lost."""
 
 from __future__ import annotations
 

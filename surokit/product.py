@@ -1,4 +1,4 @@
-"""The product of two quantized matrices: by tensor cores where the device has them for the format, else emulated exactly.
+"""Multiply two quantized matrices: by tensor cores where the device has them for the format, else emulated exactly.
 
     y_MN = a_MK @ b_NK'        both with the contracted dimension last
 

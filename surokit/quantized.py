@@ -1,4 +1,4 @@
-"""Quantized matrices: codes and scales in, numbers out, and back.
+"""Quantize matrices to codes and scales, and turn these back to numbers.
 
 `quantize` carries out what a `Quantizer` says and gives a `Quantized`. The arithmetic lives behind `surokit.kernels`; for each
 scaling one codec below knows which of its operations to call.
@@ -24,7 +24,7 @@ Parts: TypeAlias = tuple[Tensor, Tensor, tuple[Tensor, ...]]  # codes, scales, s
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A quantized matrix [M, K]: x is about codes * scales (* second).
+    """A Quantized is a quantized matrix [M, K]: x is about codes * scales (* second).
 
     codes: [M, K], one byte an element, or [M, ceil(K / 2)] uint8 with two codes a byte. scales: decode scales, one a tile;
     float32, E8M0 bytes (MX), E4M3 bytes (NV) or 8-bit codes (NF4, double); those of 1 x C blocks lie in memory column by column,

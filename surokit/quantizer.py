@@ -1,4 +1,4 @@
-"""Scalings and quantizers: the values that a recipe is made of. No torch here; `quantized.py` carries them out.
+"""Describe scalings and quantizers, the values that a recipe is made of. No torch here; `quantized.py` carries them out.
 
 A `Scaling` says which elements share a scale and what the scale is, a `Quantizer` adds the number format, the rounding and a
 rotation of one operand.

@@ -1,4 +1,4 @@
-"""Recipes: how the three products of a linear layer are quantized, and how a frozen weight is stored.
+"""A recipe says how the three products of a linear layer are quantized, and how a frozen weight is stored.
 
     y = x w'      forward
     dx = dy w     grad_input
@@ -30,7 +30,7 @@ ROLES = {"forward": ("x", "w"), "grad_input": ("dy", "w"), "grad_weight": ("dy",
 
 @dataclass(frozen=True)
 class Gemm:
-    """The quantizers of a product's two operands, in the order they are written above; None stays bfloat16.
+    """A Gemm holds the quantizers of a product's two operands, in the order they are written above; None stays bfloat16.
 
     `fast_accumulation` lets Hopper's tensor cores keep partial sums at lower precision where a scale is a tensor's or a row's; the
     recipes use it forward only.
@@ -66,7 +66,8 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Lora:
-    """A low-rank adapter (Hu et al., 2021): y + alpha / rank * B A x, with A and B in the model's dtype, never quantized."""
+    """A Lora is a low-rank adapter (Hu et al., 2021): y + alpha / rank * B A x, with A and B in the model's dtype, never
+    quantized."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -81,7 +82,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens to layers chosen by name or by position; the last rule that applies wins."""
+    """A Rule says what happens to layers chosen by name or by position; the last rule that applies wins."""
 
     action: Literal["keep", "also"]
     pattern: str = ""
@@ -138,7 +139,7 @@ class Pays:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A complete training recipe; see the module's text. Hashable, derived and never mutated.
+    """A Recipe is a complete training recipe; see the module's text. Hashable, derived and never mutated.
 
     `storage` is how frozen weights are held; a recipe with a storage freezes the base model and wants an adapter.
     `keeps_decoded` spends memory on time: see `decode_once`. `where_native` names a recipe whose forward and grad_input are
@@ -235,7 +236,7 @@ class Recipe:
         return replace(self, name=f"{self.name}+{name}", storage=storage, where_native="")
 
     def decode_once(self, keep: bool = True) -> Recipe:
-        """Stored weights are decoded once a step: forward keeps them for backward, two bytes a parameter, same numbers. On a CPU
+        """Decode stored weights once a step: forward keeps them for backward, two bytes a parameter, same numbers. On a CPU
         they are kept from step to step.
 
         With keep=False each is decoded in forward and again in backward, and at most one layer's is there at a time. So it is

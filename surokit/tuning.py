@@ -1,4 +1,4 @@
-"""Which layers should a recipe quantize? The trade between loss and time, measured on one batch and planned for one GPU.
+"""Choose which layers a recipe quantizes: measure the loss on one batch, plan the time for one GPU, and show the trade.
 
 1. Sensitivity. Layers that are the same in every block (all `mlp.down_proj`, say) form a group. For each recipe and group the
    batch's loss is measured with only this group's forward products quantized. A layer's share of the change is its share of the
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """A mixture: gaps are shares of the batch's bf16 loss, `time` is planned for the linear layers of one step.
+    """A Choice is one mixture: gaps are shares of the batch's bf16 loss, `time` is planned for the linear layers of one step.
 
     quantized: how many layers are. worst_db: the lowest SQNR of any of their products, gradients included.
     """
@@ -58,7 +58,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `tune` found: `front` from slow and accurate to fast, `best` within the gap that was allowed."""
+    """A Tuning is what `tune` found: `front` from slow and accurate to fast, `best` within the gap that was allowed."""
 
     front: list[Choice]
     max_gap: float

@@ -1,1 +1,1 @@
-"""CUDA C++: built on first use where there is a compiler (build.py), with Triton or the reference where there is none."""
+"""This folder has CUDA C++, built on first use where there is a compiler (build.py); else Triton or the reference serve."""

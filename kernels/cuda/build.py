@@ -22,7 +22,7 @@ OLDEST = (8, 0)  # compute capability; tests compile for sm_80, 89, 90, 100 and 
 
 @dataclass(frozen=True)
 class Built:
-    """A loaded library, or None; and why, in words for a table of choices."""
+    """A Built is a loaded library, or None; and why, in words for a table of choices."""
 
     library: ctypes.CDLL | None
     why: str

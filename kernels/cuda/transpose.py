@@ -1,4 +1,4 @@
-"""The transpose of codes on a GPU: transpose.cu behind the names and the meaning of kernels/reference/transpose.py.
+"""Transpose codes on a GPU: transpose.cu behind the names and the meaning of kernels/reference/transpose.py.
 
 Where the library cannot be built, the door takes kernels/triton/transpose.py; `why(device)` says why. Called all the
 same, there and on any other device, these functions are the reference.

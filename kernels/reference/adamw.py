@@ -1,4 +1,4 @@
-"""AdamW, the definition: decoupled weight decay (Loshchilov and Hutter, 2019), one step over lists of tensors.
+"""Define AdamW: decoupled weight decay (Loshchilov and Hutter, 2019), one step over lists of tensors.
 
     t  = t + 1
     g  = grad / grad_scale

@@ -1,4 +1,4 @@
-"""AdamW with moments of eight bits, the definition (Dettmers et al., 2022, arXiv 2110.02861, as bitsandbytes has it).
+"""Define AdamW with moments of eight bits (Dettmers et al., 2022, arXiv 2110.02861, as bitsandbytes has it).
 
 A moment is kept as one code a number, and the largest magnitude of each block of 256 in float32:
 

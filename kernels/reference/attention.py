@@ -1,4 +1,4 @@
-"""The gradient of causal attention in bfloat16 on a CPU, in blocks of query rows.
+"""Compute the gradient of causal attention in bfloat16 on a CPU, in blocks of query rows.
 
     s = scale q k'       p = softmax(s), causal       o = p v
     dv = p' do           dp = do v'                   ds = p (dp - sum(dp p))       dq = scale ds k       dk = scale ds' q

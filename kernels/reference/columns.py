@@ -1,4 +1,4 @@
-"""Columns of a weight whose states are rows, the definition: AdamW on them, and the way there and back.
+"""Define updates of a weight's columns whose states are rows: AdamW on them, and the way there and back.
 
 A weight W [O, I] is row-major, and of some of its columns float32 states are kept transposed, [C, O]: a master w of the weight and
 the two moments. `index` says which columns they are. Every column has a clock t of its own: the updates it has had.

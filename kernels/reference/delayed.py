@@ -1,4 +1,4 @@
-"""Delayed scaling of one operand: quantize with the amax in force and note the operand's own; the definition.
+"""Define delayed scaling of one operand: quantize with the amax in force and note the operand's own.
 
     used = in force, or the own amax where nothing is in force yet          own = amax(x)
     codes, decode scale = quantize(x, used)

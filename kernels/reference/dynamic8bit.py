@@ -1,4 +1,4 @@
-"""Dynamic 8-bit numbers: the 256 values whose indices are codes of NF4's scales and of Adam's 8-bit moments.
+"""Define dynamic 8-bit numbers: the 256 values whose indices are codes of NF4's scales and of Adam's 8-bit moments.
 
 For each power of ten from 1 down to 10^-6 the interval [.1, 1] times it is cut into equal parts, and the numbers are their
 middles: signed 64 parts for the first and half as many each time, with both signs; unsigned twice as many. 0 and 1 complete

@@ -1,4 +1,4 @@
-"""E2M1, the 4-bit float: encode, decode, and two codes packed in a byte. The definition in plain PyTorch.
+"""Define E2M1, the 4-bit float, in plain PyTorch: encode, decode, and two codes packed in a byte.
 
     code   0   1   2   3   4   5   6   7     8 .. 15: the same with the sign
     value  0  .5   1  1.5  2   3   4   6

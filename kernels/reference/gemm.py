@@ -1,4 +1,4 @@
-"""Products of quantized matrices: y_MN = a_MK @ b_NK', the emulation that defines what a tensor core computes.
+"""Define products of quantized matrices, y_MN = a_MK @ b_NK': the emulation of what a tensor core computes.
 
 Products of two float8 numbers have at most 8 significant bits, and an E2M1 code times its E4M3 block scale at most 6: bfloat16
 factors with float32 accumulation give what a tensor core for the format gives, up to the order of the sums. Scales that vary

@@ -1,4 +1,4 @@
-"""The randomised Hadamard transform: spreads an outlier over its block, so that a coarse format loses less. The definition.
+"""Define the randomised Hadamard transform: it spreads an outlier over its block, so that a coarse format loses less.
 
     y = x diag(s) H / sqrt(b)          x = y H diag(s) / sqrt(b)          for each block of b elements of a row
 

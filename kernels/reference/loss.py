@@ -1,4 +1,4 @@
-"""A linear layer and the cross-entropy on its output, in chunks of tokens: the logits are never whole.
+"""Define a linear layer and the cross-entropy on its output, in chunks of tokens: the logits are never whole.
 
     l_CV = x_CK w_VK'         loss = sum over counted tokens of (logsumexp(l) - l[label]) / n
     dl = (softmax(l) - onehot(label)) / n         dx = dl w         dw = sum over chunks of dl' x

@@ -1,4 +1,4 @@
-"""Products of bfloat16 matrices: as torch multiplies them, and on a CPU without bfloat16 instructions through float32.
+"""Multiply bfloat16 matrices: as torch does, and on a CPU without bfloat16 instructions through float32.
 
     y_MN = alpha a_MK b_KN + beta y_MN        summed in float32 and rounded once to bfloat16
 
@@ -84,7 +84,7 @@ def converts() -> bool:
 
 @contextmanager
 def converting(yes: bool) -> Iterator[None]:
-    """Inside the `with`, bfloat16 products on a CPU go through float32 or through torch, whatever the processor can do."""
+    """Make bfloat16 products on a CPU go through float32, or through torch, inside the `with`, whatever the processor can do."""
     global _converts
     before, _converts = _converts, yes
     try:

@@ -1,4 +1,4 @@
-"""The MX formats: a power-of-two scale (E8M0) for every 32 elements of a row. The definition in plain PyTorch.
+"""Define the MX formats in plain PyTorch: a power-of-two scale (E8M0) for every 32 elements of a row.
 
     byte = exponent of the scale + 127          x ~ q 2^(byte - 127)          byte 255: NaN, and so is the whole block
 

@@ -1,4 +1,4 @@
-"""NF4 storage: 4-bit codes for 16 quantiles of a normal distribution, a scale for each 64 elements. The definition.
+"""Define NF4 storage: 4-bit codes for 16 quantiles of a normal distribution, a scale for each 64 elements.
 
     absmax = largest magnitude of a block          q = nearest of the 16 numbers to x / absmax          x' = number[q] absmax
 

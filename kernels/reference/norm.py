@@ -1,4 +1,4 @@
-"""RMSNorm and its gradient, computed in float32 from the inputs as stored (Zhang and Sennrich, 2019).
+"""Define RMSNorm and its gradient, computed in float32 from the inputs as stored (Zhang and Sennrich, 2019).
 
     r_T1 = 1 / sqrt(mean(x_TK^2) + eps)          y = x r w
     with h = x r and g = dy w:                   dx = r (g - h mean(g h))       dw = sum_T dy h

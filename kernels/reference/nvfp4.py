@@ -1,4 +1,4 @@
-"""NVFP4: E2M1 codes, an E4M3 scale for each block of 16, one float32 scale for the tensor. The definition in plain PyTorch.
+"""Define NVFP4 in plain PyTorch: E2M1 codes, an E4M3 scale for each block of 16, one float32 scale for the tensor.
 
     S_enc = 2688 / amax                       2688 = 6 * 448; 1 for a zero tensor
     S_blk = e4m3(block_amax * (S_enc / 6))    one rounding; may become 0, and the block with it

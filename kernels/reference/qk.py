@@ -1,4 +1,4 @@
-"""Queries and keys made ready for attention: RMSNorm over each head, then rotary positions; the definition is the two steps.
+"""Make queries and keys ready for attention: RMSNorm over each head, then rotary positions; the definition is the two steps.
 
     q = rotate(norm(q_in, w_q))          k = rotate(norm(k_in, w_k))
 

@@ -1,4 +1,4 @@
-"""Random bits from a key and a position: stochastic rounding draws them, and every implementation draws the same.
+"""Draw random bits from a key and a position, for stochastic rounding: every implementation draws the same.
 
     x = index ^ key0;  x ^= x >>> 16;  x *= 0x7FEB352D;  x ^= key1;  x ^= x >>> 15;  x *= 0x846CA68B;  x ^= x >>> 16
 

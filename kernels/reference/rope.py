@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021) in the half-split layout of Llama: element i turns with element i + D/2.
+"""Define rotary position embedding (Su et al., 2021) in the half-split layout of Llama: element i turns with element i + D/2.
 
     y1 = x1 cos - x2 sin          y2 = x2 cos + x1 sin
 

@@ -1,4 +1,5 @@
-"""What the row-wise definitions share: how a result that is made row by row is quantized. T rows, K columns, C scales a row."""
+"""Share what the row-wise definitions have in common: how a result that is made row by row is quantized. T rows, K columns, C
+scales a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SwiGLU, y = silu(gate) up, and its gradient (Shazeer, 2020). torch's own silu kernels compute in float32 inside.
+"""Define SwiGLU, y = silu(gate) up, and its gradient (Shazeer, 2020). torch's own silu kernels compute in float32 inside.
 
     dgate = silu'(gate) (dy up)          dup = silu(gate) dy
 

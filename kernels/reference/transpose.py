@@ -1,4 +1,4 @@
-"""Codes transposed: [M, K] to [K, M], the definition in plain PyTorch.
+"""Transpose codes, [M, K] to [K, M]: the definition in plain PyTorch.
 
 A product wants both operands contiguous along the dimension that it contracts. grad_input contracts the other dimension of W
 than forward does; where W exists only as codes, W' is made by moving codes. Nothing is decoded or rounded, and the result

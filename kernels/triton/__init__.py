@@ -1,1 +1,1 @@
-"""The operations of kernels/reference as Triton kernels: same files, same functions, same results; for CUDA devices."""
+"""This folder has the operations of kernels/reference as Triton kernels for CUDA devices: same files, functions and results."""

@@ -1,4 +1,4 @@
-"""AdamW in one pass over a parameter, its gradient and its moments; the formula stands in kernels/reference/adamw.py.
+"""Compute AdamW in one pass over a parameter, its gradient and its moments; the formula stands in kernels/reference/adamw.py.
 
 What depends on the step only (the size of a step, the correction of v, the decay) is computed on the device once for all tensors,
 in float64; a kernel a tensor does the rest. Nothing is read on the host, and a masked step writes nothing. Parameters in bfloat16

@@ -1,4 +1,4 @@
-"""AdamW with moments of eight bits in one pass; format and formulas stand in kernels/reference/adamw8bit.py.
+"""Compute AdamW with moments of eight bits in one pass; format and formulas stand in kernels/reference/adamw8bit.py.
 
 A program holds whole blocks of 256: it decodes the moments with the map, updates them, takes each block's new absmax and encodes
 them again. Map and borders between codes are the reference's own tables, four kilobytes that stay in cache.

@@ -1,4 +1,4 @@
-"""Columns of a weight whose states are rows: AdamW on them, and the way there and back, a launch each; definitions in
+"""Update a weight's columns whose states are rows: AdamW on them, and the way there and back, a launch each; definitions in
 kernels/reference/columns.py.
 
 A program holds a tile of some columns and some rows of the weight. Of the weight and the gradient it takes a row's elements in a

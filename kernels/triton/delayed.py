@@ -1,4 +1,4 @@
-"""Delayed scaling in one pass over the operand; the definition stands in kernels/reference/delayed.py.
+"""Quantize by delayed scaling in one pass over the operand; the definition stands in kernels/reference/delayed.py.
 
 Two launches, and nothing that has to be cleared before them:
 

@@ -1,4 +1,4 @@
-"""E2M1 in kernels: encode, decode, pack and unpack on tiles. See kernels/reference/fp4.py.
+"""Handle E2M1 in kernels: encode, decode, pack and unpack on tiles. See kernels/reference/fp4.py.
 
 Nibbles are int32 tiles with values 0 .. 15 (sign, then magnitude); two neighbours of the last dimension share a byte, the even
 one in the low nibble.

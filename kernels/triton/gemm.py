@@ -1,4 +1,4 @@
-"""Products with a frozen, quantized weight: y_TN = x_TK @ W_NK' and dx_TK = dy_TN @ W_NK, decoded tile by tile.
+"""Multiply by a frozen, quantized weight: y_TN = x_TK @ W_NK' and dx_TK = dy_TN @ W_NK, decoded tile by tile.
 
 The weight stays in its codes in memory. Each program decodes the tile that it is about to multiply into bfloat16 and adds the
 product in float32, so neither a decoded weight nor a transposed copy ever exists; both directions read the same codes. A tile

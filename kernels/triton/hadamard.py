@@ -1,4 +1,5 @@
-"""The randomised Hadamard transform of blocks along K: y_blk = x_blk diag(s) H / sqrt(block). See kernels/reference/hadamard.py.
+"""Compute the randomised Hadamard transform of blocks along K: y_blk = x_blk diag(s) H / sqrt(block). See
+kernels/reference/hadamard.py.
 
 A tile is loaded with the operand's own strides, so rotating x' makes no transposed copy, and its blocks meet the matrix in a
 product of K = block: entries +-2^-n are exact in bfloat16 and float16, so that tensor cores serve these; float32 stays in float32

@@ -1,4 +1,4 @@
-"""A linear layer and the cross-entropy on its output, in chunks of tokens; the formula stands in kernels/reference/loss.py.
+"""Compute a linear layer and the cross-entropy on its output, in chunks of tokens; the formula stands in kernels/reference/loss.py.
 
 The products are torch's. One kernel turns a chunk's logits into losses and, in place, into dl = softmax - onehot: a program
 takes a row, reads it once for the largest logit and the sum (rescaled as the largest grows: Milakov and Gimelshein, 2018), once

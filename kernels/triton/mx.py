@@ -1,4 +1,5 @@
-"""MX formats in one read of the operand: a power-of-two scale for every 32 elements, of rows and, if asked for, of columns.
+"""Quantize to MX formats in one read of the operand: a power-of-two scale for every 32 elements, of rows and, if asked for, of
+columns.
 
 A program holds whole blocks of both directions, so that the codes of x and of x' leave it after one load. Scales are found with
 the integer arithmetic of kernels/reference/mx.py on the bits of the amax.

@@ -1,4 +1,4 @@
-"""NF4 storage in kernels: q = nearest of 16 numbers to x / absmax of 64 elements. See kernels/reference/nf4.py.
+"""Store NF4 in kernels: q = nearest of 16 numbers to x / absmax of 64 elements. See kernels/reference/nf4.py.
 
 Blocks run over the flattened matrix, which is made contiguous first: a weight is quantized once. Nothing is fused into
 multiply-adds: number[q] scale + offset of double quantization has to round twice, as the reference does.

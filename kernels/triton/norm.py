@@ -1,4 +1,4 @@
-"""RMSNorm, its gradient, and its result quantized as it is made; the formulas stand in kernels/reference/norm.py.
+"""Compute RMSNorm, its gradient, and its result quantized as it is made; the formulas stand in kernels/reference/norm.py.
 
 Everything is computed in float32 and rounded once. A row is read once in each direction, and the residual sum before the norm
 and the residual's gradient after it are part of that read. The quantized form rounds y to the dtype of x first, so that fused

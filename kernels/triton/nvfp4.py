@@ -1,4 +1,5 @@
-"""NVFP4 in kernels: an E4M3 scale for each block of 16, one float32 scale for the tensor. See kernels/reference/nvfp4.py.
+"""Quantize to NVFP4 in kernels: an E4M3 scale for each block of 16, one float32 scale for the tensor. See
+kernels/reference/nvfp4.py.
 
 Two passes over x: the tensor's amax, unless it is given, then everything else. Both passes can rotate what they load
 (`quantize_rotated`): neither the rotated tensor nor a transposed copy is ever in memory.

@@ -1,4 +1,4 @@
-"""Queries and keys made ready for attention in one pass each way; the definition stands in kernels/reference/qk.py.
+"""Make queries and keys ready for attention in one pass each way; the definition stands in kernels/reference/qk.py.
 
 A program takes whole tokens: all query heads, then all key heads, so that cos and sin are read once a token. Heads may lie anywhere
 as long as the elements of one are adjacent: parts of a joint projection are read, and parts of its gradient written, in place.

@@ -1,4 +1,4 @@
-"""The random bits of kernels/reference/random.py inside a kernel: from a position and a key, without any state.
+"""Draw the random bits of kernels/reference/random.py inside a kernel: from a position and a key, without any state.
 
 x = index ^ key0;  x ^= x >>> 16;  x *= 0x7FEB352D;  x ^= key1;  x ^= x >>> 15;  x *= 0x846CA68B;  x ^= x >>> 16
 """

@@ -1,4 +1,4 @@
-"""Rotary position embedding, both halves of every head of a token in one program: cos and sin are read once a token.
+"""Compute rotary position embedding, both halves of every head of a token in one program: cos and sin are read once a token.
 
 Computed in float32 and rounded once. x may have any strides as long as a head's elements are adjacent: heads cut out of one
 projection, or transposed, need no copy. B batch, T tokens, H heads, D head width, E = D/2.

@@ -1,4 +1,5 @@
-"""What the row-wise kernels share: a program holds whole rows, several where they are short, and can quantize what it computed.
+"""Share what the row-wise kernels have in common: a program holds whole rows, several where they are short, and can quantize what
+it computed.
 
 A row that stays in registers is read once, whatever is computed from it. Every thread holds 16 elements, or more of long rows, in
 loads of 16 bytes; four warps are a program where rows are short. T rows, K columns, C scales a row.

@@ -1,4 +1,5 @@
-"""SwiGLU, y = silu(gate) up, its gradient, and y quantized as it is made; the formulas stand in kernels/reference/swiglu.py.
+"""Compute SwiGLU, y = silu(gate) up, its gradient, and y quantized as it is made; the formulas stand in
+kernels/reference/swiglu.py.
 
 Everything is computed in float32 and rounded once. gate and up may be the two halves of one product: rows with any stride need
 no copy. The quantized form rounds y to the inputs' dtype first, so that fused and unfused runs have the same codes. Nothing but

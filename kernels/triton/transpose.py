@@ -1,4 +1,4 @@
-"""Codes transposed in tiles of 128 x 128; the definition stands in kernels/reference/transpose.py.
+"""Transpose codes in tiles of 128 x 128; the definition stands in kernels/reference/transpose.py.
 
 It serves where kernels/cuda/transpose.cu cannot be built: Triton needs no nvcc. A program reads rows of its tile and writes rows
 of the transposed one, so that neighbouring threads have neighbouring bytes both ways; in between the tile goes through shared

@@ -1,4 +1,4 @@
-"""Text and conversations to batches for training: `text`, `chat`.
+"""Turn text and conversations into batches for training: `text`, `chat`.
 
 Both tokenize a source once, group by group, and keep nothing but the tokens (two bytes each up to 65,536 ids, else four).
 

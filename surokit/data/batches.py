@@ -1,4 +1,4 @@
-"""Batches: fixed-length token sequences in a deterministic order, from a position that can be saved.
+"""Serve fixed-length token sequences in a deterministic order, from a position that can be saved.
 
 The tokens lie in one compact array; an epoch is a permutation of its sequences drawn from (seed, epoch); a position is
 (epoch, batches handed out). So the order after a resume needs nothing but those two numbers. One thread prepares the
@@ -26,7 +26,7 @@ _SPLIT_SEED = 20240229
 
 
 class Batches:
-    """A re-iterable of {"input_ids": int64 [B, T], "labels": int64 [B, T]}; labels unshifted (the model shifts), -100
+    """Batches is a re-iterable of {"input_ids": int64 [B, T], "labels": int64 [B, T]}; labels unshifted (the model shifts), -100
     where a token is not trained on. Where documents are kept apart, also "position_ids": int64 [B, T], starting anew with each
     document, and "documents": int32 [B, M], the first token of each, padded with T; no document's first token is trained on.
 

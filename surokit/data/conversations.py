@@ -1,4 +1,4 @@
-"""Conversations to token ids, and which of those ids the assistant wrote.
+"""Turn conversations into token ids, and mark which of those the assistant wrote.
 
 A conversation is rendered to one text by the tokenizer's chat template (templates.py) and tokenized once, so the ids are those
 of transformers' `apply_chat_template`. Which characters are the assistant's is known either from the template's
@@ -21,7 +21,7 @@ from surokit.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Encoded:
-    """One conversation as tokens.
+    """An Encoded is one conversation as tokens.
 
     Attributes:
         ids_T: token ids.
@@ -100,7 +100,7 @@ def _spans(template: str, messages: list[Message], text: str, tokenizer: Tokeniz
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation up to the point where the assistant speaks.
+    """A Prompt is a conversation up to the point where the assistant speaks.
 
     Attributes:
         ids: the tokens, the opening of the assistant's turn included.

@@ -1,4 +1,4 @@
-"""One packed sequence as a person reads it: its text, which tokens count in the loss, where documents begin.
+"""Show one packed sequence as a person reads it: its text, which tokens count in the loss, where documents begin.
 
 Prints as text, and is static HTML in a notebook. What counts is read off the labels of the batch itself.
 """
@@ -16,7 +16,7 @@ from surokit.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens in a row that all count in the loss, or all do not.
+    """A Run is tokens in a row that all count in the loss, or all do not.
 
     Attributes:
         start: the first token's place in the sequence.
@@ -35,7 +35,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Example:
-    """One packed sequence, as `Batches.example` returns it; `print` gives text, a notebook shows HTML.
+    """An Example is one packed sequence, as `Batches.example` returns it; `print` gives text, a notebook shows HTML.
 
     Attributes:
         title: which sequence of which data.
@@ -51,12 +51,12 @@ class Example:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are not padding."""
+        """Return the number of tokens that are not padding."""
         return sum(run.tokens for run in self.runs)
 
     @property
     def counted(self) -> int:
-        """Tokens that count in the loss."""
+        """Return the number of tokens that count in the loss."""
         return sum(run.tokens for run in self.runs if run.counts)
 
     @property

@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders, `datasets` objects, dataset ids on the Hub, plain lists.
+"""Read text from files, folders, `datasets` objects, dataset ids on the Hub and plain lists.
 
 Every source becomes one pass over values (documents, or conversations), read as they are needed: the only thing that is
 kept of a corpus is its tokens. Text and JSON lines are read directly, so that nothing is copied into a cache and an error

@@ -1,4 +1,4 @@
-"""Chat templates: a conversation to one text, as transformers' `apply_chat_template` renders it.
+"""Render a conversation to one text by its chat template, as transformers' `apply_chat_template` does.
 
 Templates come from downloaded files, so they run in Jinja's immutable sandbox and see plain JSON values only.
 """

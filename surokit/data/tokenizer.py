@@ -1,4 +1,4 @@
-"""One small tokenizer class over the `tokenizers` package, however the tokenizer was obtained.
+"""Wrap the `tokenizers` package in one small class, however the tokenizer was obtained.
 
 A Tokenizer is a vocabulary with its end-of-text token, its other special tokens and its chat template. It is loaded from
 a folder, a `tokenizer.json`, an id on the Hub, or an object of `tokenizers` or `transformers`; or trained on a text. It is
@@ -22,7 +22,7 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """A Tokenizer turns text to token ids and back.
 
     Made by `load_tokenizer` and `train_tokenizer`. Never changes after it is made.
 

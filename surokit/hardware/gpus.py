@@ -1,4 +1,4 @@
-"""GPUs as data: memory, bandwidth, dense peak rates, links and power, each with its source, and ways to add your own.
+"""List GPUs: memory, bandwidth, dense peak rates, links and power, each with its source; and add your own.
 
 A blank figure in gpus.csv means that nobody vouched for it, not that it is zero: whatever needs it says so. Peaks
 are dense, since vendors also print figures for 2:4 sparsity, twice as high, which training never sees; with float32
@@ -34,7 +34,7 @@ BF16_FROM = (8, 0)
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates that one machine reached, as a calibration measured them; None where it was not measured.
+    """Ceilings are the rates that one machine reached, as a calibration measured them; None where nothing was measured.
 
     `measured` says when, with what, and what is missing and why. Products in TFLOPS of a large square product; `bandwidth_tb_s` of
     a copy, reads and writes counted; `launch_us` host time of one kernel launch (of one operator call on a CPU); `host_gb_s` of a
@@ -61,7 +61,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU. Rates are dense TFLOPS, None where unknown or not native; bandwidth in TB/s (1e12 bytes).
+    """A Gpu is one kind of GPU. Rates are dense TFLOPS, None where unknown or not native; bandwidth in TB/s (1e12 bytes).
 
     `capability`, CUDA's compute capability, says which products are native; without it those are whose peak is given. `peer_gb_s`
     and `host_gb_s` are links to other GPUs of the node and to the host, GB/s in one direction; `watts` the power limit it is sold

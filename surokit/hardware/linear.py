@@ -1,4 +1,4 @@
-"""What a linear layer's step asks of a GPU, kernel by kernel: its products, the quantization of their operands, the decoding
+"""List what a linear layer's step asks of a GPU, kernel by kernel: its products, the quantization of their operands, the decoding
 of a stored weight.
 
     y_TN = x_TK w_NK'     dx_TK = dy_TN w_NK     dw_NK = dy_TN' x_TK
@@ -33,7 +33,7 @@ Pass = Literal["forward", "recompute", "backward", "optimizer"]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kind of kernel: model FLOPs and bytes of one launch or group of launches, and what kind of product it is.
+    """A Kernel is one kind of kernel: model FLOPs and bytes of one launch or group of launches, and what kind of product it is.
 
     `part` is forward, grad_input or grad_weight for a product; quantize, turn or decode for what comes around it, of the operand
     `role`: x, w or dy ("" where both are meant).

@@ -1,4 +1,4 @@
-"""The memory of this machine, as far as this process may have it."""
+"""Find the memory of this machine that this process may have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates that a GPU is taken to reach: those that a calibration measured where there is one, else those of its datasheet.
+"""Find the rates that a GPU is taken to reach: those that a calibration measured where there is one, else its datasheet's.
 
 Fused attention reaches less than products do, by a published share of the dense peak: FlashAttention-2, which torch takes, 35 % on
 an H100 (arXiv 2407.08608) and 50 to 73 % on an A100 (arXiv 2307.08691).
@@ -21,7 +21,8 @@ GAP_US = 1.0
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU is taken to reach: TFLOPS of products by kind and of attention, TB/s, and microseconds a launch (None: unknown).
+    """Rates are what a GPU is taken to reach: TFLOPS of products by kind and of attention, TB/s, and microseconds a launch (None:
+    unknown).
 
     `measured` says whether products and bandwidth were calibrated; `ahead` whether the host launches ahead of what computes, as a
     GPU's does; `how` is where they come from, in words. With `graphs` a launch costs the host nothing. `gap_us` is what the device

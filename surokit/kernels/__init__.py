@@ -1,4 +1,4 @@
-"""The one door to the kernels: an operation in, the best implementation for its device out.
+"""Choose the implementation of an operation: this is the one door to the kernels, and it serves the best one for the device.
 
 Every operation has its definition in `kernels/reference` (plain PyTorch, any device). Where a device has something faster
 that gives the same numbers, it is taken: `ops.py` registers the operations with torch, `native.py` holds the products that
@@ -59,7 +59,7 @@ NOT_TAKEN = {"adamw"}
 
 @dataclass(frozen=True)
 class Choice:
-    """What serves an operation on a device, and why; `missed` says why a faster form is not used."""
+    """A Choice says what serves an operation on a device, and why; `missed` says why a faster form is not used."""
 
     op: str
     backend: str

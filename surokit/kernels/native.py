@@ -1,4 +1,4 @@
-"""Products of quantized matrices that a device's tensor cores compute themselves, through torch.
+"""Multiply quantized matrices by a device's own tensor cores, through torch.
 
     y_MN = (a * scales) @ (b * scales)'        both operands [rows, K], the contracted dimension last
 

@@ -1,4 +1,4 @@
-"""The operations as torch knows them: `torch.ops.surokit.*`, so that compiled graphs hold each one whole.
+"""Register the operations with torch, `torch.ops.surokit.*`, so that compiled graphs hold each one whole.
 
 An operation has a schema, a rule for the shapes of its results (the decorated function), and its implementations: the
 reference on every device but CUDA, and on CUDA the first that is there of the CUDA C++ kernel (built on first use), the Triton
@@ -33,7 +33,8 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation and its definition. `adapt` turns a function of kernels/ into one that takes the schema's arguments."""
+    """An Operation is one operation and its definition. `adapt` turns a function of kernels/ into one that takes the schema's
+    arguments."""
 
     name: str
     reference: Function
@@ -58,7 +59,7 @@ _folders: tuple[str, ...] = ("cuda", "triton")
 
 @contextmanager
 def only_reference() -> Iterator[None]:
-    """Inside the `with`, CUDA devices run the definitions in PyTorch: to compare against, and to find a fault."""
+    """Let CUDA devices run the definitions in PyTorch inside the `with`: to compare against, and to find a fault."""
     global _folders
     before, _folders = _folders, ()
     try:
@@ -73,7 +74,7 @@ def best(function: Function, device: torch.device) -> Function:
 
 
 class Serving(NamedTuple):
-    """What serves a reference function: the folder of kernels/ that holds it, the function, and why.
+    """A Serving says what serves a reference function: the folder of kernels/ that holds it, the function, and why.
 
     missed: why a faster form is not used; "" where there is none.
     """

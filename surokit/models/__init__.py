@@ -1,4 +1,4 @@
-"""Decoder models: their shape, checkpoints, adapters and generation.
+"""This part has decoder models: their shape, checkpoints, adapters and generation.
 
 config.py       DecoderConfig, from and to a Hugging Face config.json
 decoder.py      Decoder

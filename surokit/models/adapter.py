@@ -1,4 +1,4 @@
-"""LoRA adapters: to and from PEFT's layout (adapter_model.safetensors, adapter_config.json), into the weights and out again."""
+"""Save and load LoRA adapters in PEFT's layout (adapter_model.safetensors, adapter_config.json), merge and unmerge them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models from and to Hugging Face folders: config.json and safetensors.
+"""Load and save models as Hugging Face folders: config.json and safetensors.
 
 A model is made without memory, on the meta device, and filled layer by layer from mapped files; a recipe that stores weights
 quantized sees each linear layer as soon as it is there, so that high-precision and quantized weights never exist together.

@@ -1,4 +1,4 @@
-"""DecoderConfig: the shape of a decoder, and its translation from and to a Hugging Face config.json.
+"""Describe the shape of a decoder, and translate it from and to a Hugging Face config.json: DecoderConfig.
 
 Four families of config describe one architecture: llama (Llama 2 and 3, SmolLM2), mistral, qwen2 (Qwen2.5) and qwen3. They
 differ in biases, QK-norm, sliding window and defaults, all of which are fields here.
@@ -40,7 +40,7 @@ _ROPE_KEYS = {
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shape of a `Decoder`.
+    """A DecoderConfig is the shape of a `Decoder`.
 
     layers: blocks. width: of the residual stream. heads, kv_heads: query heads and the key heads they share (GQA where fewer).
     ffn: width of the SwiGLU. head_dim: width / heads unless given. tied: the head is the embedding matrix.
@@ -110,7 +110,7 @@ class DecoderConfig:
 
     @property
     def rotary_width(self) -> int:
-        """head_dim, which is never None once made."""
+        """Return head_dim, which is never None once made."""
         assert self.head_dim is not None
         return self.head_dim
 

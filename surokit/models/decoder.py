@@ -1,4 +1,4 @@
-"""The decoder: embedding, blocks of attention and SwiGLU around a residual stream, head. Llama, Mistral, Qwen2.5 and Qwen3.
+"""Build decoders: embedding, blocks of attention and SwiGLU around a residual stream, head. Llama, Mistral, Qwen2.5 and Qwen3.
 
 Modules carry Hugging Face's names, so that state-dict keys are a checkpoint's keys. The loss never makes whole logits.
 
@@ -36,7 +36,7 @@ __all__ = ["Decoder", "DecoderConfig", "KeyValueCache", "Output"]
 
 
 class Output:
-    """What a decoder returns: `loss` (0-d float32, None without labels) and `logits` [B, T, V].
+    """An Output is what a decoder returns: `loss` (0-d float32, None without labels) and `logits` [B, T, V].
 
     With labels, the logits are computed from the last hidden state when they are first read, and carry gradients then too.
     """
@@ -58,7 +58,7 @@ class Output:
 
 
 class KeyValueCache:
-    """Keys and values of the tokens seen so far, for generation: one preallocated pair [B, length, G, D] a block."""
+    """A KeyValueCache holds keys and values of the tokens seen so far: one preallocated pair [B, length, G, D] a block."""
 
     def __init__(
         self, config: DecoderConfig, batch: int, length: int, device: torch.device, dtype: torch.dtype
@@ -98,7 +98,7 @@ def takes_normed(forward: Forward) -> Forward:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions, optional QK-norm and biases.
+    """Attention is grouped-query attention with rotary positions, optional QK-norm and biases.
 
     Of x [B, T, K] it returns what is to be added to the residual stream; of a `Normed`, the stream and that.
     """
@@ -148,7 +148,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate x) * up x), of x [..., K] or, with the stream beside it, of a `Normed`."""
+    """An MLP computes down(silu(gate x) * up x), of x [..., K] or, with the stream beside it, of a `Normed`."""
 
     fusion: Fusion | None = None
 
@@ -186,7 +186,7 @@ def _gated(made: list[Any]) -> Gated:
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A Block computes x + attention(norm(x)), then x + mlp(norm(x))."""
 
     fusion: Fusion | None = None
 
@@ -223,7 +223,7 @@ def source_of(x: Tensor | Normed) -> tuple[Plain | Normed, Tensor]:
 
 
 class Backbone(nn.Module):
-    """Embedding, blocks and last norm: token ids [B, T] to hidden states [B, T, K]."""
+    """A Backbone is embedding, blocks and last norm: token ids [B, T] to hidden states [B, T, K]."""
 
     fusion: Fusion | None = None
 
@@ -291,7 +291,7 @@ def loss_of(head: nn.Module, hidden_TK: Tensor, labels_T: Tensor, vocabulary: in
 
 
 class Decoder(nn.Module):
-    """A causal language model with Hugging Face's parameter names.
+    """A Decoder is a causal language model with Hugging Face's parameter names.
 
     `model(input_ids)` gives `.logits` [B, T, V]; `model(input_ids, labels=labels)` also gives `.loss`. Labels are unshifted as
     in transformers: the token at t is predicted from those before it, -100 is not counted.

@@ -1,4 +1,4 @@
-"""Safetensors folders in Hugging Face's layout: checked by their headers, read tensor by tensor, written whole or not at all.
+"""Read and write safetensors folders in Hugging Face's layout: headers are checked, a folder is written whole or not at all.
 
 Reading goes through memory mapping: a tensor's bytes are touched when it is copied to its place, so a model is never in memory
 twice. Writing goes to a hidden folder beside the target and is moved into place when everything is on the disk.
@@ -28,14 +28,14 @@ FLOATS = ("BF16", "F16", "F32", "F64")  # dtypes as safetensors calls them
 
 
 class Wanted(NamedTuple):
-    """What a file has to have under a name."""
+    """A Wanted says what a file has to have under a name."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
 
 
 class Tensors:
-    """The tensors of one or several safetensors files by name, open and mapped but not read."""
+    """Tensors are those of one or several safetensors files by name, open and mapped but not read."""
 
     def __init__(self, files: list[Path]) -> None:
         self._files = []
@@ -134,7 +134,7 @@ def check_tensors(found: Mapping[str, Wanted], wanted: Mapping[str, Wanted], whe
 
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """A fresh folder to write into; its files move into `folder` if the block ends well, and vanish if it does not.
+    """Give a fresh folder to write into; its files move into `folder` if the block ends well, and vanish if it does not.
 
     Every file is replaced in one piece. Other files in `folder` (a tokenizer, say) stay.
     """
@@ -179,7 +179,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int) -> None:
-    """model.safetensors, or shards of at most `shard_bytes` with their index, as transformers names them."""
+    """Write model.safetensors, or shards of at most `shard_bytes` with their index, as transformers names them."""
     shards: list[dict[str, Tensor]] = [{}]
     room = shard_bytes
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""What the modules of transformers become when they are fused: subclasses of their own classes, with a forward of ours.
+"""Define what the modules of transformers become when they are fused: subclasses of their own classes, with our forward.
 
 `fused(module, part, fusion)` changes the class of one object, as FSDP2 does: the class keeps its name, `isinstance` holds, hooks,
 parameters and keys stay, no other model sees anything, and `restored` changes it back. A copy or a pickle stays fused.
@@ -34,7 +34,7 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 
 
 class Part(nn.Module):
-    """Base of what is mixed into a class of transformers, which is `original`."""
+    """A Part is mixed into a class of transformers, which is `original`."""
 
     original: Any  # a class of transformers
     fusion: Fusion | None
@@ -46,8 +46,8 @@ class Part(nn.Module):
 
 
 class FusedNorm(RMSNorm, Part):
-    """transformers' RMSNorm by our kernel, under autocast too: rounded once, to the dtype of x, where theirs rounds before the
-    product with the weight."""
+    """A FusedNorm is transformers' RMSNorm by our kernel, under autocast too: it rounds once, to the dtype of x, where theirs
+    rounds before the product with the weight."""
 
     variance_epsilon: float
 
@@ -57,7 +57,7 @@ class FusedNorm(RMSNorm, Part):
 
 
 class FusedMLP(MLP, Part):
-    """Gate, up and down of transformers, as our MLP."""
+    """A FusedMLP computes gate, up and down of transformers as our MLP does."""
 
     @takes_normed
     def forward(self, x: Tensor | Normed) -> Any:
@@ -67,7 +67,7 @@ class FusedMLP(MLP, Part):
 
 
 class FusedAttention(Part):
-    """Attention of the families that we know, with transformers' own attention function and cache between the projections.
+    """A FusedAttention has transformers' own attention function and cache between projections that are computed together.
 
     Of hidden states [B, T, K] it returns (output, weights) as theirs; of a `Normed`, the stream and the output.
     """
@@ -137,7 +137,7 @@ class FusedAttention(Part):
 
 
 class FusedLayer(Part):
-    """A decoder layer: residual sums and norms go with the layers that read them; its activations may be computed again."""
+    """A FusedLayer computes residual sums and norms with the layers that read them; its activations may be computed again."""
 
     self_attn: nn.Module
     mlp: nn.Module
@@ -175,7 +175,7 @@ class FusedLayer(Part):
 
 
 class FusedCausalLM(Part):
-    """A causal language model whose training loss never makes whole logits; they are computed when they are read."""
+    """A FusedCausalLM never makes whole logits for its training loss; they are computed when they are read."""
 
     model: nn.Module
     lm_head: nn.Module

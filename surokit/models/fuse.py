@@ -38,7 +38,7 @@ _HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one module."""
+    """A Row says what became of one module."""
 
     module: str
     kind: str  # "block", "attention", "MLP", "norm" or "loss"
@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Fused:
-    """One row a module that was looked at. Prints as a summary; `.frame()` has every row."""
+    """A Fused has one row a module that was looked at. It prints as a summary; `.frame()` has every row."""
 
     fusion: Fusion
     rows: tuple[Row, ...]

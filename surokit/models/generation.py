@@ -1,4 +1,4 @@
-"""Text from a decoder, token by token, with a cache of keys and values."""
+"""Generate text from a decoder, token by token, with a cache of keys and values."""
 
 from __future__ import annotations
 

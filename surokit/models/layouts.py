@@ -1,4 +1,4 @@
-"""Quantized weights in the layouts of other people's checkpoints: which tensors stand for a weight, and what config says so.
+"""Read and write quantized weights in other libraries' layouts: which tensors stand for a weight, and what config says so.
 
     fp8           weight e4m3 [N, K], weight_scale_inv f32, one a block             DeepSeek-V3, transformers' fine-grained FP8
     modelopt      weight u8 [N, K/2], weight_scale e4m3 [N, K/16], weight_scale_2   NVIDIA ModelOpt: NVFP4, W4A16_NVFP4
@@ -38,14 +38,14 @@ Found = Mapping[str, Wanted]
 
 
 class Source(Protocol):
-    """Tensors by name, mapped from a file."""
+    """A Source gives tensors by name, mapped from a file."""
 
     def __getitem__(self, name: str, /) -> Tensor: ...
     def __contains__(self, name: object, /) -> bool: ...
 
 
 class Layout(ABC):
-    """One checkpoint format. `weight` is the parameter's name, "model.layers.0.mlp.up_proj.weight"."""
+    """A Layout is one checkpoint format. `weight` is the parameter's name, "model.layers.0.mlp.up_proj.weight"."""
 
     # how names of the tensors that only a stored weight has end
     marks: ClassVar[tuple[str, ...]]
@@ -81,7 +81,7 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class FineGrainedFP8(Layout):
-    """E4M3 with a float32 scale for each block of rows x columns."""
+    """FineGrainedFP8 has E4M3 codes and a float32 scale for each block of rows x columns."""
 
     rows: int = 128
     columns: int = 128
@@ -117,7 +117,8 @@ class FineGrainedFP8(Layout):
 
 @dataclass(frozen=True)
 class ModelOpt(Layout):
-    """What ModelOpt's formats share: the config, in two places. Scales of activations and of the KV cache are not read."""
+    """ModelOpt is what ModelOpt's formats share: the config, in two places. Scales of activations and of the KV cache are not
+    read."""
 
     algorithm: str
     block: int
@@ -148,7 +149,7 @@ class ModelOpt(Layout):
 
 
 class ModelOptNVFP4(ModelOpt):
-    """E2M1 in blocks of 16 of a row with E4M3 scales, and one float32 multiplier.
+    """ModelOptNVFP4 has E2M1 codes in blocks of 16 of a row with E4M3 scales, and one float32 multiplier.
 
     Tiles of 16 x 16 are written as 16 rows with the same scales. We store weights and calibrate no activations, for which
     ModelOpt's word is W4A16_NVFP4: a reader of plain NVFP4 would look for `input_scale`.
@@ -182,7 +183,7 @@ class ModelOptNVFP4(ModelOpt):
 
 
 class ModelOptMXFP8(ModelOpt):
-    """E4M3 in blocks of 32 of a row, with E8M0 scales."""
+    """ModelOptMXFP8 has E4M3 codes in blocks of 32 of a row, with E8M0 scales."""
 
     bits = 8
 
@@ -204,7 +205,7 @@ class ModelOptMXFP8(ModelOpt):
 
 @dataclass(frozen=True)
 class MXFP4(Layout):
-    """E2M1 in blocks of 32 of a row, 16 bytes each, with E8M0 scales; a partial block is filled up with zeros."""
+    """MXFP4 has E2M1 codes in blocks of 32 of a row, 16 bytes each, with E8M0 scales; a partial block is filled up with zeros."""
 
     marks: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
 
@@ -245,7 +246,7 @@ _STATE = ".quant_state.bitsandbytes__nf4"
 
 @dataclass(frozen=True)
 class BitsAndBytesNF4(Layout):
-    """NF4 as bitsandbytes serializes it: codes, absmax, the tables of both, and the rest as JSON in bytes."""
+    """BitsAndBytesNF4 is NF4 as bitsandbytes serializes it: codes, absmax, the tables of both, and the rest as JSON in bytes."""
 
     double: bool = True
     marks: ClassVar[tuple[str, ...]] = (".absmax", _STATE)

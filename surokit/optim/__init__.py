@@ -1,4 +1,4 @@
-"""Optimizers and schedules: what a training step updates its parameters by.
+"""This part has the optimizers and schedules by which a training step updates its parameters.
 
 adamw.py     AdamW and AdamW8bit on torch's fused kernel and on ours
 spec.py      the specification of an optimizer without its parameters: AdamW(lr=3e-4)

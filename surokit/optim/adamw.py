@@ -1,4 +1,4 @@
-"""AdamW on torch's fused kernel, with clipping and the mask for non-finite steps folded into it; and with 8-bit moments.
+"""Update parameters by AdamW on torch's fused kernel, with clipping and the mask for non-finite steps; also with 8-bit moments.
 
     AdamW(lr=3e-4)                       a specification: Session calls .build(model.parameters())
     AdamW(model.parameters(), lr=3e-4)   a torch Optimizer; its state_dict is torch.optim.AdamW's
@@ -41,7 +41,7 @@ _MIN_8BIT = 4096  # elements from which moments take 8 bits: bitsandbytes' min_8
 
 
 class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
-    """AdamW; the formula stands in kernels/reference/adamw.py.
+    """AdamW is an optimizer whose formula stands in kernels/reference/adamw.py.
 
     params: tensors, of which the frozen ones are left out and those with fewer than two dimensions (norms, biases) get
         no weight decay; or torch's parameter groups, taken as they are. Absent: a `Spec`.
@@ -235,7 +235,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         super().__setstate__(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As torch's, except that moments come back in this optimizer's dtype instead of the parameter's.
+        """Load a state as torch's AdamW does, except that moments come back in this optimizer's dtype instead of the parameter's.
 
         torch.optim.AdamW's state is accepted too, unless it has amsgrad or maximize: where both were given one iterable of the same
         parameters, all options but the weight decay are that state's. So is OffloadAdamW's where weights are whole and float32, as
@@ -269,7 +269,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
 
 class AdamW8bit(AdamW):
-    """AdamW with moments of one byte, as bitsandbytes defines them; the formula is in kernels/reference/adamw8bit.py.
+    """AdamW8bit is AdamW with moments of one byte, as bitsandbytes defines them; the formula is in kernels/reference/adamw8bit.py.
 
     The arguments are those of AdamW. Tensors below 4,096 elements keep their moments in float32, as in bitsandbytes.
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: functions from a step to a factor of the base rate.
+"""Define learning-rate schedules: functions from a step to a factor of the base rate.
 
 Any callable int -> float serves; a schedule that is a dataclass of this file is also written into checkpoints.
 """
@@ -15,7 +15,7 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Cosine:
-    """Linear warm-up over `warmup` steps to 1, then half a cosine down to `floor` at `steps`, constant afterwards.
+    """Cosine is a linear warm-up over `warmup` steps to 1, then half a cosine down to `floor` at `steps`, constant afterwards.
 
     The first step is step 0 and has the factor 1 / warmup; step `warmup` has the factor 1.
     """

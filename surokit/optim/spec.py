@@ -1,4 +1,4 @@
-"""The specification of an optimizer: a class and its options, which wait for the parameters of a model.
+"""Specify an optimizer by a class and its options, which wait for the parameters of a model.
 
 AdamW(lr=3e-4)                       a Spec: Session calls .build(model.parameters())
 AdamW(model.parameters(), lr=3e-4)   the optimizer
@@ -20,7 +20,7 @@ _JSON = (type(None), bool, int, float, str, list, tuple)
 
 @dataclass(frozen=True)
 class Spec:
-    """An optimizer that waits for its parameters: a class and its options."""
+    """A Spec is an optimizer that waits for its parameters: a class and its options."""
 
     optimizer: type[torch.optim.Optimizer]
     options: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Parameter groups of an optimizer, and states of an AdamW that another one saved."""
+"""Make the parameter groups of an optimizer, and read states of an AdamW that another one saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from surokit.optim.tensors import is_sharded, local, memory_order
 def adamw_states(
     optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> dict[Tensor, dict[str, Any] | None]:
-    """Of each parameter what a state dict with the optimizer's groups has of it. ValueError where these are not the moments of an
+    """Return what a state dict with the optimizer's groups has of each parameter. ValueError where these are not the moments of an
     AdamW, or not this parameter's."""
     groups, name = state_dict["param_groups"], type(optimizer).__name__
     if any(group.get("amsgrad") or group.get("maximize") for group in groups):
@@ -107,5 +107,6 @@ def decay_groups(optimizer: torch.optim.Optimizer, params: Parameters, weight_de
 
 
 def given_order(optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, list[int]]]:
-    """As an attribute: (how many parameters the iterable had that `decay_groups` took apart, each one's place in it). Or {}."""
+    """Return as an attribute of the optimizer (how many parameters the iterable had that `decay_groups` took apart, each one's
+    place in it). Or {}."""
     return {name: value for name, value in vars(optimizer).items() if name == "given_order"}

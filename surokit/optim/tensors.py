@@ -1,4 +1,4 @@
-"""Tensors as an optimizer meets them: shards of a DTensor, their norm, and the scale and mask of a step."""
+"""Handle tensors as an optimizer meets them: shards of a DTensor, their norm, and the scale and mask of a step."""
 
 from __future__ import annotations
 
