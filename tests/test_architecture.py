@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,7 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
 def imports(path: Path) -> list[tuple[str, str]]:
     """(module or name of surokit, the function that imports it or "") for every import of ours in a file, lazy ones too."""
     found: list[tuple[str, str]] = []
@@ -90,6 +92,7 @@ def imports(path: Path) -> list[tuple[str, str]]:
     return found
 
 
+@cache
 def for_types_only(path: Path) -> set[str]:
     """What a file imports under `if TYPE_CHECKING`: a type checker's business, nothing that runs."""
     guards = (
