@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
 MIN_FREE_GIB ?= 4
 PYTEST := $(PY) -m pytest
 
-.PHONY: help quickstart lab test test-plain-cpu test-oldest test-gpu gpu-hour soak lint docs clean
+.PHONY: help quickstart lab test test-plain-cpu test-oldest test-gpu gpu-hour soak same-answers lint docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -68,6 +68,11 @@ test-oldest: ## the tests with the oldest torch and Triton that are allowed, on 
 soak: $(VENV)/.test ## long runs: full counts, every case of sampled tests, new examples, many kills; raw output goes to docs/measurements
 	@$(PYTEST) -m "soak or ((sampled or hypothesis) and not gpu)" --whole --hypothesis-profile explore -q
 	@$(MAKE) --no-print-directory test-oldest
+
+# ANSWERS takes more of what `python -m tests.answers --help` lists: ANSWERS='--only plans,runs'
+BASE ?= HEAD
+same-answers: $(VENV)/.test ## whether every answer is the one of an earlier revision, to the bit (BASE=main~3); a quarter of an hour
+	@$(PY) -m tests.answers $(BASE) $(ANSWERS)
 
 lint: $(VENV)/.test ## ruff and mypy, fixing what can be fixed
 	@$(VENV)/bin/ruff check --fix . && $(VENV)/bin/ruff format . && $(VENV)/bin/mypy surokit kernels tests docs/notebooks.py
