@@ -15,6 +15,9 @@ import numpy as np
 import torch
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+_IMAGE = re.compile(
+    r"(data:image/[a-z+]+;base64,)[A-Za-z0-9+/=]+"
+)  # matplotlib writes dates and ids of its own; figures are walked
 _DEEPEST = 14
 # of a plan: what was asked, as it was read
 _LEFT_OUT = ("subject", "given")
@@ -27,10 +30,10 @@ def name_place(folder: Path, name: str) -> None:
 
 
 def text(value: str) -> str:
-    """The text without addresses, and with names in place of folders."""
+    """The text without addresses and images, and with names in place of folders."""
     for place in sorted(_places, key=len, reverse=True):
         value = value.replace(place, _places[place])
-    return _ADDRESS.sub("0x", value)
+    return _ADDRESS.sub("0x", _IMAGE.sub(r"\1", value))
 
 
 def digest(value: Any) -> dict[str, Any]:
