@@ -1,8 +1,9 @@
-"""What is said of a model: what a recipe, a fusion or an offload made of it, how accurate it is, what tuning found; and the doctor."""
+"""What is said of a model: what a recipe, a fusion or an offload made of it, how accurate it is, what tuning found."""
 
 from __future__ import annotations
 
 import tempfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,22 @@ from tests.answers.plans import recipes
 from tests.answers.runs import decoder
 
 IDS = torch.randint(320, (2, 24), generator=torch.Generator().manual_seed(1))
+CLOCKED = ("stalls", "stall", "device_stall_ms", "threads")  # of an offload's report, what a clock had a part in
 BATCH = {"input_ids": IDS, "labels": IDS}
 
 
 def plain_net() -> nn.Module:
     """Linear layers of any network, odd sizes and biases among them."""
     torch.manual_seed(0)
-    layers = nn.Sequential(
-        nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 50, bias=False), nn.LayerNorm(50), nn.Linear(50, 7)
-    )
-    return layers.to(torch.bfloat16)
+    layers = {
+        "q_proj": nn.Linear(64, 96),
+        "act": nn.GELU(),
+        "v_proj": nn.Linear(96, 50, bias=False),
+        "norm": nn.LayerNorm(50),
+        "down_proj": nn.Linear(50, 7),
+        "head": nn.Linear(7, 5),
+    }
+    return nn.Sequential(OrderedDict(layers)).to(torch.bfloat16)
 
 
 def write(book: Book) -> None:
@@ -49,7 +56,7 @@ def write(book: Book) -> None:
     for optimizer in (sk.ZenFlow, sk.OffloadAdamW):
         book.write(f"offload {optimizer.__name__}", lambda o=optimizer: _offloaded(o))
     book.write("doctor", lambda: [(f.group, f.name) for f in sk.doctor().findings])
-    book.write("kernels", lambda: {str(key): str(what) for key, what in sk.kernels.choices("cpu").items()})
+    book.write("kernels", lambda: sk.kernels.choices("cpu"))
 
 
 def _applied(model: nn.Module, recipe: Any) -> dict[str, Any]:
@@ -86,7 +93,7 @@ def _fused(model: sk.Decoder, recipe: sk.Recipe, fusion: sk.Fusion) -> dict[str,
 
 
 def _tuned(recipe: sk.Recipe) -> dict[str, Any]:
-    found = sk.tune(decoder(), BATCH, recipes=[recipe], gpu="B200", points=4)
+    found = sk.tune(decoder(), BATCH, recipes=[recipe], points=4)
     return {**shown(found), "plot": found.plot()}
 
 
@@ -111,6 +118,8 @@ def _saved() -> dict[str, Any]:
         model = decoder()
         torch.manual_seed(0)
         sk.apply(model, sk.recipes[name])
+        if any("lora_B" in key for key, _ in model.named_parameters()):
+            sk.merge(model, requantize=True, keep=False)
         with tempfile.TemporaryDirectory() as folder:
             sk.save(model, folder)
             files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
@@ -128,19 +137,20 @@ def _quantized() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(160, 256, generator=generator) * torch.logspace(-6, 4, 160)[:, None]
     x[3], x[5, :16], x[7, 9] = 0, 0, 1e30
-    ways = {
-        **{f"per tensor {f}": sk.PerTensor(f) for f in (sk.E4M3, sk.E5M2)},
-        **{f"per row {f}": sk.PerRow(f) for f in (sk.E4M3, sk.E5M2)},
-        **{f"MX {f}": sk.MX(f) for f in (sk.E4M3, sk.E5M2, sk.E2M1)},
-        "block": sk.Block(sk.E4M3, (128, 128)),
-        "NV": sk.NV(),
-        "NF": sk.NFBlock(),
-    }
+    ways: list[sk.Quantizer] = [
+        *(sk.Quantizer(f, sk.PerTensor()) for f in (sk.E4M3, sk.E5M2)),
+        *(sk.Quantizer(f, sk.PerRow()) for f in (sk.E4M3, sk.E5M2)),
+        *(sk.Quantizer(f, sk.MX()) for f in (sk.E4M3, sk.E5M2, sk.E2M1)),
+        *(sk.Quantizer(sk.E4M3, sk.Block(128, 128, pow2=pow2)) for pow2 in (True, False)),
+        *(sk.Quantizer(sk.E2M1, sk.NV(16, rows)) for rows in (1, 16)),
+        sk.Quantizer(sk.E2M1, sk.NV(), four_over_six="mse"),
+        *(sk.Quantizer(sk.NF4, sk.NFBlock(64, double)) for double in (0, 256)),
+    ]
     found: dict[str, Any] = {}
-    for name, way in ways.items():
+    for way in ways:
         for dtype in (torch.float32, torch.bfloat16):
             made = sk.quantize(x.to(dtype), way)
-            found[f"{name} {dtype}"] = {"said": str(made), "parts": made, "decoded": made.dequantize(torch.float32)}
+            found[f"{way} {dtype}"] = {"said": str(made), "parts": made, "decoded": made.dequantize(torch.float32)}
     return found
 
 
@@ -151,6 +161,6 @@ def _offloaded(optimizer: Any) -> dict[str, Any]:
         model(IDS, labels=IDS).loss.backward()
         made.step()
         made.zero_grad()
-    report = made.report()
-    names = ("steps", "windows", "staleness_bound", "traffic", "bytes_down", "bytes_up")
-    return {**{name: getattr(report, name, None) for name in names}, "state": model.state_dict()}
+    said = made.report()
+    parts = {name: value for name, value in vars(said).items() if name not in CLOCKED}
+    return {"parts": parts, "state": model.state_dict()}

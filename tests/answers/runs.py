@@ -26,10 +26,14 @@ WAYS = ("plain", "accumulated", "fused")
 
 
 @cache
-def text_data() -> Any:
-    """A small text as batches; its tokenizer is trained anew in each process."""
+def _some_text() -> tuple[list[str], Any]:
     some = [texts.SHAKESPEARE.read_text(encoding="utf-8")[:20_000]]
-    return sk.text(some, sk.train_tokenizer(some, vocab_size=320), length=32, batch=2)
+    return some, sk.train_tokenizer(some, vocab_size=320)
+
+
+def text_data() -> Any:
+    """A small text as batches, from their beginning."""
+    return sk.text(*_some_text(), length=32, batch=2)
 
 
 def decoder(**changes: Any) -> sk.Decoder:

@@ -9,7 +9,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-GROUPS = ("plans", "profiles", "reports", "runs")
+GROUPS = ("plans", "profiles", "reports", "runs", "folders", "kernels")
 
 
 def main(group: str, file: str, tree: str, made: str = "") -> None:
