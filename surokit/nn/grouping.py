@@ -7,8 +7,8 @@ shared, as if they were one layer. In backward that has to hold for dy too, whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from surokit.fusion import Fusion
 from surokit.nn.delayed import DelayedScales
 from surokit.nn.frozen import Frozen, Members, can_stay, in_one_process, is_own
-from surokit.nn.joint import side_by_side
+from surokit.nn.joint import lie_side_by_side, side_by_side
 from surokit.nn.linear import AdapterMatrix, Linear
 from surokit.nn.products import SLOTS, UNQUANTIZED, Operand, Products, weight
-from surokit.nn.sources import Form, Normed, Plain, Source, is_hooked
+from surokit.nn.sources import Normed, Plain, Source, is_hooked
 from surokit.quantizer import Quantizer
 from surokit.recipe import Recipe
 
@@ -32,147 +32,230 @@ class Held(NamedTuple):
     bias: Any = None
     A: Any = None
     B: Any = None
+    scales: tuple[Any, ...] = ()  # of a stored weight
 
 
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """What else the stage knows of a layer."""
+class LayerState(NamedTuple):
+    """All that a plan depends on of a layer: values, no tensors, so that a plan that is kept holds no memory."""
 
     rows: int
-    storage: Quantizer | None
-    w_scales: tuple[Tensor, ...]
+    columns: int
+    recipe: Recipe | None
+    scales_number: int  # of the layer's delayed scales; -1 without them
     first_slot: int
+    storage: Quantizer | None  # of codes that the products are given
+    scale_count: int  # tensors of scales
+    training: bool
+    trains: bool  # the weight wants a gradient
+    has_bias: bool
+    is_adapted: bool  # the adapter is computed here
+    is_shown_x: bool  # forward hooks, or an adapter that is called as it is, see x
     scale: float  # of the adapter
 
 
-@dataclass(frozen=True, eq=False)
+class PlanKey(NamedTuple):
+    """All that a plan depends on; None stands for a layer that is called as it is."""
+
+    layers: tuple[LayerState | None, ...]
+    source: type[Source]
+    tensors: int  # of the source
+    fusion: Fusion
+    grad: bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class Group:
     """Layers that quantize x in the same way, and so share its codes.
 
     outputs: which of them are one product in forward; backward: into which products each of these falls in backward.
+    kept: what codes of the group's frozen weights depend on beside them, to be compared; None where no codes are kept.
     """
 
     recipe: Recipe
     plain: bool  # neither quantized nor stored
-    scales: DelayedScales | None
     record: bool
     members: Members
     outputs: tuple[Members, ...]
     backward: dict[Members, tuple[Members, ...]]
     trains: bool
-    frozen: Frozen | None
+    kept: tuple[Any, ...] | None
+    w_slots: Members  # where delayed scaling keeps the amaxes of the weights
     keeps_transposed: bool
 
     @property
     def keeps_codes(self) -> bool:
-        """Whether grad_weight takes codes of x'."""
+        """Tell whether grad_weight takes codes of x'."""
         return self.trains and self.recipe.grad_weight.b is not None
 
 
-@dataclass(frozen=True, eq=False)
+class Shared(NamedTuple):
+    """What the layers of a group share in one forward and its backward, beside the plan."""
+
+    scales: DelayedScales | None
+    frozen: Frozen | None
+
+
+@dataclass(frozen=True)
 class Plan:
-    form: Form
-    tensors: int  # of the source
-    columns: int  # K
-    layers: tuple[Layer, ...]
+    """How a stage is computed: made of a PlanKey and the answers in `lies`, so it holds as long as these are the same."""
+
+    key: PlanKey
+    lies: dict[Members, bool]  # layers that may be one product, and whether their weights lie side by side
+    layers: tuple[LayerState, ...]
     groups: tuple[Group, ...]
+    adapted: Members
+    columns: int  # K
     has_stream: bool
     shows_x: bool
     recomputes: bool
-    dtype: torch.dtype
 
-    def products(self, group: Group, members: Members) -> Products:
+    def products(self, group: Group, shared: Shared, members: Members) -> Products:
         firsts = [self.layers[i].first_slot for i in members]
-        return Products(group.recipe, group.scales, firsts, group.record, self.dtype)
+        return Products(group.recipe, shared.scales, firsts, group.record, self.key.dtype)
 
     def weight(self, held: Sequence[Held], members: Members) -> Operand:
-        """The weight [N_i, K] of one layer, or of several one above the other."""
-        layers = [self.layers[i] for i in members]
-        scales = [stacked(parts) for parts in zip(*(layer.w_scales for layer in layers))]
-        shape = sum(layer.rows for layer in layers), self.columns
-        return weight(stacked([held[i].w for i in members]), scales, layers[0].storage, shape)
-
-    @property
-    def w_scales(self) -> list[Tensor]:
-        """The scales of all stored weights, which autograd keeps, not the plan: so they are let go when the weights are."""
-        return [scales for layer in self.layers for scales in layer.w_scales]
-
-    def with_scales(self, w_scales: Sequence[Any]) -> Plan:
-        """The same with others, or with None in their place."""
-        if not w_scales:
-            return self
-        following = iter(w_scales)
-        layers = [replace(layer, w_scales=tuple(next(following) for _ in layer.w_scales)) for layer in self.layers]
-        return replace(self, layers=tuple(layers))
+        """Return the weight [N_i, K] of one layer, or of several one above the other."""
+        first = members[0]
+        if len(members) == 1:
+            scales: Sequence[Tensor] = held[first].scales
+        else:
+            scales = [stacked(parts) for parts in zip(*(held[i].scales for i in members))]
+        shape = sum(self.layers[i].rows for i in members), self.columns
+        return weight(stacked([held[i].w for i in members]), scales, self.layers[first].storage, shape)
 
     def parts(self, members: Members, joint: Tensor, dimension: int) -> dict[int, Tensor]:
-        """What belongs to each layer of a tensor that has all their rows along a dimension."""
-        sizes = [self.layers[i].rows for i in members]
-        return dict(zip(members, joint.split(sizes, dimension) if len(members) > 1 else (joint,)))
+        """Split a tensor that has the rows of all members along a dimension: what belongs to each layer."""
+        if len(members) == 1:
+            return {members[0]: joint}
+        return dict(zip(members, joint.split([self.layers[i].rows for i in members], dimension)))
 
     def split(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """y of every layer, from those of every product."""
+        """Return y of every layer, from those of every product."""
         parts: dict[int, Tensor] = {}
         for members, y in zip((members for group in self.groups for members in group.outputs), outputs, strict=True):
             parts |= self.parts(members, y, -1)
         return [parts[i] for i in range(len(self.layers))]
 
 
+# -- what a layer is now
+
+
+def look(layer: nn.Module, like: Tensor, fusion: Fusion) -> tuple[LayerState, Held] | None:
+    """Read what a layer is and holds; None where it has to be called as it is. Every forward does this for every layer."""
+    if not is_ours(layer, like):
+        return None
+    w, bias, precision, storage = _tensor(layer, "weight"), _tensor(layer, "bias"), layer.precision, layer.storage
+    scales: tuple[Tensor, ...] = ()
+    if storage is not None:
+        if (
+            layer.keeps_now
+        ):  # a weight that is decoded once is an ordinary one, which the products keep as they would any
+            w, storage = layer.decoded_weight(like.dtype), None
+        else:
+            scales = layer.stored_scales
+    A = B = None
+    factor = 0.0
+    has_adapter = layer.has_adapter
+    if has_adapter:
+        factor = layer.lora_alpha / layer.lora_rank
+        if fusion.adapters:
+            A, B = _adapter(layer, like)
+    delayed = None if precision is None else precision.scales
+    state = LayerState(
+        layer.out_features,
+        layer.in_features,
+        None if precision is None else precision.recipe,
+        -1 if delayed is None else delayed.number,
+        0 if precision is None else precision.first_slot,
+        storage,
+        len(scales),
+        layer.training,
+        w.requires_grad,
+        bias is not None,
+        A is not None,
+        bool(layer._forward_hooks) or (has_adapter and A is None),
+        factor,
+    )
+    return state, Held(w, bias, A, B, scales)
+
+
 def is_ours(layer: nn.Module, like: Tensor) -> TypeGuard[Linear]:
-    """Whether a layer computes what its fields say, in the dtype of x."""
+    """Tell whether a layer computes what its fields say, in the dtype of x."""
     if type(layer) is not Linear or is_hooked(layer, but_forward_hooks=True) or layer._forward_hooks_always_called:
         return False
-    numbers = [layer.bias] if layer.storage else [layer.weight, layer.bias]
-    held = [p for p in layer._parameters.values() if p is not None]  # no subclasses: shards, tensors without data
-    ordinary = type(like) in (Tensor, nn.Parameter) and all(type(p) is nn.Parameter for p in held)
-    return ordinary and all(t is None or _is_like(t, like) for t in numbers)
+    for p in layer._parameters.values():  # no subclasses: shards, tensors without data
+        if p is not None and type(p) is not nn.Parameter:
+            return False
+    bias = _tensor(layer, "bias")
+    return (layer.storage is not None or _is_like(_tensor(layer, "weight"), like)) and (
+        bias is None or _is_like(bias, like)
+    )
+
+
+def _tensor(layer: nn.Module, name: str) -> Any:
+    """Return an attribute that is a parameter as a rule; to ask the module for it takes several times as long."""
+    parameters = layer._parameters
+    return parameters[name] if name in parameters else getattr(layer, name)
 
 
 def _is_like(t: Tensor, like: Tensor) -> bool:
     return t.dtype == like.dtype and t.device == like.device
 
 
-def tensors_of(layer: Linear, like: Tensor, fusion: Fusion) -> Held:
-    # a weight that is decoded once is an ordinary one, which the products keep as they would any
-    w = layer.decoded_weight(like.dtype) if layer.keeps_now else layer.weight
-    if fusion.adapters and layer.has_adapter:
-        pair = layer.lora_A, layer.lora_B
-        ordinary = all(type(m) is AdapterMatrix and type(m.weight) is nn.Parameter and not is_hooked(m) for m in pair)
-        if ordinary and all(_is_like(m.weight, like) for m in pair):
-            return Held(w, layer.bias, pair[0].weight, pair[1].weight)
-    return Held(w, layer.bias)
+def _adapter(layer: Linear, like: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return A and B where their matrices are ours, in the dtype of x, and nobody looks on."""
+    pair = layer.lora_A, layer.lora_B
+    for m in pair:
+        if type(m) is not AdapterMatrix or is_hooked(m):
+            return None, None
+    A, B = _tensor(pair[0], "weight"), _tensor(pair[1], "weight")
+    ordinary = type(A) is nn.Parameter and type(B) is nn.Parameter
+    return (A, B) if ordinary and _is_like(A, like) and _is_like(B, like) else (None, None)
 
 
-def plan_of(
-    source: Source, layers: Sequence[nn.Module], inside: Sequence[Linear], held: Sequence[Held], fusion: Fusion
-) -> Plan:
-    known = []
-    for layer, tensors in zip(inside, held):
-        stored = layer.storage is not None and tensors.w is layer.weight  # and not decoded for this step
-        slot = layer.precision.first_slot if layer.precision else 0
-        scale = layer.lora_alpha / layer.lora_rank if layer.has_adapter else 0.0
-        storage, w_scales = (layer.storage, layer.stored_scales) if stored else (None, ())
-        known.append(Layer(layer.out_features, storage, w_scales, slot, scale))
-    apart = len(inside) < len(layers) or any(a.has_adapter and t.A is None for a, t in zip(inside, held))
+# -- the plan
+
+
+def plan_for(keeper: Linear, key: PlanKey, held: Sequence[Held]) -> Plan:
+    """Return the plan that the first layer keeps if it is of this key and the weights lie as they did, else a new one."""
+
+    def lie(members: Members) -> bool:
+        return lie_side_by_side([held[i].w for i in members])
+
+    plan = keeper.plan  # other threads may put another one there
+    if plan is None or plan.key != key or any(lie(members) != was for members, was in plan.lies.items()):
+        plan = keeper.plan = plan_of(key, lie)
+    return plan
+
+
+def plan_of(key: PlanKey, lie: Callable[[Members], bool]) -> Plan:
+    """Make a plan of nothing but its key and of what `lie` says: whether the weights of these layers lie side by side."""
+    layers = tuple(layer for layer in key.layers if layer is not None)
+    answers: dict[Members, bool] = {}
+
+    def asked(members: Members) -> bool:
+        return answers.setdefault(members, lie(members))
+
+    groups = tuple(_group(key, layers, members, asked) for members in _alike(layers))
     return Plan(
-        form=source.form,
-        tensors=len(source.tensors),
-        columns=inside[0].in_features,
-        layers=tuple(known),
-        groups=tuple(_group(inside, held, known, members, fusion) for members in _alike(inside, known)),
-        has_stream=isinstance(source, Normed),
-        shows_x=apart or any(layer._forward_hooks for layer in inside),
-        recomputes=fusion.recompute == "selective" and not isinstance(source, Plain),
-        dtype=source.tensors[0].dtype,
+        key=key,
+        lies=answers,
+        layers=layers,
+        groups=groups,
+        adapted=tuple(i for i, layer in enumerate(layers) if layer.is_adapted),
+        columns=layers[0].columns,
+        has_stream=key.source is Normed,
+        shows_x=len(layers) < len(key.layers) or any(layer.is_shown_x for layer in layers),
+        recomputes=key.fusion.recompute == "selective" and key.source is not Plain,
     )
 
 
-def _alike(inside: Sequence[Linear], known: Sequence[Layer]) -> list[Members]:
-    """The layers by what decides how x and the weights are quantized and noted."""
+def _alike(layers: Sequence[LayerState]) -> list[Members]:
+    """Group the layers by what decides how x and the weights are quantized and noted."""
     found: list[tuple[Any, list[int]]] = []
-    for i, layer in enumerate(inside):
-        own = layer.precision
-        what = (own and own.recipe, own and own.scales, known[i].storage, layer.training)
+    for i, layer in enumerate(layers):
+        what = (layer.recipe, layer.scales_number, layer.storage, layer.training)
         members = next((members for other, members in found if other == what), None)
         if members is None:
             found.append((what, [i]))
@@ -181,77 +264,74 @@ def _alike(inside: Sequence[Linear], known: Sequence[Layer]) -> list[Members]:
     return [tuple(members) for _, members in found]
 
 
-def _group(
-    inside: Sequence[Linear], held: Sequence[Held], known: Sequence[Layer], members: Members, fusion: Fusion
-) -> Group:
-    first, grad = inside[members[0]], torch.is_grad_enabled()
-    recipe, scales = (first.precision.recipe, first.precision.scales) if first.precision else (UNQUANTIZED, None)
-    tensors, layers = [held[i] for i in members], [known[i] for i in members]
-    trains = {bool(grad and t.w.requires_grad) for t in tensors}
+def _group(key: PlanKey, every: Sequence[LayerState], members: Members, lie: Callable[[Members], bool]) -> Group:
+    layers = [every[i] for i in members]
+    first, recipe = layers[0], layers[0].recipe or UNQUANTIZED
+    trains = {key.grad and layer.trains for layer in layers}
     outputs: tuple[Members, ...] = tuple((i,) for i in members)
     backward: dict[Members, tuple[Members, ...]] = {one: (one,) for one in outputs}
-    alike = len(trains) == 1 and len({t.bias is None for t in tensors}) == 1
-    if fusion.joint and len(members) > 1 and alike and _is_one_product(recipe, tensors, layers):
+    alike = len(trains) == 1 and len({layer.has_bias for layer in layers}) == 1
+    if key.fusion.joint and len(members) > 1 and alike and _may_be_one_product(recipe, layers) and lie(members):
         backward = {members: (members,) if _is_one_in_backward(recipe, layers, any(trains)) else outputs}
         outputs = (members,)
+    delayed = any(q and q.delayed for q in (recipe.forward.b, recipe.grad_input.b))
+    slots = tuple(layer.first_slot + SLOTS["w"] for layer in layers) if delayed else ()
+    keeps = _keeps_codes(recipe, first, slots, key.fusion)
     return Group(
         recipe=recipe,
-        plain=first.precision is None and layers[0].storage is None,
-        scales=scales,
-        record=first.training and grad,
+        plain=first.recipe is None and first.storage is None,
+        record=first.training and key.grad,
         members=members,
         outputs=outputs,
         backward=backward,
         trains=any(trains),
-        frozen=_frozen(first, recipe, scales, tensors, layers, outputs, fusion),
-        keeps_transposed=fusion.frozen == "transposed",
+        kept=(recipe.gemms, first.storage, outputs, slots, key.fusion.frozen) if keeps else None,
+        w_slots=slots,
+        keeps_transposed=key.fusion.frozen == "transposed",
     )
 
 
-def _is_one_product(recipe: Recipe, tensors: Sequence[Held], layers: Sequence[Layer]) -> bool:
-    """Whether the weights lie as one, and are quantized as one: what is stored has its own codes."""
+def _may_be_one_product(recipe: Recipe, layers: Sequence[LayerState]) -> bool:
+    """Tell whether the weights, if they lie side by side, are quantized as one: what is stored has its own codes."""
     sizes = [layer.rows for layer in layers]
     storage, b = layers[0].storage, recipe.forward.b
-    one = (storage is None or storage.separates(0, sizes)) and (b is None or b.joins(0, sizes))
-    return one and side_by_side([t.w for t in tensors]) is not None  # scales are small enough to be copied
+    return (storage is None or storage.separates(0, sizes)) and (b is None or b.joins(0, sizes))
 
 
-def _is_one_in_backward(recipe: Recipe, layers: Sequence[Layer], trains: bool) -> bool:
-    """Whether dy of all layers is quantized as one, and the weights' transposes are."""
+def _is_one_in_backward(recipe: Recipe, layers: Sequence[LayerState], trains: bool) -> bool:
+    """Tell whether dy of all layers is quantized as one, and the weights' transposes are."""
     sizes = [layer.rows for layer in layers]
     dx = all(q is None or q.joins(1, sizes) for q in (recipe.grad_input.a, recipe.grad_input.b))
     q = recipe.grad_weight.a
     return dx and (not trains or q is None or q.joins(0, sizes))
 
 
-def _frozen(
-    keeper: Linear,
-    recipe: Recipe,
-    scales: DelayedScales | None,
-    tensors: Sequence[Held],
-    layers: Sequence[Layer],
-    outputs: tuple[Members, ...],
-    fusion: Fusion,
-) -> Frozen | None:
-    """Where the first layer keeps the codes of the group's weights; None where there are none to keep."""
-    weights = [t.w for t in tensors] + [s for layer in layers for s in layer.w_scales]
-    b, b_t, storage = recipe.forward.b, recipe.grad_input.b, layers[0].storage
+def _keeps_codes(recipe: Recipe, first: LayerState, slots: Members, fusion: Fusion) -> bool:
+    """Tell whether codes of frozen weights are worth keeping, and the same in each step."""
+    b, b_t, storage = recipe.forward.b, recipe.grad_input.b, first.storage
     worth = b is not None or (b_t is not None and fusion.frozen == "transposed")
     if storage is not None:  # it holds its codes; others beside them would cost the memory that storing it saved
         codes = b_t is not None and b_t.transposable and storage.same_codes(b_t)
         turned = storage.scaling.varies_along_sum and not storage.packed  # its scales are, where W' is a view
         worth = codes and (fusion.frozen == "transposed" or turned)
-    slots = [layer.first_slot + SLOTS["w"] for layer in layers] if any(q and q.delayed for q in (b, b_t)) else []
-    same = not slots or (scales is not None and b == b_t and scales.spaced(slots))
-    stay = can_stay(b) and can_stay(b_t) and is_own(weights) and in_one_process()
-    if fusion.frozen == "no" or not (worth and same and stay):
+    same = not slots or (first.scales_number >= 0 and b == b_t and DelayedScales.spaced(slots))
+    return fusion.frozen != "no" and worth and same and can_stay(b) and can_stay(b_t)
+
+
+def shared_by(group: Group, inside: Sequence[Linear], held: Sequence[Held]) -> Shared:
+    """Return the delayed scales of the group's layers, and the codes of their weights, which the first of them keeps."""
+    keeper = inside[group.members[0]]
+    scales = None if keeper.precision is None else keeper.precision.scales
+    if group.kept is not None:
+        weights = [held[i].w for i in group.members] + [s for i in group.members for s in held[i].scales]
+        if is_own(weights) and in_one_process():
+            frozen, delayed = keeper.frozen, scales if group.w_slots else None
+            if frozen is None or not frozen.serves(weights, group.kept, delayed):
+                frozen = keeper.frozen = Frozen(weights, group.kept, delayed, group.w_slots)
+            return Shared(scales, frozen)
+    if keeper.frozen is not None:
         keeper.frozen = None
-        return None
-    what = (recipe.gemms, storage, outputs, slots, fusion.frozen)
-    scales = scales if slots else None
-    if keeper.frozen is None or not keeper.frozen.serves(weights, what, scales):
-        keeper.frozen = Frozen(weights, what, scales, slots)
-    return keeper.frozen
+    return Shared(scales, None)
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:

@@ -23,25 +23,34 @@ LAID = "_surokit_laid"  # in the first of sibling layers: the addresses at which
 _ALIGNMENT = 16  # bytes: products on tensor cores want their operands to begin at a multiple
 
 
-def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensors [N_i, K] as one [sum N_i, K] that shares their memory, without gradient; None where they do not lie so."""
-    first = tensors[0]
+def lie_side_by_side(tensors: Sequence[Tensor]) -> bool:
+    """Tell whether the tensors [N_i, K] are consecutive rows of one storage; one tensor alone always is."""
     if len(tensors) == 1:
-        return first.detach()
+        return True
+    first = tensors[0]
     if not _plain(first):
-        return None
+        return False
     # addresses cost little; two storages may touch, so that all has to be within the extent of the first one
     start = end = first.data_ptr()
     dtype, width = first.dtype, first.shape[1:]
     for t in tensors:
         if t.data_ptr() != end or t.dtype != dtype or t.shape[1:] != width or not _plain(t):
-            return None
+            return False
         end += t.nbytes
+    if start == end:
+        return False
     storage = first.untyped_storage()
-    if start == end or end > storage.data_ptr() + storage.nbytes():
+    return end <= storage.data_ptr() + storage.nbytes()
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the tensors [N_i, K] as one [sum N_i, K] that shares their memory, without gradient; None where they lie apart."""
+    first = tensors[0].detach()
+    if len(tensors) == 1:
+        return first
+    if not lie_side_by_side(tensors):
         return None
-    rows = (end - start) * first.shape[0] // first.nbytes
-    return first.detach().as_strided((rows, *width), first.stride())
+    return first.as_strided((sum(len(t) for t in tensors), *first.shape[1:]), first.stride())
 
 
 @torch.no_grad()

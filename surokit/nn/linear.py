@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from surokit.nn.products import Precision, storage_key_of, three_products
 from surokit.quantized import Quantized, quantize
 from surokit.quantizer import Quantizer
 from surokit.recipe import Lora
+
+if TYPE_CHECKING:
+    from surokit.nn.grouping import Plan
 
 
 def linear(x: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -112,6 +115,7 @@ class Linear(nn.Linear):
     _before: _BeforeMerging | None = None
     frozen: Frozen | None = None  # codes of its weight and its siblings', where a stage keeps them
     kept: Kept | None = None  # its stored weight, decoded
+    plan: Plan | None = None  # of the stage whose first layer it is
     # submodules that are there only with an adapter; a class-level default would hide them
     lora_A: AdapterMatrix
     lora_B: AdapterMatrix
@@ -128,7 +132,7 @@ class Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what is kept belongs to this layer's weight alone."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("frozen", "kept")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("frozen", "kept", "plan")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -178,10 +178,9 @@ def is_hooked(module: nn.Module, but_forward_hooks: bool = False) -> bool:
 
     Hooks on all modules, as profilers have them, do not count: they see the modules that are called.
     """
-    hooks = [module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
-    if not but_forward_hooks:
-        hooks.append(module._forward_hooks)
-    return any(hooks) or "forward" in vars(module)
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    return bool(module._forward_hooks and not but_forward_hooks) or "forward" in module.__dict__
 
 
 # -- inside a stage

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,10 @@ from torch.autograd.function import once_differentiable
 from surokit import kernels
 from surokit.fusion import Fusion
 from surokit.nn.frozen import Members
-from surokit.nn.grouping import Group, Held, Plan, is_ours, plan_of, stacked, tensors_of
+from surokit.nn.grouping import Group, Held, Plan, PlanKey, Shared, look, plan_for, shared_by, stacked
 from surokit.nn.linear import Linear
 from surokit.nn.products import SLOTS, Operand, Products, in_rows
-from surokit.nn.sources import Coded, Gated, Normed, Plain, Source
+from surokit.nn.sources import Coded, Form, Gated, Normed, Plain, Source
 from surokit.product import adds_onto
 
 __all__ = ["Gated", "Normed", "Plain", "Source", "project"]
@@ -49,30 +49,35 @@ def project(
     if not source.fuses(fusion):
         stream, x = source.composed()
         source = Plain(x)
-    like = source.tensors[0]
-    inside = [layer for layer in layers if is_ours(layer, like)]
-    shares = fusion.joint or fusion.adapters or fusion.frozen != "no"
-    if not inside or not like.numel() or (isinstance(source, Plain) and not shares):
+    tensors = source.tensors
+    like = tensors[0]
+    shares = fusion.joint or fusion.adapters or fusion.frozen != "no" or not isinstance(source, Plain)
+    ordinary = shares and type(like) in (Tensor, nn.Parameter) and like.numel()
+    found = [look(layer, like, fusion) for layer in layers] if ordinary else []
+    inside = [cast(Linear, layer) for layer, ours in zip(layers, found) if ours is not None]
+    if not inside:
         own, x = source.composed()
         return stream if own is None else own, tuple(layer(x) for layer in layers), None
-    held = [tensors_of(layer, like, fusion) for layer in inside]
-    plan = plan_of(source, layers, inside, held, fusion)
-    made = list(_Stage.apply(plan, *source.tensors, *(t for tensors in held for t in tensors)))
+    held = [ours[1] for ours in found if ours is not None]
+    states = tuple(None if ours is None else ours[0] for ours in found)
+    key = PlanKey(states, type(source), len(tensors), fusion, torch.is_grad_enabled(), like.dtype)
+    plan = plan_for(inside[0], key, held)
+    shared = [shared_by(group, inside, held) for group in plan.groups]
+    made = list(_Stage.apply(source.form, plan, shared, *tensors, *_flat(held)))
     if plan.has_stream:
         stream = made.pop(0)
-    x = made.pop(0) if plan.shows_x else None
-    parts = dict(zip(map(id, inside), plan.split(made)))
-    adapted = {id(layer) for layer, tensors in zip(inside, held) if tensors.A is not None}
-    done = tuple(_finished(layer, x, parts.get(id(layer)), id(layer) in adapted) for layer in layers)
-    joint = made[0] if len(made) == 1 < len(layers) and not plan.shows_x else None
-    return stream, done, joint
+    if not plan.shows_x:
+        return stream, tuple(plan.split(made)), made[0] if len(made) == 1 < len(layers) else None
+    x, parts = made.pop(0), iter(plan.split(made))
+    done = (
+        layer(x) if state is None else _finished(layer, x, next(parts), state.is_adapted)
+        for layer, state in zip(layers, states)
+    )
+    return stream, tuple(done), None
 
 
-def _finished(layer: nn.Module, x: Any, y: Tensor | None, adapted: bool) -> Tensor:
-    """y after all that a call of the layer does beside its products; all of the call where y is None."""
-    if y is None:
-        called: Tensor = layer(x)
-        return called
+def _finished(layer: nn.Module, x: Tensor, y: Tensor, adapted: bool) -> Tensor:
+    """Return y after all that a call of the layer does beside its products."""
     assert isinstance(layer, Linear)
     if layer.has_adapter and not adapted:
         y = y + layer.adapter(x)
@@ -85,40 +90,46 @@ def _finished(layer: nn.Module, x: Any, y: Tensor | None, adapted: bool) -> Tens
 # -- the operation
 
 
-def _is_coded(plan: Plan, group: Group, like: Tensor) -> bool:
-    """Whether the source gives the codes that the group multiplies."""
+def _is_coded(form: Form, plan: Plan, group: Group, shared: Shared, like: Tensor) -> bool:
+    """Tell whether the source gives the codes that the group multiplies."""
     q, q_t = group.recipe.forward.a, group.recipe.grad_weight.b
-    if q is None or not plan.form.gives_codes or not Coded.possible(q, like):
+    if q is None or not form.gives_codes or not Coded.possible(q, like):
         return False
-    if group.keeps_codes and not (q == q_t and (q.transposable or plan.form.gives_both(q))):
+    if group.keeps_codes and not (q == q_t and (q.transposable or form.gives_both(q))):
         return False  # both orientations are made in one pass over x
-    return not q.delayed or (group.scales is not None and group.scales.spaced(_slots(plan, group)))
+    return not q.delayed or (shared.scales is not None and shared.scales.spaced(_slots(plan, group)))
 
 
 def _slots(plan: Plan, group: Group) -> list[int]:
     return [plan.layers[i].first_slot + SLOTS["x"] for i in group.members]
 
 
-def _asked(plan: Plan, group: Group, like: Tensor) -> Coded:
-    q, scales = group.recipe.forward.a, group.scales
+def _asked(form: Form, plan: Plan, group: Group, shared: Shared, like: Tensor) -> Coded:
+    q, scales = group.recipe.forward.a, shared.scales
     assert q is not None
     amaxes = scales.views(_slots(plan, group), like.device) if q.delayed and scales is not None else None
     turned = not q.transposable or in_rows(group.recipe.grad_weight, like.device)
-    return Coded(q, amaxes, group.record, both=group.keeps_codes and turned and plan.form.gives_both(q))
+    return Coded(q, amaxes, group.record, both=group.keeps_codes and turned and form.gives_both(q))
 
 
 def _output(
-    plan: Plan, group: Group, held: Sequence[Held], members: Members, x_q: Operand, h: dict[int, Tensor]
+    plan: Plan,
+    group: Group,
+    shared: Shared,
+    held: Sequence[Held],
+    members: Members,
+    x_q: Operand,
+    h: dict[int, Tensor],
 ) -> Tensor:
-    """y [T, sum N_i] of one product, with the adapters of its layers from their h [T, r_i]."""
-    products = plan.products(group, members)
-    kept = group.frozen.codes(members) if group.frozen else None
+    """Return y [T, sum N_i] of one product, with the adapters of its layers from their h [T, r_i]."""
+    frozen, products = shared.frozen, plan.products(group, shared, members)
+    kept = frozen.codes(members) if frozen else None
     w_q = products.w(plan.weight(held, members)) if kept is None else kept
-    if group.frozen and plan.layers[members[0]].storage is None:
-        group.frozen.keep(members, w_q)
+    if frozen and plan.layers[members[0]].storage is None:
+        frozen.keep(members, w_q)
 
     def adapted(y_TN: Tensor, beta: float) -> Tensor:
-        for i, part in plan.parts(members, y_TN, -1).items():
+        for i, part in plan.parts(members, y_TN, -1).items() if h else ():
             if i in h:
                 kernels.addmm_(part, h[i], held[i].B.t(), beta, plan.layers[i].scale)
         return y_TN
@@ -136,9 +147,11 @@ def _output(
     return y_TN if first else adapted(y_TN, 1.0)
 
 
-def _transposed(plan: Plan, group: Group, held: Sequence[Held], members: Members, products: Products) -> Operand:
-    """w' [K, sum N_i] of one product of grad_input."""
-    frozen, q = group.frozen, group.recipe.grad_input.b
+def _transposed(
+    plan: Plan, group: Group, shared: Shared, held: Sequence[Held], members: Members, products: Products
+) -> Operand:
+    """Return w' [K, sum N_i] of one product of grad_input."""
+    frozen, q = shared.frozen, group.recipe.grad_input.b
 
     def make() -> Operand:
         codes = frozen.codes(members) if frozen else None
@@ -151,42 +164,42 @@ def _transposed(plan: Plan, group: Group, held: Sequence[Held], members: Members
 
 class _Stage(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: Any) -> Any:
+    def forward(ctx: Any, form: Form, plan: Plan, shared: Sequence[Shared], *tensors: Any) -> Any:
         ctx.set_materialize_grads(False)
-        source, held = tensors[: plan.tensors], _of_layers(tensors[plan.tensors :])
+        source, held = tensors[: plan.key.tensors], _held(plan, tensors[plan.key.tensors :])
         like: Tensor = source[0]
-        adapted = [i for i, t in enumerate(held) if t.A is not None]
-        coded = next((group for group in plan.groups if _is_coded(plan, group, like)), None)
+        adapted, groups = plan.adapted, list(zip(plan.groups, shared))
+        coded = next((both for both in groups if _is_coded(form, plan, *both, like)), None)
         # whether backward wants x as numbers, and whether anybody does
         later = any(held[i].A.requires_grad for i in adapted) or any(
             g.trains and not g.keeps_codes for g in plan.groups
         )
-        values = later or plan.shows_x or bool(adapted) or any(group is not coded for group in plan.groups)
-        made = plan.form.forward(source, None if coded is None else _asked(plan, coded, like), values)
+        values = later or plan.shows_x or bool(adapted) or any(both is not coded for both in groups)
+        made = form.forward(source, None if coded is None else _asked(form, plan, *coded, like), values)
         x_TK: Any = made.x_TK
         h_TR = kernels.mm(x_TK, stacked([held[i].A for i in adapted]).t()) if adapted else None
         h = {} if h_TR is None else dict(zip(adapted, h_TR.split([len(held[i].A) for i in adapted], 1)))
 
         outputs: list[Tensor] = []
         x_codes: list[tuple[Tensor, ...]] = []  # of each group, transposed
-        for group in plan.groups:
-            if group is coded:
+        for both in groups:
+            group, (_, frozen) = both
+            if both is coded:
                 x_q: Any = made.codes
                 x_t: Any = x_q.t() if group.keeps_codes and made.codes_t is None else made.codes_t
             else:
-                x_q, x_t = plan.products(group, group.members).x(x_TK, group.trains)
+                x_q, x_t = plan.products(*both, group.members).x(x_TK, group.trains)
             x_codes.append(x_t.parts if group.keeps_codes else ())
-            outputs += [_output(plan, group, held, members, x_q, h) for members in group.outputs]
-            if group.frozen is not None:
-                group.frozen.note([[held[i].w for i in members] for members in group.outputs], group.record)
+            outputs += [_output(plan, *both, held, members, x_q, h) for members in group.outputs]
+            if frozen is not None:
+                frozen.note([[held[i].w for i in members] for members in group.outputs], group.record)
 
         again = later and plan.recomputes
         kept = made.kept if again or any(t is not None and t.requires_grad for t in source) else ()
-        w_scales = plan.w_scales
-        ctx.plan, ctx.lengths = plan.with_scales([None] * len(w_scales)), [len(w_scales), len(kept), *map(len, x_codes)]
-        weights = (t for layer in held for t in (layer.w, layer.A, layer.B))
-        flat = (t for parts in (w_scales, kept, *x_codes) for t in parts)
-        ctx.save_for_backward(*weights, h_TR, x_TK if later and not again else None, *flat)
+        ctx.form, ctx.plan, ctx.shared, ctx.lengths = form, plan, shared, [len(kept), *map(len, x_codes)]
+        weights = _flat([t._replace(bias=None) for t in held])
+        x_later = x_TK if later and not again else None
+        ctx.save_for_backward(*weights, h_TR, x_later, *kept, *(t for parts in x_codes for t in parts))
         shape = like.shape[:-1]
         shown = [made.stream] if plan.has_stream else []
         shown += [x_TK.view(*shape, plan.columns)] if plan.shows_x else []
@@ -195,13 +208,13 @@ class _Stage(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # the rounding of dy has no gradient: an error is better than a wrong one
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        L, saved = len(ctx.plan.layers), ctx.saved_tensors
-        held = [Held(saved[i], None, *saved[i + 1 : i + 3]) for i in range(0, 3 * L, 3)]
-        (h_TR, x_TK), flat = saved[3 * L : 3 * L + 2], saved[3 * L + 2 :]
-        w_scales, kept, *x_codes = (flat[end - n : end] for n, end in zip(ctx.lengths, accumulate(ctx.lengths)))
-        plan: Plan = ctx.plan.with_scales(w_scales)
-        wants_source = ctx.needs_input_grad[1 : 1 + plan.tensors]
-        run = _Backward(plan, held, _of_layers(ctx.needs_input_grad[1 + plan.tensors :]), any(wants_source))
+        form, plan, saved = ctx.form, ctx.plan, ctx.saved_tensors
+        layers = len(saved) - sum(ctx.lengths) - 2
+        held, (h_TR, x_TK), flat = _held(plan, saved[:layers]), saved[layers : layers + 2], saved[layers + 2 :]
+        kept, *x_codes = (flat[end - n : end] for n, end in zip(ctx.lengths, accumulate(ctx.lengths)))
+        wanted = ctx.needs_input_grad[3:]
+        wants_source, wants = wanted[: plan.key.tensors], _held(plan, wanted[plan.key.tensors :])
+        run = _Backward(plan, ctx.shared, held, wants, any(wants_source))
 
         given = list(grads)
         dstream = given.pop(0) if plan.has_stream else None
@@ -212,21 +225,33 @@ class _Stage(torch.autograd.Function):
         if dshown is not None:
             run.add(dshown.reshape(-1, plan.columns))
         again = plan.recomputes and run.wants_x(x_codes)
-        into_source, x_again = plan.form.backward(kept, run.dx_TK, dstream, wants_source, again)
+        into_source, x_again = form.backward(kept, run.dx_TK, dstream, wants_source, again)
         run.weights(x_codes, x_again if again else x_TK)
         source = (grad if wanted else None for grad, wanted in zip(into_source, wants_source))
-        return None, *source, *(grad for layer in range(L) for grad in run.found(layer))
+        return None, None, None, *source, *run.found()
 
 
-def _of_layers(flat: Sequence[Any]) -> list[Held]:
-    return [Held(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
+def _flat(held: Sequence[Held]) -> list[Any]:
+    """Return the tensors of all layers one after the other, as `_held` takes them."""
+    return [t for layer in held for t in (*layer[:4], *layer.scales)]
+
+
+def _held(plan: Plan, flat: Sequence[Any]) -> list[Held]:
+    held, start = [], 0
+    for layer in plan.layers:
+        w, bias, A, B, *scales = flat[start : start + 4 + layer.scale_count]
+        held.append(Held(w, bias, A, B, tuple(scales)))
+        start += 4 + layer.scale_count
+    return held
 
 
 class _Backward:
     """The gradients of the layers: that of x first, then those that want x, which may be computed again on the way."""
 
-    def __init__(self, plan: Plan, held: Sequence[Held], wants: Sequence[Held], wants_dx: bool) -> None:
-        self.plan, self.held, self.wants, self.wants_dx = plan, held, wants, wants_dx
+    def __init__(
+        self, plan: Plan, shared: Sequence[Shared], held: Sequence[Held], wants: Sequence[Held], wants_dx: bool
+    ) -> None:
+        self.plan, self.shared, self.held, self.wants, self.wants_dx = plan, shared, held, wants, wants_dx
         self.dx_TK: Tensor | None = None
         self.dy: dict[int, Tensor] = {}  # [T, N_i] of the layers that a gradient reached
         self._dw: dict[int, Tensor] = {}
@@ -237,11 +262,16 @@ class _Backward:
         self._pending: list[tuple[int, Products, Members, Operand]] = []
         self._dh_TR: Tensor | None = None  # for dA, ...
         self._into_dx: Tensor | None = None  # ... and for dx, until it is in there
-        self._adapted = [i for i, tensors in enumerate(held) if tensors.A is not None]
+        self._adapted = plan.adapted
         self._ranks = [len(held[i].A) for i in self._adapted]
 
-    def found(self, layer: int) -> tuple[Tensor | None, ...]:
-        return tuple(grads.get(layer) for grads in (self._dw, self._db, self._dA, self._dB))
+    def found(self) -> list[Tensor | None]:
+        """Return the gradients of the layers' tensors, in the order of `_flat`; scales have none."""
+        grads: list[Tensor | None] = []
+        for i, layer in enumerate(self.plan.layers):
+            grads += [self._dw.get(i), self._db.get(i), self._dA.get(i), self._dB.get(i)]
+            grads += [None] * layer.scale_count
+        return grads
 
     def add(self, dx_TK: Tensor) -> None:
         if self.wants_dx:
@@ -270,10 +300,10 @@ class _Backward:
         group, wants_dw = self.plan.groups[g], self.wants[members[0]].w
         if not (self.wants_dx or wants_dw):
             return
-        products = self.plan.products(group, members)
+        products = self.plan.products(group, self.shared[g], members)
         dy_q, dy_t = products.dy(dy_TN, self.wants_dx, wants_dw)
         if self.wants_dx:
-            w_t = _transposed(self.plan, group, self.held, members, products)
+            w_t = _transposed(self.plan, group, self.shared[g], self.held, members, products)
             if self.dx_TK is None and adds_onto(dy_q, w_t):
                 self._through_A()
             self.dx_TK = products.grad_input(dy_q, w_t, self.dx_TK)
