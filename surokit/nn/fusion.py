@@ -7,15 +7,16 @@ import torch
 from surokit.fusion import OFF, Fusion
 
 __all__ = ["OFF", "Fusion", "fusion_for"]
+_ALL = Fusion()
 
 
 def fusion_for(chosen: Fusion | None, x: torch.Tensor) -> Fusion:
-    """What holds for a module that reads x: what was chosen, else all of it on CUDA and nothing elsewhere.
+    """Return what holds for a module that reads x: what was chosen, else all of it on CUDA and nothing elsewhere.
 
     Nothing is fused where torch's compiler looks on, which fuses by itself, under autocast, which would cast in between, and on
     tensors without data.
     """
-    fusion = chosen if chosen is not None else Fusion() if x.is_cuda else OFF
-    if fusion == OFF or x.is_meta or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+    fusion = chosen if chosen is not None else _ALL if x.is_cuda else OFF
+    if fusion is OFF or x.is_meta or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return OFF
     return fusion
