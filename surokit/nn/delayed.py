@@ -56,6 +56,7 @@ class DelayedScales:
         self._owner = weakref.ref(owner) if owner is not None else None
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that read and record here
         self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._walk: _Walk | None = None  # the parameters of all these modules
         self.number = next(_numbers)
         self.restored = 0  # how often the amaxes came from outside
         _watch(self)
@@ -155,16 +156,20 @@ class DelayedScales:
             dist.all_reduce(self.open_S, dist.ReduceOp.MAX, group)
 
     def follows(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether `optimizer` trains the layers' model. A yes is remembered; a no may change with new parameter groups."""
+        """Tell whether `optimizer` trains the layers' model. A yes is remembered; a no may change with new parameters of either.
+
+        Every step of every optimizer asks, those of other models too, so the model is walked only when it has changed.
+        """
         if optimizer in self._followed:
             return True
         owner = self._owner() if self._owner is not None else None
-        modules = [*self.layers] if owner is None else [owner, *self.layers]
-        mine = {id(p): p for module in modules for p in module.parameters()}
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        roots = [*self.layers] if owner is None else [owner, *self.layers]
+        if self._walk is None or not self._walk.holds(roots):
+            self._walk = _Walk(roots)
+        trained = (id(p) for group in optimizer.param_groups for p in group["params"])
         # a copy whose layers are all frozen is trained by adapters that it cannot see
-        frozen_copy = self._owner is None and not any(p.requires_grad for p in mine.values())
-        if frozen_copy or trained & mine.keys():
+        frozen_copy = self._owner is None and not self._walk.trains()
+        if frozen_copy or not self._walk.parameters.isdisjoint(trained):
             self._followed.add(optimizer)
             return True
         return False
@@ -197,6 +202,39 @@ class DelayedScales:
         self.history_HS, self.in_force_S, self.open_S, self.cursor = (
             t.to(device) for t in (self.history_HS, self.in_force_S, self.open_S, self.cursor)
         )
+
+
+class _Walk:
+    """The parameters of some modules and of all modules in them, by id: nothing is kept alive.
+
+    `holds` reads what each module has, which costs a small part of a walk; an id that is given out again tells no lie, since two
+    objects that live now never share one.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        modules = {id(module): module for root in roots for module in root.modules()}.values()
+        self._modules = [weakref.ref(module) for module in modules]
+        self._state = self._read(roots)
+        self.parameters = {id(p) for module in modules for p in module._parameters.values() if p is not None}
+
+    def holds(self, roots: Sequence[nn.Module]) -> bool:
+        """Tell whether a walk through `roots` would find the same."""
+        return self._read(roots) == self._state
+
+    def trains(self) -> bool:
+        """Tell whether a gradient is wanted for any of the parameters."""
+        alive = (module for ref in self._modules if (module := ref()) is not None)
+        return any(p is not None and p.requires_grad for module in alive for p in module._parameters.values())
+
+    def _read(self, roots: Sequence[nn.Module]) -> list[int]:
+        found: list[Any] = [*roots]
+        for ref in self._modules:
+            module = ref()
+            if module is None:
+                return []
+            found += module._parameters.values()
+            found += module._modules.values()
+        return [*map(id, found)]
 
 
 def _several(slots: Slots) -> Sequence[int]:

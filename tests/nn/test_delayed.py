@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 import surokit as sk
 from surokit import convert
 from surokit.kernels.reference.quantize import encode_scale
+from surokit.nn import delayed
 from surokit.nn.delayed import DelayedScales, banks_of
 
 VECTORS = load_file(Path(__file__).parents[1] / "golden" / "fp8_delayed.safetensors")
@@ -67,6 +69,109 @@ def test_whoever_trains_the_layers_rolls_their_histories(tiny, batch, how):
     for _ in range(3):
         train_step(tiny, batch, optimizer)
     assert [bank.cursor.item() for bank in banks_of(tiny)] == [3, 3] if how == "layers one by one" else [3]
+
+
+@pytest.fixture
+def walks(monkeypatch):
+    """The modules whose parameters were looked for, a walk each."""
+    walked: list[int] = []
+    real = delayed._Walk.__init__
+
+    def counting(walk, roots):
+        walked.append(len(roots))
+        real(walk, roots)
+
+    monkeypatch.setattr(delayed._Walk, "__init__", counting)
+    return walked
+
+
+def test_steps_of_others_walk_a_model_once(tiny, batch, walks):
+    """Several models in turns, as in a race: after the first step nobody's parameters are walked for anybody's."""
+    models = [tiny, copy.deepcopy(tiny), copy.deepcopy(tiny)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    for model in models:
+        sk.apply(model, sk.FP8)
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers):
+            with delayed.dropped_on_error(optimizer):
+                model(**batch).loss.backward()
+            optimizer.step()
+        if step == 0:
+            assert len(walks) >= 3
+            walks.clear()
+    assert walks == []
+    assert [bank.cursor.item() for model in models for bank in banks_of(model)] == [4] * 3
+
+
+def add_group(bank, model, optimizer):
+    optimizer.add_param_group({"params": list(model.parameters())})
+
+
+def change_group(bank, model, optimizer):
+    optimizer.param_groups[0]["params"][0] = model.embed.weight
+
+
+def take_parameter(bank, model, optimizer):
+    (stranger,) = optimizer.param_groups[0]["params"]
+    model.lm_head.register_parameter("beside", stranger)
+
+
+def put_parameter(bank, model, optimizer):
+    (stranger,) = optimizer.param_groups[0]["params"]
+    model.lm_head.bias = stranger
+
+
+def take_module(bank, model, optimizer):
+    (stranger,) = optimizer.param_groups[0]["params"]
+    model.beside = torch.nn.ParameterList([stranger])
+
+
+def take_layer(bank, model, optimizer):
+    layer = torch.nn.Module()
+    (layer.weight,) = optimizer.param_groups[0]["params"]
+    model.kept_alive = [layer]
+    bank.layers.add(layer)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [add_group, change_group, take_parameter, put_parameter, take_module, take_layer],
+    ids=lambda c: c.__name__,
+)
+def test_a_no_holds_until_either_side_has_new_parameters(tiny, change, walks):
+    sk.apply(tiny, sk.FP8)
+    (bank,) = banks_of(tiny)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.01)
+    assert not any(bank.follows(optimizer) for _ in range(3))
+    assert len(walks) == 1
+    change(bank, tiny, optimizer)
+    assert bank.follows(optimizer)
+    assert len(walks) == 1 + (change not in (add_group, change_group))
+
+
+def test_a_copy_is_followed_once_all_of_it_is_frozen(tiny, walks):
+    sk.apply(tiny, sk.FP8)
+    twin = copy.deepcopy(tiny)
+    (bank,) = banks_of(twin)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.01)
+    assert not any(bank.follows(optimizer) for _ in range(3))
+    twin.requires_grad_(False)
+    assert bank.follows(optimizer)
+    assert len(walks) == 1
+
+
+def test_what_was_walked_is_not_kept_alive():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    sk.apply(model, sk.FP8.keep_small(0).keep_last(0))
+    (bank,) = banks_of(model)
+    assert not bank.follows(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.01))
+    gone = [weakref.ref(one) for one in (model, model[0], model[0].weight)]
+    gc.disable()  # nothing goes around in a circle
+    try:
+        del model
+        assert [ref() for ref in gone] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_histories_of_parts_are_all_saved(tiny, batch):
