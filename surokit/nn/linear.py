@@ -136,7 +136,7 @@ class Linear(nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.storage_key = storage_key_of(self.storage)  # another process has to know the key
+        self.storage_key = storage_key_of(self.storage)  # another version may write it otherwise
         if self.precision is not None and self.precision.scales is not None:  # a copy's histories belong to its layers
             self.precision.scales.layers.add(self)
 

@@ -20,7 +20,6 @@ T tokens (all leading dimensions), K in_features, N out_features.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,39 +39,37 @@ from surokit.recipe import Gemm, Recipe
 UNQUANTIZED = Recipe("bf16")
 Operand = Tensor | Quantized
 
-# What the operations need to know of a layer beside its tensors, its spec, is a recipe's key and that of a storage. A string is
-# what torch's compiler takes for a constant and compares; torch 2.11 takes no recipe and no quantizer.
-_LENGTH = 16
-_RECIPES: dict[str, Recipe] = {}
-_STORAGES: dict[str, Quantizer | None] = {"": None}
+# The operations are told a layer's recipe and storage as text, from which both can be made again in any process that finds the
+# compiled graph on disk. A string is what torch's compiler takes for a constant and compares; it takes no recipe and no quantizer.
 
 
 @cache
 def key_of(recipe: Recipe) -> str:
-    """A short key of a recipe's products, the same in every process, since compiled graphs are kept on disk."""
-    key = _hashed([gemm.to_dict() for gemm in recipe.gemms])
-    _RECIPES.setdefault(key, recipe)
-    return key
+    """Write a recipe's three products as text."""
+    return _written([gemm.to_dict() for gemm in recipe.gemms])
 
 
 @cache
 def storage_key_of(storage: Quantizer | None) -> str:
-    """The same of how a weight is stored; "" where it is not."""
-    key = _hashed(storage.to_dict()) if storage else ""
-    _STORAGES.setdefault(key, storage)
-    return key
+    """Write how a weight is stored as text; "" where it is not."""
+    return _written(storage.to_dict()) if storage else ""
 
 
-def _hashed(said: Any) -> str:
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:_LENGTH]
+def _written(data: Any) -> str:
+    return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
-def recipe_of(spec: str) -> Recipe:
-    return _RECIPES[spec[:_LENGTH]]
+@cache
+def recipe_of(key: str) -> Recipe:
+    """Read what `key_of` wrote: a recipe of these products, and of nothing else."""
+    forward, grad_input, grad_weight = (Gemm.from_dict(data) for data in json.loads(key))
+    return Recipe("products", forward, grad_input, grad_weight)
 
 
-def storage_of(spec: str) -> Quantizer | None:
-    return _STORAGES[spec[_LENGTH:]]
+@cache
+def storage_of(key: str) -> Quantizer | None:
+    """Read what `storage_key_of` wrote."""
+    return Quantizer.from_dict(json.loads(key)) if key else None
 
 
 _UNQUANTIZED = key_of(UNQUANTIZED)
@@ -91,10 +88,6 @@ class Precision:
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", key_of(self.recipe))
 
-    def __reduce__(self) -> Any:
-        """Copies and pickles are made as this was: another process has to know the key."""
-        return Precision, (self.recipe, self.scales, self.first_slot)
-
 
 def three_products(
     x_TK: Tensor,
@@ -110,13 +103,13 @@ def three_products(
     w: the weight [N, K], or its codes, with the key of their `storage` and `w_scales`. record: delayed scaling notes the amaxes
     it sees.
     """
-    spec = (precision.key if precision else _UNQUANTIZED) + storage
+    recipe = precision.key if precision else _UNQUANTIZED
     scales, first = (precision.scales, precision.first_slot) if precision else (None, 0)
     amaxes = (scales.number if scales else -1), first
     # always as many arguments: torch's compiler counts them
     padded = (*w_scales, *(None for _ in range(_MOST_SCALES - len(w_scales))))
     wants_dw = w.requires_grad and torch.is_grad_enabled()
-    y_TN: Tensor = _Product.apply(x_TK, w, *padded, out_features, spec, *amaxes, wants_dw, record)
+    y_TN: Tensor = _Product.apply(x_TK, w, *padded, out_features, recipe, storage, *amaxes, wants_dw, record)
     return y_TN
 
 
@@ -130,7 +123,8 @@ class _Product(torch.autograd.Function):
         w_scales_2: Tensor | None,
         w_scales_3: Tensor | None,
         out_features: int,
-        spec: str,
+        recipe: str,
+        storage: str,
         scales: int,
         first_slot: int,
         wants_dw: bool,
@@ -138,13 +132,13 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         given = [s for s in (w_scales, w_scales_2, w_scales_3) if s is not None]
         y_TN, *kept = torch.ops.surokit.products_forward(
-            x_TK, w, given, out_features, spec, scales, first_slot, wants_dw, record
+            x_TK, w, given, out_features, recipe, storage, scales, first_slot, wants_dw, record
         )
         if wants_dw and len(kept) == 0:  # grad_weight takes x as it is
             kept = [x_TK]
         ctx.save_for_backward(w, *given, *kept)
         ctx.w_scales = len(given)
-        ctx.constants = out_features, x_TK.shape[1], spec, scales, first_slot
+        ctx.constants = out_features, x_TK.shape[1], recipe, storage, scales, first_slot
         ctx.record = record
         return y_TN
 
@@ -159,7 +153,7 @@ class _Product(torch.autograd.Function):
         )
         dx_TK = grads[0] if wants_dx else None
         dw_NK = grads[-1] if wants_dw else None
-        return dx_TK, dw_NK, *(None for _ in range(9))
+        return dx_TK, dw_NK, *(None for _ in range(10))
 
 
 # -- the two operations
@@ -172,16 +166,17 @@ def _forward(
     w: Tensor,
     w_scales: list[Tensor],
     out_features: int,
-    spec: str,
+    recipe: str,
+    storage: str,
     scales: int,
     first_slot: int,
     wants_dw: bool,
     record: bool,
 ) -> list[Tensor]:
     """y [T, N], then the codes and scales of x' [K, T] where grad_weight quantizes it."""
-    products = Products(recipe_of(spec), bank(scales), (first_slot,), record, x_TK.dtype)
+    products = Products(recipe_of(recipe), bank(scales), (first_slot,), record, x_TK.dtype)
     x_q, x_kept = products.x(x_TK, wants_dw)
-    w_NK = weight(w, w_scales, storage_of(spec), (out_features, x_TK.shape[1]))
+    w_NK = weight(w, w_scales, storage_of(storage), (out_features, x_TK.shape[1]))
     y_TN = products.forward(x_q, products.w(w_NK))
     return [y_TN, *(x_kept.parts if wants_dw and isinstance(x_kept, Quantized) else ())]
 
@@ -193,7 +188,8 @@ def _backward(
     kept: list[Tensor],
     out_features: int,
     in_features: int,
-    spec: str,
+    recipe: str,
+    storage: str,
     scales: int,
     first_slot: int,
     wants_dx: bool,
@@ -201,11 +197,11 @@ def _backward(
     record: bool,
 ) -> list[Tensor]:
     """dx [T, K] and dw [N, K], those that are wanted."""
-    products = Products(recipe_of(spec), bank(scales), (first_slot,), record, dy_TN.dtype)
+    products = Products(recipe_of(recipe), bank(scales), (first_slot,), record, dy_TN.dtype)
     dy_q, dy_t = products.dy(dy_TN, wants_dx, wants_dw)
     grads = []
     if wants_dx:
-        w_NK = weight(w, w_scales, storage_of(spec), (out_features, in_features))
+        w_NK = weight(w, w_scales, storage_of(storage), (out_features, in_features))
         grads.append(products.grad_input(dy_q, products.w_t(w_NK)))
     if wants_dw:
         x_KT = products.x_t(kept, (in_features, dy_TN.shape[0]))
@@ -218,19 +214,19 @@ def _without_amaxes(function: Callable[..., list[Tensor]], position: int) -> Cal
     return lambda *args: function(*args[:position], -1, *args[position + 1 :])
 
 
-_LAYER = "str spec, int scales, int first_slot"
+_LAYER = "str recipe, str storage, int scales, int first_slot"
 for _schema, _function, _position in (
     (
         f"products_forward(Tensor x, Tensor w, Tensor[] w_scales, int out_features, {_LAYER}, bool wants_dw, "
         "bool record) -> Tensor[]",
         _forward,
-        5,
+        6,
     ),
     (
         f"products_backward(Tensor dy, Tensor w, Tensor[] w_scales, Tensor[] kept, int out_features, int in_features, "
         f"{_LAYER}, bool wants_dx, bool wants_dw, bool record) -> Tensor[]",
         _backward,
-        7,
+        8,
     ),
 ):
     _name = _schema.partition("(")[0]
