@@ -1,4 +1,4 @@
-"""Delayed scaling: the amax histories of all operands of a model, side by side in three tensors.
+"""Delayed scaling keeps the amax histories of all operands of a model side by side in three tensors.
 
 The scale of step t comes from the amaxes up to step t - 1, so that no product waits for a reduction over its own operand.
 Within a step the amaxes are merged into an open slot and the amax in force is only read; after the optimizer's step the slot
@@ -35,6 +35,8 @@ from surokit.quantizer import Quantizer
 
 Slots = int | Sequence[int]  # of one operand; more than one where several layers read it
 
+# All histories of the process, by number. Compiled graphs carry numbers: given tensors that an operation changes, they would copy
+# them around each. And an optimizer's step has to find those that it rolls.
 _banks: weakref.WeakValueDictionary[int, DelayedScales] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _hook: Any = None
@@ -66,7 +68,7 @@ class DelayedScales:
         return _restored, (*self.history_HS.shape, self.in_force_S.device, self.state_dict())
 
     def quantize(self, slots: Slots, x_MK: Tensor, quantizer: Quantizer, record: bool) -> Quantized:
-        """x by the amax in force; with `record`, x's own amax is merged into the open slots of all layers that read x.
+        """Quantize x by the amax in force; with `record`, x's own amax is merged into the open slots of all layers that read x.
 
         Decodes to NaN where x holds an inf or a NaN, which would otherwise be cut to an ordinary number.
         """
@@ -85,7 +87,7 @@ class DelayedScales:
     def quantize_both(
         self, slots: Slots, x_MK: Tensor, quantizer: Quantizer, record: bool
     ) -> tuple[Quantized, Quantized]:
-        """`quantize`, and the same codes of x' in rows of their own, in one pass over x; for spaced slots."""
+        """Quantize as `quantize` does, and make the same codes of x' in rows of their own, in one pass over x; for spaced slots."""
         if x_MK.itemsize > 4:
             x_MK = x_MK.float()
         form = kernels.best(reference.quantize_both, x_MK.device)
@@ -94,7 +96,7 @@ class DelayedScales:
         return Quantized.of(quantizer, parts[:2], (M, K)), Quantized.of(quantizer, parts[2:], (K, M))
 
     def views(self, slots: Slots, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The amaxes in force and the open slots of one operand, [S] each, to be read and written in place on `device`.
+        """Return the amaxes in force and the open slots of one operand, [S] each, to be read and written in place on `device`.
 
         Raises ValueError for slots that are not `spaced`.
         """
@@ -109,12 +111,12 @@ class DelayedScales:
 
     @staticmethod
     def spaced(slots: Slots) -> bool:
-        """Whether the slots ascend in equal steps, so that a view of the bank holds them."""
+        """Tell whether the slots ascend in equal steps, so that a view of the bank holds them."""
         steps = {later - slot for slot, later in itertools.pairwise(_several(slots))}
         return not steps or (len(steps) == 1 and min(steps) > 0)
 
     def amax(self, slot: int, x: Tensor, record: bool) -> Tensor:
-        """The amax [1, 1] that quantizes `x` now; with `record`, x's own amax is merged into the open slot.
+        """Return the amax [1, 1] that quantizes `x` now; with `record`, x's own amax is merged into the open slot.
 
         NaN where x holds an inf or a NaN.
         """
@@ -175,7 +177,7 @@ class DelayedScales:
         return False
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything that the next step depends on, as tensors."""
+        """Return everything that the next step depends on, as tensors."""
         return {
             "history": self.history_HS.clone(),
             "in_force": self.in_force_S.clone(),
@@ -184,7 +186,7 @@ class DelayedScales:
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Inverse of `state_dict`; a ValueError names a history of another shape."""
+        """Take what `state_dict` gave; a ValueError names a history of another shape."""
         if state["history"].shape != self.history_HS.shape:
             raise ValueError(
                 f"The delayed-scaling state holds {tuple(state['history'].shape)} amaxes (steps, operands) and the model "
@@ -242,25 +244,25 @@ def _several(slots: Slots) -> Sequence[int]:
 
 
 def bank(number: int) -> DelayedScales | None:
-    """The histories with this number: compiled graphs carry numbers, not objects. None below zero."""
+    """Return the histories with this number: compiled graphs carry numbers, not objects. None below zero."""
     return _banks[number] if number >= 0 else None
 
 
 def banks_of(model: nn.Module) -> list[DelayedScales]:
-    """The histories that layers of `model` use, in the order in which they were made."""
+    """Return the histories that layers of `model` use, in the order in which they were made."""
     modules = set(model.modules())
     return [scales for _, scales in sorted(_banks.items()) if any(layer in modules for layer in scales.layers)]
 
 
 def amaxes_of(model: nn.Module) -> list[Tensor]:
-    """All that the histories of `model` consist of; not copies."""
+    """Return all tensors of the histories of `model`; not copies."""
     return [t for bank in banks_of(model) for t in (bank.history_HS, bank.in_force_S, bank.open_S, bank.cursor)]
 
 
 @contextmanager
 def kept_amaxes(model: nn.Module) -> Iterator[None]:
-    """Whatever forward and backward record inside, afterwards the histories are what they were, as if they had always been: codes
-    that frozen weights keep stay theirs."""
+    """Put the histories back afterwards, whatever forward and backward record inside, as if they had always been so: codes that
+    frozen weights keep stay theirs."""
     held = amaxes_of(model)
     before = [t.clone() for t in held]
     try:
@@ -272,7 +274,7 @@ def kept_amaxes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def dropped_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Around forward and backward of a step: where they fail, what they recorded is dropped, as if the step had not begun."""
+    """Drop what forward and backward of a step recorded where they fail, as if the step had not begun."""
     before = [(bank, bank.in_force_S.clone()) for bank in _banks.values() if bank.follows(optimizer)]
     try:
         yield
@@ -290,7 +292,11 @@ def _restored(history: int, slots: int, device: torch.device, state: dict[str, T
 
 
 def _watch(scales: DelayedScales) -> None:
-    """Roll `scales` after optimizer steps, whoever writes the loop. The hook is registered with the first bank."""
+    """Roll `scales` after optimizer steps, whoever writes the loop.
+
+    The hook, registered with the first histories, is on every optimizer: the one that trains the model may be made before or after
+    them, by code that knows nothing of them. It stays, since torch does not let go of a hook while it goes through all of them.
+    """
     global _hook
     _banks[scales.number] = scales
     if _hook is None:

@@ -1,5 +1,5 @@
-"""What is computed of frozen weights and kept from step to step: codes where a product would quantize the same numbers again and
-again, and on a CPU the numbers of stored codes.
+"""Keep from step to step what is computed of frozen weights: codes, where a product would quantize the same numbers again, and on a
+CPU the numbers of stored codes.
 
 It stands beside a layer, in no state dict, and is never copied; each time it is wanted it is asked whether the weights are
 still the ones that it was computed of: the same tensors in the same memory, unchanged (torch counts changes in place, but not those
@@ -40,7 +40,7 @@ class Unchanged:
         self._storages = [StorageWeakRef(t.untyped_storage()) for t in tensors]
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the same tensors in the same memory, unchanged."""
+        """Tell whether these are the same tensors in the same memory, unchanged."""
         return (
             len(tensors) == len(self._refs)
             and all(ref() is t for ref, t in zip(self._refs, tensors))
@@ -78,7 +78,7 @@ class Frozen:
         self._stay: bool | None = True if scales is None else None  # whether codes may; None: not known yet
 
     def serves(self, weights: Sequence[Tensor], what: Any, scales: DelayedScales | None = None) -> bool:
-        """Whether these are the weights that were quantized, for the same products."""
+        """Tell whether these are the weights that were quantized, for the same products."""
         return (
             self._weights.are(weights)
             and self._what == what
@@ -88,7 +88,7 @@ class Frozen:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept."""
+        """Count the bytes that are kept."""
         codes = sum(Q.nbytes for Q in (*self._codes.values(), *self._transposed.values()))
         return codes + sum(scales.nbytes for scales in self._turned.values())
 
@@ -101,7 +101,7 @@ class Frozen:
             self._codes[members] = operand
 
     def transposed(self, members: Members, make: Callable[[], Tensor | Quantized], keep: bool) -> Tensor | Quantized:
-        """Returns w' [K, N] for grad_input: what is kept, or what `make` gives, which is kept from then on if `keep` says so.
+        """Return w' [K, N] for grad_input: what is kept, or what `make` gives, which is kept from then on if `keep` says so.
 
         Where its codes are a view of those of w, its scales are kept in rows all the same.
         """
@@ -144,8 +144,10 @@ class Frozen:
 
 
 def is_own(weights: Sequence[Tensor]) -> bool:
-    """Whether these are a model's own frozen parameters, whose changes torch counts: not those of inference mode, and not those
-    that are streamed in for their layer's turn."""
+    """Tell whether these are a model's own frozen parameters, whose changes torch counts.
+
+    Those of inference mode are not, nor those that are streamed in for their layer's turn.
+    """
     return all(
         type(w) is nn.Parameter and not w.requires_grad and not w.is_inference() and not hasattr(w, "borrowed")
         for w in weights
@@ -153,17 +155,17 @@ def is_own(weights: Sequence[Tensor]) -> bool:
 
 
 def in_one_process() -> bool:
-    """Whether the whole model is here: where it is sharded, a weight's memory is only borrowed for its layer's turn."""
+    """Tell whether the whole model is here: where it is sharded, a weight's memory is only borrowed for its layer's turn."""
     return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def can_stay(q: Quantizer | None) -> bool:
-    """Whether a weight quantized so has the same codes each time."""
+    """Tell whether a weight quantized so has the same codes each time."""
     return q is None or q.rounding == "nearest"
 
 
 def _capturing(t: Tensor) -> bool:
-    """Whether a CUDA graph is being recorded: what is computed then exists from its first replay on."""
+    """Tell whether a CUDA graph is being recorded: what is computed then exists from its first replay on."""
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -172,7 +174,7 @@ def _state(weights: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
 
 
 def _contiguous(Q: Quantized) -> Quantized:
-    """With codes in rows, as tensor cores want them, and not the view of a transpose."""
+    """Put codes in rows, as tensor cores want them, where they are the view of a transpose."""
     if Q.codes.is_contiguous():
         return Q
     return replace(Q, codes=kernels.transpose_fp8(Q.codes.t()), scales=Q.scales.contiguous())

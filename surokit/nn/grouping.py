@@ -1,4 +1,4 @@
-"""Which layers of a stage share what: the codes of x, a product, a product in backward, the codes of frozen weights.
+"""Plan which layers of a stage share the codes of x, a product, a product in backward, the codes of frozen weights.
 
 Layers that quantize x alike are a group, and x is quantized once for it. Those of a group whose weights lie side by side are one
 product where they can be quantized as one: where that gives each its own codes, or where a scale of a tensor or a row is then
@@ -90,7 +90,7 @@ class Group:
 
 
 class Shared(NamedTuple):
-    """What the layers of a group share in one forward and its backward, beside the plan."""
+    """Holds what the layers of a group share in one forward and its backward, beside the plan."""
 
     scales: DelayedScales | None
     frozen: Frozen | None
@@ -98,7 +98,7 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a stage is computed: made of a PlanKey and the answers in `lies`, so it holds as long as these are the same."""
+    """Says how a stage is computed. It is made of a PlanKey and the answers in `lies`, and holds as long as these are the same."""
 
     key: PlanKey
     lies: dict[Members, bool]  # layers that may be one product, and whether their weights lie side by side
@@ -335,7 +335,7 @@ def shared_by(group: Group, inside: Sequence[Linear], held: Sequence[Held]) -> S
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """One above the other; without a copy where they lie so."""
+    """Put tensors one above the other; without a copy where they lie so."""
     if len(tensors) == 1:
         return tensors[0]
     there = side_by_side(tensors)

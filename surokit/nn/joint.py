@@ -1,4 +1,4 @@
-"""Weights of sibling layers side by side in one storage, so that layers that read one input can be one product.
+"""Lay weights of sibling layers side by side in one storage, so that layers that read one input can be one product.
 
 Parameters stay what they are: the same objects under the same names, so optimizers, checkpoints and wrappers see no difference.
 Only their memory is another: consecutive rows of one block, which `side_by_side` gives as one tensor. Whether it still is so is
@@ -81,7 +81,7 @@ def lay(layers: Sequence[nn.Module], chosen: Fusion | None) -> None:
 
 
 def lay_in_forward(layers: Sequence[nn.Module], fusion: Fusion) -> None:
-    """The same as a forward begins, for layers that a recipe, a load or a copy has taken apart since.
+    """Lay sibling layers as a forward begins, if a recipe, a load or a copy has taken them apart since.
 
     Nothing is moved in a process group: a sharded model's parameters are whole for a moment only, in memory that is not theirs.
     Nor in inference mode, where nothing could be; the first forward outside it does.
@@ -110,7 +110,7 @@ def lay_layers(layers: Sequence[nn.Module]) -> None:
 
 
 def _addresses(layers: Sequence[nn.Module]) -> list[int]:
-    """Where the layers' weights, and the A of their adapters, were: whether something was moved since, told cheaply."""
+    """Return where the layers' weights, and the A of their adapters, are, which tells cheaply whether something was moved."""
     found = []
     for layer in layers:
         for owner in (layer, layer._modules.get("lora_A")):
@@ -127,7 +127,7 @@ def _lay(parameters: Sequence[Tensor | None]) -> None:
 
 
 def _plain(t: Tensor) -> bool:
-    """Whether a tensor is a block of ordinary memory: no subclass that holds something else, no lack of data."""
+    """Tell whether a tensor is a block of ordinary memory: no subclass that holds something else, no lack of data."""
     return type(t) in (Tensor, nn.Parameter) and t.ndim > 0 and not t.is_meta and t.is_contiguous()
 
 

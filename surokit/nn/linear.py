@@ -1,4 +1,4 @@
-"""Linear: one layer for every recipe. Precision happens in nn/products.py; a layer differs from another only by what it holds.
+"""Linear is the one layer for every recipe: precision happens in nn/products.py, and layers differ only by what they hold.
 
 The layer is a torch.nn.Linear with the same state-dict keys. A stored (frozen, quantized) weight keeps the name `weight` for
 its codes and adds the scales of its checkpoint format (`weight_scale_inv`, or `weight_scale` and so on: `Scaling.stored_as`);
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def linear(x: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """torch.nn.functional.linear: x [..., K] to [..., N]; bfloat16 goes through float32 on a CPU where that is faster."""
+    """Compute torch.nn.functional.linear: x [..., K] to [..., N]; bfloat16 goes through float32 on a CPU where that is faster."""
     if not _is_plain(x, w_NK, bias_N) or is_transformed():
         return F.linear(x, w_NK, bias_N)
     if torch.is_autocast_enabled("cpu"):
@@ -44,7 +44,7 @@ def linear(x: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
 
 
 def _is_plain(*operands: Tensor | None) -> bool:
-    """Whether these are a CPU's own tensors whose products may go through float32: other kinds of tensors (DTensor, quantized
+    """Tell whether these are a CPU's own tensors whose products may go through float32: other kinds of tensors (DTensor, quantized
     weights of torchao) have an F.linear of their own, and autocast leaves float64 as it is."""
     return kernels.converts() and all(
         t is None or (type(t) in kernels.PLAIN and t.device.type == "cpu" and t.dtype != torch.float64)
@@ -53,7 +53,7 @@ def _is_plain(*operands: Tensor | None) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether torch.export, torch.func or forward-mode differentiation looks on: our autograd functions have no rules for them."""
+    """Tell whether torch.export, torch.func or forward-mode differentiation looks on: our functions have no rules for them."""
     if torch.compiler.is_exporting():
         return True
     if torch.compiler.is_compiling():
@@ -62,7 +62,7 @@ def is_transformed() -> bool:
 
 
 class _ThroughFloat32(torch.autograd.Function):
-    """Its gradients are products of the same kind, so it can be differentiated as often as torch's own."""
+    """The gradients of this are products of the same kind, so it can be differentiated as often as torch's own."""
 
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -81,7 +81,7 @@ class _ThroughFloat32(torch.autograd.Function):
 
 
 class AdapterMatrix(nn.Linear):
-    """A or B of an adapter: a torch.nn.Linear without a bias, whose products are computed as the layer's are."""
+    """This is A or B of an adapter: a torch.nn.Linear without a bias, whose products are computed as the layer's are."""
 
     def __init__(self, in_features: int, out_features: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
@@ -92,7 +92,7 @@ class AdapterMatrix(nn.Linear):
 
 @dataclass(frozen=True, eq=False)
 class _BeforeMerging:
-    """What merging an adapter replaced; held beside the layer's modules and parameters, so in no state dict."""
+    """Holds what merging an adapter replaced, beside the layer's modules and parameters, so in no state dict."""
 
     weight: Tensor | Quantized
     lora_A: AdapterMatrix
@@ -205,33 +205,33 @@ class Linear(nn.Linear):
 
     @property
     def stored_scales(self) -> tuple[Tensor, ...]:
-        """Scales of a stored weight, and scales of the scales; empty without one."""
+        """Return scales of a stored weight, and scales of the scales; empty without one."""
         if self.storage is None:
             return ()
         return tuple(getattr(self, name) for name in self.storage.scaling.stored_as if name in self._parameters)
 
     @property
     def stored(self) -> Quantized | None:
-        """The stored weight [N, K], or None."""
+        """Return the stored weight [N, K], or None."""
         if self.storage is None:
             return None
         return Quantized.of(self.storage, (self.weight, *self.stored_scales), (self.out_features, self.in_features))
 
     def dense_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight [N, K] as the products see it: itself, or dequantized (bfloat16 unless `dtype` is given)."""
+        """Return the weight [N, K] as the products see it: itself, or dequantized (bfloat16 unless `dtype` is given)."""
         stored = self.stored
         if stored is None:
             return self.weight.to(dtype or self.weight.dtype)
         return stored.dequantize(dtype or torch.bfloat16)
 
     def keep_decoded(self, keep: bool) -> None:
-        """Whether to keep the stored weight once it is decoded; what was kept is let go where not."""
+        """Choose whether to keep the stored weight once it is decoded; what was kept is let go where not."""
         self.keeps_decoded = keep
         if not keep:
             self.kept = None
 
     def decoded_weight(self, dtype: torch.dtype) -> Tensor:
-        """The stored weight [N, K] for a layer that keeps it: on a CPU the same tensor each time, until the codes change."""
+        """Return the stored weight [N, K] for a layer that keeps it: on a CPU the same tensor each time, until the codes change."""
         parts = self.weight, *self.stored_scales
         if (
             self.weight.device.type != "cpu"
@@ -247,20 +247,20 @@ class Linear(nn.Linear):
 
     @property
     def decodes(self) -> bool:
-        """Whether products need the stored weight decoded: if it is stored, and none takes the codes as they are."""
+        """Tell whether products need the stored weight decoded: if it is stored, and none takes the codes as they are."""
         if self.storage is None:
             return False
         return self.precision is None or not self.precision.recipe.takes_codes(self.storage)
 
     @property
     def keeps_now(self) -> bool:
-        """Whether forward keeps its decoded weight."""
+        """Tell whether forward keeps its decoded weight."""
         return self.keeps_decoded and self.decodes
 
     # -- an adapter
 
     def adapter(self, x: Tensor) -> Tensor:
-        """alpha / rank * B A x, [..., N]."""
+        """Compute alpha / rank * B A x, [..., N]."""
         h = self.lora_A(x) * (self.lora_alpha / self.lora_rank)
         y: Tensor = self.lora_B(h)
         return y
@@ -271,7 +271,7 @@ class Linear(nn.Linear):
 
     @property
     def lora_rank(self) -> int:
-        """Rank of the adapter, 0 without one."""
+        """Return the rank of the adapter, 0 without one."""
         return self.lora_A.out_features if self.has_adapter else 0
 
     def add_adapter(self, lora: Lora, dtype: torch.dtype | None = None) -> None:
@@ -349,7 +349,7 @@ class Linear(nn.Linear):
 
     @property
     def can_unmerge(self) -> bool:
-        """Whether `unmerge_adapter` has something to bring back."""
+        """Tell whether `unmerge_adapter` has something to bring back."""
         return self._before is not None
 
     def _set_dense(self, weight: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Linear + cross-entropy in one operation: a tokens x vocabulary matrix never exists, in forward or in backward."""
+"""Compute linear + cross-entropy in one operation: a tokens x vocabulary matrix never exists, in forward or in backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IGNORED = reference.IGNORED
 
 
 def linear_cross_entropy(x_TK: Tensor, w_VK: Tensor, labels_T: Tensor) -> Tensor:
-    """Mean cross-entropy (0-d, float32) of the logits x w' against the labels that are not -100.
+    """Compute the mean cross-entropy (0-d, float32) of the logits x w' against the labels that are not -100.
 
     x [T, K], w [V, K] of one dtype, labels [T] int64. The logits live in chunks of at most 2,048 tokens; both gradients are
     made in forward, chunk by chunk, and backward only scales them. Without gradients only the loss is computed.
@@ -66,7 +66,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def chunked_cross_entropy(
     head: Callable[[Tensor], Tensor], x_TK: Tensor, labels_T: Tensor, vocabulary: int, random: bool = True
 ) -> Tensor:
-    """The same loss through any head x [C, K] -> logits [C, V], for heads that are more than a weight (quantized, adapted).
+    """Compute the same loss through any head x [C, K] -> logits [C, V], for heads that are more than a weight (quantized, adapted).
 
     A chunk's logits are computed again in backward instead of kept. random: the head may draw random numbers, and draws the
     same ones then; keeping their state is nothing that a CUDA graph can hold.

@@ -1,4 +1,4 @@
-"""RMSNorm: inputs in the model's dtype, arithmetic in float32, nothing kept for backward but the input and one number a row."""
+"""RMSNorm takes inputs in the model's dtype, computes in float32, and keeps the input and one number a row for backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queries and keys between their projection and attention: QK-norm of each head and rotation, in one pass each way.
+"""Normalize and rotate queries and keys between their projection and attention, in one pass each way.
 
 Where one product made q, k and v they are parts of one tensor, and their gradients are written into one, so that nothing is
 gathered for the product's own gradients. Backward keeps that tensor and one number a head for the norms; without norms it keeps
@@ -51,7 +51,7 @@ def split_heads(
 
 
 def _fuses(q_norm: RMSNorm, k_norm: RMSNorm) -> bool:
-    """Whether both norms are what the kernel computes: ours, of one eps, and nobody's hook looks on."""
+    """Tell whether both norms are what the kernel computes: ours, of one eps, and nobody's hook looks on."""
     ours = all(type(norm).forward is RMSNorm.forward and not is_hooked(norm) for norm in (q_norm, k_norm))
     return ours and q_norm.eps == k_norm.eps
 

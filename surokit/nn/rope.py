@@ -1,4 +1,4 @@
-"""Rotary position embedding: tables made once, outside the step; the rotation keeps nothing but the tables for backward.
+"""Rotary position embedding makes its tables once, outside the step, and keeps nothing but them for backward.
 
 The tables are neither parameters nor buffers: they follow the module's device and dtype but are made anew from the
 configuration, so a model that went through bfloat16 and back has exact ones, and no checkpoint holds them.

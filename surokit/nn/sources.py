@@ -1,4 +1,4 @@
-"""Sources: what the linear layers of a stage read. A norm of the residual stream, a gate, or a tensor as it is.
+"""A source is what the linear layers of a stage read: a norm of the residual stream, a gate, or a tensor as it is.
 
 A source gives its values x, or their codes straight from the kernel that computes them, and its own gradient from that of x.
 Inside a stage (nn/stages.py) a source is its tensors and one of the forms below, which do to them what they say; the products
@@ -40,7 +40,7 @@ class Coded:
 
     @staticmethod
     def possible(q: Quantizer | None, x: Tensor) -> bool:
-        """Whether norm and gate have a form that gives such codes: delayed per tensor, per row, or for parts of a row."""
+        """Tell whether norm and gate have a form that gives such codes: delayed per tensor, per row, or for parts of a row."""
         if q is None or q.rounding != "nearest" or q.hadamard or x.itemsize > 4:
             return False
         if x.is_cuda and serving(tiles.quantize, x.device)[0] != "triton":  # a device without float8
@@ -53,7 +53,7 @@ class Coded:
         return q.delayed
 
     def arguments(self) -> dict[str, Any]:
-        """As the kernels take it."""
+        """Return what is asked for as the kernels take it."""
         q = self.quantizer
         given: dict[str, Any] = {"columns": q.scaling.tile()[1], "pow2": q.scaling.pow2, "floor": least_amax(q)}
         if self.amaxes is not None:
@@ -61,7 +61,7 @@ class Coded:
         return given | {"both": True} if self.both else given
 
     def of(self, codes_TK: Tensor, *scales: Tensor) -> tuple[Quantized, Quantized | None]:
-        """Codes and scales as the kernels give them; with `both`, those of x' follow."""
+        """Wrap codes and scales as the kernels give them; with `both`, those of x' follow."""
         shape = codes_TK.shape[0], codes_TK.shape[1]
         codes = Quantized.of(self.quantizer, (codes_TK, scales[0]), shape)
         return codes, Quantized.of(self.quantizer, scales[1:], shape[::-1]) if self.both else None
@@ -69,7 +69,7 @@ class Coded:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """What forward made of a source: x and its codes, as far as they were asked for, and what backward needs."""
+    """Holds what forward made of a source: x and its codes, as far as they were asked for, and what backward needs."""
 
     x_TK: Tensor | None
     codes: Quantized | None
@@ -79,12 +79,12 @@ class Made:
 
 
 class Form(Protocol):
-    """A source inside a stage: what happens to its tensors."""
+    """Says what happens to the tensors of a source inside a stage."""
 
     gives_codes: ClassVar[bool]
 
     def gives_both(self, q: Quantizer) -> bool:
-        """Whether it gives the codes of x and of x' in one pass."""
+        """Tell whether it gives the codes of x and of x' in one pass."""
         ...
 
     def forward(self, tensors: Tensors, coded: Coded | None, values: bool) -> Made: ...
@@ -92,13 +92,13 @@ class Form(Protocol):
     def backward(
         self, kept: Kept, dx_TK: Tensor | None, dstream: Tensor | None, wants: tuple[bool, ...], again: bool
     ) -> tuple[Tensors, Tensor | None]:
-        """The gradients of the tensors, at least those that are wanted; and `again`, x [T, K] once more, bit for bit."""
+        """Return the gradients of the tensors, at least those that are wanted; and `again`, x [T, K] once more, bit for bit."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Normed:
-    """RMSNorm(stream + delta), or of the stream alone; all [..., K] in one dtype. The sum goes on as the stream."""
+    """Gives RMSNorm(stream + delta), or of the stream alone; all [..., K] in one dtype. The sum goes on as the stream."""
 
     stream: Tensor
     norm: RMSNorm
@@ -118,14 +118,14 @@ class Normed:
         return fusion.norm and ours and same
 
     def composed(self) -> tuple[Tensor | None, Tensor]:
-        """The stream and x, by the separate operations."""
+        """Return the stream and x, by the separate operations."""
         stream = self.stream if self.delta is None else self.stream + self.delta
         return stream, self.norm(stream)
 
 
 @dataclass(frozen=True, eq=False)
 class Gated:
-    """silu(gate) * up, both [..., K] in one dtype.
+    """Gives silu(gate) * up, both [..., K] in one dtype.
 
     joint: [..., 2 K] whose halves they are, where one product made them; its gradient is then written as one.
     """
@@ -151,7 +151,7 @@ class Gated:
 
 @dataclass(frozen=True, eq=False)
 class Plain:
-    """x [..., K] as it is."""
+    """Gives x [..., K] as it is."""
 
     x: Tensor
 
@@ -174,7 +174,7 @@ Source = Normed | Gated | Plain
 
 
 def is_hooked(module: nn.Module, but_forward_hooks: bool = False) -> bool:
-    """Whether a call of the module is more than its class' forward; `but_forward_hooks` says that these do not count.
+    """Tell whether a call of the module is more than its class' forward; `but_forward_hooks` says that these do not count.
 
     Hooks on all modules, as profilers have them, do not count: they see the modules that are called.
     """

@@ -1,4 +1,4 @@
-"""Stages: a norm or a gate and the linear layers that read it, forward and backward each as one operation of autograd.
+"""Compute a norm or a gate and the linear layers that read it, a stage, as one operation of autograd forward and one backward.
 
     x = RMSNorm(stream + delta), silu(gate) * up, or as it is          nn/sources.py
     y_i = x w_i' + bias_i + s_i (x A_i') B_i'                          for every layer
@@ -37,7 +37,7 @@ __all__ = ["Gated", "Normed", "Plain", "Source", "project"]
 def project(
     source: Source, layers: Sequence[nn.Module], fusion: Fusion
 ) -> tuple[Tensor | None, tuple[Tensor, ...], Tensor | None]:
-    """(stream, parts, joint): the residual stream with delta added, y [..., N_i] of every layer, and their joint tensor.
+    """Return (stream, parts, joint): the residual stream with delta added, y [..., N_i] of every layer, and their joint tensor.
 
     stream: the caller goes on with it, so that its gradient meets the norm's in one kernel; None but for `Normed`.
     joint: [..., sum N_i] of which the parts are views, where one product made them and nobody looks at a part; else None.
@@ -246,7 +246,7 @@ def _held(plan: Plan, flat: Sequence[Any]) -> list[Held]:
 
 
 class _Backward:
-    """The gradients of the layers: that of x first, then those that want x, which may be computed again on the way."""
+    """Computes the gradients of the layers: that of x first, then those that want x, which may be computed again on the way."""
 
     def __init__(
         self, plan: Plan, shared: Sequence[Shared], held: Sequence[Held], wants: Sequence[Held], wants_dx: bool
@@ -278,7 +278,7 @@ class _Backward:
             self.dx_TK = dx_TK if self.dx_TK is None else self.dx_TK.add_(dx_TK)
 
     def gradients(self, grads: Sequence[Tensor | None]) -> None:
-        """dy of all layers, and db."""
+        """Take dy of all layers, and compute db."""
         outputs = [(g, members) for g, group in enumerate(self.plan.groups) for members in group.outputs]
         for (g, members), dy in reversed(list(zip(outputs, grads, strict=True))):
             if dy is None:
@@ -290,7 +290,7 @@ class _Backward:
             self._outputs.append((g, members, dy_TN))
 
     def products(self) -> None:
-        """dx of all products; in reverse, as autograd would come to the layers one by one, for the draws of random numbers."""
+        """Compute dx of all products in reverse, as autograd would come to the layers, for the draws of random numbers."""
         for g, members, dy_TN in self._outputs:
             for some in reversed(self.plan.groups[g].backward[members]):
                 self._product(g, some, dy_TN if some == members else self.dy[some[0]])
@@ -311,14 +311,14 @@ class _Backward:
             self._pending.append((g, products, members, dy_t))
 
     def _through_A(self) -> None:
-        """dx of all adapters, once: before the first product where that adds onto it, else after the last."""
+        """Compute dx of all adapters, once: before the first product where that adds onto it, else after the last."""
         dh_TR, self._into_dx = self._into_dx, None
         if dh_TR is not None:
             A_RK = stacked([self.held[i].A for i in self._adapted])
             self.dx_TK = kernels.mm(dh_TR, A_RK) if self.dx_TK is None else kernels.addmm_(self.dx_TK, dh_TR, A_RK)
 
     def adapters(self, h_TR: Tensor | None) -> None:
-        """What goes through B: dB, and dh, of which dx and dA are made."""
+        """Compute what goes through B: dB, and dh, of which dx and dA are made."""
         reached = [i for i in self._adapted if i in self.dy]
         if h_TR is None or not reached:
             return
@@ -333,11 +333,11 @@ class _Backward:
         self._dh_TR = dh_TR if any(self.wants[i].A for i in self._adapted) else None
 
     def wants_x(self, x_codes: Sequence[tuple[Tensor, ...]]) -> bool:
-        """Whether a gradient that is still missing wants x as numbers."""
+        """Tell whether a gradient that is still missing wants x as numbers."""
         return self._dh_TR is not None or any(not x_codes[g] for g, *_ in self._pending)
 
     def weights(self, x_codes: Sequence[tuple[Tensor, ...]], x_TK: Tensor | None) -> None:
-        """dw of all products, and dA."""
+        """Compute dw of all products, and dA."""
         for g, products, members, dy_t in self._pending:
             kept = x_codes[g] or ((x_TK,) if x_TK is not None else ())
             x_t = products.x_t(kept, (self.plan.columns, len(self.dy[members[0]])))

@@ -1,4 +1,4 @@
-"""SwiGLU: keeps gate and up for backward, not silu(gate) beside them."""
+"""SwiGLU keeps gate and up for backward, not silu(gate) beside them."""
 
 from __future__ import annotations
 
