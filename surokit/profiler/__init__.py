@@ -1,10 +1,10 @@
-"""The profiler: where does the time of a training step go, and what is it lost to?
+"""The profiler shows where the time of a training step goes and which causes it is lost to.
 
-record/      a block of code while it runs (hooks, torch.profiler), or a trace file -> Recording
-analysis/    Recording -> tables: who asked for each piece of work, what it was for, what was lost to which cause
-report/      tables -> Profile: what is shown, compared, advised and tried
-monitoring/  what is measured all the time: Monitor, windows of a profile, the device's state
-magic.py     %surogate_profile and %%surogate_profile; only this file knows IPython
+record/      records a block of code while it runs (hooks, torch.profiler), or reads a trace file: gives a Recording
+analysis/    turns a Recording into tables: who asked for each piece of work, what it was for, what was lost to which cause
+report/      turns the tables into a Profile, which is shown and compared, and whose advice is tried
+monitoring/  measures a running loop all the time: Monitor, windows of a profile, the device's state
+magic.py     defines %surogate_profile and %%surogate_profile; only this file knows IPython
 """
 
 from surokit.profiler.monitoring.monitor import Monitor

@@ -1,5 +1,6 @@
-"""`%surogate_profile` and `%%surogate_profile`: profile a line or a cell in a notebook. The only file of the profiler
-that knows IPython."""
+"""Define `%surogate_profile` and `%%surogate_profile`, which profile a line or a cell in a notebook. No other file of the
+profiler knows IPython.
+"""
 
 # mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MAGIC = re.compile(r"[^%]*%%?surogate_profile\s")
 
 @magics_class
 class ProfileMagics(Magics):
-    """The two magics share one set of options."""
+    """Line and cell magic share one set of options."""
 
     @no_var_expand
     @magic_arguments()
@@ -84,7 +85,7 @@ class ProfileMagics(Magics):
         return None
 
     def _parse(self, line: str, cell: str | None) -> tuple[Any, str]:
-        """Options up to the first word that is not one, or --; the rest of the line is the statement, as it was
+        """Read options up to the first word that is not one, or up to --; the rest of the line is the statement, as it was
         typed."""
         parser = self.surogate_profile.parser
         takes_value = {o for action in parser._actions if action.nargs is None for o in action.option_strings}
@@ -109,7 +110,7 @@ class ProfileMagics(Magics):
         return options, rest if cell is None else cell
 
     def _run(self, code: _UserCode, options: Any) -> tuple[Profile | None, BaseException | None]:
-        """The profile, also of code that raised, and what it raised."""
+        """Return the profile, also of code that raised, and the exception that it raised."""
         __tracebackhide__ = True
         how: dict[str, Any] = {
             "tokens": options.tokens,
@@ -142,7 +143,7 @@ class ProfileMagics(Magics):
 
 
 def _check(options: Any) -> None:
-    """What can be wrong is said before the code runs."""
+    """Check the options and report a wrong one before the code runs."""
     name, trace = options.output, options.trace
     if name is not None and (not name.isidentifier() or keyword.iskeyword(name)):
         raise UsageError(f"-o needs the name of a variable, not {name!r}")
@@ -158,8 +159,8 @@ def _check(options: Any) -> None:
 
 
 class _UserCode:
-    """A statement or cell, run as IPython would: its own transformations, lines numbered as the user sees them in the
-    cell, the last expression's value kept for the display hook unless a semicolon ends it."""
+    """A statement or cell runs as IPython would run it: with its transformations, lines numbered as the user sees them in
+    the cell, and the last expression's value kept for the display hook unless a semicolon ends it."""
 
     def __init__(self, shell: Any, source: str, shift: int) -> None:
         self.shell = shell
@@ -182,7 +183,7 @@ class _UserCode:
             self._value = self._evaluate(self._last)
 
     def show(self) -> bool:
-        """Shows the value of the last run, after the profile has ended, and whether there was one to show."""
+        """Show the value of the last run, after the profile has ended, and return whether there was one to show."""
         value, self._value = self._value, None
         if value is None or self._silent:
             return False
@@ -195,8 +196,8 @@ class _UserCode:
         return self._finish(result) if code.co_flags & inspect.CO_COROUTINE else result
 
     def _finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs top-level awaits to their end. A kernel runs cells inside its event loop, which cannot be entered twice:
-        there, a loop of their own takes its place as long as they run."""
+        """Run top-level awaits to their end. A kernel runs cells inside its event loop, which cannot be entered twice:
+        there, a new loop takes its place as long as they run."""
         __tracebackhide__ = True
         outer = asyncio._get_running_loop()
         if outer is None:
@@ -214,8 +215,8 @@ class _UserCode:
 
 
 def completions(line: str, names: list[str]) -> list[str]:
-    """What can follow this beginning of a line: an option, a value where there are few, or a Profile among `names` for
-    -o; empty outside the magic's line and in its statement, which the shell completes as Python."""
+    """List the texts that can follow this beginning of a line: an option, a value where there are few, or a Profile among
+    `names` for -o. The list is empty outside the magic's line and in its statement, which the shell completes as Python."""
     start = _MAGIC.match(line)
     if start is None:
         return []
@@ -237,7 +238,7 @@ def completions(line: str, names: list[str]) -> list[str]:
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Registers the magics and their completion with this shell; from now on profiles say "cell [3]" for its cells."""
+    """Register the magics and their completion with this shell; from now on profiles say "cell [3]" for its cells."""
     ipython.register_magics(ProfileMagics)
 
     @context_matcher(identifier="surogate_profile")

@@ -1,4 +1,4 @@
-"""Who asked for a piece of work: the module whose code ran on the host at that moment, forward or backward.
+"""Find the module that asked for a piece of work: the one whose code ran on the host at that moment, forward or backward.
 
 Hooks give the modules' spans on the host. Backward work runs on autograd's thread, outside any module: a backward node
 belongs to the module whose forward operator made it, since autograd gives both the same sequence number.
@@ -16,8 +16,8 @@ _NODE = "autograd::engine::evaluate_function"
 
 
 class Attribution:
-    """Modules of host moments, for the operators of one timeline: the recording's, unless another is given. Suffix N:
-    autograd's nodes."""
+    """An Attribution finds the module of a host moment, from the operators of one timeline: the recording's, unless another
+    is given. Suffix N: autograd's nodes."""
 
     def __init__(self, recording: Recording, timeline: Timeline | None = None) -> None:
         self.r = recording
@@ -29,7 +29,8 @@ class Attribution:
         self.module_N = np.where(self.maker_N >= 0, self._span_module(makers.thread_E, makers.start_E), -1)
 
     def module_and_node_at(self, thread_Q: Int, at_Q: Int) -> tuple[Int, Int]:
-        """The module at these host moments, and the autograd node (an index into `nodes`); -1 where there is none."""
+        """Return the module at each of these host moments and the autograd node (an index into `nodes`), each -1 where
+        there is none."""
         nodes = self.nodes
         module = self._span_module(thread_Q, at_Q)  # first: a checkpoint runs modules again inside a node
         node = on_threads(nodes.thread_E, nodes.start_E, nodes.end_E, thread_Q, at_Q)
@@ -40,8 +41,9 @@ class Attribution:
         return pick(r.module_S, on_threads(r.thread_S, r.start_S, r.end_S, thread_Q, at_Q))
 
     def _makers(self) -> Int:
-        """The forward operator that made each node (-1: not recorded): the last to carry its sequence number. A node
-        without a number accumulates the gradient that the node before it on its thread has made, and is its like."""
+        """Return the forward operator that made each node (-1: not recorded): the last one with the node's sequence number.
+        A node without a number accumulates the gradient that the node before it on its thread has computed, and gets the
+        same maker as that node."""
         ops, nodes = self.ops, self.nodes
         in_node = on_threads(nodes.thread_E, nodes.start_E, nodes.end_E, ops.thread_E, ops.start_E) >= 0
         forward = np.flatnonzero((ops.sequence_E >= 0) & ~in_node)[::-1]
@@ -55,12 +57,12 @@ class Attribution:
 
 
 def pick(values: Int, index_Q: Int) -> Int:
-    """values[index], -1 where the index is -1."""
+    """Return values[index], with -1 where the index is -1."""
     return np.where(index_Q >= 0, values[index_Q], -1) if len(values) else np.full(len(index_Q), -1, np.int64)
 
 
 def on_threads(thread_I: Int, start_I: Int, end_I: Int, thread_Q: Int, at_Q: Int) -> Int:
-    """`timeline.innermost`, thread by thread."""
+    """Apply `timeline.innermost` to each thread by itself."""
     found = np.full(len(at_Q), -1, np.int64)
     for thread in np.unique(thread_I).tolist():
         here = np.flatnonzero(thread_I == thread)
@@ -71,14 +73,14 @@ def on_threads(thread_I: Int, start_I: Int, end_I: Int, thread_Q: Int, at_Q: Int
 
 
 def shown_path(path: str, paths: tuple[tuple[str, str], ...]) -> str:
-    """A module's path as the user's own model names it: without the outermost module, unless several outermost
+    """Return a module's path as the user's own model names it: without the outermost module, unless several outermost
     modules have children. `paths` are a recording's modules."""
     trunks = {p.partition(".")[0] for p, _ in paths if "." in p}
     return path.partition(".")[2] or path if len(trunks) == 1 else path
 
 
 def lookup(keys: Int, wanted_Q: Int) -> Int:
-    """Index into `keys` of each wanted id, the first of equal ones, -1 where it is absent or negative."""
+    """Return the index into `keys` of each wanted id: the first of equal ones, -1 where the id is absent or negative."""
     if not len(keys):
         return np.full(len(wanted_Q), -1, np.int64)
     order = np.argsort(keys, kind="stable")

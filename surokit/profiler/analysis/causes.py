@@ -1,14 +1,14 @@
-"""Where lost time goes: four causes, the gaps one by one, and the lines that wait.
+"""Divide lost time among its causes, and list the gaps one by one and the lines that wait.
 
 GPU: each gap of the device is divided by what the host did in it. Host wait inside a synchronising call is *syncs*,
 inside a copy call *copies*, inside an operator or a launch call *launches* (*syncs* when the queue had run empty behind
 a sync), the rest *host*. Kernel wait is *launches*; other wait is *copies* when a copy comes next, else *launches*. So
-the four sum to idle; copies that nothing hides are added to *copies*.
+the four sum to idle; copies that no other work hides are added to *copies*.
 CPU: a gap under 0.1 ms between two operators is *launches* (Python and dispatcher), a longer one *host*, and these two
 sum to idle; *syncs* and *copies* are time inside operators that read values back or move data.
 
-Where an optimizer keeps its state on the host there is a fifth, *offload*: host wait inside its waits, before all others, and on a
-GPU the copies that bring its results, as far as nothing hides them.
+An optimizer that keeps its state on the host adds a fifth cause, *offload*: host wait inside its waits, counted before all
+others, and on a GPU the copies that bring its results, as far as no other work hides them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Divided = dict[str, Int]  # cause -> nanoseconds of each gap
 
 
 def divide(o: Observed) -> Divided:
-    """Each gap divided among the causes, which sum to the gap."""
+    """Divide each gap among the causes, which sum to the gap."""
     host_G, nothing = o.host_G, np.zeros_like(o.host_G)
     start_G, until_G = o.start_G, o.start_G + host_G
     waits = o.ranges_named(OFFLOAD_RANGES)
@@ -67,13 +67,14 @@ def divide(o: Observed) -> Divided:
 
 
 def _call_layers(o: Observed) -> list[Layer]:
-    """When the host waits for what an optimizer keeps on the host; or for the device; or copies; or is inside any call."""
+    """Return host intervals as cumulative layers: waits of an optimizer with state on the host, waits for the device, copy
+    calls, any call."""
     calls = np.concatenate((o.ops.start_E, o.calls.start_E)), np.concatenate((o.ops.end_E, o.calls.end_E))
     return cumulative([o.ranges_named(OFFLOAD_RANGES), o.sync, o.copy_calls(), calls])
 
 
 def cumulative(layers: list[Layer]) -> list[Layer]:
-    """The union of each layer with those before it."""
+    """Return for each layer its union with all layers before it."""
     out: list[Layer] = []
     start = end = np.empty(0, np.int64)
     for layer_start, layer_end in layers:
@@ -83,8 +84,8 @@ def cumulative(layers: list[Layer]) -> list[Layer]:
 
 
 def exposed_copies(o: Observed) -> tuple[int, int]:
-    """Copy time on the device, in the steps, under which nothing else runs: (all others, those asked for in the waits of an
-    offloading optimizer)."""
+    """Return the copy time on the device, in the steps, during which nothing else runs, as (all other copies, copies that
+    were asked for in the waits of an offloading optimizer)."""
     copies = o.active.is_kind(Kind.MEMCPY)
     waited = tl.covered(*o.ranges_named(OFFLOAD_RANGES), o.host_time_A, o.host_time_A + 1) > 0
     every, landing = (_only_under(o, chosen) for chosen in (copies, copies & waited))
@@ -92,7 +93,7 @@ def exposed_copies(o: Observed) -> tuple[int, int]:
 
 
 def _only_under(o: Observed, chosen_A: Bool) -> int:
-    """Busy time in which nothing but these activities runs."""
+    """Return the busy time in which nothing but these activities runs."""
     rest = o.active.take(~chosen_A)
     return int(o.busy_K.sum()) - tl.total(*tl.clip(rest.start_E, rest.end_E, o.begin, o.stop))
 
@@ -101,7 +102,7 @@ def _only_under(o: Observed, chosen_A: Bool) -> int:
 
 
 def gaps_table(o: Observed, divided: Divided) -> Table:
-    """The longest gaps of all steps."""
+    """List the longest gaps of all steps."""
     waits = {"host wait": o.host_G, "kernel wait": o.kernel_G, "other wait": o.other_G}
     chosen = np.argsort(o.start_G - o.end_G, kind="stable")[:GAP_ROWS]
     kinds = np.argmax([waits[w][chosen] for w in waits], axis=0)
@@ -128,9 +129,10 @@ def gaps_table(o: Observed, divided: Divided) -> Table:
 
 
 def lines_table(o: Observed, divided: Divided) -> Table:
-    """The host's part of all gaps by the user's line, ms a step; the file is "" where a gap was too short to be sampled. Between
-    two samples the first stands for half of the time, but no more than half a period: one that comes later waited for Python's
-    lock, and its line held it. On a GPU only samples outside calls count, and none in the waits of an offloading optimizer."""
+    """Sum the host's part of all gaps by the user's line, in ms a step; the file is "" where a gap was too short to be
+    sampled. Between two samples the first stands for half of the time, but no more than half a period: a sample that comes
+    later waited for Python's lock, and its line held the lock. On a GPU only samples outside calls count, and none in the
+    waits of an offloading optimizer."""
     until_G, at_P = o.start_G + o.host_G, o.r.time_P
     gap_P = np.searchsorted(o.start_G, at_P, "right") - 1
     within = (at_P < pick(until_G, gap_P)) & (pick(divided["host"], gap_P) > 0)
@@ -160,8 +162,8 @@ def lines_table(o: Observed, divided: Divided) -> Table:
 
 
 def _ranges_at(o: Observed, at_Q: Int) -> Int:
-    """The named range that is open at each host moment on the thread that runs the steps; a trace does not say which that
-    is: then the one with the most ranges."""
+    """Return the named range that is open at each host moment on the thread that runs the steps. A trace does not say which
+    thread that is: then it is the one with the most ranges."""
     threads, counts = np.unique(o.ranges.thread_E, return_counts=True)
     if not len(threads):
         return np.full(len(at_Q), -1, np.int64)
@@ -170,7 +172,7 @@ def _ranges_at(o: Observed, at_Q: Int) -> Int:
 
 
 def syncs_table(o: Observed) -> Table:
-    """Sync points by the user's line, per step. On a GPU the time is the host's wait in the call."""
+    """Count the sync points by the user's line, per step. On a GPU the time is the host's wait in the call."""
     found: dict[tuple[str, int, str, str], list[int]] = defaultdict(lambda: [0, 0])
 
     def add(file: str, line: int, call: str, inside: str, ns: int) -> None:
@@ -195,7 +197,7 @@ def syncs_table(o: Observed) -> Table:
 
 
 def offload_table(o: Observed) -> Table:
-    """The waits of an optimizer that keeps its state on the host, by what it waits for, ms a step of the host."""
+    """Sum the waits of an optimizer that keeps its state on the host, by what it waits for, in ms a step of the host."""
     chosen = o.ranges.take(o.named(o.ranges, OFFLOAD_RANGES))
     chosen = chosen.take(o.in_steps(chosen.start_E))
     found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
@@ -208,8 +210,8 @@ def offload_table(o: Observed) -> Table:
 
 
 def lost_table(o: Observed, divided: Divided, tables: dict[str, Table], in_copies_ns: tuple[int, int]) -> Table:
-    """The causes. `in_copies_ns`: what the copies themselves take, exposed on a GPU, in operators on a CPU; and of those that bring
-    an offloading optimizer's results."""
+    """Build the table of causes with their evidence. `in_copies_ns` is the time of the copies themselves (exposed on a GPU,
+    in operators on a CPU), and of those that bring an offloading optimizer's results."""
     lost = {cause: int(gaps.sum()) for cause, gaps in divided.items()}
     lost["copies"] += in_copies_ns[0]
     if OFFLOAD in lost:
@@ -234,7 +236,7 @@ def lost_table(o: Observed, divided: Divided, tables: dict[str, Table], in_copie
 
 
 def collect_ns(o: Observed) -> int:
-    """Time in Python's garbage collector during the steps."""
+    """Return the time in Python's garbage collector during the steps, ns."""
     return tl.total(*tl.clip(o.r.start_C, o.r.end_C, o.hosts[0], o.hosts[-1]))
 
 

@@ -1,4 +1,4 @@
-"""Names for the kernels of a replayed CUDA graph.
+"""Find the module for each kernel of a replayed CUDA graph.
 
 Hooks do not run in a replay, and all its kernels share one launch. A step recorded before the capture ran the same
 kernels in the same order, launched by modules; the two sequences of names are aligned, and a kernel of the replay
@@ -16,8 +16,8 @@ CELLS = 50_000_000  # of the alignment's table (uint16); a longer stretch withou
 
 
 def repeats(eager: Observed, replay: Observed) -> Int:
-    """For each activity of `replay` that a CUDA graph ran: the activity in the last step of `eager` that it repeats; -1 for
-    all others and where there is none."""
+    """Return for each activity of `replay` that a CUDA graph ran the activity in the last step of `eager` that it repeats;
+    -1 for all others and where there is none."""
     found = np.full(len(replay.active), -1, np.int64)
     source = _launched(eager, len(eager.hosts) - 2)
     index: dict[str, int] = {}
@@ -36,15 +36,14 @@ def repeats(eager: Observed, replay: Observed) -> Int:
 
 
 def _launched(o: Observed, step: int) -> Int:
-    """The activities that one step launched, in order: by launch, those of one launch by their start."""
+    """Return the activities that one step launched: in the order of their launches, those of one launch by their start."""
     time = o.host_time_A
     here = np.flatnonzero((time >= o.hosts[step]) & (time < o.hosts[step + 1]))
     return here[np.argsort(time[here], kind="stable")]
 
 
 def align(known: Int, wanted: Int) -> Int:
-    """For each element of `wanted`, the index of the element of `known` that a longest common subsequence pairs it with, -1
-    without one."""
+    """Return for each element of `wanted` the index of its partner in `known` by a longest common subsequence, -1 without one."""
     pairs = np.full(len(wanted), -1, np.int64)
     shorter = min(len(known), len(wanted))
     head = _agreement(known[:shorter], wanted[:shorter])
@@ -59,14 +58,14 @@ def align(known: Int, wanted: Int) -> Int:
 
 
 def _agreement(a: Int, b: Int) -> int:
-    """How many elements agree at the start."""
+    """Return the number of elements that agree at the start."""
     differ = np.flatnonzero(a != b)
     return int(differ[0]) if len(differ) else len(a)
 
 
 def _longest_common(known: Int, wanted: Int) -> Int:
-    """Pairs of a longest common subsequence, one row of the usual table at a time (each row rises by 0 or 1, so a running
-    maximum completes it)."""
+    """Pair the elements of a longest common subsequence, one row of the usual table at a time (each row rises by 0 or 1, so
+    a running maximum completes it)."""
     length = np.zeros((len(known) + 1, len(wanted) + 1), np.uint16 if len(wanted) < 1 << 16 else np.uint32)
     for i, name in enumerate(known.tolist()):
         above = length[i]

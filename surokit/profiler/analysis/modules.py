@@ -1,4 +1,6 @@
-"""Busy time and FLOPs by module path, forward and backward; with the pseudo-rows of `owners` the rows sum to all of it."""
+"""Sum busy time and FLOPs by module path, forward and backward; together with the pseudo-rows of `owners` the rows sum to
+all of it.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from surokit.profiler.record.recording import Recording
 
 
 class Modules:
-    """Who asked for each activity of a recording. `named_by` is the recording of a step without CUDA graphs, after which the
-    kernels of replayed graphs are named.
+    """Modules say who asked for each activity of a recording. `named_by` is the recording of a step without CUDA graphs,
+    from which the kernels of replayed graphs get their modules.
 
     owner_A indexes `modules`, or is -1 - p for PSEUDO[p].
     """
@@ -45,7 +47,7 @@ class Modules:
         self.eager_A = index
 
     def _own_index(self, other: Recording, owner: Int) -> Int:
-        """Owners of another recording as owners here."""
+        """Translate the owners of another recording into owners of this one."""
         place = {path: m for m, (path, _) in enumerate(self.modules)}
         here = np.array([place[path] for path, _ in other.modules], np.int64)
         return np.where(owner >= 0, pick(here, np.maximum(owner, 0)), owner)
@@ -67,7 +69,7 @@ class Modules:
 
     @cached_property
     def flop(self) -> Int | None:
-        """FLOPs of a step by owner: the modules, then PSEUDO from the end. None without recorded shapes."""
+        """Sum the FLOPs of a step by owner: the modules, then PSEUDO from the end. The result is None without recorded shapes."""
         for r in (self.o.r, self.named_by):
             if r is not None and r.shaped is not None:
                 events = r.shaped.timeline
@@ -80,7 +82,7 @@ class Modules:
     # ------------------------------------------------------------------------------------------------ the table
 
     def table(self) -> Table:
-        """`self_ms` of all rows sums to busy; `ms`, `gflop` and their parts are with children."""
+        """Build the table `modules`: `self_ms` of all rows sums to busy; `ms`, `gflop` and their parts include children."""
         r, count = self.o.r, len(self.modules)
         sums = np.zeros((count + len(PSEUDO), 3), np.int64)  # forward, backward, FLOPs; pseudo-rows from the end
         np.add.at(sums, (self.owner_A, self.backward_A.astype(np.int64)), self.o.own_A)
@@ -108,7 +110,7 @@ class Modules:
         return (name, kind, depth, calls / n, *per_step, (forward + backward) / busy, gflop)
 
     def _with_children(self, sums: Int) -> Int:
-        """The sums of each module and all below it. A path begins with the outermost module's class name."""
+        """Add to the sums of each module those of all modules below it. A path begins with the outermost module's class name."""
         index = {path: m for m, (path, _) in enumerate(self.modules)}
         totals = sums.copy()
         for path, m in index.items():

@@ -1,4 +1,4 @@
-"""Who owns a piece of work: a module, or one of the pseudo-rows for what runs outside modules.
+"""Find the owner of a piece of work: a module, or one of the pseudo-rows for work outside modules.
 
 (optimizer): inside torch's "Optimizer." ranges. (clip): between a backward and the optimizer's step, from the first norm
 or clamp of gradients to the last operator that scales them. (data): inside a data loader. (loss): operators that autograd
@@ -41,7 +41,7 @@ _SCALE = re.compile(r"^aten::(_foreach_mul_|mul_)$")
 
 
 class Owners:
-    """Owners of host moments, for the events of one timeline: the recording's, unless another is given.
+    """Owners finds the owner of a host moment, from the events of one timeline: the recording's, unless another is given.
 
     An owner is an index into the recording's modules, or -1 - p for PSEUDO[p].
     """
@@ -55,7 +55,7 @@ class Owners:
         self.tops = self.ops.take(_outermost(self.ops))
 
     def at(self, thread_Q: Int, at_Q: Int) -> tuple[Int, Bool]:
-        """The owner at each of these host moments, and whether it is in a backward pass."""
+        """Return the owner at each of these host moments, and whether it is in a backward pass."""
         owner, node = self.attribution.module_and_node_at(thread_Q, at_Q)
         out = np.flatnonzero(owner < 0)  # most work belongs to modules: only the rest is looked at closer
         thread, at, node_Q = thread_Q[out], at_Q[out], node[out]
@@ -85,13 +85,13 @@ class Owners:
 
     @cached_property
     def _top_of_maker_N(self) -> Int:
-        """For each autograd node: the outermost operator in which its maker ran."""
+        """Return for each autograd node the outermost operator in which its maker ran."""
         maker, ops = self.attribution.maker_N, self.ops
         return self._top_at(pick(ops.thread_E, maker), pick(ops.start_E, maker))
 
     @cached_property
     def differentiated(self) -> Bool:
-        """Of each outermost forward operator: whether autograd made a node for it outside any module."""
+        """Return for each outermost forward operator whether autograd made a node for it outside any module."""
         found = np.zeros(len(self.tops), bool)
         top = self._top_of_maker_N[self.attribution.module_N < 0]
         found[top[top >= 0]] = True
@@ -109,7 +109,7 @@ class Owners:
 
     @cached_property
     def clipping(self) -> tuple[Int, Int]:
-        """Where gradients are clipped, before each optimizer step."""
+        """Return the intervals in which gradients are clipped, before each optimizer step."""
         tops, found = self.tops, []
         norm = tops.start_E[tops.is_named(bool(_NORM.search(n)) for n in tops.names)]
         ends = np.sort(tops.end_E[tops.is_named(bool(_NORM.search(n) or _SCALE.search(n)) for n in tops.names)])
@@ -126,7 +126,7 @@ class Owners:
 
 
 def owners_of(o: Observed) -> tuple[Owners, Int, Bool]:
-    """The owner of each activity and whether it is backward work."""
+    """Return the owner of each activity and whether it is backward work."""
     owners = Owners(o.r)
     owner, backward = owners.at(o.host_thread_A, o.host_time_A)
     owner[o.in_graph_A & ((owner == OUTSIDE) | (owner == BACKWARD))] = GRAPH
@@ -137,7 +137,7 @@ def owners_of(o: Observed) -> tuple[Owners, Int, Bool]:
 
 
 def _outermost(calls: Timeline) -> Bool:
-    """The calls inside no other call of their thread."""
+    """Return a mask of the calls inside no other call of their thread."""
     found = np.zeros(len(calls), bool)
     for thread in np.unique(calls.thread_E).tolist():
         here = np.flatnonzero(calls.thread_E == thread)

@@ -1,4 +1,4 @@
-"""What each moment of a step was for: data, copies, forward, backward, optimizer, sync, other.
+"""Sort each moment of a step into a phase: data, copies, forward, backward, optimizer, sync, other.
 
 On a CPU a moment's phase is what the host does in it. On a GPU a busy moment has the phase of whoever asked for the
 activity; in a gap, host wait has the phase of what the host does, and the other waits that of the activity that follows.
@@ -21,7 +21,7 @@ PHASES = ("sync", "data", "copies", "optimizer", "backward", "forward", "other")
 
 
 def phases(o: Observed, modules: Modules) -> dict[str, Int]:
-    """Nanoseconds by phase, of each step."""
+    """Return the nanoseconds of each step by phase."""
     unions = cumulative(_host_layers(o, modules))
     if not o.on_gpu:
         begin, stop = np.array(o.windows).T
@@ -38,13 +38,13 @@ def phases(o: Observed, modules: Modules) -> dict[str, Int]:
 
 
 def _layered(unions: list[Layer], begin_Q: Int, stop_Q: Int) -> Int:
-    """[Q, phases]: each query's time in each layer, without those before it; what is in none comes last."""
+    """Return [Q, phases], the time of each query in each layer without those before it; the time in no layer comes last."""
     so_far = [tl.covered(*union, begin_Q, stop_Q) for union in unions]
     return np.diff(np.stack([*so_far, np.maximum(stop_Q - begin_Q, 0)], axis=1), axis=1, prepend=0)
 
 
 def _host_layers(o: Observed, modules: Modules) -> list[Layer]:
-    """Intervals of host time of each phase but "other", in the order in which they win."""
+    """Return the intervals of host time of each phase but "other", in the order in which they take precedence."""
     owners = modules.owners
     start, end = tl.merge(owners.nodes.start_E, owners.nodes.end_E + BACKWARD_BRIDGE_NS)
     backward = start, end - BACKWARD_BRIDGE_NS
@@ -59,7 +59,7 @@ def _both(a: Layer, b: Layer) -> Layer:
 
 
 def _phase_of_activities(modules: Modules) -> Int:
-    """Index into PHASES."""
+    """Return for each activity the index of its phase in PHASES."""
     owner, number = modules.owner_A, {name: i for i, name in enumerate(PHASES)}
     return np.select(
         [

@@ -1,4 +1,4 @@
-"""A recording sorted into roles: what was active, who launched it, where the host waited, and where the steps lie.
+"""Sort a Recording into roles: what was active, who launched it, where the host waited, and where the steps lie.
 
 The window is the step. On a GPU it is cut on device time: at the last activity that was launched before the step's mark,
 or at the mark itself when the step launched nothing and nothing runs. Every table is a sum over these windows.
@@ -42,7 +42,7 @@ Table = dict[str, list[Any]]
 
 
 def table(columns: str, rows: list[tuple[Any, ...]]) -> Table:
-    """Columns named in one string, from rows."""
+    """Build a table from rows; its columns are named in one string."""
     return {name: [row[i] for row in rows] for i, name in enumerate(columns.split())}
 
 
@@ -51,7 +51,7 @@ def ms(ns: float) -> float:
 
 
 def short_file(file: str) -> str:
-    """The last part of a path; a name such as `cell [3]` stays whole."""
+    """Return the last part of a path; a name such as `cell [3]` stays whole."""
     return file.replace("\\", "/").rpartition("/")[2]
 
 
@@ -60,7 +60,7 @@ def place_text(file: str, line: int) -> str:
 
 
 def is_operator(name: str) -> bool:
-    """Whether a cpu_op counts as work. Autograd's node wrappers do not: they would hide the Python inside a custom
+    """Return whether a cpu_op counts as work. Autograd's node wrappers do not: they would hide the Python inside a custom
     backward."""
     return ("::" in name and not name.startswith(("autograd::", "torch::autograd::"))) or name.startswith(
         ("Torch-Compiled Region", "CompiledFunction")
@@ -68,8 +68,8 @@ def is_operator(name: str) -> bool:
 
 
 class Observed:
-    """The arrays that the tables share. Suffix A: activities, which are kernels, copies and fills on a GPU, operators on a
-    CPU.
+    """Observed holds the arrays that the tables share. Suffix A: activities, which are kernels, copies and fills on a GPU,
+    operators on a CPU.
 
     host_thread_A and host_time_A: where on the host each was asked for. own_A: its share of the busy time of the steps.
     windows: (begin, stop) of each step K on device time; hosts: the marks between steps on the host. G: the gaps of all steps,
@@ -103,7 +103,7 @@ class Observed:
             )
 
     def named(self, events: Timeline, chosen: Callable[[str], object] | tuple[str, ...]) -> Bool:
-        """A mask of the events whose name is chosen, by a function or by one of several beginnings."""
+        """Return a mask of the events with a chosen name: chosen by a function, or by one of several beginnings."""
         if isinstance(chosen, tuple):
             return events.is_named(n.startswith(chosen) for n in self.names)
         return events.is_named(bool(chosen(n)) for n in self.names)
@@ -180,14 +180,14 @@ class Observed:
         return self.stop - self.begin
 
     def in_steps(self, host_E: Int) -> Bool:
-        """Which host moments lie in the measured steps."""
+        """Return a mask of the host moments that lie in the measured steps."""
         return (host_E >= self.hosts[0]) & (host_E < self.hosts[-1])
 
     def asked_in_steps(self) -> Bool:
         return self.in_steps(self.host_time_A)
 
     def _break_down(self) -> None:
-        """Busy and idle time of the steps: the gaps of all of them in one row of arrays, and each activity's share."""
+        """Break the steps down into busy and idle time: the gaps of all steps in one row of arrays, and each activity's share."""
         a = self.active
         reach = np.maximum.accumulate(a.end_E)
         self.within: list[Int] = []  # by step: the activities that reach into its window
@@ -215,7 +215,7 @@ class Observed:
         self.next_G = np.concatenate(following)  # the activity that ends the gap, -1 at the end of a window
 
     def by_step(self, value_G: Int) -> Int:
-        """The sum of a value of the gaps, for each step."""
+        """Sum a value of the gaps for each step."""
         sums = np.zeros(self.steps, np.int64)
         np.add.at(sums, self.step_G, value_G)
         return sums
@@ -223,7 +223,7 @@ class Observed:
     # ------------------------------------------------------------------------------------------------ what the host did
 
     def _find_waits(self) -> None:
-        """Calls in which the host waits for the device: CUDA's own, and the recorded reads of device values."""
+        """Find the calls in which the host waits for the device: CUDA's own, and the recorded reads of device values."""
         self.waits = self.calls.take(self.named(self.calls, lambda n: n.partition("_")[0] in _SYNC_CALLS))
         if self.on_gpu:
             self.reads = self._with_their_waits([s for s in self.r.syncs if s.device != "cpu"])
@@ -233,7 +233,8 @@ class Observed:
         self.sync = np.concatenate((self.waits.start_E, start)), np.concatenate((self.waits.end_E, end))
 
     def _with_their_waits(self, reads: list[SyncPoint]) -> list[SyncPoint]:
-        """Syncs that were noted at their start only: the wait that follows gives the length, the operator around the name."""
+        """Complete the syncs that were noted at their start only: the wait that follows gives the length, the operator
+        around it the name."""
         at, _ = intervals(reads)
         thread = np.array([s.thread for s in reads], np.int64)
         around = on_threads(self.ops.thread_E, self.ops.start_E, self.ops.end_E, thread, at)
@@ -261,18 +262,20 @@ class Observed:
         return chosen.start_E, chosen.end_E
 
     def launches(self) -> int:
-        """Device launches in all steps (a CUDA graph is one), or on a CPU operators called from outside any operator."""
+        """Count the device launches in all steps (a CUDA graph is one), or on a CPU the operators called from outside any
+        operator."""
         if self.on_gpu:
             launch = self.named(self.calls, lambda n: "Launch" in n and "HostFunc" not in n)
             return int((launch & self.in_steps(self.calls.start_E)).sum())
         return int((self.own_A[self.asked_in_steps()] > 0).sum())
 
     def graph_calls(self) -> Bool:
-        """Which calls launch a CUDA graph."""
+        """Return a mask of the calls that launch a CUDA graph."""
         return self.named(self.calls, lambda n: "GraphLaunch" in n)
 
     def communicates_A(self) -> Bool:
-        """Activities that move data between devices: collectives by their name, and what a collective's operator asks for."""
+        """Return a mask of the activities that move data between devices: collectives by name, and what their operators
+        asked for."""
         ops = self.ops.take(self.named(self.ops, _COMMUNICATION.search))
         found = self.named(self.active, _COMMUNICATION.search)
         if len(ops):
@@ -281,7 +284,7 @@ class Observed:
         return found
 
     def place_in(self, begin: int, stop: int) -> tuple[str, int]:
-        """The user's line seen most often in an interval of host time; ("", 0) when the sampler saw none."""
+        """Return the user's line seen most often in an interval of host time; ("", 0) when the sampler saw none."""
         lo, hi = np.searchsorted(self.r.time_P, (begin, stop)).tolist()
         if lo == hi:
             return "", 0

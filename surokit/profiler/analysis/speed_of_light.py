@@ -1,12 +1,13 @@
-"""The speed of light: what each module would take if every operator ran at the rates that the device reaches.
+"""Compute the speed of light: the time of each module if every operator ran at the rates that the device reaches.
 
     light of an operator = max(FLOPs / rate of its products, bytes / bandwidth)        FLOPs and bytes as `work` counts them
 
-Rates are the ceilings of a calibration (surokit/calibration.py), where there are none the datasheet's, which few runs reach. The
-light of a module is the sum over the operators that it runs itself, forward and backward, and stands beside its own measured time;
-so the pseudo-rows have one as well. A share above one says that the data was in a cache, which the copy of a calibration is not.
+Rates are the ceilings of a calibration (surokit/calibration.py); without one, those of the datasheet, which few runs reach.
+The light of a module is the sum over the operators that it runs itself, forward and backward, and stands beside its own
+measured time; so the pseudo-rows have one as well. A share above one says that the data was in a cache, which the copy of a
+calibration does not use.
 
-A processor computes what it calls itself: where its calls alone, at the calibrated cost of a small operator's, take longer than the
+A CPU computes what it calls itself: where its calls alone, at the calibrated cost of a small operator's, take longer than the
 light, a module is bound by overhead, and larger or fewer operators are the remedy.
 """
 
@@ -31,11 +32,12 @@ _KINDS: dict[str, Any] = {"fp8": "tensor", "fp4": "nv"}  # the planner keeps rat
 
 
 def speed_of_light(recording: Recording, modules: Table, gpu: Gpu) -> Table:
-    """One row a module and pseudo-row that has own time or work, the whole step first: module, self_ms (as the table `modules`
-    of a profile has it), light_ms, share (light / self), bound, gflop, gib (of the module itself, a step).
+    """Return one row for each module and pseudo-row that has own time or work, with the whole step first: module, self_ms
+    (as the table `modules` of a profile has it), light_ms, share (light / self), bound, gflop, gib (of the module itself, a
+    step).
 
-    bound is "compute", "memory", on a processor "overhead", or "unknown" where no work was seen; then share is None. Raises
-    ValueError where no shapes were recorded, or a rate of `gpu` that they ask for is not known.
+    bound is "compute", "memory", on a CPU "overhead", or "unknown" where no work was seen; then share is None. Raises
+    ValueError where no shapes were recorded, or where a rate of `gpu` that they need is not known.
     """
     shaped = recording.shaped
     if shaped is None:
@@ -82,8 +84,8 @@ def _row(name: str, self_ms: float, asked: Sums, overhead_ms: float) -> tuple[ob
 
 
 def _rates(gpu: Gpu) -> tuple[Sums, float, float]:
-    """(TFLOPS by RATES, TB/s, microseconds a launch). float32's rate where only bfloat16's is known is bfloat16's: no product
-    in float32 is faster, so the light stays a bound; and the other way round where a processor has only float32's."""
+    """Return (TFLOPS by RATES, TB/s, microseconds a launch). Where only bfloat16's rate is known, float32 gets the same: no
+    product in float32 is faster, so the light stays a bound. Where a CPU has only float32's rate, bfloat16 gets that."""
 
     half, full = rates_of(gpu, "bf16"), rates_of(gpu, "fp32")
     known = [r for r in (half, full) if isinstance(r, Rates)]
@@ -99,9 +101,9 @@ def _rates(gpu: Gpu) -> tuple[Sums, float, float]:
 
 
 def cached_gpu(device: str = "") -> Gpu:
-    """The device of a profile ("cpu", or a GPU's name; this machine's first choice without one) with its ceilings: this
-    machine's calibration, measured once (20 seconds) and kept. Of a GPU that is not here, the hardware table's row; raises
-    ValueError where it has none."""
+    """Return a profile's device with its ceilings. `device` is "cpu" or a GPU's name; "" stands for this machine's first
+    choice. A device that is here is calibrated once (20 seconds), and the result is kept. A GPU that is not here has its
+    row of the hardware table; raises ValueError where there is none."""
     import torch
 
     from surokit.calibration import calibrate

@@ -1,10 +1,10 @@
-"""From a recording to the tables of a profile: steps, lost time by cause, modules, operators, kernels, copies, sync
+"""Turn a Recording into the tables of a profile: steps, lost time by cause, modules, operators, kernels, copies, sync
 points, gaps.
 
 A `Recording` is plain data (numpy arrays and tuples), whether it was captured live or read from a trace file. Every sum
-here is built on `timeline`, and the parts of a window add up to it exactly. `observed` sorts a recording and cuts its
-steps, `causes` divides lost time, `owners` and `modules` say who asked for the work, `graphs` names the kernels of CUDA
-graphs.
+here is built on `timeline`, and the parts of a window add up to it exactly. `roles` sorts a recording and cuts its
+steps, `causes` divides lost time, `owners` and `modules` say who asked for the work, `graphs` finds the modules of the
+kernels of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _DIRECTIONS = {
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
-    """Plain tables (column -> values), ready to be stored or shown."""
+    """An Analysis holds plain tables (column -> values), ready to be stored or shown."""
 
     summary: dict[str, Any]
     tables: dict[str, Table]
@@ -55,9 +55,9 @@ class Analysis:
 
 
 def analyse(recording: Recording, named_by: Recording | None = None) -> Analysis:
-    """Every table of a profile but the advice; "lines", "calls", "outermost" and "offload" are there for its sake.
+    """Compute every table of a profile but the advice; "lines", "calls", "outermost" and "offload" serve only the advice.
 
-    named_by: the recording of a step without CUDA graphs, after which the kernels of replayed graphs are named.
+    named_by: the recording of a step without CUDA graphs, from which the kernels of replayed graphs get their modules.
     """
     o = Observed(recording)
     modules = Modules(o, named_by)
@@ -122,14 +122,14 @@ _COPIES = "copy direction count bytes ms gb_per_s pinned exposed_ms"
 
 
 def _host_copies(o: Observed, copying_E: Bool, own_E: Int) -> Table:
-    """On a CPU: the operators that move data, without their bytes."""
+    """List the operators of a CPU that move data, without their bytes."""
     ops = _by_name(o, o.ops, copying_E, own_E, "copy")
     rows = zip(ops["copy"], ops["calls"], ops["self_ms"])
     return table(_COPIES, [(name, "host to host", calls, None, own, None, None, None) for name, calls, own in rows])
 
 
 def _device_copies(o: Observed) -> Table:
-    """Copies by kind, per step. `exposed_ms` is the part under which no kernel runs."""
+    """List the copies by kind, per step. `exposed_ms` is the part under which no kernel runs."""
     asked = o.asked_in_steps()
     copies = o.active.take(o.active.is_kind(Kind.MEMCPY) & asked)
     rest = o.active.take(~o.active.is_kind(Kind.MEMCPY))
@@ -189,8 +189,8 @@ def _summary(o: Observed, modules: Modules, steps: Table) -> dict[str, Any]:
 
 
 def _launch_delay(o: Observed) -> float | None:
-    """Median time from the end of a launch call to the start of its kernel, us; 0 for one that starts before the call
-    returns."""
+    """Return the median time from the end of a launch call to the start of its kernel, us; 0 for a kernel that starts
+    before the call returns."""
     if o.launch_end_A is None:
         return None
     chosen = (o.launch_end_A >= 0) & o.asked_in_steps() & o.active.is_kind(Kind.KERNEL)
@@ -199,7 +199,7 @@ def _launch_delay(o: Observed) -> float | None:
 
 
 def _communication(o: Observed) -> tuple[int, int]:
-    """Time in which the devices exchange data, and the part of it in which nothing else runs."""
+    """Return the time in which the devices exchange data, and the part of it in which nothing else runs."""
     talks = o.communicates_A()
     rest = o.active.take(~talks)
     talk = o.active.take(talks)
@@ -214,7 +214,7 @@ def _copied_bytes(o: Observed, direction: str) -> int:
 
 
 def _overhead(o: Observed) -> float:
-    """What the profiler itself cost in the steps, nanoseconds, from its calibrated costs."""
+    """Estimate what the profiler itself cost in the steps, nanoseconds, from its calibrated costs."""
     r, costs = o.r, o.r.costs
     events = int(o.in_steps(o.ops.start_E).sum() + o.in_steps(o.calls.start_E).sum())
     spans, samples = int(o.in_steps(r.start_S).sum()), int(o.in_steps(r.time_P).sum())

@@ -1,4 +1,4 @@
-"""Events as columns, and the interval algebra over them: merge, busy, gaps, attribution.
+"""Keep events as columns, and compute with their intervals: merge, busy, gaps, attribution.
 
 Pure numpy, no torch: a live recording and a trace file both become a `Timeline`, and every number of a profile is a sum
 of intervals. All times are int64 nanoseconds, all intervals half open [start, end). Suffixes: E events, I intervals, G
@@ -26,7 +26,7 @@ Bool = npt.NDArray[np.bool_]
 
 
 class Kind(IntEnum):
-    """What an event is."""
+    """A Kind says what an event is."""
 
     OP = 0
     RUNTIME = 1  # CUDA calls on the host
@@ -58,8 +58,8 @@ CATEGORIES = {
 
 @dataclass(frozen=True)
 class Event:
-    """One row of a Timeline. `thread` is a host thread, or the stream of a device activity; `correlation` joins a
-    runtime call to the activity it launched; `external` is the operator that contains a runtime call; -1 where there is
+    """An Event is one row of a Timeline. `thread` is a host thread, or the stream of a device activity; `correlation` joins
+    a runtime call to the activity it launched; `external` is the operator that contains a runtime call; -1 where there is
     none."""
 
     kind: Kind
@@ -75,7 +75,7 @@ class Event:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Events sorted by start, the longer first where two start together (so a parent precedes its children)."""
+    """A Timeline holds events sorted by start, the longer first where two start together (so a parent precedes its children)."""
 
     names: tuple[str, ...]
     kind_E: npt.NDArray[np.uint8]
@@ -91,7 +91,7 @@ class Timeline:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Timeline:
-        """A Timeline from rows in any order; rows that end before they start are left out and counted in `damaged`."""
+        """Build a Timeline from rows in any order; rows that end before they start are left out and counted in `damaged`."""
         index: dict[str, int] = {}
         rows: list[tuple[int, ...]] = []
         damaged = 0
@@ -106,7 +106,7 @@ class Timeline:
 
     @classmethod
     def from_columns(cls, names: tuple[str, ...], columns: npt.ArrayLike, damaged: int = 0) -> Timeline:
-        """A Timeline from a [9, E] array of kind, name, start, end, thread, correlation, external, sequence, nbytes."""
+        """Build a Timeline from a [9, E] array of kind, name, start, end, thread, correlation, external, sequence, nbytes."""
         table = np.asarray(columns, dtype=np.int64)
         order = np.lexsort((-table[3], table[2]))
         kind, name, start, end, thread, correlation, external, sequence, nbytes = table[:, order]
@@ -114,7 +114,7 @@ class Timeline:
         return cls(names, kinds, ids, start, end, thread, correlation, external, sequence, nbytes, damaged)
 
     def columns(self) -> Int:
-        """The [9, E] array that `from_columns` reads."""
+        """Return the [9, E] array that `from_columns` reads."""
         return np.stack(
             [
                 self.kind_E.astype(np.int64),
@@ -133,7 +133,7 @@ class Timeline:
         return len(self.start_E)
 
     def take(self, which_E: Int | Bool) -> Timeline:
-        """The chosen events, in the same order."""
+        """Return the chosen events, in the same order."""
         return Timeline(
             self.names,
             self.kind_E[which_E],
@@ -149,11 +149,11 @@ class Timeline:
         )
 
     def is_kind(self, *kinds: Kind) -> Bool:
-        """A mask of the events of these kinds."""
+        """Return a mask of the events of these kinds."""
         return np.isin(self.kind_E, [int(k) for k in kinds])
 
     def is_named(self, chosen: Iterable[bool]) -> Bool:
-        """A mask of the events whose name is chosen; `chosen` has one truth value for each of `names`."""
+        """Return a mask of the events with a chosen name; `chosen` has one truth value for each of `names`."""
         return np.fromiter(chosen, bool, len(self.names))[self.name_E] if self.names else np.zeros(len(self), bool)
 
     def duration_E(self) -> Int:
@@ -165,7 +165,7 @@ class Timeline:
 
 
 def merge(start_I: Int, end_I: Int) -> tuple[Int, Int]:
-    """The union as sorted, disjoint, non-touching intervals; empty ones are dropped."""
+    """Return the union as sorted, disjoint, non-touching intervals; empty ones are dropped."""
     keep = end_I > start_I
     start, end = start_I[keep], end_I[keep]
     if not len(start):
@@ -178,19 +178,19 @@ def merge(start_I: Int, end_I: Int) -> tuple[Int, Int]:
 
 
 def clip(start_I: Int, end_I: Int, begin: int, stop: int) -> tuple[Int, Int]:
-    """Each interval cut to [begin, stop); one outside becomes empty."""
+    """Cut each interval to [begin, stop); one outside becomes empty."""
     start = np.clip(start_I, begin, stop)
     return start, np.clip(end_I, start, stop)
 
 
 def total(start_I: Int, end_I: Int) -> int:
-    """Length of the union."""
+    """Return the length of the union."""
     start, end = merge(start_I, end_I)
     return int((end - start).sum())
 
 
 def covered(start_I: Int, end_I: Int, begin_Q: Int, stop_Q: Int) -> Int:
-    """For each query [begin, stop): how much of it the union of the intervals covers."""
+    """Return for each query [begin, stop) how much of it the union of the intervals covers."""
     start, end = merge(start_I, end_I)
     if not len(start):
         return np.zeros(len(begin_Q), np.int64)
@@ -205,14 +205,15 @@ def covered(start_I: Int, end_I: Int, begin_Q: Int, stop_Q: Int) -> Int:
 
 
 def overlap(start_I: Int, end_I: Int, start_J: Int, end_J: Int) -> int:
-    """Length of what two unions have in common."""
+    """Return the length of the intersection of two unions."""
     start, end = merge(start_J, end_J)
     return int(covered(start_I, end_I, start, end).sum())
 
 
 def own_time(start_I: Int, end_I: Int, begin: int, stop: int) -> Int:
-    """Shares of the union: each interval's part of [begin, stop) that no earlier-started one covers. The shares sum to
-    `total` exactly, so time that two streams are busy together is counted once, for the one that was there first."""
+    """Share the union among the intervals: each gets its part of [begin, stop) that no earlier-started one covers. The
+    shares sum to `total` exactly, so time that two streams are busy together is counted once, for the one that was there
+    first."""
     start, end = clip(start_I, end_I, begin, stop)
     order = np.lexsort((-end, start))
     reach = np.maximum.accumulate(end[order]) if len(order) else end
@@ -223,8 +224,8 @@ def own_time(start_I: Int, end_I: Int, begin: int, stop: int) -> Int:
 
 
 def gaps(start_I: Int, end_I: Int, begin: int, stop: int) -> tuple[Int, Int, Int]:
-    """Where nothing runs in [begin, stop): gap starts, gap ends, and for each the index of the interval that starts at
-    its end (-1 for a last gap that reaches `stop`)."""
+    """Find the gaps in [begin, stop), where nothing runs: their starts, their ends, and for each the index of the interval
+    that starts at its end (-1 for a last gap that reaches `stop`)."""
     live = np.flatnonzero((end_I > begin) & (start_I < stop) & (end_I > start_I))
     live = live[np.argsort(start_I[live], kind="stable")]
     reach = np.maximum.accumulate(np.concatenate(([begin], end_I[live])))
@@ -234,8 +235,9 @@ def gaps(start_I: Int, end_I: Int, begin: int, stop: int) -> tuple[Int, Int, Int
 
 
 def innermost(start_I: Int, end_I: Int, at_Q: Int) -> Int:
-    """Index of the innermost interval that contains each query point, -1 outside all. Meant for intervals that are nested or
-    disjoint, as calls are; of others, the one that started last among those that contain the point."""
+    """Return the index of the innermost interval that contains each query point, -1 outside all. It is meant for intervals
+    that are nested or disjoint, as calls are; of others, it gives the one that started last among those that contain the
+    point."""
     order = np.lexsort((-end_I, start_I))
     started_Q = np.searchsorted(start_I[order], at_Q, side="right") - 1
     found_Q = _last_above(end_I[order], started_Q, at_Q)
@@ -243,8 +245,8 @@ def innermost(start_I: Int, end_I: Int, at_Q: Int) -> Int:
 
 
 def self_time(start_I: Int, end_I: Int, thread_I: Int) -> Int:
-    """Duration of each call minus that of its direct children on the same thread. Calls are sorted by start, parents
-    first."""
+    """Return the duration of each call minus that of its direct children on the same thread. Calls are sorted by start,
+    parents first."""
     own = end_I - start_I
     order = np.argsort(thread_I, kind="stable")
     for here in np.split(order, np.flatnonzero(np.diff(thread_I[order])) + 1):
@@ -257,8 +259,8 @@ def self_time(start_I: Int, end_I: Int, thread_I: Int) -> Int:
 
 
 def _last_above(value_I: Int, upto_Q: Int, bound_Q: Int) -> Int:
-    """For each query the last index <= upto whose value is above the bound, -1 when there is none: a search in a pyramid of
-    maxima over pairs, pairs of pairs, and so on."""
+    """Return for each query the last index <= upto whose value is above the bound, -1 when there is none: a search in a
+    pyramid of maxima over pairs, pairs of pairs, and so on."""
     found_Q = np.full(len(upto_Q), -1, np.int64)
     near = (upto_Q >= 0) & (value_I[upto_Q] > bound_Q) if len(value_I) else np.zeros(len(upto_Q), bool)
     found_Q[near] = upto_Q[near]
@@ -292,7 +294,7 @@ def _last_above(value_I: Int, upto_Q: Int, bound_Q: Int) -> Int:
 
 @dataclass(frozen=True, eq=False)
 class Breakdown:
-    """One window. busy_ns + host_wait + kernel_wait + other_wait = stop - begin, in nanoseconds, exactly."""
+    """A Breakdown divides one window: busy_ns + host_wait + kernel_wait + other_wait = stop - begin, in nanoseconds, exactly."""
 
     begin: int
     stop: int
@@ -316,10 +318,10 @@ class Breakdown:
 def breakdown(
     start_I: Int, end_I: Int, begin: int, stop: int, launch_end_I: Int | None = None, back_to_back_ns: int = 1000
 ) -> Breakdown:
-    """Busy and idle time of [begin, stop), each gap split as the module's docstring says.
+    """Divide [begin, stop) into busy and idle time, each gap split as the module's docstring says.
 
-    `launch_end_I` is the end of the host call that launched each activity (-1: not recorded, so the wait is not blamed
-    on the host); None means that nothing is launched (a CPU run): all idle time is host wait. A last gap with no next
+    `launch_end_I` is the end of the host call that launched each activity (-1: not recorded, so the wait is not counted as
+    the host's); None means that nothing is launched (a CPU run): all idle time is host wait. A last gap with no next
     activity is host wait.
     """
     start_G, end_G, next_G = gaps(start_I, end_I, begin, stop)

@@ -1,14 +1,15 @@
-"""What operators compute and move: FLOPs and bytes from the names and shapes that a profiler records.
+"""Count the FLOPs and bytes of operators from the names and shapes that a profiler records.
 
-Products count 2 FLOPs a multiply-add, as torch's FlopCounterMode counts them: attention over every key, masked or not, and its
-fused backward with the scores that it forms again. Norms, activations and other elementwise work count none. Bytes are what an
-operator reads and writes of its tensors, each once: a cache is not known here, nor are strides. Views and allocations are free.
+Products count 2 FLOPs a multiply-add, as torch's FlopCounterMode counts them: attention over every key, masked or not, and
+its fused backward with the scores that it computes again. Norms, activations and other elementwise work count none. Bytes
+are what an operator reads and writes of its tensors, each once: caches and strides are not known here. Views and
+allocations are free.
 
-Operators call operators (`linear` an `addmm`, `clone` a `copy_`), and each recorded call is looked at on its own. The work of
-one is what its own arguments ask for or what it calls, whichever is more, so that nothing counts twice and nothing that a
-library does by other means is lost.
+Operators call operators (`linear` an `addmm`, `clone` a `copy_`), and each recorded call is looked at on its own. The work
+of one is what its own arguments ask for or what the calls inside it do, whichever is more, so that nothing counts twice and
+no work that a library does without operators is lost.
 
-Which argument is written, and what shape a result has, torch itself says: its schemas, and its kernels for tensors without data.
+torch itself says which argument is written and what shape a result has: its schemas, and its kernels for meta tensors.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ Argument = _Tensor | tuple[_Tensor, ...] | None  # None: no tensor
 
 
 class Work(NamedTuple):
-    """FLOPs, bytes, and the index into RATES of what multiplies, -1 for no product."""
+    """Work holds FLOPs, bytes, and the index into RATES of the format that multiplies, -1 for no product."""
 
     flop: int = 0
     bytes: int = 0
@@ -111,24 +112,24 @@ class Work(NamedTuple):
 
 
 def operator_work(name: str, shapes: Sequence[Any], dtypes: Sequence[str], concrete: Sequence[Any]) -> Work:
-    """(FLOPs, bytes, index into RATES or -1) of one recorded operator, what it calls left out.
+    """Return (FLOPs, bytes, index into RATES or -1) of one recorded operator, without the operators that it calls.
 
-    `shapes` and `dtypes` are its arguments' as torch's profiler records them (a list of tensors has a list of shapes, and counts as
-    float32), `concrete` the values of arguments that are numbers. What is not known counts nothing.
+    `shapes` and `dtypes` are its arguments' as torch's profiler records them (a list of tensors has a list of shapes, and
+    counts as float32), `concrete` the values of arguments that are numbers. An operator that is not known counts nothing.
     """
     with _unseen():
         return _work(name, _arguments(shapes, dtypes, {}), tuple(dtypes), concrete)
 
 
 def inputs_of(event: Any) -> Inputs:
-    """(shapes, dtypes, values) of a profiler's event; of a list of tensors each one's shape, where torch has it."""
+    """Return (shapes, dtypes, values) of a profiler's event; for a list of tensors the shape of each, where torch has it."""
     shapes = getattr(event, "structured_input_shapes", event.shapes)()
     return shapes, event.dtypes(), event.concrete_inputs()
 
 
 def shaped_step(events: Timeline, inputs: Sequence[Inputs]) -> Shaped:
-    """The work of each event of one step. `inputs` has one entry for each event, in the Timeline's order; empty ones are no
-    operators. Raises ValueError where the numbers differ."""
+    """Count the work of each event of one step. `inputs` has one entry for each event, in the Timeline's order; events that
+    are no operators have empty ones. Raises ValueError where the numbers differ."""
     if len(inputs) != len(events):
         raise ValueError(
             f"{len(inputs)} inputs were given for {len(events)} events: give one each, empty for no operator."
@@ -160,16 +161,17 @@ def shaped_step(events: Timeline, inputs: Sequence[Inputs]) -> Shaped:
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """Modes of the caller, such as a counter of FLOPs, do not see the calls without data, and their warnings are nobody's."""
+    """Hide the calls on meta tensors from the caller's modes, such as a counter of FLOPs, and drop their warnings."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def _stopped(events: Timeline, names: list[str], parents: list[int]) -> list[int]:
-    """Products that a checkpoint began and did not run, with the calls that hold them. torch forms again what a backward node
-    needs inside that node, and stops at the last tensor wanted: one that a product keeps before it multiplies. So it is the last
-    call in the node that autograd numbered; that it detaches what it keeps tells it from a graph of gradients."""
+    """Find the products that a checkpoint began and did not run, with the calls that hold them. torch recomputes what a
+    backward node needs inside that node, and stops at the last tensor wanted: one that a product saves before it
+    multiplies. So it is the last call in the node that autograd numbered; the detach of what it saves tells it from a graph
+    of gradients."""
     node, last = [-1] * len(names), dict[int, int]()
     for i, (parent, number) in enumerate(zip(parents, events.sequence_E.tolist())):
         if parent >= 0:
@@ -189,7 +191,8 @@ def _stopped(events: Timeline, names: list[str], parents: list[int]) -> list[int
 
 
 def _settled(own: list[Work], parents: list[int]) -> list[Work]:
-    """Of each call its own work or none: where what it calls does as much or more, they keep theirs; else they lose it."""
+    """Count each piece of work once: a call keeps its own work where that is more than the calls inside it do, which then
+    lose theirs; otherwise the call loses its own and they keep theirs."""
     below_flop, below_bytes = [0] * len(own), [0] * len(own)
     keeps = [False] * len(own)
     for i in range(len(own) - 1, -1, -1):  # children come after their parents
@@ -209,7 +212,7 @@ def _settled(own: list[Work], parents: list[int]) -> list[Work]:
 
 
 def _parents(events: Timeline) -> list[int]:
-    """The index of the operator that each operator runs in, -1 outside all."""
+    """Return the index of the operator that each operator runs in, -1 outside all."""
     parents, stacks = [], dict[int, list[int]]()
     ends = events.end_E.tolist()
     operator = events.is_kind(Kind.OP).tolist()
@@ -247,7 +250,7 @@ def _work(name: str, arguments: tuple[Argument, ...], dtypes: tuple[str, ...], c
 
 @cache
 def _overload(name: str, dtypes: tuple[str, ...]) -> torch._ops.OpOverload | None:
-    """torch's operator of this name that takes such arguments; None where there is none."""
+    """Return torch's operator of this name that takes such arguments; None where there is none."""
     namespace, _, operator = name.partition("::")
     if not _OPERATOR.fullmatch(name) or namespace in _COMMUNICATION:
         return None
@@ -273,7 +276,8 @@ def _tensors(argument: Argument) -> tuple[_Tensor, ...]:
 
 
 def _bytes(operator: torch._ops.OpOverload, name: str, arguments: tuple[Argument, ...], concrete: Sequence[Any]) -> int:
-    """Bytes that one call reads and writes. One that is made of other calls (torch: implicitly composite) moves nothing itself."""
+    """Return the bytes that one call reads and writes. One that is made of other calls (torch: implicitly composite) moves
+    nothing itself."""
     schema = operator._schema
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     if views or _FREE.match(name) or _is_composite(operator):
@@ -300,8 +304,8 @@ def _is_composite(operator: torch._ops.OpOverload) -> bool:
 
 
 def _result(operator: torch._ops.OpOverload, arguments: tuple[Argument, ...], concrete: Sequence[Any]) -> Any:
-    """What the call returns, as tensors without data; None where that depends on data, on what was not recorded, or where
-    somebody's operator has no kernel for it and would really run."""
+    """Return the results of the call as meta tensors; None where they depend on data or on something that was not recorded,
+    or where a custom operator has no meta kernel and would really run."""
     given, named = [], {}
     if operator.namespace != "aten" and not operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta):
         return None
@@ -339,8 +343,8 @@ def _leaves(result: Any) -> list[torch.Tensor]:
 def _flop(
     operator: torch._ops.OpOverload, name: str, arguments: tuple[Argument, ...], concrete: Sequence[Any]
 ) -> tuple[int, int]:
-    """(FLOPs, index into RATES) of one call, (0, -1) for no product. What is not of the table below counts by the formula that
-    somebody registered with torch for it."""
+    """Return (FLOPs, index into RATES) of one call, (0, -1) for no product. An operator that is not in the table below
+    counts by the formula that is registered with torch for it."""
     if name in _FORMULAS:
         operand, formula = _FORMULAS[name]
         shapes = [a.shape if isinstance(a, _Tensor) else None for a in arguments]
@@ -370,7 +374,7 @@ Formula = Callable[[Shapes, Sequence[Any]], int]
 
 
 def _matrices(a: int, b: int) -> tuple[int, Formula]:
-    """[..., m, k] @ [..., k, n] at these positions; a vector has n = 1."""
+    """Count [..., m, k] @ [..., k, n] at these positions; a vector has n = 1."""
     return a, lambda s, _: 2 * prod(s[a]) * (s[b][-1] if len(s[b]) > 1 else 1)
 
 
@@ -379,22 +383,23 @@ def _linear(s: Shapes, _: Sequence[Any]) -> int:
 
 
 def _grouped(s: Shapes, _: Sequence[Any]) -> int:
-    """Each row (or column) of the flat operand meets one of the stacked matrices."""
+    """Count a grouped product: each row (or column) of the flat operand meets one of the stacked matrices."""
     a, b = s[0], s[1]
     return 2 * prod(a[-2:]) * b[-1] if len(a) > len(b) else 2 * prod(a) * b[-1]
 
 
 def _stored(numbers_an_element: int) -> tuple[int, Formula]:
-    """x [T, K] with a weight kept as codes: every number of it meets every row."""
+    """Count x [T, K] with a weight kept as codes: every number of it meets every row."""
     return 0, lambda s, _: 2 * prod(s[0][:-1]) * prod(s[1]) * numbers_an_element
 
 
 def _attention(
     heads: int, lengths: int | None = None, longest: int = -1, *, backward: bool = False
 ) -> tuple[int, Formula]:
-    """Attention's two products, or the five of its gradients: the scores again, those of the scores and values, those of queries
-    and keys. q, k and v stand first, behind the gradient in the backward; `heads` is their dimension of heads. Where `lengths` is
-    given the sequences lie one after another, and each query is taken to see as many keys as the longest has."""
+    """Count attention's two products, or the five of its gradients: the scores again, those of the scores and values, those
+    of queries and keys. q, k and v stand first, behind the gradient in the backward; `heads` is their dimension of heads.
+    Where `lengths` is given the sequences lie one after another, and each query is taken to see as many keys as the longest
+    has."""
     first, of_keys, of_values = (1, 3, 2) if backward else (0, 1, 1)
 
     def formula(s: Shapes, concrete: Sequence[Any]) -> int:
@@ -407,7 +412,7 @@ def _attention(
 
 
 def _convolved(s: Shapes, concrete: Sequence[Any]) -> int:
-    """Every weight meets every place of the output, of the input for a transposed one."""
+    """Count a convolution: every weight meets every place of the output, of the input for a transposed one."""
     x, w, transposed = s[0], s[1], concrete[6]
     if transposed:
         return 2 * x[0] * prod(x[2:]) * prod(w)
@@ -424,7 +429,7 @@ def _each(values: Sequence[int], dimensions: int) -> Sequence[int]:
 
 
 def _convolved_backward(s: Shapes, concrete: Sequence[Any]) -> int:
-    """The gradients of input and weight, each as much as the forward pass; those that `output_mask` asks for."""
+    """Count the gradients of input and weight, each as much as the forward pass; only those that `output_mask` asks for."""
     gradient, x, w = s[0], s[1], s[2]
     places = prod((x if concrete[7] else gradient)[2:])
     return 2 * x[0] * places * prod(w) * sum(map(bool, concrete[10][:2]))

@@ -1,1 +1,1 @@
-"""What is measured all the time at next to no cost: a loop's sustained rates, windows of a profile, the device's state."""
+"""Measure at next to no cost all the time: a loop's sustained rates, windows of a profile, the device's state."""

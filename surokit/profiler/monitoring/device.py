@@ -1,9 +1,9 @@
-"""The state of a GPU once a second, from NVML: power, clock, throttling, PCIe traffic. A thread reads it; whoever wants it takes
-the latest, which costs a dictionary.
+"""Read the state of a GPU once a second from NVML: power, clock, throttling, PCIe traffic. A thread reads it; a user takes
+the latest sample, which costs one look into a dictionary.
 
-NVML comes with the driver; `pip install nvidia-ml-py` brings its Python names. What a device does not tell (a MIG slice has no
-power of its own, a container may lack permission) is left out and said once. NVML's "utilization" is not among it: it only
-means that some kernel was resident.
+NVML comes with the driver; `pip install nvidia-ml-py` brings its Python names. A figure that a device does not give (a MIG
+slice has no power of its own, a container may lack permission) is left out, and one note says so. NVML's "utilization" is
+not read: it only means that some kernel was resident.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ SLOWED = {
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """Means over the samples, by name: power_w, sm_mhz, throttled (share of the samples), pcie_rx_mib_s, pcie_tx_mib_s; what was
-    not measured is missing. reasons: what throttled it, with the share of the samples."""
+    """DeviceFigures holds means over the samples, by name: power_w, sm_mhz, throttled (share of the samples),
+    pcie_rx_mib_s, pcie_tx_mib_s; a figure that was not measured is missing. reasons: what throttled it, with the share of
+    the samples."""
 
     samples: int = 0
     means: dict[str, float] = field(default_factory=dict)
@@ -41,9 +42,8 @@ class DeviceFigures:
 
 
 class DeviceWatch:
-    """Reads a GPU's state every `every_s` while the block lasts. `latest` is the last sample by name, {} where there is none;
-    `notes` says why. Never raises and never waits on the thread that trains.
-    """
+    """A DeviceWatch reads a GPU's state every `every_s` while the block lasts. `latest` is the last sample by name, {}
+    where there is none; `notes` says why. It never raises and never waits on the thread that trains."""
 
     def __init__(self, device: int | None = None, every_s: float = 1.0) -> None:
         self.latest: dict[str, float] = {}
@@ -75,14 +75,14 @@ class DeviceWatch:
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; figures stay, `latest` does not. A call that hangs in the driver is not waited for."""
+        """End the thread; the figures stay, `latest` becomes empty. A call that hangs in the driver is not waited for."""
         if self._thread is not None:
             self._over.set()
             self._thread.join(timeout=2 * self._every_s)
             self._thread, self.latest = None, {}
 
     def figures(self) -> DeviceFigures:
-        """What was read so far."""
+        """Return the means of all samples so far."""
         samples = max(self._samples, 1)
         return DeviceFigures(
             self._samples,
@@ -110,7 +110,7 @@ class DeviceWatch:
             nvml.nvmlShutdown()
 
     def _sample(self, readers: dict[str, Callable[[], float]]) -> None:
-        """One sample; a reader that fails is dropped."""
+        """Take one sample; a reader that fails is dropped."""
         sample = {}
         for name, read in list(readers.items()):
             try:
@@ -143,7 +143,7 @@ def _load() -> Any:
 
 
 def _handle(nvml: Any, index: int) -> Any:
-    """NVML counts all devices of the machine and torch those it may see, so they meet at the UUID."""
+    """Find the device by its UUID: NVML counts all devices of the machine, torch only those it may see."""
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
     if uuid is None:
         return nvml.nvmlDeviceGetHandleByIndex(index)

@@ -1,4 +1,4 @@
-"""`Monitor`: what a training loop sustains and loses, measured all the time at next to no cost, whoever wrote the loop.
+"""Measure what a training loop sustains and loses, all the time and at next to no cost, whoever wrote the loop: `Monitor`.
 
     with sk.Monitor(tokens=8192) as m:
         for batch in m.batches(loader):
@@ -6,9 +6,9 @@
     print(m.summary())
 
 Four levels, each of which goes on without the next: the host's clock at the end of each step (an optimizer's step, or
-`m.step()`); a CUDA event beside it, read when it has arrived; NVML once a second (device.py); two steps in two hundred under
-torch's profiler (windows.py). None of them waits for the device, but for the ends of those windows. Memory is the same however
-long the loop runs: see History.
+`m.step()`); a CUDA event beside it, read when it has arrived; NVML once a second (device.py); two steps in two hundred
+under torch's profiler (windows.py). None of them waits for the device, except at the ends of those windows. Memory is the
+same however long the loop runs: see History.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _COLUMNS = ("wall_ms", "tokens", "stall_ms", "offload_ms", "device_ms", "gap_ms"
 
 @dataclass(frozen=True)
 class MonitorSummary:
-    """What a loop came to. Prints as a table, shows itself in a notebook.
+    """A MonitorSummary holds the figures of a loop. It prints as a table and shows itself in a notebook.
 
     sustained: rates, goodput, lost time (see Sustained); `unit` says whether rates count tokens or steps. stall_ms: waited for
     a batch, a step (with `batches`, else NaN). offload_ms: the device was without work for an optimizer whose state is on the
@@ -115,7 +115,7 @@ class MonitorSummary:
 
 
 class _Step(NamedTuple):
-    """A step whose events are on their way: the end of the step before, where its batch was handed out, its own end."""
+    """A step waits here for its events: the end of the step before, the moment its batch was handed out, its own end."""
 
     wall_ms: float
     tokens: float
@@ -126,7 +126,7 @@ class _Step(NamedTuple):
     end: Any = None
 
     def row(self) -> tuple[float, ...]:
-        """The columns of the history; NaN where there is no event, or it has not arrived."""
+        """Return the columns of the history; NaN where there is no event, or it has not arrived."""
         here = self.end is not None and _arrived(self.end)
         device_ms = _between(self.before, self.end) if here else math.nan
         gap_ms = _between(self.before, self.start) if here else math.nan
@@ -135,13 +135,13 @@ class _Step(NamedTuple):
 
 
 class Monitor:
-    """Watches a training loop: `with sk.Monitor() as m:` around it, `m.summary()` during or after it.
+    """A Monitor watches a training loop: put `with sk.Monitor() as m:` around it, call `m.summary()` during or after it.
 
     A step ends where an optimizer steps (of several, the one that steps most often), or where the loop calls `m.step()`.
     tokens: in a step, for tokens/s; None counts steps, unless m.step(tokens=...) says it. usd_per_gpu_hour: for the price of
     what was lost. every: so many steps between two sampled windows of two steps; None samples none.
     Entering it again goes on with the same figures; the time between does not count. Raises RuntimeError when it is entered
-    while it runs, ValueError for a price or tokens that are none and for every < 3.
+    while it runs, ValueError for a price or tokens that are negative or not finite and for every < 3.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Monitor:
     # ------------------------------------------------------------------------------------------------------ the loop
 
     def step(self, tokens: float | None = None) -> None:
-        """Ends a step of a loop whose optimizer steps do not; from the first call on, only these calls do."""
+        """End a step of a loop whose optimizer steps do not mark one; from the first call on, only these calls end a step."""
         if self._stack is None:
             return
         if not self._by_user:  # an optimizer has marked this very step
@@ -207,7 +207,8 @@ class Monitor:
         self._mark(self._tokens if tokens is None else tokens)
 
     def batches(self, data: Iterable[Item]) -> Iterator[Item]:
-        """The items of `data`, with the time that the loop waits for each; on a GPU also the device's gap between steps."""
+        """Yield the items of `data`, and measure the time that the loop waits for each; on a GPU also the device's gap
+        between steps."""
         source = iter(data)
         while True:
             began = self._clock()
@@ -260,7 +261,7 @@ class Monitor:
     # ------------------------------------------------------------------------------------------------------- figures
 
     def summary(self) -> MonitorSummary:
-        """The figures so far; never waits for the device. Raises ValueError before the first step."""
+        """Return the figures so far; never waits for the device. Raises ValueError before the first step."""
         t = self._table()
         known = bool(np.isfinite(t["tokens"]).any())
         work = np.nan_to_num(t["tokens"]) if known else t["steps"]
@@ -293,8 +294,9 @@ class Monitor:
         )
 
     def frame(self) -> pd.DataFrame:
-        """pandas: steps, wall_ms, tokens, stall_ms, offload_ms, device_ms, gap_ms. A row is a step, or in a run of more than 16,384
-        steps the sum of `steps` of them. Never waits: NaN where a value is missing or on its way."""
+        """Return a pandas DataFrame with steps, wall_ms, tokens, stall_ms, offload_ms, device_ms, gap_ms. A row is a step,
+        or in a run of more than 16,384 steps the sum of `steps` of them. Never waits: NaN where a value is missing or on
+        its way."""
         import pandas as pd
 
         return pd.DataFrame(self._table()).astype({"steps": "int64"})
@@ -310,7 +312,7 @@ class Monitor:
 
 
 def _plus(so_far: float, more: float) -> float:
-    """NaN is nothing yet."""
+    """Add two numbers, of which NaN as the first means that there is nothing yet."""
     return more if math.isnan(so_far) else so_far + more
 
 
@@ -320,7 +322,8 @@ def _mean(values: Any, steps: Any) -> float:
 
 
 def _arrived(event: Any) -> bool:
-    """Whether the device has passed the event; None has nothing to wait for. An error of the device belongs to its owner."""
+    """Return whether the device has passed the event; None has nothing to wait for. An error of the device is left to the
+    code that caused it."""
     try:
         return event is None or bool(event.query())
     except RuntimeError:
@@ -328,7 +331,8 @@ def _arrived(event: Any) -> bool:
 
 
 def _between(first: Any, last: Any) -> float:
-    """Milliseconds between two events; NaN without one, and where they are of two devices or streams that do not tell."""
+    """Return the milliseconds between two events; NaN without one, and where they are of two devices or streams that cannot
+    be compared."""
     try:
         return math.nan if first is None or last is None else float(first.elapsed_time(last))
     except (RuntimeError, ValueError):
@@ -336,7 +340,8 @@ def _between(first: Any, last: Any) -> float:
 
 
 def _event() -> Any:
-    """An event behind what the device was given so far; None where there is no device, or a graph is being captured."""
+    """Record an event behind the work that the device was given so far; None where there is no device, or a graph is being
+    captured."""
     if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return None
     event = torch.cuda.Event(enable_timing=True)

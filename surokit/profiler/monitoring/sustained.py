@@ -1,7 +1,7 @@
-"""What a run comes to over minutes and hours: sustained rates with their spread and drift, goodput, time that was lost.
+"""Compute a run's figures over minutes and hours: sustained rates with their spread and drift, goodput, lost time.
 
-Pure arithmetic on a row a step, whoever measured it: `Session.summary()` and `Monitor` give their numbers, this gives the
-figures. `History` holds the rows of a run of any length in the same memory.
+This is pure arithmetic on one row a step, whoever measured it: `Session.summary()` and `Monitor` give their numbers, this file
+gives the figures. `History` holds the rows of a run of any length in the same memory.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ MIN_WINDOWS = 20
 
 @dataclass(frozen=True)
 class Sustained:
-    """The figures of a run; rates are without its first `warmup_steps`, everything else is of the whole run.
+    """Sustained holds the figures of a run; rates are without its first `warmup_steps`, everything else is of the whole
+    run.
 
     run_s: wall time of the run; step_s: the part of it in steps, with what happens between them; warmup_s: in the warm-up.
-    tokens_per_s_1s, _1min, _10min: over the last steps that together take that long, NaN in a shorter run. tokens_per_s_p5 ...
-    p95: over windows of one second, or over steps in a run of fewer than 20 s (`windows` says which). drift: speed of the last
-    tenth of the steps over the first tenth, less 1. idle_frac: share of the step time, NaN where nothing measured it.
-    goodput: step time that was neither skipped nor stalled over run_s. lost_gpu_hours: run_s less the busy time of steps that
-    were not skipped: idle time, skipped steps and what is no step; at least, because idle time is a lower bound. lost_usd:
-    the same times a price, None without one.
+    tokens_per_s_1s, _1min, _10min: over the last steps that together take that long, NaN in a shorter run. tokens_per_s_p5
+    ... p95: over windows of one second, or over steps in a run of fewer than 20 s (`windows` says which). drift: speed of
+    the last tenth of the steps over the first tenth, less 1. idle_frac: share of the step time, NaN where nothing measured
+    it. goodput: step time that was neither skipped nor stalled over run_s. lost_gpu_hours: run_s less the busy time of
+    steps that were not skipped: idle time, skipped steps and all time outside steps; it is a lower bound, because idle time
+    is one. lost_usd: the lost hours times a price, None without one.
     """
 
     run_s: float
@@ -64,7 +65,7 @@ def sustain(
     run_s: float = 0.0,
     usd_per_gpu_hour: float | None = None,
 ) -> Sustained:
-    """The figures of a run from a row a step, in order; idle_frac is NaN where it was not measured.
+    """Compute the figures of a run from one row a step, in order; idle_frac is NaN where it was not measured.
 
     run_s: wall time of the whole run, if it is more than its steps. A stall counts where the device was idle meanwhile, as far
     as that was measured. Raises ValueError without a step that took time, and for a price that is negative or not finite.
@@ -109,7 +110,7 @@ def sustain(
 
 
 def rate_of_last(seconds: float, wall_ms: Floats, tokens: Floats) -> float:
-    """Tokens/s over the fewest last steps that together take `seconds`; NaN where all of them take less."""
+    """Return tokens/s over the fewest last steps that together take `seconds`; NaN where all of them take less."""
     back = np.cumsum(wall_ms[::-1])
     count = int(np.searchsorted(back, seconds * 1e3)) + 1
     return float(tokens[-count:].sum() / back[count - 1] * 1e3) if count <= len(back) else math.nan
@@ -120,7 +121,7 @@ def _rate(wall_ms: Floats, tokens: Floats) -> float:
 
 
 def _windows(wall_ms: Floats, tokens: Floats) -> tuple[Floats, str]:
-    """Tokens/s over windows of at least one second, or over steps where there would be too few."""
+    """Return tokens/s over windows of at least one second, or over steps where there would be too few windows."""
     ends = np.cumsum(wall_ms)
     if ends[-1] < MIN_WINDOWS * 1e3:
         return tokens / np.maximum(wall_ms, 1e-9) * 1e3, "steps"
@@ -148,8 +149,8 @@ def _share(part: Floats, whole: Floats) -> float:
 def rows(
     s: Any, unit: str = "tokens/s", lost: str = "at least", waits: str = "data", *, on_gpu: bool = True
 ) -> list[tuple[str, str]]:
-    """A Sustained, or what has its fields, as rows of a small table; `unit` says what the rates count, `lost` how the lost hours
-    are meant, `waits` what a stall waited for, `on_gpu` whose hours they are."""
+    """Format a Sustained, or an object with the same fields, as rows of a small table. `unit` says what the rates count,
+    `lost` how the lost hours are meant, `waits` what a stall waited for, `on_gpu` whether they are hours of a GPU."""
     hours = "GPU hours" if on_gpu else "hours"
     warm_up = "the first step" if s.warmup_steps == 1 else f"the first {s.warmup_steps} steps"
     left_out = f", without {warm_up} ({number(s.warmup_s)} s)" if s.warmup_steps else ""
@@ -173,12 +174,12 @@ def rows(
 
 
 def number(value: float) -> str:
-    """Three digits; "not measured" for NaN."""
+    """Format a number with three digits; NaN gives "not measured"."""
     return "not measured" if math.isnan(value) else three_digits(value)
 
 
 def percent(value: float, sign: str = "") -> str:
-    """One decimal; "not measured" for NaN."""
+    """Format a share in percent with one decimal; NaN gives "not measured"."""
     return "not measured" if math.isnan(value) else f"{value:{sign}.1%}"
 
 
@@ -190,9 +191,9 @@ def _dash(value: float) -> str:
 
 
 class History:
-    """Rows of numbers that add up, in bounded memory: when `capacity` is reached, neighbouring rows are added together two by
-    two, and later rows cover as many steps. The first WARM_UP rows stay as they are. Column "steps" says how many a row covers.
-    """
+    """A History holds rows of numbers that add up, in bounded memory: when `capacity` is reached, neighbouring rows are
+    added together two by two, and later rows cover as many steps. The first WARM_UP rows stay as they are. Column "steps"
+    says how many a row covers."""
 
     def __init__(self, columns: Sequence[str], capacity: int = 1 << 14) -> None:
         if capacity < 2 * WARM_UP:
@@ -205,7 +206,7 @@ class History:
         self._open = 1  # steps in the last row
 
     def append(self, values: Sequence[float]) -> None:
-        """One step's values, in the order of the columns."""
+        """Add one step's values, in the order of the columns."""
         self.steps += 1
         if self._rows == len(self._table) and self._open == self._span:
             self._merge()
@@ -226,12 +227,12 @@ class History:
         self._open, self._span = (1 if odd else 2) * self._span, 2 * self._span
 
     def table(self) -> dict[str, Floats]:
-        """A copy of the columns, oldest first."""
+        """Return a copy of the columns, oldest first."""
         return {name: self._table[: self._rows, i].copy() for i, name in enumerate(self.names)}
 
 
 def with_rows(table: dict[str, Floats], more: Sequence[Sequence[float]]) -> dict[str, Floats]:
-    """The columns of a history with rows behind it that have not joined it yet."""
+    """Return the columns of a history with more rows appended, which have not joined it yet."""
     if not more:
         return table
     tail: NDArray[Any] = np.array([(1.0, *row) for row in more], np.float64)

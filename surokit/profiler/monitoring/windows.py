@@ -1,11 +1,11 @@
-"""The profiler for a moment, again and again: two steps in two hundred, aggregates kept and the trace dropped.
+"""Profile two steps in every two hundred, keep the sums and drop the trace.
 
 A window is recorded by torch.profiler, on a GPU its activities only, and gives the share of the window in which the device was
-busy and the kernels launched. The window is exact: the device is waited for at both of its ends, the only waits there are (the
+busy and the kernels launched. The window is exact: the device is waited for at both of its ends, and nowhere else (the
 definitions are those of docs/profiling.md; on a CPU, busy means inside an operator). Many windows give an estimate of the idle
 share with a confidence interval: Student's, over the windows' shares.
 
-`Windows` is what `Monitor` ticks; `activity` makes a Session's meter of it.
+`Monitor` drives `Windows`; `activity` makes a meter of it for a Session.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FIRST = 10  # the first window begins behind so many steps: what is built on fir
 
 @dataclass(frozen=True)
 class Window:
-    """What one window measured; launches is NaN on a CPU."""
+    """A Window holds the figures of one window; launches is NaN on a CPU."""
 
     step: int  # the last
     steps: int
@@ -56,8 +56,8 @@ class Window:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Over all windows: the idle share with its 95 % confidence interval (NaN for fewer than two windows), kernel launches a
-    step (NaN on a CPU), and the seconds that the windows' starts and ends took themselves."""
+    """An Estimate covers all windows: the idle share with its 95 % confidence interval (NaN for fewer than two windows),
+    kernel launches a step (NaN on a CPU), and the seconds that the windows' starts and ends took themselves."""
 
     windows: int = 0
     idle_frac: float = math.nan
@@ -68,7 +68,8 @@ class Estimate:
 
 
 class Windows:
-    """Call `tick(step)` at the end of every step; the one that ends a window returns it.
+    """Windows opens and closes profiled windows: call `tick(step)` at the end of every step; the call that ends a window
+    returns it.
 
     A window that cannot be recorded is left out, and `notes` says why, once.
     """
@@ -89,14 +90,14 @@ class Windows:
         self._mean = self._squares = self._launches = self._cost_s = 0.0
 
     def prepare(self) -> None:
-        """Lets torch set its profiler up, which takes a second the first time, before a step has to wait for it."""
+        """Let torch set its profiler up, which takes a second the first time, before a step has to wait for it."""
         if not profiling():
             self.tick(self._offset)
             self.drop()
             self._cost_s = 0.0
 
     def tick(self, step: int) -> Window | None:
-        """The end of step number `step`, in the thread that takes the steps."""
+        """Mark the end of step number `step`, in the thread that takes the steps."""
         try:
             ends = self._tracer is not None and step - self._opened >= self.steps
             begins = self._tracer is None and step % self.every == self._offset and not self.off
@@ -115,13 +116,13 @@ class Windows:
         return None
 
     def drop(self) -> None:
-        """What happens now is no step: an open window ends without a result."""
+        """End an open window without a result, because what happens now is no step."""
         if self._tracer is not None:
             with suppress(Exception):  # of the device, which its owner has met already
                 self._stop()
 
     def estimate(self) -> Estimate:
-        """The idle share so far; NaN before the first window."""
+        """Return the idle share so far; NaN before the first window."""
         n = self._count
         mean = self._mean if n else math.nan
         half = student(n - 1) * math.sqrt(self._squares / (n - 1) / n) if n > 1 else math.nan
@@ -166,7 +167,7 @@ class Windows:
         return window
 
     def _stop(self) -> list[Any] | None:
-        """torch's events; None where somebody else ended the recording."""
+        """End the recording and return torch's events; None where other code ended it before."""
         global _open_windows
         tracer, self._tracer, _open_windows = self._tracer, None, None
         assert tracer is not None
@@ -176,7 +177,7 @@ class Windows:
         return None if results is None else list(results.events())
 
     def _add(self, window: Window) -> None:
-        """Welford's running mean and sum of squares."""
+        """Update the running mean and sum of squares (Welford's)."""
         self._count += 1
         off = window.idle_frac - self._mean
         self._mean += off / self._count
@@ -194,13 +195,13 @@ _open_windows: Windows | None = None  # torch has one profiler at a time
 
 
 def give_way() -> None:
-    """Ends the window that is open, if one is, without a result: whoever calls wants torch's profiler for more."""
+    """End the window that is open, if there is one, without a result: the caller needs torch's profiler for more."""
     if _open_windows is not None:
         _open_windows.drop()
 
 
 def _read(events: Sequence[Any], gpu: bool, step: int, steps: int, start_ns: int, end_ns: int) -> Window:
-    """Busy time and launches of a window: device activity on a GPU, operators on a CPU."""
+    """Compute busy time and launches of a window: device activity on a GPU, operators on a CPU."""
     working = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET) if gpu else (Kind.OP,)
     rows = [row for row, _ in read_events(events)]
     spans = np.array([(r.start_ns, r.end_ns) for r in rows if r.kind in working], np.int64).reshape(-1, 2)
@@ -210,7 +211,7 @@ def _read(events: Sequence[Any], gpu: bool, step: int, steps: int, start_ns: int
 
 
 def student(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t: exact to three decimals (Abramowitz and Stegun 26.7.5 from five degrees on)."""
+    """Return the 97.5 % quantile of Student's t: exact to three decimals (Abramowitz and Stegun 26.7.5 from five degrees on)."""
     if degrees < 5:
         return (math.nan, 12.706, 4.303, 3.182, 2.776)[degrees]
     z = 1.959964
@@ -233,7 +234,7 @@ class _Session(Protocol):
 
 @dataclass(frozen=True)
 class Activity:
-    """How often to look, and for how long; see `activity`. Session gives each run a meter of its own."""
+    """An Activity says how often to sample, and over how many steps; see `activity`. Session gives each run a meter of its own."""
 
     every: int = 200
     steps: int = 2
@@ -246,7 +247,8 @@ class Activity:
 
 
 def activity(every: int = 200, *, steps: int = 2) -> Activity:
-    """A meter for Session(meters=...): the share of time in which the device works, sampled over `steps` steps in `every`.
+    """Make a meter for Session(meters=...): the share of time in which the device works, sampled over `steps` steps in
+    `every`.
 
     The last step of each window gets `busy_frac` and, on a GPU, `launches` (kernel launches a step) in the records. This is the
     idle time that `idle_frac` cannot see, gaps between kernels included. Raises ValueError for a window that is not shorter
@@ -256,7 +258,7 @@ def activity(every: int = 200, *, steps: int = 2) -> Activity:
 
 
 class ActivityMeter:
-    """The meter of one session. `windows` has the estimate and the notes."""
+    """An ActivityMeter is the meter of one session. `windows` has the estimate and the notes."""
 
     def __init__(self, value: Activity) -> None:
         self.value = value
@@ -271,5 +273,5 @@ class ActivityMeter:
         return figures if math.isnan(window.launches) else {**figures, "launches": window.launches / window.steps}
 
     def paused(self) -> None:
-        """Something that is no step happened, or the run ended."""
+        """Drop the open window, because something that is no step happened or the run ended."""
         self.windows.drop()
