@@ -1,4 +1,4 @@
-"""Bridges to other libraries, one module each, imported when it is first named: `sk.integrations.hf`."""
+"""Connect surokit to other libraries, with one module for each, which is imported when it is first named: `sk.integrations.hf`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A session's settings as a DeepSpeed configuration: to train the same with DeepSpeed, or to compare the two.
+"""Write a session's settings as a DeepSpeed configuration: to train the same with DeepSpeed, or to compare the two.
 
     session.to_deepspeed("ds_config.json")
     deepspeed.initialize(model=model, config="ds_config.json")
 
-The names are those of DeepSpeed 0.19 (deepspeed/runtime/config.py, zero/config.py and zenflow/zenflow_config.py). What behaves
-differently there is warned about.
+The names are those of DeepSpeed 0.19 (deepspeed/runtime/config.py, zero/config.py and zenflow/zenflow_config.py). A warning
+names each setting that behaves differently there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OPTIONS = {"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nest
 
 
 def configuration(session: Session, micro_batch: int | None, path: str | Path | None = None) -> dict[str, Any]:
-    """As Session.to_deepspeed says. micro_batch: rows of a batch of one process."""
+    """Return the configuration as Session.to_deepspeed describes it. micro_batch: rows of a batch of one process."""
     if micro_batch is None:
         raise ValueError(
             "to_deepspeed() does not know how many rows a batch has before the first step: take one, or give "
@@ -89,7 +89,8 @@ def _precision(session: Session) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: torch.optim.Optimizer, rate: float) -> dict[str, Any]:
-    """The block, with the options of the first parameter group and the rate it began with; none for what DeepSpeed cannot make."""
+    """Return the block "optimizer", with the options of the first parameter group and the rate it began with; empty for an
+    optimizer that DeepSpeed cannot make."""
     kind = type(optimizer).__name__
     ours = isinstance(optimizer, ZenFlow | OffloadAdamW | AdamW) and not isinstance(optimizer, AdamW8bit)
     if not ours and not (kind in _PLAIN and type(optimizer).__module__.startswith("torch.")):
@@ -105,7 +106,7 @@ def _optimizer(optimizer: torch.optim.Optimizer, rate: float) -> dict[str, Any]:
 
 
 def _differences(session: Session) -> Iterator[str]:
-    """What DeepSpeed does otherwise with these settings, a sentence each."""
+    """Yield the differences of DeepSpeed with these settings, a sentence each."""
     optimizer = session.optimizer
     kind = type(optimizer).__name__
     decays = {float(group.get("weight_decay") or 0.0) for group in optimizer.param_groups}

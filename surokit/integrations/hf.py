@@ -1,14 +1,14 @@
-"""The live panel for `transformers.Trainer`: `Trainer(..., callbacks=[LiveCallback()])`.
+"""Show the live panel for `transformers.Trainer`: `Trainer(..., callbacks=[LiveCallback()])`.
 
 The Trainer tells a callback that a step ended, and every `logging_steps` the mean loss since the last time; so the loss
 curve has a point per log, the rate one per step. Set `logging_steps=1` to see every step, and
 `include_num_input_tokens_seen=True` to see tokens/s instead of steps/s.
 
-A step in which no label counts (all are -100) is a warning on the panel and has no loss, whatever the Trainer makes of it (by
-default it logs 0); five in a row raise NoTargetsError. A hook on the model counts labels, on the device; torch.compile leaves it
-out.
+A step in which no label counts (all are -100) is a warning on the panel and has no loss, whatever the Trainer makes of it
+(by default it logs 0); five in a row raise NoTargetsError. A hook on the model counts labels, on the device; torch.compile
+leaves it out.
 
-What the panel's buttons ask happens at the end of a step: the Trainer stops, saves a checkpoint of its own, or waits. With several
+The panel's buttons take effect at the end of a step: the Trainer stops, saves a checkpoint of its own, or waits. With several
 processes there are no buttons: one process cannot stop alone.
 """
 
@@ -28,7 +28,7 @@ _NAMES = {"loss": "loss", "learning_rate": "lr", "grad_norm": "grad_norm", "eval
 
 
 class LiveCallback(TrainerCallback):
-    """Feeds a `surokit.Live` from a Trainer, on the main process only.
+    """A LiveCallback feeds a `surokit.Live` from a Trainer, on the main process only.
 
     title: by default the model's class name. every: shortest time between two pictures, in seconds. run_dir: folder for the
     records, which `sk.watch` follows. usd_per_gpu_hour, view: as for `surokit.Live`. After training, `.live.frame()` has
@@ -81,7 +81,7 @@ class LiveCallback(TrainerCallback):
             self._counting = model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, model: torch.nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
-        """Adds up the labels that count in the parts of a step."""
+        """Add up the labels that count in the parts of a step."""
         replica = getattr(model, "_is_replica", False)  # of DataParallel, in a thread of its own
         if model.training and not replica and not torch.compiler.is_compiling():
             self._targets = count_targets(self._targets, inputs.get("labels"))
@@ -107,7 +107,7 @@ class LiveCallback(TrainerCallback):
         self._heed(control)
 
     def _heed(self, control: TrainerControl) -> None:
-        """What was asked, to the Trainer."""
+        """Pass the requests of the panel's buttons on to the Trainer."""
         if self.live is None or not self._alone:
             return
         self.live.wait_while_paused()
@@ -139,5 +139,5 @@ class LiveCallback(TrainerCallback):
 
 
 def _tokens(state: TrainerState) -> int:
-    """Input tokens so far; 0 unless the Trainer was asked to count them."""
+    """Return the input tokens so far; 0 unless the Trainer was asked to count them."""
     return int(state.num_input_tokens_seen or 0)

@@ -1,13 +1,14 @@
-"""The live panel for Lightning: `Trainer(callbacks=[LiveCallback(tokens=lambda batch: batch["input_ids"].numel())])`.
+"""Show the live panel for Lightning: `Trainer(callbacks=[LiveCallback(tokens=lambda batch: batch["input_ids"].numel())])`.
 
 A step in which no label counts, of batches with "labels", is a warning on the panel; five in a row raise NoTargetsError.
 
-A point per optimizer step: the loss that `training_step` returned, the learning rate, and tokens where somebody says how many a
-batch has. Nothing here waits for the device. What the panel's buttons ask happens at the end of a step: the Trainer stops (not
-before its `min_epochs` and `min_steps`, and with the validation that it does then), saves a checkpoint, or waits. With several
-processes there are no buttons: one process cannot stop alone.
+The panel has a point per optimizer step: the loss that `training_step` returned, the learning rate, and tokens where
+`tokens=` says how many a batch has. Nothing here waits for the device. The panel's buttons take effect at the end of a
+step: the Trainer stops (not before its `min_epochs` and `min_steps`, and with the validation that it does then), saves a
+checkpoint, or waits. With several processes there are no buttons: one process cannot stop alone.
 
-Lightning comes under two names, `lightning.pytorch` and `pytorch_lightning`; the callback is of the one that is imported already.
+Lightning comes under two names, `lightning.pytorch` and `pytorch_lightning`; the callback is of the one that is imported
+already.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ def _callback() -> Any:
 
 
 class LiveCallback(_callback()):  # type: ignore[misc]
-    """Feeds a `surokit.Live` from a Lightning Trainer, on the main process only.
+    """A LiveCallback feeds a `surokit.Live` from a Lightning Trainer, on the main process only.
 
     title: by default the module's class name. tokens: from a batch to its number of tokens; None shows steps per second.
-    eval_loss: the name under which the module logs its held-out loss. every: shortest time between two pictures, in seconds.
-    run_dir: folder for the records, which `sk.watch` follows, and for checkpoints that a button asks for; without it they go to the
-    Trainer's `default_root_dir`. usd_per_gpu_hour, view: as for `surokit.Live`. After training, `.live.frame()` has the numbers.
+    eval_loss: the name under which the module logs its held-out loss. every: shortest time between two pictures, in
+    seconds. run_dir: folder for the records, which `sk.watch` follows, and for checkpoints that a button asks for; without
+    it they go to the Trainer's `default_root_dir`. usd_per_gpu_hour, view: as for `surokit.Live`. After training,
+    `.live.frame()` has the numbers.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class LiveCallback(_callback()):  # type: ignore[misc]
             self.live.log(step=self._step, eval_loss=value)
 
     def _heed(self, trainer: Any) -> None:
-        """What was asked, to the Trainer."""
+        """Pass the requests of the panel's buttons on to the Trainer."""
         if self.live is None or not self._alone:
             return
         self.live.wait_while_paused()

@@ -1,10 +1,10 @@
-"""A session's records in another tool as well: TensorBoard, Weights & Biases, trackio.
+"""Write a session's records to another tool as well: TensorBoard, Weights & Biases, trackio.
 
     session.subscribe(sk.integrations.mirrors.TensorBoard("logs"))
 
-A mirror is a subscriber. It puts each record on a bounded list, and a thread of its own takes them from there and writes; so a step
-pays for an append, and a service that is slow, full or gone can neither hold a run up nor end it: it costs one warning. What was
-measured is in the session's own records in any case.
+A mirror is a subscriber. It puts each record on a bounded list, and its own thread takes them from there and writes; so a step
+pays for an append, and a service that is slow, full or gone can neither delay nor end a run: it costs one warning. The
+session's own records hold the measurements in any case.
 
 Names: train/<column> (loss, lr, grad_norm, tokens_per_s, idle_frac, peak_gib, ...), meters/<name>, eval/loss; over steps. Each
 run() opens the tool's run and closes it at its end; the next run() of the session goes on with the same one.
@@ -45,10 +45,11 @@ _NOT = {"step", "tokens", "targets", "wall_ms", "elapsed_s", "eval_loss", "throt
 
 
 class Mirror(ABC):
-    """What all mirrors share: the list, the thread, the one warning. every: of how many steps one is mirrored, from the first on.
+    """A Mirror is the base of all mirrors: it has the list, the thread and the one warning. every: mirror one step in so
+    many, from the first on.
 
     A mirror of your own defines `open(info, step)`, `write(step, values, time_s)` and `close(reason)`; they are called in the
-    mirror's thread. info: what the run is. step, of open: steps from there on are new, whatever was written of them before.
+    mirror's thread. info: what the run is. step, of open: steps from there on are new, even if some were written before.
     time_s: when the values arrived, in seconds since 1970.
     """
 
@@ -74,7 +75,7 @@ class Mirror(ABC):
     def write(self, step: int, values: dict[str, float], time_s: float) -> None: ...
 
     def flush(self) -> None:  # noqa: B027
-        """Twice a second, after what there was."""
+        """Flush the tool's buffers; called twice a second, after the values that were waiting."""
 
     @abstractmethod
     def close(self, reason: str) -> None: ...
@@ -98,7 +99,7 @@ class Mirror(ABC):
             self.on_end("done")
 
     def on_end(self, reason: str) -> None:
-        """Waits until all is written, at most CLOSE_S."""
+        """Wait until all records are written, at most CLOSE_S."""
         thread, self._thread, self._running = self._thread, None, False
         self._reason = reason
         self._ending.set()
@@ -175,8 +176,8 @@ def _values(what: Record | float) -> dict[str, float]:
 
 
 class TensorBoard(Mirror):
-    """Event files in `logdir`, for `tensorboard --logdir`. A run that goes back to an earlier step hides what it had written
-    from there on."""
+    """A TensorBoard mirror writes event files to `logdir`, for `tensorboard --logdir`. A run that goes back to an earlier
+    step hides what it had written from there on."""
 
     def __init__(self, logdir: str | Path, *, every: int = 1) -> None:
         super().__init__(every)
@@ -206,7 +207,8 @@ class TensorBoard(Mirror):
 
 
 class Wandb(Mirror):
-    """A run of Weights & Biases. options: further arguments of `wandb.init`, mode="offline" for example."""
+    """A Wandb mirror writes to a run of Weights & Biases. options: further arguments of `wandb.init`, mode="offline" for
+    example."""
 
     def __init__(self, project: str, name: str | None = None, *, every: int = 1, **options: Any) -> None:
         super().__init__(every)
@@ -230,7 +232,7 @@ class Wandb(Mirror):
 
 
 class Trackio(Mirror):
-    """A run of trackio. options: further arguments of `trackio.init`."""
+    """A Trackio mirror writes to a run of trackio. options: further arguments of `trackio.init`."""
 
     def __init__(self, project: str, name: str | None = None, *, every: int = 1, **options: Any) -> None:
         super().__init__(every)

@@ -1,1 +1,1 @@
-"""What is seen of a profiled block: hooks and torch's profiler while it runs, or a trace file; both become a Recording."""
+"""Record a profiled block, with hooks and torch's profiler while it runs, or read a trace file; both become a Recording."""

@@ -1,4 +1,4 @@
-"""`profile()`: records what a block of PyTorch code does, whoever wrote it, and returns a Profile.
+"""Record what a block of PyTorch code does, whoever wrote it, and return a Profile: `profile()`.
 
 Underneath is torch.profiler (`tracer`), read from memory, without a trace file. Beside it, only while the block runs:
 - steps through torch's global optimizer post-step hook (or `p.step()`, for code without an optimizer);
@@ -6,7 +6,7 @@ Underneath is torch.profiler (`tracer`), read from memory, without a trace file.
 - sync points, modules' paths, the garbage collector, the data loader and the user's current line through `watch`.
 All of it is removed when the block ends, also by an exception, which passes on after the profile so far is kept.
 
-The tracer starts anew in the warm-up, and what came before is dropped once a step was measured. One warm-up step is recorded
+The tracer starts anew in the warm-up, and its earlier events are dropped once a step was measured. One warm-up step is recorded
 with the shapes of its operators, which slows a small step by a quarter: from it come FLOPs and bytes. Where `p.step()` marks
 the steps it is the last, and the tracer starts anew right there. An optimizer marks a step inside a range of torch's own, over
 which the tracer cannot start anew (`tracer` says why); it does so where the next module is called, and the step before the
@@ -139,7 +139,7 @@ _PRODUCTS = frozenset(str(operator).replace(".", "::") for operator in flop_regi
 
 
 class _Stage(IntEnum):
-    """Which part of the block the tracer records."""
+    """A stage says which part of the block the tracer records."""
 
     EARLY = 0
     SHAPED = 1  # the last warm-up step
@@ -147,7 +147,8 @@ class _Stage(IntEnum):
 
 
 class _Mark(NamedTuple):
-    """A step's end, and where the next begins: between them lies what the profiler did there, which belongs to neither."""
+    """A mark holds the end of a step and the begin of the next: between them lies the profiler's own work, which belongs to
+    neither."""
 
     at_ns: int
     next_ns: int
@@ -156,8 +157,8 @@ class _Mark(NamedTuple):
 
 
 class Capture:
-    """The context manager that `profile()` returns; entering it gives the Profile, which is filled when the block
-    ends."""
+    """A Capture is the context manager that `profile()` returns; entering it gives the Profile, which is filled when the
+    block ends."""
 
     def __init__(
         self,
@@ -285,7 +286,7 @@ class Capture:
                     self._stop_when_full()
 
     def _advance(self, who: object, now: int) -> None:
-        """Begins the part that follows this mark. The first optimizer to come that far leads; `p.step()` takes over and
+        """Begin the part that follows this mark. The first optimizer to come that far leads; `p.step()` takes over and
         begins its own warm-up."""
         if who == _USER and self._leader != _USER:
             self._stage = self._stage if self._leader is None else _Stage.EARLY
@@ -317,8 +318,8 @@ class Capture:
         return self._start_ns < part.end_ns and (self._end_ns is None or part.start_ns < self._end_ns)
 
     def _step_marks(self) -> list[_Mark]:
-        """The marks of whoever marks the steps: the user's own calls, else the optimizer that stepped most often (of
-        several, as in a GAN, the one that stepped last), so that a step is one turn of the loop."""
+        """Return the marks that end the steps: the user's own calls, else those of the optimizer that stepped most often
+        (of several, as in a GAN, the one that stepped last), so that a step is one turn of the loop."""
         most = max(self._counts.values(), default=0)
         often = [mark.who for mark in self._marks if self._counts[mark.who] == most]
         chosen = _USER if self._counts[_USER] else often[-1] if often else None
@@ -405,7 +406,7 @@ def _number(value: object) -> bool:
 
 
 def _multiplies_early(recording: Recording, marks_ns: tuple[int, ...]) -> bool:
-    """Whether a product runs in one of these steps before its first module: a shaped step begins there and lacks it."""
+    """Return whether a product runs in one of these steps before its first module: a shaped step begins there and lacks it."""
     t, calls_S = recording.timeline, np.sort(recording.start_S)
     products = np.array([name in _PRODUCTS for name in t.names], bool)
     product_E = t.start_E[products[t.name_E]]

@@ -1,13 +1,13 @@
-"""Chrome traces in and out: what torch.profiler, Perfetto, JAX and others write becomes a Recording, and a Recording
-becomes a file for Perfetto, from which it is read back exactly.
+"""Read Chrome traces, as torch.profiler, Perfetto, JAX and others write them, into a Recording, and write a Recording as a
+file for Perfetto, from which it is read back exactly.
 
 Times. The format's `ts` and `dur` are microseconds, with a fraction for nanoseconds, whatever `displayTimeUnit` says: that
 is how a viewer should label them (Kineto has written both "ms" and "ns" over microseconds). A few tools write nanoseconds
 nevertheless. They are recognised where they count from 1970, since microseconds would then be beyond the year 5000; else
-`unit="ns"` says so. Here all times are integer nanoseconds, from 1970 where `baseTimeNanoseconds` or the times tell.
+`unit="ns"` says so. Here all times are integer nanoseconds, from 1970 where `baseTimeNanoseconds` or the times show it.
 
-A step in a trace ends with an "Optimizer.step" range, else with a "ProfilerStep" range, else it is the whole trace. Reading
-streams, and takes about as much memory as the file has text; what is damaged is left out, counted and said.
+A step in a trace ends with an "Optimizer.step" range, else with a "ProfilerStep" range, else it is the whole trace. The file is
+read as a stream, and takes about as much memory as it has text; damaged events are left out and counted, and a note says so.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BLOCK = 2_000  # events written at a time
 def read_chrome(
     path: str | Path, *, unit: Literal["us", "ns"] | None = None, limit_gib: float | None = None
 ) -> Recording:
-    """Reads a Chrome trace, plain or gzipped.
+    """Read a Chrome trace, plain or gzipped.
 
     `unit` is that of the file's times, where it is not the usual one. A trace whose text is larger than `limit_gib`
     (default: the machine's free memory) is refused. Raises FileNotFoundError, or ValueError when it is no trace or too
@@ -80,7 +80,8 @@ def read_chrome(
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Python's garbage collector walks all the dicts of a chunk, which hold no cycles: half of the time of reading."""
+    """Pause Python's garbage collector, which would walk all the dicts of a chunk, though they hold no cycles: half of the
+    time of reading."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -91,7 +92,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _foreign(timeline: Timeline, meta: dict[str, Any], notes: tuple[str, ...]) -> Recording:
-    """What a trace of another tool tells."""
+    """Make a Recording from the trace of another tool."""
 
     def named(prefix: str) -> Timeline:
         return timeline.take(timeline.is_named(n.startswith(prefix) for n in timeline.names))
@@ -121,13 +122,13 @@ def _foreign(timeline: Timeline, meta: dict[str, Any], notes: tuple[str, ...]) -
 
 
 def _check(stored: Any) -> int:
-    """Of what the file holds beside events: an analysis of damaged arrays could fail anywhere."""
+    """Return a checksum of the fields that the file holds beside events: an analysis of damaged arrays could fail anywhere."""
     return zlib.crc32(json.dumps(stored, sort_keys=True).encode())
 
 
 def _one_name(ranges: Timeline) -> Timeline:
-    """The ranges of the optimizer that steps most often; of several (a GAN's two, a class that calls its parent's step) the one
-    that ends last, so that a step is one turn of the loop."""
+    """Return the ranges of the optimizer that steps most often; of several (a GAN's two, a class that calls its parent's
+    step) those of the one that ends last, so that a step is one turn of the loop."""
     if not len(ranges):
         return ranges
     count_N, end_N = np.zeros((2, len(ranges.names)), np.int64)
@@ -137,7 +138,7 @@ def _one_name(ranges: Timeline) -> Timeline:
 
 
 def free_gib() -> float:
-    """Free memory of the machine, or of the container that is smaller; no limit where neither is told."""
+    """Return the free memory of the machine, or of the container where that is smaller; infinity where neither is known."""
     free = float("inf")
     with suppress(OSError, ValueError, IndexError):
         free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) / 2**20
@@ -150,7 +151,7 @@ def free_gib() -> float:
 
 
 def write_chrome(path: str | Path, recording: Recording, windows: tuple[tuple[int, int], ...]) -> None:
-    """Writes a trace that ui.perfetto.dev and chrome://tracing open; gzipped when the path ends in .gz. Beside the events it
+    """Write a trace that ui.perfetto.dev and chrome://tracing open; gzipped when the path ends in .gz. Beside the events it
     holds the recording's other fields, so `read_chrome` gives back all of it."""
     timeline = recording.timeline
     origin = min(recording.start_ns, int(timeline.start_E.min()) if len(timeline) else recording.start_ns)

@@ -1,4 +1,4 @@
-"""What runs while a profile does: the tracer, part by part, the watch and the sampler; and the Recording cut from what they saw.
+"""Run the tracer, part by part, the watch and the sampler while a profile runs, and cut the Recording from what they saw.
 
 One recorder serves the outermost profile and those inside it. Its times are the host's clock.
 """
@@ -59,7 +59,8 @@ _NEVER_BEGAN = (
 
 
 class Recorder:
-    """Started once and stopped once; in between `turn` begins a new part, and `keep` drops parts that nobody needs."""
+    """A Recorder is started once and stopped once; in between `turn` begins a new part, and `keep` drops parts that are not
+    needed."""
 
     def __init__(self, gpu: bool, sample: bool) -> None:
         self.watch = Watch()
@@ -116,9 +117,9 @@ class Recorder:
             self._tracer.begin()
 
     def turn(self, shaped: bool, at_once: bool, since_ns: int) -> Part | None:
-        """Ends a part, which is returned, and begins the next, at once or where the next module is called. None, and nothing
-        is done, where ranges are open that the restart would break (all but the optimizer's own, when not `at_once`), and
-        where no module was called since then, so that none may be."""
+        """End a part, which is returned, and begin the next, at once or where the next module is called. Returns None, and
+        does nothing, where ranges are open that the restart would break (all but the optimizer's own, when not `at_once`),
+        and where no module was called since `since_ns`, so that none may be called later."""
         if self._refused or threading.get_native_id() != self.thread:
             return None
         self.resume()
@@ -132,11 +133,11 @@ class Recorder:
         return part
 
     def step_ended(self) -> None:
-        """A step ends; where a part is still put off, that step is not recorded."""
+        """Note that a step has ended; if a part is still put off, that step is not recorded."""
         self._overdue = self._overdue or self._pending is not None
 
     def resume(self) -> None:
-        """Begins the part that was put off."""
+        """Begin the part that was put off."""
         if self._pending is not None and not ranges_left():
             synchronize()
             give_way()
@@ -166,8 +167,8 @@ class Recorder:
         self._parts = [part for part in self._parts if wanted(part)]
 
     def stop(self) -> None:
-        """Ends the recording; what was seen stays. On another thread, and inside a backward pass, which would bring the
-        tracer back to life, it ends where the next module is called or the block ends."""
+        """End the recording and keep what was seen. On another thread, and inside a backward pass, which would start the
+        tracer again, it ends where the next module is called or the block ends."""
         self._full = True
         if not self._elsewhere():
             self._stop()
@@ -205,7 +206,7 @@ class Recorder:
     # ------------------------------------------------------------------------------------------------ what was seen
 
     def cut(self, start_ns: int, end_ns: int, since_ns: int) -> Recording:
-        """The recording from start to end, without the parts that ended by `since_ns`."""
+        """Return the recording from start to end, without the parts that ended by `since_ns`."""
         parts = [p for p in self._parts if p.end_ns > since_ns and p.start_ns < end_ns]
         if since_ns == start_ns and parts:
             start_ns = max(start_ns, parts[0].start_ns)
@@ -269,13 +270,13 @@ class Recorder:
 
 
 def shaped_part(part: Part) -> Shaped:
-    """What the operators of this part compute and move."""
+    """Count the FLOPs and bytes of the operators of this part."""
     inputs = part.inputs
     return shaped_step(Timeline.of(event for event, _ in inputs), [given for _, given in inputs])
 
 
 def _peak_bytes() -> int:
-    """Peak memory so far: of the device's allocator, or of the process on a CPU. No counter is reset."""
+    """Return the peak memory so far: of the device's allocator, or of the process on a CPU. No counter is reset."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     try:
@@ -302,7 +303,7 @@ def _time_read() -> float:
 
 
 def _fastest(run: Callable[[], object], batches: int = 25, calls: int = 40) -> float:
-    """Nanoseconds of one call, the fastest of a few batches."""
+    """Return the nanoseconds of one call, the fastest of a few batches."""
     best = float("inf")
     for _ in range(batches):
         begin = time.perf_counter_ns()

@@ -1,4 +1,5 @@
-"""`Recording`: everything that was observed of a profiled block, as plain data, captured live or read from a trace file.
+"""Define `Recording`, which holds everything that was observed of a profiled block as plain data, captured live or read
+from a trace file.
 
 Times are nanoseconds on one clock. `pack` and `unpack` turn a Recording into JSON values and back.
 """
@@ -17,8 +18,8 @@ from surokit.profiler.analysis.timeline import Int, Timeline
 
 @dataclass(frozen=True)
 class SyncPoint:
-    """A call that reads a device value on the host. `inside` is the library frame that made it, when the user's line
-    did so indirectly."""
+    """A SyncPoint is a call that reads a device value on the host. `inside` is the library frame that made it, when the
+    user's line did so indirectly."""
 
     start_ns: int
     end_ns: int
@@ -32,7 +33,7 @@ class SyncPoint:
 
 @dataclass(frozen=True)
 class Costs:
-    """What profiling itself costs, calibrated on this machine just before the profiled code: nanoseconds each."""
+    """Costs holds what profiling itself costs, calibrated on this machine just before the profiled code: nanoseconds each."""
 
     event_ns: float = 0.0
     module_ns: float = 0.0
@@ -50,8 +51,8 @@ RATES = ("bf16", "fp32", "fp8", "fp4")
 
 @dataclass(frozen=True, eq=False)
 class Shaped:
-    """One step, the last of the warm-up, recorded with the shapes of its operators: what a step computes and moves. Recording
-    shapes is slow, so the times of this step are not used.
+    """A Shaped is one step, the last of the warm-up, recorded with the shapes of its operators, for its FLOPs and bytes.
+    Recording shapes is slow, so the times of this step are not used.
 
     `timeline` holds its operators. flop_E are FLOPs and bytes_E bytes read and written by the operator itself, without those it
     calls; rate_E is an index into RATES, -1 for an operator that is no product.
@@ -65,8 +66,8 @@ class Shaped:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """Everything that was observed. Suffixes: E events, S module spans, P samples of the user's current line, C runs of
-    Python's garbage collector."""
+    """A Recording holds everything that was observed. Suffixes: E events, S module spans, P samples of the user's current
+    line, C runs of Python's garbage collector."""
 
     timeline: Timeline
     start_ns: int
@@ -102,7 +103,7 @@ class Recording:
 
 
 def pack(recording: Recording) -> dict[str, Any]:
-    """A Recording as JSON values; arrays are compressed."""
+    """Turn a Recording into JSON values; arrays are compressed."""
     out: dict[str, Any] = {f.name: getattr(recording, f.name) for f in fields(recording)}
     out["timeline"] = _pack_timeline(recording.timeline)
     out["syncs"] = [[getattr(s, f.name) for f in fields(s)] for s in recording.syncs]
@@ -114,7 +115,8 @@ def pack(recording: Recording) -> dict[str, Any]:
 
 
 def unpack(stored: dict[str, Any]) -> Recording:
-    """What `pack` packed; fields that it did not know take their defaults. Raises KeyError, TypeError or ValueError."""
+    """Turn the values that `pack` made back into a Recording; fields that are missing take their defaults. Raises KeyError,
+    TypeError or ValueError."""
     values: dict[str, Any] = {k: _expand(v) if isinstance(v, dict) and "zlib" in v else v for k, v in stored.items()}
     values["timeline"] = _unpack_timeline(stored["timeline"])
     values["syncs"] = tuple(SyncPoint(*row) for row in stored["syncs"])
@@ -137,7 +139,7 @@ def _unpack_timeline(stored: dict[str, Any]) -> Timeline:
 
 
 def _squeeze(array: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """An int64 array as text: little-endian bytes, deflated, base64."""
+    """Write an int64 array as text: little-endian bytes, deflated, base64."""
     data = zlib.compress(np.ascontiguousarray(array, "<i8").tobytes(), 6)
     return {"shape": list(array.shape), "zlib": base64.b64encode(data).decode()}
 

@@ -1,8 +1,8 @@
-"""Chunks of a Chrome trace's events as columns: what has a time and a kind, whichever tool wrote it.
+"""Turn chunks of a Chrome trace's events into columns: all events that have a time and a kind, whichever tool wrote them.
 
-Read are complete events (ph "X"), and beginnings with their ends ("B", "E"). The kind is the category's; in JAX's traces,
+Complete events (ph "X") are read, and beginnings with their ends ("B", "E"). The kind is the category's; in JAX's traces,
 which have none, device streams are known by the names of their threads. Events of other kinds (Python frames, flows,
-counters, what a tool derived) hold no time that is not in these, and are left out. Of the others one that cannot be read
+counters, events that a tool derived) hold no time that is not in these, and are left out. Of the others one that cannot be read
 is counted as damaged.
 """
 
@@ -26,7 +26,7 @@ _NO_ARGS: dict[str, Any] = {}
 
 
 class _Interned(dict[Hashable, int]):
-    """Numbers for values, made by `number` when a value is first asked for."""
+    """An _Interned gives numbers to values, made by `number` when a value is first asked for."""
 
     def __init__(self, number: Callable[[Any], int]) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _Interned(dict[Hashable, int]):
 
 
 class Columns:
-    """Give it a stream's chunks with `add`; then `timeline` is what they held, and `notes` what to say of it."""
+    """A Columns collects a stream's chunks with `add`; then `timeline` holds their events, and `notes` what to say about them."""
 
     def __init__(self, stream: EventStream, unit: str | None) -> None:
         self.seen = 0
@@ -69,7 +69,7 @@ class Columns:
         self._convert(spans, self._as_spans, self._spans)
 
     def _convert(self, rows: list[Any], columns: Callable[[list[Any]], Int], out: list[Int]) -> None:
-        """Columns of all rows at once; where that fails of each half, and so on down to the rows that are damaged."""
+        """Convert all rows at once; where that fails each half by itself, and so on down to the rows that are damaged."""
         if not rows:
             return
         try:
@@ -92,13 +92,13 @@ class Columns:
         return table
 
     def _as_bounds(self, rows: list[Any]) -> Int:
-        """Of ranges written as a beginning and an end. An end need not repeat its beginning's name and category."""
+        """Convert ranges written as a beginning and an end. An end need not repeat its beginning's name and category."""
         table = self._table(rows, [self._kinds[e.get("cat")] for e in rows])
         lane = [self._lanes[e.get("pid"), e.get("tid")] for e in rows]
         return np.concatenate([table, np.array([[e["ph"] == "E" for e in rows], lane], np.int64)])
 
     def _table(self, rows: list[Any], kind: list[int]) -> Int:
-        """[9, n], each event as long as a moment."""
+        """Return the rows as [9, n], with the same time as start and end of each event."""
         names, threads = self._names, self._threads
         args = [e.get("args") or _NO_ARGS for e in rows]
         table = np.empty((9, len(rows)), np.int64)
@@ -115,7 +115,7 @@ class Columns:
         return table
 
     def _ns(self, values: list[Any]) -> Int:
-        """Times of the file as nanoseconds. Raises what is in UNREADABLE."""
+        """Convert times of the file to nanoseconds. Raises one of the errors in UNREADABLE."""
         if not self._scale and values:
             self._scale = 1 if float(values[0]) >= _NANOSECONDS_FROM else 1000
         if self._stream.exact:
@@ -126,7 +126,7 @@ class Columns:
         return np.rint(ns).astype(np.int64)
 
     def _label(self, e: dict[str, Any]) -> None:
-        """Names of processes and threads: what tells kinds apart where events have no category, as in JAX's traces."""
+        """Note the names of processes and threads, which tell kinds apart where events have no category, as in JAX's traces."""
         with suppress(*UNREADABLE):
             if e["name"] == "process_name":
                 self._labels[e["pid"]] = str(e["args"]["name"])
@@ -134,7 +134,7 @@ class Columns:
                 self._labels[e["pid"], e["tid"]] = str(e["args"]["name"])
 
     def _kind_of_lane(self, e: dict[str, Any]) -> int:
-        """The kind of an event whose category says nothing: -1 unless its thread is a stream of a device."""
+        """Return the kind of an event whose category says nothing: -1 unless its thread is a stream of a device."""
         if e.get("cat") is None:
             process, thread = self._labels.get(e.get("pid"), ""), self._labels.get((e.get("pid"), e.get("tid")), "")
             operations = "XLA Ops" if "TPU" in process else "Stream"
@@ -145,7 +145,7 @@ class Columns:
         return -1
 
     def timeline(self) -> Timeline:
-        """What was read."""
+        """Return the events that were read."""
         table = np.concatenate([*self._spans, self._paired()], axis=1)
         self._spans, self._bounds = [], []
         backwards = table[3] < table[2]
@@ -158,8 +158,8 @@ class Columns:
         return Timeline.from_columns(tuple(map(str, self._names)), table, damaged)
 
     def _paired(self) -> Int:
-        """Beginnings and ends as spans: an end belongs to the last beginning before it on its lane that has none yet, which is
-        the one at the same depth of nesting."""
+        """Join beginnings and ends to spans: an end belongs to the last beginning before it on its lane that has none yet,
+        which is the one at the same depth of nesting."""
         table = np.concatenate([np.empty((11, 0), np.int64), *self._bounds], axis=1)
         table = table[:, np.lexsort((table[2], table[10]))]
         ends, lane = table[9] == 1, table[10]
@@ -173,7 +173,7 @@ class Columns:
         return spans[:, spans[0] >= 0]
 
     def notes(self, timeline: Timeline) -> Iterator[str]:
-        """What a person should know of how the file was read."""
+        """Yield notes for the user on how the file was read."""
         meta = self._stream.meta
         if self._scale == 1 and self._unit is None:
             yield "the file's times are nanoseconds, against the format's rule"

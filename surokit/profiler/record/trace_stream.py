@@ -1,8 +1,8 @@
-"""The events of a Chrome trace, chunk by chunk: what reads files of gigabytes, of other tools, damaged and cut off.
+"""Read the events of a Chrome trace chunk by chunk, also from files of gigabytes, of other tools, damaged or cut off.
 
 The file is inflated, decoded and parsed piece by piece, so memory holds one piece. A piece is cut at its last boundary
 between two events and parsed as one list by the C scanner of `json`; where that fails its events are parsed singly, and
-what is no event is counted and skipped. An object with `traceEvents` and a bare list are both traces, with or without
+anything that is no event is counted and skipped. An object with `traceEvents` and a bare list are both traces, with or without
 an end, with commas too many, and with NaN.
 """
 
@@ -33,8 +33,8 @@ _KEPT = ("schemaVersion", "deviceProperties", "baseTimeNanoseconds", "displayTim
 
 
 class EventStream:
-    """Iterate `chunks`, lists of JSON values; then `meta` holds what the file says of itself, `damaged` counts what was
-    skipped, and `complete` tells whether the list of events had an end.
+    """An EventStream reads a file: iterate `chunks`, lists of JSON values; then `meta` holds what the file says of itself,
+    `damaged` counts the skipped pieces, and `complete` tells whether the list of events had an end.
 
     `exact` is set when the file's times are too large for floats to hold nanoseconds: numbers with a fraction are then
     Decimals. Raises ValueError, with a text that follows the file's name, when the file is no JSON object or list.
@@ -86,21 +86,21 @@ class EventStream:
     # ------------------------------------------------------------------------------------------------ reading on
 
     def _more(self) -> bool:
-        """Appends a piece; False at the end of the file."""
+        """Append a piece; return False at the end of the file."""
         piece = next(self._pieces, None)
         self._open = piece is not None
         self._buffer, self._at = self._buffer[self._at :] + (piece or ""), 0
         return self._open
 
     def _next_character(self) -> str:
-        """The character at the next place that is no white space; "" at the end."""
+        """Return the character at the next place that is no white space; "" at the end."""
         while True:
             self._at = _SPACE.match(self._buffer, self._at).end()  # type: ignore[union-attr]  # it always matches
             if self._at < len(self._buffer) or not self._more():
                 return self._buffer[self._at : self._at + 1]
 
     def _seek(self, pattern: re.Pattern[str]) -> bool:
-        """Moves on to the next match; False when there is none."""
+        """Move on to the next match; return False when there is none."""
         while not (match := pattern.search(self._buffer, self._at)):
             self._at = max(len(self._buffer) - 100, self._at)  # a match may straddle two pieces
             if not self._more():
@@ -109,7 +109,7 @@ class EventStream:
         return True
 
     def _value(self) -> Any:
-        """The next JSON value. Raises ValueError when it is damaged or the file ends in it."""
+        """Return the next JSON value. Raises ValueError when it is damaged or the file ends in it."""
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._buffer, self._at)
@@ -124,13 +124,14 @@ class EventStream:
                     return value
 
     def _is_cut(self, error: ValueError) -> bool:
-        """Whether the text is no JSON because it ends too early: in a string, or with nothing but part of a word to come."""
+        """Return whether the text is no JSON because it ends too early: in a string, or with nothing but part of a word to
+        come."""
         if not isinstance(error, json.JSONDecodeError):
             return False
         return error.msg.startswith("Unterminated") or bool(_PART.match(self._buffer, error.pos))
 
     def _grow(self) -> bool:
-        """Doubles the buffer, so that a long value is parsed a few times and not once for every piece."""
+        """Double the buffer, so that a long value is parsed a few times and not once for every piece."""
         size = len(self._buffer) - self._at
         grown = False
         while len(self._buffer) - self._at <= 2 * size and self._more():
@@ -140,7 +141,7 @@ class EventStream:
     # ------------------------------------------------------------------------------------------------ events
 
     def _events(self) -> Iterator[list[Any]]:
-        """The list that begins here, up to its end."""
+        """Yield the list that begins here in chunks, up to its end."""
         while len(self._buffer) - self._at < _PIECE and self._more():
             pass
         if max(map(int, _TIME.findall(self._buffer, self._at)), default=0) >= _ROUNDED_FROM:
@@ -157,8 +158,8 @@ class EventStream:
                 yield chunk
 
     def _fast(self) -> list[Any] | None:
-        """All events up to the last boundary in the buffer; None when there is none, or it is not between two events, or
-        something before it is damaged."""
+        """Return all events up to the last boundary in the buffer; None when there is none, or it is not between two
+        events, or something before it is damaged."""
         self._next_character()
         last = self._buffer.rfind(self._boundary, self._at)
         if last < 0 and (match := _BOUNDARY.search(self._buffer, self._at)):  # this tool's, or it changes its style
@@ -178,7 +179,7 @@ class EventStream:
         return list(chunk)
 
     def _singly(self) -> list[Any]:
-        """The next events one by one, past damaged ones; nothing at the end of the file."""
+        """Return the next events one by one, past damaged ones; nothing at the end of the file."""
         chunk: list[Any] = []
         while len(chunk) < _SINGLES and (mark := self._next_character()):
             if mark == "]":
@@ -206,7 +207,7 @@ class EventStream:
 
 
 def uncompressed_bytes(file: Path) -> int:
-    """The size of a file's text; for a gzipped one an estimate from how well its beginning was compressed."""
+    """Return the size of a file's text; for a gzipped one an estimate from how well its beginning was compressed."""
     size, done, given = file.stat().st_size, 0, 0
     for done, piece in _inflated(file):
         given += len(piece)
@@ -216,7 +217,7 @@ def uncompressed_bytes(file: Path) -> int:
 
 
 def _text(file: Path) -> Iterator[str]:
-    """The file's text, in pieces, up to its end or to where its compression is damaged; bytes that are no text become
+    """Yield the file's text in pieces, up to its end or to where its compression is damaged; bytes that are no text become
     U+FFFD."""
     size, shown, head = file.stat().st_size, 0, b""
     decoder: codecs.IncrementalDecoder | None = None
@@ -232,7 +233,7 @@ def _text(file: Path) -> Iterator[str]:
 
 
 def _inflated(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The file's bytes, piece by piece, each with how many bytes of the file it took to get so far."""
+    """Yield the file's bytes piece by piece, each with how many bytes of the file it took to get so far."""
     done = 0
     with file.open("rb") as raw:
         zipped = raw.read(2) == b"\x1f\x8b"

@@ -1,11 +1,12 @@
-"""torch's profiler as a capture uses it: started anew for each part of a block, read from memory, on the host's clock.
+"""Drive torch's profiler for a capture: start it anew for each part of a block, read it from memory, on the host's clock.
 
-A part that nobody needs is dropped unread, so warm-up costs no memory, and one part can record the operators' shapes, which
+A part that is not needed is dropped unread, so warm-up costs no memory, and one part can record the operators' shapes, which
 is too slow for the others. torch follows the thread that starts it and autograd's own.
 
 A range that is open when a tracer stops must have closed before another starts: torch 2.13 would write the range's end into
-memory that it has freed. `stopped` remembers such ranges, and none of ours starts before they have closed (`ranges_left`). An
-optimizer's post hook is inside such a range. Ranges that opened without a tracer are not seen, and do no harm.
+memory that it has freed. `stopped` remembers such ranges, and no tracer of this package starts before they have closed
+(`ranges_left`). An optimizer's post hook is inside such a range. Ranges that opened without a tracer are not seen, and do
+no harm.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ wait_for_device = torch.cuda.synchronize  # torch's own, also while the user's c
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What was recorded between a start and a stop, unread until it is needed."""
+    """A Part holds what was recorded between a start and a stop, unread until it is needed."""
 
     results: Any  # torch's own
     clocks_ns: tuple[int, ...]  # the host's time just inside each range named _CLOCK
@@ -49,12 +50,12 @@ class Part:
 
     @cached_property
     def rows(self) -> list[Event]:
-        """The events, on the host's clock. Those that ran before `start_ns` are calibration."""
+        """Return the events, on the host's clock. Those that ran before `start_ns` are calibration."""
         return [event for event, _ in self._pairs]
 
     @property
     def inputs(self) -> list[tuple[Event, Inputs]]:
-        """The operators with their arguments, and the ranges, which have none; parents first, as a Timeline sorts them."""
+        """Return the operators with their arguments, and the ranges, which have none; parents first, as a Timeline sorts them."""
         nothing: Inputs = ((), (), ())
         found = [
             (e, inputs_of(raw) if e.kind == Kind.OP else nothing)
@@ -79,7 +80,8 @@ class Part:
 
 
 class Tracer:
-    """Starts and stops torch's profiler; `running` is false where it could not start and when someone took it away."""
+    """A Tracer starts and stops torch's profiler; `running` is false where it could not start and when other code took the
+    profiler away."""
 
     def __init__(self, gpu: bool) -> None:
         self.gpu = gpu
@@ -89,12 +91,12 @@ class Tracer:
         self._step: tuple[str, int] | None = None  # the range of an optimizer's step, and when it began
 
     def step_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """To be told before each step of an optimizer where `LEAVES_OUT`: a part often ends inside that range."""
+        """Note that an optimizer's step begins, where `LEAVES_OUT`: a part often ends inside that range."""
         self._step = f"Optimizer.step#{type(optimizer).__name__}.step", time.time_ns()
 
     @property
     def traced(self) -> bool:
-        """Whether it was started and not yet stopped, even if another profiler has taken it away."""
+        """Return whether it was started and not yet stopped, even if another profiler has taken it away."""
         return self._trace is not None
 
     @property
@@ -102,7 +104,8 @@ class Tracer:
         return self._trace is not None and torch._C._autograd._profiler_enabled()
 
     def start(self, shaped: bool = False) -> bool:
-        """Whether it started: another profiler that runs is left alone, and ranges that are left close first."""
+        """Start, and return whether it did: another profiler that runs is left alone, and ranges that are left must close
+        first."""
         if profiling() or ranges_left():
             return False
         trace = new_trace(self._activities, shaped)
@@ -113,12 +116,12 @@ class Tracer:
         return self._trace is not None
 
     def begin(self) -> None:
-        """What counts starts here; what was recorded before it is calibration."""
+        """Begin the recording that counts; the events before it are calibration."""
         self._clocks_ns += tuple(_clock_pair() for _ in range(3))
         self._start_ns = time.time_ns()
 
     def stop(self) -> Part | None:
-        """What was recorded since the start; None when another profiler took it away."""
+        """Stop, and return the part since the start; None when another profiler took it away."""
         running, trace, self._trace = self.running, self._trace, None
         if not running:
             return None
@@ -129,8 +132,8 @@ class Tracer:
 
 
 def new_trace(activities: Sequence[ProfilerActivity], shaped: bool = False) -> torch.profiler.profile:
-    """torch's profiler, to be started by `start`. Unless it keeps the events of earlier cycles, torch 2.11 warns that they are
-    cleared, though ours has one cycle."""
+    """Make torch's profiler, to be started by `start`. Unless it keeps the events of earlier cycles, torch 2.11 warns that
+    they are cleared, though this one has one cycle."""
     return torch.profiler.profile(activities=activities, record_shapes=shaped, acc_events=True)
 
 
@@ -142,7 +145,7 @@ def start(trace: torch.profiler.profile) -> None:
 
 
 def profiling() -> bool:
-    """Whether a torch profiler runs, on this thread or, as far as Python knows, on another."""
+    """Return whether a torch profiler runs, on this thread or, as far as Python knows, on another."""
     return torch._C._autograd._profiler_enabled() or bool(getattr(torch_profiler, "_is_profiler_enabled", False))
 
 
@@ -151,7 +154,8 @@ def backward_runs() -> bool:
 
 
 def ranges_open() -> int:
-    """Ranges that are open, or may be, as Python sees it: at most this many (20 ms). A running backward pass counts as many."""
+    """Count the ranges that are open, or may be, as Python sees it: at most this many (20 ms). A running backward pass
+    counts as many."""
     return 1 << 30 if backward_runs() else len(_ranges())
 
 
@@ -165,8 +169,8 @@ _last: tuple[Any, int] = None, 0  # what that tracer recorded, and when it stopp
 
 
 def stopped(trace: torch.profiler.profile, now_ns: int, saw_ranges: bool = True) -> Any:
-    """Stops torch's profiler and returns what it recorded, or None; remembers the ranges that it leaves open (20 ms), which
-    it sees where it records the CPU."""
+    """Stop torch's profiler and return what it recorded, or None; remember the ranges that it leaves open (20 ms), which it
+    sees where it records the CPU."""
     global _last
     with without_chatter():
         trace.stop()
@@ -178,8 +182,9 @@ def stopped(trace: torch.profiler.profile, now_ns: int, saw_ranges: bool = True)
 
 
 def ranges_left() -> bool:
-    """Whether one of them is open still. A range is closed once nobody holds it; of those that somebody keeps, only what had no
-    end when the tracer stopped counts, by its name (all of them where `LEAVES_OUT`)."""
+    """Return whether a range that `stopped` remembered is still open. A range is closed once no reference to it is left; of
+    those that are still referenced, only ranges that had no end when the tracer stopped count, by their name (all of them
+    where `LEAVES_OUT`)."""
     global _last
     _left[:] = [found for found in _left if found() is not None]
     results, now_ns = _last
@@ -200,7 +205,7 @@ def _clock_pair() -> int:
 
 
 def read_events(events: Sequence[Any], offset: int = 0) -> Iterator[tuple[Event, Any]]:
-    """torch's in-memory events as rows, each with the event itself; what is of no kind of ours is skipped. offset:
+    """Yield torch's in-memory events as rows, each with the event itself; events of other kinds are skipped. offset:
     nanoseconds from torch's clock to the host's."""
     for e in events:
         kind = _kind(e)
@@ -245,7 +250,7 @@ _SYNCS = frozenset(f"{what} Sync" for what in ("Event", "Stream", "Context", "Un
 
 
 def fill_queue() -> None:
-    """Short kernels behind a long one: the gaps between them are the device's own, whatever the host does."""
+    """Run short kernels behind a long one: the gaps between them are the device's own, whatever the host does."""
     if not torch.cuda.is_initialized():
         return
     with suppress(RuntimeError):
@@ -258,20 +263,19 @@ def fill_queue() -> None:
 
 
 def back_to_back(calibration: list[Event]) -> int:
-    """Median gap between short activities behind a full queue, in nanoseconds; 1000 where none was measured."""
+    """Return the median gap between short activities behind a full queue, in nanoseconds; 1000 where none was measured."""
     device = sorted((e for e in calibration if e.kind in (Kind.KERNEL, Kind.MEMSET)), key=lambda e: e.start_ns)[-48:]
     between = [after.start_ns - before.end_ns for before, after in pairwise(device)]
     return int(np.clip(np.median(between), 100, 20_000)) if len(between) >= 16 else 1000
 
 
 def capturing() -> bool:
-    """Whether a CUDA graph is being captured, which a wait would break."""
+    """Return whether a CUDA graph is being captured, which a wait would break."""
     return torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def synchronize() -> None:
-    """Waits for the device, if one is in use. A device error belongs to the user's code, which has raised it already or
-    will."""
+    """Wait for the device, if one is in use. A device error belongs to the user's code, which has raised it already or will."""
     if torch.cuda.is_available() and torch.cuda.is_initialized() and not capturing():
         with suppress(RuntimeError):
             wait_for_device()
@@ -279,9 +283,9 @@ def synchronize() -> None:
 
 @contextmanager
 def without_chatter() -> Iterator[None]:
-    """torch 2.13's tracer prints "USDT:..." lines to the error stream when it starts and stops, and one about its daemon, which
-    nobody uses here, when it first starts in a thread. They are caught at the file descriptor, the only place where C++ output can
-    be; anything else that was printed meanwhile is passed on."""
+    """Catch the lines that torch's tracer prints. torch 2.13's prints "USDT:..." lines to the error stream when it starts
+    and stops, and one about its daemon, which is not used here, when it first starts in a thread. They are caught at the
+    file descriptor, the only place where C++ output can be; anything else that was printed meanwhile is passed on."""
     try:
         saved = os.dup(2)
     except OSError:  # no error stream

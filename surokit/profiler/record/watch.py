@@ -1,5 +1,5 @@
-"""What is watched while a profile runs, beside torch's own profiler: modules, reads of device values, the user's line,
-Python's garbage collector, the data loader, optimizers' steps. All times are the host's clock.
+"""Watch a profiled block, beside torch's own profiler: modules, reads of device values, the user's line, Python's garbage
+collector, the data loader, optimizers' steps. All times are the host's clock.
 
 Sync points come through the dispatcher: a kernel in front of each of the five operators that read a device value back notes
 the caller's line and passes on. That costs 3 us for each such read and nothing elsewhere. A TorchFunctionMode also sees them,
@@ -46,7 +46,7 @@ _READS = {
 
 
 class Watch:
-    """What the hooks collect: appended on the hot path, put together at the end."""
+    """A Watch keeps what the hooks collect: appended on the hot path, put together at the end."""
 
     def __init__(self) -> None:
         self.active = False
@@ -64,7 +64,7 @@ class Watch:
         self._reads: list[SyncPoint] = []
 
     def forget(self) -> None:
-        """Drops what calibration left behind."""
+        """Drop what calibration left behind."""
         self.tokens = 0
         for kept in (self._spans, self._index, self._names, self._alive, self._reads, self.collections):
             kept.clear()
@@ -104,8 +104,7 @@ class Watch:
         return stack
 
     def _name(self, module: torch.nn.Module, stack: list[tuple[int, int]]) -> int:
-        """Names a module by its path below the outermost module that is running, and everything else below that one
-        with it."""
+        """Name a module by its path below the outermost module that is running, and everything else below that one with it."""
         kind = type(module).__name__
         trunk = f"{self._names[stack[-1][0]][0]}.{kind}" if stack else kind
         taken = {path for path, _ in self._names}
@@ -125,13 +124,14 @@ class Watch:
         return getattr(self._local, "reading", False)
 
     def waited(self, call: str, frame: FrameType) -> None:
-        """Notes a synchronising CUDA call at its start; how long it took is in the trace."""
+        """Note a synchronising CUDA call at its start; its length is in the trace."""
         if self.active and not self.reading():
             now = time.time_ns()
             self._reads.append(SyncPoint(now, now, threading.get_native_id(), call, "cuda", *user_line(frame)))
 
     def collecting(self, phase: str, info: object) -> None:
-        """The garbage collector's callback; it runs on the thread that triggered it and holds up all."""
+        """Note a run of the garbage collector, as its callback; it runs on the thread that triggered it and holds up all
+        threads."""
         now = time.time_ns()
         if phase == "start":
             self._collecting_since = now
@@ -141,14 +141,14 @@ class Watch:
             self._collecting_since = None
 
     def called_since(self, at_ns: int) -> bool:
-        """Whether a call of a module has ended since then."""
+        """Return whether a call of a module has ended since then."""
         return bool(self._spans) and self._spans[-1][2] > at_ns
 
     def module_names(self) -> tuple[tuple[str, str], ...]:
         return tuple(self._names)
 
     def spans(self) -> tuple[Any, Any, Any, Any]:
-        """Module, start, end, thread of each call, sorted by start with parents first."""
+        """Return module, start, end, thread of each call, sorted by start with parents first."""
         table = np.array(self._spans, np.int64).reshape(-1, 4)
         module, start, end, thread = table[np.lexsort((-table[:, 2], table[:, 1]))].T
         return module, start, end, thread
@@ -159,7 +159,7 @@ class Watch:
 
 @contextmanager
 def collector_watched(watch: Watch) -> Iterator[None]:
-    """Notes when Python's garbage collector runs."""
+    """Note when Python's garbage collector runs."""
     gc.callbacks.append(watch.collecting)
     try:
         yield
@@ -170,7 +170,8 @@ def collector_watched(watch: Watch) -> Iterator[None]:
 
 @contextmanager
 def watched_loader(watch: Watch) -> Iterator[None]:
-    """Notes the settings of the DataLoader that gives a batch. Whoever iterates it may keep it in no variable."""
+    """Note the settings of the DataLoader that gives a batch. They are read from its iterator, since the loop may keep it
+    in no variable."""
     kind = dataloader._BaseDataLoaderIter
     give = kind.__next__
 
@@ -189,8 +190,8 @@ def watched_loader(watch: Watch) -> Iterator[None]:
 
 
 def on_optimizer_step(call: Callable[[torch.optim.Optimizer], None]) -> RemovableHandle:
-    """Calls `call(optimizer)` behind every optimizer's step, once: where a class's step calls its base class's, torch wraps both
-    and calls its hooks behind each."""
+    """Call `call(optimizer)` behind every optimizer's step, once: where a class's step calls its base class's, torch wraps
+    both and calls its hooks behind each."""
 
     def hook(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         wrapper = sys._getframe(1)  # torch's function around a class's step
@@ -214,7 +215,7 @@ def _autocast() -> str:
 
 @contextmanager
 def watched_reads(watch: Watch) -> Iterator[None]:
-    """Kernels in front of the operators that read a device value; they sit just above the backends, below autograd and
+    """Put kernels in front of the operators that read a device value; they sit just above the backends, below autograd and
     torch.compile's tracing."""
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     library = torch.library.Library("aten", "IMPL")
@@ -246,8 +247,8 @@ def _reading_kernel(watch: Watch, operator: Any, call: str, below: Any) -> Calla
 
 @contextmanager
 def watched_cuda_syncs(watch: Watch) -> Iterator[None]:
-    """torch's sync debug mode warns at every synchronising CUDA call; the warnings are taken as records and not
-    shown."""
+    """Turn on torch's sync debug mode, which warns at every synchronising CUDA call; the warnings are taken as records and
+    not shown."""
     if not torch.cuda.is_initialized() or torch.cuda.get_sync_debug_mode() != 0:
         yield
         return
@@ -285,7 +286,8 @@ def sync_warnings_to(watch: Watch) -> Iterator[None]:
 
 @contextmanager
 def waits_noted(watch: Watch, owner: Any) -> Iterator[None]:
-    """torch's sync debug mode is silent where the user waits by name: `torch.cuda.synchronize`, `Event.synchronize`."""
+    """Note the waits that the user calls by name, `torch.cuda.synchronize` and `Event.synchronize`: torch's sync debug mode
+    is silent there."""
     wait = owner.synchronize
     call = f"{owner.__name__}.synchronize"
 
@@ -304,8 +306,7 @@ def waits_noted(watch: Watch, owner: Any) -> Iterator[None]:
 
 @contextmanager
 def ignoring_warning(message: str) -> Iterator[None]:
-    """Ignores one warning, leaving the user's other filters alone: compiled modules warn that global hooks fire once
-    more."""
+    """Ignore one warning, leaving the user's other filters alone: compiled modules warn that global hooks fire once more."""
     warnings.filterwarnings("ignore", message=message)
     entry = warnings.filters[0]
     try:
@@ -337,8 +338,8 @@ name_source: Callable[[str], str] = str
 
 
 def user_line(frame: FrameType | None) -> tuple[str, int, str]:
-    """File and line of the innermost frame that is the user's own (not torch, this package, the standard library or an
-    installed one), and "torch/optim/adam.py:12" for the library frame that did it in between. Without a user frame, the
+    """Return file and line of the innermost frame that is the user's own (not torch, this package, the standard library or
+    an installed one), and "torch/optim/adam.py:12" for the library frame that did it in between. Without a user frame, the
     innermost frame."""
     first, inside, inside_line = frame, "", 0
     while frame is not None:
@@ -370,7 +371,7 @@ def _inside_library(file: str) -> str | None:
 
 
 class Sampler:
-    """A thread that notes the profiled thread's line every 5 ms: evidence for gaps, where no operator runs."""
+    """A Sampler is a thread that notes the profiled thread's line every 5 ms: evidence for gaps, where no operator runs."""
 
     def __init__(self, thread: int) -> None:
         self.thread = thread  # Python's id of the thread to look at; may be changed while it runs
@@ -402,7 +403,7 @@ class Sampler:
         return self._spent_ns / max(len(self._seen), 1)
 
     def samples(self) -> tuple[tuple[tuple[str, int], ...], Any, Any]:
-        """Places (file and line), and of each sample its place and its time."""
+        """Return the places (file and line), and for each sample the index of its place and its time."""
         index: dict[tuple[str, int], int] = {}
         place = [index.setdefault((file, line), len(index)) for _, file, line in self._seen]
         moment = [t for t, _, _ in self._seen]

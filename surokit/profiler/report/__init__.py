@@ -1,1 +1,1 @@
-"""What is told of a profile: the Profile, its pictures, differences of two, and advice that can be tried."""
+"""Report a profile: the Profile itself, its pictures, the difference of two, and advice that can be tried."""

@@ -1,11 +1,11 @@
-"""Rules that turn the tables of a profile into things to do: each with its evidence, the line where there is one, and the
+"""Turn the tables of a profile into advice by rules: each piece with its evidence, the line where there is one, and the
 milliseconds a step that it may bring.
 
-A rule is a function from what was seen to rows. It speaks only where its gain is worth it (1 % of the step, more where the
-evidence is indirect), or where it found something that never belongs in a training loop: a read of a device value, anomaly
-mode, more threads than cores. A gain is an upper bound from this profile, never more than the lost or busy time that it rests
-on, less the profiler's own share of it; `Profile.verify` measures one. Two rules may claim the same milliseconds, and then each
-says so.
+A rule is a function from the tables (`Seen`) to rows. It gives a row only where its gain is worth it (1 % of the step, more
+where the evidence is indirect), or where it found something that never belongs in a training loop: a read of a device
+value, anomaly mode, more threads than cores. A gain is an upper bound from this profile, never more than the lost or busy
+time that it rests on, less the profiler's own share of it; `Profile.verify` measures one. Two rules may claim the same
+milliseconds, and then each says so.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ EVERY = 20  # steps between two reads of a value that is only shown
 
 @dataclass(frozen=True)
 class Row:
-    """One piece of advice; `parts` are the parts of the step (causes, or "busy") that its milliseconds come from, the
-    main one first."""
+    """A Row is one piece of advice; `parts` are the parts of the step (causes, or "busy") that its milliseconds come from,
+    the main one first."""
 
     rule: str
     advice: str
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Seen:
-    """The tables of one profile, and the questions that rules ask of them. Times are milliseconds a step."""
+    """A Seen holds the tables of one profile, and answers the questions of the rules. Times are milliseconds a step."""
 
     summary: Mapping[str, Any]
     tables: Mapping[str, Table]
@@ -60,7 +60,7 @@ class Seen:
         return ms >= times * WORTH * self.wall
 
     def held(self, *parts: str) -> float:
-        """The milliseconds in some parts of the step: causes of lost time, or "busy"."""
+        """Return the milliseconds in some parts of the step: causes of lost time, or "busy"."""
         lost = self.tables["lost"]
         by_part = dict(zip(lost["cause"], lost["ms_per_step"])) | {"busy": self.summary["busy_ms"]}
         return sum(float(by_part.get(part, 0.0)) for part in parts)
@@ -69,7 +69,8 @@ class Seen:
         return float(self.summary["phases_ms"].get(name, 0.0))
 
     def own_share(self, part: str) -> float:
-        """What is left of a part of the step without the profiler, which slows operators and launches about evenly."""
+        """Return the share of a part of the step that is left without the profiler, which slows operators and launches
+        about evenly."""
         slowed = part == "launches" or (part == "busy" and not self.on_gpu)
         return max(1 - self.summary.get("overhead_ms", 0.0) / self.wall, MOST_OF_IT) if slowed else 1.0
 
@@ -78,15 +79,15 @@ class Seen:
 
     @cached_property
     def calls(self) -> dict[str, float]:
-        """Calls a step of each operator on the host."""
+        """Return the calls a step of each operator on the host."""
         return dict(self.rows("ops", "op calls"))
 
     def called(self, *operators: str) -> float:
         return sum(self.calls.get(f"aten::{name}", 0.0) for name in operators)
 
     def spent(self, operators: str, kernels: str, column: str = "ms", table: str = "ops") -> float:
-        """Time in operators with these names on a CPU; on a GPU that of the kernels whose names match, with the launching of
-        the operators as far as launches cost anything."""
+        """Return the time in operators with these names on a CPU; on a GPU that of the kernels whose names match, with the
+        launching of the operators as far as launches cost anything."""
         names = {f"aten::{name}" for name in operators.split()}
         on_host = sum(ms for name, ms in self.rows(table, f"op {column}") if name in names)
         if not self.on_gpu:
@@ -95,11 +96,11 @@ class Seen:
         return float(on_device + min(on_host, self.held("launches")))
 
     def modules_like(self, pattern: str) -> float:
-        """Own time of the modules whose class name matches."""
+        """Return the own time of the modules whose class name matches."""
         return float(sum(ms for kind, ms in self.rows("modules", "type self_ms") if re.search(pattern, kind, re.I)))
 
     def place_inside(self, ranges: tuple[str, ...]) -> tuple[str, int]:
-        """The line that lost most in gaps inside ranges named so; ("", 0) when none was sampled."""
+        """Return the line that lost most in gaps inside ranges named so; ("", 0) when none was sampled."""
         lost: dict[tuple[str, int], float] = defaultdict(float)
         for file, line, ms, inside in self.rows("lines", "file line ms inside"):
             if file and inside.startswith(ranges):
@@ -111,8 +112,8 @@ Rule = Callable[[Seen], Iterator[Row]]
 
 
 def advise(summary: Mapping[str, Any], tables: Mapping[str, Table], settings: Mapping[str, str] | None = None) -> Table:
-    """The advice table, largest gain first: rule, advice, evidence, gain_ms, file, line. `settings` are a Recording's, as a
-    dict."""
+    """Return the advice table, largest gain first: rule, advice, evidence, gain_ms, file, line. `settings` are a
+    Recording's, as a dict."""
     rows: list[Row] = []
     if summary["wall_ms"] and summary["activity"] != "unknown":
         seen = Seen(summary, tables, settings or {})
@@ -124,7 +125,7 @@ def advise(summary: Mapping[str, Any], tables: Mapping[str, Table], settings: Ma
 
 
 def nothing_to_win(summary: Mapping[str, Any], advice: Table) -> str:
-    """A sentence where no advice is worth anything, on what the step is made of; "" where some is."""
+    """Return a sentence that says what the step is made of, where no advice is worth anything; "" where some is."""
     wall, phases = summary["wall_ms"], summary["phases_ms"]
     if not wall or summary["activity"] == "unknown" or max(advice["gain_ms"], default=0.0) >= WORTH * wall:
         return ""
@@ -138,7 +139,7 @@ def _bounded(seen: Seen, row: Row) -> Row:
 
 
 def _claimed_too(seen: Seen, row: Row, rows: list[Row]) -> str:
-    """Names the rules that claim, with this one, more than the parts of the step hold that both draw on."""
+    """Name the other rules with which this one claims more than the parts hold that both draw on."""
     others = []
     for other in rows:
         common = set(row.parts) & set(other.parts)
@@ -161,7 +162,7 @@ _REMEDY_INSIDE = (  # where a library reads a value -> what the user can do abou
 
 
 def sync(seen: Seen) -> Iterator[Row]:
-    """A read of a device value in every step. On a CPU it costs next to nothing, so it is said whatever its size."""
+    """Find the reads of a device value in every step. On a CPU one costs next to nothing, so it is reported whatever its size."""
     table = seen.tables["syncs"]
     lost, total = seen.held("syncs"), sum(table["ms"]) or 1.0
     for file, line, call, count, ms, inside in seen.rows("syncs", "file line call count ms inside"):
@@ -197,7 +198,7 @@ def _sync_remedy(call: str, inside: str, rule: str) -> str:
 
 
 def data(seen: Seen) -> Iterator[Row]:
-    """The loop waits for its data loader."""
+    """Find a loop that waits for its data loader."""
     ms = seen.phase("data")
     if not seen.worth(ms):
         return
@@ -218,7 +219,7 @@ def data(seen: Seen) -> Iterator[Row]:
 
 
 def host_gap(seen: Seen) -> Iterator[Row]:
-    """Lines of the user's on which nothing but Python ran."""
+    """Find lines of the user's on which nothing but Python ran."""
     by_place: dict[tuple[str, int], list[tuple[float, float, float]]] = defaultdict(list)
     for file, line, inside, *found in seen.rows("lines", "file line inside ms count longest_ms"):
         if file and not inside.startswith(DATA_RANGES):
@@ -235,7 +236,7 @@ def host_gap(seen: Seen) -> Iterator[Row]:
 
 
 def garbage(seen: Seen) -> Iterator[Row]:
-    """Python's garbage collector ran inside the steps."""
+    """Find runs of Python's garbage collector inside the steps."""
     ms = seen.summary.get("collect_ms") or 0.0
     if seen.worth(ms):
         advice = (
@@ -247,7 +248,7 @@ def garbage(seen: Seen) -> Iterator[Row]:
 
 
 def recompiles(seen: Seen) -> Iterator[Row]:
-    """torch.compile compiled while steps were measured."""
+    """Find compilations by torch.compile while steps were measured."""
     for name, calls, ms in seen.rows("ops", "op calls ms"):
         if name.startswith("_compile.compile_inner") and seen.worth(ms):
             count = calls * seen.summary["steps"]
@@ -259,7 +260,7 @@ def recompiles(seen: Seen) -> Iterator[Row]:
 
 
 def threads(seen: Seen) -> Iterator[Row]:
-    """More threads for operators than cores to run them."""
+    """Find more threads for operators than cores to run them."""
     has, cores = (int(seen.settings.get(name) or 0) for name in ("threads", "cores"))
     if not seen.on_gpu and has > cores > 0:
         advice = f"{has} threads share {cores} cores: torch.set_num_threads({cores})"
@@ -271,7 +272,7 @@ def threads(seen: Seen) -> Iterator[Row]:
 
 
 def launches(seen: Seen) -> Iterator[Row]:
-    """Many launches whose cost is that of launching."""
+    """Find many launches whose cost is that of launching."""
     lost, count = seen.held("launches"), seen.summary["launches_per_step"]
     if not (seen.worth(lost, 2) and count >= 50):
         return
@@ -292,8 +293,8 @@ _MOVED_BY = {"addcdiv_": 4, "addcmul_": 3, "lerp_": 3}  # the same of an operato
 
 
 def optimizer(seen: Seen) -> Iterator[Row]:
-    """An optimizer that walks its parameters one by one, or in groups, where one fused operator would do; and one that cannot be
-    faster and takes much of the step."""
+    """Find an optimizer that walks its parameters one by one, or in groups, where one fused operator would do; and one that
+    cannot be faster and takes much of the step."""
     ms, said = seen.phase("optimizer"), seen.settings.get("optimizer", "")
     kind = said.partition(" ")[0]
     loops = seen.called("addcdiv_")
@@ -324,8 +325,8 @@ def optimizer(seen: Seen) -> Iterator[Row]:
 
 
 def _fused_takes(seen: Seen, kind: str, busy_ms: float, tensors: float) -> float:
-    """The least that a fused update would still take: moving the tensors once. On a CPU at the speed of the fastest operator of the
-    update that is there; where operators are so short that only their number counts, nothing."""
+    """Return the least that a fused update would still take: moving the tensors once. On a CPU at the speed of the fastest
+    operator of the update that is there; where operators are so short that only their number counts, nothing."""
     moved, moved_apart = _MOVED.get(kind, (0, 1))
     if seen.on_gpu:
         return busy_ms * moved / moved_apart
@@ -346,7 +347,7 @@ _OFFLOAD_REMEDIES = {  # what an offloading optimizer waits for most -> what to 
 
 
 def offload(seen: Seen) -> Iterator[Row]:
-    """An optimizer that keeps its state on the host, and whose host part takes longer than the device's step."""
+    """Find an optimizer that keeps its state on the host, and whose host part takes longer than the device's step."""
     ms = seen.held("offload")
     waits = list(seen.rows("offload", "wait count ms"))
     if not (waits and seen.worth(ms, 5)):
@@ -366,7 +367,7 @@ def offload(seen: Seen) -> Iterator[Row]:
 
 
 def clipping(seen: Seen) -> Iterator[Row]:
-    """Gradient norms taken tensor by tensor."""
+    """Find gradient norms that are taken tensor by tensor."""
     count = seen.called("linalg_vector_norm")
     ms = seen.spent("linalg_vector_norm", r"NormTwoOps|norm_kernel|NormOps")
     if count >= 8 and not seen.called("_foreach_norm") and seen.worth(ms):
@@ -375,8 +376,8 @@ def clipping(seen: Seen) -> Iterator[Row]:
 
 
 def zero_grad(seen: Seen) -> Iterator[Row]:
-    """Gradients filled with zeros where they could be dropped. Only fills that no operator asked for: those of a backward
-    are its own."""
+    """Find gradients that are filled with zeros where they could be dropped. Only fills that no operator asked for count:
+    those of a backward are its own."""
     said = re.search(r"(\d+) tensors", seen.settings.get("optimizer", ""))
     direct = dict(seen.rows("outermost", "op calls"))
     zeroed, grouped = direct.get("aten::zero_", 0.0), direct.get("aten::_foreach_zero_", 0.0)
@@ -393,7 +394,8 @@ def zero_grad(seen: Seen) -> Iterator[Row]:
 
 
 def copies(seen: Seen) -> Iterator[Row]:
-    """Copies between host and device: from pageable memory, in many small pieces, or with nothing under them."""
+    """Find copies between host and device that are slow: from pageable memory, in many small pieces, or not hidden by other
+    work."""
     columns = "copy direction count bytes ms gb_per_s pinned exposed_ms"
     for name, direction, count, size, ms, rate, pinned, exposed in seen.rows("copies", columns):
         if pinned is None:  # within a device, or on a CPU
@@ -424,7 +426,7 @@ _CASTS = r"float(?:16|8)_copy_kernel|copy_kernel.*LoadWithCast"
 
 
 def casts(seen: Seen) -> Iterator[Row]:
-    """Conversions of dtype: those of autocast, which casts the same weights again in each step, and the user's own."""
+    """Find conversions of dtype: those of autocast, which casts the same weights again in each step, and the user's own."""
     count, autocast = seen.called("_to_copy"), seen.settings.get("autocast", "")
     ms = seen.spent("_to_copy", _CASTS)
     in_optimizer = not autocast and count <= 6 * seen.called("addcdiv_")  # an optimizer's loop converts its own numbers
@@ -442,7 +444,7 @@ def casts(seen: Seen) -> Iterator[Row]:
 
 
 def layout_copies(seen: Seen) -> Iterator[Row]:
-    """Copies that only change the order of elements in memory."""
+    """Find copies that only change the order of elements in memory."""
     count, ms = seen.called("clone", "contiguous"), seen.spent("clone", _LAYOUTS)
     if count >= 2 and seen.worth(ms, 2):
         advice = (
@@ -453,7 +455,7 @@ def layout_copies(seen: Seen) -> Iterator[Row]:
 
 
 def communication(seen: Seen) -> Iterator[Row]:
-    """Collectives that nothing hides."""
+    """Find collectives that no other work hides."""
     ms, whole = (seen.summary.get(name) or 0.0 for name in ("comm_exposed_ms", "comm_ms"))
     if seen.worth(ms):
         advice = (
@@ -467,7 +469,8 @@ _ALLOCATIONS = re.compile(r"(cuda(Malloc|Free|HostAlloc|FreeHost)|cuMem(Create|M
 
 
 def allocator(seen: Seen) -> Iterator[Row]:
-    """Memory asked of the driver inside steps; the caching allocator asks only while it grows, fragments or was emptied."""
+    """Find memory calls of the driver inside steps; the caching allocator makes them only while it grows, fragments or was
+    emptied."""
     found = [row for row in seen.rows("calls", "call calls ms") if _ALLOCATIONS.fullmatch(row[0])]
     ms = sum(row[2] for row in found)
     if found and seen.worth(ms):
@@ -487,7 +490,7 @@ _CONVOLUTIONS = r"(?i)conv(?!ert)|wgrad|dgrad|fprop|winograd"
 
 
 def float32_products(seen: Seen) -> Iterator[Row]:
-    """Products in full float32, which leave a GPU's tensor cores unused."""
+    """Find products in full float32, which leave a GPU's tensor cores unused."""
     products = [row for row in seen.rows("kernels", "kernel self_ms") if re.search(_PLAIN_FLOAT32, row[0])]
     ms = sum(ms for name, ms in products if not re.search(_CONVOLUTIONS, name))  # those have a switch of their own
     if seen.settings.get("float32_matmul_precision") == "highest" and seen.worth(ms, 5):
@@ -499,7 +502,7 @@ def float32_products(seen: Seen) -> Iterator[Row]:
 
 
 def cudnn_benchmark(seen: Seen) -> Iterator[Row]:
-    """Convolutions whose algorithm is guessed, not measured. The bound is half of their time: a guess seldom costs more."""
+    """Find convolutions whose algorithm is guessed, not measured. The bound is half of their time: a guess seldom costs more."""
     ms = sum(ms for name, ms in seen.rows("kernels", "kernel self_ms") if re.search(_CONVOLUTIONS, name))
     count = seen.called("convolution")
     if seen.settings.get("cudnn.benchmark") == "False" and count >= 1 and seen.worth(ms, 5):
@@ -511,7 +514,7 @@ def cudnn_benchmark(seen: Seen) -> Iterator[Row]:
 
 
 def anomaly(seen: Seen) -> Iterator[Row]:
-    """Anomaly mode, which keeps a stack for each node and looks for NaN after each."""
+    """Find anomaly mode, which keeps a stack for each node and looks for NaN after each."""
     if seen.settings.get("anomaly") == "True":
         checks = seen.called("isnan")
         ms = seen.spent("isnan _is_any_true", r"CompareEqFunctor|or_kernel_cuda")  # isnan is x != x
@@ -524,7 +527,7 @@ _DETERMINISTIC = "fill_ index_put_ _index_put_impl_ index_add_ scatter_ scatter_
 
 
 def deterministic(seen: Seen) -> Iterator[Row]:
-    """Deterministic algorithms, slower where sums meet in one place; they also fill all new memory."""
+    """Find deterministic algorithms, slower where many terms are added to one place; they also fill all new memory."""
     ms = seen.spent(
         _DETERMINISTIC, r"(?i)FillFunctor|index(?!Select)|scatter|sort|embedding_backward|cumsum", "self_ms"
     )
@@ -541,7 +544,7 @@ _SOFTMAX = r"(?i)^(?!.*logsoftmax).*softmax"  # not a loss's
 
 
 def attention(seen: Seen) -> Iterator[Row]:
-    """Attention that writes its whole matrix of weights to memory."""
+    """Find attention that writes its whole matrix of weights to memory."""
     by_math = seen.called("_scaled_dot_product_attention_math")
     softmax, products = seen.called("_softmax"), seen.called("bmm", "baddbmm")
     by_hand = softmax >= 1 and products >= 2 * softmax and not seen.called("scaled_dot_product_attention")
@@ -560,7 +563,7 @@ def attention(seen: Seen) -> Iterator[Row]:
 
 
 def loss(seen: Seen) -> Iterator[Row]:
-    """A cross entropy over logits that are held, read and written several times."""
+    """Find a cross entropy over logits that are held, read and written several times."""
     operators = "_log_softmax _log_softmax_backward_data nll_loss_forward nll_loss_backward"
     ms = seen.spent(operators, r"LogSoftMax|nll_loss")
     if seen.called("_log_softmax") and seen.worth(ms, 5):
@@ -579,7 +582,7 @@ _WRITTEN_OUT = (  # what is written out, its operators, the classes it is found 
 
 
 def written_out(seen: Seen) -> Iterator[Row]:
-    """Norms and activations made of many small operators."""
+    """Find norms and activations made of many small operators."""
     for what, operators, kinds, remedy in _WRITTEN_OUT:
         counts = [seen.called(name) for name in operators]
         ms = seen.modules_like(kinds)

@@ -1,5 +1,6 @@
-"""Two profiles compared: a DataFrame that shows itself with both pictures. Built only when asked for, so that pandas loads
-only then."""
+"""Compare two profiles in a DataFrame that shows itself with both pictures. It is built only when asked for, so that pandas
+loads only then.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _STEP = ("wall_ms", "busy_ms", "idle_ms")  # these among them, whatever changed
 
 
 def difference(before: Shown, after: Shown) -> pd.DataFrame:
-    """metric, before, after, change, change_frac (None from 0); what takes longer now comes first, then what takes less,
-    then the metrics that are no times."""
+    """Return metric, before, after, change, change_frac (None from 0): metrics that take longer now come first, then those
+    that take less, then the metrics that are no times."""
     was, now = _numbers(before), _numbers(after)
     metrics = [m for m in was if m in now or m.startswith("module ")]
     metrics += [m for m in now if m not in was and m.startswith("module ")]
@@ -34,7 +35,7 @@ def difference(before: Shown, after: Shown) -> pd.DataFrame:
 
 
 def is_time(metric: str) -> bool:
-    """Whether a metric is in milliseconds a step, where less is better."""
+    """Return whether a metric is in milliseconds a step, where less is better."""
     return metric.endswith(("_ms", " ms"))
 
 

@@ -1,5 +1,5 @@
-"""The pictures of a profile: one step as an inline SVG, tables with bars, two profiles side by side. No script, no style
-sheet, no external file.
+"""Draw the pictures of a profile: one step as an inline SVG, tables with bars, two profiles side by side. They need no
+script, no style sheet and no external file.
 
 Text takes the colour of its surroundings (currentColor) and backgrounds are transparent, so the same picture reads in a
 light and a dark notebook. Colours are from Okabe and Ito's palette, told apart by the colour-blind.
@@ -44,7 +44,7 @@ ADVICE = 8  # pieces shown
 
 @dataclass(frozen=True)
 class Lane:
-    """One row of a step's picture: intervals of one colour."""
+    """A Lane is one row of a step's picture: intervals of one colour."""
 
     label: str
     color: str
@@ -54,7 +54,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Shown:
-    """What the pictures take from a profile."""
+    """A Shown holds the parts of a profile that the pictures need."""
 
     title: str
     recording: Recording
@@ -67,7 +67,7 @@ class Shown:
 
     @property
     def middle(self) -> int:
-        """The step of median length."""
+        """Return the number of the step of median length."""
         return int(np.argsort([b - a for a, b in self.windows], kind="stable")[len(self.windows) // 2])
 
 
@@ -75,8 +75,8 @@ class Shown:
 
 
 def step_svg(shown: Shown, step: int, title: str = "", span_ns: int = 0) -> str:
-    """One step: what the host did, what was busy, where nothing ran and why. Time runs from left to right over the step,
-    or over `span_ns` where that is longer, so that steps can be compared."""
+    """Draw one step: what the host did, what was busy, where nothing ran and why. Time runs from left to right over the
+    step, or over `span_ns` where that is longer, so that steps can be compared."""
     begin, stop = shown.windows[step]
     span = max(stop - begin, span_ns, 1)
     lanes = _lanes(shown.recording, begin, stop)
@@ -117,7 +117,7 @@ def step_svg(shown: Shown, step: int, title: str = "", span_ns: int = 0) -> str:
 
 
 def _lanes(r: Recording, begin: int, stop: int) -> list[Lane]:
-    """Each lane that has something in this window, without the idle time."""
+    """Return each lane that has something in this window, without the idle time."""
     t = r.timeline
     ops = t.is_kind(Kind.OP)
     nodes = ops & t.is_named(n.startswith("autograd::engine::evaluate_function") for n in t.names)
@@ -139,7 +139,7 @@ def _lanes(r: Recording, begin: int, stop: int) -> list[Lane]:
 
 
 def _gap_lanes(shown: Shown, step: int, lanes: list[Lane]) -> list[Lane]:
-    """Idle time in one row: the gaps of the table in their cause's colour over all of them in grey."""
+    """Draw idle time in one row: the gaps of the table in their cause's colour over all of them in grey."""
     begin, stop = shown.windows[step]
     active = [lane for lane in lanes if lane.label in ("kernels", "operators", "copies")]
     start_A = np.concatenate([lane.start_I for lane in active])
@@ -160,8 +160,8 @@ def _gap_lanes(shown: Shown, step: int, lanes: list[Lane]) -> list[Lane]:
 
 
 def _boxes(lane: Lane, begin: int, stop: int, scale: float, middle: int) -> str:
-    """One stroked SVG path; boxes closer than half a pixel are drawn as one, so the picture stays small. Positions are
-    whole tenths of a pixel, so that the relative moves add up exactly."""
+    """Draw a lane as one stroked SVG path; boxes closer than half a pixel are drawn as one, so the picture stays small.
+    Positions are whole tenths of a pixel, so that the relative moves add up exactly."""
     start, end = tl.merge(*tl.clip(lane.start_I, lane.end_I, begin, stop))
     if not len(start):
         return ""
@@ -177,7 +177,7 @@ def _boxes(lane: Lane, begin: int, stop: int, scale: float, middle: int) -> str:
 
 
 def _reads(shown: Shown, begin: int, stop: int, scale: float, height: int) -> Iterable[str]:
-    """A thin line where the host read a value that the table of syncs counts, with call and line as its tooltip."""
+    """Draw a thin line where the host read a value that the table of syncs counts, with call and line as its tooltip."""
     counted = set(zip(*(shown.tables["syncs"][c] for c in ("file", "line", "call", "inside"))))
     reads = (s for s in shown.recording.syncs if begin <= s.start_ns < stop)
     for s in [s for s in reads if (s.file, s.line, s.call, s.inside) in counted][:TICKS]:
@@ -193,7 +193,7 @@ def _reads(shown: Shown, begin: int, stop: int, scale: float, height: int) -> It
 
 
 def profile_html(shown: Shown) -> str:
-    """A profile: its figures, one step, its time by phase, lost time by cause, what is busy, advice and notes."""
+    """Show a profile as HTML: its figures, one step, its time by phase, lost time by cause, what is busy, advice and notes."""
     s, tables = shown.summary, shown.tables
     parts = [
         '<div class="surokit-profile" style="max-width:860px;overflow-x:auto">',
@@ -238,7 +238,7 @@ def _figures(s: dict[str, Any]) -> str:
 
 
 def rates(s: dict[str, Any]) -> list[str]:
-    """What a summary says besides time, each as "number words", as far as it is known."""
+    """Return the figures of a summary that are no times, each as "number words", as far as they are known."""
     found = [f"{s['tokens_per_s']:,.0f} tokens/s"] if s["tokens_per_s"] else []
     if s.get("gflop_per_step"):
         found.append(f"{three_digits(s['gflop_per_step'])} GFLOP a step")
@@ -255,7 +255,7 @@ def rates(s: dict[str, Any]) -> list[str]:
 
 
 def _phases(s: dict[str, Any]) -> str:
-    """A step's time by phase: one stacked bar and its legend."""
+    """Draw a step's time by phase: one stacked bar and its legend."""
     phases = {p: s["phases_ms"][p] for p in IN_TURN if s["phases_ms"][p] > 0}
     total = sum(phases.values())
     if not total:
@@ -296,7 +296,7 @@ def _lost_table(lost: Table, activity: str) -> str:
 
 
 def _module_table(modules: Table, busy_ms: float, light: dict[str, tuple[float, str]]) -> str:
-    """The rows with the most own time: forward and backward apart, their FLOPs and share of the speed of light where
+    """Show the rows with the most own time: forward and backward apart, their FLOPs and share of the speed of light where
     known."""
     busy = busy_ms or 1.0
     forwards, backwards = own(modules, "forward_ms"), own(modules, "backward_ms")
@@ -347,7 +347,7 @@ def _module_table(modules: Table, busy_ms: float, light: dict[str, tuple[float, 
 
 
 def own(modules: Table, column: str) -> list[float]:
-    """Each module's own share of a column that counts it with all below it: less that of the modules directly below."""
+    """Return each module's own share of a column that counts it with all below it: less that of the modules directly below."""
     names, depth, total = modules["module"], modules["depth"], modules["ms"]
     values = [value or 0.0 for value in modules[column]]
     left = list(values)
@@ -377,7 +377,7 @@ def _busy_table(rows: list[tuple[str, float]], by: str, busy_ms: float) -> str:
 
 
 def largest(tables: dict[str, Table], by: str, count: int) -> list[tuple[str, float]]:
-    """Name and own milliseconds of the largest rows of the module, op or kernel table."""
+    """Return name and own milliseconds of the largest rows of the module, op or kernel table."""
     table = tables[{"module": "modules", "op": "ops", "kernel": "kernels"}[by]]
     pairs = sorted(zip(table[by], table["self_ms"]), key=lambda pair: -pair[1])
     return [(name, ms) for name, ms in pairs[:count] if ms > 0]
@@ -387,7 +387,7 @@ def largest(tables: dict[str, Table], by: str, count: int) -> list[tuple[str, fl
 
 
 def difference_html(before: Shown, after: Shown, rows: list[tuple[str, float, float]]) -> str:
-    """Two profiles under each other: a step of each at one scale, lost time by cause, and the metrics of `rows`."""
+    """Show two profiles under each other: a step of each at one scale, lost time by cause, and the metrics of `rows`."""
     pair = (("before", before), ("after", after))
     span = max(b - a for _, shown in pair for a, b in [shown.windows[shown.middle]])
     parts = ['<div class="surokit-diff" style="max-width:860px;overflow-x:auto">']
@@ -419,7 +419,7 @@ def _change(was: float, now: float) -> str:
 
 
 def _bar(pieces: Sequence[tuple[float, str, str]], width: int = 150) -> str:
-    """A stacked bar: (share in 0..1, colour, tooltip) each, of `width` pixels in all."""
+    """Draw a stacked bar: (share in 0..1, colour, tooltip) each, of `width` pixels in all."""
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="12" role="img">']
     parts.append(f'<rect width="{width}" height="12" fill="currentColor" fill-opacity="0.07"/>')
     x = 0.0
@@ -434,7 +434,7 @@ def _bar(pieces: Sequence[tuple[float, str, str]], width: int = 150) -> str:
 
 
 def _number(ms: float) -> str:
-    """Milliseconds that line up in a column."""
+    """Format milliseconds so that they line up in a column."""
     return f"{ms:.3f}" if abs(ms) < 10 else f"{ms:.2f}" if abs(ms) < 100 else f"{ms:,.1f}"
 
 
@@ -443,7 +443,7 @@ def _swatch(color: str) -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int]) -> str:
-    """An HTML table of cells that are HTML already; the columns in `left` are flush left, the others flush right."""
+    """Make an HTML table of cells that are HTML already; the columns in `left` are flush left, the others flush right."""
 
     def line(tag: str, cells: Sequence[str]) -> str:
         styled = (
@@ -458,11 +458,11 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[
 
 
 def _code(text: str) -> str:
-    """Text as HTML, what stands in backticks as code."""
+    """Convert text to HTML, with the words in backticks as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def short_name(name: str, by: str, length: int = 60) -> str:
-    """A path without its beginning; another name without its middle, since a kernel's template tells at both ends what it is."""
+    """Cut a path at its beginning, and another name in its middle, since both ends of a kernel's template tell what it is."""
     head = 0 if by == "module" else length // 2
     return name if len(name) <= length else name[:head] + "..." + name[head + 3 - length :]

@@ -1,4 +1,4 @@
-"""`Profile`: what a profiled block did, as one value without live handles.
+"""Hold what a profiled block did, as one value without live handles: `Profile`.
 
 It holds the recording (plain arrays) and the tables made from it; DataFrames are built when asked for, so pandas loads
 only then.
@@ -33,11 +33,11 @@ BY = ("module", "op", "kernel")
 
 
 class Profile:
-    """The result of `sk.profile()`, `%surogate_profile` or `Profile.from_trace`. Times are milliseconds a step unless a
-    name says otherwise.
+    """A Profile is the result of `sk.profile()`, `%surogate_profile` or `Profile.from_trace`. Times are milliseconds a step
+    unless a name says otherwise.
 
-    Inside the `with` block only `step()` may be called; everything else is there once the block has ended. Pickles, and
-    saves to one file.
+    Inside the `with` block only `step()` may be called; everything else is there once the block has ended. It can be
+    pickled, and saved to one file.
     """
 
     by: str = "module"  # which table the shown profile breaks busy time down by
@@ -69,8 +69,8 @@ class Profile:
         return self._recording
 
     def step(self) -> None:
-        """Marks the end of a step, for code without an optimizer; the first call makes the block count its steps by
-        these marks alone."""
+        """Mark the end of a step, for code without an optimizer; the first call makes the block count its steps by these
+        marks alone."""
         if self._on_step is None:
             raise RuntimeError("step() marks steps inside the with block; this profile has ended")
         self._on_step()
@@ -79,7 +79,7 @@ class Profile:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Means over the steps: wall_ms = busy_ms + idle_ms, idle_ms = host_wait_ms + kernel_wait_ms + other_wait_ms;
+        """Return means over the steps: wall_ms = busy_ms + idle_ms, idle_ms = host_wait_ms + kernel_wait_ms + other_wait_ms;
         busy_frac, wall_p5_ms / p50 / p95, phases_ms (they sum to the wall); tokens_per_s, gflop_per_step, tflops (reached),
         launch_delay_us (median), each None where unknown; launches_per_step, graph_launches_per_step, syncs_per_step,
         h2d_bytes and d2h_bytes a step, comm_ms and comm_exposed_ms, collect_ms (Python's garbage collector), peak_gib;
@@ -96,68 +96,69 @@ class Profile:
 
     @property
     def lost(self) -> pd.DataFrame:
-        """Four rows, launches, syncs, copies, host: cause, ms_per_step, share of the wall, gpu_hours_per_day (24 x
-        share, of whatever device), usd_per_day (None without a price), evidence; see surokit/profiler/analysis/causes.py."""
+        """Return one row for each cause of lost time (launches, syncs, copies, host, and offload where an optimizer keeps
+        its state on the host): cause, ms_per_step, share of the wall, gpu_hours_per_day (24 x share, of whatever device),
+        usd_per_day (None without a price), evidence; see surokit/profiler/analysis/causes.py."""
         return self._frame("lost")
 
     @property
     def syncs(self) -> pd.DataFrame:
-        """Reads of device values and other waits by the user's line: file, line, call, count, ms (both a step), inside
-        (library frame)."""
+        """Return the reads of device values and other waits by the user's line: file, line, call, count, ms (both a step),
+        inside (library frame)."""
         return self._frame("syncs")
 
     @property
     def gaps(self) -> pd.DataFrame:
-        """The longest gaps: step, start_ms from the first step, ms, kind, cause, host_ms (the part that is the
+        """Return the longest gaps: step, start_ms from the first step, ms, kind, cause, host_ms (the part that is the
         host's), file, line (sampled), next activity, inside (range)."""
         return self._frame("gaps")
 
     @property
     def modules(self) -> pd.DataFrame:
-        """Busy time by module path: module, type, depth, calls, forward_ms, backward_ms, ms with children, self_ms,
+        """Return busy time by module path: module, type, depth, calls, forward_ms, backward_ms, ms with children, self_ms,
         share of busy, gflop (None without shapes). self_ms sums to busy, pseudo-rows such as (optimizer) included."""
         return self._frame("modules")
 
     @property
     def kernels(self) -> pd.DataFrame:
-        """GPU kernels: kernel, calls, self_ms (time not already counted for another stream), ms, mean_us. Empty on a
-        CPU."""
+        """Return the GPU kernels: kernel, calls, self_ms (time not already counted for another stream), ms, mean_us. The
+        table is empty on a CPU."""
         return self._frame("kernels")
 
     @property
     def ops(self) -> pd.DataFrame:
-        """Operators on the host: op, calls, self_ms without the operators it calls, ms with them, mean_us."""
+        """Return the operators on the host: op, calls, self_ms without the operators it calls, ms with them, mean_us."""
         return self._frame("ops")
 
     @property
     def copies(self) -> pd.DataFrame:
-        """Copies: copy, direction, count, bytes, ms, gb_per_s, pinned, exposed_ms (under which no kernel runs); None where it
-        does not apply. On a CPU the operators that move data."""
+        """Return the copies: copy, direction, count, bytes, ms, gb_per_s, pinned, exposed_ms (under which no kernel runs);
+        None where it does not apply. On a CPU these are the operators that move data."""
         return self._frame("copies")
 
     @property
     def steps(self) -> pd.DataFrame:
-        """One row a step: wall_ms, busy_ms, idle_ms and its parts, and its time by phase."""
+        """Return one row a step: wall_ms, busy_ms, idle_ms and its parts, and its time by phase."""
         return self._frame("steps")
 
     @property
     def advice(self) -> pd.DataFrame:
-        """What to do, largest expected gain first, numbered from 1 as shown: rule, advice, evidence, gain_ms (an upper
-        bound), file, line. `verify` tries one."""
+        """Return the advice, largest expected gain first, numbered from 1 as shown: rule, advice, evidence, gain_ms (an
+        upper bound), file, line. `verify` tries one."""
         frame = self._frame("advice")
         frame.index += 1
         return frame
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What could not be measured, and why."""
+        """Return notes on what could not be measured, and why."""
         self._done()
         return self._analysis.notes
 
     def diff(self, other: Profile) -> pd.DataFrame:
-        """This profile against a later one: metric, before (this), after (other), change, change_frac; times a step
-        first, what grew most on top, down to what shrank most. Shows itself with a picture of both. Raises TypeError for what
-        is no Profile."""
+        """Compare this profile with a later one: metric, before (this), after (other), change, change_frac; times a step
+        first, from the largest growth down to the largest fall. The result shows itself with a picture of both. Raises
+        TypeError where `other` is no Profile."""
         from surokit.profiler.report.difference import difference
 
         if not isinstance(other, Profile):
@@ -177,14 +178,13 @@ class Profile:
         rounds: int = 20,
         steps: int = 1,
     ) -> Verdict:
-        """Tries a piece of advice on the user's own step and measures what it brings, beside what was predicted.
+        """Try a piece of advice on the user's own step and measure its gain, beside the gain that was predicted.
 
-        advice: its number as shown (from 1), its rule's name, or its row of `p.advice`.
-        step: one step of the loop, called over and over: as it is, and with the advice tried, in turns.
-        changed: the step with the change made, for advice that cannot be tried from outside.
-        rounds, steps: turns, and calls in each.
-        Raises LookupError where there is no such advice, or a rule's name fits several rows, TypeError for what names none,
-        ValueError where it needs `changed`.
+        advice: its number as shown (from 1), its rule's name, or its row of `p.advice`. step: one step of the loop, called
+        over and over: as it is, and with the advice tried, in turns. changed: the step with the change made, for advice
+        that cannot be tried from outside. rounds, steps: turns, and calls in each. Raises LookupError where there is no
+        such advice, or a rule's name fits several rows, TypeError for an argument that names none, ValueError where it
+        needs `changed`.
         """
         row = self._advice_row(advice)
         from surokit.profiler.report.verify import verify
@@ -215,17 +215,17 @@ class Profile:
         return {name: column[number] for name, column in table.items()}
 
     def named_by(self, eager: Profile) -> Profile:
-        """The same profile, in which the kernels of replayed CUDA graphs belong to the modules that launched their like in
-        `eager`, a profile of a step without graphs. Hooks do not run in a replay; a note says how many could be named."""
+        """Return a copy in which the kernels of replayed CUDA graphs belong to the modules that launched the same kernels
+        in `eager`, a profile of a step without graphs. Hooks do not run in a replay; a note says how many could be named."""
         named = Profile.__new__(Profile)
         named._eager, named.by = eager._done(), self.by
         named._finish(self._done(), self.name)
         return named
 
     def speed_of_light(self, gpu: Gpu | None = None) -> pd.DataFrame:
-        """What each module would take at the rates that the device reaches, beside what it took: module, self_ms,
-        light_ms, share (light / self), bound ("compute", "memory", "overhead" or "unknown"), gflop, gib. Shown with the modules
-        from then on.
+        """Return the time of each module at the rates that the device reaches, beside its measured time: module, self_ms,
+        light_ms, share (light / self), bound ("compute", "memory", "overhead" or "unknown"), gflop, gib. It is shown with
+        the modules from then on.
 
         gpu: a row of the hardware table or the result of `sk.calibrate()`; None takes this machine's calibration, which
         is measured (20 seconds) unless it was before. Needs the shapes of one warm-up step.
@@ -243,8 +243,7 @@ class Profile:
     # ------------------------------------------------------------------------------------------------ files
 
     def save(self, path: str | Path) -> Path:
-        """Writes one JSON file (gzipped when the path ends in .gz) that `Profile.load` reads back, and returns its
-        path."""
+        """Write one JSON file (gzipped when the path ends in .gz) that `Profile.load` reads back, and return its path."""
         recording = self._done()
         document = {
             "format": _FORMAT,
@@ -263,7 +262,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Reads what `save` wrote. Raises FileNotFoundError, or ValueError for another or a damaged file."""
+        """Read a file that `save` wrote. Raises FileNotFoundError, or ValueError for another or a damaged file."""
         file = Path(path)
         if not file.exists():
             raise FileNotFoundError(f"no profile at {file}; Profile.save(path) writes one")
@@ -300,23 +299,23 @@ class Profile:
     def from_trace(
         cls, path: str | Path, *, unit: Literal["us", "ns"] | None = None, limit_gib: float | None = None
     ) -> Profile:
-        """A profile of a Chrome trace, plain or gzipped, such as torch.profiler exports; without module paths and lines,
-        which it lacks.
+        """Make a profile of a Chrome trace, plain or gzipped, such as torch.profiler exports; without module paths and
+        lines, which it lacks.
 
         unit: of the file's times, where it is not the usual one. limit_gib: a trace with more text is refused; None is the
-        machine's free memory. Raises FileNotFoundError, or ValueError for what is no trace or too large.
+        machine's free memory. Raises FileNotFoundError, or ValueError for a file that is no trace or too large.
         """
         return cls(read_chrome(path, unit=unit, limit_gib=limit_gib), Path(path).name)
 
     def to_perfetto(self, path: str | Path) -> Path:
-        """Writes a trace for ui.perfetto.dev (gzipped when the path ends in .gz) and returns its path."""
+        """Write a trace for ui.perfetto.dev (gzipped when the path ends in .gz) and return its path."""
         write_chrome(path, self._done(), self._analysis.windows)
         return Path(path)
 
     # ------------------------------------------------------------------------------------------------ showing
 
     def timeline(self, step: int = 0) -> str:
-        """One step as an inline SVG (text). Raises IndexError for a step that was not measured."""
+        """Draw one step as an inline SVG (text). Raises IndexError for a step that was not measured."""
         shown = self._shown()
         if not 0 <= step < len(shown.windows):
             raise IndexError(f"the profile holds steps 0 to {len(shown.windows) - 1}, not {step}")
@@ -395,7 +394,7 @@ class Profile:
 
 
 def _lost_text(lost: Table) -> str:
-    """The causes as text, with dollars where a price is known."""
+    """Show the causes as text, with dollars where a price is known."""
     dollars = any(usd is not None for usd in lost.get("usd_per_day", ()))
     rows = []
     for i, cause in enumerate(lost["cause"]):

@@ -1,8 +1,8 @@
-"""`verify`: tries a piece of advice on the user's own step, and sets the gain that was measured beside the one predicted.
+"""Try a piece of advice on the user's own step, and set the measured gain beside the predicted one: `verify`.
 
-The step runs as it is, with the change, and as it is once more, in turns whose order rotates, so that whatever drifts (clocks,
+The step runs as it is, with the change, and as it is once more, in turns whose order rotates, so that any drift (clocks,
 caches, other programs) falls on all three alike. The gain is the difference of the medians, with a 95 % bootstrap interval over
-the turns (percentile method: Efron 1979); the step against itself says what this machine's noise looks like. The steps are real:
+the turns (percentile method: Efron 1979); the step against itself shows this machine's noise. The steps are real:
 they train the model they train. Everything that is changed for a trial is put back after each call, also by an exception.
 
 Some changes are made from outside, by the rule's trial below; the rest is the user's to make, as `changed=`.
@@ -39,8 +39,9 @@ _collect = gc.collect  # as it was: a trial replaces it
 
 @dataclass(frozen=True, repr=False)
 class Verdict:
-    """What advice brought when it was tried. Times are milliseconds a step: medians before and after, their difference with its
-    95 % interval, and `noise_ms`, the largest difference that the same step plausibly has with itself."""
+    """A Verdict holds the gain of a piece of advice when it was tried. Times are milliseconds a step: medians before and
+    after, their difference with its 95 % interval, and `noise_ms`, the largest difference that the same step plausibly has
+    with itself."""
 
     rule: str
     predicted_ms: float
@@ -54,12 +55,12 @@ class Verdict:
 
     @property
     def helps(self) -> bool:
-        """Whether the whole interval lies above zero and the gain above the noise."""
+        """Return whether the whole interval lies above zero and the gain above the noise."""
         return self.interval[0] > 0 and self.gain_ms > self.noise_ms
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """Return the verdict as one sentence."""
         low, high = self.interval
         said = (
             f"predicted up to {self.predicted_ms:.3g} ms a step, measured {self.gain_ms:.3g} ({low:.3g} to {high:.3g})"
@@ -91,12 +92,12 @@ class Verdict:
 def verify(
     row: Mapping[str, Any], step: Step, changed: Step | None = None, *, rounds: int = 20, steps: int = 1
 ) -> Verdict:
-    """Tries one row of an advice table on `step`, a call that does one step of the user's loop.
+    """Try one row of an advice table on `step`, a call that does one step of the user's loop.
 
     changed: the step with the change made; None lets the rule's own trial make it, where it has one.
     rounds: turns of as it is, changed, as it is. steps: calls in each.
     Raises ValueError for rounds < 2 or steps < 1, and where the change cannot be made from outside and `changed` is missing;
-    what a step raises passes on.
+    an exception of a step passes on.
     """
     if rounds < 2 or steps < 1:
         raise ValueError(f"verify() needs rounds >= 2 and steps >= 1, not rounds={rounds}, steps={steps}")
@@ -135,7 +136,7 @@ def verify(
 
 
 def _timed(step: Step, context: Changed, steps: int) -> float:
-    """Milliseconds of one call, the device's work included; entering and leaving the context is not timed."""
+    """Return the milliseconds of one call, the device's work included; entering and leaving the context is not timed."""
     with context():
         begin = _now()
         for _ in range(steps):
@@ -150,7 +151,7 @@ def _now() -> int:
 
 
 def _difference(before: Times, after: Times) -> tuple[float, float, float]:
-    """How much smaller the median of `after` is, and its 95 % interval over resampled turns (rows)."""
+    """Return how much smaller the median of `after` is, and its 95 % interval over resampled turns (rows)."""
     turns = np.random.default_rng(0).integers(0, len(before), (_RESAMPLES, len(before)))
     resampled = np.median(before[turns], axis=(1, 2)) - np.median(after[turns], axis=(1, 2))
     low, high = np.percentile(resampled, (2.5, 97.5)).tolist()
@@ -161,15 +162,15 @@ def _difference(before: Times, after: Times) -> tuple[float, float, float]:
 
 
 class Trial:
-    """A change made from outside. `used` says after a warm-up call whether the step met it; what it did not meet, it cannot
-    try."""
+    """A Trial is a change made from outside. `used` says after a warm-up call whether the step ran into the change; if it
+    did not, the change cannot be tried on it."""
 
     def __init__(self, context: Changed, lacking: str = "", used: Callable[[], bool] = lambda: True) -> None:
         self.context, self.lacking, self.used = context, lacking, used
 
 
 def _setting(read: Callable[[], Any], write: Callable[[Any], object], value: Callable[[], Any]) -> Callable[..., Trial]:
-    """A trial that only sets one of torch's switches."""
+    """Make a trial that only sets one of torch's switches."""
 
     @contextmanager
     def context() -> Iterator[None]:
@@ -194,8 +195,8 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _no_garbage(row: Mapping[str, Any], step: Step) -> Trial:
-    """Neither automatic collections nor the user's own. Young garbage is collected between the calls, so that the steps which
-    collect do not pay for those that did not."""
+    """Turn off automatic collections and the user's own. Young garbage is collected between the calls, so that the steps
+    which collect do not pay for those that did not."""
 
     @contextmanager
     def context() -> Iterator[None]:
@@ -213,7 +214,7 @@ def _no_garbage(row: Mapping[str, Any], step: Step) -> Trial:
 
 
 def _fused_optimizer(row: Mapping[str, Any], step: Step) -> Trial:
-    """`fused=True` in the groups of every optimizer that steps and has such a form."""
+    """Set `fused=True` in the groups of every optimizer that steps and has such a form."""
     found: list[Optimizer] = []
     handle = watching.on_optimizer_step(found.append)
     try:
@@ -260,7 +261,7 @@ def _fused(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _dropped_gradients(row: Mapping[str, Any], step: Step) -> Trial:
-    """`zero_grad` lets go of gradients whatever it is asked."""
+    """Make `zero_grad` drop the gradients, whatever its argument is."""
     met: list[int] = []
 
     def dropping(plain: Callable[..., None]) -> Callable[..., None]:
@@ -282,8 +283,8 @@ def _dropped_gradients(row: Mapping[str, Any], step: Step) -> Trial:
 
 
 def _last_batch(row: Mapping[str, Any], step: Step) -> Trial:
-    """A DataLoader's iterator answers with one batch that its loader gave. Epochs that begin in a trial call keep their length;
-    an iterator that was there before does not move, unless it is asked for more than it had left."""
+    """Let a DataLoader's iterator answer with one batch that its loader gave. Epochs that begin in a trial call keep their
+    length; an iterator that was there before does not move, unless it is asked for more than it had left."""
     batches: dict[Any, Any] = {}  # by the sampler that all iterators of a loader share
     left: dict[Any, list[Any]] = {}  # of each iterator in this trial call: batches it has left, whether it began here
     met: list[bool] = []
@@ -317,8 +318,8 @@ def _last_batch(row: Mapping[str, Any], step: Step) -> Trial:
 
 
 def _old_values(row: Mapping[str, Any], step: Step) -> Trial:
-    """Reads of a single value at the advice's line answer at once with the value that was read there before. Through the
-    dispatcher, as the profiler sees them; each answer costs a few microseconds of Python."""
+    """Let reads of a single value at the advice's line answer at once with the value that was read there before. This goes
+    through the dispatcher, as the profiler sees them; each answer costs a few microseconds of Python."""
     place = (str(row["file"]), int(row["line"]))
     known: dict[torch.dtype, Any] = {}
     met: list[bool] = []
@@ -357,7 +358,7 @@ def _old_values(row: Mapping[str, Any], step: Step) -> Trial:
 
 
 def _without_synchronize(row: Mapping[str, Any], step: Step) -> Trial:
-    """`torch.cuda.synchronize()` returns at once."""
+    """Let `torch.cuda.synchronize()` return at once."""
     met: list[bool] = []
     return Trial(
         lambda: _replaced(torch.cuda, "synchronize", lambda device=None: met.append(True)),
