@@ -1,13 +1,13 @@
-"""Offloading: what waits on the host, optimizer state, weights, or activations.
+"""Keep optimizer state, weights or activations on the host, and move them to the device when they are needed.
 
     zenflow.py     ZenFlow: most columns of a weight are updated by the host, beside the device's next steps
     adamw.py       OffloadAdamW: the synchronous control, which waits for the host every step
-    columns.py     the state of one weight's columns on both sides; crew.py: what goes between the threads; windows.py: how long
-    rows.py        AdamW on columns stored as rows, and the kernels' door
+    columns.py     the state of one weight's columns on both sides; crew.py: slots and jobs of the threads; windows.py: how long
+    rows.py        AdamW on columns stored as rows, and the choice of its kernels
     link.py        transfers between host and device; workers.py: threads that work beside the training thread
-    weights.py     a model's weights, streamed block by block; activations.py: what backward needs of a forward
+    weights.py     a model's weights, streamed block by block; activations.py: the tensors that autograd saves for backward
     forwards.py    what these two share: a forward around a module's own
-    accounts.py    what is counted; report.py, energy.py: what it says; timeline.py: who did what when
+    accounts.py    the counters; report.py, energy.py: the reports made from them; timeline.py: spans of all threads
 
 Importing this loads none of them.
 """

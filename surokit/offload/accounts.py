@@ -1,7 +1,8 @@
-"""What an offloading optimizer counts as it runs: steps, waits by cause, bytes by kind, ages of gradients, choices of columns.
+"""Count what an offloading optimizer does as it runs: steps, waits by cause, bytes by kind, ages of gradients, choices of
+columns.
 
-The optimizer writes and report.py reads; both on the training thread. Nothing here reads the device: scores of columns stay there
-until a report asks for them. A run that is resumed, or forked, counts anew.
+The optimizer writes and report.py reads; both on the training thread. Nothing here reads the device: scores of columns stay
+there until a report asks for them. A run that is resumed, or forked, counts anew.
 
     I columns of a weight
 """
@@ -39,7 +40,8 @@ _CHOICES = 256  # of each weight
 
 @dataclass(frozen=True)
 class Chosen:
-    """A choice of hot columns of one weight. share: of the gradient's squared norm that they had. entered: how many were cold."""
+    """A Chosen is one choice of hot columns of one weight. share: their part of the gradient's squared norm. entered: how
+    many of them were cold before."""
 
     step: int
     share: float
@@ -50,13 +52,13 @@ class Chosen:
 
 @dataclass(eq=False)
 class Accounts:
-    """Counters of one optimizer.
+    """Accounts holds the counters of one optimizer.
 
     model_bytes: of all parameters that it updates, in their gradients' dtype.
     link_ms: of the device's waits that its link has counted, those that are accounted for; link_before_ms: those before.
     staleness: steps from a gradient to the weights that it changed -> gradient elements.
     intervals: steps of a window -> windows.
-    names: of parameters, where somebody who knows them said so.
+    names: of parameters, where `call` has set them.
     """
 
     model_bytes: int = 0
@@ -77,13 +79,14 @@ class Accounts:
 
     @property
     def stall_ms(self) -> float:
-        """Of the host, in all."""
+        """Return the host's waits in all, ms."""
         return sum(self.stall_by_cause.values())
 
     @contextmanager
     def stalled(self, cause: str, link: Link | None = None) -> Iterator[None]:
-        """What is done under it is a wait for `cause`, one of CAUSES; a profile shows it by that name. link: whose device is given
-        nothing under it, and so may run out of work; None where the link itself counts what its device waits."""
+        """Count the time inside the block as a wait for `cause`, one of CAUSES; a profile shows it by that name. link: the
+        link whose device is given nothing meanwhile, and so may run out of work; None where the link itself counts its
+        device's waits."""
         begun = time.perf_counter()
         idle = nullcontext() if link is None else link.host_waits()
         try:
@@ -99,18 +102,20 @@ class Accounts:
                 self._stalls.popleft()
 
     def device_waited(self, link: Link) -> float:
-        """Milliseconds that the device was without work for waiting since the last call; on CUDA of waits that it has passed."""
+        """Return the milliseconds that the device was without work because of waits since the last call; on CUDA only waits
+        that it has passed."""
         before, self.link_ms = self.link_ms, link.device_stall_ms()
         return self.link_ms - before
 
     def left(self, link: Link, given: Link | None) -> None:
-        """`link` is no longer used. The next one is a new one, unless it is the one that was given."""
+        """Take the waits of `link`, which is no longer used, out of the account. The next link is a new one, unless it is
+        the one that was given."""
         shift = 0.0 if link is given else link.device_stall_ms()
         self.link_ms -= shift
         self.link_before_ms -= shift
 
     def stalls(self, cause: str) -> list[float]:
-        """Milliseconds of each of the last steps, up to 4,096 of them, oldest first."""
+        """Return the milliseconds of each of the last steps, up to 4,096 of them, oldest first."""
         last = min(self.steps, _STEPS)
         found = [0.0] * last
         for step, ms in self._stalls:
@@ -119,16 +124,16 @@ class Accounts:
         return found
 
     def moved(self, kind: str, down: int, up: int) -> None:
-        """So many bytes of `kind`, one of KINDS, went from the device to the host and back."""
+        """Count bytes of `kind`, one of KINDS, that went from the device to the host and back."""
         before = self.bytes[kind]
         self.bytes[kind] = before[0] + down, before[1] + up
 
     def selected(self, step: int, p: Tensor, scores_I: Tensor, share: float, hot: int, entered: int) -> None:
-        """Step `step` chose `hot` columns of parameter p. scores: float32 [I], kept until the next choice."""
+        """Note that step `step` chose `hot` columns of parameter p. scores: float32 [I], kept until the next choice."""
         found = self.choices.setdefault(p, deque(maxlen=_CHOICES))
         found.append(Chosen(step, share, hot, len(scores_I), entered))
         self.scores[p] = scores_I
 
     def call(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Names for parameters, as module.named_parameters() gives them."""
+        """Set the names of parameters, as module.named_parameters() gives them."""
         self.names = {p: name for name, p in named}

@@ -1,11 +1,13 @@
-"""Activations that wait on the host: what autograd keeps of a forward goes down beside it and comes back before backward asks.
+"""Keep activations on the host: tensors that autograd saves in a forward go down beside it and come back before backward
+needs them.
 
-Through torch's hooks for saved tensors, so of any code. torch.autograd.graph.save_on_cpu does the same while the device waits for
-every copy, and copies a tensor as often as it is kept; it serves where time does not matter. Here copies have streams of their
-own, tensors that share memory are copied once, and in backward the next ones are fetched while the latest is used.
+This works through torch's hooks for saved tensors, so for any code. torch.autograd.graph.save_on_cpu does the same while
+the device waits for every copy, and copies a tensor as often as it is saved; it serves where time does not matter. Here
+copies have streams of their own, tensors that share memory are copied once, and in backward the next ones are fetched while
+the latest is used.
 
-A copy is a snapshot. The device keeps a tensor until the next one is on its way, so at most one waits to be read; changing it in
-place before that is noticed and raised in backward, as torch does. Changed later, the snapshot stays right.
+A copy is a snapshot. The device keeps a tensor until the next one is on its way, so at most one waits to be read; changing
+it in place before that is noticed and raised in backward, as torch does. Changed later, the snapshot stays right.
 """
 
 from __future__ import annotations
@@ -43,23 +45,23 @@ def offload_activations(
     prefetch: int = 2,
     link: Link | None = None,
 ) -> ActivationStream:
-    """Keeps on the host what backward will need of a forward.
+    """Keep the tensors that backward needs of a forward on the host.
 
         sk.offload_activations(model)                 of every forward of the model from now on
-        with sk.offload_activations() as stream:      of what is computed inside; backward may come after
+        with sk.offload_activations() as stream:      of the computation inside; backward may come after
             loss = anything(x)
 
-    model: whose forward; its parameters and buffers are where they belong already and are not copied. device: whose tensors;
+    model: whose forward; its parameters and buffers stay where they are and are not copied. device: whose tensors;
     None takes CUDA if there is one, else the CPU, where this only simulates. min_bytes: smaller tensors stay. prefetch: copies
-    that are fetched ahead in backward. link: what copies; None takes a lean CudaLink or, on a CPU, a HostLink.
+    that are fetched ahead in backward. link: makes the copies; None takes a lean CudaLink or, on a CPU, a HostLink.
 
-    With blocks that are computed again (recompute="full", `offload_weights`), what is kept of a block is its input, and that goes
-    to the host. Host memory of a step is used again by the next.
+    With blocks that are recomputed (recompute="full", `offload_weights`), only the input of a block is saved, and that
+    goes to the host. Host memory of a step is used again by the next.
 
     Without a model and outside of a `with` it does nothing.
 
-    Raises ValueError for prefetch < 0 and min_bytes < 1. In backward, RuntimeError for a tensor that was changed in place before
-    it was copied.
+    Raises ValueError for prefetch < 0 and min_bytes < 1. In backward, RuntimeError for a tensor that was changed in place
+    before it was copied.
     """
     if model is not None:
         check_module(model, "offload_activations")
@@ -78,9 +80,10 @@ def offload_activations(
 
 
 class ActivationStream(HostStream):
-    """What `offload_activations` returns. A context manager; `remove` takes it off the model. Prints what it does.
+    """An ActivationStream is the result of `offload_activations`: a context manager, whose `remove` takes it off the model.
+    It prints what it does.
 
-    bytes_down, bytes_up: so far. tensors, copies: that were kept and large enough, and what was copied for them.
+    bytes_down, bytes_up: so far. tensors: those that were saved and large enough; copies: those that were made of them.
     """
 
     keeps = "activations"
@@ -92,7 +95,7 @@ class ActivationStream(HostStream):
         self._forget()
 
     def _forget(self) -> None:
-        """As before the first forward."""
+        """Reset to the state before the first forward."""
         self.bytes_down = self.bytes_up = self.tensors = self.copies = 0
         # numbered in the order of saving; backward asks the other way round
         self._tape: list[tuple[int, weakref.ref[_Copy]]] = []
@@ -109,7 +112,7 @@ class ActivationStream(HostStream):
 
     @property
     def device_bytes(self) -> int:
-        """Of copies and originals that this holds on the device now."""
+        """Return the bytes of copies and originals that this holds on the device now."""
         copies = {copy for _, ref in self._tape if (copy := ref()) is not None}
         return sum(copy.host.nbytes for copy in copies if copy.here is not None or copy.arrival is not None)
 
@@ -122,7 +125,7 @@ class ActivationStream(HostStream):
         )
 
     def remove(self) -> None:
-        """From now on the model keeps its activations itself."""
+        """Stop offloading: from now on the model keeps its activations on the device."""
         for forward in self.attached:
             forward.remove()
         self.attached.clear()
@@ -138,7 +141,7 @@ class ActivationStream(HostStream):
 
     @contextmanager
     def saving(self, model: nn.Module | None) -> Iterator[None]:
-        """What autograd keeps inside goes to the host; not the model's parameters and buffers."""
+        """Send the tensors that autograd saves inside the block to the host, except the model's parameters and buffers."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -213,8 +216,8 @@ class ActivationStream(HostStream):
         return copy
 
     def _memory(self, nbytes: int) -> Tensor:
-        """Host memory of at least so many bytes: the smallest that is free, else new, in the place of the largest that is free. So
-        there are as many as ever waited at a time, whatever lengths sequences have."""
+        """Return host memory of at least so many bytes: the smallest that is free, else new memory, in the place of the
+        largest that is free. So there are as many pieces as ever waited at a time, whatever lengths sequences have."""
         while self._returned:
             insort(self._free, self._returned.popleft(), key=_nbytes)
         if (k := bisect_left(self._free, nbytes, key=_nbytes)) < len(self._free):
@@ -224,7 +227,7 @@ class ActivationStream(HostStream):
         return self.link.buffer((nbytes,), torch.uint8)
 
     def _begin(self) -> None:
-        """A forward begins: what the latest one left here is for nobody any more."""
+        """Begin a forward: drop the device tensors that the latest one left here, which are not needed any more."""
         for ref in self._latest:
             if (copy := ref()) is not None:
                 copy.let_go()
@@ -232,7 +235,7 @@ class ActivationStream(HostStream):
         self._forget_dead()
 
     def _forget_dead(self) -> None:
-        """What nobody can ask for any more."""
+        """Drop entries that backward cannot ask for any more."""
         self._tape = [entry for entry in self._tape if entry[1]() is not None]
         self._limit = 2 * len(self._tape) + _DEAD
         for key, refs in list(self._known.items()):
@@ -258,7 +261,7 @@ class ActivationStream(HostStream):
         return empty.set_(here.untyped_storage(), offset, saved.shape, saved.stride)
 
     def _coming(self, saved: _Saved) -> list[_Copy]:
-        """The next copies, `prefetch` of them, that backward will ask for."""
+        """Return the next copies, `prefetch` of them, that backward will ask for."""
         coming: dict[_Copy, None] = {}
         for k in reversed(range(bisect_left(self._tape, saved.number, key=_first))):
             if len(coming) == self.prefetch:
@@ -283,13 +286,13 @@ class ActivationStream(HostStream):
             self.bytes_up += copy.host.nbytes
 
     def back(self, memory: Tensor) -> None:
-        """Host memory that is free."""
+        """Take back host memory that is free."""
         self._returned.append(memory)
 
 
 @dataclass(eq=False)
 class _Copy:
-    """Of a stretch of a storage, from byte `first` on, as it was at a version."""
+    """A _Copy holds a stretch of a storage, from byte `first` on, as it was at a version."""
 
     stream: ActivationStream
     storage: StorageWeakRef
@@ -310,7 +313,7 @@ class _Copy:
         return inside and not self.storage.expired() and t._version == self.version
 
     def let_go(self) -> None:
-        """Of the device's memory."""
+        """Release the device's memory."""
         if self.original is not None:
             self.changed = self.changed or self.original._version != self.version
         self.here = self.original = None
@@ -330,7 +333,7 @@ class _Copy:
 
 @dataclass(frozen=True, eq=False)
 class _Saved:
-    """What autograd keeps in a tensor's place."""
+    """A _Saved is what autograd keeps in a tensor's place."""
 
     copy: _Copy
     number: int  # on the tape
@@ -341,7 +344,7 @@ class _Saved:
 
 
 class Saving(Forward):
-    """A model whose activations wait on the host."""
+    """A Saving is the forward of a model whose activations wait on the host."""
 
     stream: ActivationStream
 
@@ -355,7 +358,7 @@ class Saving(Forward):
 
 
 def _extent(t: Tensor) -> tuple[int, int] | None:
-    """(first, end) in bytes of what is copied for t; None where that would be mostly what nobody asked for."""
+    """Return (first, end) in bytes of the memory that is copied for t; None where most of it would not be needed."""
     first = int(t.storage_offset()) * t.itemsize
     span = (1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))) * t.itemsize
     if span <= t.nbytes:
@@ -370,7 +373,7 @@ _nbytes, _first = attrgetter("nbytes"), itemgetter(0)
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device, first: int, count: int) -> Tensor:
-    """uint8 [count], no view to autograd."""
+    """Return uint8 [count] in the storage; to autograd it is no view."""
     empty = torch.empty(0, dtype=torch.uint8, device=device)
     return empty.set_(storage, first, (count,), (1,))
 

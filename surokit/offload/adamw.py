@@ -1,11 +1,12 @@
-"""OffloadAdamW: all states on the host, and each step waits for it. What ZenFlow is compared with, and exactly AdamW.
+"""Keep all AdamW states on the host and wait for it in each step: OffloadAdamW, the control for ZenFlow, and exactly AdamW.
 
-Gradients go down in transfers; while one travels, the host updates what the one before brought, and the weights of the one before
-that go up. All of it between one backward pass and the next forward pass, so that no update is ever late: the step takes as long
-as the slowest of the three, not as their sum, but nothing of it is hidden behind the device's computation (that is plain
-ZeRO-Offload, arXiv 2101.06840, without its one-step delay).
+Gradients go down in transfers; while one travels, the host updates the weights of the one before it, and the new weights of
+the one before that go up. All of it happens between one backward pass and the next forward pass, so that no update is ever
+late: the step takes as long as the slowest of the three, not as their sum, but nothing of it is hidden behind the device's
+computation (that is plain ZeRO-Offload, arXiv 2101.06840, without its one-step delay).
 
-The host holds a float32 master of every weight and both moments in float32, in ordinary memory: only what travels is pinned.
+The host holds a float32 master of every weight and both moments in float32, in ordinary memory: only the transfer buffers
+are pinned.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _STATES = ("master", *_MOMENTS)
 
 
 class Piece(NamedTuple):
-    """Elements of a parameter, in its memory's order: [start, stop)."""
+    """A Piece is a range of a parameter's elements, in its memory's order: [start, stop)."""
 
     p: Tensor
     start: int
@@ -54,7 +55,7 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False)
 class Transfer:
-    """What travels together: pieces of one parameter group, of one dtype each way."""
+    """A Transfer is a set of pieces that travel together: of one parameter group, of one dtype each way."""
 
     group: dict[str, Any]
     dtype: torch.dtype  # of the weights
@@ -71,24 +72,24 @@ class Transfer:
 
 
 class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
-    """AdamW with float32 states on the host, which every step waits for.
+    """OffloadAdamW is AdamW with float32 states on the host; every step waits for the host.
 
-    params: tensors or torch's parameter groups, as for surokit.AdamW; absent: a `Spec`.
-    lr: a float or a 0-d tensor on the host, read every step.
-    pt_reserved_cores_perc: share of the cores that the host's update leaves to others, such as data loading. By default none: the
+    params: tensors or torch's parameter groups, as for surokit.AdamW; absent: a `Spec`. lr: a float or a 0-d tensor on the
+    host, read every step. pt_reserved_cores_perc: share of the cores that the host's update leaves to others, such as data
+    loading. By default none: the
         training thread waits meanwhile.
     link: between host and device; None is that of the parameters' device.
 
-    The numbers are those of float32 AdamW: each step updates a float32 master of the weight, whatever dtype the weight has on the
-    device (float64 too), by torch's fused kernel, and the weight is the master rounded to nearest. As surokit.AdamW it divides
-    gradients by `grad_scale` and masks the step where `found_inf` is not 0. Of a sharded parameter (FSDP2) each process updates its
-    shard.
+    The numbers are those of float32 AdamW: each step updates a float32 master of the weight, whatever dtype the weight has
+    on the device (float64 too), by torch's fused kernel, and the weight is the master rounded to nearest. As surokit.AdamW
+    it divides gradients by `grad_scale` and masks the step where `found_inf` is not 0. Of a sharded parameter (FSDP2) each
+    process updates its shard.
 
-    Bytes of an element: 12 on the host. On the device none but those of three transfers each way, of 64 MiB at most; on the host
-    the same, pinned.
+    Bytes of an element: 12 on the host. On the device none but those of three transfers each way, of 64 MiB at most; on the
+    host the same, pinned.
 
-    A Ctrl-C during `step` is raised when the step is complete, a second one at once. After a second one, and after any other error
-    in the middle of a step, the state is partly of the next step, and a state has to be loaded.
+    A Ctrl-C during `step` is raised when the step is complete, a second one at once. After a second one, and after any
+    other error in the middle of a step, the state is partly of the next step, and a state has to be loaded.
     """
 
     grad_scale: Tensor | None
@@ -118,11 +119,11 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        """ValueError that names the option which is out of range."""
+        """Check the options; raises ValueError that names the option which is out of range."""
         check_offloading(cls.__name__, options)
 
     def _start(self, link: Link | None) -> None:
-        """As before the first step."""
+        """Set up the state before the first step."""
         self._step_supports_amp_scaling = True  # torch's word for: reads grad_scale and found_inf
         self.accounts = Accounts(link_ms=0.0 if link is None else link.device_stall_ms())
         self.stall_ms = 0.0  # that the host waited in the last step
@@ -137,7 +138,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     @functools.cached_property
     def link(self) -> Link:
-        """Between host and device."""
+        """Return the link between host and device."""
         return link_of(self, self._given_link)
 
     @functools.cached_property
@@ -153,7 +154,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         return worker
 
     def report(self) -> OffloadReport:
-        """Waits, traffic and memory so far."""
+        """Report waits, traffic and memory so far."""
         from surokit.offload.report import report_of
 
         return report_of(self, (*self._down, *self._up), (self._worker,), self._transfers)
@@ -162,8 +163,8 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient. When it returns the host is done; a CUDA device takes the last weights
-        before whatever it is given next."""
+        """Update every parameter that has a gradient once. When it returns the host is done; a CUDA device takes the last
+        weights before whatever it is given next."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -226,7 +227,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         self.accounts.staleness[0] += sum(transfer.numel for transfer in transfers)
 
     def _send(self, i: int, transfer: Transfer) -> Ticket:
-        """Gradients begin their way down."""
+        """Send the gradients of a transfer down."""
         grads = [_gradient(piece.p) for piece in transfer.pieces]
         parts = [g[piece.start : piece.stop] for g, piece in zip(grads, transfer.pieces)]
         to = self._memory(self._down, i, transfer.numel, transfer.grad_dtype)
@@ -234,7 +235,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         return self.link.down(functools.partial(_fill, parts), to, grads)
 
     def _update(self, i: int, transfer: Transfer, scale: float | None) -> Callable[[], None]:
-        """The worker's job: AdamW of what a transfer brought, and the weights for the way up."""
+        """Return the worker's job: AdamW on the gradients that a transfer brought, and the weights for the way up."""
         grads = self._memory(self._down, i, transfer.numel, transfer.grad_dtype).split(transfer.lengths)
         weights = self._memory(self._up, i, transfer.numel, transfer.dtype).split(transfer.lengths)
         states = [self.state[piece.p] for piece in transfer.pieces]
@@ -254,7 +255,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         return work
 
     def _fetch(self, i: int, transfer: Transfer, job: Job) -> Arrival:
-        """New weights begin their way up."""
+        """Send the new weights of a transfer up."""
         with self.accounts.stalled("adam", self.link):
             job.wait()
         source = self._memory(self._up, i, transfer.numel, transfer.dtype)
@@ -262,7 +263,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         return self.link.fetch(source)
 
     def _land(self, transfer: Transfer, arrival: Arrival) -> None:
-        """They are the weights from now on, and the memory that they came from is free."""
+        """Copy the arrived weights into the parameters; the memory that they came from is free then."""
         with self.accounts.stalled("landing"):
             staging = arrival.land()
             parts = [_weight(piece.p)[piece.start : piece.stop] for piece in transfer.pieces]
@@ -270,13 +271,14 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
             arrival.wait()
 
     def _memory(self, ring: list[Tensor], i: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Of transfer i: [numel] of the ring's memory."""
+        """Return [numel] of the ring's memory, for transfer i."""
         return ring[i % _RING][: numel * dtype.itemsize].view(dtype)
 
     # -- parameters
 
     def _plan(self, params: Sequence[Tensor]) -> None:
-        """Transfers of these parameters' gradients, unless they are as in the step before; new parameters get their state."""
+        """Plan the transfers of these parameters' gradients, unless they are as in the step before; new parameters get
+        their state."""
         for p in params:
             check_dense(p)
         groups = {p: group for group in self.param_groups for p in group["params"]}
@@ -298,7 +300,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         self._planned_for = kinds  # last: memory may have run out
 
     def _begin(self, p: Tensor) -> None:
-        """A parameter's state: its master comes down, in pieces."""
+        """Make a parameter's state: its master comes down, in pieces."""
         if p.device != self.link.device:
             raise several_devices(p.device, self.link.device)
         W, state = local([p])[0], self.state[p]
@@ -320,7 +322,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     @torch.no_grad()
     def _adopt(self, stacklevel: int) -> None:
-        """Masters take over what was written into weights by hand."""
+        """Let masters take over values that were written into weights by hand."""
         written = self._written.found(stacklevel)
         for p in written:
             for wide, shown, ticket in self._read(p, self.state[p]["master"]):
@@ -331,7 +333,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         self._written.note(written)
 
     def _read(self, p: Tensor, master: Tensor) -> Iterator[tuple[Tensor, Tensor, Ticket]]:
-        """Pieces of the master, and of the weight, which is there when its ticket is done; one after the other."""
+        """Yield pieces of the master with those of the weight, which has arrived when its ticket is done; one after the other."""
         flat = _weight(p)
         size = max(min(len(flat), TRANSFER_BYTES // flat.element_size()), 1)
         buffer = self.link.buffer([size], flat.dtype)
@@ -342,17 +344,18 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. Of each parameter, in float32: "step", "master", "exp_avg" and "exp_avg_sq", of the shape that this process
-        holds, with dimensions in the order of the parameter's memory. Weights that were written by hand are taken over, as by the
-        next step."""
+        """Return torch's state dict with float32 states. Each parameter has "step", "master", "exp_avg" and "exp_avg_sq",
+        of the shape that this process holds, with dimensions in the order of the parameter's memory. Weights that were
+        written by hand are taken over, as by the next step."""
         self._check()
         self._adopt(stacklevel=5)  # found, _adopt with torch's wrapper, and state_dict
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on bit for bit from where `state_dict` was made; AdamW's state, surokit's or torch's, is taken up with the
-        weights as they are at the next step. Where torch's and this one were given one iterable of the same parameters, all options
-        but the weight decay are that state's. ValueError where it does not fit."""
+        """Load a state and go on bit for bit from where `state_dict` was made. AdamW's state, surokit's or torch's, is
+        accepted too, with the weights as they are at the next step. Where torch's and this one were given one iterable of
+        the same parameters, all options but the weight decay are that state's. Raises ValueError where the state does not
+        fit."""
         state_dict = in_groups_of(self, state_dict)
         saved = {p: state for p, state in adamw_states(self, state_dict).items() if state}
         for state in saved.values():
@@ -373,11 +376,11 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     @property
     def workers(self) -> dict[str, Worker]:
-        """The thread beside the training thread, by name."""
+        """Return the thread beside the training thread, by name."""
         return {"adam": self._worker}
 
     def close(self) -> None:
-        """Ends the thread and leaves the link; for one that takes no more steps."""
+        """End the thread and leave the link; for an optimizer that takes no more steps."""
         if (worker := self.__dict__.pop("_worker", None)) is not None:
             with contextlib.suppress(OffloadError):
                 worker.close(at_once=True)
@@ -402,7 +405,7 @@ def _fill(parts: list[Tensor], staging: Tensor) -> None:
 
 
 def _planned(present: Sequence[tuple[Tensor, dict[str, Any]]]) -> Iterator[Transfer]:
-    """Transfers of about equal size, in the order of the parameters."""
+    """Yield transfers of about equal size, in the order of the parameters."""
     every = [(p, group, local([p])[0]) for p, group in present]
     total = sum(W.numel() * p.grad.element_size() for p, _, W in every if p.grad is not None)
     limit = min(max(total // _TRANSFERS, _LEAST_BYTES), TRANSFER_BYTES)
@@ -431,7 +434,7 @@ def _planned(present: Sequence[tuple[Tensor, dict[str, Any]]]) -> Iterator[Trans
 
 
 def _weight(p: Tensor) -> Tensor:
-    """All that this process holds of a parameter, flat, in the order of its memory, and in its memory."""
+    """Return all that this process holds of a parameter, flat, in the order of its memory, and in its memory."""
     W = local([p])[0].detach()
     ordered = W.permute(memory_order(W))
     if not ordered.is_contiguous():
@@ -440,7 +443,7 @@ def _weight(p: Tensor) -> Tensor:
 
 
 def _gradient(p: Tensor) -> Tensor:
-    """Its gradient, in the order of the parameter's memory."""
+    """Return a parameter's gradient, in the order of the parameter's memory."""
     assert p.grad is not None
     W, g = local([p, p.grad])
     return g.detach().permute(memory_order(W)).reshape(-1)

@@ -1,4 +1,5 @@
-"""One weight's columns: which are hot and which cold, where the state of each side lies, and how columns change sides.
+"""Hold the columns of one weight: which are hot and which cold, where the state of each side lies, and how columns change
+sides.
 
     on the device    hot, cold       int32 [H], [C]         the columns of each slot; together all columns, each once
                      w_hot m_hot v_hot  float32 [H, O]      weight and moments of the hot columns, a slot each
@@ -7,13 +8,13 @@
                      t_cold          int32 [C]
                      acc             float32 [B, C, O]      sums of gradients, one or, with overlap, two
                      counts, rates   int64, float64 [B]     how many gradients are in a sum; the sum of their learning rates
-                     out             [C, O], W's dtype      what an update of the host wrote, on its way to the weight
+                     out             [C, O], W's dtype      result of an update of the host, on its way to the weight
 
 These tensors are the parameter's entry in the optimizer's state; `Columns` is a view of it and keeps nothing of its own but the
 order of the slots as the host knows it. A column that changes sides takes all of its state along, bit for bit, into the
 slot of the one that it changes with: so nothing else moves. A parameter that is hot as a whole is one column.
 
-Tensors and a link, no threads and no schedule: zenflow.py says when.
+This file knows tensors and a link, no threads and no schedule: zenflow.py says when.
 
     O rows of the weight here, its outputs; I its columns, its inputs; H, C hot and cold ones; B sums; N columns that move
 """
@@ -43,18 +44,18 @@ HOST = ("w", "m", "v", "t_cold", "acc", "counts", "rates", "out")
 
 
 def hot_columns(ratio: float, columns: int) -> int:
-    """How many of a weight's columns are hot: max(1, floor(ratio * columns)); none where the ratio is 0."""
+    """Return how many of a weight's columns are hot: max(1, floor(ratio * columns)); none where the ratio is 0."""
     return min(columns, max(1, math.floor(ratio * columns))) if ratio else 0
 
 
 def pieces(rows: int, row_bytes: int, limit: int = TRANSFER_BYTES) -> list[slice]:
-    """The rows in transfers of at most `limit` bytes, or of one row."""
+    """Divide the rows into transfers of at most `limit` bytes, or of one row."""
     size = max(1, limit // max(1, row_bytes))
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def check_dense(p: Tensor) -> None:
-    """ValueError where a parameter is not of real numbers, or its gradient is sparse: neither can be offloaded."""
+    """Check that a parameter can be offloaded; raises ValueError where it is complex or of integers, or its gradient is sparse."""
     if not p.is_floating_point():
         raise ValueError(f"A parameter of shape {list(p.shape)} is {p.dtype}: train its torch.view_as_real.")
     if p.grad is not None and p.grad.is_sparse:
@@ -62,7 +63,8 @@ def check_dense(p: Tensor) -> None:
 
 
 def several_devices(one: torch.device, other: torch.device) -> ValueError:
-    """Of parameters: an optimizer keeps states of one device's. As a plan refuses it too (surokit/planner/planning.py)."""
+    """Return the error for parameters on several devices: an optimizer keeps states for one device. A plan refuses it too
+    (surokit/planner/planning.py)."""
     return ValueError(
         f"The parameters are on several devices, {one} and {other}: put the model on one. Trained weights that offload_weights "
         "keeps on the host are updated there: give sk.AdamW."
@@ -70,7 +72,7 @@ def several_devices(one: torch.device, other: torch.device) -> ValueError:
 
 
 class Columns:
-    """The columns of parameter `p`.
+    """Columns is the view of the columns of parameter `p`.
 
     splits: whether columns are hot or cold; otherwise the parameter is hot as a whole, as one column.
     number: of the parameter in its optimizer.
@@ -92,13 +94,13 @@ class Columns:
 
     @property
     def weight(self) -> Tensor:
-        """[O, I], the parameter's own memory."""
+        """Return the weight as [O, I], in the parameter's own memory."""
         W = local([self.p])[0].detach()
         return W if self.splits and W.ndim == 2 else W.view(self._shape(W))
 
     @property
     def gradient(self) -> Tensor:
-        """[O, I]."""
+        """Return the gradient as [O, I]."""
         assert self.p.grad is not None
         g = local([self.p.grad])[0]
         return g if self.splits and g.ndim == 2 else g.reshape(self._shape(g))
@@ -112,13 +114,13 @@ class Columns:
 
     @property
     def divided(self) -> bool:
-        """Whether it has hot and cold columns, so that there is something to choose."""
+        """Return whether the weight has hot and cold columns, so that there is something to choose."""
         return bool(len(self.hot_order) and len(self.cold_order))
 
     # -- the beginning
 
     def check(self, device: torch.device) -> None:
-        """ValueError where the parameter is not one whose columns can be told apart, and moved from and to `device`."""
+        """Check that the parameter's columns can be told apart, and moved from and to `device`; raises ValueError otherwise."""
         W, shape = local([self.p])[0], list(self.p.shape)
         if W.device != device:
             raise several_devices(W.device, device)
@@ -136,7 +138,8 @@ class Columns:
             )
 
     def begin(self, ratio: float, sums: int, link: Link) -> list[Ticket]:
-        """Makes the state: the first columns hot, moments 0. The cold ones' weights come down into `out`; `settle` afterwards."""
+        """Make the state: the first columns are hot, moments are 0. The cold ones' weights come down into `out`; call
+        `settle` afterwards."""
         W = self.weight
         H, C, rows = self.sizes(ratio)
         every = torch.arange(H + C, dtype=torch.int32)
@@ -161,20 +164,20 @@ class Columns:
         return self.send(W, self.out, link)
 
     def settle(self, tickets: Sequence[Ticket]) -> None:
-        """The second half of `begin`: the float32 weights of the cold columns."""
+        """Complete `begin`: set the float32 weights of the cold columns."""
         for ticket in tickets:
             ticket.wait()
         if len(self.cold_order):
             self.w.copy_(self.out)
 
     def sizes(self, ratio: float) -> tuple[int, int, int]:
-        """(H, C, O)."""
+        """Return (H, C, O)."""
         rows, columns = self.weight.shape
         H = hot_columns(ratio, columns) if self.splits else columns
         return H, columns - H, rows
 
     def check_fits(self, state: Mapping[str, Any], ratio: float) -> None:
-        """ValueError where a saved state is not this parameter's."""
+        """Check a saved state; raises ValueError where it is not this parameter's."""
         H, C, rows = self.sizes(ratio)
         found = tuple(state["w_hot"].shape), len(state["cold"])
         if found != ((H, rows), C):
@@ -184,7 +187,8 @@ class Columns:
             )
 
     def take_over(self, link: Link) -> None:
-        """Of a state that another optimizer left: the weights as they are there; what had been summed of a window is dropped."""
+        """Take over a state that another optimizer left, with the weights as they are there; the gradients summed of a
+        window are dropped."""
         if len(self.cold_order):
             self.counts.zero_()
             self.rates.zero_()
@@ -192,10 +196,11 @@ class Columns:
             self.land(link)
 
     def adopt(self, link: Link, update: Mapping[str, Any] | None = None) -> int:
-        """The masters take over what was written into the weight by hand; the bytes that came down for it, and are there.
+        """Let the masters take over values that were written into the weight by hand; return the bytes that came down for
+        it, and have arrived.
 
-        update: options of the one that waits in `out`, which is then made on what was written, and still waits. Without one `out`
-        is nothing that could land.
+        update: options of the update that waits in `out`; it is then made on the new values, and still waits. Without one,
+        `out` holds nothing that could land.
         """
         W = self.weight
         if W.numel() and len(self.hot_order):
@@ -217,7 +222,8 @@ class Columns:
         return int(self.out.nbytes)
 
     def _adopt_before(self, part: slice, update: Mapping[str, Any]) -> None:
-        """Of these rows. w, m, v and clocks are those after `update`; `out`, which is as the weight, becomes what is to land."""
+        """Adopt in these rows. w, m, v and clocks are those after `update`; `out` holds the weight as it was written, and
+        becomes the update that is to land."""
         lr, (beta1, beta2), decay = update["lr"], update["betas"], 1 - update["lr"] * update["weight_decay"]
         clocks_C1 = self.t_cold[part, None].double()
         size_C1, root_C1 = (lr / (1 - beta1**clocks_C1)).float(), (1 - beta2**clocks_C1).sqrt().float()
@@ -234,13 +240,13 @@ class Columns:
     def update_hot(
         self, g_OI: Tensor, options: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
-        """AdamW on the hot columns, with this step's gradient; the weight takes their values."""
+        """Update the hot columns by AdamW with this step's gradient; the weight takes their values."""
         if g_OI.numel() and len(self.hot_order):
             states = (self.w_hot, self.m_hot, self.v_hot, self.t_hot)
             update_columns_(self.weight, g_OI, self.hot, *states, grad_scale=grad_scale, found_inf=found_inf, **options)
 
     def send(self, src_OI: Tensor, to_CO: Tensor, link: Link) -> list[Ticket]:
-        """The cold columns of `src` begin their way to `to`, a transfer for each of `self.pieces(to)`."""
+        """Send the cold columns of `src` to `to`, with a transfer for each of `self.pieces(to)`."""
 
         def fill(index: Tensor) -> Callable[[Tensor], None]:
             return lambda staging: gather(src_OI, index, staging)
@@ -259,7 +265,7 @@ class Columns:
     def accumulate(
         self, b: int, slot_CO: Tensor, tickets: Sequence[Ticket], scale: float | None, lr: float, counts: bool
     ) -> None:
-        """Adds a step's gradients to sum b as they arrive; those of a step that does not count only arrive."""
+        """Add a step's gradients to sum b as they arrive; those of a step that does not count are only waited for."""
         first = not int(self.counts[b])
         for part, ticket in zip(self.pieces(slot_CO), tickets, strict=True):
             ticket.wait()
@@ -269,8 +275,8 @@ class Columns:
         self.rates[b] += lr * counts
 
     def update_cold(self, b: int, options: dict[str, Any], corrected: bool) -> dict[str, Any] | None:
-        """AdamW on the cold columns with the mean of sum b, which is empty then; the result is in `out`. The options that held, or
-        None: nothing was summed.
+        """Update the cold columns by AdamW with the mean of sum b, which is empty then; the result is in `out`. Returns the
+        options that held, or None where no gradient was summed.
 
         corrected: the update stands for as many steps as it has gradients, each with its own learning rate.
         """
@@ -291,7 +297,7 @@ class Columns:
     # -- back to the weight
 
     def land(self, link: Link) -> int:
-        """`out` goes into the weight's cold columns; its bytes."""
+        """Copy `out` into the weight's cold columns; return its bytes."""
         W = self.weight
 
         def take(index: Tensor) -> Callable[[Tensor], None]:
@@ -303,7 +309,8 @@ class Columns:
     # -- which columns are hot
 
     def choose(self, scores_I: Tensor, found_inf: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(int32 [H], the columns with the largest scores, among equals the lower one; their share of all scores, 0-d).
+        """Return (int32 [H], the columns with the largest scores, among equals the lower one; their share of all scores,
+        0-d).
 
         A step that is not finite chooses those that are hot already, and its share is NaN.
         """
@@ -319,10 +326,10 @@ class Columns:
     def exchange(
         self, chosen_H: Tensor, clocks_H: Tensor, betas: tuple[float, float], link: Link, swaps: Swaps
     ) -> tuple[int, int]:
-        """Makes the chosen columns the hot ones: (how many change sides, bytes that move each way).
+        """Make the chosen columns the hot ones; return (how many change sides, bytes that move each way).
 
-        chosen, clocks: on the host; the clocks are those of the columns that are hot so far. What arrives is put into w, m and v by
-        the thread of `swaps`, which has to be through before anything else uses them.
+        chosen, clocks: on the host; the clocks are those of the columns that are hot so far. The thread of `swaps` puts the
+        arriving states into w, m and v; it has to be done before anything else uses them.
         """
         slots = torch.isin(self.hot_order, chosen_H, invert=True).nonzero().view(-1)  # whose columns leave the device
         rows = torch.isin(self.cold_order, chosen_H).nonzero().view(-1)  # whose columns leave the host
@@ -350,7 +357,7 @@ class Columns:
         return len(slots), column_bytes * len(slots)
 
     def _swap(self, slots_N: Tensor, rows_N: Tensor, link: Link, swaps: Swaps) -> None:
-        """The states of these slots and rows change places."""
+        """Exchange the states of these slots and rows."""
         hot, cold = (self.w_hot, self.m_hot, self.v_hot), (self.w, self.m, self.v)
         leaving, entering = swaps.pair((STATES, len(rows_N), self.w.shape[1]))
 
@@ -379,11 +386,12 @@ class Columns:
     # -- numbers about the gradient, sums over the rows of this process
 
     def energies(self, g_OI: Tensor) -> Tensor:
-        """float32 [I]: sums of squares of each column."""
+        """Return float32 [I], the sum of squares of each column."""
         return _column_sums(g_OI, lambda part: part.square_())
 
     def magnitudes(self, g_OI: Tensor) -> Tensor:
-        """float32 [2]: mean |g| of the cold and of the hot columns; of a sharded weight, this process's part of them."""
+        """Return float32 [2], the mean |g| of the cold and of the hot columns; of a sharded weight, this process's part of
+        them."""
         sums = _column_sums(g_OI, lambda part: part.abs_())
         return torch.stack(
             [
@@ -394,19 +402,19 @@ class Columns:
 
 
 def _column_sums(g_OI: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
-    """float32 [I]: sums of what `of` makes, in place, of float32 copies of rows."""
+    """Return float32 [I], the column sums of float32 copies of rows, after `of` has changed these in place."""
     rows = max(1, _BLOCK // max(1, g_OI.shape[1]))
     parts = [of(part.to(torch.float32, copy=True)).sum(0) for part in g_OI.split(rows)]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
 def on(device: torch.device, value: Tensor) -> Tensor:
-    """A copy of a small host tensor on the device, which the host does not wait for."""
+    """Return a copy of a small host tensor on the device, which the host does not wait for."""
     return value.clone() if device.type == "cpu" else value.pin_memory().to(device, non_blocking=True)
 
 
 def placed(name: str, value: Tensor, device: torch.device, link: Link) -> Tensor:
-    """A copy of an entry of the state where it belongs."""
+    """Return a copy of an entry of the state where it belongs."""
     if name not in HOST:
         return value.to(device, copy=True)
     to = link.buffer(value.shape, value.dtype) if value.ndim > 1 else torch.empty(value.shape, dtype=value.dtype)
@@ -414,7 +422,7 @@ def placed(name: str, value: Tensor, device: torch.device, link: Link) -> Tensor
 
 
 def summed(values: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
-    """Each value's sum over the processes that hold other rows of its parameter, in one exchange a mesh."""
+    """Sum each value over the processes that hold other rows of its parameter, in one exchange a mesh."""
     found = list(values)
     together: dict[Any, list[int]] = {}
     for i, p in enumerate(params):

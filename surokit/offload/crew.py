@@ -1,4 +1,4 @@
-"""What the training thread and its two workers hand one another: slots, windows, choices, and the workers themselves."""
+"""Define what the training thread and its two workers hand one another: slots, windows, choices, and the workers themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from surokit.offload.workers import Job, Worker, nothing, split_cores
 
 
 class Slot:
-    """Host memory for one step's cold gradients, and for what travels with them."""
+    """A Slot is host memory for one step's cold gradients, and for the values that travel with them."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -30,14 +30,15 @@ class Slot:
         self._tagged: Ticket | None = None
 
     def room(self, columns: Columns, dtype: torch.dtype) -> Tensor:
-        """[C, O]."""
+        """Return the memory for these columns, [C, O]."""
         rows = self.rows.get(columns)
         if rows is None or rows.dtype != dtype:
             rows = self.rows[columns] = self._link.buffer(columns.out.shape, dtype)
         return rows
 
     def tag(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """What the step's gradients are divided by, and whether they are finite, begin their way. 0-d, on the device."""
+        """Send grad_scale, by which the step's gradients are divided, and found_inf, which says whether they are finite.
+        Both are 0-d, on the device."""
         self._tagged = None
         if grad_scale is not None or found_inf is not None:
             new = torch.zeros((), device=self._link.device)
@@ -46,7 +47,7 @@ class Slot:
             self._tagged = self._link.copy_down(tags, self._tags)
 
     def read(self) -> tuple[float | None, bool]:
-        """(what the gradients are divided by, None where it is 1; whether they count); the host waits."""
+        """Return (the divisor of the gradients, None where it is 1; whether they count); the host waits."""
         if self._tagged is None:
             return None, True
         self._tagged.wait()
@@ -56,7 +57,7 @@ class Slot:
 
 @dataclass(eq=False)
 class Window:
-    """Steps whose cold gradients are one update."""
+    """A Window is a run of steps whose cold gradients make one update."""
 
     b: int  # the sum that they are added to
     steps: int = 0  # that sent gradients
@@ -66,7 +67,7 @@ class Window:
     updated: dict[Columns, dict[str, Any]] = field(default_factory=dict)  # whose result is to land: its options
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, when its jobs are done."""
+        """Return plain data, when its jobs are done."""
         updated = {columns.number: dict(options) for columns, options in self.updated.items()}
         return {"b": self.b, "steps": self.steps, "finite": list(self.finite), "updated": updated}
 
@@ -78,7 +79,7 @@ class Window:
 
 @dataclass(eq=False)
 class Choice:
-    """Hot columns that were chosen and do not hold yet."""
+    """A Choice holds hot columns that were chosen and do not hold yet."""
 
     columns: list[Columns]
     chosen: Tensor  # int32 on the host, of one weight after the other
@@ -90,7 +91,7 @@ class Choice:
 
     @staticmethod
     def on_its_way(columns: list[Columns], picked: Sequence[tuple[Tensor, Tensor]], link: Link) -> Choice:
-        """To the host, from what `Columns.choose` gave."""
+        """Send a choice to the host, from the results of `Columns.choose`."""
         values = (
             torch.cat([chosen for chosen, _ in picked]),
             torch.cat([each.t_hot for each in columns]),
@@ -105,12 +106,12 @@ class Choice:
             ticket.wait()
 
     def __iter__(self) -> Iterator[tuple[Columns, Tensor, Tensor, float]]:
-        """Of each weight: chosen [H], clocks [H], share. It has to be there."""
+        """Yield for each weight: chosen [H], clocks [H], share. The choice has to have arrived."""
         sizes = [len(columns.hot_order) for columns in self.columns]
         return zip(self.columns, self.chosen.split(sizes), self.clocks.split(sizes), self.shares.tolist())
 
     def to_dict(self) -> dict[str, Any]:
-        """Tensors and plain data. It has to be there."""
+        """Return tensors and plain data. The choice has to have arrived."""
         tensors = {name: getattr(self, name).clone() for name in ("chosen", "clocks", "shares")}
         return {"columns": [columns.number for columns in self.columns], "step": self.step, **tensors}
 
@@ -123,26 +124,27 @@ class Choice:
 
 @dataclass(eq=False)
 class Note:
-    """Statistics of a step on their way to the host."""
+    """A Note holds statistics of a step on their way to the host."""
 
     weights: list[int]
     values: Tensor  # [weights, 2]; -1 where the step was not finite
     ticket: Ticket | None = None
 
     def read(self) -> dict[int, tuple[float, float]]:
-        """By weight; the host waits."""
+        """Return the statistics by weight; the host waits."""
         if self.ticket is not None:
             self.ticket.wait()
         return {weight: (cold, hot) for weight, (cold, hot) in zip(self.weights, self.values.tolist()) if cold >= 0}
 
     @staticmethod
     def known(statistics: Mapping[int, tuple[float, float]]) -> Note:
-        """What `read` gave."""
+        """Make a Note of statistics that `read` returned."""
         return Note(list(statistics), torch.tensor(list(statistics.values())).view(-1, 2))
 
 
 class Crew:
-    """The accumulator, which adds gradients up, the thread with Adam, and the ring of slots between them and the training thread.
+    """A Crew is the accumulator, which adds gradients up, the thread with Adam, and the ring of slots between them and the
+    training thread.
 
     Threads begin with their first job.
     """
@@ -155,26 +157,26 @@ class Crew:
         self._ring = deque(Slot(link) for _ in range(slots))
 
     def next_slot(self) -> Slot:
-        """The one that was used longest ago."""
+        """Return the slot that was used longest ago."""
         self._ring.rotate(-1)
         return self._ring[-1]
 
     def buffers(self) -> list[Tensor]:
-        """The memory of slots and swaps."""
+        """Return the memory of slots and swaps."""
         return [rows for slot in self._ring for rows in slot.rows.values()] + self.swaps.buffers()
 
     def check(self) -> None:
-        """Raises what a worker failed of."""
+        """Raise the error of a worker that failed."""
         self.accumulator.check()
         self.adam.check()
 
     def drain(self) -> None:
-        """Waits until all that was submitted is done."""
+        """Wait until all submitted jobs are done."""
         self.accumulator.submit(nothing).wait()
         self.adam.submit(nothing).wait()
 
     def close(self) -> None:
-        """Nobody wants what they do: so nobody waits for a transfer of theirs, which may hang."""
+        """End the workers at once, without waiting for a transfer of theirs, which may hang: their results are not needed."""
         try:
             self.accumulator.close(at_once=True)
         finally:
@@ -183,7 +185,7 @@ class Crew:
 
 @contextmanager
 def whole() -> Iterator[None]:
-    """A Ctrl-C inside is raised at the end, a second one at once. Only the main thread receives signals."""
+    """Hold back a Ctrl-C inside the block until its end; a second one is raised at once. Only the main thread receives signals."""
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or previous is None:
         yield

@@ -1,7 +1,7 @@
-"""How much of a gradient's energy, its squared norm, lies in how few columns: the curve that ZenFlow stands or falls with.
+"""Measure how much of a gradient's energy, its squared norm, lies in how few columns: the curve on which ZenFlow depends.
 
-Hot columns are updated at once and cold ones late, so it pays where few columns hold most of the energy. The curve of a weight is
-the share of the squared norm in its k largest columns, from the scores of the latest choice.
+Hot columns are updated at once and cold ones late, so it pays where few columns hold most of the energy. The curve of a
+weight is the share of the squared norm in its k largest columns, from the scores of the latest choice.
 
     weight               columns  hot   captured  largest 1 %  10 %   50 %
     layers.0.mlp.up      4,096    10 %  62 %      31 %         62 %   91 %
@@ -41,11 +41,11 @@ _BEHIND = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "non
 
 @dataclass(frozen=True, eq=False)
 class WeightEnergy:
-    """A weight's latest choice of hot columns.
+    """A WeightEnergy describes a weight's latest choice of hot columns.
 
-    step: whose gradient was looked at. share: of its squared norm in the `hot` columns that were chosen. entered: how many of
-    these had been cold. curve_I: float64, share of the squared norm in the largest column, in the largest two, and so on. shares:
-    of all choices that are remembered, the latest last.
+    step: whose gradient was looked at. share: of its squared norm in the `hot` columns that were chosen. entered: how many
+    of these had been cold. curve_I: float64, share of the squared norm in the largest column, in the largest two, and so
+    on. shares: of all choices that are remembered, the latest last.
     """
 
     name: str
@@ -58,14 +58,16 @@ class WeightEnergy:
     shares: tuple[float, ...] = ()
 
     def captured(self, k: float) -> float:
-        """Share of the squared norm in the max(1, floor(k * columns)) largest columns; 0 for k = 0, ValueError outside [0, 1]."""
+        """Return the share of the squared norm in the max(1, floor(k * columns)) largest columns; 0 for k = 0, ValueError
+        outside [0, 1]."""
         if not 0 <= k <= 1:
             raise ValueError(f"captured(k={k}): a share of the columns, from 0 to 1.")
         return float(self.curve_I[max(1, math.floor(k * self.columns)) - 1]) if k else 0.0
 
     @property
     def concentration(self) -> float:
-        """(share - k) / (1 - k), k the share of columns that are hot: 0 as columns at random, 1 where hot ones hold everything."""
+        """Return (share - k) / (1 - k), k the share of columns that are hot: 0 as for random columns, 1 where hot ones hold
+        everything."""
         return self._concentration(self.share)
 
     def _concentration(self, share: float) -> float:
@@ -74,18 +76,19 @@ class WeightEnergy:
 
     @property
     def judged(self) -> bool:
-        """Whether there is evidence enough to call it flat: ten hot columns or more, and three choices after the first."""
+        """Return whether there is evidence enough to call it flat: ten hot columns or more, and three choices after the first."""
         return self.hot >= HOT and len(self.shares) > CHOICES
 
     @property
     def flat(self) -> bool:
-        """Whether its energy is not concentrated: in each of the last three choices hot columns took less than a tenth of what
-        columns at random would leave. False where it is not `judged`."""
+        """Return whether its energy is not concentrated: in each of the last three choices hot columns took less than a
+        tenth of the share that random columns would leave. False where it is not `judged`."""
         return self.judged and all(self._concentration(share) < CONCENTRATED for share in self.shares[-CHOICES:])
 
 
 def curve(scores: ArrayLike) -> NDArray[np.float64]:
-    """[I] scores, sums of squares of each column -> float64 [I]: share of their sum in the largest column, the largest two, ..."""
+    """Return the curve of [I] scores, sums of squares of each column: float64 [I], the share of their sum in the largest
+    column, the largest two, ..."""
     ordered = np.sort(np.asarray(scores, np.float64))[::-1]
     total = ordered.sum()
     return np.cumsum(ordered) / total if total > 0 else np.full(len(ordered), np.nan)
@@ -93,7 +96,8 @@ def curve(scores: ArrayLike) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Energy:
-    """The weights whose columns are chosen, at the latest choice. Prints as a table; empty before the first one."""
+    """An Energy holds the weights whose columns are chosen, at the latest choice. It prints as a table, and is empty before
+    the first one."""
 
     weights: tuple[WeightEnergy, ...]
 
@@ -101,27 +105,27 @@ class Energy:
         return len(self.weights)
 
     def flat(self) -> tuple[WeightEnergy, ...]:
-        """Weights whose energy is not concentrated, as WeightEnergy.flat says."""
+        """Return the weights whose energy is not concentrated, as WeightEnergy.flat says."""
         return tuple(weight for weight in self.weights if weight.flat)
 
     def table(self) -> pd.DataFrame:
-        """A row a weight: weight, step, columns, hot, captured, entered, concentration, and top_1, top_10, top_50: what the
-        largest so many percent of its columns hold."""
+        """Return a row a weight: weight, step, columns, hot, captured, entered, concentration, and top_1, top_10, top_50:
+        the share in the largest so many percent of its columns."""
         columns = ("step", "columns", "hot", "share", "entered", "concentration")
         names = ("weight", "step", "columns", "hot", "captured", "entered", "concentration", *map(_top, KS))
         rows = [(w.name, *(getattr(w, c) for c in columns), *(w.captured(k) for k in KS)) for w in self.weights]
         return data_frame(rows, names)
 
     def curves(self) -> pd.DataFrame:
-        """The curves, a row a point: weight, k (share of the columns), captured; at most 100 points a weight."""
+        """Return the curves, a row a point: weight, k (share of the columns), captured; at most 100 points a weight."""
         return data_frame(
             [(w.name, k, captured) for w in self.weights for k, captured in zip(*_points(w))],
             ("weight", "k", "captured"),
         )
 
     def plot(self) -> Figure:
-        """Captured energy against k, a line a weight, those of `flat` in a colour of their own, with the names of the most and the
-        least concentrated; the figure is not yet shown. ValueError before the first choice."""
+        """Plot captured energy against k, a line a weight, those of `flat` in a colour of their own, with the names of the
+        most and the least concentrated; the figure is not yet shown. Raises ValueError before the first choice."""
         if not self.weights:
             raise ValueError("There is no choice of columns to draw yet: take as many steps as the first one needs.")
         return _draw(self)
@@ -144,7 +148,8 @@ class Energy:
 
 
 def warning_of(energy: Energy) -> str:
-    """The sentence where hot columns hold little more than their number does; "" where energy is concentrated, or nobody knows."""
+    """Return a sentence that warns where hot columns hold little more than their number does; "" where energy is
+    concentrated, or nothing is known."""
     flat = energy.flat()
     if not flat:
         return ""
@@ -170,14 +175,14 @@ def _top(k: float) -> str:
 
 
 def _points(weight: WeightEnergy) -> tuple[Sequence[float], Sequence[float]]:
-    """(k, captured), from the first column to the last, closer together where k is small."""
+    """Return (k, captured), from the first column to the last, closer together where k is small."""
     count = weight.columns
     at = np.unique(np.geomspace(1, count, min(count, _POINTS)).round().astype(int))
     return (at / count).tolist(), weight.curve_I[at - 1].tolist()
 
 
 def _end_of(name: str) -> str:
-    """Of a long path the end, which says more than its beginning."""
+    """Return the end of a long path, which says more than its beginning."""
     name = name.removesuffix(".weight")
     return name if len(name) <= 40 else "…" + name[-39:]
 

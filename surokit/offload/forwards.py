@@ -1,8 +1,10 @@
-"""A forward around a module's own: what streamed weights and activations have in common, and the link that both take.
+"""Put a forward around a module's own: the base of streamed weights and of offloaded activations, and the link that both
+take.
 
-Such a forward is an attribute `forward` of one object, which nn.Module calls in place of its class' forward, between the hooks.
-Class, parameters, names and hooks stay what they are. Several stand around one another and go in any order. Backward knows none of
-them: what is to happen there, a forward leaves with autograd (checkpoints, hooks for saved tensors).
+Such a forward is an attribute `forward` of one object, which nn.Module calls in place of its class' forward, between the
+hooks. Class, parameters, names and hooks stay what they are. Several stand around one another and can be removed in any
+order. Backward does not know them: a forward leaves the work to be done there with autograd (checkpoints, hooks for saved
+tensors).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from surokit.offload.link import CudaLink, Link, link_for
 
 
 class Forward(HostForward):
-    """What `module(...)` runs, hooks aside, until `remove`: a subclass says what, in `around`.
+    """A Forward is called by `module(...)` in place of the module's forward, until `remove`; a subclass defines `around`.
 
     Copies (deepcopy, pickle) of the module take along one of their own.
     """
@@ -34,7 +36,7 @@ class Forward(HostForward):
 
     @abstractmethod
     def around(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls `self.__wrapped__(*args, **kwargs)`, and does what is to be done before and after."""
+        """Call `self.__wrapped__(*args, **kwargs)`, and do the subclass's work before and after it."""
 
     @_disable_dynamo  # copies and hooks are not for torch's compiler, which goes on around (and is not loaded for this)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,16 +44,17 @@ class Forward(HostForward):
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The next one inside, at last the module's own; by this name `inspect.signature` finds its arguments."""
+        """Return the next forward inside, at last the module's own; by this name `inspect.signature` finds its arguments."""
         return self._before or MethodType(type(self.module).forward, self.module)
 
     @property
     def follows_class(self) -> bool:
-        """Whether this ends in the forward that the module's class has, whatever class it becomes (models/fuse.py)."""
+        """Return whether this ends in the forward that the module's class has, whatever class it becomes (models/fuse.py)."""
         return self._before is None or getattr(self._before, "follows_class", False)
 
     def remove(self) -> None:
-        """From now on the next one inside runs. Where somebody else's stands around, this one stays there and only passes on."""
+        """Let the next forward inside run from now on. Where other code's forward stands around this one, this one stays
+        there and only passes on."""
         self.removed = True
         outer = vars(self.module).get("forward")
         if outer is self:
@@ -68,7 +71,7 @@ F = TypeVar("F", bound=Forward)
 
 
 def forwards_of(module: nn.Module, kind: type[F]) -> Iterator[F]:
-    """Those of a kind that stand around a module's own and are not removed, from the outside in."""
+    """Yield those of a kind that stand around a module's own forward and are not removed, from the outside in."""
     forward = vars(module).get("forward")
     while forward is not None:
         if isinstance(forward, kind) and not forward.removed:
@@ -77,7 +80,8 @@ def forwards_of(module: nn.Module, kind: type[F]) -> Iterator[F]:
 
 
 def link_to(who: str, device: torch.device | str | None, link: Link | None) -> Link:
-    """The link given, or a new one to the device: lean on CUDA. ValueError where they do not fit, TypeError for what is no link."""
+    """Return the link given, or a new one to the device: lean on CUDA. Raises ValueError where they do not fit, TypeError
+    for an object that is no link."""
     if not isinstance(link, Link | None):
         raise TypeError(
             f"{who}(link={link!r}): a link of surokit.offload.link, such as ThrottledLink(gb_s=50), or None."

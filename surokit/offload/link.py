@@ -1,12 +1,12 @@
-"""The link between host and device: copies beside the computation, in both directions, with their bytes counted.
+"""Copy between host and device beside the computation, in both directions, with the bytes counted.
 
     HostLink        the device is a CPU: no copies but those that are asked for, at once
     ThrottledLink   directions with a rate, on threads: a device's link simulated on a CPU
     CudaLink        streams, pinned memory, events
 
-What is said of order holds for the device's main stream, the one that is current when a method is called. The host waits
+All statements on order hold for the device's main stream, the one that is current when a method is called. The host waits
 nowhere but in Ticket.wait and close; a simulated device waits where a real one's main stream would. A link belongs to the
-thread that trains; other threads may ask and wait for its tickets. A copy of a link, or an unpickled one, begins anew.
+thread that trains; other threads may query and wait for its tickets. A copy of a link, or an unpickled one, begins anew.
 """
 
 from __future__ import annotations
@@ -40,28 +40,29 @@ _C = TypeVar("_C", bound="_Copy")
 
 
 class Ticket(Protocol):
-    """Of a transfer that was started."""
+    """A Ticket belongs to a transfer that was started."""
 
     def done(self) -> bool:
-        """Whether it is over; never waits."""
+        """Return whether the transfer is over; never waits."""
         ...
 
     def wait(self) -> None:
-        """The host thread waits until it is done; OffloadError if it failed, or after patience_s without life. Ctrl-C ends the
-        wait and changes nothing."""
+        """Let the host thread wait until the transfer is done. Raises OffloadError if it failed, or after patience_s
+        without a sign of life. Ctrl-C ends the wait and changes nothing."""
         ...
 
 
 class Arrival(Ticket, Protocol):
-    """A copy to the device that was started with `Link.fetch`. Done: the source may be written again."""
+    """An Arrival is a copy to the device that was started with `Link.fetch`. Once it is done, the source may be written again."""
 
     def land(self) -> Tensor:
-        """The copy, for what the device is given from now on: its main stream waits for it. Once; it may be kept and changed."""
+        """Return the copy, for all work that the device is given from now on: its main stream waits for it. Call it once;
+        the copy may be kept and changed."""
         ...
 
 
 class Link(ABC):
-    """Between the host and `device`. Counters: bytes_down, bytes_up of payload, bytes_small of `copy_down`."""
+    """A Link copies between the host and `device`. Counters: bytes_down, bytes_up of payload, bytes_small of `copy_down`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -69,46 +70,48 @@ class Link(ABC):
         self._stall_s = 0.0  # of a CPU that stands for a device
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Host memory, contiguous and not initialized, pinned where it can be."""
+        """Return host memory, contiguous and not initialized, pinned where it can be."""
         return torch.empty(tuple(shape), dtype=dtype)
 
     @abstractmethod
     def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> Ticket:
-        """Device to host: fill(staging) writes a device buffer of the shape and dtype of `to`, after all work that the device was
-        given so far; staging is copied into `to`, contiguous host memory, beside the main stream.
+        """Copy from device to host. fill(staging) writes a device buffer of the shape and dtype of `to`, after all work
+        that the device was given so far; staging is copied into `to`, contiguous host memory, beside the main stream.
 
-        reads: what fill reads. It may be freed at once. It must not be *written in place* before `fence`, as fill may still be
-        reading it.
+        reads: tensors that fill reads. They may be freed at once. They must not be *written in place* before `fence`, as
+        fill may still be reading them.
         """
 
     @abstractmethod
     def fence(self) -> None:
-        """What the device is given from now on begins when all fills so far have read what they read; the host does not wait. For
-        what is then overwritten in place: columns that were sent down, gradients that are zeroed."""
+        """Let all later work of the device begin after the fills so far have read their tensors; the host does not wait. It
+        is for tensors that are then overwritten in place: columns that were sent down, gradients that are zeroed."""
 
     @abstractmethod
     def fetch(self, source: Tensor) -> Arrival:
-        """Host to device, for later: starts to copy `source`, contiguous, into a new device buffer beside the main stream."""
+        """Copy from host to device, for later: starts to copy `source`, contiguous, into a new device buffer beside the
+        main stream."""
 
     def up(self, source: Tensor, take: Callable[[Tensor], None]) -> Ticket:
-        """Host to device: `source`, contiguous, is copied to a staging buffer beside the main stream, which waits for it and runs
-        take(staging); staging is only its. Done: `source` may be written again."""
+        """Copy from host to device. `source`, contiguous, is copied to a staging buffer beside the main stream, which waits
+        for it and runs take(staging); staging belongs to it alone. Once it is done, `source` may be written again."""
         arrival = self.fetch(source)
         take(arrival.land())
         return arrival
 
     @abstractmethod
     def copy_down(self, value: Tensor, to: Tensor) -> Ticket:
-        """A small value (a scale, found_inf, indices, statistics) as it is after all work so far, into `to`, host memory of its
-        shape. It does not wait for payload; `value` may be overwritten at once."""
+        """Copy a small value (a scale, found_inf, indices, statistics) as it is after all work so far, into `to`, host
+        memory of its shape. It does not wait for payload; `value` may be overwritten at once."""
 
     def computes(self) -> contextlib.AbstractContextManager[None]:
-        """What is given to the device under it is its own work; for one that is emulated."""
+        """Mark the work that is given to the device inside the block as its own; for a device that is emulated."""
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def host_waits(self) -> Iterator[None]:
-        """What the host does under it is waiting, and may leave the device without work. On a CPU the two are one thread."""
+        """Count the time of the host inside the block as waiting, which may leave the device without work. On a CPU the two
+        are one thread."""
         begun = time.perf_counter()
         try:
             yield
@@ -116,20 +119,22 @@ class Link(ABC):
             self.waited(time.perf_counter() - begun)
 
     def waited(self, seconds: float) -> None:
-        """The simulated device waited."""
+        """Add a wait of the simulated device."""
         self._stall_s += seconds
 
     def device_stall_ms(self) -> float:
-        """So far, of the device without work: while it waited in `up`, `Arrival.land` and `fence`, or the host in `host_waits`."""
+        """Return how long the device was without work so far: while it waited in `up`, `Arrival.land` and `fence`, or the
+        host in `host_waits`."""
         return 1e3 * self._stall_s
 
     @abstractmethod
     def close(self) -> None:
-        """Waits for what is under way and ends what threads there are; the link can be used again. Closing twice does nothing."""
+        """Wait for the transfers under way and end the threads, if there are any; the link can be used again. Closing twice
+        does nothing."""
 
 
 def link_for(device: torch.device | str) -> Link:
-    """CudaLink on CUDA, HostLink on a CPU; ValueError on others."""
+    """Return a CudaLink on CUDA, a HostLink on a CPU; raises ValueError on others."""
     device = torch.device(device)
     if device.type == "cuda":
         return CudaLink(device)
@@ -139,7 +144,7 @@ def link_for(device: torch.device | str) -> Link:
 
 
 class _Done:
-    """A transfer that was over when its method returned."""
+    """A _Done is the ticket of a transfer that was over when its method returned."""
 
     def done(self) -> bool:
         return True
@@ -157,7 +162,8 @@ class _Here(_Done):
 
 
 class HostLink(Link):
-    """Of a CPU: fill writes `to` itself and take reads `source` itself, at once. Bytes are counted as on a device."""
+    """A HostLink belongs to a CPU: fill writes `to` itself and take reads `source` itself, at once. Bytes are counted as on
+    a device."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -192,15 +198,15 @@ class HostLink(Link):
 
 
 class ThrottledLink(Link):
-    """A simulated link of a CPU "device". Each direction moves one transfer after the other, on a thread of its own: latency_s,
-    then its bytes at `gb_s` (1e9 bytes/s). Small values have a direction of their own. `up`, `land` and `fence` block the
-    caller, as the device would wait. ValueError unless gb_s > 0 and latency_s >= 0.
+    """A ThrottledLink simulates the link of a device on a CPU. Each direction moves one transfer after the other, on a
+    thread of its own: latency_s, then its bytes at `gb_s` (1e9 bytes/s). Small values have a direction of their own. `up`,
+    `land` and `fence` block the caller, as the device would wait. Raises ValueError unless gb_s > 0 and latency_s >= 0.
 
     delay: gives more seconds for a transfer, and for a late fill, called in the direction's thread, for tests.
-    late_fill: fill runs when its transfer begins, as on a lean CudaLink, and not at the call, so that what is overwritten
+    late_fill: fill runs when its transfer begins, as on a lean CudaLink, and not at the call, so that an overwrite
         without a `fence` shows.
 
-    Half of a transfer is copied when it begins and half when it ends, so that whoever reads too early, or writes too early,
+    Half of a transfer is copied when it begins and half when it ends, so that code which reads too early, or writes too early,
     shows as well.
     """
 
@@ -267,7 +273,7 @@ class ThrottledLink(Link):
         return self._small.move(_snapshot(value, to.dtype), to)
 
     def _staging(self, like: Tensor) -> Tensor:
-        """Memory that was used before, if there is: the system's fresh pages are slower than many a link."""
+        """Return memory that was used before, if there is any: the system's fresh pages are slower than many a link."""
         with contextlib.suppress(KeyError, IndexError):
             return self._spare[like.shape, like.dtype].pop()
         return torch.empty_like(like)
@@ -287,7 +293,8 @@ class ThrottledLink(Link):
 
 
 class _Direction:
-    """One way of a ThrottledLink. What it moves ends when a running clock says so, which errors of sleeping do not add up to."""
+    """A _Direction is one way of a ThrottledLink. Its transfers end at times of a running clock, so that errors of sleeping
+    do not add up."""
 
     def __init__(
         self, name: str, rate: float, latency_s: float, delay: Callable[[], float] | None, patience_s: float
@@ -297,7 +304,7 @@ class _Direction:
         self._free = 0.0  # when the latest transfer is over, as time.perf_counter
 
     def begin(self, work: Callable[[], None]) -> Job:
-        """Does `work` when what was asked before is over."""
+        """Do `work` when the transfers that were asked for before are over."""
         asked = time.perf_counter()
 
         def do() -> None:
@@ -322,7 +329,7 @@ class _Direction:
         return self.worker.submit(do)
 
     def _next(self, asked: float, takes_s: float) -> float:
-        """When what begins now is over; it begins when what came before is over, and it was asked for."""
+        """Return the time when a transfer that begins now is over; it begins when those before are over, and it was asked for."""
         start = max(asked, self._free) + (self._delay() if self._delay is not None else 0.0)
         self._free = start + takes_s
         _sleep_until(start)
@@ -333,7 +340,7 @@ class _Direction:
 
 
 class _Coming:
-    """A simulated transfer up."""
+    """A _Coming is a simulated transfer up."""
 
     def __init__(self, link: ThrottledLink, job: Job, staging: Tensor) -> None:
         self._link, self._job, self._staging = link, job, staging
@@ -362,7 +369,7 @@ def _whole(tensor: Tensor) -> None:
 
 
 class _Copy:
-    """A copy that was given to a CUDA stream."""
+    """A _Copy was given to a CUDA stream."""
 
     def __init__(self, stream: torch.cuda.Stream, host: Tensor, patience_s: float) -> None:
         self.event = torch.cuda.Event()
@@ -414,7 +421,8 @@ class _CopyUp(_Copy):
 
 
 class _Stalls:
-    """How long a stream had nothing to do for waiting: between two events of its own around each wait, read when they are over."""
+    """A _Stalls measures how long a stream had nothing to do for waiting: between two events of its own around each wait,
+    read when they are over."""
 
     def __init__(self) -> None:
         self._ms = 0.0
@@ -428,7 +436,8 @@ class _Stalls:
 
     @contextlib.contextmanager
     def around(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """The stream is given nothing but waits under it: it is without work from the end of what it was given before."""
+        """Measure a block in which the stream is given nothing but waits: it is without work from the end of the work that
+        it was given before."""
         self.read()
         if len(self._pairs) == _LIVE:
             yield
@@ -454,7 +463,7 @@ def _timed() -> torch.cuda.Event:
 
 
 def _registered(memory: Tensor, device: torch.device) -> Tensor:
-    """`memory` with its pages locked; RuntimeError if they cannot be."""
+    """Return `memory` with its pages locked; raises RuntimeError if they cannot be."""
     place, portable = memory.data_ptr(), 1
     error = int(torch.cuda.cudart().cudaHostRegister(place, memory.nbytes, portable))
     if error:
@@ -466,7 +475,7 @@ def _registered(memory: Tensor, device: torch.device) -> Tensor:
 
 
 def _unregister(place: int, pid: int) -> None:
-    """When the memory is freed: not before the link's copies are done, as it keeps theirs."""
+    """Unlock pages when the memory is freed: not before the link's copies are done, as it keeps theirs."""
     if pid == os.getpid():
         torch.cuda.cudart().cudaHostUnregister(place)
 
@@ -479,18 +488,20 @@ def _keep(under_way: deque[_Copy]) -> None:
 
 
 class CudaLink(Link):
-    """Of a CUDA device: a stream for each direction, for fills and for small values, pinned host memory, events.
+    """A CudaLink belongs to a CUDA device: a stream for each direction, for fills and for small values, pinned host memory,
+    events.
 
     lean: fills run on the stream that copies down. Staging then needs the memory of the largest transfer, as a buffer that is
-        freed serves that stream's next fill at once; but a fill, what it reads and `fence` wait for all copies before. Otherwise
-        fills do not wait, and what is under way is staged as a whole. And a copy that is fetched begins after all work that the
-        device was given so far, in memory of the main stream, which is free for that stream's next work as soon as nobody holds
-        the copy, however far the host is ahead; it has to land.
+        freed serves that stream's next fill at once; but a fill, the tensors it reads and `fence` wait for all copies before.
+        Otherwise fills do not wait, and all transfers under way are staged at once. And a copy that is fetched begins after all
+        work that the device was given so far, in memory of the main stream, which is free for that stream's next work as soon as
+        no reference to the copy is left, however far the host is ahead; it has to land.
 
-    Otherwise staging buffers, from torch's allocator, belong to the stream that fills them. What goes `up` takes turns with three
-    of them, which are kept: a copy waits until the main stream has taken what came by its buffer before.
+    Otherwise staging buffers, from torch's allocator, belong to the stream that fills them. Transfers `up` take turns with
+    three of them, which are kept: a copy waits until the main stream has taken what came by its buffer before.
 
-    patience_s: for how long a copy may wait for its turn, which comes after all work that the device was given before; as long as
+    patience_s: for how long a copy may wait for its turn, which comes after all work that the device was given before; as
+    long as
         processes wait for one another in an exchange.
     """
 
@@ -513,7 +524,8 @@ class CudaLink(Link):
         return CudaLink, (self.device, *self._options)
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """As in Link. torch's pinned allocator rounds sizes up to powers of 2, so large buffers are pinned as they are."""
+        """Return host memory as Link does. torch's pinned allocator rounds sizes up to powers of 2, so large buffers are
+        pinned as they are."""
         nbytes = math.prod(shape) * dtype.itemsize
         try:
             if nbytes <= _REGISTERED:
@@ -584,7 +596,8 @@ class CudaLink(Link):
         return copy
 
     def _next_buffer(self, like: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        """Memory of the shape and dtype of `like`, and when the main stream is done with what came by it before.
+        """Return memory of the shape and dtype of `like`, and an event: the main stream is done with what came by this
+        memory before.
 
         One that is too small is given back to the stream that copies up, which waits for that event before it copies again.
         """
@@ -609,13 +622,14 @@ class CudaLink(Link):
 
     @contextlib.contextmanager
     def host_waits(self) -> Iterator[None]:
-        """As in Link. What the host waits while the main stream still works costs the device nothing, and is not counted."""
+        """Count waits as Link does. A wait of the host while the main stream still works costs the device nothing, and is
+        not counted."""
         with self._stalls.around(torch.cuda.current_stream(self.device)):
             yield
 
     def device_stall_ms(self) -> float:
-        """As in Link; of what the device has passed so far, read without waiting. A copy that was there in time costs no events;
-        while 512 stalls are not over, further ones are not measured."""
+        """Return the stalls as Link does, of the work that the device has passed so far, read without waiting. A copy that
+        was there in time costs no events; while 512 stalls are not over, further ones are not measured."""
         return self._stalls.read()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the options of offloading optimizers may be: a ValueError names the one that is out of range, when it is given."""
+"""Check the options of offloading optimizers when they are given: a ValueError names the one that is out of range."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from surokit.optim.adamw import check_adamw
 
 
 def check_offloading(name: str, options: Mapping[str, Any]) -> None:
-    """Of every optimizer `name` whose state is on the host."""
+    """Check the options of any optimizer `name` whose state is on the host."""
     check_adamw(name, options)
     lr, link = options["lr"], options["link"]
     if isinstance(lr, Tensor) and lr.device.type != "cpu":
@@ -27,7 +27,7 @@ def check_offloading(name: str, options: Mapping[str, Any]) -> None:
 
 
 def check_zenflow(name: str, options: Mapping[str, Any]) -> None:
-    """Of ZenFlow."""
+    """Check the options of ZenFlow."""
     check_offloading(name, options)
     _share(name, options, "topk_ratio")
     _share(name, options, "auto_ratio")
@@ -64,7 +64,7 @@ def check_zenflow(name: str, options: Mapping[str, Any]) -> None:
 
 
 def check_group(name: str, group: Mapping[str, Any], of_all: Collection[str]) -> None:
-    """Of a parameter group of ZenFlow; `of_all`: options that are not a group's."""
+    """Check a parameter group of ZenFlow; `of_all`: options that are not a group's."""
     if found := [option for option in of_all if option in group]:
         raise ValueError(f"{name}: {found[0]} is one for all groups: give it to {name} itself, and none to a group.")
     if not isinstance(offload := group.get("offload", True), bool):
@@ -74,7 +74,8 @@ def check_group(name: str, group: Mapping[str, Any], of_all: Collection[str]) ->
 
 
 def link_of(optimizer: Optimizer, given: Link | None) -> Link:
-    """The link that an optimizer was given, or that of its parameters' device. ValueError where it was given another device's."""
+    """Return the link that an optimizer was given, or that of its parameters' device. Raises ValueError where it was given
+    another device's."""
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     if given is not None and given.device != device:
         raise ValueError(

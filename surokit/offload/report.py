@@ -1,4 +1,4 @@
-"""What offloading did so far: waits, traffic, ages of gradients, energy in the hot columns, memory, threads.
+"""Report what offloading did so far: waits, traffic, ages of gradients, energy in the hot columns, memory, threads.
 
     optimizer.report()            prints as a table
     optimizer.report().table()    a row a weight whose columns are chosen, or a row a transfer
@@ -42,7 +42,8 @@ _TOLD_SYNCHRONOUS = {**_TOLD, "slot": "for gradients to come down"}
 
 @dataclass(frozen=True)
 class Stall:
-    """Milliseconds a step that the host's training thread waited for one cause: mean over all steps, p95 over the last 4,096."""
+    """A Stall gives the milliseconds a step that the host's training thread waited for one cause: mean over all steps, p95
+    over the last 4,096."""
 
     cause: str
     mean_ms: float
@@ -51,10 +52,10 @@ class Stall:
 
 @dataclass(frozen=True)
 class Moved:
-    """One of the transfers that a synchronous step consists of: gradients down, an update, weights up.
+    """A Moved is one of the transfers that a synchronous step consists of: gradients down, an update, weights up.
 
-    first: name of the parameter that it begins with. parameters: how many it has of, some of which in part. bytes_down, bytes_up: a
-    step. lr: of its parameter group.
+    first: name of the parameter that it begins with. parameters: how many it has of, some of which in part. bytes_down,
+    bytes_up: a step. lr: of its parameter group.
     """
 
     first: str
@@ -67,22 +68,20 @@ class Moved:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class OffloadReport:
-    """Prints as a table, shows itself in a notebook; `as_dict()` for other uses. Figures are of this process, and of the steps
-    since the optimizer was made or loaded.
+    """An OffloadReport prints as a table and shows itself in a notebook; `as_dict()` serves other uses. Figures are of this
+    process, and of the steps since the optimizer was made or loaded.
 
-    stalls: of the host, by cause; stall: all of them together. device_stall_ms: a step, that the device was without work, as it
-    waited for a copy or the host's wait left it none; at least, as far as it was measured.
-    model_bytes: of all parameters it updates, in their gradients' dtype. down, up: bytes a step over model_bytes, migration
-    left out; expected: (1 - k) (1 + 1/S), with the share k of elements that are hot and the mean length S of a window,
-    which down + up come to over whole windows. migration: the same each way, of columns that change sides. adopted: the same
-    of weights that somebody wrote by hand, which came down.
-    staleness: share of the gradient's elements by how many steps later they reached the weights; staleness_bound: the most.
-    intervals: windows by their length in steps.
-    hot_share: of the elements. selected: share of the squared norm in the hot columns, over all weights, at the latest choice;
-    selected_mean: over the choices that are remembered, weights counted alike; NaN without a choice. energy: by weight.
-    host_bytes, device_bytes: held for the optimizer on each side. threads: name -> (torch threads, cores).
-    transfers: of OffloadAdamW, whose steps are synchronous: nothing is deferred, a step is a window, and what speaks of columns is
-    empty.
+    stalls: of the host, by cause; stall: all of them together. device_stall_ms: a step, that the device was without work,
+    as it waited for a copy or the host's wait left it none; at least, as far as it was measured. model_bytes: of all
+    parameters it updates, in their gradients' dtype. down, up: bytes a step over model_bytes, migration left out; expected:
+    (1 - k) (1 + 1/S), with the share k of elements that are hot and the mean length S of a window, which down + up come to
+    over whole windows. migration: the same each way, of columns that change sides. adopted: the same of weights that were
+    written by hand, which came down. staleness: share of the gradient's elements by how many steps later they reached the
+    weights; staleness_bound: the most. intervals: windows by their length in steps. hot_share: of the elements. selected:
+    share of the squared norm in the hot columns, over all weights, at the latest choice; selected_mean: over the choices
+    that are remembered, weights counted alike; NaN without a choice. energy: by weight. host_bytes, device_bytes: held for
+    the optimizer on each side. threads: name -> (torch threads, cores). transfers: of OffloadAdamW, whose steps are
+    synchronous: nothing is deferred, a step is a window, and all figures of columns are empty.
     """
 
     optimizer: str
@@ -112,21 +111,21 @@ class OffloadReport:
 
     @property
     def traffic(self) -> float:
-        """Bytes a step, both ways, over the model's; without migration."""
+        """Return the bytes a step, both ways, over the model's; without migration."""
         return self.down + self.up
 
     @property
     def interval(self) -> float:
-        """S: mean steps of a window; NaN before the first is over."""
+        """Return S, the mean steps of a window; NaN before the first is over."""
         return _mean_interval(self.intervals)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What speaks against the setting, in sentences."""
+        """Return the arguments against the setting, in sentences."""
         return tuple(filter(None, (warning_of(self.energy),)))
 
     def as_dict(self) -> dict[str, Any]:
-        """Every figure by name; plain numbers, strings, lists and dicts."""
+        """Return every figure by name; plain numbers, strings, lists and dicts."""
         plain = (
             *("optimizer", "steps", "windows", "device_stall_ms", "model_bytes", "down", "up", "traffic", "expected"),
             *("staleness_bound", "hot_share", "selected", "selected_mean", "host_bytes", "device_bytes"),
@@ -144,8 +143,8 @@ class OffloadReport:
         }
 
     def table(self) -> pd.DataFrame:
-        """A row a weight whose columns are chosen, as Energy.table(). Of OffloadAdamW a row a transfer, as Moved; empty before the
-        first step."""
+        """Return a row a weight whose columns are chosen, as Energy.table(). For OffloadAdamW it is a row a transfer, as
+        Moved; empty before the first step."""
         if not self.synchronous:
             return self.energy.table()
         return data_frame([astuple(moved) for moved in self.transfers], [f.name for f in fields(Moved)])
@@ -214,9 +213,10 @@ def report_of(
     workers: Iterable[Worker] = (),
     transfers: Iterable[Transfer] | None = None,
 ) -> OffloadReport:
-    """The report of a ZenFlow or an OffloadAdamW, from its `accounts`, `state`, `link` and, where it has them, `settings`.
+    """Make the report of a ZenFlow or an OffloadAdamW, from its `accounts`, `state`, `link` and, where it has them,
+    `settings`.
 
-    buffers: host memory that it holds beside its state, such as staging slots. workers: its threads. transfers: what a
+    buffers: host memory that it holds beside its state, such as staging slots. workers: its threads. transfers: those that a
     step of a synchronous one consists of; None for one that defers.
     """
     accounts: Accounts = optimizer.accounts
@@ -271,7 +271,8 @@ def report_of(
 
 
 def staleness_bound(settings: Mapping[str, Any]) -> int:
-    """Steps from a cold gradient to the weights, at most: S - 1, with overlap 2 S - 1; 0 for an optimizer without windows."""
+    """Return the most steps from a cold gradient to the weights: S - 1, with overlap 2 S - 1; 0 for an optimizer without
+    windows."""
     if "update_interval" not in settings:
         return 0
     interval = settings["max_interval"] if settings["update_interval"] == "auto" else settings["update_interval"]
@@ -284,7 +285,7 @@ def _mean_interval(intervals: Mapping[int, int]) -> float:
 
 
 def _names(accounts: Accounts, optimizer: Any) -> dict[Tensor, str]:
-    """Of all parameters, in their order."""
+    """Return the names of all parameters, in their order."""
     order = (p for group in optimizer.param_groups for p in group["params"])
     return {p: accounts.names.get(p, f"parameter {number} {list(p.shape)}") for number, p in enumerate(order)}
 
@@ -316,7 +317,7 @@ def _energy(accounts: Accounts, optimizer: Any) -> Energy:
 
 
 def _selected(accounts: Accounts) -> float:
-    """Of the squared norm over all weights, what the hot columns have."""
+    """Return the share of the squared norm over all weights that the hot columns have."""
     sums = {p: float(scores.double().sum()) for p, scores in accounts.scores.items()}
     total = sum(sums.values())
     return sum(accounts.choices[p][-1].share * each for p, each in sums.items()) / total if total else math.nan

@@ -1,11 +1,11 @@
-"""States of a weight's columns, kept as rows: AdamW on them, sums of gradients, and the way between a weight and its rows.
+"""Keep states of a weight's columns as rows: AdamW on them, sums of gradients, and copies between a weight and its rows.
 
-A weight W [O, I] has a state for every input column. What a device or a host holds of some columns is stored [C, O]: a row is
+A weight W [O, I] has a state for every input column. A device or a host stores its columns as [C, O]: a row is
 a column of the weight, contiguous, so that columns come and go without moving their neighbours.
 
-Every column counts its own updates. Columns side by side with equal clocks are one run, and a run is one tensor for torch's fused
-AdamW, which is the only arithmetic here on a CPU, whichever part of a weight it is asked for. The bits of a row depend on that row
-alone: not on its neighbours, the runs or the number of threads.
+Every column counts its own updates. Columns side by side with equal clocks are one run, and a run is one tensor for torch's
+fused AdamW, which is the only arithmetic here on a CPU, whichever part of a weight it is asked for. The bits of a row
+depend on that row alone: not on its neighbours, the runs or the number of threads.
 
     C columns held here; O output rows of the weight; I its input columns
 """
@@ -32,7 +32,7 @@ _scratch = threading.local()
 
 
 def runs(clocks: Sequence[int] | Tensor, betas: Sequence[float]) -> list[slice]:
-    """Neighbouring rows that one call can update: those with equal clocks.
+    """Return the runs of neighbouring rows that one call can update: those with equal clocks.
 
     Clocks from `fading(betas)` on count as equal.
     """
@@ -42,7 +42,8 @@ def runs(clocks: Sequence[int] | Tensor, betas: Sequence[float]) -> list[slice]:
 
 
 def regrouped(clocks: Tensor, betas: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """How rows change places so that equal clocks become one run each: (to, source), int64 [M]; row source[i] goes to to[i].
+    """Return how rows change places so that equal clocks become one run each: (to, source), int64 [M]; row source[i] goes
+    to to[i].
 
     Only the M rows that lie outside their group's future place move, all at once and into each other's places. Every run costs
     about 4 us of Python beside its arithmetic; the moves cost as much as an update of as many rows, once.
@@ -54,7 +55,7 @@ def regrouped(clocks: Tensor, betas: Sequence[float]) -> tuple[Tensor, Tensor]:
 
 
 def fading(betas: Sequence[float]) -> int:
-    """The clock from which both bias corrections 1 - beta^t are 1 in float64, so that it no longer matters."""
+    """Return the clock from which both bias corrections 1 - beta^t are 1 in float64, so that it no longer matters."""
     return max(1 if beta == 0 else math.ceil(54 * math.log(2) / -math.log(beta)) for beta in betas)
 
 
@@ -73,7 +74,7 @@ def update_rows_(
     divide_by: float | Tensor | None = None,
     elapsed: int = 1,
 ) -> None:
-    """One AdamW update of every row, in place: w, m, v, and `elapsed` more on the clocks. g may be overwritten.
+    """Update every row once by AdamW, in place: w, m, v, and `elapsed` more on the clocks. g may be overwritten.
 
     w, m, v, g: contiguous float32 [C, O] on a CPU. clocks_C: int32, updates that each row has had.
     divide_by: gradients are divided by it, a number or 0-d float32.
@@ -116,7 +117,7 @@ def fused_adamw_(
     eps: float,
     divide_by: float | Tensor | None = None,
 ) -> None:
-    """torch's fused AdamW over lists of float32 tensors on a CPU; `steps`, 0-d float32, count this update already."""
+    """Run torch's fused AdamW over lists of float32 tensors on a CPU; `steps`, 0-d float32, count this update already."""
     scale = divide_by if divide_by is None or isinstance(divide_by, Tensor) else torch.tensor(float(divide_by))
     torch._fused_adamw_(
         ws,
@@ -139,7 +140,7 @@ def fused_adamw_(
 
 @torch.no_grad()
 def add_rows_(acc_CO: Tensor, slot_CO: Tensor, scale: float | None, first: bool) -> None:
-    """acc = slot / scale if it is the first of a sum, else acc += slot / scale; in float32, in place, both contiguous.
+    """Set acc = slot / scale if it is the first of a sum, else acc += slot / scale; in float32, in place, both contiguous.
 
     A scale of None is 1. The quotient is rounded to float32, and then the sum.
     """
@@ -159,12 +160,12 @@ def add_rows_(acc_CO: Tensor, slot_CO: Tensor, scale: float | None, first: bool)
 
 
 def block() -> int:
-    """Numbers to work on at a time, so that float32 copies of them stay in the caches of all threads."""
+    """Return how many numbers to work on at a time, so that float32 copies of them stay in the caches of all threads."""
     return _BLOCK * torch.get_num_threads()
 
 
 def widened(part: Tensor) -> Tensor:
-    """A float32 copy of at most `block()` numbers, in memory of this thread that the next call writes again."""
+    """Return a float32 copy of at most `block()` numbers, in memory of this thread that the next call writes again."""
     wide: Tensor | None = getattr(_scratch, "wide", None)
     if wide is None or wide.numel() < part.numel():
         wide = _scratch.wide = torch.empty(block())
@@ -188,7 +189,7 @@ def update_columns_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One AdamW update of a weight's columns W[:, index], in place: their states, and the weight from its float32 rows.
+    """Update a weight's columns W[:, index] once by AdamW, in place: their states, and the weight from its float32 rows.
 
     W, g: [O, I] in any floating-point dtype. index_C: int32 or int64, no column twice. w, m, v: contiguous float32 [C, O].
     clocks_C: int32. All on the weight's device, where nothing is read on the host unless that device is a CPU.
@@ -212,7 +213,7 @@ def update_columns_(
 
 @torch.no_grad()
 def gather(src_OI: Tensor, index_C: Tensor, out_CO: Tensor) -> None:
-    """out = src[:, index]', in out's dtype. index_C: int32 or int64; out_CO contiguous."""
+    """Set out = src[:, index]', in out's dtype. index_C: int32 or int64; out_CO contiguous."""
     if src_OI.device.type != "cpu":
         best(columns.gather, src_OI.device)(src_OI, index_C, out_CO)
         return
@@ -225,7 +226,7 @@ def gather(src_OI: Tensor, index_C: Tensor, out_CO: Tensor) -> None:
 
 @torch.no_grad()
 def scatter_(dst_OI: Tensor, index_C: Tensor, rows_CO: Tensor) -> None:
-    """dst[:, index] = rows', rounded to nearest in dst's dtype. index_C: int32 or int64, no column twice."""
+    """Set dst[:, index] = rows', rounded to nearest in dst's dtype. index_C: int32 or int64, no column twice."""
     if dst_OI.device.type != "cpu":
         best(columns.scatter_, dst_OI.device)(dst_OI, index_C, rows_CO)
         return
@@ -239,18 +240,18 @@ def scatter_(dst_OI: Tensor, index_C: Tensor, rows_CO: Tensor) -> None:
 
 
 def _parts(weight_OI: Tensor) -> Iterator[tuple[Tensor, slice]]:
-    """Some rows after the other, so few that what is transposed of them stays in a cache (measured: 3 to 6 times as fast)."""
+    """Yield some rows after the other, so few that their transposed copy stays in a cache (measured: 3 to 6 times as fast)."""
     O, I = weight_OI.shape  # noqa: E741
     size = max(_SIDE, _BLOCK // max(I, 1))
     return ((weight_OI[start : start + size], slice(start, start + size)) for start in range(0, O, size))
 
 
 def _most(index_C: Tensor, weight_OI: Tensor) -> bool:
-    """Whether it pays to transpose all columns for these."""
+    """Return whether it pays to transpose all columns for these."""
     return 4 * len(index_C) > weight_OI.shape[1]
 
 
 def _runs(clocks_C: Tensor, betas: Sequence[float]) -> tuple[list[int], list[int]]:
-    """Rows and clock of every run."""
+    """Return rows and clock of every run."""
     clocks, lengths = torch.unique_consecutive(clocks_C.clamp(max=fading(betas)), return_counts=True)
     return lengths.tolist(), clocks.tolist()

@@ -1,4 +1,4 @@
-"""Buffers through which columns change sides between host and device."""
+"""Provide the buffers through which columns change sides between host and device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PAIRS = 4  # of buffers in which columns change sides, of which two are on thei
 
 
 class Swaps:
-    """The way of columns that change sides: pairs of buffers that take turns, and a thread that empties them into the host's
-    states, one after the other."""
+    """Swaps holds pairs of buffers that take turns, for columns that change sides, and a thread that empties them into the
+    host's states, one after the other."""
 
     def __init__(self, link: Link, worker: Worker) -> None:
         self._link, self._worker = link, worker
@@ -25,7 +25,7 @@ class Swaps:
         self.last: Job | None = None
 
     def pair(self, shape: tuple[int, ...]) -> Tensor:
-        """float32 [2, *shape] of the host, which is free: what it held last has left and was emptied."""
+        """Return float32 [2, *shape] of the host, which is free: its last contents have left and were emptied."""
         self._ring.rotate(-1)
         memory, emptied = self._ring[-1]
         if emptied is not None and not emptied.done():
@@ -38,12 +38,12 @@ class Swaps:
         return memory[:size].view(2, *shape)
 
     def emptied_by(self, work: Callable[[], None]) -> None:
-        """What the thread does before the latest pair is free again."""
+        """Submit the work that the thread does before the latest pair is free again."""
         self.then(work)
         self._ring[-1] = self._ring[-1][0], self.last
 
     def then(self, work: Callable[[], None]) -> None:
-        """What the thread does after all of that so far."""
+        """Submit work that the thread does after all of that so far."""
         self.last = self._worker.submit(work)
 
     def buffers(self) -> list[Tensor]:

@@ -1,12 +1,12 @@
-"""Who did what when: spans of the training thread and of the threads beside it, for a table and a picture.
+"""Record spans of the training thread and of the threads beside it, for a table and a picture.
 
     with recorded() as timeline:      nothing is recorded elsewhere
         with span("compute"): ...     the threads' work and all waits are there already
         optimizer.step()
     timeline.plot()
 
-A simulated link has a thread for each direction, so its transfers are there too. Those of a CUDA device are not: its streams are
-no threads, and sk.profile shows them.
+A simulated link has a thread for each direction, so its transfers are there too. Those of a CUDA device are not: its
+streams are no threads, and sk.profile shows them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WAITING, _INK, _SOFT, _GRID = "#F2C9A8", "#1c1f23", "#5f6670", "#e4e7eb"
 
 
 class Span(NamedTuple):
-    """start_s, stop_s: since the recording began. Spans of one lane nest, a wait in the work that waits."""
+    """A Span lies between start_s and stop_s, since the recording began. Spans of one lane nest, a wait in the work that waits."""
 
     lane: str
     what: str
@@ -53,24 +53,24 @@ class Span(NamedTuple):
         return self.stop_s - self.start_s
 
     def holds(self, other: Span) -> bool:
-        """Whether `other` is a part of it, on the same lane or not."""
+        """Return whether `other` is a part of it, on the same lane or not."""
         return other is not self and self.start_s <= other.start_s and other.stop_s <= self.stop_s
 
 
 class Timeline:
-    """Spans in the order of their ends."""
+    """A Timeline holds spans in the order of their ends."""
 
     def __init__(self, spans: Iterable[Span] = ()) -> None:
         self.spans = list(spans)
         self._begun = time.perf_counter()
 
     def add(self, what: str, begun: float, over: float) -> None:
-        """A span of the thread that calls this, by time.perf_counter."""
+        """Add a span of the thread that calls this, by time.perf_counter."""
         lane = threading.current_thread().name.removeprefix(PREFIX)
         self.spans.append(Span(lane, what, begun - self._begun, over - self._begun))
 
     def busy_s(self, lane: str, what: str = WORK) -> float:
-        """What `lane` spent in `what`, less its waits therein."""
+        """Return the seconds that `lane` spent in `what`, less its waits therein."""
         mine = [span for span in self.spans if span.lane == lane]
         doing = [span for span in mine if span.what == what]
         waits = [span for span in mine if span.what.startswith(WAIT)]
@@ -83,11 +83,11 @@ class Timeline:
         return f"<Timeline of {len(self.spans)} spans on {lanes} threads, {1e3 * over:.0f} ms>"
 
     def table(self) -> pd.DataFrame:
-        """A row a span: lane, what, start_s, stop_s."""
+        """Return a row a span: lane, what, start_s, stop_s."""
         return data_frame(self.spans, Span._fields)
 
     def plot(self) -> Figure:
-        """A row a thread, time from left to right; the figure is not yet shown."""
+        """Plot a row a thread, time from left to right; the figure is not yet shown."""
         return plot({"": self})
 
 
@@ -109,14 +109,15 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def span(what: str) -> AbstractContextManager[None]:
-    """What is done under it is a span of this thread, where somebody records."""
+    """Record the block as a span of this thread, if a recording runs."""
     timeline = _recording
     return _NOTHING if timeline is None else _Open(timeline, what)
 
 
 @contextmanager
 def recorded() -> Iterator[Timeline]:
-    """Spans of all threads that end inside. RuntimeError inside another: there is one recording at a time."""
+    """Record the spans of all threads that end inside the block. Raises RuntimeError inside another: there is one recording
+    at a time."""
     global _recording
     if _recording is not None:
         raise RuntimeError("A timeline is being recorded already: end that block first.")
@@ -128,8 +129,8 @@ def recorded() -> Iterator[Timeline]:
 
 
 def plot(timelines: Mapping[str, Timeline]) -> Figure:
-    """One above the other on a common axis of time, each with its name above it; the figure is not yet shown. ValueError where
-    nothing was recorded."""
+    """Plot timelines one above the other on a common axis of time, each with its name above it; the figure is not yet
+    shown. Raises ValueError where nothing was recorded."""
     from matplotlib import pyplot as plt
 
     ends = [each.stop_s for timeline in timelines.values() for each in timeline.spans]
@@ -160,7 +161,7 @@ def plot(timelines: Mapping[str, Timeline]) -> Figure:
 
 
 def _lanes(timeline: Timeline) -> list[str]:
-    """Those that are drawn, from top to bottom."""
+    """Return the lanes that are drawn, from top to bottom."""
     present = dict.fromkeys(span.lane for span in timeline.spans if span.lane != _LEFT_OUT)
     return [*(lane for lane in _LANES if lane in present), *(lane for lane in present if lane not in _LANES)]
 

@@ -1,4 +1,4 @@
-"""Weights that stay on the host: those of each block come to the device for its turn, while the block before computes.
+"""Keep weights on the host: those of each block come to the device for its turn, while the block before computes.
 
     forward    block 0   block 1   ...   block L-1        fetched in this order, `prefetch` ahead
     backward   block L-1  ...            block 0          fetched again, computed again, their gradients sent down
@@ -44,28 +44,31 @@ def offload_weights(
     prefetch: int = 1,
     link: Link | None = None,
 ) -> WeightStream:
-    """Keeps the weights of the model's blocks on the host and streams them through `device`; everything else moves there.
+    """Keep the weights of the model's blocks on the host and stream them through `device`; everything else moves there.
 
-    model: any torch module whose blocks are called one after the other. Recipes, fusion and adapters may come before or after, and
-        so may an optimizer that has made no step; a Session comes after. A second call replaces the first. What a call of
-        model.to(...) moves comes back to the host in the next forward.
-    device: where the model computes; None takes CUDA if there is one, else the CPU, where this only simulates.
-    blocks: in the order in which they are called; None takes the items of the model's lists of like modules (torch.nn.ModuleList).
-    prefetch: blocks that are fetched ahead; the device holds the weights of at most prefetch + 1.
-    link: what copies; None takes a lean CudaLink or, on a CPU, a HostLink.
+    model: any torch module whose blocks are called one after the other. Recipes, fusion and adapters may come before or
+    after, and
+        so may an optimizer that has made no step; a Session comes after. A second call replaces the first. Weights that a call of
+        model.to(...) moves come back to the host in the next forward.
+    device: where the model computes; None takes CUDA if there is one, else the CPU, where this only simulates. blocks: in
+    the order in which they are called; None takes the items of the model's lists of like modules (torch.nn.ModuleList).
+    prefetch: blocks that are fetched ahead; the device holds the weights of at most prefetch + 1. link: makes the copies;
+    None takes a lean CudaLink or, on a CPU, a HostLink.
 
-    Streamed are the blocks' parameters, codes and scales of quantized storage among them. On the device stay buffers; parameters
-    that other modules share; and in a block with frozen matrices all that is trained, such as adapters. In training a block is
-    computed again in backward, once, also where `recompute="full"` or transformers' gradient checkpointing ask for the same.
+    The blocks' parameters are streamed, codes and scales of quantized storage among them. These stay on the device:
+    buffers; parameters that other modules share; and in a block with frozen matrices all trained parameters, such as
+    adapters. In training a block is computed again in backward, once, also where `recompute="full"` or transformers'
+    gradient checkpointing ask for the same.
 
     Gradients arrive in `.grad` by the end of backward(), where hooks run that were registered for after that
-    (register_post_accumulate_grad_hook). Hooks of a parameter (register_hook) are given what one call of its block has made, on the
-    host. torch.autograd.grad and backward(inputs=...) see nothing of streamed parameters.
-    The memory of a gradient is written again by the next backward after `.grad = None`.
+    (register_post_accumulate_grad_hook). Hooks of a parameter (register_hook) are given the gradient of one call of its
+    block, on the host. torch.autograd.grad and backward(inputs=...) see nothing of streamed parameters. The memory of a
+    gradient is written again by the next backward after `.grad = None`.
 
-    Raises ValueError for a model without such blocks, blocks that are not the model's or lie in one another, parameters that are no
-    plain memory (shards, tensor subclasses, the meta device), prefetch < 1, and a link of another device; TypeError for what is
-    no module. In backward, RuntimeError where weights were changed in place since their forward.
+    Raises ValueError for a model without such blocks, blocks that are not the model's or lie in one another, parameters
+    that are no plain memory (shards, tensor subclasses, the meta device), prefetch < 1, and a link of another device;
+    TypeError for an object that is no module. In backward, RuntimeError where weights were changed in place since their
+    forward.
     """
     check_module(model, "offload_weights")
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
@@ -81,7 +84,8 @@ def offload_weights(
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The items of the model's outermost lists whose items are all of one class and have parameters and a forward, in order."""
+    """Return the items of the model's outermost lists whose items are all of one class and have parameters and a forward,
+    in order."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -100,7 +104,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 @dataclass(eq=False)
 class _Pending:
-    """Gradients of a block on their way to the host."""
+    """A _Pending holds gradients of a block on their way to the host."""
 
     block: Streamed
     where: list[tuple[Tensor, Tensor]]  # parameter, and where its gradient arrives
@@ -110,7 +114,8 @@ class _Pending:
 
 
 class _End:
-    """What autograd calls when a backward pass is over. It holds this as long as the pass goes on, and drops it if that fails."""
+    """An _End is the callback of autograd at the end of a backward pass. Autograd holds it as long as the pass goes on, and
+    drops it if that fails."""
 
     def __init__(self, stream: WeightStream) -> None:
         self._stream = stream
@@ -120,10 +125,10 @@ class _End:
 
 
 class WeightStream(HostStream):
-    """What `offload_weights` returns; the model keeps it. Prints what it does.
+    """A WeightStream is the result of `offload_weights`; the model keeps it. It prints what it does.
 
-    device, prefetch, link: as given. blocks: how many. host_bytes, block_bytes: of streamed weights, all and the largest block's.
-    resident_blocks, peak_blocks, peak_bytes: whose weights the device has now, and at most had at a time.
+    device, prefetch, link: as given. blocks: how many. host_bytes, block_bytes: of streamed weights, all and the largest
+    block's. resident_blocks, peak_blocks, peak_bytes: whose weights the device has now, and at most had at a time.
     bytes_up, bytes_down: so far. A training step moves up (2 L - min(L, p + 1)) bytes(b), and once the trained bytes down.
     """
 
@@ -135,7 +140,7 @@ class WeightStream(HostStream):
         self._forget()
 
     def _forget(self) -> None:
-        """As before the first pass."""
+        """Reset to the state before the first pass."""
         self.bytes_up = self.bytes_down = self.peak_blocks = self.peak_bytes = 0
         self._there: dict[int, Arrival | Tensor] = {}  # by block: on its way, or landed and kept
         self._alive: list[tuple[StorageWeakRef, int]] = []  # device memory that was given out, and its bytes
@@ -180,7 +185,7 @@ class WeightStream(HostStream):
     # -- beginning and end
 
     def settle_in(self, model: nn.Module) -> None:
-        """Weights of blocks into host memory, all else to the device."""
+        """Move the weights of blocks into host memory, and all else to the device."""
         users: dict[Tensor, set[int]] = {}
         number_of = {module: block.number for block in self._blocks for module in block.module.modules()}
         for module in model.modules():
@@ -195,7 +200,8 @@ class WeightStream(HostStream):
             block.module.computes_on = self.device  # type: ignore[assignment]
 
     def remove(self) -> None:
-        """Ends streaming: all weights move to the device, and gradients with them. Nothing where a later call replaced this."""
+        """End streaming: all weights move to the device, and gradients with them. It does nothing where a later call
+        replaced this."""
         if not self._closed:
             self.close()
             for block in self._blocks:
@@ -206,7 +212,7 @@ class WeightStream(HostStream):
         return self._blocks[0].removed
 
     def close(self) -> None:
-        """Ends streaming, and leaves the weights where they are."""
+        """End streaming, and leave the weights where they are."""
         if self._closed:
             return
         self._drop({})
@@ -217,7 +223,7 @@ class WeightStream(HostStream):
             vars(block.module).pop("computes_on", None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: what is on its way, where memory lies and what was counted is not theirs."""
+        """Return the state for copies, without transfers on their way, addresses of memory and counters."""
         self._give_up_failed()
         return {name: vars(self)[name] for name in ("link", "prefetch", "_blocks")}
 
@@ -228,7 +234,7 @@ class WeightStream(HostStream):
     # -- weights up
 
     def take(self, block: Streamed) -> Tensor:
-        """The block's weights on the device, uint8 [bytes]; those of the blocks to come are on their way then."""
+        """Return the block's weights on the device, uint8 [bytes]; those of the blocks to come are on their way then."""
         backward, number = _in_backward(), block.number
         if self._latest < 0 or (not backward and number <= self._latest):
             self._begin_pass(backward)
@@ -245,14 +251,15 @@ class WeightStream(HostStream):
         return here
 
     def taken(self, block: Streamed) -> None:
-        """The device was given all of the block's forward. After the last the host waits for the copies, which are all but done
-        then: weights may be changed after it."""
+        """Note that the device was given all of the block's forward. After the last block the host waits for the copies,
+        which are all but done then: weights may be changed after it."""
         if block.number == len(self._blocks) - 1 and self._arrival is not None and not _in_backward():
             self._arrival.wait()
             self._arrival = None
 
     def _coming(self, number: int, backward: bool) -> tuple[dict[int, None], bool]:
-        """(this block and the next ones, prefetch + 1 in all; whether this one comes again before any other has to be fetched)."""
+        """Return (this block and the next ones, prefetch + 1 in all; whether this one comes again before any other has to
+        be fetched)."""
         order: Iterable[int] = self._before(number) if backward else range(number + 1, len(self._blocks))
         if not backward and torch.is_grad_enabled():
             order = [*order, *self._before(len(self._blocks))]
@@ -265,7 +272,7 @@ class WeightStream(HostStream):
         return wanted, again
 
     def _before(self, number: int) -> list[int]:
-        """The blocks that backward comes to after this one."""
+        """Return the blocks that backward comes to after this one."""
         return [n for n in range(number - 1, -1, -1) if self._blocks[n].differentiated]
 
     def _begin_pass(self, backward: bool) -> None:
@@ -306,7 +313,7 @@ class WeightStream(HostStream):
     # -- gradients down
 
     def send(self, block: Streamed, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """The gradients of some of the block's parameters begin their way into `.grad`."""
+        """Send the gradients of some of the block's parameters into `.grad`."""
         end = self._end()
         self._read()
         if any(pending.block is block for pending in self._pending):
@@ -325,7 +332,7 @@ class WeightStream(HostStream):
         self.bytes_down += nbytes
 
     def _end(self) -> weakref.ref[_End]:
-        """Of the backward pass that is going on."""
+        """Return the end of the backward pass that is going on."""
         number = torch._C._current_graph_task_id()
         if number not in self._ends:
             self._give_up_failed()
@@ -334,14 +341,14 @@ class WeightStream(HostStream):
         return self._ends[number]
 
     def _give_up_failed(self) -> None:
-        """Gradients that backward passes left which failed are nobody's."""
+        """Drop the gradients of backward passes that failed."""
         self._ends = {number: end for number, end in self._ends.items() if end() is not None}
         for pending in [pending for pending in self._pending if pending.end() is None]:
             pending.ticket.wait()
             self._pending.remove(pending)
 
     def settle(self) -> None:
-        """Waits until all gradients that are on their way are in `.grad`."""
+        """Wait until all gradients that are on their way are in `.grad`."""
         while self._pending:
             self._settle_one()
 
@@ -369,20 +376,20 @@ class WeightStream(HostStream):
         return spare if spare is not None and spare.nbytes >= nbytes else self.link.buffer((nbytes,), torch.uint8)
 
     def _read(self) -> None:
-        """The device goes on when the link has read the gradients that it was given last; their memory is free then."""
+        """Let the device go on when the link has read the gradients that it was given last; their memory is free then."""
         if self._reading is not None:
             self.link.fence()
             self._reading = None
 
     def finish(self) -> None:
-        """At the end of backward."""
+        """Complete the gradients at the end of backward."""
         self._read()
         self.settle()
 
 
 @dataclass(eq=False)
 class _Pack:
-    """Streamed parameters of a block, in one piece of host memory, and where modules hold them."""
+    """A _Pack holds the streamed parameters of a block, in one piece of host memory, and where modules hold them."""
 
     params: list[Tensor]
     offsets: list[int]
@@ -395,13 +402,15 @@ class _Pack:
         return self.host.nbytes
 
     def putting(self, tensors: Sequence[Tensor]) -> Callable[[], object]:
-        """Puts tensors in the parameters' places when called: one call without Python in it, so that no Ctrl-C comes between."""
+        """Return a call that puts tensors in the parameters' places: one call without Python in it, so that no Ctrl-C comes
+        between."""
         each = [{name: tensors[k] for name, k in names.items()} for _, names in self.holders]
         return partial(deque, map(dict.update, [held for held, _ in self.holders], each), 0)
 
 
 class Streamed(Forward):
-    """A block whose weights are here for its turn only. differentiated: whether its latest forward was one that backward needs."""
+    """A Streamed is a block whose weights are on the device for its turn only. differentiated: whether backward needs its
+    latest forward."""
 
     stream: WeightStream
 
@@ -428,7 +437,7 @@ class Streamed(Forward):
         return checkpoint(self._turn, [], *args, use_reentrant=False, **kwargs)
 
     def _turn(self, seen: list[list[int]], *args: Any, **kwargs: Any) -> Any:
-        """Computes the block. seen: empty in a forward, which leaves its parameters' versions there for backward."""
+        """Compute the block. seen: empty in a forward, which leaves its parameters' versions there for backward."""
         if self.removed:  # since that first turn; the weights may be another stream's now
             other = next(forwards_of(self.module, Streamed), None)
             return other._turn(seen, *args, **kwargs) if other is not None else self.__wrapped__(*args, **kwargs)
@@ -463,7 +472,7 @@ class Streamed(Forward):
         seen[:] = [versions]
 
     def _on_device(self, flat: Tensor) -> list[Tensor]:
-        """The parameters, in memory of the device."""
+        """Return the parameters, in memory of the device."""
         pack = self.pack
         trained = [k for k, p in enumerate(pack.params) if p.requires_grad and torch.is_grad_enabled()]
         here = list(_pieces(flat, pack.params, pack.offsets))
@@ -488,8 +497,8 @@ class Streamed(Forward):
         return self._pack
 
     def lay(self) -> None:
-        """Puts the streamed parameters into one piece of host memory, unless they lie there, and the others on the device: at
-        first, and after whatever moved or replaced one."""
+        """Put the streamed parameters into one piece of host memory, unless they lie there, and the others on the device:
+        at first, and after a call that moved or replaced one."""
         if self._laid and self._laid == self._places():
             return
         params, holders = self._choose()
@@ -510,7 +519,7 @@ class Streamed(Forward):
         self._pack, self._laid, self._gradients = None, [], None
 
     def gradients(self, nbytes: int) -> Tensor:
-        """Host memory for them, the same each time."""
+        """Return host memory for the gradients, the same each time."""
         if self._gradients is None or self._gradients.nbytes < nbytes:
             self._gradients = self.stream.link.buffer((nbytes,), torch.uint8)
         return self._gradients
@@ -524,7 +533,8 @@ class Streamed(Forward):
         ]
 
     def _choose(self) -> tuple[list[Tensor], list[tuple[dict[str, Any], dict[str, int]]]]:
-        """What is streamed, and who holds it; by names, so that the weights of layers that lie side by side still do."""
+        """Return the parameters to stream, and the modules that hold them; by names, so that the weights of layers that lie
+        side by side still do."""
         held = [
             (m._parameters, name, p)
             for m in self.module.modules()
@@ -544,12 +554,13 @@ class Streamed(Forward):
         return list(number), list(holders.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: their parameters lie elsewhere, and are laid anew."""
+        """Return the state for copies: their parameters lie elsewhere, and are laid anew."""
         return vars(self) | {"_pack": None, "_laid": [], "_gradients": None}
 
 
 class _Fetched(torch.autograd.Function):
-    """What was fetched for parameters on the host, with gradients that are sent back to them.
+    """A _Fetched gives autograd the tensors that were fetched for parameters on the host, and sends their gradients back to
+    them.
 
     The parameters are no inputs: autograd would take them for reached, without a gradient, before theirs has arrived.
     """
@@ -583,12 +594,12 @@ def _in_backward() -> bool:
 
 
 def _ordinary_tensors() -> AbstractContextManager[object]:
-    """Where tensors are made that outlive torch.inference_mode()."""
+    """Leave torch.inference_mode(), for tensors that outlive it."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each begins, one after the other and aligned, and the bytes of all."""
+    """Return the offset of each tensor, one after the other and aligned, and the bytes of all."""
     offsets, end = [], 0
     for t in tensors:
         offsets.append(end)
@@ -597,7 +608,7 @@ def _offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def _pieces(flat: Tensor, likes: Sequence[Tensor], offsets: Sequence[int]) -> Iterator[Tensor]:
-    """Tensors of these shapes and dtypes in the memory of flat, uint8 [bytes]; none is a view to autograd."""
+    """Yield tensors of these shapes and dtypes in the memory of flat, uint8 [bytes]; none is a view to autograd."""
     storage, start = flat.untyped_storage(), flat.storage_offset()
     for like, offset in zip(likes, offsets):
         empty = torch.empty(0, dtype=like.dtype, device=flat.device)
@@ -610,7 +621,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _checked(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """`blocks` as a list, if the model can be streamed by them."""
+    """Return `blocks` as a list, if the model can be streamed by them."""
     chosen = list(blocks) if isinstance(blocks, Iterable) else []
     if not chosen or not all(isinstance(block, nn.Module) and _is_block(block) for block in chosen):
         raise ValueError(
@@ -640,15 +651,15 @@ def _check_plain(name: str, p: Tensor) -> None:
 
 @torch.no_grad()
 def _move(model: nn.Module, device: torch.device, but: set[Tensor]) -> None:
-    """Parameters, their gradients and buffers to the device, the objects as they are."""
+    """Move parameters, their gradients and buffers to the device; the objects stay the same."""
     stay = {id(t) for p in but for t in (p, p.grad) if t is not None}
     for module in model.modules():
         module._apply(lambda t: t if id(t) in stay else t.to(device), recurse=False)
 
 
 def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A second forward must not extend transformers' cache of keys and values again, so there is none, as in its own
-    checkpointing."""
+    """Replace transformers' cache of keys and values by None, as its own checkpointing does: a second forward must not
+    extend it again."""
     if any(_is_cache(given) and given.get_seq_length() for given in (*args, *kwargs.values())):
         raise ValueError(
             "A block whose weights are streamed cannot train behind a prefix of keys and values: call the model without "

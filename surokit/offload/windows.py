@@ -1,4 +1,4 @@
-"""When a window ends: how many steps of gradients one update of the cold columns takes in.
+"""Decide when a window ends: how many steps of gradients one update of the cold columns takes in.
 
     Fixed    every `interval` steps
     Auto     when the cold gradients have added up to what the hot ones have in a step, for most weights
@@ -20,19 +20,19 @@ Statistics = Mapping[
 
 @dataclass
 class Fixed:
-    """Windows of `interval` steps."""
+    """Fixed makes windows of `interval` steps."""
 
     interval: int
 
     def ends(self, length: int, weights: int) -> bool:
-        """Whether a window of `length` steps is over; there are so many weights with hot and cold columns."""
+        """Return whether a window of `length` steps is over; there are so many weights with hot and cold columns."""
         return length >= self.interval
 
     def note(self, statistics: Statistics) -> None:
-        """Takes in a step of this window."""
+        """Take in a step of this window."""
 
     def begin(self) -> None:
-        """Another window."""
+        """Begin another window."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -43,8 +43,9 @@ class Fixed:
 
 @dataclass
 class Auto:
-    """Windows of 1 to `longest` steps. A weight is ready when the sum of the window's mean |cold gradient| is at least the mean of
-    its mean |hot gradient|; a window is over when `share` of the weights are. DeepSpeed's rule, on the steps noted."""
+    """Auto makes windows of 1 to `longest` steps. A weight is ready when the sum of the window's mean |cold gradient| is at
+    least the mean of its mean |hot gradient|; a window is over when `share` of the weights are. This is DeepSpeed's rule,
+    on the steps noted."""
 
     share: float
     longest: int

@@ -1,11 +1,11 @@
-"""Threads beside the training thread: each does its jobs in order, on cores and with torch threads of its own.
+"""Run threads beside the training thread: each does its jobs in order, on cores and with torch threads of its own.
 
-Python's lock is free while torch computes, so a worker's arithmetic costs the training thread only the cores that it uses. But
-every call of torch takes the lock again when it is over, and waits for it (up to 5 ms, sys.getswitchinterval) while the training
-thread runs plain Python: so a job is made of few, large calls.
+Python's lock is free while torch computes, so a worker's arithmetic costs the training thread only the cores that it uses.
+But every call of torch takes the lock again when it is over, and waits for it (up to 5 ms, sys.getswitchinterval) while the
+training thread runs plain Python: so a job is made of few, large calls.
 
-A worker's error is raised where its job is waited for, or at the next `check`; what was submitted behind a failed job is not
-done. Nothing here decides by the clock what is computed.
+A worker's error is raised where its job is waited for, or at the next `check`; jobs that were submitted behind a failed one
+are not done. No result depends on the clock.
 
 A thread holds no reference to its Worker, and of a job only while it does it: when the Worker is dropped, the thread ends.
 """
@@ -39,11 +39,11 @@ _here = threading.local()  # .shared: of the worker whose thread this is
 
 
 class _Leaving(BaseException):
-    """Ends a job that nobody wants, or at the interpreter's end."""
+    """A _Leaving ends a job whose result is not needed, or that runs at the interpreter's end."""
 
 
 class _Shared:
-    """What a thread and its owner both hold."""
+    """A _Shared is the state that a thread and its owner both hold."""
 
     def __init__(self, name: str, patience_s: float) -> None:
         self.name, self.patience_s = name, patience_s
@@ -58,7 +58,7 @@ class _Shared:
         self.ready, self.ended = _held(), _held()  # until the thread is ready, and until it is gone
 
     def silence(self) -> str | None:
-        """Why nothing more is to be expected of the thread; None while it lives."""
+        """Return why nothing more is to be expected of the thread; None while it lives."""
         if self.pid != os.getpid():
             return (
                 "belongs to the process that this one was forked from: step an optimizer only there, or start "
@@ -69,7 +69,7 @@ class _Shared:
         return None
 
     def wait(self, over: Callable[[], bool], lock: threading.Lock) -> None:
-        """Until `over`; then `lock` is free. In slices, as Ctrl-C does not end a longer wait everywhere."""
+        """Wait until `over`; then `lock` is free. It waits in slices, as Ctrl-C does not end a longer wait everywhere."""
         beats, silent_s = self.beats, 0.0
         while not over():
             if lock.acquire(timeout=SLICE_S):
@@ -88,7 +88,7 @@ class _Shared:
                 )
 
     def leave(self) -> None:
-        """Asks the thread to end; safe in a finalizer, on any thread and in a forked process."""
+        """Ask the thread to end; safe in a finalizer, on any thread and in a forked process."""
         self.leaving = True
         self.queue.put(None)
 
@@ -100,7 +100,7 @@ def _held() -> threading.Lock:
 
 
 class Job:
-    """Work that was submitted to a Worker."""
+    """A Job is work that was submitted to a Worker."""
 
     def __init__(self, shared: _Shared, work: Callable[[], object]) -> None:
         self._shared, self._work, self._era = shared, work, shared.era
@@ -109,12 +109,12 @@ class Job:
         self._lock = _held()  # until it is over
 
     def done(self) -> bool:
-        """Whether it is over, done or failed; never waits."""
+        """Return whether it is over, done or failed; never waits."""
         return self._over
 
     def wait(self) -> None:
-        """Until it is over. OffloadError if it failed, with its error as the cause; if the thread has died; or if the thread gave
-        no sign of life for the worker's patience. Ctrl-C ends the wait and changes nothing."""
+        """Wait until the job is over. Raises OffloadError if it failed, with its error as the cause; if the thread has
+        died; or if the thread gave no sign of life for the worker's patience. Ctrl-C ends the wait and changes nothing."""
         if not self._over:
             with span(WAIT):
                 self._shared.wait(self.done, self._lock)
@@ -122,7 +122,7 @@ class Job:
             self.fail(self._error)
 
     def fail(self, error: BaseException) -> None:
-        """Raises `error`, the job's own."""
+        """Raise `error`, the job's own."""
         if self.unseen():
             self._shared.era += 1
         if isinstance(error, OffloadError):  # says all itself
@@ -133,11 +133,11 @@ class Job:
         ) from error
 
     def unseen(self) -> bool:
-        """Whether it has failed and nobody has been told of that failure."""
+        """Return whether it has failed and that failure was not raised yet."""
         return self._error is not None and self._era == self._shared.era
 
     def do(self, delay: Callable[[], float] | None) -> None:
-        """On the worker's thread."""
+        """Do the work, on the worker's thread."""
         shared = self._shared
         try:
             self._permit()
@@ -170,14 +170,15 @@ class Job:
 
 
 class Worker:
-    """A thread that does jobs one after the other; started at the first job. A copy, or an unpickled one, has a thread of its own.
+    """A Worker is a thread that does jobs one after the other; it starts at the first job. A copy, or an unpickled one, has
+    a thread of its own.
 
-    name: in messages and of the thread.
-    cores: what the thread, and torch's threads under it, are bound to, where the system can (Linux) and no control group shares
+    name: in messages and of the thread. cores: those that the thread, and torch's threads under it, are bound to, where the
+    system can (Linux) and no control group shares
         out time instead; (): not bound.
-    threads: torch threads of its arithmetic; those of other threads stay as they are.
-    patience_s: after so long without a sign of life (a job's beginning or end, `beat`) a wait gives up.
-    delay: gives the seconds to sleep before each job, called in the thread, for tests.
+    threads: torch threads of its arithmetic; those of other threads stay as they are. patience_s: after so long without a
+    sign of life (a job's beginning or end, `beat`) a wait gives up. delay: gives the seconds to sleep before each job,
+    called in the thread, for tests.
     """
 
     def __init__(
@@ -200,8 +201,8 @@ class Worker:
         return Worker, (self.name, self.cores, self.threads, self.patience_s, self.delay)
 
     def submit(self, work: Callable[[], object]) -> Job:
-        """Queues `work`; jobs are done in the order of their submission, under torch.no_grad(). OffloadError if the thread has
-        died, or in a process that was forked from the one that it belongs to."""
+        """Queue `work`; jobs are done in the order of their submission, under torch.no_grad(). Raises OffloadError if the
+        thread has died, or in a process that was forked from the one that it belongs to."""
         shared = self._shared or self._start()
         if why := shared.silence():
             raise OffloadError(f"The offload worker {self.name!r} {why}")
@@ -212,7 +213,7 @@ class Worker:
         return job
 
     def check(self) -> None:
-        """Raises the error of a job that failed, if no wait has raised it, once; or that the thread has died. Never waits."""
+        """Raise the error of a job that failed, if no wait has raised it, once; or that the thread has died. Never waits."""
         self._forget()
         if self._jobs and self._jobs[0].unseen():
             self._jobs[0].wait()
@@ -220,12 +221,14 @@ class Worker:
             raise OffloadError(f"The offload worker {self.name!r} {why}")
 
     def beat(self) -> None:
-        """A sign of life, from inside long work on its thread; elsewhere nothing. At the interpreter's end it ends the work."""
+        """Give a sign of life, from inside long work on its thread; elsewhere it does nothing. At the interpreter's end it
+        ends the work."""
         beat()
 
     def close(self, at_once: bool = False) -> None:
-        """Ends the thread when the job that runs is done, or `at_once` at its next beat, where nobody wants what it makes; jobs
-        that had not begun are dropped, and their wait says so. A later submit starts another thread. Closing twice does nothing."""
+        """End the thread when the job that runs is done, or `at_once` at its next beat, where its result is not needed;
+        jobs that had not begun are dropped, and their wait says so. A later submit starts another thread. Closing twice
+        does nothing."""
         shared, self._shared = self._shared, None
         self._jobs.clear()
         if shared is None:
@@ -263,7 +266,8 @@ class Worker:
 
 
 def beat() -> None:
-    """A sign of life of the worker whose thread calls it; on other threads nothing. What waits in a worker calls it."""
+    """Give a sign of life of the worker whose thread calls this; on other threads it does nothing. Code that waits in a
+    worker calls it."""
     shared: _Shared | None = getattr(_here, "shared", None)
     if shared is not None:
         shared.beats += 1
@@ -272,11 +276,11 @@ def beat() -> None:
 
 
 def nothing() -> None:
-    """What is done where nothing is to be done."""
+    """Do nothing."""
 
 
 def _run(shared: _Shared, cores: tuple[int, ...], threads: int, delay: Callable[[], float] | None) -> None:
-    """A worker's thread. Between jobs it holds none."""
+    """Run a worker's thread. Between jobs it holds none."""
     _here.shared = shared
     try:
         try:
@@ -293,7 +297,7 @@ def _run(shared: _Shared, cores: tuple[int, ...], threads: int, delay: Callable[
 
 
 def _settle(cores: tuple[int, ...], threads: int) -> None:
-    """This thread on its cores, and those that it will start, with its number of torch threads."""
+    """Bind this thread, and those that it will start, to its cores, and set its number of torch threads."""
     if cores and _binds():
         with contextlib.suppress(OSError):  # cores that were taken from the process meanwhile
             os.sched_setaffinity(0, cores)
@@ -310,7 +314,7 @@ def _end_with_the_interpreter() -> None:
 
 
 def _end_all() -> None:
-    """A thread that computes while the interpreter is taken down may crash it; so jobs end at their next beat."""
+    """End all jobs at their next beat: a thread that computes while the interpreter is taken down may crash it."""
     mine = [shared for shared in _alive if shared.silence() is None]
     for shared in mine:
         shared.exiting = True
@@ -321,7 +325,7 @@ def _end_all() -> None:
 
 
 def split_cores(reserved: float) -> tuple[list[int], list[int], list[int]]:
-    """The cores of this process as (the training thread's, the accumulator's, Adam's).
+    """Divide the cores of this process into (the training thread's, the accumulator's, Adam's).
 
     reserved: share of the cores that stay with the training thread; it and each worker have at least one. Adam has three times
         as many as the accumulator, as its work is three times as long. With fewer than 3 cores the workers share.
@@ -341,15 +345,17 @@ def split_cores(reserved: float) -> tuple[list[int], list[int], list[int]]:
 
 
 def _cores() -> list[int]:
-    """What this process may use: its affinity, no more of it than a control group gives it time for, and of that a rank's part."""
+    """Return the cores that this process may use: its affinity, no more of it than a control group gives it time for, and
+    of that a rank's part."""
     cores = sorted(os.sched_getaffinity(0), key=_place) if hasattr(os, "sched_getaffinity") else []
     cores = cores or list(range(os.cpu_count() or 1))
     return _part(cores[: max(int(min(len(cores), _quota())), 1)])
 
 
 def _part(cores: list[int]) -> list[int]:
-    """A rank's, of cores that the ranks of a machine have in common (LOCAL_RANK, LOCAL_WORLD_SIZE: torchrun's names). Ranks that
-    somebody bound have other cores than the process that started them, and keep all of theirs."""
+    """Return a rank's part of the cores that the ranks of a machine have in common (LOCAL_RANK, LOCAL_WORLD_SIZE:
+    torchrun's names). Ranks that were bound already have other cores than the process that started them, and keep all of
+    theirs."""
     rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     with contextlib.suppress(OSError, AttributeError):
         if os.sched_getaffinity(0) != os.sched_getaffinity(os.getppid()):
@@ -360,13 +366,13 @@ def _part(cores: list[int]) -> list[int]:
 
 
 def _binds() -> bool:
-    """Whether binding helps. Where a control group gives the time of n cores on a machine of more, every such group would bind to
-    the same ones."""
+    """Return whether binding helps. Where a control group gives the time of n cores on a machine of more, every such group
+    would bind to the same ones."""
     return hasattr(os, "sched_setaffinity") and _quota() >= len(os.sched_getaffinity(0))
 
 
 def _place(core: int, at: Path = Path("/sys/devices/system/cpu")) -> tuple[int, int]:
-    """(the first thread of its physical core, itself)"""
+    """Return (the first thread of its physical core, itself)."""
     try:
         first = re.match(r"\d+", (at / f"cpu{core}/topology/thread_siblings_list").read_text())
     except OSError:
@@ -375,8 +381,8 @@ def _place(core: int, at: Path = Path("/sys/devices/system/cpu")) -> tuple[int, 
 
 
 def _quota(own: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> float:
-    """How many cores' time control groups give this process; inf without such a limit. Both versions of Linux's groups; a group
-    counts within those above it."""
+    """Return how many cores' time control groups give this process; inf without such a limit. It knows both versions of
+    Linux's groups; a group counts within those above it."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -385,7 +391,7 @@ def _quota(own: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/c
 
 
 def _folders(line: str, groups: Path) -> Iterator[Path]:
-    """Of a line of /proc/self/cgroup ("number:controllers:path"), if it is about time."""
+    """Yield the folders of a line of /proc/self/cgroup ("number:controllers:path"), if it is about time."""
     _, controllers, path = line.split(":", 2)
     if controllers and "cpu" not in controllers.split(","):
         return
@@ -396,7 +402,8 @@ def _folders(line: str, groups: Path) -> Iterator[Path]:
 
 
 def _time(folder: Path) -> float:
-    """Cores' time of one group: cpu.max is "max 100000" or "quota period"; version 1 has a file for each, and -1 for no limit."""
+    """Return the cores' time of one group: cpu.max is "max 100000" or "quota period"; version 1 has a file for each, and -1
+    for no limit."""
     try:
         if (both := folder / "cpu.max").exists():
             quota, period = both.read_text().split()

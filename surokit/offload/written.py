@@ -1,9 +1,11 @@
-"""Which weights somebody has written by hand since an optimizer's last step: a state loaded, an average swapped in, a clamp.
+"""Find the weights that were written by hand since an optimizer's last step: a state loaded, an average swapped in, a
+clamp.
 
-An optimizer with masters of its own would undo that with its next update; instead it asks here, and takes the values over. torch
-counts what is done to a tensor in place. It does not count what goes around autograd: `p.data = x` and `p.data.copy_(x)`,
-torch.nn.utils.vector_to_parameters, torch.distributed's broadcast and all_reduce of a parameter, a sharded parameter's
-`p.detach().to_local().copy_(x)`, torch's fused optimizers, a kernel of Triton's. Such writes are undone.
+An optimizer with masters of its own would undo that with its next update; instead it asks here, and takes the values over.
+torch counts the changes to a tensor in place. It does not count those that go around autograd: `p.data = x` and
+`p.data.copy_(x)`, torch.nn.utils.vector_to_parameters, torch.distributed's broadcast and all_reduce of a parameter, a
+sharded parameter's `p.detach().to_local().copy_(x)`, torch's fused optimizers, a kernel of Triton's. Such writes are
+undone.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from surokit.optim.tensors import local
 
 
 class Written:
-    """Of one optimizer, by its name. remedy: a sentence for those who write in every step.
+    """A Written belongs to one optimizer, by its name. remedy: a sentence for users who write in every step.
 
     Before the first `note` no write counts: a state was loaded, and model and optimizer may be loaded in either order.
     """
@@ -29,12 +31,12 @@ class Written:
         self._said = False
 
     def note(self, params: Iterable[Tensor]) -> None:
-        """These are as the optimizer left them, or knows them."""
+        """Note that these parameters are as the optimizer left them, or knows them."""
         self._versions |= {p: _version(p) for p in params}
 
     def found(self, stacklevel: int) -> list[Tensor]:
-        """Those that were written since they were noted. The first time with a warning, so that a mistake of theirs or of ours is
-        seen; stacklevel: as warnings.warn counts from here."""
+        """Return the parameters that were written since they were noted. The first time it warns, so that a mistake, the
+        user's or this package's, is seen; stacklevel: as warnings.warn counts from here."""
         written = [p for p, version in self._versions.items() if _version(p) != version and _is_here(p)]
         if written and not self._said:
             warnings.warn(
@@ -48,23 +50,23 @@ class Written:
 
 
 def _version(p: Tensor) -> tuple[int, int]:
-    """Of the parameter, and of what this process holds of it: they differ where it is sharded."""
+    """Return the version of the parameter, and that of the part which this process holds: they differ where it is sharded."""
     return p._version, local([p])[0]._version
 
 
 def _is_here(p: Tensor) -> bool:
-    """Whether its memory is; that of a parked session is not, and waits until it is back."""
+    """Return whether its memory is there; that of a parked session is not, and waits until it is back."""
     W = local([p])[0]
     return W.untyped_storage().nbytes() >= W.nbytes
 
 
 def adopt_(master: Tensor, shown: Tensor) -> None:
-    """master, float32, takes the values of `shown`, but keeps its own where they round to what is shown."""
+    """Give master, float32, the values of `shown`, but keep its own where they round to what is shown."""
     master.copy_(torch.where(master.to(shown.dtype) == shown, master, shown))
 
 
 def adopt_before_(master: Tensor, shown: Tensor, step: Tensor, decay: float) -> None:
-    """The same where the master has made an update, w decay - step, that `shown` does not have yet: it is made on `shown`, and
-    stays as it is where the master before it rounds to what is shown."""
+    """Adopt as `adopt_` does where the master has made an update, w decay - step, that `shown` does not have yet: it is
+    made on `shown`, and stays as it is where the master before it rounds to what is shown."""
     before = (master + step) / decay
     master.copy_(torch.where(before.to(shown.dtype) == shown, master, shown.float() * decay - step))

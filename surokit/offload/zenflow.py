@@ -1,13 +1,13 @@
-"""ZenFlow: an optimizer whose state lies on the host, and which the device does not wait for (arXiv 2505.12242).
+"""Define ZenFlow, an optimizer whose state lies on the host, and which the device does not wait for (arXiv 2505.12242).
 
     ZenFlow(lr=3e-4)                       a specification: Session calls .build(model.parameters())
     ZenFlow(model.parameters(), lr=3e-4)   a torch Optimizer
 
-A few columns of every weight, those with the largest gradients, are hot: their state is on the device and every step updates them
-there. The others are cold: each step their gradients go down to the host, which adds up those of a window of steps and updates
-the columns once, beside the device's next window. What comes of it goes up at that window's end. One step k:
+A few columns of every weight, those with the largest gradients, are hot: their state is on the device and every step
+updates them there. The others are cold: each step their gradients go down to the host, which adds up those of a window of
+steps and updates the columns once, beside the device's next window. The new values go up at that window's end. One step k:
 
-    exchange   where hot columns were chosen at the end of step k - 1: what is due lands, and columns change sides with all state
+    exchange   where hot columns were chosen at the end of step k - 1: pending weights land, and columns change sides with all state
     send       cold gradients begin their way into a slot of the ring; the accumulator adds them to the window's sum
     update     hot columns, with this step's gradients
     window     where it ends: the window before lands, this one is given to Adam; every so often hot columns are chosen anew
@@ -16,7 +16,7 @@ The training thread counts steps and windows, and the two workers do as they are
 reads the device, except that the first choice of columns reads the first step's gradients where no warm-up precedes it.
 
 Like sk.AdamW it divides gradients by `grad_scale` and masks the step where `found_inf` is 1. Both travel with the gradients;
-what is not finite counts neither in hot columns nor in cold ones, though it takes its place in a window.
+a step that is not finite counts neither in hot columns nor in cold ones, though it takes its place in a window.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SELECT_EVERY = 100  # steps, where nobody says how many an epoch has
 
 
 class Part(NamedTuple):
-    """What a step has of one parameter."""
+    """A Part is a step's share of one parameter: its columns, its gradient and its group."""
 
     columns: Columns
     g_OI: Tensor
@@ -59,36 +59,40 @@ class Part(NamedTuple):
 
 
 class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
-    """AdamW with most of its state on the host, updated while the device goes on, in float32 whatever the weights' dtype.
+    """ZenFlow is AdamW with most of its state on the host, updated while the device goes on, in float32 whatever the
+    weights' dtype.
 
-    params: tensors or torch's parameter groups, as for surokit.AdamW; absent: a `Spec`. Those with fewer than two dimensions, and
+    params: tensors or torch's parameter groups, as for surokit.AdamW; absent: a `Spec`. Those with fewer than two
+    dimensions, and
         groups with "offload": False, are hot as a whole.
-    lr: a float or a 0-d tensor on the host, read every step. Cold columns are updated with the value of their window's last step.
-    topk_ratio: share k of each weight's columns that are hot: max(1, floor(k * columns)), none where k is 0.
-    select_strategy, select_interval: hot columns are chosen anew every so many epochs of `steps_per_epoch` steps ("epoch") or
+    lr: a float or a 0-d tensor on the host, read every step. Cold columns are updated with the value of their window's last
+    step. topk_ratio: share k of each weight's columns that are hot: max(1, floor(k * columns)), none where k is 0.
+    select_strategy, select_interval: hot columns are chosen anew every so many epochs of `steps_per_epoch` steps ("epoch")
+    or
         steps ("step" and "auto"), rounded up to whole windows; an interval of "auto" is one epoch, or 100 steps where
         `steps_per_epoch` is not given. Before the first choice, which follows a warm-up, the first columns are hot.
-    update_interval: steps S of a window, or "auto": until the mean |gradient| of cold columns has added up to that of hot ones
+    update_interval: steps S of a window, or "auto": until the mean |gradient| of cold columns has added up to that of hot
+    ones
         for a share `auto_ratio` of the weights, read two steps late, and at most `max_interval`.
-    full_warm_up_rounds: steps in the beginning that update all columns, and wait for the host.
-    overlap_step: the host updates beside the next window; otherwise the device waits for it.
-    pt_reserved_cores_perc: share of the cores that stay with the training thread.
-    cold_update: "deepspeed": one Adam step a window, with the mean gradient, so that cold columns train at lr / S.
+    full_warm_up_rounds: steps in the beginning that update all columns, and wait for the host. overlap_step: the host
+    updates beside the next window; otherwise the device waits for it. pt_reserved_cores_perc: share of the cores that stay
+    with the training thread. cold_update: "deepspeed": one Adam step a window, with the mean gradient, so that cold columns
+    train at lr / S.
         "time-corrected": one that stands for the window's steps (betas to their number, learning rates and decay summed);
         without overlap only.
-    offload: DeepSpeed's option for hot state on the host, which is refused.
-    slots: steps whose cold gradients may be on their way.
-    link: between host and device; None is that of the parameters' device.
+    offload: DeepSpeed's option for hot state on the host, which is refused. slots: steps whose cold gradients may be on
+    their way. link: between host and device; None is that of the parameters' device.
 
-    Bytes of an element of a weight whose gradients have b: on the device 12 k, and (1 - k) b of gradients that are on their way, so
-    that none waits for them; on the host 12 (1 - k), 4 (1 - k) for each sum (two with overlap), and (1 - k) b for each slot and
-    the result. Columns change sides through 128 MiB of pinned memory at most; where a column has more than 16 MiB of state, from
-    1.4 million rows on, through that of 8 to 16 columns.
+    Bytes of an element of a weight whose gradients have b: on the device 12 k, and (1 - k) b of gradients that are on their
+    way, so that none waits for them; on the host 12 (1 - k), 4 (1 - k) for each sum (two with overlap), and (1 - k) b for
+    each slot and the result. Columns change sides through 128 MiB of pinned memory at most; where a column has more than 16
+    MiB of state, from 1.4 million rows on, through that of 8 to 16 columns.
 
-    A Ctrl-C during `step` is raised when the step is complete; a second one at once. After that, or after the device's memory ran
-    out in the middle of a step, cold columns have its gradients all or not at all, and hot ones so far as it came, unless columns
-    were just changing sides. After that, and after any other error in the middle of a step, a state has to be loaded; so it has
-    after an error of a thread, which the next step raises. What is refused before anything changes leaves all as it was.
+    A Ctrl-C during `step` is raised when the step is complete; a second one at once. After that, or after the device's
+    memory ran out in the middle of a step, cold columns have its gradients all or not at all, and hot ones as far as the
+    step came, unless columns were just changing sides. After that, and after any other error in the middle of a step, a
+    state has to be loaded; so it has after an error of a thread, which the next step raises. An error that comes before
+    anything changes leaves all as it was.
     """
 
     grad_scale: Tensor | None
@@ -142,16 +146,17 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        """ValueError that names the option which is out of range."""
+        """Check the options; raises ValueError that names the option which is out of range."""
         check_zenflow(cls.__name__, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. ValueError for an option that is one for all groups, or an "offload" that is no bool."""
+        """Add a parameter group, as torch does. Raises ValueError for an option that is one for all groups, or an "offload"
+        that is no bool."""
         check_group(type(self).__name__, param_group, (*self.settings, *self.helpers, "link"))
         super().add_param_group(param_group)
 
     def _start(self, link: Link | None) -> None:
-        """As before the first step; threads begin with their first job."""
+        """Set up the state before the first step; threads begin with their first job."""
         self._step_supports_amp_scaling = True  # torch's word for: reads grad_scale and found_inf
         self.accounts = Accounts(link_ms=0.0 if link is None else link.device_stall_ms())
         self.stall_ms = 0.0  # that the host waited in the last step
@@ -176,7 +181,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
 
     @property
     def select_every(self) -> int:
-        """Steps between two choices of hot columns; with windows of their own length ("auto") at least so many."""
+        """Return the steps between two choices of hot columns; with windows of their own length ("auto") at least so many."""
         s = self.settings
         interval: int = s["select_interval"] if s["select_interval"] != "auto" else 1
         if s["select_strategy"] == "epoch" or s["select_interval"] == "auto":
@@ -186,7 +191,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
 
     @functools.cached_property
     def link(self) -> Link:
-        """Between host and device."""
+        """Return the link between host and device."""
         return link_of(self, self._given_link)
 
     @functools.cached_property
@@ -197,7 +202,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient once."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -241,7 +246,8 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
 
     @torch.no_grad()
     def _adopt(self, stacklevel: int) -> None:
-        """What was written into weights by hand counts; an update of theirs that waits to land is made on that."""
+        """Take over values that were written into weights by hand; an update of theirs that waits to land is made on the
+        new values."""
         written = [self._columns[p] for p in self._written.found(stacklevel)]
         if not written:
             return
@@ -257,7 +263,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         self._written.note(columns.p for columns in written)
 
     def _parts(self) -> list[Part]:
-        """The parameters that have a gradient; those whose first it is get their state."""
+        """Return the parameters that have a gradient; those whose first gradient it is get their state."""
         present = [(number, p, group) for number, (p, group) in enumerate(self._parameters()) if p.grad is not None]
         for _, p, _ in present:
             check_dense(p)
@@ -265,7 +271,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         return [Part(self._columns[p], self._columns[p].gradient, group) for _, p, group in present]
 
     def _send(self, step: int, parts: Sequence[Part]) -> None:
-        """Cold gradients begin their way to the window's sum."""
+        """Send the cold gradients to the window's sum."""
         parts = [part for part in parts if len(part.columns.cold_order)]
         if not parts:
             return
@@ -307,7 +313,8 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         return self._windows.ends(self._position, sum(columns.divided for columns in self._columns.values()))
 
     def _end_window(self, wait: bool) -> None:
-        """What became of the window before lands, and this one is given to the host's Adam; `wait`: it lands as well."""
+        """End the window: the update of the window before lands, and this one is given to the host's Adam; with `wait` it
+        lands as well."""
         self._land(self._steps)
         self._submit()
         if wait:
@@ -319,7 +326,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         self._windows.begin()
 
     def _submit(self) -> None:
-        """Adam's job of this window: the only one in flight, on a sum that the next window leaves alone."""
+        """Submit Adam's job of this window: the only one in flight, on a sum that the next window leaves alone."""
         window = self._window
         if not window.steps:
             return
@@ -338,7 +345,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         self._pending, self._window = window, Window((window.b + 1) % self._sums)
 
     def _land(self, step: int) -> None:
-        """What the host has updated goes into the weights, before whatever the device is given from now on. Once."""
+        """Copy the host's updates into the weights, once, before all work that the device is given from now on."""
         window = self._pending
         if window is None:
             return
@@ -356,7 +363,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         return 2 if self.settings["overlap_step"] else 1
 
     def _note(self, parts: Sequence[Part]) -> None:
-        """This step's statistics begin their way to the host, where windows have a length of their own."""
+        """Send this step's statistics to the host, where windows have a length of their own."""
         parts = [part for part in parts if part.columns.divided]
         if not isinstance(self._windows, Auto) or not parts:
             return
@@ -372,7 +379,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
     # -- the choice of hot columns
 
     def _choose(self, step: int, parts: Sequence[Part]) -> None:
-        """The columns with the largest gradients begin their way to the host; they are hot from the next step on."""
+        """Choose the columns with the largest gradients and send them to the host; they are hot from the next step on."""
         parts = [part for part in parts if part.columns.divided]
         if not parts:
             return
@@ -384,7 +391,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         self._choice.step, self._choice.scores = step, scores
 
     def _exchange(self, step: int) -> None:
-        """What was chosen holds from now on: pending weights land, then columns change sides."""
+        """Make the chosen columns hot from now on: pending weights land, then columns change sides."""
         choice = self._choice
         if choice is None:
             return
@@ -420,7 +427,8 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         return Columns(p, self.state[p], splits=bool(group["offload"]) and p.ndim >= 2, number=number)
 
     def _begin(self, params: Sequence[tuple[int, Tensor, dict[str, Any]]]) -> None:
-        """The state of parameters: made from the weights, or taken over where another optimizer left it in `state`. All or none."""
+        """Make the state of parameters from the weights, or take it over where another optimizer left it in `state`. All or
+        none."""
         begun: list[tuple[Columns, Sequence[Ticket]]] = []
         try:
             for number, p, group in params:
@@ -447,7 +455,8 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
 
     @contextlib.contextmanager
     def _unbroken(self) -> Iterator[None]:
-        """Raises what a thread or a transfer failed of, before or inside; and from then on that a state has to be loaded."""
+        """Raise the error of a thread or a transfer that failed, before or inside; and from then on that a state has to be
+        loaded."""
         if self._broken is not None:
             raise OffloadError(
                 f"This {type(self).__name__} was cut short by an error and its state is incomplete: load a state, "
@@ -463,8 +472,8 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """An error inside leaves a step that nobody can say how far it came, so that a state has to be loaded. A Ctrl-C and memory
-        that runs out are raised between two pieces of work, and training may go on."""
+        """Mark the state as broken after an error inside: the step is done in an unknown part, so that a state has to be
+        loaded. A Ctrl-C and memory that runs out are raised between two pieces of work, and training may go on."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -474,7 +483,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
             raise
 
     def drain(self) -> None:
-        """Waits until threads and transfers have done all that they were given; nothing lands."""
+        """Wait until threads and transfers have done all that they were given; nothing lands."""
         with self._unbroken():
             if "_crew" in self.__dict__:
                 self._crew.drain()
@@ -491,21 +500,21 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
     # -- state
 
     def report(self) -> OffloadReport:
-        """Stalls, traffic, staleness and the share of the gradients that hot columns have had, so far."""
+        """Report stalls, traffic, staleness and the share of the gradients that hot columns have had, so far."""
         from surokit.offload.report import report_of
 
         crew: Crew | None = self.__dict__.get("_crew")
         return report_of(self, crew.buffers() if crew else (), (crew.accumulator, crew.adam) if crew else ())
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with the place in the schedule under "zenflow". Waits for the threads and changes nothing: what is summed,
-        and what waits to land, is in it, and weights that were written by hand are taken over, as by the next step. The tensors are
-        the optimizer's own: copy or write them before the next step."""
+        """Return torch's state dict, with the place in the schedule under "zenflow". It waits for the threads and changes
+        nothing: gradients that are summed, and updates that wait to land, are in it, and weights that were written by hand
+        are taken over, as by the next step. The tensors are the optimizer's own: copy or write them before the next step."""
         self._drain_and_adopt()
         return {**super().state_dict(), "zenflow": self._cursor()}
 
     def _cursor(self) -> dict[str, Any]:
-        """Everything but the tensors of each parameter, as plain data; drained before."""
+        """Return everything but the tensors of each parameter, as plain data; drained before."""
         pending, choice = self._pending, self._choice
         return {
             "settings": dict(self.settings),
@@ -520,7 +529,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         }
 
     def _take_up(self, cursor: Mapping[str, Any]) -> None:
-        """Goes on from `self.state` and a cursor that belongs to it."""
+        """Go on from `self.state` and a cursor that belongs to it."""
         by_number: dict[int, Columns] = {}
         for number, (p, group) in enumerate(self._parameters()):
             if state := self.state.get(p):
@@ -536,7 +545,8 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         self._notes.extend(Note.known(note) for note in cursor["notes"])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on bit for bit from where `state_dict` was made, in the middle of a window too. ValueError where it does not fit."""
+        """Load a state and go on bit for bit from where `state_dict` was made, in the middle of a window too. Raises
+        ValueError where it does not fit."""
         check_state(self, state_dict)
         cursor = state_dict.get("zenflow")
         if cursor is None:
@@ -565,11 +575,11 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
 
     @property
     def workers(self) -> dict[str, Worker]:
-        """The threads beside the training thread, by name."""
+        """Return the threads beside the training thread, by name."""
         return {"accumulator": self._crew.accumulator, "adam": self._crew.adam}
 
     def close(self) -> None:
-        """Ends the threads, whatever they are at."""
+        """End the threads, even if they are busy."""
         if (crew := self.__dict__.pop("_crew", None)) is not None:
             with contextlib.suppress(OffloadError):
                 crew.close()
@@ -590,5 +600,5 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an update, as the group has them now."""
+    """Return the options of an update, as the group has them now."""
     return {"lr": float(group["lr"])} | {name: group[name] for name in ("betas", "weight_decay", "eps")}
