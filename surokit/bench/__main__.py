@@ -1,4 +1,4 @@
-"""Command line of the benchmarks."""
+"""Run the benchmarks from the command line."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _run(command: str, arguments: dict[str, Any]) -> int:
 
 
 def _hour(arguments: dict[str, Any], argv: list[str]) -> int:
-    """0 where nothing failed, 1 where a step did, or something within one."""
+    """Run the hour; return 0 where nothing failed, 1 where a step did, or a measurement within one."""
     from surokit.bench import hour
 
     if arguments.pop("list"):
@@ -64,7 +64,7 @@ AS_THEY_GO = ("gpu", "peers", "offload")  # these write what they measure at onc
 
 
 def _measured(command: str, arguments: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], str]]:
-    """(raw result, what makes its table): the module of that name has `run` and `table`."""
+    """Return (raw result, the function that makes its table): the module of that name has `run` and `table`."""
     module = import_module(f"surokit.bench.{command}")
     if command not in AS_THEY_GO:
         arguments.pop("out")
@@ -90,7 +90,7 @@ def _fill(pages: list[Path]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m surokit.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m surokit.bench", description="Command line of the benchmarks.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     cpu = commands.add_parser("cpu", help="a small decoder beside transformers on the CPU: tokens/s, memory, loss")

@@ -1,10 +1,11 @@
-"""The same work in other libraries and in ours, each in a process of its own: what `bench peers` starts.
+"""Do the same work in other libraries and in surokit, each in a process of its own, which `bench peers` starts.
 
     python -m surokit.bench.peers --worker unsloth '{"model": {...}, "batch": 2, "length": 2048, ...}'
 
-Every system loads the same weights from one folder, trains on the same rows in the same order, and starts from the same adapters
-(drawn from each layer's name), so that losses can be laid over each other. Other libraries get a plain loop, which is the fastest
-form of what their trainers do: tokens that are on the device already, a fused AdamW, clipping, and no wait within a turn.
+Every system loads the same weights from one folder, trains on the same rows in the same order, and starts from the same
+adapters (drawn from each layer's name), so that losses can be laid over each other. Other libraries get a plain loop, which
+is the fastest form of what their trainers do: tokens that are on the device already, a fused AdamW, clipping, and no wait
+within a turn.
 
 A work is a dict:
     model               the fields of a DecoderConfig
@@ -44,7 +45,8 @@ _PROJECTION = re.compile(r"layers\.\d+\.\w+\.\w+_proj")
 
 
 class Runner(Protocol):
-    """A model under training. `steps` returns each step's loss; `evaluate` the mean loss on the held-out rows; form: in words."""
+    """A Runner is a model under training. `steps` returns each step's loss; `evaluate` the mean loss on the held-out rows;
+    form: in words."""
 
     model: Any
     form: str
@@ -56,9 +58,8 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class System:
-    """A library in one form. packages: what has to be installed, the first that is not is what a reader is told; beside: what
-    may be, and would change its speed.
-    """
+    """A System is a library in one form. packages: those that have to be installed, of which the first that is missing is
+    reported; beside: those that may be installed, and would change its speed."""
 
     build: Callable[[Work, str], Runner]
     words: str
@@ -70,7 +71,7 @@ class System:
 
 
 def missing(system: System, work: Work) -> str | None:
-    """Why the system cannot do the work here; None where it can."""
+    """Return why the system cannot do the work here; None where it can."""
     for package in system.packages:
         if not _installed(package):
             return f"{package} is not installed"
@@ -109,7 +110,8 @@ def _pretrained(work: Work, folder: str) -> Any:
 
 
 def with_peft(model: Any, rank: int, alpha: float) -> Any:
-    """PEFT's adapters on every projection of a model, in the model's dtype as ours are; by default they would be float32."""
+    """Add PEFT's adapters to every projection of a model, in the model's dtype as surokit's are; by default they would be
+    float32."""
     from peft import LoraConfig, get_peft_model
 
     from surokit.recipe import PROJECTIONS
@@ -124,7 +126,8 @@ def _liger(work: Work, folder: str) -> Runner:
 
 
 def _torchao(work: Work, folder: str) -> Runner:
-    """As its page says: dynamic scales per tensor, its fastest form; the head stays; always compiled, on a GPU."""
+    """Build torchao's system as its page says: dynamic scales per tensor, its fastest form; the head stays; always
+    compiled, on a GPU."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     model = _pretrained(work, folder)
@@ -137,9 +140,8 @@ def _torchao(work: Work, folder: str) -> Runner:
 
 
 def _unsloth(work: Work, folder: str) -> Runner:
-    """In bfloat16 autocast, as its trainer runs it. At equal settings its adapters are bfloat16 as everyone's, at its best float32
-    with AdamW of 8 bits, as in its notebooks.
-    """
+    """Build Unsloth's system in bfloat16 autocast, as its trainer runs it. At equal settings its adapters are bfloat16 as
+    everyone's, at its best float32 with AdamW of 8 bits, as in its notebooks."""
     import torch
 
     from surokit.recipe import PROJECTIONS
@@ -210,7 +212,7 @@ SYSTEMS: dict[str, System] = {  # in the order in which they are raced
 
 
 class Loop:
-    """A plain training loop around a model of transformers' kind."""
+    """A Loop is a plain training loop around a model of transformers' kind."""
 
     def __init__(self, model: Any, work: Work, form: str, *, eight_bit: bool = False, autocast: bool = False) -> None:
         import torch
@@ -271,7 +273,7 @@ class Loop:
 
 
 class Ours:
-    """A session with everything as it is by default."""
+    """Ours is a session with all defaults."""
 
     def __init__(self, work: Work, folder: str, recipe: str) -> None:
         import torch
@@ -313,7 +315,8 @@ class Ours:
 
 
 def _set_adapters(model: Any) -> None:
-    """A of every adapter by its layer's name, uniform as torch.nn.Linear's weights, B zero: the same in every library."""
+    """Set A of every adapter by its layer's name, uniform as torch.nn.Linear's weights, and B to zero: the same in every
+    library."""
     import torch
 
     with torch.no_grad():
@@ -332,9 +335,8 @@ def _set_adapters(model: Any) -> None:
 
 
 class Racing:
-    """Builds a system and answers requests: {"steps": n} or {"steps": n, "before": m}, of which m more are not timed,
-    {"evaluate": true}, {"profile": n}.
-    """
+    """A Racing builds a system and answers requests: {"steps": n} or {"steps": n, "before": m}, of which m more are not
+    timed, {"evaluate": true}, {"profile": n}."""
 
     def __init__(self, name: str, work: Work) -> None:
         self.work, self.cuda = work, work["device"] == "cuda"
@@ -385,13 +387,13 @@ class Racing:
 
 
 def worker(name: str, work: Work, timeout_s: float) -> process.Worker:
-    """The process of a system."""
+    """Start the process of a system."""
     argv = [sys.executable, "-m", "surokit.bench.peers", "--worker", name, json.dumps(work)]
     return process.Worker(argv, name, timeout_s, clocks=work["device"] == "cuda")
 
 
 def serve(name: str, work: Work) -> int:
-    """Be the process of a system, or of "weights", which writes them and ends."""
+    """Run as the process of a system, or of "weights", which writes them and ends."""
     with tempfile.TemporaryDirectory() as own:
         return process.serve(lambda: _start(name, work, own))
 
@@ -409,7 +411,7 @@ def _start(name: str, work: Work, own: str) -> tuple[dict[str, Any], process.Ans
 
 
 def with_weights(work: Work, folder: str) -> Work:
-    """The work, with weights of its own in `folder` where it brings none."""
+    """Return the work, with weights of its own in `folder` where it brings none."""
     if not work.get("weights"):
         work = {**work, "weights": folder}
         write_weights(work)
@@ -417,7 +419,7 @@ def with_weights(work: Work, folder: str) -> Work:
 
 
 def write_weights(work: Work) -> None:
-    """A checkpoint with random bfloat16 weights of work["model"] in work["weights"], which all libraries load."""
+    """Write a checkpoint with random bfloat16 weights of work["model"] to work["weights"], which all libraries load."""
     import torch
 
     import surokit as sk
@@ -430,7 +432,7 @@ def write_weights(work: Work) -> None:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """Unsloth loads no model without a tokenizer; nothing is tokenized with this one."""
+    """Write a tokenizer, without which Unsloth loads no model; nothing is tokenized with it."""
     if (folder / "tokenizer.json").exists():
         return
     from surokit.data import train_tokenizer

@@ -1,7 +1,8 @@
-"""What a device reaches at best: a copy, large products, and the products of one model's shapes.
+"""Measure what a device reaches at best: a copy, large products, and the products of one model's shapes.
 
-The rates of the device are `surokit.calibrate`'s. The products are those of a forward pass over one micro-batch, in bfloat16 and
-in FP8 with one scale an operand: what the layers of that model can hope for, which is less than a large square product reaches.
+The rates of the device are `surokit.calibrate`'s. The products are those of a forward pass over one micro-batch, in
+bfloat16 and in FP8 with one scale an operand: the best that the layers of that model can reach, which is less than a large
+square product does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from surokit.kernels import native
 
 
 def device_ceilings(device: torch.device, seconds: float, cache: bool = False) -> dict[str, Any]:
-    """{"gpu": what Gpu.to_json() says, "notes": what could not be measured}: rates beside the datasheet's."""
+    """Measure the device: {"gpu": the result of Gpu.to_json(), "notes": what could not be measured}, rates beside the
+    datasheet's."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         gpu = calibration.calibrate(device, seconds, cache, refresh=True, progress=False)
@@ -28,7 +30,8 @@ def device_ceilings(device: torch.device, seconds: float, cache: bool = False) -
 
 
 def run(seconds: float = 20.0) -> dict[str, Any]:
-    """The raw result of `calibrate` on the device at hand, measured anew; it is kept for later plans on this machine too.
+    """Return the raw result of `calibrate` on the device at hand, measured anew; it is kept for later plans on this machine
+    too.
 
     `surokit.Gpu.from_json(json.dumps(data["ceilings"]["gpu"]))` is the device for a plan on any machine.
     """
@@ -44,7 +47,7 @@ def run(seconds: float = 20.0) -> dict[str, Any]:
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """A row a rate: what was reached, the datasheet's peak where there is one, and the share."""
+    """Make a row a rate: the rate that was reached, the datasheet's peak where there is one, and the share."""
     gpu = data["ceilings"]["gpu"]
     reached = {name: value for name, value in gpu["ceilings"].items() if isinstance(value, int | float)}
     rows = [
@@ -60,7 +63,7 @@ def table(data: Mapping[str, Any]) -> str:
 
 
 def products_of(shape: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """The matrices of a model, (in, out) features, siblings that read one input side by side."""
+    """Return the matrices of a model, (in, out) features, siblings that read one input side by side."""
     width, heads, keys = shape["width"], shape["heads"] * shape["head_dim"], shape["kv_heads"] * shape["head_dim"]
     return {
         "q, k, v": (width, heads + 2 * keys),
@@ -72,7 +75,8 @@ def products_of(shape: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def model_ceilings(shape: Mapping[str, Any], tokens: int, device: torch.device, seconds: float) -> dict[str, Any]:
-    """{"tokens", "products": [{"product", "k", "n", "bf16_tflops", "fp8_tflops"}]}; fp8 None where it is emulated."""
+    """Measure the products of a model: {"tokens", "products": [{"product", "k", "n", "bf16_tflops", "fp8_tflops"}]}; fp8
+    None where it is emulated."""
     fp8 = native.available("tensor", device)
     kinds = ("bf16", "fp8") if fp8 else ("bf16",)
     matrices = products_of(shape)

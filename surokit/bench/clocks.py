@@ -1,7 +1,8 @@
-"""The clocks and the power of a GPU while another process computes on it: a figure has them beside it, as it depends on them.
+"""Read the clocks and the power of a GPU while another process computes on it; they stand beside its figure, which depends
+on them.
 
-NVML's Python names tell where they are installed (surokit/profiler/monitoring/device.py), else the driver's own nvidia-smi; where
-neither does, nothing is known and nothing is said.
+NVML's Python names are used where they are installed (surokit/profiler/monitoring/device.py), else the driver's own nvidia-smi;
+without both, clocks and power are unknown and left out.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _ASKED = {"power.draw": "power_w", "clocks.sm": "sm_mhz", "clocks.mem": "memory_
 
 @contextmanager
 def device_clocks(wanted: bool = True) -> Iterator[dict[str, float]]:
-    """A dict that is filled when the block ends: means over the block of power_w (W) and sm_mhz (MHz), where they are known
-    `throttled` (share of the samples) and memory_mhz."""
+    """Yield a dict that is filled when the block ends: means over the block of power_w (W) and sm_mhz (MHz), and where they
+    are known `throttled` (share of the samples) and memory_mhz."""
     found: dict[str, float] = {}
     if not wanted:
         yield found
@@ -50,7 +51,7 @@ def device_clocks(wanted: bool = True) -> Iterator[dict[str, float]]:
 
 
 def _nvidia_smi(out: int) -> subprocess.Popen[bytes] | None:
-    """The driver's own program, which writes a line of figures every so often; None where it is not there."""
+    """Start the driver's own program, which writes a line of figures every so often; None where it is not there."""
     index = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip() or "0"
     how = [f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader,nounits", f"--loop-ms={round(1e3 * _EVERY_S)}"]
     try:
@@ -60,7 +61,7 @@ def _nvidia_smi(out: int) -> subprocess.Popen[bytes] | None:
 
 
 def _means(lines: str) -> dict[str, float]:
-    """Means of the columns; what a device does not tell ("[N/A]") is left out."""
+    """Return the means of the columns; a figure that a device does not give ("[N/A]") is left out."""
     columns: dict[str, list[float]] = {name: [] for name in _ASKED.values()}
     for line in lines.splitlines():
         cells = line.split(",")

@@ -1,9 +1,10 @@
-"""What the Triton kernels compile to on a GPU that is not there: registers, spills and shared memory, by Triton's own ptxas.
+"""Compile the Triton kernels for a GPU that is not there, and list registers, spills and shared memory by Triton's own
+ptxas.
 
-The launches that are compiled are those of the tests and of the benchmark's steps (tests/kernels/compiling.py), so this runs in a
-checkout. Each kernel is assembled once more with `ptxas -v`, which says how many registers a thread has, and how many bytes it has
-to put into local memory because they are too few: a spill costs bandwidth that no roofline knows of. From registers, warps and
-shared memory follows how many warps a multiprocessor can hold.
+The launches that are compiled are those of the tests and of the benchmark's steps (tests/kernels/compiling.py), so this
+runs in a checkout. Each kernel is assembled once more with `ptxas -v`, which says how many registers a thread has, and how
+many bytes it has to put into local memory because they are too few: a spill costs bandwidth that no roofline knows of. From
+registers, warps and shared memory follows how many warps a multiprocessor can hold.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True)
 class Assembled:
-    """One kernel: registers and bytes of a thread, shared bytes and warps of a block, warps that a multiprocessor holds."""
+    """An Assembled describes one kernel: registers and bytes of a thread, shared bytes and warps of a block, warps that a
+    multiprocessor holds."""
 
     kernel: str
     registers: int
@@ -52,12 +54,12 @@ class Assembled:
 
     @property
     def spilled(self) -> int:
-        """Bytes of a thread that go to local memory or come from it."""
+        """Return the bytes of a thread that go to local memory or come from it."""
         return self.spill_stores + self.spill_loads
 
 
 def assemble(ptx: str, arch: int, sizes: tuple[int, int]) -> Assembled:
-    """What ptxas makes of a module of PTX, called as Triton calls it; sizes: (bytes of shared memory, warps) of a block.
+    """Assemble a module of PTX with ptxas, called as Triton calls it; sizes: (bytes of shared memory, warps) of a block.
 
     Raises RuntimeError where ptxas refuses the code.
     """
@@ -90,12 +92,12 @@ def assemble(ptx: str, arch: int, sizes: tuple[int, int]) -> Assembled:
 
 
 def short(error: BaseException) -> str:
-    """What a compiler says, without the code that it says it of."""
+    """Return a compiler's message, without the code that it is about."""
     return f"{type(error).__name__}: {error}"[:1500]
 
 
 def resident(arch: int, registers: int, shared: int, warps: int) -> int:
-    """How many warps of such blocks a multiprocessor of this architecture holds at once."""
+    """Return how many warps of such blocks a multiprocessor of this architecture holds at once."""
     a_warp = -(-registers * 32 // 256) * 256  # handed out in pieces of 256
     blocks = min(
         _REGISTERS // a_warp // warps,
@@ -108,7 +110,7 @@ def resident(arch: int, registers: int, shared: int, warps: int) -> int:
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel of one of the files of kernels/triton, compiled for an architecture with constants of its own."""
+    """A Variant is a kernel of one of the files of kernels/triton, compiled for an architecture with constants of its own."""
 
     file: str
     kernel: str
@@ -118,7 +120,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Launch:
-    """A call of a public function, compiled for an architecture: what it launched, or the compiler's message."""
+    """A Launch is a call of a public function, compiled for an architecture: the kernels it launched, or the compiler's
+    message."""
 
     group: str  # the file of kernels/triton whose tests make it, or "steps"
     name: str
@@ -128,7 +131,7 @@ class Launch:
 
     @property
     def ptx(self) -> dict[str, str]:
-        """Kernel -> PTX of its variants, one after the other."""
+        """Return kernel -> PTX of its variants, one after the other."""
         found: dict[str, str] = {}
         for variant in self.variants:
             found[variant.kernel] = found.get(variant.kernel, "") + variant.ptx
@@ -137,14 +140,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class Compilation:
-    """Launches, and the version of Triton that compiled them."""
+    """A Compilation holds launches, and the version of Triton that compiled them."""
 
     triton: str
     launches: tuple[Launch, ...]
 
 
 def run(arch: int = 90) -> dict[str, Any]:
-    """Compile and assemble every kernel as it is launched, for compute capability arch / 10; the raw result.
+    """Compile and assemble every kernel as it is launched, for compute capability arch / 10; return the raw result.
 
     Raises RuntimeError outside a checkout, and where a launch does not compile.
     """
@@ -156,13 +159,14 @@ def run(arch: int = 90) -> dict[str, Any]:
 def compiled(
     *groups: str, only: int | None = None, sample: bool = False, triton: Path | None = None, cache: Path | None = None
 ) -> Compilation:
-    """What the launches of these groups, or of all, compile to: for the architecture `only`, or for each that they claim.
+    """Compile the launches of these groups, or of all: for the architecture `only`, or for each that they claim.
 
-    With `sample`, compute capability 9.0 has every launch, each other one as many as it takes to compile every kernel. triton: a
-    folder with another Triton than this environment's. cache: a folder where compiled kernels are kept for the next call.
+    With `sample`, compute capability 9.0 has every launch, each other one as many as it takes to compile every kernel.
+    triton: a folder with another Triton than this environment's. cache: a folder where compiled kernels are kept for the
+    next call.
 
-    tests/kernels/compiling.py compiles them, in a process of its own without Triton's interpreter. Raises RuntimeError outside a
-    checkout, and where that process fails.
+    tests/kernels/compiling.py compiles them, in a process of its own without Triton's interpreter. Raises RuntimeError
+    outside a checkout, and where that process fails.
     """
     if not (ROOT / "tests" / "kernels" / "compiling.py").exists():
         raise RuntimeError("The launches to compile are in tests/kernels: run this in a checkout of the repository.")
@@ -191,7 +195,7 @@ def compiled(
 
 
 def result(compilation: Compilation, arch: int = 90) -> dict[str, Any]:
-    """The raw result of what `compiled` gives: a row a variant, with the first launch that has it."""
+    """Return the raw result of a compilation: a row a variant, with the first launch that has it."""
     from surokit.environment import environment
 
     found: dict[Variant, str] = {}
@@ -213,7 +217,7 @@ def result(compilation: Compilation, arch: int = 90) -> dict[str, Any]:
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """A Markdown table: a row for each kernel of a file, over the variants that its launches make."""
+    """Make a Markdown table: a row for each kernel of a file, over the variants that its launches make."""
     head = [
         "file",
         "kernel",

@@ -1,4 +1,4 @@
-"""What is measured on a GPU: models, configurations, the parts of the benchmark in their order.
+"""List what is measured on a GPU: models, configurations, the parts of the benchmark in their order.
 
     Configuration("0.6b", "fp8")                            LoRA of rank 16, everything that is fast switched on
     Configuration("0.6b", "fp8", without=("norm",))         the same with one technique off
@@ -44,7 +44,8 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a step, the same for every system: sequences of `length` tokens, `batch` of them, `accumulate` times."""
+    """A Work is the work of a step, the same for every system: sequences of `length` tokens, `batch` of them, `accumulate`
+    times."""
 
     batch: int = 2
     length: int = 2048
@@ -63,13 +64,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Configuration:
-    """One system: a model, a recipe, what trains, and how the step is carried out.
+    """A Configuration is one system: a model, a recipe, what trains, and how the step is carried out.
 
     without: fields of surokit.fusion.Fusion that are switched off; frozen, recompute: its other two. graphs: steps as CUDA
     graphs. compile: torch.compile instead. prefetch: batches on a stream of their own. attention: "" lets the layer choose,
     "flash" and "efficient" are scaled_dot_product_attention's. documents: attention stays within each document of a row.
-    optimizer: "adamw" or "adamw8bit". fast_dx: the products of dx are summed as forward's are, on Hopper faster and less exactly.
-    peer: the name of another library, which then trains the same in bfloat16.
+    optimizer: "adamw" or "adamw8bit". fast_dx: the products of dx are summed as forward's are, on Hopper faster and less
+    exactly. peer: the name of another library, which then trains the same in bfloat16.
     """
 
     model: str
@@ -89,7 +90,7 @@ class Configuration:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """What is not as it is by default, in words."""
+        """Return the differences from the defaults, in words."""
         words = ["nothing fused"] if set(self.without) == set(FUSIONS) else [f"without {name}" for name in self.without]
         words += [f"frozen={self.frozen}"] if self.frozen != "codes" else []
         words += [f"recompute={self.recompute}"] if self.recompute != "none" else []
@@ -104,7 +105,7 @@ class Configuration:
 
     @property
     def system(self) -> str:
-        """Its name within a group."""
+        """Return its name within a group."""
         name = f"{self.peer} {self.recipe}" if self.peer else self.recipe
         return ", ".join((name, *self.changes))
 
@@ -114,12 +115,12 @@ class Configuration:
 
     @property
     def fused(self) -> bool:
-        """Whether anything is computed together that torch would compute apart."""
+        """Return whether anything is computed together that torch would compute apart."""
         return not self.peer and not self.compile and set(self.without) != set(FUSIONS)
 
     @property
     def fusion(self) -> Fusion:
-        """What `surokit.fuse` is given: nothing for a peer, nor for torch's compiler, which fuses by itself."""
+        """Return the argument of `surokit.fuse`: nothing for a peer, nor for torch's compiler, which fuses by itself."""
         from surokit.fusion import OFF, Fusion
 
         if self.peer or self.compile:
@@ -142,7 +143,7 @@ FUSIONS = ("norm", "gate", "joint", "adapters", "qk")
 
 @dataclass(frozen=True)
 class Group:
-    """Configurations that take turns for so many rounds; the first is what the others are held against."""
+    """A Group is a set of configurations that take turns for so many rounds; the others are compared with the first."""
 
     name: str
     configurations: tuple[Configuration, ...]
@@ -151,9 +152,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Part:
-    """Some groups, or some other measurement, under a name. minutes: about how long it takes on an H200.
+    """A Part names some groups, or some other measurement. minutes: about how long it takes on an H200.
 
-    smoke: (recipe, what trains) whose small step is held against the definition; no speed is measured there.
+    smoke: (recipe, what trains) whose small step is compared with the definition; no speed is measured there.
     """
 
     name: str
@@ -178,12 +179,12 @@ def _beside_unsloth(model: str, rounds: int) -> Group:
 
 
 def _apart(name: str, base: Configuration, *changes: dict[str, Any], rounds: int = 2) -> Group:
-    """A configuration and the same with each of the changes."""
+    """Make a group of a configuration and the same with each of the changes."""
     return Group(name, (base, *(base.but(**change) for change in changes)), rounds)
 
 
 def _recipes() -> Iterator[tuple[str, Train]]:
-    """Every recipe: first what the first figures are of, LoRA over frozen weights, then all weights trained."""
+    """Yield every recipe: first those of the first figures, LoRA over frozen weights, then those with all weights trained."""
     yield from ((recipe, "lora") for recipe in ("bf16", "fp8", "qfp8", "qfp4", "qnf4"))
     yield from ((recipe, "full") for recipe in ("bf16", "fp8", "fp8-current", "fp8-rowwise", "fp8-block"))
     yield from ((recipe, "full") for recipe in ("fp4", "mxfp8", "mxfp4"))
@@ -271,7 +272,7 @@ PARTS: dict[str, Part] = {part.name: part for part in _parts()}
 
 
 def target_of(configuration: Configuration) -> Target | None:
-    """The bar of a configuration; None for a peer, and where something is not as it is by default."""
+    """Return the bar of a configuration; None for a peer, and where something differs from the defaults."""
     if configuration.peer or configuration.changes:
         return None
     own = (configuration.model, configuration.train, configuration.recipe)

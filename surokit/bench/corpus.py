@@ -1,8 +1,8 @@
-"""Real text as tokens of any vocabulary, the same on every machine: the two bundled books, packed into rows.
+"""Make tokens of any vocabulary from real text, the same on every machine: the two bundled books, packed into rows.
 
-Words and punctuation marks are folded into the vocabulary by a checksum, so that no tokenizer has to be installed and every system
-of a benchmark, in whatever process, sees the same tokens in the same order. Speed does not ask what a token means; the statistics
-of a language are kept.
+Words and punctuation marks are folded into the vocabulary by a checksum, so that no tokenizer has to be installed and every
+system of a benchmark, in whatever process, sees the same tokens in the same order. Speed does not depend on a token's
+meaning; the statistics of a language are kept.
 
 S rows, T tokens a row, M documents a row at most.
 """
@@ -23,9 +23,10 @@ _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
 def corpus(vocab: int, length: int, multiple: int = 1) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
-    """(ids [S, T] below `vocab`, the first token of each document of a row [S, M], padded with T); S is a multiple of `multiple`.
+    """Return (ids [S, T] below `vocab`, the first token of each document of a row [S, M], padded with T); S is a multiple
+    of `multiple`.
 
-    Each document ends with the last id of the vocabulary. ValueError where the text does not fill `multiple` rows.
+    Each document ends with the last id of the vocabulary. Raises ValueError where the text does not fill `multiple` rows.
     """
     documents = [text for book in (MOBY_DICK, SHAKESPEARE) for text in sources.documents(book, None, "train")[1]]
     rows = [[crc32(token.encode()) % (vocab - 1) for token in _TOKEN.findall(text)] + [vocab - 1] for text in documents]

@@ -1,7 +1,7 @@
-"""Before speed: does the fast step compute what the plain one does, on this device?
+"""Check, before speed is measured, that the fast step computes the same as the plain one on this device.
 
     fused    loss and gradients of two micro-batches, everything fused, against nothing fused, against float32; in the smoke test
-             these two are computed on the processor, by the definitions
+             these two are computed on the CPU, by the definitions
     graphs   steps as CUDA graphs against the same steps launched one by one: losses, gradient norms, labels that count
 
 The model has the widths of the real one and two layers. A fused step rounds elsewhere, so its gradients are not the plain one's
@@ -34,7 +34,7 @@ LAYERS, VOCABULARY = 2, 32768
 
 
 def recipe_of(name: str, train: Train, rank: int, alpha: float = 32.0, fast_dx: bool = False) -> Recipe:
-    """The named recipe; with an adapter, or without the one that it may bring, so that `train` is what trains.
+    """Return the named recipe; with an adapter, or without the one that it may bring, so that `train` is what trains.
 
     fast_dx: tensor cores sum the products of grad_input with the precision of forward's.
     """
@@ -45,7 +45,7 @@ def recipe_of(name: str, train: Train, rank: int, alpha: float = 32.0, fast_dx: 
 
 
 def small(shape: Mapping[str, Any], length: int) -> sk.DecoderConfig:
-    """The model at full width with two layers and fewer tokens to choose from."""
+    """Return the model at full width with two layers and a smaller vocabulary."""
     layers, vocab = min(LAYERS, shape["layers"]), min(VOCABULARY, shape["vocab"])
     return sk.DecoderConfig(**{**shape, "layers": layers, "vocab": vocab}, max_length=length)
 
@@ -60,7 +60,8 @@ def check(
     steps: int,
     definition: str | None = None,
 ) -> dict[str, Any]:
-    """{"fused": ..., "graphs": ...}, each with "ok" and every distance behind it; rows of `length` tokens, so many steps.
+    """Check a step: {"fused": ..., "graphs": ...}, each with "ok" and every distance behind it; rows of `length` tokens, so
+    many steps.
 
     definition: the device that the plain step is computed on, "cpu" for the definitions; None is `device`.
     """
@@ -100,7 +101,7 @@ def _fused(
 def _gradients(
     config: sk.DecoderConfig, recipe: Recipe, fusion: Fusion, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, dict[str, Tensor]]:
-    """Mean loss and the gradient of each parameter over two micro-batches: the second has scales from the first."""
+    """Return the mean loss and the gradient of each parameter over two micro-batches: the second has scales from the first."""
     model = model_of(config, recipe, dtype, device)
     sk.fuse(model, fusion)
     losses = []
@@ -113,7 +114,7 @@ def _gradients(
 
 
 def model_of(config: sk.DecoderConfig, recipe: Recipe, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The same weights for every recipe and dtype, all of them numbers of bfloat16; adapters that add something."""
+    """Make the same weights for every recipe and dtype, all of them numbers of bfloat16; adapters that add something."""
     torch.manual_seed(0)
     model = sk.Decoder(config, device=device, dtype=torch.bfloat16).to(dtype)
     torch.manual_seed(1)
@@ -128,13 +129,13 @@ def model_of(config: sk.DecoderConfig, recipe: Recipe, dtype: torch.dtype, devic
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """|a - b| / |b|; infinite where b is nothing and a is not."""
+    """Return |a - b| / |b|; infinite where b is nothing and a is not."""
     gap, size = float((a - b).norm()), float(b.norm())
     return gap / size if size else (math.inf if gap else 0.0)
 
 
 def _batches(config: sk.DecoderConfig, count: int, device: torch.device | str = "cpu") -> Iterator[dict[str, Tensor]]:
-    """Batches [2, max_length] that no replay of another can be taken for: other tokens, one token only, fewer labels."""
+    """Yield batches [2, max_length] that no replay of another can be taken for: other tokens, one token only, fewer labels."""
     generator = torch.Generator().manual_seed(3)
     for i in range(count):
         ids = torch.randint(config.vocab, (2, config.max_length), generator=generator)
@@ -178,7 +179,8 @@ def _graphs(config: sk.DecoderConfig, recipe: Recipe, steps: int, device: torch.
 
 
 def run(session: sk.Session, steps: int) -> None:
-    """So many steps, all of them: a session takes an interrupt for itself, and a rehearsal, in its process, ends too."""
+    """Take so many steps, all of them: a session catches an interrupt for itself, which is raised again here, so that a
+    rehearsal in this process ends too."""
     before = session.steps
     session.run(steps)
     if session.steps < before + steps:
@@ -186,10 +188,10 @@ def run(session: sk.Session, steps: int) -> None:
 
 
 def _gaps(a: Mapping[str, list[float]], b: Mapping[str, list[float]]) -> dict[str, float]:
-    """Largest relative distance of each column."""
+    """Return the largest relative distance of each column."""
     return {name: max(abs(x - y) / max(abs(y), 1e-12) for x, y in zip(a[name], b[name])) for name in a}
 
 
 def not_captured(session: sk.Session) -> str:
-    """Why the session's steps are no CUDA graphs; "" where they are."""
+    """Return why the session's steps are no CUDA graphs; "" where they are."""
     return "" if session.graphs.state == "on" else session.graphs.why

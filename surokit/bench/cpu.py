@@ -1,8 +1,8 @@
-"""Training small Llamas on the CPU, ours beside transformers (and PEFT) + torch.optim.AdamW.
+"""Train small Llamas on the CPU, with surokit beside transformers (and PEFT) + torch.optim.AdamW.
 
 A case is a shape and what is trained of it: everything ("train"), or adapters over a frozen base ("lora"). All systems load the
-same random weights from one folder and train on the same batches, without clipping and with a constant learning rate. Ours
-train in bfloat16 with moments in bfloat16. The other library trains in bfloat16 and in float32, since on a processor without
+same random weights from one folder and train on the same batches, without clipping and with a constant learning rate. surokit
+trains in bfloat16 with moments in bfloat16. The other library trains in bfloat16 and in float32, since on a CPU without
 bfloat16 instructions the second is faster; the faster of the two is the baseline.
 
 Each system is a process of its own that waits while the others run, so that memory is its own and the turns are side by side.
@@ -33,10 +33,10 @@ LATE_S = 900.0  # what takes so long has failed
 
 @dataclass(frozen=True)
 class Case:
-    """One model and one way to train it.
+    """A Case is one model and one way to train it.
 
-    systems: each one's name and a note. The first word of a name is a library; what follows is the weights' dtype, or the recipe
-    of ours; behind commas "compiled" and "fused". baselines: the systems of which the fastest is the baseline. rank: of the
+    systems: each one's name and a note. The first word of a name is a library; then comes the weights' dtype, or the recipe
+    of surokit; behind commas "compiled" and "fused". baselines: the systems of which the fastest is the baseline. rank: of the
     adapters that alone are trained, 0 where everything is.
     """
 
@@ -147,7 +147,7 @@ def _bare_torch_mib() -> float:
 
 
 def peak_mib() -> float:
-    """High-water mark of this process's resident memory, from /proc, in MiB."""
+    """Read the high-water mark of this process's resident memory, from /proc, in MiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024
@@ -162,7 +162,7 @@ def _soon() -> float:
 
 
 def _batches(case: Case) -> Iterator[dict[str, Any]]:
-    """Endless batches of tokens whose next one depends on the last, so that there is something to learn."""
+    """Yield endless batches of tokens whose next one depends on the last, so that there is something to learn."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -227,7 +227,7 @@ def _surokit(case: Case, folder: str, name: str, compiled: bool, fused: bool) ->
 
 
 def _start(case: str, name: str, folder: str) -> tuple[dict[str, Any], Answers]:
-    """(a first line, what answers {"steps": n}) of a system of a case, by its name."""
+    """Return (a first line, the function that answers {"steps": n}) of a system of a case, by its name."""
     what = CASES[case]
     system, *how = name.split(", ")
     library, _, kind = system.partition(" ")

@@ -1,8 +1,8 @@
-"""What deferral costs, as a table and a picture: held-out loss of ZenFlow's ways against AdamW over paired seeds.
+"""Show the cost of deferral as a table and a picture: held-out loss of ZenFlow's ways against AdamW over paired seeds.
 
 The raw files, docs/measurements/deferral.json from random weights and deferral-finetuning.json from trained ones, come from
 tests/soak/test_offload.py: for every seed the held-out loss of every way, and the share of the gradient's squared norm that its
-hot columns had. A way is named by what it is: `zenflow k=.1 S=4 overlap`, `... time-corrected`, `... lr x2`; the rate that is
+hot columns had. A way is named by its options: `zenflow k=.1 S=4 overlap`, `... time-corrected`, `... lr x2`; the rate that is
 doubled is AdamW's best in a sweep on a seed of its own. Everything here follows from such a file.
 """
 
@@ -41,7 +41,8 @@ NAMES = (
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """What a name of the study stands for: the class as "optimizer", its options, and "lr", a factor of the study's rate."""
+    """Return the options that a name of the study stands for: the class as "optimizer", its options, and "lr", a factor of
+    the study's rate."""
     options: dict[str, Any] = {
         "optimizer": {"adamw": "AdamW", "offload": "OffloadAdamW"}.get(name.split()[0], "ZenFlow")
     }
@@ -60,23 +61,23 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def tuned_rate(data: Mapping[str, Any]) -> float:
-    """The rate of the sweep that had AdamW's lowest held-out loss."""
+    """Return the rate of the sweep that had AdamW's lowest held-out loss."""
     return float(min(data["sweep"], key=data["sweep"].__getitem__))
 
 
 def gaps(data: Mapping[str, Any], name: str) -> list[float]:
-    """Of each seed that has both: loss over AdamW's, less 1."""
+    """Return for each seed that has both: loss over AdamW's, less 1."""
     losses = [run["loss"] for run in data["deferral"]]
     return [each[name] / each[BASELINE] - 1 for each in losses if name in each]
 
 
 def names(data: Mapping[str, Any]) -> list[str]:
-    """What was measured, in the study's order; AdamW first."""
+    """Return the names of the ways that were measured, in the study's order; AdamW first."""
     return [name for name in NAMES if name in data["deferral"][0]["loss"]]
 
 
 def interval(data: Mapping[str, Any], name: str) -> tuple[float, float, float]:
-    """(mean, low, high) of the paired gaps: 95 %, Student's t; low and high are nan below two seeds."""
+    """Return (mean, low, high) of the paired gaps: 95 %, Student's t; low and high are nan below two seeds."""
     found = gaps(data, name)
     middle, n = statistics.mean(found), len(found)
     half = student_t(0.975, n - 1) * statistics.stdev(found) / math.sqrt(n) if n > 1 else math.nan
@@ -84,14 +85,14 @@ def interval(data: Mapping[str, Any], name: str) -> tuple[float, float, float]:
 
 
 def mean(data: Mapping[str, Any], what: str, name: str) -> float:
-    """Over the seeds that have it, of a way's "loss" or "energy"; nan for none."""
+    """Return the mean of a way's "loss" or "energy" over the seeds that have it; nan for none."""
     found = [run[what][name] for run in data["deferral"] if name in run[what]]
     return statistics.mean(found) if found else math.nan
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """A Markdown table: a row a way, its held-out loss, the mean gap to AdamW with its interval, the energy in hot columns. Under
-    it the loss before the first step, and the sweep that the rate is from."""
+    """Make a Markdown table: a row a way, its held-out loss, the mean gap to AdamW with its interval, the energy in hot
+    columns. Under it stand the loss before the first step, and the sweep that the rate is from."""
     rows: list[Sequence[str]] = []
     for name in names(data):
         gap, low, high = interval(data, name)
@@ -109,7 +110,7 @@ def table(data: Mapping[str, Any]) -> str:
 
 
 def digest(data: Mapping[str, Any]) -> str:
-    """A fingerprint of what the picture shows."""
+    """Return a fingerprint of the data that the picture shows."""
     return hashlib.sha256(json.dumps(data["deferral"], sort_keys=True).encode()).hexdigest()
 
 
@@ -124,7 +125,7 @@ _TICKS = (-5, -2, -1, 0, 1, 2, 5, 10, 20, 50)  # percent
 
 
 def figure(data: Mapping[str, Any]) -> Figure:
-    """Left: the gap against the window S at k=.1; right: against the share k at S=4. Seeds, mean, interval."""
+    """Draw the gap against the window S at k=.1 (left) and against the share k at S=4 (right): seeds, mean, interval."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Picture
     from matplotlib.ticker import NullLocator

@@ -1,4 +1,4 @@
-"""The table of front ends for the live panel: measured in a real JupyterLab by tests/browser/front_ends.py."""
+"""Make the table of front ends for the live panel, measured in a real JupyterLab by tests/browser/front_ends.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from surokit.bench.result import markdown
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """A row a front end."""
+    """Make a row a front end."""
     head = [
         "front end",
         "KB a redraw (largest)",

@@ -1,16 +1,19 @@
-"""Training steps on a GPU, measured: Qwen3 shapes with random weights on packed text, recipe beside recipe, Unsloth beside them.
+"""Measure training steps on a GPU: Qwen3 shapes with random weights on packed text, recipe beside recipe, Unsloth beside
+them.
 
     python -m surokit.bench gpu --out gpu.json
 
-One command, called again until nothing is left. A call is bounded by --minutes; each finished measurement is in the file before the
-next begins, and a call goes on with what is missing. In this order: a small step of every recipe against the definition; does the
-fast step compute what the plain one does, at the real widths; what the device reaches; then the parts of configurations.py, the one
-that has to be known first. What is not found right is timed all the same, and its figure is called unchecked wherever it is shown.
+This is one command, called again until nothing is left. A call is bounded by --minutes; each finished measurement is in the
+file before the next begins, and a call goes on with what is missing. The order is: a small step of every recipe against the
+definition; the check that the fast step computes the same as the plain one, at the real widths; the ceilings of the device;
+then the parts of configurations.py, the most important first. A configuration that is not found right is timed all the
+same, and its figure is called unchecked wherever it is shown.
 
-Every system is a process of its own, which waits while another runs. Those of a group take turns, A B A B: they stay as long as the
-device has room for them together; the others are built and warmed up anew for each turn, and the table says which. A ratio is taken
-within a round. Memory is planned before, and what does not fit is left out with the reason. A rehearsal runs every line of it on a
-processor, with a tiny shape, few steps and no process; its numbers mean nothing and no table takes them.
+Every system is a process of its own, which waits while another runs. Those of a group take turns, A B A B: they stay as
+long as the device has room for them together; the others are built and warmed up anew for each turn, and the table says
+which. A ratio is taken within a round. Memory is planned before, and a configuration that does not fit is left out with the
+reason. A rehearsal runs every line of it on a CPU, with a tiny shape, few steps and no process; its numbers mean nothing
+and no table takes them.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
 
 @dataclass(frozen=True)
 class Pace:
-    """How long things are measured. warm_up: steps that do not count, the first one among them."""
+    """A Pace says how long things are measured. warm_up: steps that do not count, the first one among them."""
 
     turn_s: float = 4.0
     most_steps: int = 200
@@ -95,11 +98,12 @@ def run(
     again: bool = False,
     rehearse: bool = False,
 ) -> dict[str, Any]:
-    """Measure what is missing of the parts (all of them where none is named) for so many minutes; returns the raw file's data.
+    """Measure what is missing of the parts (all of them where none is named) for so many minutes; returns the raw file's
+    data.
 
-    out: the file, "gpu.json" unless given, and its turns beside it as CSV. new: the next free name instead. again: what failed is
-    measured once more. Raises RuntimeError without a CUDA device, ValueError for a part that is not there or a file that was
-    measured elsewhere.
+    out: the file, "gpu.json" unless given, and its turns beside it as CSV. new: the next free name instead. again: failed
+    measurements are made once more. Raises RuntimeError without a CUDA device, ValueError for a part that is not there or a
+    file that was measured elsewhere.
     """
     import torch
 
@@ -140,12 +144,12 @@ def run(
 
 
 def listing(**_: Any) -> str:
-    """The parts in their order, with about how long each takes."""
+    """List the parts in their order, with about how long each takes."""
     return "\n".join(f"{part.name:12} about {part.minutes:2} minutes: {part.words}" for part in PARTS.values())
 
 
 class Bench:
-    """One call: the file, the systems, and the clock at which it ends (of time.monotonic)."""
+    """A Bench is one call: the file, the systems, and the clock at which it ends (of time.monotonic)."""
 
     def __init__(self, book: Book, systems: Systems, pace: Pace, ends_s: float) -> None:
         self.book, self.systems, self.pace, self.work = book, systems, pace, systems.work
@@ -166,16 +170,17 @@ class Bench:
     def _measure(
         self, key: str, need_s: float, work: Callable[[float], Mapping[str, Any]], what: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What the file has under `key`, else what `work(until when)` finds, or why it failed or was left out.
+        """Return what the file has under `key`, else what `work(until when)` finds, or why it failed or was left out.
 
-        What was left out is tried again in the next call. Raises OutOfTime where fewer than `need_s` seconds are left.
+        A measurement that was left out is tried again in the next call. Raises OutOfTime where fewer than `need_s` seconds
+        are left.
         """
         if self.book.done(key):
             return self.book[key]
         return self.book.put(key, {**what, **self.call.tried(key, need_s, work)})
 
     def _unmeasured(self, part: Part) -> Iterator[Configuration]:
-        """The configurations of a part of which something is missing in the file."""
+        """Yield the configurations of a part of which something is missing in the file."""
         found = self.book.found
         for group in part.groups:
             for c in group.configurations:
@@ -188,9 +193,8 @@ class Bench:
     # -- before speed
 
     def _smoke(self, recipes: Iterable[tuple[str, Train]]) -> None:
-        """A small step of each recipe against the definition, several recipes at a time, each in a process of its own; and what
-        serves each operation.
-        """
+        """Check a small step of each recipe against the definition, several recipes at a time, each in a process of its
+        own; and note the kernel that serves each operation."""
         sizes = {"length": self.pace.smoke_length, "steps": self.pace.smoke_steps, "rank": self.work.rank}
         shape = self.systems.shape("small")
         requests: dict[str, dict[str, Any]] = {} if self.book.current(CHOICES) else {CHOICES: {"choices": True}}
@@ -222,7 +226,8 @@ class Bench:
             return system.ask(request, left_s(until_s))
 
     def _smoke_says(self, recipe: str, train: Train, fused: bool, graphs: bool) -> str:
-        """What the smoke test has against a recipe; "" where it has nothing, or has not been made with these sources."""
+        """Return the fault that the smoke test found in a recipe; "" where it found none, or has not been made with these
+        sources."""
         key = _smoke(recipe, train)
         found = self.book[key] if self.book.current(key) else {}
         if "failed" in found:
@@ -238,7 +243,7 @@ class Bench:
         return ""
 
     def _prepare(self, configurations: Iterable[Configuration]) -> None:
-        """Correctness, then ceilings, of what these train."""
+        """Check correctness, then measure ceilings, for the models and recipes of these configurations."""
         requests: dict[str, tuple[dict[str, Any], float]] = {}
         for c in configurations:
             what = {"shape": self.systems.shape(c.model), "recipe": c.recipe, "train": c.train, "rank": self.work.rank}
@@ -265,7 +270,7 @@ class Bench:
             raise
 
     def _reason_against(self, c: Configuration) -> str:
-        """Why a configuration is not timed; "" where it may run."""
+        """Return why a configuration is not timed; "" where it may run."""
         if self.systems.rehearse and c.compile:
             return "Left out of a rehearsal: the compiler takes longer than all the rest."
         plan = self._plan(c)
@@ -274,7 +279,8 @@ class Bench:
         return self.systems.missing(c)
 
     def _unchecked(self, c: Configuration) -> dict[str, str]:
-        """{"unchecked": why} of what is timed although it was not found right; {} where it was, and of a peer."""
+        """Return {"unchecked": why} for a configuration that is timed although it was not found right; {} where it was, and
+        for a peer."""
         why = "" if c.peer else self._doubt(c)
         return {"unchecked": why} if why else {}
 
@@ -291,7 +297,7 @@ class Bench:
         return ""
 
     def _plan(self, c: Configuration) -> dict[str, Any]:
-        """Memory, FLOPs and the predicted time of a step, at the rates that the device reached."""
+        """Return memory, FLOPs and the predicted time of a step, at the rates that the device reached."""
         key = f"plan/{c.name}"
         if key not in self.book:
             self.book.put(key, {"what": "plan", **planned(c, self.systems.shape(c.model), self.work, self._gpu())})
@@ -304,7 +310,7 @@ class Bench:
     # -- turns
 
     def _group(self, group: Group) -> None:
-        """Its rounds; in the last one each system is profiled after its turn."""
+        """Measure the rounds of a group; in the last one each system is profiled after its turn."""
         ready: list[Configuration] = []
         for c in group.configurations:
             if reason := self._reason_against(c):
@@ -331,7 +337,7 @@ class Bench:
             self._measure(key, need_s, partial(self._profiled, turns, c), {"what": "profile", **what})
 
     def _timed(self, turns: _Turns, c: Configuration, until_s: float) -> dict[str, Any]:
-        """As many steps as a turn has time for."""
+        """Time as many steps as a turn has time for."""
         new, began_s = c not in turns.open, time.monotonic()
         running = turns.opened(c, until_s)
         opened_s = time.monotonic() - began_s
@@ -352,7 +358,7 @@ class Bench:
         return sum(each["what"] == "profile" for each in self.book.found.values())
 
     def _opens_s(self, model: str) -> float:
-        """What a system of this model takes until it is warm: the longest so far, and a quarter."""
+        """Return the seconds that a system of this model takes until it is warm: the longest so far, and a quarter."""
         took = [
             each["first"]["opened_s"]
             for each in self.book.found.values()
@@ -367,7 +373,8 @@ class Bench:
     # -- alone
 
     def _start(self, c: Configuration) -> None:
-        """Seconds from the start of a process to its first step and to its last step of warm-up: caches empty, then full."""
+        """Measure the seconds from the start of a process to its first step and to its last step of warm-up: caches empty,
+        then full."""
         self._single(f"start/{c.name}", c, 3 * self._opens_s(c.model), partial(self._started, c))
 
     def _started(self, c: Configuration, until_s: float) -> dict[str, Any]:
@@ -404,9 +411,8 @@ def _about(c: Configuration) -> dict[str, Any]:
 
 
 def _in_question(found: Mapping[str, Any]) -> bool:
-    """Whether --again makes a measurement once more: it failed, was not right or not checked, missed something, or follows from
-    others.
-    """
+    """Return whether --again makes a measurement once more: it failed, was not right or not checked, missed something, or
+    follows from others."""
     wrong = found["what"] in ("correct", "smoke") and not all(
         found.get(part, {}).get("ok") for part in ("fused", "graphs")
     )
@@ -414,7 +420,7 @@ def _in_question(found: Mapping[str, Any]) -> bool:
 
 
 def _first(running: Running) -> dict[str, Any]:
-    """What it took until a system was warm, and its losses until then."""
+    """Return the times until a system was warm, and its losses until then."""
     names = ("first_step_s", "warm_up_s", "warm_up_steps")
     ready = running.system.ready
     return {
@@ -427,7 +433,8 @@ def _first(running: Running) -> dict[str, Any]:
 
 
 def resident(sizes_gib: Sequence[float], room_gib: float) -> int:
-    """How many of the first systems stay where they are, so that there is room for the largest of the others beside them."""
+    """Return how many of the first systems stay where they are, so that there is room for the largest of the others beside
+    them."""
     if sum(sizes_gib) <= room_gib:
         return len(sizes_gib)
     count = 0
@@ -437,7 +444,7 @@ def resident(sizes_gib: Sequence[float], room_gib: float) -> int:
 
 
 def planned(c: Configuration, shape: Mapping[str, Any], work: Work, gpu: Gpu | None) -> dict[str, Any]:
-    """What `surokit.plan` says of a configuration; a peer's memory is planned as ours with nothing fused."""
+    """Return the plan of a configuration by `surokit.plan`; a peer's memory is planned as surokit's with nothing fused."""
     import surokit as sk
     from surokit.bench.correct import recipe_of
 

@@ -1,4 +1,4 @@
-"""The tables of `bench gpu`: what was measured beside the bars, what each technique brings, and all of it as CSV.
+"""Make the tables of `bench gpu`: the measured speeds beside the bars, the gain of each technique, and all of it as CSV.
 
 Everything follows from the raw file; the numbers of a rehearsal are refused.
 """
@@ -25,7 +25,7 @@ UNCHECKED = "UNCHECKED"
 
 @dataclass(frozen=True)
 class Row:
-    """One system of a group: its turns, of which the medians are shown, and what else was found of it."""
+    """A Row is one system of a group: its turns, of which the medians are shown, and what else was found of it."""
 
     group: str
     configuration: Configuration
@@ -43,7 +43,7 @@ class Row:
         return statistics.median(self.rates) if self.turns else None
 
     def ratios(self, other: Row | None) -> list[float]:
-        """To another system of the group, turn by turn: of the same round and the same call."""
+        """Return the ratios to another system of the group, turn by turn: of the same round and the same call."""
         if other is None:
             return []
         beside = {(turn["round"], turn["call"]): turn["tokens_per_s"] for turn in other.turns}
@@ -52,18 +52,18 @@ class Row:
 
     @property
     def unchecked(self) -> str:
-        """Why its figures are of something that was not found right; "" where it was."""
+        """Return why its figures are of a configuration that was not found right; "" where it was."""
         return next((turn["unchecked"] for turn in self.turns if "unchecked" in turn), "")
 
     @property
     def no_graphs(self) -> str:
-        """Why its steps were no CUDA graphs although they were to be; "" where they were."""
+        """Return why its steps were no CUDA graphs although they were to be; "" where they were."""
         graphs = [turn.get("graphs", CAPTURED) for turn in self.turns if self.configuration.graphs]
         return next((why for why in graphs if why != CAPTURED), "")
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs over the dense bfloat16 peak; None without a known peak."""
+        """Return model FLOPs over the dense bfloat16 peak; None without a known peak."""
         peak = self.plan.get("peak_tflops")
         if peak is None or self.tokens_per_s is None:
             return None
@@ -71,15 +71,16 @@ class Row:
 
     @property
     def first(self) -> Mapping[str, Any]:
-        """What it took to get warm, the first time."""
+        """Return the times until it was warm, the first time."""
         return next((turn["first"] for turn in self.turns if "first" in turn), {})
 
     def peak_gib(self, of: str = "peak_mib") -> float | None:
-        """What tensors took at the fullest moment, or ("reserved_mib") what the process had taken from the device for them."""
+        """Return the memory of tensors at the fullest moment, or ("reserved_mib") the memory that the process had taken
+        from the device for them."""
         return max((turn[of] for turn in self.turns if turn.get(of)), default=0.0) / 1024 or None
 
     def loss_gap(self, other: Row | None) -> float | None:
-        """Largest relative distance of its first losses from the other's; the same tokens in the same order."""
+        """Return the largest relative distance of its first losses from the other's; the same tokens in the same order."""
         if other is None or other is self or not (self.first and other.first):
             return None
         pairs = zip(self.first["losses"], other.first["losses"])
@@ -87,7 +88,7 @@ class Row:
 
 
 def rows(data: Mapping[str, Any]) -> dict[str, list[Row]]:
-    """The systems of each group, in the order in which they were measured."""
+    """Return the systems of each group, in the order in which they were measured."""
     found = data["gpu"]
     entries: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for entry in found.values():
@@ -114,7 +115,7 @@ def rows(data: Mapping[str, Any]) -> dict[str, list[Row]]:
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """Markdown: the targets' table with what was measured, what each technique brings, and what else is known.
+    """Make Markdown: the targets' table with the measured speeds, the gain of each technique, and what else is known.
 
     Raises ValueError for a rehearsal.
     """
@@ -130,7 +131,8 @@ def table(data: Mapping[str, Any]) -> str:
 
 
 def shown(data: Mapping[str, Any]) -> str:
-    """What a call prints: the table, or of a rehearsal what there was to measure and what did not work."""
+    """Return the text that a call prints: the table, or for a rehearsal the list of measurements and of those that did not
+    work."""
     if not data["rehearsal"]:
         return table(data)
     found = data["gpu"].values()
@@ -199,7 +201,7 @@ def _settings(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _commits(data: Mapping[str, Any]) -> list[str]:
-    """Those that turns of the file were measured with."""
+    """Return the commits that turns of the file were measured with."""
     return commits(data, (each for each in data["gpu"].values() if each["what"] == "turn" and "tokens_per_s" in each))
 
 
@@ -208,13 +210,13 @@ def _bf16(group: Sequence[Row]) -> Row | None:
 
 
 def _own_bf16(row: Row, bf16: Row | None) -> float | None:
-    """bfloat16's tokens/s as the turns beside this row's say: a share of it is then the ratio that the table shows."""
+    """Return bfloat16's tokens/s by the turns beside this row's: a share of it is then the ratio that the table shows."""
     ratios = row.ratios(bf16)
     return row.tokens_per_s / statistics.median(ratios) if ratios and row.tokens_per_s is not None else None
 
 
 def _reached(row: Row, bars: Sequence[float | None], data: Mapping[str, Any]) -> str:
-    """The highest bar that was reached, on the device that the bars are for."""
+    """Return the highest bar that was reached, on the device that the bars are for."""
     if row.tokens_per_s is None or DEVICE not in data["environment"]["device"].split():  # a GH200 is another one
         return ""
     if row.unchecked:
@@ -329,7 +331,7 @@ def _lines(data: Mapping[str, Any], groups: Mapping[str, list[Row]]) -> Iterator
 
 
 def _beside_unsloth(groups: Mapping[str, list[Row]]) -> Iterator[str]:
-    """Times Unsloth's bfloat16 in the same run, the mean over the models that were measured."""
+    """Yield the ratio to Unsloth's bfloat16 in the same run, the mean over the models that were measured."""
     for recipe, (bar, goal) in OVER_UNSLOTH.items():
         means = {}
         doubt = ""
@@ -408,7 +410,7 @@ def _ceilings(name: str, each: Mapping[str, Any]) -> str:
 
 
 def _choices(each: Mapping[str, Any]) -> Iterator[str]:
-    """Says what transposes codes, and which operations are not served by the first choice of kernel."""
+    """Say which kernels transpose codes, and which operations are not served by the first choice of kernel."""
     backends = {row["op"]: row["backend"] for row in each["choices"] if row["op"].startswith("transpose")}
     yield f"Codes are transposed by {' and '.join(dict.fromkeys(backends.values()))} ({', '.join(backends)})"
     if "missed" in each:
@@ -435,7 +437,7 @@ _COLUMNS = (
 
 
 def write_csv(data: Mapping[str, Any], path: Path) -> None:
-    """One line a turn; the first column says whether it is a rehearsal's."""
+    """Write one line a turn; the first column says whether it is a rehearsal's."""
     with path.open("w", newline="", encoding="utf-8") as file:
         out = csv.writer(file)
         out.writerow(("rehearsal", *_COLUMNS))

@@ -1,15 +1,16 @@
-"""The first hour on a GPU: everything that is measured and tested there, the most needed first, in steps of at most eight minutes.
+"""Run the first hour on a GPU: everything that is measured and tested there, the most needed first, in steps of at most
+eight minutes.
 
     python -m surokit.bench hour --out gpu-hour --minutes 60
 
-A step is a command in a process of its own, which is ended at its limit. What it measures is in its file at once (of `kernels`,
-`memory` and `calibration` at their end), what it prints in its log. `status.json` says of each step whether it is waiting, running,
-done, failed or cut off, for how many seconds it ran and what went wrong; it is written whole after every change. The same command
-goes on where the last one ended, however that ended: what is done is not repeated, what was cut off goes on, and what failed is
-named and tried once more only where --again asks.
+A step is a command in a process of its own, which is ended at its limit. Its measurements are in its file at once (those of
+`kernels`, `memory` and `calibration` at their end), its printed text in its log. `status.json` says of each step whether it
+is waiting, running, done, failed or cut off, for how many seconds it ran and what went wrong; it is written whole after
+every change. The same command goes on where the last one ended, however that ended: a step that is done is not repeated,
+one that was cut off goes on, and one that failed is named and tried once more only where --again asks.
 
-A step that writes a file as it goes (results_store.py) may take several calls. One that adds nothing to its file until its limit
-has failed; so has one that dies of itself. The others go on.
+A step that writes a file as it goes (results_store.py) may take several calls. One that adds nothing to its file until its
+limit has failed; so has one that dies of itself. The others go on.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ ENDS_S = 10.0  # for a step to end by itself once it is told to
 
 @dataclass(frozen=True)
 class Step:
-    """What is run: `command` are arguments of this Python, with {out} for the folder and {minutes} for what there is of them.
+    """A Step is a command to run: `command` are arguments of this Python, with {out} for the folder and {minutes} for the
+    minutes left.
 
-    minutes: after which it is ended. rehearsal: the same on a processor. file: what it writes in the folder; part: the key of the
-    measurements in it, where it is written as it goes. fine: exit statuses that are no failure. once: it leaves the rest to another
-    call of the hour. lacks: why it cannot run here.
+    minutes: after which it is ended. rehearsal: the same on a CPU. file: the file that it writes in the folder; part: the
+    key of the measurements in it, where it is written as it goes. fine: exit statuses that are no failure. once: it leaves
+    the rest to another call of the hour. lacks: why it cannot run here.
     """
 
     name: str
@@ -91,7 +93,7 @@ def _tests(name: str, words: str, files: Sequence[Path], marked: str = "not soak
 
 
 def _marked() -> list[Path]:
-    """Files of tests beside others, of which some need a device."""
+    """List the test files beside others, of which some tests need a device."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [path for path in files if path.parent.name != "gpu" and "mark.gpu" in path.read_text(encoding="utf-8")]
 
@@ -113,7 +115,7 @@ def _no_peers() -> str:
 
 
 def steps() -> tuple[Step, ...]:
-    """The steps of the hour, in their order."""
+    """Return the steps of the hour, in their order."""
     kernels = _bench("kernels", "--out", "{out}/kernels.json")
     offload = _bench("offload", "--minutes", "{minutes}", "--out", "{out}/offload.json")
     memory = _bench("memory", "--out", "{out}/memory.json")
@@ -169,7 +171,7 @@ def steps() -> tuple[Step, ...]:
 
 
 def test_steps() -> tuple[Step, ...]:
-    """The tests on a device, those of the Triton kernels among them."""
+    """Return the tests on a device, those of the Triton kernels among them."""
     folder = ROOT / "tests"
     return (
         _tests("tests-device", "tests of what is above the kernels", sorted(folder.glob("gpu/test_*.py"))),
@@ -186,11 +188,13 @@ def run(
     rehearse: bool = False,
     known: Sequence[Step] | None = None,
 ) -> dict[str, Any]:
-    """Run what is left of the steps (of those named in `only`) for so many minutes; what status.json says then.
+    """Run the steps that are left (of those named in `only`) for so many minutes; return the status that status.json has
+    then.
 
-    out: the folder of all files, made where it is not there. again: what failed, and what steps have in their files as failed or
-    unchecked, is tried once more. rehearse: every step on a processor, tiny; known: other steps than those of the hour. Raises
-    ValueError for a step that is not there or a folder of something else, RuntimeError without a GPU or where an hour runs already.
+    out: the folder of all files, made where it is not there. again: steps that failed, and measurements that their files
+    have as failed or unchecked, are tried once more. rehearse: every step on a CPU, tiny; known: other steps than those of
+    the hour. Raises ValueError for a step that is not there or a folder of something else, RuntimeError without a GPU or
+    where an hour runs already.
     """
     known = steps() if known is None else known
     names = [step.name for step in known]
@@ -217,7 +221,7 @@ def run(
 
 
 def background(argv: Sequence[str], out: Path) -> str:
-    """Start the same hour detached from this terminal; how to watch and how to end it, in words.
+    """Start the same hour detached from this terminal; return how to watch and how to end it, in words.
 
     argv: the command's words without --background. Raises RuntimeError where an hour runs already.
     """
@@ -246,7 +250,7 @@ STATUS = "status.json"
 
 
 class Hour:
-    """One call: the folder, its status, and the clock at which it ends."""
+    """An Hour is one call: the folder, its status, and the clock at which it ends."""
 
     def __init__(self, folder: Path, known: Sequence[Step], minutes: float, rehearse: bool, again: bool) -> None:
         self.folder, self.rehearse, self.whole_min = folder, rehearse, minutes
@@ -267,7 +271,7 @@ class Hour:
         return entries
 
     def take(self, step: Step) -> None:
-        """Runs a step until it is done, has failed, makes no headway, or the time does not suffice."""
+        """Run a step until it is done, has failed, makes no headway, or the time does not suffice."""
         entry = self.entries[step.name]
         if entry["state"] in ("done", "failed", "left out"):
             return
@@ -284,7 +288,7 @@ class Hour:
         self._write()
 
     def _limit_min(self, step: Step) -> float:
-        """Minutes that a step gets now; 0 where they are too few for it."""
+        """Return the minutes that a step gets now; 0 where they are too few for it."""
         left_min = (self.ends_s - time.monotonic()) / 60
         least = LEAST_MIN if step.part else step.minutes
         return min(step.minutes, left_min) if left_min >= min(least, 0.9 * self.whole_min) else 0.0
@@ -322,7 +326,7 @@ class Hour:
                 self._say(step, state, reason)
 
     def _judged(self, step: Step, status: int, log: Path) -> tuple[str, str]:
-        """(state, reason) of a step that ended by itself."""
+        """Return (state, reason) of a step that ended by itself."""
         if status not in step.fine:
             how = f"signal {-status} ({signal.Signals(-status).name})" if status < 0 else f"exit status {status}"
             return ("cut off" if status == GOES_ON else "failed"), f"It ended with {how}: {_last_line(log)}"
@@ -347,7 +351,7 @@ class Hour:
         return {step.part: {}, "calls": [{}]}
 
     def _found(self, step: Step) -> dict[str, Any]:
-        """What the step's file has, where it is written as it goes."""
+        """Return the measurements in the step's file, where it is written as it goes."""
         found: dict[str, Any] = self._data(step)[step.part] if step.part else {}
         return found
 
@@ -365,7 +369,7 @@ GOES_ON = 70  # exit status of a step that asks to be called again: its process 
 
 
 def _read(path: Path, known: Sequence[Step], rehearse: bool) -> dict[str, Any]:
-    """What the file says, with an entry for each step."""
+    """Read the status file, and add an entry for each step."""
     new = {"state": "waiting", "reason": "", "seconds": 0.0, "calls": 0, "problems": {}}
     status: dict[str, Any] = {"hour": VERSION, "rehearsal": rehearse, "steps": {}}
     if path.exists():
@@ -381,7 +385,7 @@ def _read(path: Path, known: Sequence[Step], rehearse: bool) -> dict[str, Any]:
 
 
 def _problems(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
-    """What a step's file has come to say of what failed or is unchecked."""
+    """Return the failed or unchecked measurements that are new in a step's file."""
     news = {key: each for key, each in after.items() if before.get(key) != each and isinstance(each, dict)}
     why = {key: str(each.get("failed") or each.get("unchecked") or "") for key, each in news.items()}
     return {key: words for key, words in why.items() if words}
@@ -393,7 +397,7 @@ def _last_line(log: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and its group: first by asking."""
+    """End the process and its group: first by asking."""
     for ask in (signal.SIGINT, signal.SIGKILL):
         if process.poll() is None or ask == signal.SIGKILL:
             with suppress(ProcessLookupError):
@@ -403,7 +407,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with the package's own folder where modules are looked for: nothing has to be installed."""
+    """Return this process's environment, with the package's own folder where modules are looked for: nothing has to be
+    installed."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}
 
@@ -417,7 +422,7 @@ def _needs_gpu() -> None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Holds the folder for one hour. Raises RuntimeError where another one runs in it."""
+    """Hold the folder for one hour. Raises RuntimeError where another one runs in it."""
     with (folder / "hour.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -430,7 +435,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM ends the hour as Ctrl-C does."""
+    """Let SIGTERM end the hour as Ctrl-C does."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -443,7 +448,7 @@ def _stoppable() -> Iterator[None]:
 
 
 def table(status: Mapping[str, Any]) -> str:
-    """A line a step: its state, its seconds and why it failed; under it what failed within it."""
+    """Make a line a step: its state, its seconds and why it failed; under it the measurements that failed within it."""
     lines = []
     for name, entry in status["steps"].items():
         lines.append(f"{name:14} {entry['state']:9} {entry['seconds']:6.0f} s  {entry['reason']}".rstrip())

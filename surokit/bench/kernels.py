@@ -1,4 +1,4 @@
-"""Each kernel beside what bounds it: bytes over time against a copy, products against bfloat16's.
+"""Measure each kernel beside its bound: bytes over time against a copy, products against bfloat16's.
 
 On a CUDA device every operation of `surokit.kernels` and every fused Triton kernel is timed by the device's own events, and the
 products of tensor cores with and without the quantization of one operand. Without one, the reference quantizers are timed, FP8
@@ -46,7 +46,7 @@ COPY, BF16, TORCHAO = "copy", "bf16", "torchao"
 
 @dataclass
 class Kernel:
-    """Something to time. `wrong()` says how far its result is from the reference's: 0 bit for bit, else relative."""
+    """A Kernel is a call to time. `wrong()` says how far its result is from the reference's: 0 bit for bit, else relative."""
 
     name: str
     call: Callable[[], Any]
@@ -104,7 +104,7 @@ def _baselines(kernels: Sequence[Kernel], only: str) -> set[str]:
 
 
 def measured(kernels: Sequence[Kernel], rounds: int, device: torch.device) -> list[dict[str, Any]]:
-    """One row a kernel: right or not, and the seconds of its turns."""
+    """Return one row a kernel: right or not, and the seconds of its turns."""
     rows = []
     for kernel in kernels:
         row: dict[str, Any] = {
@@ -141,7 +141,7 @@ def measured(kernels: Sequence[Kernel], rounds: int, device: torch.device) -> li
 
 
 def _clock(device: torch.device) -> Callable[[Callable[[], Any]], float]:
-    """A function that calls another and says how many seconds it took."""
+    """Return a function that calls another and returns its seconds."""
     import torch
 
     def on_the_host(call: Callable[[], Any]) -> float:
@@ -168,7 +168,7 @@ def _clock(device: torch.device) -> Callable[[Callable[[], Any]], float]:
 
 
 def _parts(out: Any) -> Iterator[Tensor]:
-    """All tensors of a result."""
+    """Yield all tensors of a result."""
     import torch
 
     if isinstance(out, torch.Tensor):
@@ -179,7 +179,7 @@ def _parts(out: Any) -> Iterator[Tensor]:
 
 
 def bits(ours: Callable[[], Any], theirs: Callable[[], Any]) -> Callable[[], float]:
-    """0 where both give the same bytes, else the share of elements that differ."""
+    """Compare bit by bit: 0 where both give the same bytes, else the share of elements that differ."""
 
     def wrong() -> float:
         import torch
@@ -197,7 +197,7 @@ def bits(ours: Callable[[], Any], theirs: Callable[[], Any]) -> Callable[[], flo
 
 
 def relative(ours: Callable[[], Any], theirs: Callable[[], Any]) -> Callable[[], float]:
-    """|ours - theirs| / |theirs|, the largest over the tensors of a result."""
+    """Compare by |ours - theirs| / |theirs|, the largest over the tensors of a result."""
 
     def wrong() -> float:
         pairs = list(zip(_parts(ours()), _parts(theirs()), strict=True))
@@ -208,7 +208,7 @@ def relative(ours: Callable[[], Any], theirs: Callable[[], Any]) -> Callable[[],
 
 
 def _compared(ours: Callable[[Any], Any], theirs: Callable[[Any], Any], make: Callable[[], Any]) -> float:
-    """How far two functions that work in place are apart, each on a state of its own."""
+    """Return how far two functions that work in place are apart, each on a state of its own."""
     return relative(ours(make()), theirs(make()))()
 
 
@@ -230,7 +230,7 @@ def _copy(x: Tensor) -> Kernel:
 
 
 def operations(shape: tuple[int, int], device: torch.device) -> Iterator[Kernel]:
-    """Every operation of `surokit.kernels`, several ways where it has several."""
+    """Yield every operation of `surokit.kernels`, several ways where it has several."""
     import torch
 
     from surokit.kernels.ops import OPERATIONS, serving
@@ -325,7 +325,7 @@ def operations(shape: tuple[int, int], device: torch.device) -> Iterator[Kernel]
 
 
 def fused(shape: tuple[int, int], device: torch.device) -> Iterator[Kernel]:
-    """Triton kernels that do more than one thing in a pass, and those of training."""
+    """Yield the Triton kernels that do more than one thing in a pass, and those of training."""
     import torch
 
     from surokit.formats import E4M3
@@ -442,7 +442,7 @@ def fused(shape: tuple[int, int], device: torch.device) -> Iterator[Kernel]:
 def products(
     sizes: Iterable[tuple[int, int, int]], device: torch.device, hopper: bool = False, emulated: bool = False
 ) -> Iterator[Kernel]:
-    """What tensor cores compute, alone and with x quantized each time; emulated products only where asked for."""
+    """Yield the products of tensor cores, alone and with x quantized each time; emulated products only where asked for."""
     import torch
 
     from surokit.formats import E2M1, E4M3
@@ -506,7 +506,7 @@ def _first(call: Callable[[], Tensor], rows: int) -> Tensor:
 
 
 def cpu(shape: tuple[int, int], notes: list[str]) -> Iterator[Kernel]:
-    """The reference quantizers, and torchao's FP8 with current scaling where it is installed."""
+    """Yield the reference quantizers, and torchao's FP8 with current scaling where it is installed."""
     import torch
 
     from surokit.formats import E2M1, E4M3
@@ -567,7 +567,8 @@ def _size(T: int, K: int, N: int) -> str:
 
 
 def ratios(data: Mapping[str, Any], row: Mapping[str, Any]) -> list[float]:
-    """Round by round: of a copy's bandwidth, of bfloat16's speed, or of torchao's time (where less is better)."""
+    """Return the ratios round by round: of a copy's bandwidth, of bfloat16's speed, or of torchao's time (where less is
+    better)."""
     other = next((r for r in data["kernels"] if r["name"] == row["against"]), None)
     if other is None:
         return []
@@ -580,7 +581,7 @@ def ratios(data: Mapping[str, Any], row: Mapping[str, Any]) -> list[float]:
 
 
 def gates(data: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """Each gate in words, and whether the median holds it; a kernel without a speed holds none."""
+    """Return each gate in words, and whether the median holds it; a kernel without a speed holds none."""
     found = []
     for row in data["kernels"]:
         if not row["gate"]:
@@ -598,7 +599,7 @@ def gates(data: Mapping[str, Any]) -> list[tuple[str, bool]]:
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """One row a kernel, then the gates."""
+    """Make one row a kernel, then the gates."""
     rows = []
     for row in data["kernels"]:
         if not row["seconds"]:

@@ -1,9 +1,9 @@
-"""The bytes that one training step really takes, beside what the planner predicts: small decoders, many settings.
+"""Measure the bytes that one training step really takes, beside the planner's prediction: small decoders, many settings.
 
 On a CPU torch's profiler reports each allocation and each release of torch's CPU allocator. It listens from before the model is
 built, so the running sum is what tensors hold, in and between operations. The scratch of matrix products is left out: how
-much a product takes depends on the processor (without bf16 instructions oneDNN converts), and a plan is of tensors that live.
-On CUDA the same marks read torch.cuda.max_memory_allocated. Measured is the second step: the first one makes the optimizer's
+much a product takes depends on the CPU (without bf16 instructions oneDNN converts), and a plan is of tensors that live.
+On CUDA the same marks read torch.cuda.max_memory_allocated. The second step is measured: the first one makes the optimizer's
 states.
 """
 
@@ -33,11 +33,11 @@ PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm
 
 @dataclass(frozen=True)
 class Setting:
-    """One step: whose layers, their sizes, recipe and optimizer.
+    """A Setting is one step: whose layers, their sizes, recipe and optimizer.
 
-    `family` is "decoder" for ours, or "llama" and "qwen3" for transformers'. `recipe` is a name; `rank` adds an adapter.
-    `states` is the moments' dtype; None is the weights' own. A part has `batch` sequences of `length` tokens; `accumulate` of them.
-    `fusion` "fused" is `sk.fuse`, which our "selective" recompute needs.
+    `family` is "decoder" for surokit's, or "llama" and "qwen3" for transformers'. `recipe` is a name; `rank` adds an
+    adapter. `states` is the moments' dtype; None is the weights' own. A part has `batch` sequences of `length` tokens;
+    `accumulate` of them. `fusion` "fused" is `sk.fuse`, which surokit's "selective" recompute needs.
     """
 
     name: str
@@ -64,15 +64,15 @@ class Setting:
 
     @property
     def theirs(self) -> bool:
-        """Whether transformers' layers compute."""
+        """Return whether transformers' layers compute."""
         return self.family != "decoder"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes held before the step, and the most that was held in each phase of it.
+    """A Measured holds the bytes before the step, and the most that was held in each phase of it.
 
-    `left` outlives model and optimizer: what libraries keep between calls. It is in none of the others.
+    `left` outlives model and optimizer: memory that libraries keep between calls. It is in none of the others.
     """
 
     rest: int
@@ -85,7 +85,8 @@ class Measured:
 
 
 class Meter:
-    """The most bytes that were held between two marks, by the first mark's name; the last phase of a name counts most.
+    """A Meter finds the most bytes that were held between two marks, by the first mark's name; the last phase of a name
+    counts most.
 
     `left` is what is still held when it stops listening.
     """
@@ -97,7 +98,7 @@ class Meter:
         self._name: str | None = None
 
     def mark(self, name: str) -> None:
-        """From here on it is the phase `name`."""
+        """Begin the phase `name` here."""
         import torch
 
         if self.device.type != "cuda":
@@ -128,7 +129,7 @@ class Meter:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Count what is allocated inside; on a CPU only there."""
+        """Count the allocations inside the block; on a CPU only there."""
         from torch.profiler import ProfilerActivity, profile
 
         if self.device.type == "cuda":
@@ -148,7 +149,7 @@ _LONE: dict[str, Any] = {"vocab": 256, "layers": 8}  # layers outweigh the loss
 
 
 def _fused() -> Iterator[Setting]:
-    """A fused step with each recompute, all weights trained and adapters: layers outweigh the loss."""
+    """Yield a fused step with each recompute, all weights trained and adapters: layers outweigh the loss."""
     options: dict[str, Any] = {"fusion": "fused", "qk_norm": True, "vocab": 512, "layers": 6}
     for recipe, rank in ((None, 0), ("fp8", 0), ("fp8-rowwise", 0), ("bf16", 8), ("fp8", 8), ("qfp8", 8)):
         name = f"fused {recipe or 'bf16'}" + (" + LoRA" if rank else "")
@@ -237,7 +238,7 @@ SETTINGS = (
 
 
 def run(names: Sequence[str] | None = None, device: str | None = None) -> dict[str, Any]:
-    """Measure and predict the named settings (default: all of SETTINGS; "fused": all of FUSED); the raw result."""
+    """Measure and predict the named settings (default: all of SETTINGS; "fused": all of FUSED); return the raw result."""
     import torch
 
     known = {setting.name: setting for setting in (*SETTINGS, *FUSED)}
@@ -254,7 +255,7 @@ def run(names: Sequence[str] | None = None, device: str | None = None) -> dict[s
 
 
 def result(found: Sequence[tuple[Setting, Measured]], device: str = "cpu") -> dict[str, Any]:
-    """The raw result: each setting with its measured and predicted bytes, and the environment."""
+    """Return the raw result: each setting with its measured and predicted bytes, and the environment."""
     from surokit.environment import environment
 
     return {
@@ -274,7 +275,7 @@ def result(found: Sequence[tuple[Setting, Measured]], device: str = "cpu") -> di
 
 
 def predicted(setting: Setting, device: str = "cpu") -> dict[str, float]:
-    """Bytes by phase, the loss with the forward, as `Measured` has them; "peak" is the most of them."""
+    """Predict the bytes by phase, the loss with the forward, as `Measured` has them; "peak" is the most of them."""
     memory = planned(setting, device).memory
     phases = {phase.name: phase.bytes for phase in memory.phases}
     phases["forward"] = max(phases["forward"], phases.pop("loss"))
@@ -282,12 +283,12 @@ def predicted(setting: Setting, device: str = "cpu") -> dict[str, float]:
 
 
 def ratio(row: Mapping[str, Any]) -> float:
-    """Predicted peak over measured peak of a row."""
+    """Return the predicted peak over the measured peak of a row."""
     return float(row["predicted"]["peak"] / max(row["measured"][phase] for phase in PHASES))
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """A Markdown table, the worst predictions first."""
+    """Make a Markdown table, the worst predictions first."""
     head = ["setting", "predicted MiB", "measured MiB", "ratio", "peak in", "forward", "backward", "optimizer"]
     rows = []
     for row in sorted(data["memory"], key=lambda r: -abs(ratio(r) - 1)):
@@ -308,7 +309,7 @@ def table(data: Mapping[str, Any]) -> str:
 
 
 def measure(setting: Setting, device: str = "cpu", model_of: Callable[[], nn.Module] | None = None) -> Measured:
-    """Bytes of one warm step: the second one. `model_of` makes another model than the setting's."""
+    """Measure the bytes of one warm step: the second one. `model_of` makes another model than the setting's."""
     import torch
 
     meter = Meter(torch.device(device))
@@ -337,7 +338,7 @@ def measure(setting: Setting, device: str = "cpu", model_of: Callable[[], nn.Mod
 
 
 def model_of(setting: Setting, device: str = "cpu") -> nn.Module:
-    """The model of a setting, with random weights and its recipe applied."""
+    """Make the model of a setting, with random weights and its recipe applied."""
     import torch
 
     import surokit as sk
@@ -365,7 +366,7 @@ def model_of(setting: Setting, device: str = "cpu") -> nn.Module:
 
 
 def recipe_of(setting: Setting) -> Any:
-    """The recipe of a setting, None without one."""
+    """Return the recipe of a setting, None without one."""
     from surokit.recipe import find_recipe
 
     if setting.recipe is None:
@@ -385,7 +386,7 @@ def _theirs(setting: Setting) -> Any:
 
 
 def optimizer_of(setting: Setting) -> Any:
-    """A specification, or a function from parameters to an optimizer."""
+    """Return a specification, or a function from parameters to an optimizer."""
     import torch
 
     import surokit as sk
@@ -398,7 +399,7 @@ def optimizer_of(setting: Setting) -> Any:
 
 
 def planned(setting: Setting, device: str = "cpu") -> Any:
-    """The plan of a setting."""
+    """Return the plan of a setting."""
     from surokit.planner import plan
 
     options: dict[str, Any] = {
@@ -419,7 +420,7 @@ def planned(setting: Setting, device: str = "cpu") -> Any:
 
 
 def config_of(setting: Setting) -> dict[str, Any]:
-    """The sizes of a setting's model as a config.json has them."""
+    """Return the sizes of a setting's model as a config.json has them."""
     return {
         "model_type": setting.family if setting.theirs else "qwen3" if setting.qk_norm else "llama",
         "num_hidden_layers": setting.layers,
@@ -437,7 +438,7 @@ def config_of(setting: Setting) -> dict[str, Any]:
 def _prepared(
     setting: Setting, device: str, made: Callable[[], nn.Module] | None
 ) -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer]:
-    """A step, and what it trains."""
+    """Return a step, and the model and optimizer that it trains."""
     import torch
 
     import surokit as sk

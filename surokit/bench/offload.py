@@ -1,16 +1,17 @@
-"""What offloading costs a step: no offload, OffloadAdamW and ZenFlow in turns, beside the formulas of surokit.planner.offload.
+"""Measure the cost of offloading in a step: no offload, OffloadAdamW and ZenFlow in turns, beside the formulas of
+surokit.planner.offload.
 
     python -m surokit.bench offload --out offload.json
 
 On a CUDA device these are real steps of a Decoder over the real link (offload_decoder). Elsewhere the device is emulated: it
 computes by sleeping, while the host's threads do their work (offload_emulated).
 
-In a round each way takes a turn, in a new random order; the control, OffloadAdamW, takes two, which shows the noise. A turn is
-whole windows. ZenFlow's begins with a window that is not timed, so that AdamW has a job when the clock starts, as it has one when
-the clock stops. Hot columns are chosen before, once. A ratio is taken within a round (offload_table). Each measurement is in the
-file when it is made, and the same command goes on with what is missing. What fails is kept in words, and the others go on. On a
-CUDA device each model is measured by a process of its own: an access to memory that is not there ends that process and costs what
-it was measuring.
+In a round each way takes a turn, in a new random order; the control, OffloadAdamW, takes two, which shows the noise. A turn
+is whole windows. ZenFlow's begins with a window that is not timed, so that AdamW has a job when the clock starts, as it has
+one when the clock stops. Hot columns are chosen before, once. A ratio is taken within a round (offload_table). Each
+measurement is in the file when it is made, and the same command goes on with what is missing. A failure is kept in words,
+and the others go on. On a CUDA device each model is measured by a process of its own: an access to memory that is not there
+ends that process and costs the measurement that it was making.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ TRIES = 2  # processes of a model, the first one included, where one dies
 
 @dataclass(frozen=True)
 class Pace:
-    """windows: of a turn of ZenFlow. steps: of another way's turn, at most; turn_s: above which it takes fewer, though two."""
+    """A Pace sets the length of turns. windows: of a turn of ZenFlow. steps: of another way's turn, at most; turn_s: above
+    which it takes fewer, though two."""
 
     windows: int = 1
     steps: int = 4
@@ -78,13 +80,13 @@ def run(
     again: bool = False,
     rehearse: bool = False,
 ) -> dict[str, Any]:
-    """Measure what is missing of the file for so many minutes; its data.
+    """Measure what is missing of the file for so many minutes; return its data.
 
-    device: "cpu" or "cuda"; None is a GPU where there is one. rehearse: the code of a GPU with a tiny decoder on a processor.
-    millions: parameters of the emulated model, in millions. models: of Qwen3's shapes on a GPU ("1.7b", ...); unless given, those
-    that its memory and the host's hold. layers: of each, all unless given; interval: S there, 4 unless given. cases: words of names
-    of emulated cases; all of them unless given. new: the next free name instead of `out`. again: what failed is measured once more.
-    Raises ValueError for arguments out of range, and RuntimeError without the device.
+    device: "cpu" or "cuda"; None is a GPU where there is one. rehearse: the code of a GPU with a tiny decoder on a CPU.
+    millions: parameters of the emulated model, in millions. models: of Qwen3's shapes on a GPU ("1.7b", ...); unless given,
+    those that its memory and the host's hold. layers: of each, all unless given; interval: S there, 4 unless given. cases:
+    words of names of emulated cases; all of them unless given. new: the next free name instead of `out`. again: failed
+    measurements are made once more. Raises ValueError for arguments out of range, and RuntimeError without the device.
     """
     import torch
 
@@ -126,7 +128,7 @@ def run(
 def _decoders(
     models: Sequence[str], layers: int | None, interval: int, rehearse: bool
 ) -> tuple[str, Settings, list[Job]]:
-    """The benchmark's name, its settings, and what there is to measure with decoders."""
+    """Return the benchmark's name, its settings, and the measurements with decoders."""
     name = "offload: training steps" + (", rehearsed on a processor" if rehearse else "")
     work = Work(batch=1, length=32, accumulate=2) if rehearse else Work()
     if rehearse:
@@ -140,7 +142,7 @@ def _decoders(
 
 
 def _emulations(millions: float, words: Sequence[str]) -> tuple[str, Settings, list[Job]]:
-    """The same with an emulated device."""
+    """Return name, settings and measurements as `_decoders` does, with an emulated device."""
     chosen = [case for case in CASES if not words or any(word in case.name for word in words)]
     if not chosen:
         raise ValueError(f"cases={list(words)}: known are {', '.join(repr(case.name) for case in CASES)}.")
@@ -158,8 +160,8 @@ def _decoder(case: Trains, pace: Pace, work: Work, device: str, book: Book, call
 
 
 def _in_a_process(case: Trains, pace: Pace, work: Work, device: str, book: Book, call: Call, rounds: int) -> None:
-    """The same in another process, which writes the same file. Where that process dies, what it was measuring has failed, and
-    another one goes on. Raises OutOfTime."""
+    """Measure a decoder as `_decoder` does, in another process, which writes the same file. Where that process dies, its
+    current measurement has failed, and another process goes on. Raises OutOfTime."""
     if case.left_out:
         return _decoder(case, pace, work, device, book, call, rounds)
     task = {"case": asdict(case), "pace": asdict(pace), "work": asdict(work), "device": device, "rounds": rounds}
@@ -188,7 +190,8 @@ def _argv(task: Mapping[str, Any]) -> list[str]:
 
 
 def _serving(task: Mapping[str, Any]) -> tuple[dict[str, Any], Answers]:
-    """(the first line, what answers) of the process of a model: to {"seconds": s} it measures so long and says {"left": why}."""
+    """Return (the first line, the function that answers) of the process of a model: to {"seconds": s} it measures so long
+    and says {"left": why}."""
     case = Trains(**{**task["case"], "alone": tuple(task["case"]["alone"])})
     pace, work = Pace(**task["pace"]), Work(**task["work"])
 
@@ -205,7 +208,7 @@ def _serving(task: Mapping[str, Any]) -> tuple[dict[str, Any], Answers]:
 
 
 class Bench:
-    """One case in one call."""
+    """A Bench is one case in one call."""
 
     def __init__(self, book: Book, case: Case | Trains, call: Call, rounds: int, pace: Pace = Pace()) -> None:
         self.book, self.case, self.call, self.count, self.pace = book, case, call, rounds, pace
@@ -246,7 +249,8 @@ class Bench:
         together: Sequence[str] = (),
         alone: Sequence[str] = (),
     ) -> None:
-        """together: are built before the first turn, so that what lacks room for all is known. alone: are built for each turn."""
+        """Let the ways take turns. together: ways that are built before the first turn, so that a lack of room for all is
+        known. alone: ways that are built for each turn."""
         keys = ["rates", *(f"{number}/{way}" for number in range(self.count) for way in WAYS)]
         if all(self.book.done(f"{self.case.name}/{key}") for key in keys):
             return
@@ -263,7 +267,7 @@ class Bench:
                 self._kept("rates", 60.0, lambda until_s: {"rates": self._rates(turns, until_s, gb_s, rest_s)})
 
     def _turn(self, turns: Turns[str, Way], way: str, number: int) -> None:
-        """A turn of a way, and behind its first one a look at its steps by themselves, where they are a device's."""
+        """Time a turn of a way, and behind its first one look at its steps by themselves, where they are a device's."""
         name = CONTROL if way == AGAIN else way
 
         def timed(until_s: float) -> dict[str, Any]:
@@ -295,7 +299,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _left_whole(self, turns: Turns[str, Way], name: str) -> Any:
-        """A system that failed is not asked again: its next turn has another one."""
+        """Close a system that failed inside the block, so that its next turn has another one."""
         try:
             yield
         except BaseException:
@@ -303,14 +307,14 @@ class Bench:
             raise
 
     def _step_s(self, way: str) -> float:
-        """Of a step, as its turns so far say."""
+        """Return the seconds of a step, by its turns so far."""
         prefix = f"{self.case.name}/"
         took = [each["turn"]["ms"] for key, each in self.book.found.items() if key.startswith(prefix) and "turn" in each
                 and key.endswith(f"/{way}")]  # fmt: skip
         return statistics.median(took) / 1e3 if took else math.inf
 
     def _rates(self, turns: Turns[str, Way], until_s: float, gb_s: float | None, rest_s: float) -> dict[str, Any]:
-        """Of the host's threads in this case, and what the planner predicts with them."""
+        """Return the rates of the host's threads in this case, and the planner's prediction with them."""
         control = turns.opened(CONTROL, until_s)
         adam_s, n = host_busy(control, 2)["adam"] + rest_s * control.parameters, control.parameters
         if turns.alone(CONTROL):
@@ -356,8 +360,8 @@ class Bench:
 
 
 def _in_words(work: Callable[[float], Mapping[str, Any]], until_s: float) -> Mapping[str, Any]:
-    """What `work` finds. Of what it raises the trace is printed, and what is left is Failed; a device that answers nothing any more
-    ends the call, as nothing that was not measured yet is to blame."""
+    """Return what `work` finds. The trace of an error is printed, and the error becomes Failed; a device that answers
+    nothing any more ends the call, as no measurement that was not made yet is to blame."""
     try:
         return work(until_s)
     except (Failed, OutOfTime):

@@ -1,7 +1,9 @@
-"""A decoder that trains: ways of `bench offload` on a GPU, real steps over the real link; and which decoders its memory holds.
+"""Train a decoder as a way of `bench offload` on a GPU, real steps over the real link; and find which decoders its memory
+holds.
 
-A way is a Decoder of one of Qwen3's shapes with random weights in bfloat16, on random tokens, with one of the three optimizers.
-Beside its turns its steps are looked at one by one: what the device did when, what the host did meanwhile, what memory was taken.
+A way is a Decoder of one of Qwen3's shapes with random weights in bfloat16, on random tokens, with one of the three
+optimizers. Beside its turns its steps are looked at one by one: what the device did when, what the host did meanwhile, what
+memory was taken.
 
 S steps of a window
 """
@@ -27,8 +29,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Trains:
-    """A case: a decoder of this shape, windows of `interval` steps. alone: ways that are built anew for each turn, as the host's
-    memory does not hold them beside each other. left_out: why it is not measured."""
+    """A Trains is a case: a decoder of this shape, windows of `interval` steps. alone: ways that are built anew for each
+    turn, as the host's memory does not hold them beside each other. left_out: why it is not measured."""
 
     name: str
     shape: Mapping[str, Any]
@@ -45,10 +47,10 @@ def cases(
     free_gib: float = math.inf,
     host_gib: float = math.inf,
 ) -> list[Trains]:
-    """The decoders that are measured with so much free memory of the device and the host, one a model.
+    """Return the decoders that are measured with so much free memory of the device and the host, one a model.
 
-    Of a model that is not held with all its layers, and that nobody asked for by name, the first one has as many as there is room
-    for, and the others are left out. Raises ValueError for a model that is not known.
+    A model that does not fit with all its layers, and that was not asked for by name, gets as many layers as there is room
+    for if it is the first one; the others are left out. Raises ValueError for a model that is not known.
     """
     for model in models:
         if model not in MODELS:
@@ -91,7 +93,7 @@ def _case(work: Work, model: str, layers: int, interval: int, free_gib: float, h
 
 
 def planned(shape: Mapping[str, Any], work: Work, way: str, interval: int) -> tuple[float, float]:
-    """GiB of the device and of the host that a way takes, as `surokit.plan` says."""
+    """Return the GiB of the device and of the host that a way takes, by `surokit.plan`."""
     import surokit as sk
 
     config = sk.DecoderConfig(**shape, max_length=work.length)
@@ -107,7 +109,7 @@ def planned(shape: Mapping[str, Any], work: Work, way: str, interval: int) -> tu
 
 
 def free_memory(device: str) -> tuple[float, float]:
-    """GiB that are free on the device and on the host."""
+    """Return the GiB that are free on the device and on the host."""
     import torch
 
     from surokit.profiler.record.chrome_trace import free_gib
@@ -116,7 +118,7 @@ def free_memory(device: str) -> tuple[float, float]:
 
 
 def answers() -> bool:
-    """Whether the device still works: a kernel that failed leaves its process without one."""
+    """Return whether the device still works: a kernel that failed leaves its process without one."""
     import torch
 
     try:
@@ -128,7 +130,7 @@ def answers() -> bool:
 
 
 def optimizer_of(way: str, interval: int) -> Any:
-    """A specification."""
+    """Return the specification of a way's optimizer."""
     import torch
 
     import surokit as sk
@@ -142,7 +144,7 @@ def optimizer_of(way: str, interval: int) -> Any:
 
 
 class Real:
-    """A way of a case. Raises Failed where memory is short."""
+    """A Real is a way of a case. Raises Failed where memory is short."""
 
     def __init__(self, way: str, case: Trains, work: Work, device: str) -> None:
         import torch
@@ -189,7 +191,7 @@ class Real:
         self.update()
 
     def compute(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         for _ in range(self.work.accumulate):
             (self.model(input_ids=self.ids, labels=self.ids).loss / self.work.accumulate).backward()
 
@@ -221,7 +223,7 @@ class Real:
 
 
 class Clock:
-    """Points on the device's line of time: events of its main stream, or where there is none the host's clock."""
+    """A Clock marks points on the device's line of time: events of its main stream, or where there is none the host's clock."""
 
     def __init__(self, device: Any) -> None:
         self._cuda = device.type == "cuda"
@@ -236,14 +238,15 @@ class Clock:
         return event
 
     def ms(self, begun: Any, over: Any) -> float:
-        """Between two points that the device has passed."""
+        """Return the milliseconds between two points that the device has passed."""
         return float(begun.elapsed_time(over) if self._cuda else 1e3 * (over - begun))
 
 
 def looked_at(way: Real, steps: int = LOOKED_AT) -> dict[str, Any]:
-    """So many steps, in whole windows, each by itself: on the device compute_ms of forward and backward and update_ms, with what
-    it waited in there; host_ms of the host in the optimizer's step; reserved_mib of the allocator behind it. Beside them peak_mib,
-    and what the optimizer counted, a step: idle_ms of the device without work by events, bytes, the host's waits."""
+    """Measure so many steps, in whole windows, each by itself: on the device compute_ms of forward and backward and
+    update_ms, with the waits in there; host_ms of the host in the optimizer's step; reserved_mib of the allocator behind
+    it. Beside them stand peak_mib, and the optimizer's own counts, a step: idle_ms of the device without work by events,
+    bytes, the host's waits."""
     import torch
 
     cuda = way.device.type == "cuda"

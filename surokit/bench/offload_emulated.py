@@ -1,10 +1,10 @@
-"""A device that sleeps: ways of `bench offload` where there is no GPU, and the cases in which they are timed.
+"""Emulate a device that sleeps: ways of `bench offload` where there is no GPU, and the cases in which they are timed.
 
-It computes by sleeping, for a time C, while the host's threads do their work. Gradients are real tensors that were made once; a
-throttled link moves them, and the host adds them up and runs AdamW on them. What the emulation computes of the device's own part
-(gathering cold columns, updating hot ones, taking weights in) is taken off the next C, in which a device does it within a
-hundredth. A CPU takes longer for it than for AdamW; so C, which has to have room for it, is long, and where a case asks for a host
-that is busy for longer still, its AdamW rests after its work.
+It computes by sleeping, for a time C, while the host's threads do their work. Gradients are real tensors that were made
+once; a throttled link moves them, and the host adds them up and runs AdamW on them. The time that the emulation takes for
+the device's own part (gathering cold columns, updating hot ones, taking weights in) is taken off the next C, in which a
+device does it within a hundredth. A CPU takes longer for it than for AdamW; so C, which has to have room for it, is long,
+and where a case asks for a host that is busy for longer still, its AdamW rests after its work.
 
 f share of the control's step in which the device waits; k hot columns; S window; M bytes of the model; N its parameters; B the
 link's rate; r the host's AdamW's
@@ -25,8 +25,8 @@ from surokit.bench.offload_ways import CHOSEN_ONCE, CONTROL, ZENFLOW, K, drain, 
 
 @dataclass(frozen=True)
 class Case:
-    """stalled: f, that the control is brought to. link: M over the link, in units of C; None: the link alone makes f, and AdamW
-    has the host's own rate. interval: S."""
+    """A Case sets the load. stalled: f, that the control is brought to. link: M over the link, in units of C; None: the
+    link alone makes f, and AdamW has the host's own rate. interval: S."""
 
     name: str
     stalled: float
@@ -50,7 +50,8 @@ CASES = (
 
 
 class Sleeper:
-    """An emulated device: C seconds of computing are slept, less what the emulation worked itself in its place since."""
+    """A Sleeper is an emulated device: C seconds of computing are slept, less the time that the emulation itself worked in
+    its place since."""
 
     def __init__(self, compute_s: float) -> None:
         self.compute_s, self.owed_s, self.worked_s = compute_s, 0.0, 0.0
@@ -76,7 +77,7 @@ class Sleeper:
 
 
 def link_of(device: Sleeper, gb_s: float) -> Any:
-    """A throttled link that counts its `transfers` down, and whose device's own work is the Sleeper's."""
+    """Make a throttled link that counts its `transfers` down, and whose device's own work is the Sleeper's."""
     from surokit.offload.link import ThrottledLink
 
     class Emulated(ThrottledLink):
@@ -93,7 +94,7 @@ def link_of(device: Sleeper, gb_s: float) -> Any:
 
 
 class Emulated:
-    """A way on a Sleeper. rest_s: that AdamW rests for each parameter that it updates."""
+    """An Emulated is a way on a Sleeper. rest_s: that AdamW rests for each parameter that it updates."""
 
     def __init__(
         self, way: str, work: Sequence[Any], device: Sleeper, gb_s: float, rest_s: float = 0.0, interval: int = 4
@@ -126,7 +127,7 @@ class Emulated:
             self.jobs = 1 if way == ZENFLOW else link.transfers
 
     def _rest(self) -> float:
-        """Before each of AdamW's jobs, on its thread: for as many parameters as the job has."""
+        """Rest before each of AdamW's jobs, on its thread: for as many parameters as the job has."""
         from surokit.offload.workers import beat
 
         cold = 1.0 if self.window == 1 else 1 - K
@@ -155,7 +156,8 @@ class Emulated:
 
 
 def gradients(millions: float) -> list[Any]:
-    """bf16, in matrices of a decoder's layers, of about so many million elements; columns differ in size, as they do in models."""
+    """Make gradients in bf16, as matrices of a decoder's layers, of about so many million elements; columns differ in size,
+    as they do in models."""
     import torch
 
     torch.manual_seed(0)
@@ -169,11 +171,11 @@ def gradients(millions: float) -> list[Any]:
 
 
 def setting(case: Case, work: Sequence[Any]) -> dict[str, Any]:
-    """C, the link's rate and AdamW's rest of a case.
+    """Find C, the link's rate and AdamW's rest of a case.
 
-    C is twice what the emulation computes in a step of ZenFlow in the device's place, which takes longer when the host works beside
-    it. Then the control runs, and AdamW's rest, or in a case of the link its rate, is corrected until the control is stalled for
-    the share that the case asks for.
+    C is twice the time that the emulation computes in a step of ZenFlow in the device's place, which takes longer when the
+    host works beside it. Then the control runs, and AdamW's rest, or in a case of the link its rate, is corrected until the
+    control is stalled for the share that the case asks for.
     """
     n, size = sum(g.numel() for g in work), sum(g.nbytes for g in work)
     device = Sleeper(0.0)

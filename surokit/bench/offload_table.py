@@ -1,4 +1,4 @@
-"""What follows from the raw file of `bench offload`: figures of a case, and the table with its bars.
+"""Compute the figures of a case from the raw file of `bench offload`, and make the table with its bars.
 
 f share of the control's step in which the device waits; x share of that stall which ZenFlow removes; k hot columns; S window;
 M bytes of the model; B the link's rate
@@ -21,7 +21,7 @@ BAR, NEAR = 0.85, 0.02  # of the stall is removed; of the traffic's formula
 
 
 def turns_of(data: Mapping[str, Any], case: str) -> dict[str, list[dict[str, Any]]]:
-    """Turns of each way, in the order of the rounds, of the rounds that are whole."""
+    """Return the turns of each way, in the order of the rounds, from the rounds that are whole."""
     rounds: dict[str, dict[str, dict[str, Any]]] = {}
     for key, each in data["offload"].items():
         name, number, way = (*key.split("/"), "", "")[:3]
@@ -32,7 +32,7 @@ def turns_of(data: Mapping[str, Any], case: str) -> dict[str, list[dict[str, Any
 
 
 def cases_of(data: Mapping[str, Any]) -> list[str]:
-    """Those with whole rounds."""
+    """Return the cases with whole rounds."""
     return [name for name in _cases(data) if turns_of(data, name)[NONE]]
 
 
@@ -41,8 +41,8 @@ def _cases(data: Mapping[str, Any]) -> Iterable[str]:
 
 
 def figures(data: Mapping[str, Any], case: str) -> dict[str, Any]:
-    """Of a case: step_ms by way and gain, as Intervals; f; x by the clock, and low and high of it; the gain that the waits explain
-    (emulated devices only); bytes over the model's, the formula, and which bars are met."""
+    """Return the figures of a case: step_ms by way and gain, as Intervals; f; x by the clock, and low and high of it; the
+    gain that the waits explain (emulated devices only); bytes over the model's, the formula, and which bars are met."""
     turns = turns_of(data, case)
     ms = {way: [each["ms"] for each in turns[way]] for way in WAYS}
     s = _interval(data, case)
@@ -79,20 +79,20 @@ def _interval(data: Mapping[str, Any], case: str) -> int:
 
 
 def waits(turns: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """ms a step by cause, mean; where weights land what the device waited, and not what it did."""
+    """Return the mean ms a step by cause; where weights land, only the device's wait counts, and not its work."""
     by = {cause: statistics.mean(each["waits"][cause] for each in turns) for cause in turns[0]["waits"]}
     by["landing"] = min(by["landing"], statistics.mean(each["device_waits"] for each in turns))
     return by
 
 
 def _explained(turns: Mapping[str, Sequence[Mapping[str, Any]]], f: float) -> float:
-    """1 / (1 - x f) with the x that the optimizers' accounts of their waits give."""
+    """Return 1 / (1 - x f) with the x that the optimizers' accounts of their waits give."""
     control, zenflow = (sum(waits(turns[way]).values()) for way in (CONTROL, ZENFLOW))
     return 1 / (1 - (1 - zenflow / control) * f)
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """A row a way and case; under them the conditions and each bar, met or missed, and what failed."""
+    """Make a row a way and case; under them the conditions and each bar, met or missed, and the failures."""
     head = ["case", "way", "step ms (95 %)", "waits ms, by cause", "stall removed (95 %)", "gain (95 %)",
             "1/(1 - x f), x by waits", "planned gain", "down + up, x M", "(1-k)(1+1/S)"]  # fmt: skip
     rows = [row for case in cases_of(data) for row in _rows(data, case)]
@@ -129,7 +129,7 @@ def _rows(data: Mapping[str, Any], case: str) -> list[list[str]]:
 
 
 def _note(data: Mapping[str, Any], case: str) -> str:
-    """The conditions of a case, and its bars."""
+    """Return the conditions of a case, and its bars."""
     found = figures(data, case)
     s = data["offload"].get(f"{case}/setting", {}).get("setting", {})
     rates = data["offload"].get(f"{case}/rates", {}).get("rates", {})
@@ -158,14 +158,14 @@ def _note(data: Mapping[str, Any], case: str) -> str:
 
 
 def _looks(data: Mapping[str, Any], case: str) -> dict[str, dict[str, Any]]:
-    """What was seen of the steps of each way."""
+    """Return the observations of the steps of each way."""
     prefix = f"{case}/steps/"
     found = ((key.removeprefix(prefix), each) for key, each in data["offload"].items() if key.startswith(prefix))
     return {way: each["seen"] for way, each in found if "seen" in each}
 
 
 def landing_ms(seen: Mapping[str, Any], interval: int) -> float:
-    """What the device took longer in the last step of a window than in the others, median."""
+    """Return how much longer the device took in the last step of a window than in the others, median."""
     ends = seen["update_ms"][interval - 1 :: interval]
     others = [ms for number, ms in enumerate(seen["update_ms"], start=1) if number % interval]
     return statistics.median(ends) - (statistics.median(others) if others else 0.0)

@@ -1,7 +1,7 @@
-"""The ways that `bench offload` times, and what is read of one of them while it has its turn.
+"""Define the ways that `bench offload` times, and read the figures of one of them while it has its turn.
 
-A way is a system on a device that sleeps (offload_emulated) or a decoder that trains (offload_decoder). Its turn is so many steps
-on the clock, beside what its optimizer counted of the same steps.
+A way is a system on a device that sleeps (offload_emulated) or a decoder that trains (offload_decoder). Its turn is so many
+steps on the clock, beside what its optimizer counted of the same steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HOST_WAITS = ("slot", "adam", "selection")
 
 
 class Way(Protocol):
-    """A system that takes turns. window: steps of a window."""
+    """A Way is a system that takes turns. window: steps of a window."""
 
     optimizer: Any
     window: int
@@ -29,15 +29,15 @@ class Way(Protocol):
     def step(self) -> None: ...
 
     def over(self) -> float:
-        """Waits for the device; seconds to take off the clock."""
+        """Wait for the device; return the seconds to take off the clock."""
         ...
 
     def close(self) -> None: ...
 
 
 def turn(way: Way, steps: int) -> dict[str, Any]:
-    """So many steps on the clock: ms a step; by the optimizer's own account of the same steps what the host waited for and what the
-    device was without work, ms a step, and bytes over the model's."""
+    """Time so many steps: ms a step; by the optimizer's own account of the same steps the host's waits by cause and the
+    device's time without work, ms a step, and bytes over the model's."""
     if way.window > 1:
         way.begin()
         for _ in range(way.window):
@@ -55,7 +55,7 @@ def turn(way: Way, steps: int) -> dict[str, Any]:
 
 
 def counts(optimizer: Any) -> dict[str, float]:
-    """What an offloading optimizer has counted so far; nothing for another."""
+    """Return the counts of an offloading optimizer so far; nothing for another."""
     accounts = getattr(optimizer, "accounts", None)
     if accounts is None:
         return {}
@@ -70,7 +70,7 @@ def counts(optimizer: Any) -> dict[str, float]:
 
 
 def since(before: dict[str, float], way: Way, steps: int) -> dict[str, Any]:
-    """What was counted in so many steps since `before`, a step."""
+    """Return the counts of so many steps since `before`, a step."""
     if not before:
         return {}
     after = counts(way.optimizer)
@@ -93,7 +93,7 @@ def drain(optimizer: Any) -> None:
 
 
 def host_busy(way: Way, steps: int) -> dict[str, float]:
-    """Seconds a step that each of the host's threads works, without its waits."""
+    """Return the seconds a step that each of the host's threads works, without its waits."""
     from surokit.offload.timeline import recorded
 
     way.begin()

@@ -1,8 +1,10 @@
-"""What measuring costs a training loop: interleaved A/B on the CPU, with a second plain loop (A/A) as the measure of the noise.
+"""Measure what measuring costs a training loop: interleaved A/B on the CPU, with a second plain loop (A/A) as the measure
+of the noise.
 
-The ways take turns in a new random order each round, a turn is some steps of the same loop on the same model, and each turn is
-held against the plain turn of its own round. Sampled windows are paid for once in 200 steps, so a turn with one window in it is
-scaled to that distance. Beside this stands what can be timed alone: a mark of the monitor, in microseconds.
+The ways take turns in a new random order each round, a turn is some steps of the same loop on the same model, and each turn
+is compared with the plain turn of its own round. Sampled windows are paid for once in 200 steps, so a turn with one window
+in it is scaled to that distance. Beside this stands the one cost that can be timed alone: a mark of the monitor, in
+microseconds.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ NOTES = {
 
 
 def run(rounds: int, steps: int, shape: Mapping[str, Any] = SHAPE, length: int = LENGTH) -> dict[str, Any]:
-    """Let the ways take turns and return the raw result. Raises ValueError for fewer than 2 rounds or 3 to 12 steps a turn."""
+    """Let the ways take turns and return the raw result. Raises ValueError for fewer than 2 rounds or other than 3 to 12
+    steps a turn."""
     if rounds < 2 or not 3 <= steps <= 12:
         raise ValueError(f"overhead needs at least 2 rounds and 3 to 12 steps a turn, not {rounds} and {steps}.")
     from surokit.environment import environment
@@ -84,7 +87,7 @@ def _row(name: str, turns: Mapping[str, Sequence[float]], around: Sequence[float
 
 
 def interval(values: Sequence[float], draws: int = 4000) -> tuple[float, float]:
-    """A 95 % bootstrap interval of the median."""
+    """Return a 95 % bootstrap interval of the median."""
     import numpy as np
 
     samples = np.random.default_rng(0).choice(np.asarray(values), (draws, len(values)))
@@ -93,7 +96,7 @@ def interval(values: Sequence[float], draws: int = 4000) -> tuple[float, float]:
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """A row a way: its overhead with the interval, the bar it is held against, and what start and stop take."""
+    """Make a row a way: its overhead with the interval, the bar that it is compared with, and the time of start and stop."""
     head = ["measured by", "overhead of a step (median, 95 %)", "bar", "start and stop ms", "note"]
     rows = []
     for way in data["overhead"]:
@@ -138,7 +141,7 @@ def _ways(steps: int) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
 
 
 def _loop(shape: Mapping[str, Any], length: int) -> Callable[[], None]:
-    """A step of a loop that is not ours: forward, backward, torch's AdamW."""
+    """Return a step of a loop that is not surokit's: forward, backward, torch's AdamW."""
     import torch
 
     import surokit as sk
@@ -158,7 +161,7 @@ def _loop(shape: Mapping[str, Any], length: int) -> Callable[[], None]:
 
 
 def _mark_us(marks: int = 5000) -> float:
-    """What `Monitor.step` takes, the median of five loops."""
+    """Return the microseconds of `Monitor.step`, the median of five loops."""
     from surokit.profiler.monitoring.monitor import Monitor
 
     found = []

@@ -1,12 +1,14 @@
-"""Ours beside other libraries at the same work, at equal settings and each at its documented best.
+"""Race surokit beside other libraries at the same work, at equal settings and each at its documented best.
 
-A race is a pair of processes that take turns on one device, the baseline and one system (A B A B), so a ratio is taken within a
-turn and only two models are in memory. The baseline is Unsloth where it runs, else transformers with Liger's kernels, else
-transformers alone. The first step and the warm-up come before the turns; how long the first step took is told apart. Speed alone
-proves nothing, so every race also tells how far the losses went from the baseline's on the same rows, the loss on rows that
-nobody trained on, and the ratio of tokens/s times the ratio of the steps that each needed to the same training loss.
+A race is a pair of processes that take turns on one device, the baseline and one system (A B A B), so a ratio is taken
+within a turn and only two models are in memory. The baseline is Unsloth where it runs, else transformers with Liger's
+kernels, else transformers alone. The first step and the warm-up come before the turns; the time of the first step is
+reported apart. Speed alone proves nothing, so every race also reports how far the losses went from the baseline's on the
+same rows, the loss on rows that no system trained on, and the ratio of tokens/s times the ratio of the steps that each
+needed to the same training loss.
 
-A call ends after so many minutes; with the same --out another call goes on with what is left. See baselines.py for the systems.
+A call ends after so many minutes; with the same --out another call goes on with what is left. See baselines.py for the
+systems.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ BOUNDS = {True: (0.005, 0.01), False: (0.02, 0.03)}
 
 @dataclass(frozen=True)
 class Group:
-    """What is raced together: a model's shape by name, what is trained, and the settings."""
+    """A Group says what is raced together: a model's shape by name, what is trained, and the settings."""
 
     model: str
     train: str
@@ -125,7 +127,7 @@ def listing(
     rehearse: bool = False,
     **_: Any,
 ) -> str:
-    """What `run` would race here, what the rest lacks, and about how long it takes."""
+    """List what `run` would race here, what the rest lacks, and about how long it takes."""
     names = _names(systems, models)
     work = {"train": train, "device": "cpu" if rehearse else "cuda"}
     lacking = {name: baselines.missing(baselines.SYSTEMS[name], work) for name in [*names, *BASELINES]}
@@ -151,7 +153,7 @@ def listing(
 
 
 def next_baseline(work: Mapping[str, Any]) -> str | None:
-    """The first library that others can be held against here; None where there is none."""
+    """Return the first library here that others can be compared with; None where there is none."""
     return next((name for name in BASELINES if baselines.missing(baselines.SYSTEMS[name], work) is None), None)
 
 
@@ -171,7 +173,7 @@ def _has_cuda() -> bool:
 
 
 def _run_model(model: str, races: Sequence[_Race], work: Work, device: str) -> None:
-    """Races of one shape, all with the same weights and rows, which are written first."""
+    """Run the races of one shape, all with the same weights and rows, which are written first."""
     if not any(left_s(race.call.ends_s) for race in races):
         for race in races:
             race.leave()
@@ -199,7 +201,7 @@ def _files(folder: Path, shape: Mapping[str, Any], work: Work, device: str) -> d
 
 
 class _Racing(Running):
-    """A system that has made its first step and its warm-up on this work, with its tokens/s of each turn."""
+    """A _Racing is a system that has made its first step and its warm-up on this work, with its tokens/s of each turn."""
 
     def __init__(self, name: str, work: Mapping[str, Any], until_s: float) -> None:
         super().__init__(baselines.worker(name, work, left_s(until_s)), WARM_UP, until_s)
@@ -212,7 +214,7 @@ class _Racing(Running):
         self.rates.append(round(answer["tokens"] / answer["seconds"], 1))
 
     def held_out(self) -> float | None:
-        """The loss on rows that nobody trained on, as it was when this was asked for first."""
+        """Return the loss on rows that no system trained on, as it was when this was called first."""
         if not self.held:
             self.held.append(self.system.ask({"evaluate": True}, left_s(self.until_s))["loss"])
         return self.held[0]
@@ -229,7 +231,7 @@ class _Racing(Running):
 
 
 class _Race:
-    """The races of a group that are not in the book yet."""
+    """A _Race holds the races of a group that are not in the book yet."""
 
     def __init__(self, group: Group, names: Sequence[str], rounds: int, steps: int, call: Call, book: Book) -> None:
         self.group, self.rounds, self.steps, self.call, self.book = group, rounds, steps, call, book
@@ -244,11 +246,11 @@ class _Race:
         self.baselines = tuple(dict.fromkeys(before)) or BASELINES
 
     def leave(self) -> None:
-        """What is pending is left for another call."""
+        """Leave the pending races to another call."""
         self.book.data["left"] += [self.group.key(name) for name in self.pending]
 
     def run(self, work: Mapping[str, Any]) -> None:
-        """Until nothing is pending or the time is up."""
+        """Run until nothing is pending or the time is up."""
         with suppress(OutOfTime):
             while self.pending:
                 with closing(Turns(partial(self._started, work))) as turns:
@@ -259,7 +261,7 @@ class _Race:
         self.leave()
 
     def _against(self, turns: Turns[str, _Racing], baseline: str) -> None:
-        """Everything that is pending against a baseline, as long as that runs; then what the baseline is by itself."""
+        """Race everything that is pending against a baseline, as long as that runs; then measure the baseline by itself."""
         late: OutOfTime | None = None
         try:
             for name in [n for n in self.pending if n != baseline]:
@@ -274,7 +276,7 @@ class _Race:
             raise late
 
     def _tried(self, name: str, race: Callable[[float], Mapping[str, Any]], begun: bool = False) -> None:
-        """Keeps what `race(until when)` finds of a system, or why it finds nothing. Raises OutOfTime."""
+        """Keep what `race(until when)` finds of a system, or why it finds nothing. Raises OutOfTime."""
         key, began_s = self.group.key(name), time.monotonic()
         found = self.call.tried(key, None if begun else self.need_s, race)
         self.need_s = time.monotonic() - began_s
@@ -286,7 +288,7 @@ class _Race:
             self.pending = [n for n in self.pending if n != name]
 
     def _runs(self, turns: Turns[str, _Racing], name: str) -> bool:
-        """Whether it can be a baseline: then it is open."""
+        """Return whether it can be a baseline: then it is open."""
 
         def start(until_s: float) -> dict[str, Any]:
             turns.opened(name, until_s)
@@ -297,7 +299,7 @@ class _Race:
         return name in turns.open
 
     def _started(self, work: Mapping[str, Any], name: str, until_s: float) -> _Racing:
-        """The system after its warm-up, with the largest micro-batch that fits where it is at its best."""
+        """Return the system after its warm-up, with the largest micro-batch that fits where it is at its best."""
         if lacking := baselines.missing(baselines.SYSTEMS[name], work):
             raise Failed(lacking, "missing")
         *larger, given = ({**work, "batch": batch, "accumulate": count} for batch, count in _shapes(work))
@@ -310,7 +312,7 @@ class _Race:
         return _Racing(name, given, until_s)
 
     def _pair(self, turns: Turns[str, _Racing], name: str, baseline: str, until_s: float) -> dict[str, Any]:
-        """A system against the baseline, in turns; of the two, the one that failed is closed."""
+        """Race a system against the baseline, in turns; of the two, the one that failed is closed."""
         system, beside = turns.opened(name, until_s), turns.opened(baseline, until_s)
         before, turning = len(beside.rates), baseline
         try:
@@ -329,7 +331,7 @@ class _Race:
         return system.entry(baseline, beside.rates[before:], system.losses)
 
     def _own(self, baseline: _Racing) -> dict[str, Any]:
-        """The baseline's own entry: all its turns, and its losses of as many steps as a system makes."""
+        """Return the baseline's own entry: all its turns, and its losses of as many steps as a system makes."""
         while len(baseline.rates) < self.rounds:
             baseline.turn(self.steps)
         steps = WARM_UP + self.rounds * (AGAIN + self.steps)
@@ -339,7 +341,7 @@ class _Race:
 
 
 def _shapes(work: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Micro-batches and how many of them: as given, or at its best all tokens of a step at once, then in halves."""
+    """Return micro-batches and how many of them: as given, or at its best all tokens of a step at once, then in halves."""
     batch, accumulate = work["batch"], work["accumulate"]
     if work["settings"] == "equal":
         return [(batch, accumulate)]
@@ -351,7 +353,7 @@ def _shapes(work: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def shown(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The races that were run to their end, in groups, each group's baseline first."""
+    """Return the races that were run to their end, in groups, each group's baseline first."""
     found = [entry for entry in data["peers"].values() if "failed" not in entry]
     groups = list(dict.fromkeys(_group(entry) for entry in found))
     return sorted(found, key=lambda e: (groups.index(_group(e)), e["system"] != e["baseline"]))
@@ -367,12 +369,12 @@ def _entry_of_baseline(data: Mapping[str, Any], entry: Mapping[str, Any]) -> Map
 
 
 def ratios(entry: Mapping[str, Any]) -> list[float]:
-    """tokens/s over the baseline's, turn by turn."""
+    """Return tokens/s over the baseline's, turn by turn."""
     return [a / b for a, b in zip(entry["tokens_per_s"], entry["baseline_tokens_per_s"])]
 
 
 def gaps(entry: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[float]:
-    """How far each step's loss lies from the baseline's, as a share of it; nan where there is none."""
+    """Return how far each step's loss lies from the baseline's, as a share of it; nan where there is none."""
     nan = float("nan")
     return [
         abs(a - b) / abs(b) if a is not None and b is not None else nan
@@ -381,14 +383,14 @@ def gaps(entry: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[float]:
 
 
 def agrees(entry: Mapping[str, Any], baseline: Mapping[str, Any]) -> bool:
-    """Whether the same was computed: the first loss and all losses within their bounds, and equally many numbers trained."""
+    """Return whether both computed the same: the first loss and all losses are within their bounds."""
     first, all_of_them = BOUNDS[baselines.SYSTEMS[entry["system"]].exact]
     found = gaps(entry, baseline)
     return bool(found) and found[0] <= first and all(gap <= all_of_them for gap in found)
 
 
 def matched(entry: Mapping[str, Any], baseline: Mapping[str, Any]) -> float | None:
-    """The ratio of tokens/s times the baseline's steps over this one's, to the lowest training loss that both reach."""
+    """Return the ratio of tokens/s times the baseline's steps over this one's, to the lowest training loss that both reach."""
     count = min(len(entry["losses"]), len(baseline["losses"]))
     own, other = entry["losses"][:count], baseline["losses"][:count]
     if count < SMOOTHED or None in own or None in other:
@@ -401,8 +403,8 @@ def matched(entry: Mapping[str, Any], baseline: Mapping[str, Any]) -> float | No
 
 
 def over_unsloth(data: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
-    """(mean over the models of the median ratio to Unsloth, how many models) of each recipe of ours: LoRA, equal settings, and
-    only where the losses agree."""
+    """Return (mean over the models of the median ratio to Unsloth, how many models) for each recipe of surokit: LoRA, equal
+    settings, and only where the losses agree."""
     found: dict[str, list[float]] = {}
     for entry in shown(data):
         library, _, recipe = entry["system"].partition(" ")
@@ -414,9 +416,9 @@ def over_unsloth(data: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """A Markdown table of all races, and under it the bars, what differs, failed, is missing and is left.
+    """Make a Markdown table of all races, and under it the bars, what differs, failed, is missing and is left.
 
-    That of a rehearsal says in its first line that its numbers mean nothing.
+    The table of a rehearsal says in its first line that its numbers mean nothing.
     """
     head = [
         "work",
@@ -482,7 +484,7 @@ def _differences(entry: Mapping[str, Any], baseline: Mapping[str, Any]) -> Itera
 
 
 def write_csv(data: Mapping[str, Any], path: Path) -> None:
-    """A row for every turn."""
+    """Write a row for every turn."""
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
         rows.writerow(
@@ -495,7 +497,7 @@ def write_csv(data: Mapping[str, Any], path: Path) -> None:
 
 
 def draw(data: Mapping[str, Any], path: Path) -> None:
-    """The loss curves as PNG; says nothing where matplotlib is not installed."""
+    """Draw the loss curves as PNG; does nothing where matplotlib is not installed."""
     try:
         picture = figure(data)
     except ImportError:
@@ -504,7 +506,7 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
 
 
 def figure(data: Mapping[str, Any]) -> Figure:
-    """A column a group: losses laid over each other, and under them each one's gap to the baseline in percent of it."""
+    """Draw a column a group: losses laid over each other, and under them each one's gap to the baseline in percent of it."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Picture
 

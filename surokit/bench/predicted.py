@@ -1,10 +1,10 @@
-"""What the planner expects of the fused step on an H100 and an H200, beside the bars of speed. Nothing here is measured.
+"""Predict the fused step on an H100 and an H200 with the planner, beside the bars of speed. Nothing here is measured.
 
-Every configuration of the targets' table is planned with fusing, CUDA graphs and the codes of frozen weights kept, at three sets of
-rates: assumed ones, which make the prediction; those that large products and copies are said to reach; and the datasheet's, which
-few runs reach. The assumed ones fit a model of 8B: the products of small ones reach less. Attention is taken as FlashAttention-2's
-in all three. What is assumed goes into the raw file. Where a step does not fit the GPU, it is planned with the first recompute that
-makes it fit.
+Every configuration of the targets' table is planned with fusing, CUDA graphs and the codes of frozen weights kept, at three
+sets of rates: assumed ones, which make the prediction; those that large products and copies are said to reach; and the
+datasheet's, which few runs reach. The assumed ones fit a model of 8B: the products of small ones reach less. Attention is
+taken as FlashAttention-2's in all three. All assumptions go into the raw file. Where a step does not fit the GPU, it is
+planned with the first recompute that makes it fit.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ ASSUMED = {
 
 
 def run(devices: Sequence[str] = DEVICES, measured: Path | None = None) -> dict[str, Any]:
-    """The raw result: a row for each device and target.
+    """Return the raw result: a row for each device and target.
 
-    measured: the file of `bench gpu` on one of the devices; its rows have "measured" then, of tokens/s the median, least and most.
-    Raises ValueError for a file that is none or was measured on a device that nothing is predicted of.
+    measured: the file of `bench gpu` on one of the devices; its rows have "measured" then, of tokens/s the median, least
+    and most. Raises ValueError for a file that is none or was measured on a device that nothing is predicted for.
     """
     from surokit.environment import environment
 
@@ -75,7 +75,7 @@ def run(devices: Sequence[str] = DEVICES, measured: Path | None = None) -> dict[
 
 
 def _beside(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Puts what a file of `bench gpu` has beside what is predicted of its device."""
+    """Put the figures of a file of `bench gpu` beside the predictions for its device."""
     from surokit.bench import gpu_table
 
     try:
@@ -105,7 +105,7 @@ def _beside(rows: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def at(rates: str, gpu: Gpu) -> Gpu:
-    """The GPU with the rates that a set takes it to reach."""
+    """Return the GPU with the rates that a set takes it to reach."""
     (bf16, fp8, bandwidth), words = RATES[rates]
     assert gpu.bf16_tflops is not None
     assert gpu.fp8_tflops is not None
@@ -120,7 +120,7 @@ def at(rates: str, gpu: Gpu) -> Gpu:
 
 
 def planned(target: Target, gpu: Gpu, **options: Any) -> Plan:
-    """The plan of a target's configuration on a GPU; options are those of `sk.plan`."""
+    """Return the plan of a target's configuration on a GPU; options are those of `sk.plan`."""
     import surokit as sk
     from surokit.recipe import find_recipe
 
@@ -191,7 +191,7 @@ def _kernels(plan: Plan) -> int:
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """Markdown: predicted speed beside the bars, where the time and the memory go, and what is assumed."""
+    """Make Markdown: predicted speed beside the bars, time and memory by part, and the assumptions."""
     rows = data["predicted"]
     measured = any("measured" in row for row in rows)
     speed = [
@@ -225,7 +225,8 @@ _PHASES = ("forward", "recompute", "backward", "optimizer", "gaps")
 
 
 def digest(data: Mapping[str, Any]) -> str:
-    """The fingerprint of what is drawn; a picture carries it, so that a page's picture and its raw file can be told apart."""
+    """Return the fingerprint of what is drawn; a picture carries it, so that a page's picture and its raw file can be told
+    apart."""
     return hashlib.sha256(json.dumps(data["predicted"], sort_keys=True).encode()).hexdigest()
 
 
@@ -235,8 +236,8 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
 
 
 def figure(data: Mapping[str, Any]) -> Figure:
-    """Of one H200, a line a target: tokens/s as predicted, from assumed rates to peak rates, as a reader estimated them and as
-    measured, and the gate."""
+    """Draw a line a target, on one H200: tokens/s as predicted, from assumed rates to peak rates, as a reader estimated
+    them and as measured, and the gate."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -314,7 +315,7 @@ def _k(tokens_per_s: float | None) -> str:
 
 
 def _passes(row: Mapping[str, Any]) -> str:
-    """The highest bar that the prediction passes."""
+    """Return the highest bar that the prediction passes."""
     if "bars" not in row or row["tokens_per_s"] is None:
         return ""
     passed = [name for name, bar in row["bars"].items() if bar is not None and row["tokens_per_s"] >= bar]

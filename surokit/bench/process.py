@@ -1,12 +1,12 @@
-"""A system under measurement in a process of its own, asked in JSON lines; it cannot take the benchmark down with it.
+"""Run a system under measurement in a process of its own, asked in JSON lines; it cannot take the benchmark down with it.
 
     worker = Worker([sys.executable, "-m", "surokit.bench.worker", work], "bf16")
     worker.ready                                 the process's first line
     worker.ask({"steps": 8}, timeout_s=60)       one line to its stdin, one line from its stdout
     worker.close()
 
-An answer is a dict. {"error": "..."} and {"missing": "..."} become a Failed, and so does a process that ends or takes too long. The
-other end is `serve`, in that process.
+An answer is a dict. {"error": "..."} and {"missing": "..."} become a Failed, and so does a process that ends or takes too
+long. The other end is `serve`, in that process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _END_S = 20.0  # for a process to end by itself once it is told nothing more
 
 
 class Failed(RuntimeError):
-    """What a worker could not do, in one sentence. why: "late", "missing" (it cannot run here), "memory", or "" for the rest."""
+    """A Failed says what a worker could not do, in one sentence. why: "late", "missing" (it cannot run here), "memory", or
+    "" for the rest."""
 
     def __init__(self, message: str, why: Literal["", "late", "missing", "memory"] = "") -> None:
         super().__init__(message)
@@ -42,12 +43,12 @@ class Failed(RuntimeError):
 
 
 def left_s(until_s: float) -> float:
-    """Seconds from now until `until_s` of time.monotonic; 0 where that is past."""
+    """Return the seconds from now until `until_s` of time.monotonic; 0 where that is past."""
     return max(0.0, until_s - time.monotonic())
 
 
 def understood(answer: dict[str, Any]) -> dict[str, Any]:
-    """The answer, unless it says that there is none."""
+    """Return the answer, unless it says that there is none: then raise Failed."""
     if "missing" in answer:
         raise Failed(str(answer["missing"]), "missing")
     if "error" in answer:
@@ -56,15 +57,15 @@ def understood(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def end_with_parent() -> None:
-    """Lets the system end this process with the one that started it, however that one ends; on Linux, elsewhere nothing."""
+    """Let the system end this process with the one that started it, however that one ends; on Linux, elsewhere it does nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def serve(start: Callable[[], tuple[Mapping[str, Any], Answers | None]]) -> int:
-    """Says the first line that `start` gives, then the answer to each line of stdin, if there is anything to ask.
+    """Write the first line that `start` gives, then the answer to each line of stdin, if there is anything to ask.
 
-    Answers go where stdout was; whatever else prints, in Python or below it, goes to stderr.
+    Answers go where stdout was; everything else that prints, in Python or below it, goes to stderr.
     """
     end_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -87,7 +88,8 @@ def serve(start: Callable[[], tuple[Mapping[str, Any], Answers | None]]) -> int:
 
 
 def peak_memory(cuda: bool) -> dict[str, float]:
-    """MiB of this process at its fullest: what tensors took and what the allocator had taken for them; on a CPU all of it."""
+    """Return the MiB of this process at its fullest: the memory of tensors and the memory that the allocator had taken for
+    them; on a CPU all of it."""
     if not cuda:
         import resource
 
@@ -99,10 +101,10 @@ def peak_memory(cuda: bool) -> dict[str, float]:
 
 
 class Worker:
-    """Starts the process and waits for its first line, at most `timeout_s` seconds. Raises Failed.
+    """A Worker starts the process and waits for its first line, at most `timeout_s` seconds. Raises Failed.
 
-    environment: variables of the process beside those of this one. clocks: an answer comes with "clocks", those of the GPU while it
-    was worked on.
+    environment: variables of the process beside those of this one. clocks: an answer comes with "clocks", those of the GPU
+    while it was worked on.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class Worker:
             raise
 
     def ask(self, request: Mapping[str, Any], timeout_s: float = 300.0) -> dict[str, Any]:
-        """The answer to one request; Failed where there is none within the time, and then the process is gone."""
+        """Return the answer to one request; raise Failed where there is none within the time, and then the process is gone."""
         assert self._process.stdin is not None
         if self._gone:
             raise Failed(f"{self.name} has ended before.")
@@ -148,7 +150,7 @@ class Worker:
         return {**answer, "clocks": clocks} if self._clocks else answer
 
     def close(self) -> None:
-        """Lets the process end, and ends it where it does not."""
+        """Let the process end, and end it where it does not."""
         if self._process.stdin is not None and not self._gone:
             with suppress(OSError):  # it ended before it had read everything
                 self._process.stdin.close()
@@ -157,7 +159,7 @@ class Worker:
         self.kill()
 
     def kill(self) -> None:
-        """Ends the process and everything that it started."""
+        """End the process and everything that it started."""
         if self._gone:
             return
         self._gone = True

@@ -1,4 +1,4 @@
-"""A benchmark's raw result: plain data with environment and date, and the table that is made from it."""
+"""Keep a benchmark's raw result as plain data with environment and date, and make its table."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def result(
 
 
 def ratios(data: Mapping[str, Any], system: str) -> list[float]:
-    """tokens/s of a system over the baseline's, turn by turn."""
+    """Return tokens/s of a system over the baseline's, turn by turn."""
     rates = {s["name"]: s["tokens_per_s"] for s in data["systems"]}
     return [a / b for a, b in zip(rates[system], rates[data["baseline"]])]
 
 
 def loss_gap(data: Mapping[str, Any], system: str) -> float:
-    """Largest relative distance of a system's loss from the baseline's, over all steps."""
+    """Return the largest relative distance of a system's loss from the baseline's, over all steps."""
     losses = {s["name"]: s["losses"] for s in data["systems"]}
     return max(abs(a - b) / abs(b) for a, b in zip(losses[system], losses[data["baseline"]]))
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """A Markdown table: one row a system, medians with their range over the turns."""
+    """Make a Markdown table: one row a system, medians with their range over the turns."""
     baseline = next((s for s in data["systems"] if s["name"] == data["baseline"]), None)
     head = [
         "system",
@@ -84,7 +84,7 @@ def table(data: Mapping[str, Any]) -> str:
 
 
 def markdown(data: Mapping[str, Any], head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with the line under it: what was measured, how, where and when."""
+    """Make a Markdown table with the line under it: what was measured, how, where and when."""
     environment = data["environment"]
     settings = ", ".join(f"{key} {value}" for key, value in data["settings"].items())
     device = environment["device"]
@@ -98,13 +98,14 @@ def markdown(data: Mapping[str, Any], head: Sequence[str], rows: Sequence[Sequen
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table alone."""
+    """Make a Markdown table alone."""
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
 
 
 def write(data: Mapping[str, Any], path: Path) -> None:
-    """The raw result as indented JSON, whole or not at all: a reader never finds half of it. Of paths in its words only the last
-    name is written: a result is for others, and a message of an error may say where things lie on this machine."""
+    """Write the raw result as indented JSON, whole or not at all: a reader never finds half of it. Of paths in its words
+    only the last name is written: a result is for others, and a message of an error may say where things lie on this
+    machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".new")
     beside.write_text(json.dumps(_without_paths(data), indent=1) + "\n", encoding="utf-8")
@@ -123,7 +124,7 @@ def _without_paths(data: Any) -> Any:
 
 
 def check_writable(path: Path) -> None:
-    """ValueError, one sentence, where no result could be written there."""
+    """Raise ValueError, one sentence, where no result could be written there."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder: give --out the name of a file.")
     if not path.parent.exists():
@@ -139,7 +140,7 @@ _PLACE = re.compile(r"(<!-- table: (?P<raw>\S+) -->\n).*?(<!-- end of table -->)
 
 
 def filled(text: str, folder: Path) -> str:
-    """`text` with every marked place holding the table of its raw file; paths are relative to `folder`.
+    """Return `text` with every marked place holding the table of its raw file; paths are relative to `folder`.
 
     A place is `<!-- table: measurements/cpu.json -->` ... `<!-- end of table -->`.
     """
@@ -152,7 +153,7 @@ def filled(text: str, folder: Path) -> str:
 
 
 def _table_for(data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
-    """The table of a raw file, by what it holds."""
+    """Return the table function of a raw file, by the keys it holds."""
     for part in (
         "kernels",
         "ceilings",
@@ -179,7 +180,7 @@ _PICTURE = re.compile(r"<!-- figure: (?P<raw>\S+) (?P<picture>\S+) -->")
 
 
 def pictures(text: str, folder: Path) -> dict[Path, dict[str, Any]]:
-    """The pictures that a page wants drawn and the raw data of each; paths are relative to `folder`.
+    """Return the pictures that a page wants drawn and the raw data of each; paths are relative to `folder`.
 
     A place is `<!-- figure: measurements/recipes.json loss-gaps.png -->`, right before the image itself.
     """
@@ -190,6 +191,6 @@ def pictures(text: str, folder: Path) -> dict[Path, dict[str, Any]]:
 
 
 def drawn_by(data: Mapping[str, Any]) -> Any:
-    """The module whose `draw` makes the picture of a raw file, by what it holds; `digest` is the fingerprint in it."""
+    """Return the module whose `draw` makes the picture of a raw file, by the keys it holds; `digest` is the fingerprint in it."""
     part = next((part for part in ("peers", "deferral", "spans", "predicted") if part in data), "study")
     return import_module(f"surokit.bench.{part}")

@@ -1,8 +1,9 @@
-"""The raw file of a benchmark that takes several calls: each finished measurement is written at once, the next call goes on.
+"""Store the raw file of a benchmark that takes several calls: each finished measurement is written at once, the next call
+goes on.
 
 A measurement is a dict under a key, with the commit and the fingerprint of the sources that it was made with: they may differ
-within a file, so that a fix of one line costs what it changes and no more. What was measured on another device or with other
-versions does not belong in the same file: the difference is named. Numbers that are not finite become null, so that any reader of
+within a file, so that a fix of one line costs what it changes and no more. Measurements on another device or with other
+versions do not belong in the same file: the difference is named. Numbers that are not finite become null, so that any reader of
 JSON can read it.
 """
 
@@ -26,10 +27,10 @@ SAME = ("device", "cuda_capability", "torch", "triton", "cuda")
 
 
 class Book:
-    """A raw file at `path`, new or gone on with.
+    """A Book is a raw file at `path`, new or gone on with.
 
-    head: what the file says beside its measurements ("benchmark", "settings", ...); equal in every call. part: the key that holds
-    them. Raises ValueError, which names the difference, for a file of another benchmark, device or version.
+    head: what the file says beside its measurements ("benchmark", "settings", ...); equal in every call. part: the key that
+    holds them. Raises ValueError, which names the difference, for a file of another benchmark, device or version.
     """
 
     def __init__(self, path: Path, part: str, head: Mapping[str, Any], call: Mapping[str, Any]) -> None:
@@ -69,11 +70,11 @@ class Book:
         return found
 
     def done(self, key: str) -> bool:
-        """Whether nothing is left to do under this key: it was measured, or failed."""
+        """Return whether nothing is left to do under this key: it was measured, or failed."""
         return key in self and "left_out" not in self[key]
 
     def current(self, key: str) -> bool:
-        """Whether a measurement is there and was made with the sources that are here."""
+        """Return whether a measurement is there and was made with the sources that are here."""
         return key in self and self[key].get("source", self.data["environment"]["source"]) == self.made["source"]
 
     @property
@@ -82,13 +83,13 @@ class Book:
         return found
 
     def put(self, key: str, value: Mapping[str, Any]) -> dict[str, Any]:
-        """Keeps a measurement with its date, call, commit and source, and writes the file."""
+        """Keep a measurement with its date, call, commit and source, and write the file."""
         kept = self.keep(key, value)
         result.write(self.data, self.path)
         return kept
 
     def keep(self, key: str, value: Mapping[str, Any]) -> dict[str, Any]:
-        """The same, for a file that is written soon."""
+        """Keep a measurement as `put` does, for a file that is written soon."""
         date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         self.data["calls"][-1].pop("begun", None)
         self.found[key] = _finite({**value, **self.made, "call": self.calls, "date": date})
@@ -99,40 +100,41 @@ class Book:
             self.found.pop(key, None)
 
     def begin(self, key: str) -> None:
-        """Says in the file what is measured now, for whoever finds that the measuring process is gone."""
+        """Write in the file what is measured now, for a later call that finds that the measuring process is gone."""
         self.data["calls"][-1]["begun"] = key
         result.write(self.data, self.path)
 
     @property
     def begun(self) -> str:
-        """What the last call was measuring when it last wrote the file; "" between measurements."""
+        """Return the key that the last call was measuring when it last wrote the file; "" between measurements."""
         return str(self.data["calls"][-1].get("begun", ""))
 
     def read_again(self) -> None:
-        """Takes over what another process has written into the file."""
+        """Take over the measurements that another process has written into the file."""
         self.data = json.loads(self.path.read_text(encoding="utf-8"))
 
     def end(self, left: str) -> None:
-        """Says in the file what this call leaves to another, in words; "" where nothing is left."""
+        """Write in the file what this call leaves to another, in words; "" where nothing is left."""
         self.data["calls"][-1]["left"] = left
         result.write(self.data, self.path)
 
 
 def commits(data: Mapping[str, Any], measurements: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The commits that measurements of a file were made with, in their order; a source's fingerprint where there is no commit."""
+    """Return the commits that measurements of a file were made with, in their order; a source's fingerprint where there is
+    no commit."""
     first = {"commit": None, "source": "unknown", **data["environment"]}
     made = ({**first, **each} for each in measurements)
     return list(dict.fromkeys(str(each["commit"] or f"source {each['source']}") for each in made))
 
 
 def mixed(data: Mapping[str, Any], measurements: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The line below a table whose figures were measured with several commits; none where it was one."""
+    """Return the line below a table whose figures were measured with several commits; none where it was one."""
     made = commits(data, measurements)
     return [f"Measured with several commits, {', '.join(made)}: the raw file says what with which."] * (len(made) > 1)
 
 
 def next_free(path: Path) -> Path:
-    """`path`, or where it is taken path-2, path-3, ..."""
+    """Return `path`, or where it is taken path-2, path-3, ..."""
     free, number = path, 1
     while free.exists():
         number += 1
@@ -141,7 +143,7 @@ def next_free(path: Path) -> Path:
 
 
 def source() -> str:
-    """16 hexadecimal digits over the code that is measured: the package without its benchmarks, and its kernels."""
+    """Return 16 hexadecimal digits over the code that is measured: the package without its benchmarks, and its kernels."""
     digest = hashlib.blake2b(digest_size=8)
     roots = ["surokit", "surokit.kernels.reference", "surokit.kernels.triton", "surokit.kernels.cuda"]
     for root in roots:
@@ -155,7 +157,7 @@ def source() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the sources, "+" behind it where files differ; None where there is no repository."""
+    """Return the commit of the sources, with "+" behind it where files differ; None where there is no repository."""
     folder = Path(str(files("surokit"))).parent
 
     def git(*words: str) -> str:

@@ -1,8 +1,9 @@
-"""Who does what when in a step of each way to train: without offload, with OffloadAdamW, with ZenFlow, as spans and as a picture.
+"""Record which thread does what when in a step of each way to train: without offload, with OffloadAdamW, with ZenFlow, as
+spans and as a picture.
 
-The device is emulated: it computes a step by sleeping, so that the cores are free for the host's threads, as they are beside a GPU.
-The link is a ThrottledLink. Gradients that travel, threads that add them up, AdamW, and who waits for whom are real. It shows the
-order of things and no GPU's speed: what `surokit.bench offload` measures in turns.
+The device is emulated: it computes a step by sleeping, so that the cores are free for the host's threads, as they are
+beside a GPU. The link is a ThrottledLink. Gradients that travel, threads that add them up, AdamW, and all waits are real.
+It shows the order of things and no GPU's speed: `surokit.bench offload` measures that in turns.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ TRAINING = "MainThread"  # the lane of the training thread
 
 
 def run(steps: int = 8, compute_ms: float = 150.0, link_gb_s: float = 0.1) -> dict[str, Any]:
-    """The raw result: "spans" has those of `steps` steps by way, after as many that are not recorded. ValueError for steps < 1."""
+    """Return the raw result: "spans" has those of `steps` steps by way, after as many that are not recorded. Raises
+    ValueError for steps < 1."""
     import torch
 
     import surokit as sk
@@ -86,12 +88,12 @@ def _recorded(make: Callable[[list[torch.Tensor]], Any] | None, steps: int, comp
 
 
 def _plain(timeline: Timeline) -> list[list[Any]]:
-    """Lane, what, start and stop in seconds, to a hundredth of a millisecond."""
+    """Return lane, what, start and stop in seconds, to a hundredth of a millisecond."""
     return [[s.lane, s.what, round(s.start_s, 5), round(s.stop_s, 5)] for s in timeline.spans]
 
 
 def timelines(data: Mapping[str, Any]) -> dict[str, Timeline]:
-    """By way, with the step's milliseconds."""
+    """Return the timelines by way, with the step's milliseconds."""
     from surokit.offload.timeline import Span, Timeline
 
     found = {way: Timeline(Span(*each) for each in spans) for way, spans in data["spans"].items()}
@@ -99,13 +101,13 @@ def timelines(data: Mapping[str, Any]) -> dict[str, Timeline]:
 
 
 def step_ms(data: Mapping[str, Any], timeline: Timeline) -> float:
-    """Of the training thread."""
+    """Return the milliseconds of a step of the training thread."""
     mine = [each for each in timeline.spans if each.lane == TRAINING]
     return 1e3 * (mine[-1].stop_s - mine[0].start_s) / int(data["settings"]["steps"])
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """Milliseconds a step by way: what each thread worked, and what the training thread waited."""
+    """Make a row a way, in milliseconds a step: the work of each thread, and the waits of the training thread."""
     rows = []
     for way, timeline in timelines(data).items():
         steps = data["settings"]["steps"]
@@ -119,7 +121,7 @@ def table(data: Mapping[str, Any]) -> str:
 
 
 def digest(data: Mapping[str, Any]) -> str:
-    """A fingerprint of what the picture shows."""
+    """Return a fingerprint of the data that the picture shows."""
     return hashlib.sha256(json.dumps(data["spans"], sort_keys=True).encode()).hexdigest()
 
 
@@ -129,7 +131,7 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
 
 
 def figure(data: Mapping[str, Any]) -> Figure:
-    """A row a thread, the ways one above the other."""
+    """Draw a row a thread, the ways one above the other."""
     from matplotlib import rc_context
 
     from surokit.offload.timeline import plot

@@ -1,4 +1,4 @@
-"""The accuracy study as a table and a picture: held-out loss of each recipe against bfloat16 over paired seeds.
+"""Show the accuracy study as a table and a picture: held-out loss of each recipe against bfloat16 over paired seeds.
 
 The raw file, docs/measurements/recipes.json, comes from tests/soak/test_recipes.py: a loss for every seed and recipe, and for
 each recipe the interval of the mean relative gap with the gate that it is held to. Recipes of products are paired with "bf16",
@@ -26,22 +26,22 @@ _COLORS = {"inside": "#0072B2", "undecided": "#B58900", "outside": "#D55E00", "r
 
 
 def names(data: Mapping[str, Any]) -> list[str]:
-    """The recipes of the study in the file's order, baselines left out."""
+    """Return the recipes of the study in the file's order, baselines left out."""
     return [name for name in data["runs"][0] if name not in ("seed", *BASELINES)]
 
 
 def baseline(name: str) -> str:
-    """What a recipe is held against: the run with the same steps and the same trained parameters."""
+    """Return the run that a recipe is compared with: the one with the same steps and the same trained parameters."""
     return "bf16-lora" if name in recipes and recipes[name].frozen_base else "bf16"
 
 
 def gaps(data: Mapping[str, Any], name: str) -> list[float]:
-    """The relative gap of each seed."""
+    """Return the relative gap of each seed."""
     return [run[name] / run[baseline(name)] - 1 for run in data["runs"]]
 
 
 def verdict(interval: Mapping[str, float] | None) -> str:
-    """Where the interval lies: "inside" the gate, "outside" it, "undecided" across its edge; "running" without one."""
+    """Say where the interval lies: "inside" the gate, "outside" it, "undecided" across its edge; "running" without one."""
     if interval is None:
         return "running"
     low, high, gate = interval["low"], interval["high"], interval["gate"]
@@ -51,7 +51,7 @@ def verdict(interval: Mapping[str, float] | None) -> str:
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """A Markdown table: one row a recipe, the mean gap with its interval, the gate, and whether it holds."""
+    """Make a Markdown table: one row a recipe, the mean gap with its interval, the gate, and whether it holds."""
     head = ["recipe", "against", "held-out loss", "mean gap", "95 % interval", "gate", "interval is"]
     rows: list[Sequence[str]] = []
     for name in names(data):
@@ -77,7 +77,7 @@ def table(data: Mapping[str, Any]) -> str:
 
 
 def digest(data: Mapping[str, Any]) -> str:
-    """A fingerprint of what the picture shows."""
+    """Return a fingerprint of the data that the picture shows."""
     shown = {"runs": data["runs"], "intervals": data["intervals"]}
     return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
 
@@ -88,7 +88,7 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
 
 
 def figure(data: Mapping[str, Any]) -> Figure:
-    """A row a recipe: every seed's gap as a faint dot, the mean with its interval, and the gate as a band."""
+    """Draw a row a recipe: every seed's gap as a faint dot, the mean with its interval, and the gate as a band."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Picture
 

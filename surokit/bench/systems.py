@@ -1,7 +1,7 @@
-"""The systems of `bench gpu`, started and warmed up.
+"""Start and warm up the systems of `bench gpu`.
 
-A system of ours is a process of surokit.bench.worker, another library's one of surokit.bench.peers; all of them read the same
-tokens from the same file. In a rehearsal ours live in this process, on the CPU and with a tiny shape.
+A system of surokit is a process of surokit.bench.worker, another library's one of surokit.bench.peers; all of them read the
+same tokens from the same file. In a rehearsal surokit's live in this process, on the CPU and with a tiny shape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROWS = 2048  # of tokens, at least: so long an epoch that its end is rare
 
 
 class Here:
-    """A system in this process."""
+    """A Here is a system in this process."""
 
     def __init__(self, task: Mapping[str, Any]) -> None:
         from surokit.bench.worker import serve
@@ -41,7 +41,8 @@ class Here:
 
 
 class Systems:
-    """Starts those of one call. folder: for tokens. until_s, of time.monotonic, is when a system has to have answered."""
+    """Systems starts the systems of one call. folder: for tokens. until_s, of time.monotonic, is when a system has to have
+    answered."""
 
     def __init__(self, work: Work, warm_up: int, rehearse: bool, folder: Path) -> None:
         self.work, self.warm_up, self.rehearse, self.folder = work, warm_up, rehearse, folder
@@ -51,7 +52,7 @@ class Systems:
         return TINY if self.rehearse else SMALL if model == "small" else MODELS[model]
 
     def missing(self, c: Configuration) -> str:
-        """What another library lacks here, in words; "" where it runs, and for what is ours."""
+        """Return what another library lacks here, in words; "" where it runs, and for surokit's own systems."""
         if not c.peer:
             return ""
         why = baselines.missing(baselines.SYSTEMS[c.peer], {"train": c.train, "device": self.device})
@@ -60,12 +61,12 @@ class Systems:
     def training(
         self, c: Configuration, until_s: float, sample_every: int = 0, environment: Mapping[str, str] | None = None
     ) -> Running:
-        """A new system after its warm-up. Raises Failed."""
+        """Start a new system, and return it after its warm-up. Raises Failed."""
         system = self._peer(c, until_s) if c.peer else self._ours(self._task(c, sample_every), until_s, environment)
         return Running(system, self.warm_up, until_s, steady=max(1, self.warm_up // 4))
 
     def preparing(self, until_s: float, environment: Mapping[str, str] | None = None) -> System:
-        """A process of checks and ceilings."""
+        """Start a process of checks and ceilings."""
         return self._ours({"kind": "prepare"}, until_s, environment)
 
     def _task(self, c: Configuration, sample_every: int) -> dict[str, Any]:
@@ -101,7 +102,7 @@ class Systems:
         return baselines.worker(c.peer, task, left_s(until_s))
 
     def _corpus(self, vocab: int) -> tuple[Path, Path]:
-        """Files of tokens [S, T] and of where the documents of each row begin [S, M]."""
+        """Return the files of tokens [S, T] and of the first tokens of the documents of each row [S, M]."""
         tokens, documents = self.folder / f"tokens-{vocab}.npy", self.folder / f"documents-{vocab}.npy"
         if not documents.exists():
             import numpy as np

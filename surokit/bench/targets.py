@@ -1,4 +1,4 @@
-"""The bars of speed on one H200, as data. Nothing here was measured by this package."""
+"""List the bars of speed on one H200, as data. Nothing here was measured by this package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ SOURCE = (
 
 @dataclass(frozen=True)
 class Target:
-    """One row: k tokens/s, or shares of the same model's own bfloat16 where `share` says so: of the gate, or of all three."""
+    """A Target is one row: k tokens/s, or shares of the same model's own bfloat16 where `share` says so: of the gate, or of
+    all three."""
 
     model: str
     train: Literal["lora", "full"]
@@ -31,7 +32,7 @@ class Target:
     share: Literal["", "gate", "all"] = ""
 
     def bars(self, own_bf16: float | None) -> tuple[float | None, ...]:
-        """(gate, target, stretch) in tokens/s; None where one is a share and bfloat16's tokens/s are not known."""
+        """Return (gate, target, stretch) in tokens/s; None where one is a share and bfloat16's tokens/s are not known."""
         shares = {"": (False,) * 3, "gate": (True, False, False), "all": (True,) * 3}[self.share]
         return tuple(
             1e3 * bar if not share else None if own_bf16 is None else bar * own_bf16
@@ -39,7 +40,7 @@ class Target:
         )
 
     def words(self) -> tuple[str, ...]:
-        """The three bars as a table shows them."""
+        """Return the three bars as a table shows them."""
         absolute = [f"{bar:g}k" for bar in (self.gate, self.target, self.stretch)]
         shares = [f"{bar:g} x BF16" for bar in (self.gate, self.target, self.stretch)]
         return tuple({"": absolute, "gate": [shares[0], *absolute[1:]], "all": shares}[self.share])

@@ -1,13 +1,13 @@
-"""Systems that take turns, A B A B: how everything is timed here that is held against something else.
+"""Let systems take turns, A B A B: every comparison of times here is made so.
 
     with closing(Turns(start)) as turns:
         for number, name in turns.rounds(("ours", "theirs"), 4):
             answer = turns.opened(name, until_s).take(8, until_s)
 
-A system is a process, or what answers like one. It is started and warmed up when its first turn comes, and then waits while others
-run. Where the device has no room for all of them at once, some are built anew for each of their turns. A `Call` is the time that
-there is: what does not fit into it is left to another call, and what a system cannot do is kept in words. What a turn asks for, and
-what is stored of it, is the benchmark's own.
+A system is a process, or an object that answers like one. It is started and warmed up when its first turn comes, and then
+waits while others run. Where the device has no room for all of them at once, some are built anew for each of their turns. A
+`Call` is the time that there is: work that does not fit into it is left to another call, and work that a system cannot do
+is kept in words. The request of a turn, and the part of its answer that is stored, are the benchmark's own.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from surokit.bench.process import Failed, left_s
 
 
 class OutOfTime(Exception):
-    """This call ends before the next measurement; nothing is lost."""
+    """An OutOfTime ends this call before the next measurement; nothing is lost."""
 
 
 class System(Protocol):
-    """What answers: process.Worker, or a system in this process."""
+    """A System answers requests: process.Worker, or a system in this process."""
 
     ready: dict[str, Any]
 
@@ -39,9 +39,11 @@ class System(Protocol):
 
 
 class Running:
-    """A system after its first step and its warm-up, with all its losses and its peaks of memory. Raises Failed.
+    """A Running is a system after its first step and its warm-up, with all its losses and its peaks of memory. Raises
+    Failed.
 
-    until_s, of time.monotonic, is when it has to have answered. steady: steps behind the warm-up that say how long one takes.
+    until_s, of time.monotonic, is when it has to have answered. steady: steps behind the warm-up that say how long one
+    takes.
     """
 
     def __init__(self, system: System, warm_up: int, until_s: float, steady: int = 0) -> None:
@@ -59,7 +61,7 @@ class Running:
             failing.pop_all()
 
     def take(self, steps: int, until_s: float, **more: Any) -> dict[str, Any]:
-        """What it answers to so many steps."""
+        """Take so many steps, and return the system's answer."""
         answer = self.system.ask({"steps": steps, **more}, left_s(until_s))
         self.losses += answer["losses"]
         self.clocks = answer.get("clocks", {})
@@ -80,10 +82,10 @@ S = TypeVar("S", bound=Closes)
 
 
 class Turns(Generic[K, S]):
-    """Systems by name.
+    """Turns holds open systems by name.
 
     start: (name, until when) -> a system that is warm; it may raise Failed. alone: names of those that are built anew for each
-    turn; None where nothing may be, since what a system has learned counts.
+    turn; None where none may be, since the training of a system so far counts.
     """
 
     def __init__(self, start: Callable[[K, float], S], alone: Collection[K] | None = None) -> None:
@@ -92,7 +94,8 @@ class Turns(Generic[K, S]):
         self._dropped: set[K] = set()
 
     def opened(self, name: K, until_s: float) -> S:
-        """The open system of that name, or a new one; where there is no room for it beside others, all are alone from here on."""
+        """Return the open system of that name, or a new one; where there is no room for it beside others, all are alone
+        from here on."""
         if name not in self.open:
             try:
                 self.open[name] = self._start(name, until_s)
@@ -105,7 +108,7 @@ class Turns(Generic[K, S]):
         return self.open[name]
 
     def rounds(self, names: Iterable[K], count: int) -> Iterator[tuple[int, K]]:
-        """(round, whose turn it is): A B A B, without what is dropped on the way."""
+        """Yield (round, name of the system whose turn it is): A B A B, without those that are dropped on the way."""
         for number, name in product(range(count), names):
             if name not in self._dropped:
                 yield number, name
@@ -116,12 +119,12 @@ class Turns(Generic[K, S]):
         return self._crowded or name in (self._alone or ())
 
     def drop(self, name: K) -> None:
-        """It takes no more turns."""
+        """Drop a system, which takes no more turns."""
         self._dropped.add(name)
         self.close(name)
 
     def close(self, name: K | None = None) -> None:
-        """The system of that name, or all."""
+        """Close the system of that name, or all."""
         for each in list(self.open) if name is None else [name]:
             if each in self.open:
                 self.open.pop(each).close()
@@ -129,9 +132,10 @@ class Turns(Generic[K, S]):
 
 @dataclass(frozen=True)
 class Call:
-    """The time of one call. ends_s, of time.monotonic: when nothing new is begun; what was begun may take grace_s more.
+    """A Call is the time of one call. ends_s, of time.monotonic: when nothing new is begun; work that was begun may take
+    grace_s more.
 
-    late_s: what takes so much longer than it should has failed.
+    late_s: work that takes so much longer than it should has failed.
     """
 
     ends_s: float
@@ -139,10 +143,10 @@ class Call:
     late_s: float = math.inf
 
     def tried(self, key: str, need_s: float | None, work: Callable[[float], Mapping[str, Any]]) -> dict[str, Any]:
-        """What `work(until when)` finds, else {"left_out": why} of what is missing here, or {"failed": why}.
+        """Return what `work(until when)` finds, else {"left_out": why} where something is missing here, or {"failed": why}.
 
-        Raises OutOfTime where fewer than `need_s` seconds are left (None: it was begun before), and where more time might have been
-        all that it wanted.
+        Raises OutOfTime where fewer than `need_s` seconds are left (None: it was begun before), and where more time might
+        have been all that it wanted.
         """
         left, last_s = left_s(self.ends_s), self.ends_s + self.grace_s
         if need_s is not None and (left < need_s or not left):

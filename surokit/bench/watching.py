@@ -1,9 +1,9 @@
-"""What watching costs: the time that the live panel and the records take, as a share of the run they follow.
+"""Measure what watching costs: the time that the live panel and the records take, as a share of the run they follow.
 
-A difference between two runs drowns in their noise, so the work itself is timed: every call of the panel (drawing
-included, shown nowhere) and of the records (file included) while a small decoder trains. The widget needs a kernel: there the
-same run goes on in one of its own, where every message is packed, signed and sent, and no tab is open. In that kernel turns with
-the panel and without take each other's place as well: their ratio shows what a step pays in all, as well as noise lets it.
+A difference between two runs drowns in their noise, so the work itself is timed: every call of the panel (drawing included,
+shown nowhere) and of the records (file included) while a small decoder trains. The widget needs a kernel: there the same
+run goes on in one of its own, where every message is packed, signed and sent, and no tab is open. In that kernel turns with
+the panel and turns without it alternate as well: their ratio shows the whole cost of a step, as well as noise lets it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(steps: int) -> dict[str, Any]:
 
 
 def measure(steps: int, shown: Literal["svg", "widget"]) -> dict[str, float]:
-    """One run: the shares of panel and records, pictures a second, ms a step."""
+    """Measure one run: the shares of panel and records, pictures a second, ms a step."""
     from surokit.widgets.front import WidgetView
     from surokit.widgets.panel import Panel, SvgView
     from surokit.widgets.state import PanelState
@@ -72,7 +72,8 @@ def measure(steps: int, shown: Literal["svg", "widget"]) -> dict[str, float]:
 
 
 def beside(rounds: int) -> list[float]:
-    """Time of TURN steps that a widget follows over that of as many that nothing does, in each round, in alternating order."""
+    """Return the time of TURN steps that a widget follows over that of as many that nothing does, in each round, in
+    alternating order."""
     from surokit.widgets.front import WidgetView
     from surokit.widgets.panel import Panel
     from surokit.widgets.state import PanelState
@@ -94,7 +95,7 @@ def beside(rounds: int) -> list[float]:
 
 
 class _Switch:
-    """Hands a run's steps on while it is on."""
+    """A _Switch hands a run's steps on while it is on."""
 
     def __init__(self, panel: Panel) -> None:
         self.on, self._panel = False, panel
@@ -104,7 +105,7 @@ class _Switch:
             self._panel.on_step(record)
 
     def on_end(self, reason: str) -> None:
-        """A turn's end."""
+        """Ignore a turn's end."""
 
 
 def _session(run_dir: Path | None) -> Session:
@@ -120,7 +121,7 @@ def _session(run_dir: Path | None) -> Session:
 
 
 def _in_a_kernel(expression: str) -> Any:
-    """What an expression of this module's comes to in a notebook kernel of its own."""
+    """Evaluate an expression of this module's in a notebook kernel of its own."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -132,7 +133,7 @@ def _in_a_kernel(expression: str) -> Any:
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """A row a part, and what a step pays in all."""
+    """Make a row a part, and state the whole cost of a step."""
     names = {"panel": "panel as SVG", "widget": "panel as widget", "records": "records, with their file"}
     rates = data["pictures_per_s"]
     rows = [
@@ -147,7 +148,7 @@ def table(data: Mapping[str, Any]) -> str:
 
 
 class _Counted:
-    """A view that counts its pictures."""
+    """A _Counted is a view that counts its pictures."""
 
     def __init__(self, view: View) -> None:
         self.every_s, self.pictures, self._view = view.every_s, 0, view
@@ -159,7 +160,7 @@ class _Counted:
 
 class _Handle:
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """A picture that nobody looks at."""
+        """Drop a picture, which is shown nowhere."""
 
 
 def _timed(call: Callable[..., Any], seconds: dict[str, float], key: str) -> Callable[..., Any]:

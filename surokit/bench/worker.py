@@ -1,4 +1,4 @@
-"""What runs inside a process of `bench gpu`: one system that trains, or the checks and ceilings that come before speed.
+"""Run one system that trains inside a process of `bench gpu`, or the checks and ceilings that come before speed.
 
     python -m surokit.bench.worker '{"kind": "train", "configuration": {...}, ...}'
 
@@ -29,7 +29,8 @@ _SDP = {"": (True, True), "flash": (False, True), "efficient": (False, False)}  
 
 
 def serve(task: Mapping[str, Any]) -> tuple[dict[str, Any], process.Answers]:
-    """(the first line, what answers a request) of a task: {"kind": "train" | "prepare", "device": "cuda" | "cpu", ...}."""
+    """Return (the first line, the function that answers a request) of a task: {"kind": "train" | "prepare", "device":
+    "cuda" | "cpu", ...}."""
     device = torch.device(task["device"])
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -40,7 +41,8 @@ def serve(task: Mapping[str, Any]) -> tuple[dict[str, Any], process.Answers]:
 
 
 def _prepare(request: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Ceilings, correctness and choices: {"device": seconds}, {"model": shape, ...}, {"check": {...}}, {"choices": True}."""
+    """Answer a request for ceilings, correctness or choices: {"device": seconds}, {"model": shape, ...}, {"check": {...}},
+    {"choices": True}."""
     if "device" in request:
         return ceilings.device_ceilings(device, request["device"])
     if "model" in request:
@@ -51,7 +53,8 @@ def _prepare(request: Mapping[str, Any], device: torch.device) -> dict[str, Any]
 
 
 def _chosen(device: torch.device) -> dict[str, Any]:
-    """What serves each operation, as the door chooses; "missed" in words, where a form that comes before it cannot serve."""
+    """Return the kernel that serves each operation, as surokit.kernels chooses it; "missed" in words, where a form that
+    comes before it cannot serve."""
     rows = choices(device)
     missed: dict[str, list[str]] = {}
     for row in rows:
@@ -62,9 +65,8 @@ def _chosen(device: torch.device) -> dict[str, Any]:
 
 
 class _WhenNeeded:
-    """Batches that are copied when their step begins, on the stream that computes; the host waits for it. A session then finds
-    them where it would take them to, and prefetches nothing.
-    """
+    """A _WhenNeeded gives batches that are copied when their step begins, on the stream that computes; the host waits for
+    it. A session then finds them where it would take them to, and prefetches nothing."""
 
     def __init__(self, batches: Batches, device: torch.device) -> None:
         self.batches, self.device = batches, device
@@ -75,7 +77,7 @@ class _WhenNeeded:
 
 
 class Training:
-    """A session of one configuration on random weights. Its clock starts before the weights are made."""
+    """A Training is a session of one configuration on random weights. Its clock starts before the weights are made."""
 
     def __init__(self, task: Mapping[str, Any], device: torch.device) -> None:
         c, work = Configuration.from_dict(task["configuration"]), Work(**task["work"])
@@ -149,11 +151,12 @@ class Training:
         return correct.not_captured(self.session) or "captured"
 
     def _memory(self) -> dict[str, float]:
-        """Since the weights are made: a graph's memory is handed out once, while it is recorded, and not by its replays."""
+        """Return the peak memory since the weights are made: a graph's memory is handed out once, while it is recorded, and
+        not by its replays."""
         return process.peak_memory(self.device.type == "cuda")
 
     def _mark(self, session: sk.Session) -> dict[str, float]:
-        """A meter: ends a step of the profile that runs. A replayed graph calls no optimizer that would."""
+        """End a step of the profile that runs, as a meter: a replayed graph calls no optimizer that would."""
         if self._profiled is not None:
             self._profiled.step()
         return {}
