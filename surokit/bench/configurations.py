@@ -152,7 +152,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Part:
-    """A Part names some groups, or some other measurement. minutes: about how long it takes on an H200.
+    """A Part is some groups, or some other measurement, under a name. minutes: about how long it takes on an H200.
 
     smoke: (recipe, what trains) whose small step is compared with the definition; no speed is measured there.
     """

@@ -29,7 +29,7 @@ _MAGIC = re.compile(r"[^%]*%%?surogate_profile\s")
 
 @magics_class
 class ProfileMagics(Magics):
-    """Line and cell magic share one set of options."""
+    """The line magic and the cell magic have one set of options."""
 
     @no_var_expand
     @magic_arguments()
