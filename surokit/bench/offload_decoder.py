@@ -29,8 +29,11 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Trains:
-    """A Trains is a case: a decoder of this shape, windows of `interval` steps. alone: ways that are built anew for each
-    turn, as the host's memory does not hold them beside each other. left_out: why it is not measured."""
+    """A Trains is a case: a decoder of this shape, with windows of `interval` steps.
+
+    alone: ways that are built anew for each turn, as the host's memory does not hold them beside each other. left_out: why it
+    is not measured.
+    """
 
     name: str
     shape: Mapping[str, Any]
@@ -243,10 +246,12 @@ class Clock:
 
 
 def looked_at(way: Real, steps: int = LOOKED_AT) -> dict[str, Any]:
-    """Measure so many steps, in whole windows, each by itself: on the device compute_ms of forward and backward and
-    update_ms, with the waits in there; host_ms of the host in the optimizer's step; reserved_mib of the allocator behind
-    it. Beside them stand peak_mib, and the optimizer's own counts, a step: idle_ms of the device without work by events,
-    bytes, the host's waits."""
+    """Measure so many steps, in whole windows, each by itself.
+
+    On the device: compute_ms of forward and backward and update_ms, with the waits in there; host_ms of the host in the
+    optimizer's step; reserved_mib of the allocator behind it. Beside them stand peak_mib, and the optimizer's own counts, a
+    step: idle_ms of the device without work by events, bytes, the host's waits.
+    """
     import torch
 
     cuda = way.device.type == "cuda"

@@ -41,8 +41,11 @@ def _cases(data: Mapping[str, Any]) -> Iterable[str]:
 
 
 def figures(data: Mapping[str, Any], case: str) -> dict[str, Any]:
-    """Return the figures of a case: step_ms by way and gain, as Intervals; f; x by the clock, and low and high of it; the
-    gain that the waits explain (emulated devices only); bytes over the model's, the formula, and which bars are met."""
+    """Return the figures of a case.
+
+    step_ms by way and gain, as Intervals; f; x by the clock, and low and high of it; the gain that the waits explain
+    (emulated devices only); bytes over the model's, the formula, and which bars are met.
+    """
     turns = turns_of(data, case)
     ms = {way: [each["ms"] for each in turns[way]] for way in WAYS}
     s = _interval(data, case)

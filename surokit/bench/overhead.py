@@ -120,7 +120,7 @@ def _ways(steps: int) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
     from surokit.profiler.record.tracer import new_trace, start, without_chatter
 
     class Torch:
-        """torch.profiler without the lines that it prints when it starts and stops."""
+        """A Torch runs torch.profiler without the lines that it prints when it starts and stops."""
 
         def __enter__(self) -> None:
             self.tracer = new_trace([torch.profiler.ProfilerActivity.CPU])

@@ -84,9 +84,11 @@ class Accounts:
 
     @contextmanager
     def stalled(self, cause: str, link: Link | None = None) -> Iterator[None]:
-        """Count the time inside the block as a wait for `cause`, one of CAUSES; a profile shows it by that name. link: the
-        link whose device is given nothing meanwhile, and so may run out of work; None where the link itself counts its
-        device's waits."""
+        """Count the time inside the block as a wait for `cause`, one of CAUSES; a profile shows it by that name.
+
+        link: the link whose device is given nothing meanwhile, and so may run out of work; None where the link itself
+        counts its device's waits.
+        """
         begun = time.perf_counter()
         idle = nullcontext() if link is None else link.host_waits()
         try:

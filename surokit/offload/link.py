@@ -75,8 +75,10 @@ class Link(ABC):
 
     @abstractmethod
     def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> Ticket:
-        """Copy from device to host. fill(staging) writes a device buffer of the shape and dtype of `to`, after all work
-        that the device was given so far; staging is copied into `to`, contiguous host memory, beside the main stream.
+        """Copy from device to host, beside the main stream.
+
+        fill(staging) writes a device buffer of the shape and dtype of `to`, after all work that the device was given so far;
+        staging is copied into `to`, contiguous host memory.
 
         reads: tensors that fill reads. They may be freed at once. They must not be *written in place* before `fence`, as
         fill may still be reading them.
@@ -89,12 +91,14 @@ class Link(ABC):
 
     @abstractmethod
     def fetch(self, source: Tensor) -> Arrival:
-        """Copy from host to device, for later: starts to copy `source`, contiguous, into a new device buffer beside the
-        main stream."""
+        """Start to copy `source`, contiguous, from host to device, for later: into a new device buffer, beside the main stream."""
 
     def up(self, source: Tensor, take: Callable[[Tensor], None]) -> Ticket:
-        """Copy from host to device. `source`, contiguous, is copied to a staging buffer beside the main stream, which waits
-        for it and runs take(staging); staging belongs to it alone. Once it is done, `source` may be written again."""
+        """Copy `source`, contiguous, from host to device and let the main stream take it.
+
+        The copy goes to a staging buffer beside the main stream, which waits for it and runs take(staging); staging belongs to
+        it alone. Once it is done, `source` may be written again.
+        """
         arrival = self.fetch(source)
         take(arrival.land())
         return arrival

@@ -66,7 +66,10 @@ def adopt_(master: Tensor, shown: Tensor) -> None:
 
 
 def adopt_before_(master: Tensor, shown: Tensor, step: Tensor, decay: float) -> None:
-    """Adopt as `adopt_` does where the master has made an update, w decay - step, that `shown` does not have yet: it is
-    made on `shown`, and stays as it is where the master before it rounds to what is shown."""
+    """Adopt as `adopt_` does, where the master has made an update that `shown` does not have yet.
+
+    The update is w decay - step. It is made on `shown`; the master stays as it is where the master before the update rounds
+    to what is shown.
+    """
     before = (master + step) / decay
     master.copy_(torch.where(before.to(shown.dtype) == shown, master, shown.float() * decay - step))

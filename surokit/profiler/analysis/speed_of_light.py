@@ -32,12 +32,13 @@ _KINDS: dict[str, Any] = {"fp8": "tensor", "fp4": "nv"}  # the planner keeps rat
 
 
 def speed_of_light(recording: Recording, modules: Table, gpu: Gpu) -> Table:
-    """Return one row for each module and pseudo-row that has own time or work, with the whole step first: module, self_ms
-    (as the table `modules` of a profile has it), light_ms, share (light / self), bound, gflop, gib (of the module itself, a
-    step).
+    """Return one row for each module and pseudo-row that has own time or work, with the whole step first.
 
-    bound is "compute", "memory", on a CPU "overhead", or "unknown" where no work was seen; then share is None. Raises
-    ValueError where no shapes were recorded, or where a rate of `gpu` that they need is not known.
+    Columns: module, self_ms (as the table `modules` of a profile has it), light_ms, share (light / self), bound, gflop,
+    gib (of the module itself, a step). bound is "compute", "memory", on a CPU "overhead", or "unknown" where no work was
+    seen; then share is None.
+
+    Raises ValueError where no shapes were recorded, or where a rate of `gpu` that they need is not known.
     """
     shaped = recording.shaped
     if shaped is None:

@@ -32,9 +32,11 @@ SLOWED = {
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """DeviceFigures holds means over the samples, by name: power_w, sm_mhz, throttled (share of the samples),
-    pcie_rx_mib_s, pcie_tx_mib_s; a figure that was not measured is missing. reasons: what throttled it, with the share of
-    the samples."""
+    """DeviceFigures holds the means over all samples, by name, and the reasons of throttling.
+
+    means: power_w, sm_mhz, throttled (share of the samples), pcie_rx_mib_s, pcie_tx_mib_s; a figure that was not measured is
+    missing. reasons: what throttled it, with the share of the samples.
+    """
 
     samples: int = 0
     means: dict[str, float] = field(default_factory=dict)

@@ -56,8 +56,11 @@ class Window:
 
 @dataclass(frozen=True)
 class Estimate:
-    """An Estimate covers all windows: the idle share with its 95 % confidence interval (NaN for fewer than two windows),
-    kernel launches a step (NaN on a CPU), and the seconds that the windows' starts and ends took themselves."""
+    """An Estimate holds the figures of all windows.
+
+    idle_frac, idle_low, idle_high: the idle share with its 95 % confidence interval (NaN for fewer than two windows).
+    launches: kernel launches a step (NaN on a CPU). cost_s: seconds that the windows' starts and ends took themselves.
+    """
 
     windows: int = 0
     idle_frac: float = math.nan

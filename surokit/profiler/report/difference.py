@@ -53,7 +53,7 @@ def _frame_type() -> Any:
     import pandas
 
     class Difference(pandas.DataFrame):
-        """The comparison as a DataFrame; what is made from it (slices, pickles) is an ordinary one."""
+        """A Difference is the comparison as a DataFrame; a slice or pickle of it is an ordinary DataFrame."""
 
         _pair: tuple[Shown, Shown]
 
@@ -82,7 +82,7 @@ def _frame_type() -> Any:
             return difference_html(before, after, rows)
 
         def _largest(self) -> list[tuple[str, float, float, str]]:
-            """The step and the times by part that changed most, in the table's order."""
+            """Return the step and the times by part that changed most, in the table's order."""
             times = [row for row in zip(*(self[c] for c in COLUMNS)) if row[0] in _STEP or row[0].endswith(" ms")]
             most = sorted(times, key=lambda row: (row[0] not in _STEP, -abs(row[3])))[:SHOWN]
             shown = {row[0] for row in most}

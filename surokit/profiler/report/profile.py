@@ -79,12 +79,15 @@ class Profile:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Return means over the steps: wall_ms = busy_ms + idle_ms, idle_ms = host_wait_ms + kernel_wait_ms + other_wait_ms;
+        """Return the means over the steps, by name.
+
+        wall_ms = busy_ms + idle_ms, idle_ms = host_wait_ms + kernel_wait_ms + other_wait_ms;
         busy_frac, wall_p5_ms / p50 / p95, phases_ms (they sum to the wall); tokens_per_s, gflop_per_step, tflops (reached),
         launch_delay_us (median), each None where unknown; launches_per_step, graph_launches_per_step, syncs_per_step,
         h2d_bytes and d2h_bytes a step, comm_ms and comm_exposed_ms, collect_ms (Python's garbage collector), peak_gib;
         steps, warmup, device, activity ("gpu" or "cpu"); overhead_ms (the profiler's own share of a step, estimated from a
-        calibration just before the block) and unprofiled_ms (a step measured without it, where calls were repeated)."""
+        calibration just before the block) and unprofiled_ms (a step measured without it, where calls were repeated).
+        """
         self._done()
         return dict(self._analysis.summary)
 
@@ -96,44 +99,63 @@ class Profile:
 
     @property
     def lost(self) -> pd.DataFrame:
-        """Return one row for each cause of lost time (launches, syncs, copies, host, and offload where an optimizer keeps
-        its state on the host): cause, ms_per_step, share of the wall, gpu_hours_per_day (24 x share, of whatever device),
-        usd_per_day (None without a price), evidence; see surokit/profiler/analysis/causes.py."""
+        """Return one row for each cause of lost time: launches, syncs, copies, host, and offload where an optimizer keeps
+        its state on the host.
+
+        Columns: cause, ms_per_step, share of the wall, gpu_hours_per_day (24 x share, of whatever device), usd_per_day (None
+        without a price), evidence; see surokit/profiler/analysis/causes.py.
+        """
         return self._frame("lost")
 
     @property
     def syncs(self) -> pd.DataFrame:
-        """Return the reads of device values and other waits by the user's line: file, line, call, count, ms (both a step),
-        inside (library frame)."""
+        """Return the reads of device values and other waits by the user's line.
+
+        Columns: file, line, call, count, ms (both a step), inside (library frame).
+        """
         return self._frame("syncs")
 
     @property
     def gaps(self) -> pd.DataFrame:
-        """Return the longest gaps: step, start_ms from the first step, ms, kind, cause, host_ms (the part that is the
-        host's), file, line (sampled), next activity, inside (range)."""
+        """Return the longest gaps.
+
+        Columns: step, start_ms from the first step, ms, kind, cause, host_ms (the part that is the host's), file, line
+        (sampled), next activity, inside (range).
+        """
         return self._frame("gaps")
 
     @property
     def modules(self) -> pd.DataFrame:
-        """Return busy time by module path: module, type, depth, calls, forward_ms, backward_ms, ms with children, self_ms,
-        share of busy, gflop (None without shapes). self_ms sums to busy, pseudo-rows such as (optimizer) included."""
+        """Return busy time by module path.
+
+        Columns: module, type, depth, calls, forward_ms, backward_ms, ms with children, self_ms, share of busy, gflop (None
+        without shapes). self_ms sums to busy, pseudo-rows such as (optimizer) included.
+        """
         return self._frame("modules")
 
     @property
     def kernels(self) -> pd.DataFrame:
-        """Return the GPU kernels: kernel, calls, self_ms (time not already counted for another stream), ms, mean_us. The
-        table is empty on a CPU."""
+        """Return the GPU kernels; the table is empty on a CPU.
+
+        Columns: kernel, calls, self_ms (time not already counted for another stream), ms, mean_us.
+        """
         return self._frame("kernels")
 
     @property
     def ops(self) -> pd.DataFrame:
-        """Return the operators on the host: op, calls, self_ms without the operators it calls, ms with them, mean_us."""
+        """Return the operators on the host.
+
+        Columns: op, calls, self_ms without the operators it calls, ms with them, mean_us.
+        """
         return self._frame("ops")
 
     @property
     def copies(self) -> pd.DataFrame:
-        """Return the copies: copy, direction, count, bytes, ms, gb_per_s, pinned, exposed_ms (under which no kernel runs);
-        None where it does not apply. On a CPU these are the operators that move data."""
+        """Return the copies; on a CPU these are the operators that move data.
+
+        Columns: copy, direction, count, bytes, ms, gb_per_s, pinned, exposed_ms (under which no kernel runs); None where it
+        does not apply.
+        """
         return self._frame("copies")
 
     @property
@@ -143,8 +165,10 @@ class Profile:
 
     @property
     def advice(self) -> pd.DataFrame:
-        """Return the advice, largest expected gain first, numbered from 1 as shown: rule, advice, evidence, gain_ms (an
-        upper bound), file, line. `verify` tries one."""
+        """Return the advice, largest expected gain first, numbered from 1 as shown; `verify` tries one.
+
+        Columns: rule, advice, evidence, gain_ms (an upper bound), file, line.
+        """
         frame = self._frame("advice")
         frame.index += 1
         return frame
@@ -156,9 +180,11 @@ class Profile:
         return self._analysis.notes
 
     def diff(self, other: Profile) -> pd.DataFrame:
-        """Compare this profile with a later one: metric, before (this), after (other), change, change_frac; times a step
-        first, from the largest growth down to the largest fall. The result shows itself with a picture of both. Raises
-        TypeError where `other` is no Profile."""
+        """Compare this profile with a later one; the result shows itself with a picture of both.
+
+        Columns: metric, before (this), after (other), change, change_frac; times a step first, from the largest growth down
+        to the largest fall. Raises TypeError where `other` is no Profile.
+        """
         from surokit.profiler.report.difference import difference
 
         if not isinstance(other, Profile):
@@ -223,9 +249,10 @@ class Profile:
         return named
 
     def speed_of_light(self, gpu: Gpu | None = None) -> pd.DataFrame:
-        """Return the time of each module at the rates that the device reaches, beside its measured time: module, self_ms,
-        light_ms, share (light / self), bound ("compute", "memory", "overhead" or "unknown"), gflop, gib. It is shown with
-        the modules from then on.
+        """Return the time of each module at the rates that the device reaches, beside its measured time.
+
+        Columns: module, self_ms, light_ms, share (light / self), bound ("compute", "memory", "overhead" or "unknown"), gflop,
+        gib. It is shown with the modules from then on.
 
         gpu: a row of the hardware table or the result of `sk.calibrate()`; None takes this machine's calibration, which
         is measured (20 seconds) unless it was before. Needs the shapes of one warm-up step.
