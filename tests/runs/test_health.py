@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surokit.train import AdamW, Cosine, Session
 from surokit.runs import health
 from surokit.runs.health import FIRST, Event, Health
+from surokit.train import AdamW, Cosine, Session
 from tests.train.toys import VOCAB, Toy
 
 ALARMS = {"spike", "grad_spike", "nonfinite", "skipped", "plateau", "diverging", "unstable"}
