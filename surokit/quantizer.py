@@ -21,7 +21,7 @@ Error = Literal["mse", "mae"]
 
 @dataclass(frozen=True)
 class Scaling(ABC):
-    """Which elements share a scale."""
+    """A Scaling says which elements share a scale."""
 
     formats: ClassVar[tuple[Format | Codebook, ...]] = (E4M3, E5M2)
     # what a stored weight's scales are called beside `weight`, in the words of its checkpoint format
@@ -52,7 +52,8 @@ class Scaling(ABC):
 
 @dataclass(frozen=True)
 class PerTensor(Scaling):
-    """One scale for the whole tensor. With `history`, the scale comes from the amaxes of earlier steps (delayed scaling)."""
+    """PerTensor has one scale for the whole tensor. With `history`, the scale comes from the amaxes of earlier steps (delayed
+    scaling)."""
 
     history: int = 0
     pow2: bool = False
@@ -66,7 +67,7 @@ class PerTensor(Scaling):
 
 @dataclass(frozen=True)
 class PerRow(Scaling):
-    """One scale a row, constant along the contracted dimension; a power of two unless pow2=False."""
+    """PerRow has one scale a row, constant along the contracted dimension; a power of two unless pow2=False."""
 
     pow2: bool = True
 
@@ -79,7 +80,7 @@ class PerRow(Scaling):
 
 @dataclass(frozen=True)
 class Block(Scaling):
-    """One scale for each block of rows x columns; a power of two unless pow2=False."""
+    """Block has one scale for each block of rows x columns; a power of two unless pow2=False."""
 
     rows: int
     columns: int
@@ -98,7 +99,7 @@ class Block(Scaling):
 
 @dataclass(frozen=True)
 class MX(Scaling):
-    """OCP Microscaling: 32 elements of a row share a power of two, kept in a byte (E8M0).
+    """MX is OCP Microscaling: 32 elements of a row share a power of two, kept in a byte (E8M0).
 
     `rule` picks the power: "floor" (OCP), "rceil" (no element is clipped) or "even" (the amax rounded to the format's
     mantissa first). By default RCEIL for FP8 and EVEN for FP4.
@@ -131,7 +132,8 @@ class MX(Scaling):
 
 @dataclass(frozen=True)
 class NV(Scaling):
-    """NVFP4: an E4M3 scale for 16 elements of a row (or a 16 x 16 tile, NV(16, 16)), and a float32 scale for the tensor."""
+    """NV is the scaling of NVFP4: an E4M3 scale for 16 elements of a row (or a 16 x 16 tile, NV(16, 16)), and a float32 scale for
+    the tensor."""
 
     columns: int = 16
     rows: int = 1
@@ -159,7 +161,7 @@ class NV(Scaling):
 
 @dataclass(frozen=True)
 class NFBlock(Scaling):
-    """Blocks of 64 elements over the flattened tensor share their largest magnitude (QLoRA).
+    """NFBlock lets blocks of 64 elements over the flattened tensor share their largest magnitude (QLoRA).
 
     `double=256` quantizes these magnitudes too: 8-bit codes with a float32 scale for 256 of them and one offset.
     """

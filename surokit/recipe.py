@@ -194,7 +194,7 @@ class Recipe:
         return replace(self, rules=(*others, rule) if rule.last or rule.last_share else others)
 
     def also(self, *patterns: str) -> Recipe:
-        """Opts layers in that a rule keeps out, for example also("lm_head")."""
+        """Quantize layers that a rule keeps out, for example also("lm_head")."""
         return self._with_rules(*(Rule("also", p) for p in patterns))
 
     def keep_small(self, features: int) -> Recipe:

@@ -43,7 +43,7 @@ def update_columns_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Updates W's columns, w, m, v and the clocks in place; never reads a value on the host.
+    """Update W's columns, w, m, v and the clocks in place; never read a value on the host.
 
     W, g: [O, I], floating point. index_C: int32 or int64, no column twice. w, m, v: float32 [C, O]. clocks_C: int32.
     lr: a float, or 0-d on the device. grad_scale: 0-d, gradients are divided by it (None: 1). found_inf: 0-d, what is not 0 masks
@@ -71,12 +71,12 @@ def update_columns_(
 
 
 def gather(src_OI: Tensor, index_C: Tensor, out_CO: Tensor) -> None:
-    """out = src[:, index]', in out's dtype; rounded to nearest where that is narrower."""
+    """Write out = src[:, index]', in out's dtype; rounded to nearest where that is narrower."""
     out_CO.copy_(src_OI.t().index_select(0, index_C))
 
 
 def scatter_(dst_OI: Tensor, index_C: Tensor, rows_CO: Tensor) -> None:
-    """dst[:, index] = rows', rounded to nearest in dst's dtype; no column twice."""
+    """Write dst[:, index] = rows', rounded to nearest in dst's dtype; no column twice."""
     dst_OI.t().index_copy_(0, index_C.long(), rows_CO.to(dst_OI.dtype))
 
 

@@ -37,7 +37,7 @@ def adamw_(
     found_inf: Tensor | None = None,
     keys: list[Tensor] | None = None,
 ) -> None:
-    """Updates params, exp_avgs, exp_avg_sqs and steps (0-d float32) in place; never reads a value on the host.
+    """Update params, exp_avgs, exp_avg_sqs and steps (0-d float32) in place; never read a value on the host.
 
     grad_scale: 0-d, the gradients are divided by it (None: 1). found_inf: 0-d, 1.0 masks the whole step (None: 0).
     keys: one for each parameter, int32 [2]; those in bfloat16 are rounded stochastically with it (None: to nearest).

@@ -51,7 +51,7 @@ def adamw8bit_(
     found_inf: Tensor | None = None,
     keys: list[Tensor] | None = None,
 ) -> None:
-    """Updates all lists but grads in place; never reads a value on the host.
+    """Update all lists but grads in place; never read a value on the host.
 
     exp_avgs, exp_avg_sqs: codes, contiguous uint8 of the parameters' shapes; absmaxes, absmax_sqs: their float32 scales.
     The rest is as in adamw.py.

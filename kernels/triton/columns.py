@@ -49,7 +49,7 @@ def update_columns_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Updates W's columns, w, m, v and the clocks in place, in one launch; never reads a value on the host.
+    """Update W's columns, w, m, v and the clocks in place, in one launch; never read a value on the host.
 
     The arguments are the definition's; w, m and v contiguous. lr, grad_scale and found_inf, where they are tensors, are on the
     weight's device.
@@ -105,7 +105,7 @@ def gather(src_OI: Tensor, index_C: Tensor, out_CO: Tensor) -> None:
 
 
 def scatter_(dst_OI: Tensor, index_C: Tensor, rows_CO: Tensor) -> None:
-    """dst[:, index] = rows', rounded to nearest in dst's dtype; rows contiguous, no column twice."""
+    """Write dst[:, index] = rows', rounded to nearest in dst's dtype; rows contiguous, no column twice."""
     _move(scatter_tile, dst_OI, index_C, rows_CO)
 
 

@@ -45,7 +45,7 @@ def encode(
     template: str | None = None,
     train_on: str = "assistant",
 ) -> list[Encoded]:
-    """Tokenizes conversations, given with a phrase that says where each stands, and marks what is trained on.
+    """Tokenize conversations, given with a phrase that says where each stands, and mark what is trained on.
 
     Raises:
         ValueError: no assistant turn (with train_on="assistant"), the template refuses a conversation, or the template

@@ -59,7 +59,7 @@ class Fused:
 
     @property
     def line(self) -> str:
-        """One line: what is fused, and how."""
+        """Return one line: what is fused, and how."""
         if self.fusion == OFF:
             return "not fused: every forward is the model's own"
         counts = Counter(row.kind for row in self.rows if row.fused)

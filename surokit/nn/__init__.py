@@ -1,1 +1,1 @@
-"""Layers that hold a recipe: Linear and the pieces of a decoder around it."""
+"""This part has the layers that hold a recipe: Linear and the pieces of a decoder around it."""

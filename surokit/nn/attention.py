@@ -64,7 +64,7 @@ def attention(
     mask: Tensor | Documents | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(scale q k' + mask) v, [B, H, T, D]; scale is 1/sqrt(D) unless given, softmax in float32.
+    """Compute softmax(scale q k' + mask) v, [B, H, T, D]; scale is 1/sqrt(D) unless given, softmax in float32.
 
     `mask` is a boolean tensor that broadcasts to [B, H, T, S], True where a query sees a key, or `Documents`; it replaces
     `causal`. Causal wants T = S. Query heads h*H/G.. share key head h. Documents want CUDA tensors in bfloat16 or float16:

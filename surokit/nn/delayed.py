@@ -43,7 +43,7 @@ _hook: Any = None
 
 
 class DelayedScales:
-    """The histories of one model's operands; layers claim three slots each and read and record through it.
+    """DelayedScales holds the histories of one model's operands; layers claim three slots each and read and record through it.
 
     An optimizer that trains the model rolls them: a parameter of a layer that uses them, or one of `owner`, the model they were
     made for, while that lives (its adapters may stand beside the layers). A copy (copy.deepcopy, pickle) belongs to the

@@ -31,7 +31,7 @@ Members = tuple[int, ...]  # which of the layers; more than one where their weig
 
 
 class Unchanged:
-    """Tensors as they are now, to be compared with them later."""
+    """An Unchanged notes tensors as they are now, to be compared with them later."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._state = _state(tensors)
@@ -49,7 +49,7 @@ class Unchanged:
 
 
 class Kept:
-    """The numbers of stored codes. parts: codes and scales."""
+    """A Kept holds the numbers of stored codes. parts: codes and scales."""
 
     def __init__(self, parts: Sequence[Tensor], numbers: Tensor) -> None:
         self._parts = Unchanged(parts)
@@ -60,7 +60,7 @@ class Kept:
 
 
 class Frozen:
-    """The codes of the weights of layers that read one x, as forward and (`transposed`) as grad_input multiply them.
+    """A Frozen holds the codes of the weights of layers that read one x, as forward and (`transposed`) as grad_input multiply them.
 
     what: everything else that the codes depend on, to be compared. slots: where delayed scaling keeps the weights' amaxes.
     """
@@ -119,8 +119,8 @@ class Frozen:
         return w_t if turned is None else replace(w_t, scales=turned)
 
     def note(self, weights: Sequence[Sequence[Tensor]], record: bool) -> None:
-        """Delayed scaling, with the weights of each product: merge the amaxes of kept codes into the open slots. After the first
-        recorded pass, which quantized as ever, it is told whether they may stay."""
+        """Merge the amaxes of kept codes into the open slots, for delayed scaling; `weights` are those of each product. After the
+        first recorded pass, which quantized as ever, it is told whether they may stay."""
         if self._scales is None or not record or self._stay is False:
             return
         in_force_S, opened_S = self._scales.views(self._slots, weights[0][0].device)

@@ -1,4 +1,4 @@
-"""Which fusion holds for a module that reads x: the one that was chosen, where it can be carried out at all."""
+"""Find which fusion holds for a module that reads x: the one that was chosen, where it can be carried out at all."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from surokit.recipe import Recipe
 
 
 class Held(NamedTuple):
-    """The tensors of a layer; an adapter that is not computed here is not among them."""
+    """A Held has the tensors of a layer; an adapter that is not computed here is not among them."""
 
     w: Any
     bias: Any = None
@@ -36,7 +36,7 @@ class Held(NamedTuple):
 
 
 class LayerState(NamedTuple):
-    """All that a plan depends on of a layer: values, no tensors, so that a plan that is kept holds no memory."""
+    """A LayerState has all that a plan depends on of a layer: values, no tensors, so that a plan that is kept holds no memory."""
 
     rows: int
     columns: int
@@ -54,7 +54,7 @@ class LayerState(NamedTuple):
 
 
 class PlanKey(NamedTuple):
-    """All that a plan depends on; None stands for a layer that is called as it is."""
+    """A PlanKey has all that a plan depends on; None stands for a layer that is called as it is."""
 
     layers: tuple[LayerState | None, ...]
     source: type[Source]
@@ -66,7 +66,7 @@ class PlanKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that quantize x in the same way, and so share its codes.
+    """A Group has layers that quantize x in the same way, and so share its codes.
 
     outputs: which of them are one product in forward; backward: into which products each of these falls in backward.
     kept: what codes of the group's frozen weights depend on beside them, to be compared; None where no codes are kept.

@@ -101,7 +101,8 @@ class _BeforeMerging:
 
 
 class Linear(nn.Linear):
-    """y = x w' + bias, with operands quantized as `precision` says, a weight that may be stored quantized, and an adapter.
+    """A Linear computes y = x w' + bias, with operands quantized as `precision` says, a weight that may be stored quantized, and an
+    adapter.
 
     Shapes: x [..., K], weight [N, K], y [..., N]. Made by hand it computes like torch.nn.Linear; `surokit.apply` sets the rest.
     """

@@ -14,7 +14,7 @@ from surokit.kernels.reference import norm as reference
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension; x and y [..., width] in one dtype.
+    """An RMSNorm computes y = x / sqrt(mean(x^2) + eps) * weight over the last dimension; x and y [..., width] in one dtype.
 
     Computed in float32 and rounded once, where transformers rounds before the multiplication by the weight too.
     """
@@ -38,7 +38,7 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-    """The function of `RMSNorm`: x [..., K], weight [K].
+    """Compute RMSNorm as a function: x [..., K], weight [K].
 
     torch's compiler fuses the definition by itself.
     """

@@ -32,7 +32,7 @@ def split_heads(
     norms: tuple[RMSNorm, RMSNorm] | None,
     fusion: Fusion,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, T, H, D] and k [B, T, G, D], normalized where there are norms and rotated, and v [B, T, G, D].
+    """Return q [B, T, H, D] and k [B, T, G, D], normalized where there are norms and rotated, and v [B, T, G, D].
 
     parts: the projections q [B, T, H D], k and v [B, T, G D]. joint: the one tensor [B, T, (H + 2 G) D] that they are views of,
     or None. cos and sin: [T, E] or [B, T, E].

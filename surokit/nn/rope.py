@@ -21,7 +21,7 @@ _FIRST_LENGTH = 4096  # tables start no longer than this and double when a longe
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin [T, E] for the positions 0..T-1 or for given ones; E = head_dim / 2.
+    """A RotaryEmbedding gives cos and sin [T, E] for the positions 0..T-1 or for given ones; E = head_dim / 2.
 
     `scaling` is None or a dict as in a Hugging Face config: {"rope_type": "linear", "factor": ...} or {"rope_type":
     "llama3", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}.
@@ -44,7 +44,7 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, T: int, dtype: torch.dtype, position_ids: Tensor | None = None, start: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, E] from position `start` on, or [B, T, E] for position_ids [B, T]."""
+        """Return cos and sin [T, E] from position `start` on, or [B, T, E] for position_ids [B, T]."""
         needed = self.max_length if position_ids is not None else start + T
         if needed > self.cos.shape[0]:
             length = max(needed, min(2 * self.cos.shape[0], self.max_length))
@@ -74,7 +74,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None = None) -> Tensor:
-    """Radians a position [E], float32: theta^(-2i / head_dim), then scaled.
+    """Return the radians a position [E], float32: theta^(-2i / head_dim), then scaled.
 
     "linear" divides by the factor. "llama3" (Llama 3.1, section 3.2, as released) divides the frequencies whose wavelength
     exceeds original length / low_freq_factor, leaves those below original length / high_freq_factor, and blends between.

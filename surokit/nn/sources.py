@@ -31,7 +31,8 @@ Kept = tuple[Tensor, ...]
 
 @dataclass(frozen=True, eq=False)
 class Coded:
-    """Codes that a source is asked for: how they are made, and for delayed scaling the amaxes in force and the open slots."""
+    """A Coded says which codes a source is asked for: how they are made, and for delayed scaling the amaxes in force and the open
+    slots."""
 
     quantizer: Quantizer
     amaxes: tuple[Tensor, Tensor] | None = None

@@ -14,7 +14,7 @@ from surokit.kernels.reference import swiglu as reference
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, any equal shapes, one dtype."""
+    """Compute silu(gate) * up, any equal shapes, one dtype."""
     if torch.compiler.is_compiling():  # the compiler fuses the definition, and decides itself what to compute again
         return F.silu(gate) * up
     y: Tensor = _SwiGLU.apply(gate, up)
