@@ -45,6 +45,7 @@ from surokit.environment import cores, cpu_model, float32_precision, front_end
 from surokit.hardware.gpus import GPUS, Ceilings, Gpu, find_gpu
 from surokit.hardware.machine import machine_gib
 from surokit.kernels import addmm_, native
+from surokit.torch_private import fused_adamw_
 
 _VERSION = 4  # of the measurements: a change of what is measured makes cached figures stale
 _SIZES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192)}  # of square products
@@ -242,7 +243,7 @@ def _host_adam(device: torch.device, seconds: float) -> float:
     step = torch.ones(())
 
     def update() -> None:
-        torch._fused_adamw_(
+        fused_adamw_(
             [p],
             [grad],
             [m],

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from surokit.torch_private import foreach_add_
+
 from .random import random_bits
 from .rows import check_dtypes, same_shape
 
@@ -91,7 +93,7 @@ def begin_step(
     one = torch.ones((), device=steps[0].device)
     masked = torch.zeros_like(one) if found_inf is None else found_inf.to(one.device, torch.float32)
     scale = one if grad_scale is None else grad_scale.to(one.device, torch.float32)
-    torch._foreach_add_(steps, [(masked == 0).float()] * len(steps))  # one tensor for all would be read on some devices
+    foreach_add_(steps, [(masked == 0).float()] * len(steps))  # one tensor for all would be read on some devices
     t_N = torch.stack(steps).double()
     # 1 - beta^t loses its digits at the first steps; expm1 does not
     correction1, correction2 = (-torch.expm1(t_N * (math.log(beta) if beta else -math.inf)) for beta in (beta1, beta2))

@@ -28,9 +28,9 @@ from surokit.nn.loss import IGNORED, chunked_cross_entropy, linear_cross_entropy
 from surokit.nn.norm import RMSNorm
 from surokit.nn.qk import split_heads
 from surokit.nn.rope import RotaryEmbedding
-from surokit.nn.sources import is_hooked
 from surokit.nn.stages import Gated, Normed, Plain, project
 from surokit.places import check_dtype, find_device
+from surokit.torch_private import is_hooked
 
 __all__ = ["Decoder", "DecoderConfig", "KeyValueCache", "Output"]
 

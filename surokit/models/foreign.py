@@ -27,8 +27,8 @@ from surokit.nn.linear import Linear
 from surokit.nn.loss import IGNORED
 from surokit.nn.norm import RMSNorm
 from surokit.nn.qk import split_heads
-from surokit.nn.sources import is_hooked
 from surokit.nn.stages import Normed, Plain, project
+from surokit.torch_private import is_hooked
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 

@@ -26,6 +26,7 @@ from surokit.nn.joint import LAID, lay
 from surokit.nn.linear import Linear
 from surokit.nn.norm import RMSNorm
 from surokit.places import check_module
+from surokit.torch_private import children_of, parameters_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -149,7 +150,8 @@ _OURS: dict[type[nn.Module], str] = {Block: "block", Attention: "attention", MLP
 
 def _apart(module: nn.Module) -> str:
     """Return which layers of the module others compute, in a few words."""
-    layers = {name: module._modules[name] for name in (*_HEADS, *_GATES) if name in module._modules}
+    children = children_of(module)
+    layers = {name: children[name] for name in (*_HEADS, *_GATES) if name in children}
     others = [name for name, layer in layers.items() if type(layer) is not Linear]
     who = {type(layers[name]).__module__.partition(".")[0] for name in others}
     return f"{', '.join(others)} as {' and '.join(sorted(who))} computes it" if others else ""
@@ -158,7 +160,7 @@ def _apart(module: nn.Module) -> str:
 def _adopt(module: nn.Module) -> None:
     """Make torch's linear layers of a module ours, which compute the same."""
     for name in (*_HEADS, *_GATES):
-        layer = module._modules.get(name)
+        layer = children_of(module).get(name)
         if type(layer) is nn.Linear:
             layer.__class__ = Linear
             vars(layer)[_ADOPTED] = True
@@ -166,7 +168,7 @@ def _adopt(module: nn.Module) -> None:
 
 def _restored(module: foreign.Part) -> bool:
     """Give a module of transformers, and those of its layers that no recipe has taken, their own classes; False as in foreign."""
-    for layer in module._modules.values():
+    for layer in children_of(module).values():
         if not isinstance(layer, Linear) or type(layer) is not Linear:
             continue
         vars(layer).pop(LAID, None)
@@ -181,11 +183,11 @@ def _restored(module: foreign.Part) -> bool:
 
 def _look(module: nn.Module) -> tuple[str | None, type[foreign.Part] | None, str]:
     """(kind, what it can become, why not); kind is None for what nobody would fuse."""
-    kind, children = type(module), module._modules.keys()
-    if "variance_epsilon" in vars(module) and "weight" in module._parameters:
-        alone = len(module._parameters) == 1 and not children and foreign.computes_rms_norm(kind)
+    kind, children = type(module), children_of(module).keys()
+    if "variance_epsilon" in vars(module) and "weight" in parameters_of(module):
+        alone = len(parameters_of(module)) == 1 and not children and foreign.computes_rms_norm(kind)
         return "norm", foreign.FusedNorm, "" if alone else f"{kind.__name__} computes something else"
-    if kind.__name__.endswith("Norm") and kind is not RMSNorm and "weight" in module._parameters:
+    if kind.__name__.endswith("Norm") and kind is not RMSNorm and "weight" in parameters_of(module):
         return "norm", None, f"{kind.__name__} is not known"
     if children >= set(_GATES):
         activation = getattr(module, "act_fn", None)

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from surokit import kernels
 from surokit.kernels.reference import attention as reference
-from surokit.nn.linear import is_transformed
+from surokit.torch_private import is_transformed
 
 _HALF = (torch.bfloat16, torch.float16)
 _CUDNN_ANY_LENGTH = 91501  # before it, rows that are no multiple of 128 are read past their end (pytorch issue 169849)

@@ -26,6 +26,7 @@ from surokit import kernels
 from surokit.nn.delayed import DelayedScales
 from surokit.quantized import Quantized
 from surokit.quantizer import Quantizer
+from surokit.torch_private import memory_states
 
 Members = tuple[int, ...]  # which of the layers; more than one where their weights are one operand
 
@@ -34,7 +35,7 @@ class Unchanged:
     """An Unchanged notes tensors as they are now, to be compared with them later."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._state = _state(tensors)
+        self._state = memory_states(tensors)
         self._refs = tuple(weakref.ref(t) for t in tensors)
         # memory that is freed is soon given out again: what is still referred to is not taken for another
         self._storages = [StorageWeakRef(t.untyped_storage()) for t in tensors]
@@ -44,7 +45,7 @@ class Unchanged:
         return (
             len(tensors) == len(self._refs)
             and all(ref() is t for ref, t in zip(self._refs, tensors))
-            and self._state == _state(tensors)
+            and self._state == memory_states(tensors)
         )
 
 
@@ -167,10 +168,6 @@ def can_stay(q: Quantizer | None) -> bool:
 def _capturing(t: Tensor) -> bool:
     """Tell whether a CUDA graph is being recorded: what is computed then exists from its first replay on."""
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _state(weights: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
-    return tuple((w.untyped_storage()._cdata, w.data_ptr(), w._version) for w in weights)
 
 
 def _contiguous(Q: Quantized) -> Quantized:

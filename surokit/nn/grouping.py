@@ -20,9 +20,10 @@ from surokit.nn.frozen import Frozen, Members, can_stay, in_one_process, is_own
 from surokit.nn.joint import lie_side_by_side, side_by_side
 from surokit.nn.linear import AdapterMatrix, Linear
 from surokit.nn.products import SLOTS, UNQUANTIZED, Operand, Products, weight
-from surokit.nn.sources import Normed, Plain, Source, is_hooked
+from surokit.nn.sources import Normed, Plain, Source
 from surokit.quantizer import Quantizer
 from surokit.recipe import Recipe
+from surokit.torch_private import always_called_hooks, forward_hooks, is_hooked, parameters_of
 
 
 class Held(NamedTuple):
@@ -174,7 +175,7 @@ def look(layer: nn.Module, like: Tensor, fusion: Fusion) -> tuple[LayerState, He
         w.requires_grad,
         bias is not None,
         A is not None,
-        bool(layer._forward_hooks) or (has_adapter and A is None),
+        bool(forward_hooks(layer)) or (has_adapter and A is None),
         factor,
     )
     return state, Held(w, bias, A, B, scales)
@@ -182,9 +183,9 @@ def look(layer: nn.Module, like: Tensor, fusion: Fusion) -> tuple[LayerState, He
 
 def is_ours(layer: nn.Module, like: Tensor) -> TypeGuard[Linear]:
     """Tell whether a layer computes what its fields say, in the dtype of x."""
-    if type(layer) is not Linear or is_hooked(layer, but_forward_hooks=True) or layer._forward_hooks_always_called:
+    if type(layer) is not Linear or is_hooked(layer, but_forward_hooks=True) or always_called_hooks(layer):
         return False
-    for p in layer._parameters.values():  # no subclasses: shards, tensors without data
+    for p in parameters_of(layer).values():  # no subclasses: shards, tensors without data
         if p is not None and type(p) is not nn.Parameter:
             return False
     bias = _tensor(layer, "bias")
@@ -195,7 +196,7 @@ def is_ours(layer: nn.Module, like: Tensor) -> TypeGuard[Linear]:
 
 def _tensor(layer: nn.Module, name: str) -> Any:
     """Return an attribute that is a parameter as a rule; to ask the module for it takes several times as long."""
-    parameters = layer._parameters
+    parameters = parameters_of(layer)
     return parameters[name] if name in parameters else getattr(layer, name)
 
 

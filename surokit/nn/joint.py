@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from surokit.fusion import Fusion
 from surokit.nn.linear import Linear
+from surokit.torch_private import children_of, parameters_of
 
 LAID = "_surokit_laid"  # in the first of sibling layers: the addresses at which they were last looked at
 _ALIGNMENT = 16  # bytes: products on tensor cores want their operands to begin at a multiple
@@ -103,18 +104,18 @@ def lay_layers(layers: Sequence[nn.Module]) -> None:
     if len(linears) < len(layers) or len(layers) < 2:
         return
     if len({layer.storage for layer in linears}) == 1:
-        for name in linears[0]._parameters:
-            _lay([layer._parameters.get(name) for layer in linears])
+        for name in parameters_of(linears[0]):
+            _lay([parameters_of(layer).get(name) for layer in linears])
     if all(layer.has_adapter for layer in linears):
-        _lay([layer.lora_A._parameters.get("weight") for layer in linears])
+        _lay([parameters_of(layer.lora_A).get("weight") for layer in linears])
 
 
 def _addresses(layers: Sequence[nn.Module]) -> list[int]:
     """Return where the layers' weights, and the A of their adapters, are, which tells cheaply whether something was moved."""
     found = []
     for layer in layers:
-        for owner in (layer, layer._modules.get("lora_A")):
-            weight = owner._parameters.get("weight") if owner is not None else None
+        for owner in (layer, children_of(layer).get("lora_A")):
+            weight = parameters_of(owner).get("weight") if owner is not None else None
             if type(weight) is nn.Parameter:
                 found.append(weight.data_ptr())
     return found

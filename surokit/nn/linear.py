@@ -24,6 +24,7 @@ from surokit.nn.products import Precision, storage_key_of, three_products
 from surokit.quantized import Quantized, quantize
 from surokit.quantizer import Quantizer
 from surokit.recipe import Lora
+from surokit.torch_private import is_transformed
 
 if TYPE_CHECKING:
     from surokit.nn.grouping import Plan
@@ -50,15 +51,6 @@ def _is_plain(*operands: Tensor | None) -> bool:
         t is None or (type(t) in kernels.PLAIN and t.device.type == "cpu" and t.dtype != torch.float64)
         for t in operands
     )
-
-
-def is_transformed() -> bool:
-    """Tell whether torch.export, torch.func or forward-mode differentiation looks on: our functions have no rules for them."""
-    if torch.compiler.is_exporting():
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 class _ThroughFloat32(torch.autograd.Function):

@@ -20,7 +20,7 @@ from surokit.kernels import best
 from surokit.kernels.reference import qk as reference
 from surokit.nn.norm import RMSNorm
 from surokit.nn.rope import apply_rope
-from surokit.nn.sources import is_hooked
+from surokit.torch_private import is_hooked
 
 
 def split_heads(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from surokit.fusion import Fusion
 from surokit.kernels import best, serving
@@ -24,6 +24,7 @@ from surokit.nn.norm import RMSNorm
 from surokit.nn.swiglu import swiglu
 from surokit.quantized import Quantized, least_amax
 from surokit.quantizer import Block, PerRow, Quantizer
+from surokit.torch_private import is_hooked
 
 Tensors = tuple[Any, ...]  # None for a delta that is not there
 Kept = tuple[Tensor, ...]
@@ -172,16 +173,6 @@ class Plain:
 
 
 Source = Normed | Gated | Plain
-
-
-def is_hooked(module: nn.Module, but_forward_hooks: bool = False) -> bool:
-    """Tell whether a call of the module is more than its class' forward; `but_forward_hooks` says that these do not count.
-
-    Hooks on all modules, as profilers have them, do not count: they see the modules that are called.
-    """
-    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return True
-    return bool(module._forward_hooks and not but_forward_hooks) or "forward" in module.__dict__
 
 
 # -- inside a stage

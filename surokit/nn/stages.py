@@ -30,6 +30,7 @@ from surokit.nn.linear import Linear
 from surokit.nn.products import SLOTS, Operand, Products, in_rows
 from surokit.nn.sources import Coded, Form, Gated, Normed, Plain, Source
 from surokit.product import adds_onto
+from surokit.torch_private import through_forward_hooks
 
 __all__ = ["Gated", "Normed", "Plain", "Source", "project"]
 
@@ -81,10 +82,8 @@ def _finished(layer: nn.Module, x: Tensor, y: Tensor, adapted: bool) -> Tensor:
     assert isinstance(layer, Linear)
     if layer.has_adapter and not adapted:
         y = y + layer.adapter(x)
-    for number, hook in list(layer._forward_hooks.items()):
-        result = hook(layer, (x,), *([{}] if number in layer._forward_hooks_with_kwargs else ()), y)
-        y = y if result is None else result
-    return y
+    finished: Tensor = through_forward_hooks(layer, x, y)
+    return finished
 
 
 # -- the operation

@@ -31,6 +31,7 @@ from surokit.applied import HostStream
 from surokit.offload.forwards import Forward, forwards_of, link_to
 from surokit.offload.link import Arrival, Link, Ticket
 from surokit.places import check_module
+from surokit.torch_private import base_of, storage_id, version_of
 
 MIN_BYTES = 1 << 20
 _DEAD = 1024  # entries of the tape that may be for nobody any more
@@ -146,7 +147,9 @@ class ActivationStream(HostStream):
             yield
             return
         self._own = (
-            set() if model is None else {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+            set()
+            if model is None
+            else {storage_id(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())}
         )
         self._begin()
         try:
@@ -186,12 +189,12 @@ class ActivationStream(HostStream):
         plain = type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and t.device == self.device
         if not plain or min(t.nbytes, t.untyped_storage().nbytes()) < self.min_bytes or t.is_conj() or t.is_neg():
             return False
-        base = t if t._base is None else t._base
+        base = base_of(t)
         given = isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
-        return not given and t.untyped_storage()._cdata not in self._own
+        return not given and storage_id(t.untyped_storage()) not in self._own
 
     def _found(self, t: Tensor, extent: tuple[int, int]) -> _Copy | None:
-        for ref in self._known.get(t.untyped_storage()._cdata, ()):
+        for ref in self._known.get(storage_id(t.untyped_storage()), ()):
             copy = ref()
             if copy is not None and copy.holds(t, extent):
                 return copy
@@ -207,10 +210,10 @@ class ActivationStream(HostStream):
             if (old := self._latest.popleft()()) is not None:
                 old.let_go()
         ticket = self.link.down(lambda staging: _copied(here, staging), host)
-        copy = _Copy(self, StorageWeakRef(storage), t._version, first, memory, host, ticket, here, t.detach())
+        copy = _Copy(self, StorageWeakRef(storage), version_of(t), first, memory, host, ticket, here, t.detach())
         ref = weakref.ref(copy)
         self._latest.append(ref)
-        self._known.setdefault(storage._cdata, []).append(ref)
+        self._known.setdefault(storage_id(storage), []).append(ref)
         self.bytes_down += host.nbytes
         self.copies += 1
         return copy
@@ -310,16 +313,16 @@ class _Copy:
 
     def holds(self, t: Tensor, extent: tuple[int, int]) -> bool:
         inside = self.first <= extent[0] and extent[1] <= self.first + self.host.nbytes
-        return inside and not self.storage.expired() and t._version == self.version
+        return inside and not self.storage.expired() and version_of(t) == self.version
 
     def let_go(self) -> None:
         """Release the device's memory."""
         if self.original is not None:
-            self.changed = self.changed or self.original._version != self.version
+            self.changed = self.changed or version_of(self.original) != self.version
         self.here = self.original = None
 
     def check(self) -> None:
-        if self.changed or (self.original is not None and self.original._version != self.version):
+        if self.changed or (self.original is not None and version_of(self.original) != self.version):
             raise RuntimeError(
                 "A tensor that backward needs was changed in place before its copy on the host was made: use an operation that "
                 "makes a new tensor."

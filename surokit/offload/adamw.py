@@ -33,6 +33,7 @@ from surokit.offload.written import Written, adopt_
 from surokit.optim.spec import Parameters, SpecMeta
 from surokit.optim.states import adamw_states, decay_groups, given_order, in_groups_of
 from surokit.optim.tensors import local, memory_order, scale_and_mask
+from surokit.torch_private import declare_amp_scaling, foreach_copy_
 
 if TYPE_CHECKING:
     from surokit.offload.report import OffloadReport
@@ -124,7 +125,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     def _start(self, link: Link | None) -> None:
         """Set up the state before the first step."""
-        self._step_supports_amp_scaling = True  # torch's word for: reads grad_scale and found_inf
+        declare_amp_scaling(self)
         self.accounts = Accounts(link_ms=0.0 if link is None else link.device_stall_ms())
         self.stall_ms = 0.0  # that the host waited in the last step
         self.device_stall_ms = 0.0  # that the device was without work for it, as far as the last step knows
@@ -267,7 +268,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         with self.accounts.stalled("landing"):
             staging = arrival.land()
             parts = [_weight(piece.p)[piece.start : piece.stop] for piece in transfer.pieces]
-            torch._foreach_copy_(parts, list(staging.split(transfer.lengths)))
+            foreach_copy_(parts, list(staging.split(transfer.lengths)))
             arrival.wait()
 
     def _memory(self, ring: list[Tensor], i: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -401,7 +402,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
 
 def _fill(parts: list[Tensor], staging: Tensor) -> None:
-    torch._foreach_copy_(list(staging.split([len(part) for part in parts])), parts)
+    foreach_copy_(list(staging.split([len(part) for part in parts])), parts)
 
 
 def _planned(present: Sequence[tuple[Tensor, dict[str, Any]]]) -> Iterator[Transfer]:

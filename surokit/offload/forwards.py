@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
 from surokit.applied import HostForward
 from surokit.offload.link import CudaLink, Link, link_for
+from surokit.torch_private import not_compiled
 
 
 class Forward(HostForward):
@@ -38,7 +38,7 @@ class Forward(HostForward):
     def around(self, *args: Any, **kwargs: Any) -> Any:
         """Call `self.__wrapped__(*args, **kwargs)`, and do the subclass's work before and after it."""
 
-    @_disable_dynamo  # copies and hooks are not for torch's compiler, which goes on around (and is not loaded for this)
+    @not_compiled  # copies and hooks are not for torch's compiler, which goes on around (and is not loaded for this)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs) if self.removed else self.around(*args, **kwargs)
 

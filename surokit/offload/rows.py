@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surokit import torch_private
 from surokit.kernels import best
 from surokit.kernels.reference import columns
 
@@ -119,7 +120,7 @@ def fused_adamw_(
 ) -> None:
     """Run torch's fused AdamW over lists of float32 tensors on a CPU; `steps`, 0-d float32, count this update already."""
     scale = divide_by if divide_by is None or isinstance(divide_by, Tensor) else torch.tensor(float(divide_by))
-    torch._fused_adamw_(
+    torch_private.fused_adamw_(
         ws,
         gs,
         ms,

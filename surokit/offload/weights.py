@@ -31,6 +31,15 @@ from surokit.applied import HostStream
 from surokit.offload.forwards import Forward, forwards_of, link_to
 from surokit.offload.link import Arrival, Link, Ticket
 from surokit.places import check_module
+from surokit.torch_private import (
+    accumulated_hooks,
+    backward_number,
+    call_after_backward,
+    gradient_hooks,
+    in_backward,
+    parameters_of,
+    version_of,
+)
 
 ALIGNMENT = 16  # bytes: products on tensor cores want their operands to begin at a multiple, and joint ones touch
 _SPARES = 2  # host buffers for gradients that are added to others
@@ -235,7 +244,7 @@ class WeightStream(HostStream):
 
     def take(self, block: Streamed) -> Tensor:
         """Return the block's weights on the device, uint8 [bytes]; those of the blocks to come are on their way then."""
-        backward, number = _in_backward(), block.number
+        backward, number = in_backward(), block.number
         if self._latest < 0 or (not backward and number <= self._latest):
             self._begin_pass(backward)
         # a step follows backward, which makes all of this old (and torch's fused optimizers do not count it as a change)
@@ -253,7 +262,7 @@ class WeightStream(HostStream):
     def taken(self, block: Streamed) -> None:
         """Note that the device was given all of the block's forward. After the last block the host waits for the copies,
         which are all but done then: weights may be changed after it."""
-        if block.number == len(self._blocks) - 1 and self._arrival is not None and not _in_backward():
+        if block.number == len(self._blocks) - 1 and self._arrival is not None and not in_backward():
             self._arrival.wait()
             self._arrival = None
 
@@ -301,7 +310,7 @@ class WeightStream(HostStream):
         block.lay()
         with _ordinary_tensors():
             arrival = self.link.fetch(block.pack.host)
-        self._arrival = None if _in_backward() else arrival
+        self._arrival = None if in_backward() else arrival
         self.bytes_up += block.pack.nbytes
         coming = [self._blocks[n].pack.nbytes for n, there in self._there.items() if not isinstance(there, Tensor)]
         blocks = self.resident_blocks + len(coming) + 1
@@ -333,10 +342,10 @@ class WeightStream(HostStream):
 
     def _end(self) -> weakref.ref[_End]:
         """Return the end of the backward pass that is going on."""
-        number = torch._C._current_graph_task_id()
+        number = backward_number()
         if number not in self._ends:
             self._give_up_failed()
-            torch.autograd.Variable._execution_engine.queue_callback(end := _End(self))
+            call_after_backward(end := _End(self))
             self._ends[number] = weakref.ref(end)
         return self._ends[number]
 
@@ -357,14 +366,14 @@ class WeightStream(HostStream):
         pending = self._pending.popleft()
         pending.ticket.wait()
         for p, grad in pending.where:
-            for changed in (getattr(p, "_backward_hooks", None) or {}).values():
+            for changed in gradient_hooks(p):
                 grad = grad if (new := changed(grad)) is None else new
             grad = grad.to(p.device)  # streaming may have ended between forward and backward
             if p.grad is not None:
                 p.grad.add_(grad)
             else:
                 p.grad = grad if pending.spare is None else grad.clone()
-            for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
+            for hook in accumulated_hooks(p):
                 hook(p)
         if pending.spare is not None:
             self._spares.append(pending.spare)
@@ -463,7 +472,7 @@ class Streamed(Forward):
             )
 
     def _check_versions(self, seen: list[list[int]]) -> None:
-        versions = [p._version for p in self.pack.params]
+        versions = [version_of(p) for p in self.pack.params]
         if seen and seen != [versions]:
             raise RuntimeError(
                 f"Weights of block {self.number} were changed after its forward, and backward would compute it again from others: "
@@ -528,7 +537,7 @@ class Streamed(Forward):
         return [
             (id(p), p.data_ptr(), p.requires_grad)
             for module in self.module.modules()
-            for p in module._parameters.values()
+            for p in parameters_of(module).values()
             if p is not None
         ]
 
@@ -536,9 +545,9 @@ class Streamed(Forward):
         """Return the parameters to stream, and the modules that hold them; by names, so that the weights of layers that lie
         side by side still do."""
         held = [
-            (m._parameters, name, p)
+            (parameters_of(m), name, p)
             for m in self.module.modules()
-            for name, p in m._parameters.items()
+            for name, p in parameters_of(m).items()
             if p is not None
         ]
         beside = any(p.ndim > 1 and not p.requires_grad for _, _, p in held)  # adapters and the like stay on the device
@@ -589,10 +598,6 @@ def _mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def _ordinary_tensors() -> AbstractContextManager[object]:
     """Leave torch.inference_mode(), for tensors that outlive it."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
@@ -637,7 +642,7 @@ def _checked(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _plain(module: nn.Module) -> Iterator[Tensor]:
-    return (p for p in module._parameters.values() if p is not None)
+    return (p for p in parameters_of(module).values() if p is not None)
 
 
 def _check_plain(name: str, p: Tensor) -> None:

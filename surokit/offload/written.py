@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from surokit.optim.tensors import local
+from surokit.torch_private import version_of
 
 
 class Written:
@@ -51,7 +52,7 @@ class Written:
 
 def _version(p: Tensor) -> tuple[int, int]:
     """Return the version of the parameter, and that of the part which this process holds: they differ where it is sharded."""
-    return p._version, local([p])[0]._version
+    return version_of(p), version_of(local([p])[0])
 
 
 def _is_here(p: Tensor) -> bool:

@@ -43,6 +43,7 @@ from surokit.offload.written import Written
 from surokit.optim.spec import Parameters, SpecMeta
 from surokit.optim.states import check_state, decay_groups
 from surokit.optim.tensors import scale_and_mask
+from surokit.torch_private import declare_amp_scaling
 
 if TYPE_CHECKING:
     from surokit.offload.report import OffloadReport
@@ -157,7 +158,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
 
     def _start(self, link: Link | None) -> None:
         """Set up the state before the first step; threads begin with their first job."""
-        self._step_supports_amp_scaling = True  # torch's word for: reads grad_scale and found_inf
+        declare_amp_scaling(self)
         self.accounts = Accounts(link_ms=0.0 if link is None else link.device_stall_ms())
         self.stall_ms = 0.0  # that the host waited in the last step
         self.device_stall_ms = 0.0  # that the device was without work for it, as far as the last step knows

@@ -32,6 +32,7 @@ from surokit.kernels.reference.random import bits
 from surokit.optim.spec import Parameters, SpecMeta
 from surokit.optim.states import adamw_states, decay_groups, given_order, in_groups_of
 from surokit.optim.tensors import is_sharded, local, on_device, scale_and_mask, shard_number
+from surokit.torch_private import declare_amp_scaling, foreach_add_, foreach_copy_, foreach_sub_, fused_adamw_
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -72,7 +73,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         self.state_dtype, self.rounding, self.seed = state_dtype, rounding, seed
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "eps": eps, "fused": True}
         super().__init__(decay_groups(self, params, weight_decay), defaults)
-        self._step_supports_amp_scaling = True  # torch's word for: reads grad_scale and found_inf
+        declare_amp_scaling(self)
         self._warn_stalling_moments()
         if rounding == "stochastic" and any(p.dtype == torch.float16 for p in self._all_params()):
             raise ValueError(
@@ -177,8 +178,8 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
             targets, grads = _widened(params, wide_dtype), _widened(grads, wide_dtype)
             if moments[0].dtype != wide_dtype:
                 wide_moments, wide_squares = _widened(moments, wide_dtype), _widened(squares, wide_dtype)
-        torch._foreach_add_(steps, 1)
-        torch._fused_adamw_(
+        foreach_add_(steps, 1)
+        fused_adamw_(
             targets,
             grads,
             wide_moments,
@@ -192,13 +193,13 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
             **options,
         )
         if mask is not None:
-            torch._foreach_sub_(steps, [mask] * len(steps))
+            foreach_sub_(steps, [mask] * len(steps))
         if wide_moments is not moments:
-            torch._foreach_copy_(moments + squares, wide_moments + wide_squares)
+            foreach_copy_(moments + squares, wide_moments + wide_squares)
         if keys is not None:
             targets = [stochastic_bf16(target, key) for target, key in zip(targets, keys)]
         if mixed:
-            torch._foreach_copy_(params, targets)
+            foreach_copy_(params, targets)
 
     def _check_moved(self, weights: torch.device, moments: torch.device) -> None:
         if weights != moments:
@@ -231,7 +232,7 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         return {**super().__getstate__(), **own, **given_order(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._step_supports_amp_scaling = True
+        declare_amp_scaling(self)
         super().__setstate__(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -369,7 +370,7 @@ def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 def _widened(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     copies = [torch.empty_like(t, dtype=dtype) for t in tensors]
-    torch._foreach_copy_(copies, tensors)
+    foreach_copy_(copies, tensors)
     return copies
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surokit.torch_private import foreach_norm
+
 
 def local(tensors: list[Tensor]) -> list[Tensor]:
     """Return what this process holds of each tensor: a DTensor's shard, which shares its memory; any other tensor itself."""
@@ -58,6 +60,6 @@ def gradient_norm(grads: list[Tensor]) -> Tensor:
     norms = []
     for (device, _, sharded), tensors in groups.items():
         dtype = None if device.type == "cpu" else torch.float32
-        norm: Any = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).float()
+        norm: Any = torch.stack(foreach_norm(tensors, 2, dtype=dtype)).float()
         norms.append((norm.full_tensor() if sharded else norm).to(grads[0].device))
     return torch.linalg.vector_norm(torch.cat(norms))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from surokit.nn.delayed import amaxes_of
 from surokit.nn.linear import Linear
+from surokit.torch_private import storage_id
 from surokit.train import Session
 
 Storage = torch.UntypedStorage
@@ -93,7 +94,7 @@ def storages_of(session: Session) -> dict[int, Storage]:
     for tensor in tensors_of(session):
         if tensor.device == session.device and type(tensor) in (Tensor, nn.Parameter):
             storage = tensor.untyped_storage()
-            found[storage._cdata] = storage
+            found[storage_id(storage)] = storage
     return found
 
 

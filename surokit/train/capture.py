@@ -28,6 +28,14 @@ from torch import Tensor, nn
 
 from surokit.nn.delayed import amaxes_of, kept_amaxes
 from surokit.optim.adamw import AdamW
+from surokit.torch_private import (
+    count_dispatch_modes,
+    foreach_add_,
+    foreach_copy_,
+    foreach_zero_,
+    handles_amp_scaling,
+    has_step_hooks,
+)
 from surokit.train.cuda_graphs import Refused, Stale, broken_by_others, reason_of
 from surokit.train.fingerprint import Fingerprint
 from surokit.train.random_state import kept
@@ -307,11 +315,11 @@ class Graphs:
             if first:
                 self._loss.zero_()
                 if not apart:
-                    torch._foreach_zero_(held)
+                    foreach_zero_(held)
             self._loss.add_(engine.part(batch, self._weight))
             there.update((p, p.grad) for p in engine.parameters() if p.grad is not None)
             if held and apart and there.keys() == self._gradients.keys():
-                (torch._foreach_copy_ if first else torch._foreach_add_)(held, [there[p] for p in self._gradients])
+                (foreach_copy_ if first else foreach_add_)(held, [there[p] for p in self._gradients])
 
         replay = self._device.record(work)
         if not held:
@@ -399,7 +407,7 @@ def _in_force(device: torch.device) -> str:
         return "autocast is on, whose copies of weights a graph would keep"
     if torch.is_anomaly_enabled():
         return "detect_anomaly is on, which a graph would not ask"
-    if torch._C._len_torch_dispatch_stack():
+    if count_dispatch_modes():
         return "a mode that sees every operation is on, which a graph would not ask"
     return ""
 
@@ -407,9 +415,9 @@ def _in_force(device: torch.device) -> str:
 def _no_update(optimizer: torch.optim.Optimizer) -> str:
     """Why an optimizer's step is not recorded; "" where it can be."""
     name = type(optimizer).__name__
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if has_step_hooks(optimizer):
         return f"{name} has step hooks, which a graph would not call"
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not handles_amp_scaling(optimizer):
         return f"{name} cannot be masked on the device, so the host reads it every step"
     if not takes_rates(optimizer):
         return f"{name} is recorded with capturable=True only"

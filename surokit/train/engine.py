@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from surokit import convert
 from surokit.optim.tensors import gradient_norm
+from surokit.torch_private import foreach_div_, handles_amp_scaling
 from surokit.train.capture import NOT_CAPTURED, Capture, DeviceGraphs, Graphs, takes_rates, why_not
 from surokit.train.compiling import end_workers, why_it_failed
 from surokit.train.cuda_graphs import CudaGraphs
@@ -199,7 +200,7 @@ class Engine:
         bad = (~(norm.isfinite() & loss.isfinite())).float()
         scale = None if self.clip is None else (norm / self.clip).clamp_min(1.0)
         optimizer: Any = self.optimizer
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if handles_amp_scaling(optimizer):
             optimizer.grad_scale, optimizer.found_inf = scale, bad
             try:
                 with self._device_rates():
@@ -209,7 +210,7 @@ class Engine:
         elif not bad.bool():  # an optimizer that cannot be masked: the host has to know
             if scale is not None:
                 for device in {grad.device for grad in grads}:
-                    torch._foreach_div_([grad for grad in grads if grad.device == device], scale.to(device))
+                    foreach_div_([grad for grad in grads if grad.device == device], scale.to(device))
             optimizer.step()
         else:
             convert.roll_scales(self.model)  # as a masked step does

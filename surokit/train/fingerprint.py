@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sized
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,11 +16,20 @@ from torch import Tensor, nn
 
 from surokit.nn.delayed import DelayedScales
 from surokit.nn.products import Precision
+from surokit.torch_private import (
+    accumulated_hooks,
+    buffers_of,
+    children_of,
+    frozen_versions,
+    gradient_hooks,
+    hooks_of,
+    parameters_of,
+    training_state,
+    version_of,
+)
 
 _PLAIN = (bool, int, float, str, type(None))
 _INTERNAL = vars(nn.Module()).keys() - {"training"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_A_PARAMETER = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Fingerprint:
@@ -64,8 +73,8 @@ class Fingerprint:
         found += map(id, chain.from_iterable([attributes(of) for attributes, of in self._attributes]))
         found += map(len, self._sizes)
         found += map(Tensor.data_ptr, self._tensors)
-        found += map(_OF_A_PARAMETER, self._parameters)
-        found += [None if p.requires_grad else p._version for p in self._parameters]
+        found += map(training_state, self._parameters)
+        found += frozen_versions(self._parameters)
         found += [scales.restored for scales in self._scales]
         if self._optimizer is not None:
             found += (id(self._optimizer.state), *_settings(self._optimizer))
@@ -82,24 +91,24 @@ class Fingerprint:
             self._scales.append(value.scales)
 
     def _add_module(self, module: nn.Module) -> None:
-        hooks = [getattr(module, name) for name in _HOOKS]
+        hooks = hooks_of(module)
         of = vars(module)
         self._held.append(module)
         self._found.append(type(module))
         names = [name for name in of if name not in _INTERNAL]
-        self._places += [module._modules, module._parameters, module._buffers]
+        self._places += [children_of(module), parameters_of(module), buffers_of(module)]
         self._attributes.append((itemgetter("_modules", *names), of))
         self._sizes += [of, *hooks]
         for name in names:
             self._note(of[name])
-        for p in module._parameters.values():
+        for p in parameters_of(module).values():
             if p is not None:  # codes of a frozen weight may be kept, so its values count
-                self._found += (p.data_ptr(), True if p.requires_grad else p._version)
+                self._found += (p.data_ptr(), True if p.requires_grad else version_of(p))
                 self._parameters.append(p)
                 self._tensors.append(p)
-                if p._backward_hooks or p._post_accumulate_grad_hooks:
+                if gradient_hooks(p) or accumulated_hooks(p):
                     self.hooked = f"a parameter of {type(module).__name__}"
-        for buffer in module._buffers.values():
+        for buffer in buffers_of(module).values():
             self._found.append(None if buffer is None else buffer.data_ptr())
             if buffer is not None:
                 self._tensors.append(buffer)

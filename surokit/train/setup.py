@@ -21,6 +21,7 @@ from surokit import convert
 from surokit.optim.spec import Spec
 from surokit.places import check_values, make_folder
 from surokit.recipe import Recipe
+from surokit.torch_private import forward_pre_hooks
 from surokit.train import checkpoint_files as checkpoints
 from surokit.train.errors import ResumeError
 from surokit.train.stream import Batch, check_batch, check_source
@@ -71,7 +72,7 @@ def check_settings(
 
 def _check_forward(model: nn.Module) -> None:
     """TypeError for a model whose forward does not take what a batch holds; who looks at the call first is trusted."""
-    if type(model).__call__ is not nn.Module.__call__ or model._forward_pre_hooks:
+    if type(model).__call__ is not nn.Module.__call__ or forward_pre_hooks(model):
         return
     try:
         taken = inspect.signature(model.forward, follow_wrapped=False).parameters.values()

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from surokit.profiler.analysis.timeline import Kind, Timeline
 from surokit.profiler.record.recording import RATES, Shaped
+from surokit.torch_private import without_modes
 
 Shape = tuple[int, ...]
 Inputs = tuple[Sequence[Any], Sequence[str], Sequence[Any]]  # shapes, dtypes and values of one operator's arguments
@@ -162,7 +162,7 @@ def shaped_step(events: Timeline, inputs: Sequence[Inputs]) -> Shaped:
 @contextmanager
 def _unseen() -> Iterator[None]:
     """Hide the calls on meta tensors from the caller's modes, such as a counter of FLOPs, and drop their warnings."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), warnings.catch_warnings():
+    with without_modes(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 

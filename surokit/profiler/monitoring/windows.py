@@ -33,6 +33,7 @@ from surokit.profiler.record.tracer import (
     stopped,
     synchronize,
 )
+from surokit.torch_private import profiler_runs
 
 # calls of the runtime and the driver that launch kernels: cudaLaunchKernel, cuLaunchKernelEx, cudaGraphLaunch, ...
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch")
@@ -174,7 +175,7 @@ class Windows:
         global _open_windows
         tracer, self._tracer, _open_windows = self._tracer, None, None
         assert tracer is not None
-        if not torch._C._autograd._profiler_enabled():
+        if not profiler_runs():
             return None
         results = stopped(tracer, time.time_ns(), saw_ranges=not self._gpu)
         return None if results is None else list(results.events())

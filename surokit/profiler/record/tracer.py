@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity
 
 from surokit.profiler.analysis.timeline import CATEGORIES, Event, Kind
 from surokit.profiler.analysis.work import Inputs, inputs_of
+from surokit.torch_private import in_backward, profiler_runs, profiler_runs_anywhere
 
 LEAVES_OUT = torch.__version__ < "2.13"  # what torch records is without the ranges that are open as it stops
 _CLOCK = "surokit::clock"
@@ -101,7 +102,7 @@ class Tracer:
 
     @property
     def running(self) -> bool:
-        return self._trace is not None and torch._C._autograd._profiler_enabled()
+        return self._trace is not None and profiler_runs()
 
     def start(self, shaped: bool = False) -> bool:
         """Start, and return whether it did: another profiler that runs is left alone, and ranges that are left must close
@@ -146,11 +147,11 @@ def start(trace: torch.profiler.profile) -> None:
 
 def profiling() -> bool:
     """Return whether a torch profiler runs, on this thread or, as far as Python knows, on another."""
-    return torch._C._autograd._profiler_enabled() or bool(getattr(torch_profiler, "_is_profiler_enabled", False))
+    return profiler_runs_anywhere()
 
 
 def backward_runs() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return in_backward()
 
 
 def ranges_open() -> int:

@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.data import dataloader
 from torch.utils.hooks import RemovableHandle
 
 from surokit.kernels import reference
 from surokit.profiler.record.recording import SyncPoint
 from surokit.profiler.record.settings import loader_setting
+from surokit.torch_private import DataLoaderIterator, in_front_of_backends, keys_below_backend_select
 
 SAMPLE_SECONDS = 5e-3
 # operator -> what the user wrote. Each of them waits for the device on CUDA because the host needs a value.
@@ -172,7 +172,7 @@ def collector_watched(watch: Watch) -> Iterator[None]:
 def watched_loader(watch: Watch) -> Iterator[None]:
     """Note the settings of the DataLoader that gives a batch. They are read from its iterator, since the loop may keep it
     in no variable."""
-    kind = dataloader._BaseDataLoaderIter
+    kind = DataLoaderIterator
     give = kind.__next__
 
     @functools.wraps(give)
@@ -217,15 +217,13 @@ def _autocast() -> str:
 def watched_reads(watch: Watch) -> Iterator[None]:
     """Put kernels in front of the operators that read a device value; they sit just above the backends, below autograd and
     torch.compile's tracing."""
-    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        for operator, call in _READS.items():
-            kernel = _reading_kernel(watch, getattr(torch.ops.aten, operator).default, call, below)
-            library.impl(operator, kernel, "BackendSelect", with_keyset=True)
+    below = keys_below_backend_select()
+    kernels = {
+        operator: _reading_kernel(watch, getattr(torch.ops.aten, operator).default, call, below)
+        for operator, call in _READS.items()
+    }
+    with in_front_of_backends(kernels):
         yield
-    finally:
-        library._destroy()
 
 
 def _reading_kernel(watch: Watch, operator: Any, call: str, below: Any) -> Callable[..., Any]:

@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from surokit.environment import cores
 from surokit.profiler.record import watch as watching
 from surokit.profiler.record.tracer import wait_for_device
 from surokit.tables import html_table
+from surokit.torch_private import DataLoaderIterator, in_front_of_backends, keys_below_backend_select
 
 Step = Callable[[], object]
 Changed = Callable[[], AbstractContextManager[None]]  # entered around each trial call
@@ -288,7 +288,7 @@ def _last_batch(row: Mapping[str, Any], step: Step) -> Trial:
     batches: dict[Any, Any] = {}  # by the sampler that all iterators of a loader share
     left: dict[Any, list[Any]] = {}  # of each iterator in this trial call: batches it has left, whether it began here
     met: list[bool] = []
-    plain = _BaseDataLoaderIter.__next__
+    plain = DataLoaderIterator.__next__
 
     def answer(self: Any) -> Any:
         if self not in left:
@@ -311,7 +311,7 @@ def _last_batch(row: Mapping[str, Any], step: Step) -> Trial:
     @contextmanager
     def context() -> Iterator[None]:
         left.clear()
-        with _replaced(_BaseDataLoaderIter, "__next__", answer):
+        with _replaced(DataLoaderIterator, "__next__", answer):
             yield
 
     return Trial(context, "the step reads no torch DataLoader of known length", lambda: bool(met))
@@ -324,7 +324,7 @@ def _old_values(row: Mapping[str, Any], step: Step) -> Trial:
     known: dict[torch.dtype, Any] = {}
     met: list[bool] = []
     operator = torch.ops.aten._local_scalar_dense.default
-    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    below = keys_below_backend_select()
     within = threading.local()  # the plain read must not come here again
 
     def read(keyset: Any, tensor: torch.Tensor) -> Any:
@@ -347,12 +347,8 @@ def _old_values(row: Mapping[str, Any], step: Step) -> Trial:
 
     @contextmanager
     def context() -> Iterator[None]:
-        library = torch.library.Library("aten", "IMPL")
-        try:
-            library.impl("_local_scalar_dense", read, "BackendSelect", with_keyset=True)
+        with in_front_of_backends({"_local_scalar_dense": read}):
             yield
-        finally:
-            library._destroy()
 
     return Trial(context, f"the step reads no single value at {place[0]}:{place[1]}", lambda: bool(met))
 
