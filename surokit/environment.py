@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,8 @@ _OPTIONAL = (
     ("nbclient", "surokit quickstart", 'pip install "surokit[lab]"'),
     ("nbconvert", "notebooks as web pages", 'pip install "surokit[lab]"'),
 )
+#: Oldest and newest release that the tests have run with; one between them passes. Newer ones install too: no upper bound is set.
+TRIED = {"torch": ("2.11", "2.13"), "triton": ("3.6", "3.7")}
 _LOW_DISK_GIB = 5
 _KERNELS = "surokit's kernels"
 
@@ -143,7 +146,8 @@ def float32_precision() -> str:
 class Finding:
     """A Finding is one line of the doctor's table.
 
-    state: ok, busy, native, float32 (products are computed in it), emulated, slower (a faster form cannot be used), missing or low.
+    state: ok, untried (a version that the tests have not run with), busy, native, float32 (products are computed in it), emulated,
+    slower (a faster form cannot be used), missing or low.
     remedy: empty where none is needed.
     """
 
@@ -209,17 +213,33 @@ def _core() -> list[Finding]:
     findings.append(Finding("core", "python", "ok", f"{platform.python_version()} ({sys.executable})"))
     for package in ("torch", "numpy", "safetensors"):
         version = _version(package)
-        remedy = "" if version else f"pip install {package}"
-        findings.append(Finding("core", package, "ok" if version else "missing", version or "not installed", remedy))
+        if version:
+            findings.append(_present(package, version))
+        else:
+            findings.append(Finding("core", package, "missing", "not installed", f"pip install {package}"))
     version = _version("triton")
     if version:
-        findings.append(Finding("core", "triton", "ok", version))
+        findings.append(_present("triton", version))
     else:
         why = "not installed; the reference kernels run instead"
         remedy = "pip install triton" if sys.platform == "linux" else ""
         findings.append(Finding("kernels", "triton", "missing", why, remedy))
     findings.append(_cpu())
     return findings
+
+
+def _present(package: str, version: str) -> Finding:
+    """Return the line of an installed package, which says so where its version is outside of what was tried."""
+    oldest, newest = TRIED.get(package, (version, version))
+    if _release(oldest) <= _release(version) <= _release(newest):
+        return Finding("core", package, "ok", version)
+    words = f"{version}; tried with {package} {oldest} and {newest}"
+    return Finding("core", package, "untried", words, f'pip install "{package}=={newest}.*" if something fails')
+
+
+def _release(version: str) -> list[int]:
+    """Return major and minor of a version: [2, 14] of "2.14.0a0+git1234"."""
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def _cpu() -> Finding:

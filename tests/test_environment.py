@@ -3,9 +3,11 @@
 import datetime
 import importlib
 import json
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,6 +166,38 @@ def test_packages_beside_ours_are_named_where_they_are(monkeypatch):
     assert all(found[name].detail.startswith("1.2.3, for its") for name in beside)
     monkeypatch.setattr(module, "find_spec", lambda name: object() if name == "torch" else None)
     assert not {f.name for f in doctor().findings} & set(beside)
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "state"),
+    [
+        ("2.10.1", "untried"),
+        ("2.11.0+cu128", "ok"),
+        ("2.13.9", "ok"),
+        ("2.14.0a0+git1234", "untried"),
+        ("3.0.0", "untried"),
+    ],
+)
+def test_a_torch_that_was_not_tried_is_named(torch_version: str, state: str, monkeypatch):
+    real = module._version
+    monkeypatch.setattr(module, "_version", lambda name: torch_version if name == "torch" else real(name))
+    found = doctor()
+    assert found["torch"].state == state
+    assert found.ok
+    tried = f"{torch_version}; tried with torch 2.11 and 2.13"
+    assert found["torch"].detail == (torch_version if state == "ok" else tried)
+    assert bool(found["torch"].remedy) == (state == "untried")
+
+
+@pytest.mark.parametrize("package", module.TRIED)
+def test_what_was_tried_is_what_is_asked_for_and_pinned(package: str):
+    """The oldest is pyproject.toml's lower bound (`make test-oldest`), the newest the pin of all other tests."""
+    root = Path(__file__).parents[1]
+    asked = re.search(rf'"{package}>=([\d.]+)["; ]', (root / "pyproject.toml").read_text(encoding="utf-8"))
+    pinned = re.search(rf"^{package}==(\d+\.\d+)", (root / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert asked is not None
+    assert pinned is not None
+    assert module.TRIED[package] == (asked[1], pinned[1])
 
 
 def test_without_torch_there_are_no_formats(monkeypatch):
