@@ -1,4 +1,4 @@
-"""What surokit takes from torch that torch does not promise: names with an underscore, each behind one function.
+"""Hold what torch does not promise, names with an underscore, each behind one function.
 
 Torch may change such a name in any release. Whoever needs one asks here; each function says in a sentence what it relies on, and
 `tests/test_torch_private.py` tries that. What a step calls often is torch's function itself under a public name.
@@ -19,6 +19,8 @@ Some names serve one file, which is about them, and stay there. The same test fa
         _apply, _modules
     surokit/nn/attention.py: cuDNN's attention, which no public function asks for
         torch.ops.aten._scaled_dot_product_cudnn_attention
+    surokit/nn/delayed.py: the dictionaries in which a model's layers and parameters are compared with those of an earlier walk
+        _modules, _parameters
     surokit/nn/linear.py: methods that the layer extends, for what it keeps; its own parameters and children
         _apply, _load_from_state_dict, _modules, _parameters
     surokit/nn/rope.py: a method that the module extends, which builds its tables anew for a device or dtype
