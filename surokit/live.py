@@ -32,8 +32,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from surokit.runs.control import RunControl
 from surokit.runs.records import Late, Records
-from surokit.runs.requests import LOOK_EVERY_S, PAUSE, SAVE, STOP, WAIT_S, Files
+from surokit.runs.requests import PAUSE, SAVE, STOP
 from surokit.runs.status import EVERY_S, RunInfo, StatusFile
 from surokit.train.errors import NoTargetsError
 from surokit.train.run_info import device_name, gpus_of
@@ -48,39 +49,28 @@ KEEP = 1 << 16  # rows in memory; the oldest leave first
 EMPTY_STEPS = 5  # in a row, in which no label counts
 
 
-class Asked:
-    """What is asked of a loop, from any thread or by a file in `folder`, until the loop looks. A panel's buttons call it.
+class LoopControl(RunControl):
+    """What is asked of a loop, from any thread or by a file, until the loop looks. A panel's buttons call it.
 
     What the loop has never looked for cannot be done: RuntimeError says which line it takes, and it stays asked for.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.run_dir = folder
-        self.files = Files(self)
+    def __init__(self, live: Live) -> None:
+        super().__init__(live)
+        self._live = live
         self._looked_for: set[str] = set()
-        self.forget()
-
-    def forget(self) -> None:
-        """What was asked of an earlier loop does not hold."""
-        self.reason = ""
-        self._pause = self._pause_file = self._save = False
-        self._look_at = 0.0
-        self.files.forget()
+        self.begin()
 
     def stop(self, reason: str = "stopped: by live.control.stop()") -> None:
-        self.reason = self.reason or reason
+        super().stop(reason)
         self._expect(STOP, "if live.stop_asked: break")
 
     def pause(self) -> None:
-        self._pause = True
+        super().pause()
         self._expect(PAUSE, "live.wait_while_paused()")
 
-    def resume(self) -> None:
-        self._pause = self._pause_file = False
-        self.files.remove(PAUSE)
-
     def save(self) -> None:
-        self._save = True
+        super().save()
         self._expect(SAVE, "if live.save_asked: ...")
 
     def _expect(self, name: str, line: str) -> None:
@@ -91,33 +81,34 @@ class Asked:
 
     # -- for the loop
 
-    def stop_wanted(self) -> bool:
-        self._look(STOP)
-        return bool(self.reason)
+    def again(self) -> None:
+        """Another loop begins."""
+        self.end()
+        self.begin()
 
-    def pause_wanted(self) -> bool:
-        self._look(PAUSE)
-        return (self._pause or self._pause_file) and not self.reason
+    def stop_wanted(self) -> bool:
+        self._look_for(STOP)
+        return bool(self._reason)
 
     def save_wanted(self) -> bool:
         """True once for each time it was asked."""
-        self._look(SAVE)
-        if not self._save:
-            return False
-        self._save = False
-        return True
+        self._look_for(SAVE)
+        return self.take_save()
 
-    def _look(self, name: str) -> None:
+    def wait_while_paused(self) -> None:
+        self._look_for(PAUSE)
+        if self._pause_wanted():
+            self._wait()
+
+    def _look_for(self, name: str) -> None:
         self._looked_for.add(name)
-        if (now := time.monotonic()) < self._look_at:
-            return
-        self._look_at = now + LOOK_EVERY_S
-        self._pause_file = self.files.pause
-        if self.files.save:
-            self.files.remove(SAVE)
-            self._save = True
-        why = self.files.take_stop()
-        self.reason = self.reason or why
+        self._look()
+
+    def _serve(self) -> None:
+        self._live._beat()
+
+    def _tell_pause(self, paused: bool) -> None:
+        self._live._tell_pause(paused)
 
 
 class Live:
@@ -159,7 +150,7 @@ class Live:
         self._status: StatusFile | None = None
         if self.run_dir is not None:
             self._records, self._status = Records(self.run_dir / "records.jsonl"), StatusFile(self.run_dir)
-        self.control = Asked(self.run_dir)
+        self.control = LoopControl(self)
         self.info = RunInfo(
             title or "",
             numerics=recipe,
@@ -177,6 +168,7 @@ class Live:
         self._step = self._empty_steps = 0
         self._nothing_counts = False  # in several steps in a row, and nobody was told yet
         self._logged_s: float | None = clock()
+        self._paused_at_s = 0.0
         self._elapsed_s = 0.0
         self._closed = False
         self._standing, self._beat_at = "running", 0.0
@@ -260,23 +252,19 @@ class Live:
 
         The time between is no step's. `stop_asked` ends it too.
         """
-        if not self.control.pause_wanted():
-            return
-        began = self._clock()
-        self._harvest(wait=True)
-        if self._records is not None:
-            self._records.flush()
-        self._panel.on_pause(True)
-        self._beat("paused")
-        try:
-            while self.control.pause_wanted():
-                time.sleep(WAIT_S)
-                self._beat()
-        finally:
-            if self._logged_s is not None:
-                self._logged_s += self._clock() - began
-            self._panel.on_pause(False)
-            self._beat("running")
+        self.control.wait_while_paused()
+
+    def _tell_pause(self, paused: bool) -> None:
+        """The loop waits, with all that it has logged told and written, or goes on."""
+        if paused:
+            self._paused_at_s = self._clock()
+            self._harvest(wait=True)
+            if self._records is not None:
+                self._records.flush()
+        elif self._logged_s is not None:
+            self._logged_s += self._clock() - self._paused_at_s
+        self._panel.on_pause(paused)
+        self._beat("paused" if paused else "running")
 
     def note(self, text: str) -> None:
         """Puts a word of yours beside the step that was logged last: on the panel and, with a `run_dir`, in run.json."""
@@ -325,7 +313,7 @@ class Live:
         if self._closed:  # a loop that goes on
             self._closed = False
             self._watch_cell()
-            self.control.forget()
+            self.control.again()
             self._beat("running")
         seconds = now - self._logged_s if self._logged_s is not None else None
         self._logged_s = now

@@ -13,6 +13,7 @@ import torch
 import surokit.live
 from surokit.live import Live
 from surokit.runs import status
+from surokit.runs.control import RunControl
 from surokit.runs.jsonl import read
 from surokit.train import NoTargetsError
 from surokit.widgets.folder import FileControl, RunFolder
@@ -414,7 +415,7 @@ def test_late_values_are_written_when_they_arrive(tmp_path, slow):
 
 
 def test_files_ask_and_a_watcher_sees_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(surokit.live, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(RunControl, "look_every_s", 0.0)
     (tmp_path / "stop").touch()  # of an earlier run
     live = Live("mine", run_dir=tmp_path, exist="resume", view=View())
     assert not live.control.stop_wanted()

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import math
 import random
-import signal
 import statistics
-import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -31,9 +28,8 @@ from surokit.racing.model_swap import Parking, bytes_of
 from surokit.racing.predicted import Layers, Shares, predict
 from surokit.racing.result import RaceResult
 from surokit.racing.runs import Prediction, Turn, WarmUp
-from surokit.runs.locks import Lock
+from surokit.runs.control import RunControl
 from surokit.runs.records import Record
-from surokit.runs.requests import PAUSE, SAVE, WAIT_S, Files
 from surokit.train import Session
 from surokit.train.background import Running
 from surokit.widgets.folder import race_words
@@ -61,7 +57,7 @@ class _Follower:
 
     def on_step(self, record: Record) -> None:
         if self._listens:
-            self._driver.stop_turn()
+            self._driver.control.stop_turn()
             run = self._driver.race.runs[self._name]
             run.steps.add(record)
             if self._panel is not None:  # of the warm-up no times: it is in no rate
@@ -77,6 +73,51 @@ class _Follower:
             self._panel.on_info(info)
 
 
+class RaceControl(RunControl):
+    """What is asked of a race: looked at between turns, but for a stop, which ends the turn that goes on."""
+
+    look_every_s = 0.0
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        super().__init__(driver.race)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._driver.race.reason = ""
+
+    def stop(self, reason: str = "stopped: by race.stop()") -> None:
+        """Nothing where the race does not go on. The first reason that is given holds."""
+        super().stop(reason)
+        self.stop_turn()
+
+    def stop_turn(self) -> None:
+        """Ends the turn that goes on, where the race shall stop; looked at again at each step: a stop may come before the first."""
+        if self._reason and (session := self._driver.session) is not None:
+            session.control.stop(self._reason)
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether a pause was asked for that has not begun."""
+        return self._state == "running" and not self._reason and (self._pause_asked or self.files.pause)
+
+    def _busy(self) -> RuntimeError:
+        return RuntimeError("The race goes on already: wait for it with race.wait(), or end it with race.stop().")
+
+    def _serve(self) -> None:
+        self._driver.sign()
+
+    def _tell_pause(self, paused: bool) -> None:
+        self._driver.tell_pause(paused)
+
+    def _may_raise(self) -> bool:
+        session = self._driver.session
+        return not (self._driver.moving or (session and session.control.final))
+
+    def _stopping(self) -> str:
+        return "stopping the race after this step"
+
+
 class Driver:
     """What makes a race go: its sessions, their turns, and what is asked meanwhile."""
 
@@ -84,21 +125,16 @@ class Driver:
         self, of: RaceResult, builder: Builder, allowed: Sequence[str], live: bool, like: RaceResult | None
     ) -> None:
         self.race, self.builder, self.allowed, self.like = of, builder, allowed, like
-        self._files = Files(of)
+        self.control = RaceControl(self)
         self.sessions: dict[str, Session] = {}
         self.parking = Parking({})
         self.running = ""  # whose turn it is
-        self._session: Session | None = None  # that one's
-        self._pause_asked = False
-        self._state = "idle"
-        self._worker: int | None = None  # the thread that drives
-        self._lock = Lock()  # for beginning
+        self.session: Session | None = None  # that one's
+        self.moving = False  # models, on to the device or from it: what is half moved is lost
         self._order = comparability.Order(looks=WARM_UP)
         self._works: dict[str, comparability.Work] = {}
         self._shares = Shares()
-        self._view = _View(of, self) if live else None
-        self._stop_asked = ""
-        self._moving = False
+        self._view = _View(of, self.control) if live else None
         self._pending: list[_Due] = []  # of this round
         self._aim: int | None = of.settings["steps"]  # steps of each run at which this call ends, None by time alone
         self._round = 0
@@ -122,31 +158,16 @@ class Driver:
 
     # -- who drives
 
-    @property
-    def state(self) -> str:
-        """ "idle", "running" or "paused"."""
-        return self._state
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether another thread than this one drives."""
-        return self._state != "idle" and self._worker != threading.get_ident()
-
     def words(self) -> str:
         """How far the race is that goes on, a sentence."""
         where = f"in round {self._round}" if self._round else "in its warm-up"
         whose = f", {self.running}'s turn" if self.running else ""
         made = min(len(run.steps) for run in self.race.runs.values())
         of = "" if self._aim is None else f" of {self._aim}"
-        state = "is paused" if self._state == "paused" else "goes on"
-        pauses = ", and pauses before the next turn" if self._pausing else ""
+        state = "is paused" if self.control.state == "paused" else "goes on"
+        pauses = ", and pauses before the next turn" if self.control.is_pausing else ""
         told = f"every run has made at least {made}{of} steps" if made else "not every run has made a step yet"
         return f"The race {state} {where}{whose}{pauses}: {told}."
-
-    @property
-    def _pausing(self) -> bool:
-        """Whether a pause was asked for that has not begun."""
-        return self._state == "running" and not self._stop_asked and (self._pause_asked or self._files.pause)
 
     @property
     def all_made(self) -> bool:
@@ -160,24 +181,9 @@ class Driver:
         """Of a run, where the race ends for this reason: one that has all its steps is done, whatever stopped the race then."""
         return "done" if self._has_all(name) and not reason.startswith("failed") else reason
 
-    def begin(self) -> None:
-        """The race goes on, in this thread or in one that is started now. RuntimeError where it does already."""
-        with self._lock:
-            if self._state != "idle":
-                raise RuntimeError(
-                    "The race goes on already: wait for it with race.wait(), or end it with race.stop()."
-                )
-            self._stop_asked, self._pause_asked = "", False  # what was asked before does not hold
-            self._files.forget()
-            self.race.reason = ""
-            self._state = "running"  # last: what is asked from now on holds
-
-    def end(self) -> None:
-        self._state, self._worker = "idle", None
-
     def drive(self, work: Callable[[], None]) -> None:
         """Does it in this thread."""
-        self.begin()
+        self.control.begin()
         self._do(work)
 
     def start(self, work: Callable[[], None]) -> Running:
@@ -187,21 +193,21 @@ class Driver:
             try:
                 self._do(work)
             except KeyboardInterrupt:
-                if not self._stop_asked:
+                if not self.control.reason:
                     raise  # else it was asked for, and `reason` says so
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         title = ", ".join(self.race.runs)
-        if self._view and self._state == "idle":
+        if self._view and self.control.is_idle:
             self._view.wait()  # now, where the cursor is; before the thread, which an interrupt of this would leave to nobody
-        return Running(stoppable, self, device, title, what="the race", goes_on="race.go_on()")
+        return Running(stoppable, self.control, device, title, what="the race", goes_on="race.go_on()")
 
     def _do(self, work: Callable[[], None]) -> None:
-        self._worker = threading.get_ident()
+        self.control.enter()
         try:
             work()
         finally:
-            self.end()
+            self.control.end()
 
     # -- warm-up
 
@@ -217,7 +223,7 @@ class Driver:
             session.usd_per_gpu_hour = session.usd_per_gpu_hour or self.race.settings["usd_per_gpu_hour"]
             session.subscribe(_Follower(self, name, self._view.run(name, session) if self._view else None))
             self.sessions[name] = session
-            self._sign()
+            self.sign()
             self._tell(name)
             self._enter(name)
             began = time.perf_counter()
@@ -242,8 +248,8 @@ class Driver:
                 run, first = self.race.runs[name], first_s[name]
                 step_s = (ended - rested) / tried if tried else first
                 run.warm_up = WarmUp(len(run.steps), first, first + ended - began, step_s)
-                if self._stop_asked or len(run.steps) < count:
-                    raise KeyboardInterrupt(f"the race ended in its warm-up: {self._stop_asked or 'interrupted'}")
+                if self.control.reason or len(run.steps) < count:
+                    raise KeyboardInterrupt(f"the race ended in its warm-up: {self.control.reason or 'interrupted'}")
             if not together:
                 graphs = ", and no steps ran as CUDA graphs" if self.sessions[baseline].device.type == "cuda" else ""
                 self._note(f"The models took turns on the device: each was parked on the host between its own{graphs}.")
@@ -290,11 +296,11 @@ class Driver:
                     self._pending = self._next_round(now)
                     left, rounds, first = left - now, rounds - 1, False
                 if not self._turns_of_round():
-                    ends.reason = self._stop_asked or "interrupted"
+                    ends.reason = self.control.reason or "interrupted"
                     return
                 self._save_now_and_then()
             if not self._finish():
-                ends.reason = self._stop_asked
+                ends.reason = self.control.reason
 
     @property
     def _all_step_s(self) -> float:
@@ -332,8 +338,9 @@ class Driver:
     def _turns_of_round(self) -> bool:
         """Whether all turns of this round were taken; what a stop leaves is taken first when the race goes on."""
         while self._pending:
-            if self._stop_wanted():
+            if self.control.poll_requests():
                 return False
+            self.sign()
             due = self._pending[0]
             before = self.sessions[due.name].steps
             try:
@@ -371,22 +378,22 @@ class Driver:
 
     def _bring(self, name: str) -> None:
         """What is half moved is lost: an interrupt waits."""
-        self._sign()
+        self.sign()
         self._tell(name)
-        self._moving = True
+        self.moving = True
         try:
             self.parking.bring(name)
         finally:
-            self._moving = False
+            self.moving = False
 
-    def _sign(self, state: str | None = None) -> None:
+    def sign(self, state: str | None = None) -> None:
         """Of life, in run.json of every run, between turns: the runs that wait have not gone."""
         for session in self.sessions.values():
             session.journal.beat(state)
 
     def _tell(self, turn: str, state: str = "") -> None:
         """How the race stands, to the panel and to whoever reads its folder: a new state at once, another turn if that is due."""
-        state = state or self._state
+        state = state or self.control.state
         if self._view:
             self._view.headline(race_words(state, self._round, turn))
         now = time.monotonic()
@@ -397,28 +404,28 @@ class Driver:
     def _enter(self, name: str) -> None:
         """What this session runs from now on are parts of the race, unless it is in it already, since its warm-up."""
         session = self.sessions[name]
-        if not session.journal.in_parts:
+        if not session.control.is_nested:
             made = len(self.race.runs[name].steps)
             session.journal.begin_whole(None if self._aim is None else session.steps - made + self._aim)
 
     def _take(self, name: str, session: Session, steps: int) -> int:
         """So many steps of a run; how many were made. Its batches are compared with those of the others."""
-        if steps <= 0 or self._stop_asked:
+        if steps <= 0 or self.control.reason:
             return 0
         before, evaluates, saves = session.steps, session.eval_every, session.save_every
         session.eval_every = session.save_every = None  # the race evaluates, between turns
-        self.running, self._session = name, session
+        self.running, self.session = name, session
         try:
             with self._order.following(name, session):
                 session.run(steps, thread=False)
                 if (drain := getattr(session.optimizer, "drain", None)) is not None:
                     drain()  # what an offloading optimizer has its threads do belongs to this turn, and takes no time of the next
         finally:
-            self.running, self._session = "", None
+            self.running, self.session = "", None
             session.eval_every, session.save_every = evaluates, saves
         if why := session.control.reason:  # also what came in during the last step
             what = why.removeprefix("stopped: ")
-            self._stop_asked = self._stop_asked or (why if what == why else f"stopped: {name}, {what}")
+            self.control.stop(why if what == why else f"stopped: {name}, {what}")
         found = self._order.check(name, session.steps)
         self.race.runs[name].batches = self._order.combined.get(name, "")
         self._refuse(found)
@@ -436,7 +443,7 @@ class Driver:
             before = None if self.like is None else self.like.runs[name]
             if before and len(before.steps) == len(run.steps) and before.batches != run.batches:
                 self._note(f"The batches of {name!r} were not those of the saved race.")
-            if self._stop_asked:
+            if self.control.reason:
                 return False
         if self.race.settings["predict"]:
             self._predict()
@@ -470,93 +477,31 @@ class Driver:
                     None, why=f"{type(error).__name__}: {error}"
                 )
 
-    # -- what is asked meanwhile
-
-    def pause(self) -> None:
-        self._pause_asked = True
-
-    def resume(self) -> None:
-        self._pause_asked = False
-        self._files.remove(PAUSE)
-
-    def save(self) -> None:
-        """After this round; without a folder there is nowhere to save to."""
-        self._saved_s = -math.inf
-
-    def stop(self, reason: str = "stopped: by race.stop()") -> None:
-        """Nothing where the race does not go on. The first reason that is given holds."""
-        if self._state == "idle":
-            return
-        self._stop_asked = self._stop_asked or reason
-        self.stop_turn()
-
-    def stop_turn(self) -> None:
-        """Ends the turn that goes on, where the race shall stop; looked at again at each step: a stop may come before the first."""
-        if self._stop_asked and (session := self._session) is not None:
-            session.control.stop(self._stop_asked)
-
-    def _stop_wanted(self) -> bool:
-        """Between two turns: waits while it is paused, and says whether the race shall end."""
-        try:
-            while True:
-                why = self._files.take_stop()
-                self._stop_asked = self._stop_asked or why
-                if self._files.save:
-                    self._files.remove(SAVE)
-                    self.save()
-                if self._stop_asked or not (self._pause_asked or self._files.pause):
-                    break
-                self._show("paused")
-                self._sign()
-                time.sleep(WAIT_S)
-        finally:
-            self._show("running")
-        self._sign()
-        return bool(self._stop_asked)
-
-    def _show(self, state: str) -> None:
-        """How it stands now, where that is another state."""
-        if self._state == state:
-            return
-        self._state = state
-        self._sign(state)
-        if state == "paused":
+    def tell_pause(self, paused: bool) -> None:
+        """Shows that a pause begins, or is over."""
+        self.sign(self.control.state)
+        if paused:
             self._tell("")  # a turn that begins tells of itself
         if self._view:
-            self._view.pause(state == "paused")
+            self._view.pause(paused)
 
     @contextmanager
     def _driving(self, reason: str) -> Iterator[_End]:
-        """While it lasts an interrupt asks for a stop and a second one raises; during a step the session's own rules hold. At the
-        end everything is told and kept; an error carries the race."""
+        """While it lasts an interrupt asks for a stop and a second one raises. At the end everything is told and kept; an error
+        carries the race."""
         self._began_s = time.monotonic()
-        previous = signal.getsignal(signal.SIGINT)
-        main = threading.current_thread() is threading.main_thread() and previous not in (None, signal.SIG_IGN)
-        ends, interrupted = _End(reason), False
-
-        def handler(_signal: int, _frame: Any) -> None:
-            nonlocal interrupted
-            session = self._session
-            if interrupted and not self._moving and not (session and session.control.final):
-                raise KeyboardInterrupt
-            interrupted = True
-            self.stop("interrupted")
-            print("\nsurokit: stopping the race after this step", file=sys.stderr)
-
-        if main:
-            signal.signal(signal.SIGINT, handler)
+        ends = _End(reason)
         try:
-            yield ends
+            with self.control.interruptible():
+                yield ends
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt)
-            ends.reason = self._stop_asked or "interrupted"
+            ends.reason = self.control.reason or "interrupted"
             if not stopped:
                 ends.reason = f"failed: {type(error).__name__}: {error}"
             error.race = self.race  # type: ignore[attr-defined]
             raise
         finally:
-            if main:
-                signal.signal(signal.SIGINT, previous)
             self._clock_s, self._began_s = self._now_s(), math.inf
             if ends.reason:  # the race does not go on at once
                 self.race.reason = ends.reason
@@ -571,7 +516,10 @@ class Driver:
         return self._clock_s + max(0.0, time.monotonic() - self._began_s)
 
     def _save_now_and_then(self, at_once: bool = False) -> None:
-        if self.race.run_dir is None or (time.monotonic() - self._saved_s < SAVE_EVERY_S and not at_once):
+        if self.race.run_dir is None:
+            return
+        asked = self.control.take_save()
+        if not (asked or at_once) and time.monotonic() - self._saved_s < SAVE_EVERY_S:
             return
         self._saved_s = time.monotonic()
         try:

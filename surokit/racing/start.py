@@ -78,7 +78,7 @@ class Race(RaceResult):
     @property
     def running(self) -> bool:
         """Whether the race goes on now."""
-        return self._driver is not None and self._driver.state != "idle"
+        return self._driver is not None and not self._driver.control.is_idle
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end of a race that goes on in a thread, at most `timeout` seconds; whether it has ended.
@@ -95,19 +95,19 @@ class Race(RaceResult):
 
     def stop(self) -> None:
         """Ends the race from another thread, at the end of a step; `go_on` goes on. Nothing where it does not go on."""
-        self._drive().stop()
+        self._drive().control.stop()
 
     def pause(self) -> None:
         """The race waits before the next turn; the wait is nobody's time."""
-        self._drive().pause()
+        self._drive().control.pause()
 
     def resume(self) -> None:
-        self._drive().resume()
+        self._drive().control.resume()
 
     @property
     def runs(self) -> Mapping[str, Run]:
         """Every run by its name; while another thread makes the race go on, copies as they are now."""
-        if self._driver is None or not self._driver.elsewhere:
+        if self._driver is None or not self._driver.control.elsewhere:
             return self._runs
         return {name: run.copy() for name, run in self._runs.items()}
 
@@ -124,7 +124,7 @@ class Race(RaceResult):
     def _free(self) -> Driver:
         """The driver, where its sessions are nobody's at the moment: what they do within a turn would count as its time."""
         driver = self._drive()
-        if driver.elsewhere:
+        if driver.control.elsewhere:
             raise RuntimeError(
                 "The race goes on, and its sessions take turns: call race.wait() first, or race.stop(). race.runs has their steps."
             )

@@ -15,22 +15,12 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from surokit.runs.control import RunControl
 from surokit.train.random_state import turn
-
-
-class RunControl(Protocol):
-    """What is asked of the work: `begin` in the caller's thread, `end` by the work itself, or for it where it could not begin."""
-
-    @property
-    def state(self) -> str: ...
-
-    def begin(self) -> None: ...
-    def end(self) -> None: ...
-    def stop(self, reason: str = ...) -> None: ...
 
 
 class Running:

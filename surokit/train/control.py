@@ -1,29 +1,22 @@
-"""What others ask of a run: to stop, to wait, to save, or to let them do something. Done between two steps, never inside one.
+"""What others ask of a session's run, as of any run (runs/control.py): done between two steps, never inside one.
 
-    another thread   session.control.stop(), .pause(), .resume(), .save(), .between_steps(f): a cell, a panel's button
-    an interrupt     of the main thread, while it trains (Ctrl-C, the notebook's stop button): the first asks for a stop, the second
-                     raises, and the step in the making is undone; one that compiles is given up at the first
-    a file           stop, pause (it waits while that exists) or save in the run's folder, from any process that sees it; the first
-                     line of stop, where it has one, says who asks or why
-
-A step looks at one attribute and at the time; files are looked at every half second.
+Of its own it has `between_steps(f)`, a piece of work that another thread lets the run's thread do there. An interrupt that raises
+undoes the step in the making; a step that compiles is given up at the first one.
 """
 
 from __future__ import annotations
 
 import signal
-import sys
 import threading
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from surokit.runs.locks import Lock
-from surokit.runs.requests import LOOK_EVERY_S, PAUSE, SAVE, WAIT_S, Files
+from surokit.runs.control import RunControl
+from surokit.runs.requests import SAVE
 from surokit.train.compiling import Compilation
 from surokit.train.random_state import turn
 
@@ -32,7 +25,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 P = ParamSpec("P")
-State = Literal["idle", "running", "paused"]
 
 
 class _Asked(Generic[T]):
@@ -69,7 +61,7 @@ class _Asked(Generic[T]):
         return self._value
 
 
-class Control:
+class Control(RunControl):
     """What is asked of the runs of one session, from any thread; nothing here waits but `between_steps`.
 
     `stop` and `pause` are asked of the run that goes on. Where none does they do nothing: the next run() goes
@@ -78,47 +70,21 @@ class Control:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.files = Files(session)
-        self._state: State = "idle"
-        self._worker: int | None = None  # the thread that trains
-        self._lock = Lock()  # for beginning and ending: held while an idle session works for somebody
         self._asked: deque[_Asked[Any]] = deque()
         self.midway = False  # of a step: neither before it nor after, so there is nothing whole to look at or to save
         self.compilation = Compilation()  # of a step, which a stop does not wait for
         self.final = False  # of a step: what changes cannot be undone by halves; a second interrupt waits for its end
-        self._forget()
-
-    def _forget(self) -> None:
-        """What was asked of an earlier run does not hold for the one that begins."""
-        self._news = False  # no lock: stop() may be called where a signal came in, whatever that thread was doing
-        self._reason = ""
-        self._pause_asked = self._pause_file = self._save_asked = False
-        self._paused_s = 0.0
-        self._look_at = float("inf") if self._session.run_dir is None else 0.0
+        super().__init__(session)
 
     # -- from any thread
-
-    @property
-    def state(self) -> State:
-        """ "paused" once a run has come to a boundary and waits there."""
-        return self._state
-
-    @property
-    def reason(self) -> str:
-        """Why the run that goes on, or went on last, was asked to end; "" where it was not."""
-        return self._reason
-
-    def _is_idle(self) -> bool:
-        return self._state == "idle"
 
     def stop(self, reason: str = "stopped: by session.control.stop()") -> None:
         """Ends the run that is going on at the end of its step. Nothing where none goes on.
 
         reason: what subscribers and run.json are told, "stopped: " and who asked or why; the first one that is given holds.
         """
-        if self._state != "idle":
-            self._reason = self._reason or reason
-            self._news = True
+        super().stop(reason)
+        if not self.is_idle:
             self.compilation.give_up()
 
     def pause(self) -> None:
@@ -126,15 +92,7 @@ class Control:
 
         Nothing where none goes on.
         """
-        if self._state != "idle":
-            self._pause_asked = True
-            self._news = True
-
-    def resume(self) -> None:
-        """Ends a pause, whoever asked for it."""
-        self._pause_asked = self._pause_file = False
-        self.files.remove(PAUSE)
-        self._news = True
+        super().pause()
 
     def save(self) -> None:
         """A checkpoint at the end of the step; where nothing runs, at once. One that fails in a run costs a warning.
@@ -144,8 +102,8 @@ class Control:
         if self._session.run_dir is None:
             raise ValueError("There is nowhere to save to: give Session(run_dir=...).")
         with self._lock:  # so that the run does not end between the look and the asking
-            if self._state != "idle":
-                self._save_asked = self._news = True
+            if not self.is_idle:
+                super().save()
                 return
         self._session.save()
 
@@ -158,9 +116,9 @@ class Control:
         while True:
             if threading.get_ident() == self._worker:
                 return self._now(f)
-            if self._is_idle():
+            if self.is_idle:
                 with turn, self._lock:  # who takes steps by hand has the turn for each
-                    if self._is_idle():
+                    if self.is_idle:
                         return self._now(f)
             if turn.mine:
                 raise RuntimeError(
@@ -169,7 +127,7 @@ class Control:
                 )
             asked = _Asked(f)
             with self._lock:
-                if not self._is_idle():
+                if not self.is_idle:
                     self._asked.append(asked)
                     self._news = True
                     break
@@ -185,7 +143,7 @@ class Control:
 
     def only_here(self) -> None:
         """RuntimeError where another thread trains."""
-        if self._state != "idle" and threading.get_ident() != self._worker:
+        if self.elsewhere:
             raise self._busy()
 
     def _busy(self) -> RuntimeError:
@@ -195,20 +153,6 @@ class Control:
         )
 
     # -- from the run
-
-    def begin(self) -> None:
-        """A run begins, in this thread or in one that is started now. RuntimeError where one goes on."""
-        with self._lock:
-            if self._state != "idle":
-                raise self._busy()
-            self._forget()
-            if not self._session.journal.in_parts:
-                self.files.forget()  # between the parts of one run they hold
-            self._state = "running"
-
-    def enter(self) -> None:
-        """This is the thread that trains."""
-        self._worker = threading.get_ident()
 
     def finish(self) -> None:
         """The last step is done; what was asked until now is done too."""
@@ -227,62 +171,27 @@ class Control:
     def _rests(self) -> bool:
         with self._lock:
             if not (self._asked or self._save_asked):
-                self._state, self._worker = "idle", None
-            return self._state == "idle"
-
-    def attend(self) -> str:
-        """Between two steps: does what is asked. Why the run shall end, "" where it goes on."""
-        if self._news or time.monotonic() >= self._look_at:
-            self._attend()
-        return self._reason
-
-    @property
-    def paused_s(self) -> float:
-        """Of this run, seconds it has waited."""
-        return self._paused_s
-
-    def _attend(self) -> None:
-        self._news = False  # first, so that what comes from now on is seen the next time
-        self._look()
-        self._serve()
-        if self._pause_wanted():
-            self._wait()
-
-    def _pause_wanted(self) -> bool:
-        return (self._pause_asked or self._pause_file) and not self._reason
-
-    def _wait(self) -> None:
-        session, began = self._session, time.monotonic()
-        session.arrivals.harvest(wait=True)  # so that the device rests, and panels show where it does
-        session.records.flush()
-        try:
-            with session.random.aside():  # who sees a pause may draw, so it is seen only in here
-                self._state = "paused"
-                try:
-                    session.journal.beat("paused")
-                    session.subscribers.tell("on_pause", True)
-                    while self._pause_wanted():
-                        time.sleep(WAIT_S)
-                        self._look()
-                        self._serve()
-                finally:
-                    self._state = "running"
-        finally:
-            self._paused_s += time.monotonic() - began
-            session.measuring.restart()
-            session.journal.beat("running")
-            session.subscribers.tell("on_pause", False)
+                super().end()
+            return self.is_idle
 
     def _look(self) -> None:
-        """At the files, and now and then says that the run is alive."""
-        if (now := time.monotonic()) < self._look_at:
-            return
-        self._look_at = now + LOOK_EVERY_S
+        super()._look()
         self._session.journal.beat()
-        self._pause_file = self.files.pause
-        self._save_asked = self.files.save or self._save_asked
-        why = self.files.take_stop()
-        self._reason = self._reason or why
+
+    def _wait(self) -> None:
+        self._session.arrivals.harvest(wait=True)  # so that the device rests, and panels show where it does
+        self._session.records.flush()
+        super()._wait()
+
+    def _aside(self) -> AbstractContextManager[None]:
+        return self._session.random.aside()  # who sees a pause may draw, so it is seen only in here
+
+    def _tell_pause(self, paused: bool) -> None:
+        session = self._session
+        if not paused:
+            session.measuring.restart()
+        session.journal.beat("paused" if paused else "running")
+        session.subscribers.tell("on_pause", paused)
 
     def _serve(self) -> None:
         """Does what others wait for, and saves where that was asked. The random state is theirs meanwhile."""
@@ -302,7 +211,7 @@ class Control:
         except Exception as error:
             warnings.warn(f"The checkpoint that was asked for is not there: {error} Training goes on.", stacklevel=2)
         finally:
-            self.files.remove(SAVE)
+            self.files.remove(SAVE)  # whoever asked by it sees that the checkpoint is there
             session.measuring.restart()
 
     # -- interrupts
@@ -340,33 +249,12 @@ class Control:
             if waiting:
                 previous(*waiting[0])
 
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """The first interrupt asks for a stop, the second raises. Only the main thread receives signals; of a run in parts they are
-        the whole's."""
-        previous = signal.getsignal(signal.SIGINT)
-        main = threading.current_thread() is threading.main_thread() and previous not in (None, signal.SIG_IGN)
-        if not main or self._session.journal.in_parts:
-            yield
-            return
+    def _may_raise(self) -> bool:
+        return not self.final
 
-        interrupted = False
-
-        def handler(_signal: int, _frame: Any) -> None:
-            nonlocal interrupted
-            if interrupted and not self.final:
-                raise KeyboardInterrupt
-            interrupted = True
-            self._reason = self._reason or "interrupted"
-            what = "giving up the compilation" if self.compilation.goes_on else "stopping after this step"
-            print(f"\nsurokit: {what}; run() goes on from there", file=sys.stderr)
-            self.compilation.give_up()
-
-        signal.signal(signal.SIGINT, handler)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, previous)
+    def _stopping(self) -> str:
+        what = "giving up the compilation" if self.compilation.goes_on else "stopping after this step"
+        return f"{what}; run() goes on from there"
 
 
 def at_a_boundary(

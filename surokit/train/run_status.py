@@ -42,7 +42,6 @@ class Journal:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.info: RunInfo | None = None
-        self.in_parts = False  # a run() is a part of the run that is told
         self.events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
         self._file: StatusFile | None = None
         self._state = ""
@@ -61,30 +60,30 @@ class Journal:
         session = self._session
         if self._light is None or self._light[0] != session.length:
             self._light = session.length, _light(session)
-        return describe(session, self._total, self._started, self._light[1], resumes=not self.in_parts)
+        return describe(session, self._total, self._started, self._light[1], resumes=not session.control.is_nested)
 
     def begin(self, total: int | None) -> None:
         """A run() begins that is planned to end at step `total`."""
         self._began = self._session.steps
-        if self.in_parts:
+        if self._session.control.is_nested:
             self.beat(now=True)
         else:
             self._open(total)
 
     def end(self, reason: str) -> None:
         """It is over."""
-        if not self.in_parts:
+        if not self._session.control.is_nested:
             self._close(reason)
 
     def begin_whole(self, total: int | None) -> None:
         """A run begins that is made of several run(), as in a race: until `end_whole` they are its parts. Beginning and end are
         told of the whole, and an interrupt is for whoever lets it go on."""
-        self.in_parts = True
+        self._session.control.is_nested = True
         self._session.control.files.forget()
         self._open(total)
 
     def end_whole(self, reason: str) -> None:
-        self.in_parts = False
+        self._session.control.is_nested = False
         self._close(reason)
 
     def _open(self, total: int | None) -> None:

@@ -236,7 +236,7 @@ class Session(Trainer):
             self.journal.begin(total)
             with self.random.in_force(shared), self.control.interruptible(), self._loop():
                 while self.steps < last and time.monotonic() - self._began - self.control.paused_s < limit_s:
-                    if asked := self.control.attend():
+                    if asked := self.control.poll_requests():
                         reason = asked
                         break
                     if self.random.give_way():

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 
+from surokit.runs.control import RunControl
 from surokit.runs.records import Record
 from surokit.train import checkpointing
-from surokit.train import control as module
 from surokit.train.errors import CheckpointError
 from surokit.train.random_state import kept, turn
 from surokit.train.session import Session
@@ -47,7 +47,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are looked at before each step."""
-    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(RunControl, "look_every_s", 0.0)
 
 
 class TestStop:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from surokit.runs.control import RunControl
 from surokit.runs.requests import reason_in
 from surokit.runs.status import Status, read_status
-from surokit.train import control
 from surokit.widgets.folder import FileControl, RunFolder
 from surokit.widgets.front import WidgetView
 from tests.clocks import until
@@ -77,7 +77,7 @@ class TestWhoAsked:
 
     def test_a_button_of_a_panel_elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """It writes the file `stop`, with words."""
-        monkeypatch.setattr(control, "LOOK_EVERY_S", 0.0)
+        monkeypatch.setattr(RunControl, "look_every_s", 0.0)
         elsewhere = At(2, lambda _: click(FileControl([RunFolder(tmp_path / "run")])))
         session = make_session(run_dir=tmp_path / "run", meters=[elsewhere])
         session.run(8)

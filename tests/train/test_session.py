@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 import surokit as sk
-from surokit.train import Cosine, Record, Session, control
+from surokit.runs.control import RunControl
+from surokit.train import Cosine, Record, Session
 from surokit.train.stream import Batch
 from tests.clocks import JumpingClock
 from tests.train.toys import VOCAB, Toy, assert_same_state, make_batches, make_session, moments, weights, whole
@@ -456,7 +457,7 @@ class TestInterrupt:
         assert session.steps == 3
 
     def test_a_stop_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(control, "LOOK_EVERY_S", 0.0)
+        monkeypatch.setattr(RunControl, "look_every_s", 0.0)
         session = make_session(Trap(2, (tmp_path / "run" / "stop").touch), run_dir=tmp_path / "run")
         session.run(8)
         assert session.steps == 2
