@@ -29,6 +29,7 @@ from surokit.racing.predicted import Layers, Shares, predict
 from surokit.racing.result import RaceResult
 from surokit.racing.runs import Prediction, Turn, WarmUp
 from surokit.runs.control import RunControl
+from surokit.runs.health import Event, Phase
 from surokit.runs.records import Record
 from surokit.train import Session
 from surokit.train.background import Running
@@ -64,6 +65,10 @@ class _Follower:
                 self._panel.on_step(
                     record if run.warm_up else {name: getattr(record, name) for name in _UNTIMED_FIELDS}
                 )
+
+    def on_health(self, phase: Phase, events: Sequence[Event]) -> None:
+        if self._panel is not None:
+            self._panel.on_health(phase, events if self._listens else ())
 
     def on_end(self, reason: str) -> None:
         """The race itself says how it ended."""

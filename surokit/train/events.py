@@ -28,9 +28,10 @@ class Subscriber(Protocol):
 
     A subscriber may also have on_info(info), what the run is, when it subscribes, when a run begins and when more is known;
     on_start(total), the step a run is planned to end at; on_eval(step, loss); on_sample(sample) for what `numerics` measured;
-    on_note(step, text); on_event(event) for what runs slower than was asked for; on_pause(paused). All are called in the thread
-    that trains, but for on_note and the first on_info. Of a race's turns nobody is told: it begins and ends once. A subscriber
-    that raises is dropped with a warning.
+    on_note(step, text); on_event(event) for what runs slower than was asked for; on_pause(paused); on_health(phase, events), how
+    the run is doing, when it subscribes, and before a step in which another phase begins or something happens. All are called in
+    the thread that trains, but for on_note, the first on_info and the first on_health. Of a race's turns nobody is told: it begins
+    and ends once. A subscriber that raises is dropped with a warning.
     """
 
     def on_step(self, record: Record) -> None: ...
@@ -94,8 +95,9 @@ class Arrivals:
             batches, random = (
                 self._replayable.pop(record.step) if record.step in self._replayable else ((), session.random.state)
             )
+            verdict = session.journal.judge(record)  # first, so that a picture has a step and what happened in it
             session.subscribers.tell("on_step", record)
-            session.journal.take_in(record)
+            session.journal.take_in(record, verdict)
             for sample in [watcher.arrived(record.step) for watcher in session.measuring.watchers]:
                 if sample is not None:
                     session.subscribers.tell("on_sample", sample)

@@ -10,9 +10,9 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from surokit.runs.health import Event, Health
+from surokit.runs.health import Event, Health, Phase
 from surokit.runs.records import Record
 from surokit.runs.status import EVENTS, RunInfo, StatusFile, read_status
 from surokit.train.run_info import Light, describe, light_of
@@ -36,6 +36,13 @@ NAMES: dict[str, set[str]] = {
 }
 
 
+class Verdict(NamedTuple):
+    """What one record says of the run: what happened in it, and the phase that begins with it, "" where none does."""
+
+    events: Sequence[Event]
+    entered: Phase
+
+
 class Journal:
     """Of one session. `info` says what the run that began last is, None before the first."""
 
@@ -48,7 +55,7 @@ class Journal:
         self._total: int | None = getattr(session.schedule, "steps", None)
         self._started = 0.0
         self._light: tuple[int | None, Light] | None = None
-        self._health: Health | None = None
+        self._health = Health()
         self._conditions: tuple[Condition, ...] = ()
         self._ended_by: Condition | None = None  # the run before
         self._began = 0  # at this step
@@ -91,7 +98,6 @@ class Journal:
         self._total, self._started = total, time.time()
         if session.run_dir is not None:
             self._file = self._file or StatusFile(session.run_dir)
-            self._health = self._health or Health()
         if self._file is not None or session.subscribers.have("on_info"):
             self._tell_info()
         self.beat("running")
@@ -135,26 +141,34 @@ class Journal:
         if self._session.control.state == "idle":
             self.beat(now=True)
 
-    def take_in(self, record: Record) -> None:
-        """An arrived record: how the run is doing, and whether that ends it."""
+    @property
+    def phase(self) -> Phase:
+        """How the run is doing, by the records that have arrived."""
+        return self._health.phase
+
+    def judge(self, record: Record) -> Verdict:
+        """Says how the run is doing with this arrived record, here alone: run.json, panels and conditions have it from here."""
+        health, late, before = self._health, record.late.wait(), self._health.phase
+        events = health.add(
+            record.step,
+            loss=late.get("loss"),
+            grad_norm=late.get("grad_norm"),
+            lr=record.lr,
+            skipped=record.skipped,
+            targets=late.get("targets"),
+        )
+        self.events.extend(event.to_dict() for event in events)
+        verdict = Verdict(events, health.phase if health.phase != before else "")
+        if verdict.events or verdict.entered:
+            self._session.subscribers.tell("on_health", health.phase, verdict.events)
+        return verdict
+
+    def take_in(self, record: Record, verdict: Verdict) -> None:
+        """Takes in a record that was judged and told: whether that ends the run."""
         if self.info is not None and self.info.tokens_per_step is None:
             self._tell_info()  # the first step has shown how many
-        events: Sequence[Event] = ()
-        entered = ""
-        if self._health is not None:
-            late, before = record.late.wait(), self._health.phase
-            events = self._health.add(
-                record.step,
-                loss=late.get("loss"),
-                grad_norm=late.get("grad_norm"),
-                lr=record.lr,
-                skipped=record.skipped,
-                targets=late.get("targets"),
-            )
-            self.events.extend(event.to_dict() for event in events)
-            entered = self._health.phase if self._health.phase != before else ""
         for condition in self._conditions:
-            if why := self._fulfilled(condition, record, events, entered):
+            if why := self._fulfilled(condition, record, verdict):
                 again = callable(condition) and condition is self._ended_by and record.step <= self._began + AGAIN
                 if not self._session.control.reason:
                     self._ended_by = condition
@@ -166,15 +180,13 @@ class Journal:
                 raise ValueError(
                     f"stop_when({condition!r}): one of {', '.join(NAMES)}, or a function of a Record that returns True or a reason."
                 )
-        if any(isinstance(condition, str) for condition in conditions):
-            self._health = self._health or Health()
         self._conditions = tuple(conditions)
 
-    def _fulfilled(self, condition: Condition, record: Record, events: Sequence[Event], entered: str) -> str:
+    def _fulfilled(self, condition: Condition, record: Record, verdict: Verdict) -> str:
         """Why the run shall end, "" where it shall not. A function that raises is dropped with a warning."""
         if isinstance(condition, str):
-            text = next((event.text for event in events if event.kind in NAMES[condition]), None)
-            if text is None and entered != condition:
+            text = next((event.text for event in verdict.events if event.kind in NAMES[condition]), None)
+            if text is None and verdict.entered != condition:
                 return ""
             return f"{condition} at step {record.step}" + (f", {text}" if text else "")
         name = getattr(condition, "__name__", type(condition).__name__)

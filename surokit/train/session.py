@@ -363,6 +363,7 @@ class Session(Trainer):
         self.subscribers.add(subscriber)
         if hasattr(subscriber, "on_info"):
             self.subscribers.tell_one(subscriber, "on_info", self.info)
+        self.subscribers.tell_one(subscriber, "on_health", self.journal.phase, ())
 
     def live(
         self, *, thread: bool | None = None, view: ViewName = "auto", usd_per_gpu_hour: float | None = None

@@ -1,7 +1,8 @@
 """A run that somebody else trains, as its folder tells it, and the files through which it can be asked to stop.
 
 records.jsonl has a line a step (records_tail.py); run.json says what the run is, how it stands and when it last gave a sign of life
-(train/status.py). What happened in an older part of a long run is taken from run.json, not judged again.
+(runs/status.py). What happened in an older part of a long run is taken from run.json, not judged again; the phase is not in there,
+so the steps that are read are judged here.
 """
 
 from __future__ import annotations

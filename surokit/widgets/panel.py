@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
@@ -32,7 +32,7 @@ from surokit.widgets.picture import Bundle, bundle, headline, summary_line, summ
 from surokit.widgets.state import REPLACED, PanelState
 
 if TYPE_CHECKING:
-    from surokit.runs.health import Event
+    from surokit.runs.health import Event, Phase
 
 UPDATES_A_SECOND = 4
 DRAWING_SHARE = 0.005  # of the run's wall time, at most
@@ -96,9 +96,13 @@ class Run:
         self._show_news()
 
     def on_event(self, event: Event) -> None:
-        """Something that others saw than the health of this panel."""
+        """Something that health does not see."""
         self.state.happened(event)
         self._show_news()
+
+    def on_health(self, phase: Phase, events: Sequence[Event]) -> None:
+        """How the run is doing, and what happened in the step that follows: from now on the panel does not judge."""
+        self.state.take_health(phase, events)
 
     def _show_news(self) -> None:
         self._panel.news = True
@@ -179,7 +183,7 @@ class Panel:
                 run.on_eval,
             )
             self.on_sample, self.on_note, self.on_event = run.on_sample, run.on_note, run.on_event
-            self.on_pause, self.on_end = run.on_pause, run.on_end
+            self.on_pause, self.on_end, self.on_health = run.on_pause, run.on_end, run.on_health
 
     @property
     def state(self) -> PanelState:

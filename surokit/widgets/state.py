@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from surokit.runs.smoothing import LossMean
 
 if TYPE_CHECKING:
-    from surokit.runs.health import Event, Health
+    from surokit.runs.health import Event, Health, Phase
     from surokit.runs.records import Record
     from surokit.runs.status import RunInfo
 
@@ -265,7 +265,8 @@ class PanelState:
     Curves over steps (`Series`): loss, loss_mean, held_out; rate, rate_sustained (tokens/s, or steps/s where tokens are
     unknown); idle, idle_mean (shares of the step's time, lower bounds) and idle_data (the share that waits for a batch,
     smoothed as idle_mean is); memory (GiB, the highest so far), lr, grad_norm. `ruler` turns steps into tokens and seconds.
-    `health` follows the run and gives the `events`, of which the worst and the latest are kept.
+    `health` has the run's phase and gives the `events`, of which the worst and the latest are kept. It judges the steps that are
+    added, unless whoever trains the run judges them and says so (`take_health`): a step is judged once.
 
     The smoothed loss is that of train/smoothing.py: an EMA over `smoothing.over_steps` steps. The sustained rates divide two
     decaying sums (half-life `half_life_s` of run time), work over seconds, so a pause counts in full.
@@ -308,6 +309,7 @@ class PanelState:
         self.busy: float | None = None  # share of the time in which the device worked, where a meter sampled it
         self.launches: float | None = None  # kernel launches a step, likewise
         self.health = _health()
+        self._judges = True
         self.events: list[Event] = []
         self.warnings: dict[str, _Count] = {}
         self.layers: list[tuple[str, str]] = []  # layer and product, and its figures: the worst of the last sample
@@ -414,7 +416,7 @@ class PanelState:
         self.step = step
         if self.first_step is None:
             self.first_step = step
-        if steps == 1 and (loss is not None or skipped or grad_norm is not None or targets == 0):
+        if self._judges and steps == 1 and (loss is not None or skipped or grad_norm is not None or targets == 0):
             for event in self.health.add(step, loss=loss, grad_norm=grad_norm, lr=lr, skipped=skipped, targets=targets):
                 self.happened(event)
         if targets == 0:
@@ -461,8 +463,15 @@ class PanelState:
 
         self.happened(Event(step, "note", text))
 
+    def take_health(self, phase: Phase, events: Iterable[Event]) -> None:
+        """Takes over how the run is doing from somebody who judges every step, so that nothing here does."""
+        self._judges = False
+        self.health.phase = phase
+        for event in events:
+            self.happened(event)
+
     def happened(self, event: Event) -> None:
-        """Notes an event that somebody else saw."""
+        """Notes an event."""
         events = self.events
         events.append(event)
         if event.kind in KINDS and event.kind not in ("skipped", "nonfinite"):  # those are counted step by step

@@ -17,8 +17,10 @@ import pytest
 import torch
 
 import surokit as sk
+from surokit.racing import scheduler
 from surokit.racing.model_swap import storages_of
 from surokit.racing.runs import rounds_of
+from surokit.runs.health import Event, Health
 from surokit.runs.status import read_status
 from tests.clocks import JumpingClock, until
 from tests.racing.conftest import batches, made_session
@@ -694,3 +696,26 @@ def test_short_races_say_what_they_lack_and_count_right(make):
     assert "no prediction: the race was too short for a profile of the baseline, so give steps=20 or more" in text
     assert "too short" in repr(make(steps=19, predict=True))
     assert "predicted" in repr(make(steps=20, predict=True)).splitlines()[-2]
+
+
+def test_the_panel_has_the_phases_and_events_of_the_runs(make, monkeypatch):
+    """As each run judges itself, also in its warm-up."""
+    panels = []
+
+    class Kept(scheduler._View):
+        def __init__(self, *args):
+            super().__init__(*args)
+            panels.append(self._states)
+
+    monkeypatch.setattr(scheduler, "_View", Kept)
+    race = make(live=True, steps=30, turn_s=1e-6, control=False)
+    (states,) = panels
+    assert {name: state.health.phase for name, state in states.items()} == {
+        name: session.journal.phase for name, session in race.sessions.items()
+    }
+    assert states["fp8"].health.phase == "converging"
+    session = race.sessions["fp8"]
+    monkeypatch.setattr(Health, "add", lambda self, step, **_: [Event(step, "spike", f"at {step}")])
+    race.go_on(steps=1)
+    session.run(1)
+    assert [event.step for event in states["fp8"].events] == [31], "what a run does beside the race is no part of it"

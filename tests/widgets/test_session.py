@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from surokit.runs.health import Health
 from surokit.runs.smoothing import LossMean
 from surokit.train import Session
 from surokit.widgets.curves import plot_runs
@@ -165,3 +166,56 @@ def test_without_a_notebook_live_prints_a_line(session, capsys):
     printed = capsys.readouterr().err
     assert "step 3" in printed
     assert "Done at step 3." in printed
+
+
+def loss_at(step, bad):
+    return 500.0 if step == bad else 3.0 - 0.001 * step
+
+
+def spoiled(session, bad):
+    """A loss at one step that none before had, seen by whoever hears of the step."""
+    harvest = session.records.harvest
+
+    def spoil(wait=False):
+        for record in harvest(wait):
+            record.late._values = {**record.late.wait(), "loss": loss_at(record.step, bad)}
+            yield record
+
+    session.records.harvest = spoil
+    return session
+
+
+def test_a_step_is_judged_once_and_the_panel_says_what_the_run_says(session, monkeypatch):
+    judged = []
+    add = Health.add
+    monkeypatch.setattr(Health, "add", lambda *args, **options: judged.append(args[1]) or add(*args, **options))
+    panel = Panel(PanelState(), view=View())
+    spoiled(session, bad=60).subscribe(panel)
+    session.run(100)
+    assert judged == [*range(1, 101)]
+    assert [(e.step, e.kind) for e in panel.state.events] == [(60, "spike")]
+    assert [e.to_dict() for e in panel.state.events] == [*session.journal.events]
+    assert panel.state.health.phase == session.journal.phase == "converging"
+    by_hand = PanelState.from_records({"step": n, "loss": loss_at(n, bad=60), "lr": 1e-3} for n in range(1, 101))
+    assert by_hand.health.phase == "converging"
+    assert by_hand.events == panel.state.events
+    late = Panel(PanelState(), view=View())
+    session.subscribe(late)
+    assert late.state.health.phase == "converging", "it is not said that the run warms up"
+
+
+def test_a_picture_has_a_step_and_what_happened_in_it(session):
+    seen = {}
+
+    class Seen(View):
+        every_s = 0.0
+
+        def show(self, states, final):
+            (state,) = states.values()
+            seen.setdefault(state.step, [event.kind for event in state.events])
+
+    clock = iter(range(10**9))
+    panel = Panel(PanelState(), view=Seen(), clock=lambda: next(clock) * 10.0)
+    spoiled(session, bad=40).subscribe(panel)
+    session.run(45)
+    assert (seen[39], seen[40]) == ([], ["spike"])
