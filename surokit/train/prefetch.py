@@ -11,6 +11,8 @@ On a CPU nothing of this happens.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -50,12 +52,17 @@ class Prefetch:
         there.record_stream(reader)  # its memory is not given away before `reader` has read it
         return there
 
-    def begin(self) -> bool:
+    def begin(self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
         """Before a step: lets the device come within AHEAD steps. Whether it had run out of work, so that what the host waited
-        for (a batch) it waited for too."""
+        for (a batch) it waited for too.
+
+        waiting: a context around a wait.
+        """
         idle = not self._launched or self._launched[-1].query()
         while len(self._launched) >= AHEAD:
-            self._launched.popleft().synchronize()
+            launched = self._launched.popleft()
+            with nullcontext() if launched.query() else waiting():
+                launched.synchronize()
         return idle
 
     def launched(self) -> None:

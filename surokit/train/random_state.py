@@ -2,6 +2,12 @@
 
 A session owns such a state: it is put in force while the session works and the caller's comes back afterwards. So a run
 depends on its seed alone, whatever is done between two calls of `run`, and two sessions can take turns.
+
+The process has one lock for this (`turn`), whatever devices the sessions train on. A GPU has a generator of its own, but every step
+may draw from the host's as well: a shuffled DataLoader, a model that skips layers or masks tokens, a meter, a function of the user.
+Python's, NumPy's and torch's CPU generator are the process's, and nothing says for whom they draw; so only one session's Python
+runs at a time. What a GPU computes needs no lock: a step launches its work, and while it waits for its device the lock is free
+(`waiting`), so that sessions on several devices compute at the same time, each at its own pace.
 """
 
 from __future__ import annotations
@@ -10,7 +16,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,6 +220,12 @@ class OwnRandom:
         with self.aside():
             pass
         return True
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait for the device, in which others have their turn and may draw."""
+        with self.aside() if self._shared or turn.wanted else nullcontext():
+            yield
 
     def hold(self) -> None:
         """Before a wait, in which other threads may draw; `take_back` undoes it. Torch's generators, some microseconds."""

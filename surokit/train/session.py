@@ -313,9 +313,7 @@ class Session(Trainer):
         self._prepare()
         if not self.model.training:
             self.model.train()
-        self.random.hold()
-        stalled = self.prefetch.begin()
-        self.random.take_back()
+        stalled = self.prefetch.begin(self.random.waiting)
         random, start = RandomState.capture(self.device, torch_only=True), self.measuring.mark()
         with self.control.step():
             try:

@@ -151,7 +151,7 @@ def test_a_stall_is_a_wait_that_work_did_not_hide(busy: bool, monkeypatch: pytes
                 yield batch
 
     session = make_session(data=Slow(make_batches(4)))
-    monkeypatch.setattr(session.prefetch, "begin", lambda: not busy)
+    monkeypatch.setattr(session.prefetch, "begin", lambda *_: not busy)
     session.run(3)
     stalls = session.records.column("stall_ms")
     assert (stalls == 0).all() if busy else (stalls >= 1e6).all()

@@ -7,13 +7,17 @@ import os
 import random
 import signal
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from surokit.train import random_state
+from surokit.train.prefetch import AHEAD
 from surokit.train.random_state import OwnRandom, RandomState, Turn, kept, seeded, turn
 from tests.clocks import main_thread_waits, until
+from tests.train.toys import ENDLESS, Toy, assert_same_state, make_session, whole
 
 CPU = torch.device("cpu")
 
@@ -141,3 +145,73 @@ def test_a_session_gives_way_between_two_steps() -> None:
     torch.manual_seed(3)
     assert torch.equal(torch.rand(2), first)
     assert torch.equal(torch.rand(2), second)
+
+
+class _NoTurn:
+    """What would be without the lock."""
+
+    wanted = mine = False
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def enter(self) -> None: ...
+
+
+class Meanwhile(Toy):
+    """Its dropout draws from the host's generator; `meanwhile` is called before."""
+
+    meanwhile = staticmethod(lambda: None)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        self.meanwhile()
+        return super().forward(input_ids, labels)
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_why_one_lock_stays(locked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's generators are the process's: without the lock another session's step draws in the middle of this one's."""
+    alone = whole(6)
+    if not locked:
+        monkeypatch.setattr(random_state, "turn", _NoTurn())
+    model = Meanwhile()
+    one, two = make_session(model), make_session(seed=2)
+    other = two.run(ENDLESS, thread=True)
+    until(lambda: two.steps)
+
+    def meanwhile() -> None:
+        before = two.steps
+        until(lambda: two.steps > before or random_state.turn.wanted)
+
+    model.meanwhile = meanwhile
+    one.run(6, thread=True).wait()
+    two.stop()
+    other.wait()
+    losses = one.records.column("loss").tolist()
+    assert (losses == alone.records.column("loss").tolist()) == locked
+
+
+def test_while_a_step_waits_for_its_device_another_session_takes_its_own() -> None:
+    """And what others draw meanwhile, from any generator, is not the run's."""
+    one, two = make_session(), make_session(seed=2)
+
+    class Launched:
+        """A device's work that is done once the other session has made two more steps."""
+
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            done = two.steps + 2
+            until(lambda: two.steps >= done)
+            with turn:
+                draw()
+
+    other = two.run(ENDLESS, thread=True)
+    one.prefetch._launched.extend(Launched() for _ in range(AHEAD))  # type: ignore[misc]
+    one.run(6, thread=True).wait()
+    two.stop()
+    other.wait()
+    assert_same_state(one, whole(6))
+    assert_same_state(two, whole(two.steps, seed=2))
