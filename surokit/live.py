@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from surokit.runs.control import RunControl
-from surokit.runs.records import Late, Records
+from surokit.runs.records import Deferred, Records
 from surokit.runs.requests import PAUSE, SAVE, STOP
 from surokit.runs.status import EVERY_S, RunInfo, StatusFile
 from surokit.train.errors import NoTargetsError
@@ -164,7 +164,7 @@ class Live:
         state = PanelState(title or "", recipe=recipe, total=total)
         self._panel = Panel(state, view=view, control=self.control if buttons else None, every_s=every, clock=clock)
         self._rows: deque[dict[str, float]] = deque(maxlen=KEEP)
-        self._late: deque[tuple[dict[str, float], dict[str, float], list[Late]]] = deque()
+        self._late: deque[tuple[dict[str, float], dict[str, float], list[Deferred]]] = deque()
         self._step = self._empty_steps = 0
         self._nothing_counts = False  # in several steps in a row, and nobody was told yet
         self._logged_s: float | None = clock()
@@ -224,10 +224,10 @@ class Live:
         # Rows reach the panel whole and in order: what is late holds back what comes after it.
         news = {"step": step, **known}
         if coming or self._late:
-            self._late.append((row, news, [Late(values, {}) for values in coming.values()]))
+            self._late.append((row, news, [Deferred(values, {}) for values in coming.values()]))
         else:
             self._arrived(row, news)
-        self._harvest(wait=self._closed or len(self._late) > KEEP)
+        self._drain(wait=self._closed or len(self._late) > KEEP)
         if self._closed and self._records is not None:
             self._records.flush()
         self._beat()
@@ -258,7 +258,7 @@ class Live:
         """The loop waits, with all that it has logged told and written, or goes on."""
         if paused:
             self._paused_at_s = self._clock()
-            self._harvest(wait=True)
+            self._drain(wait=True)
             if self._records is not None:
                 self._records.flush()
         elif self._logged_s is not None:
@@ -283,7 +283,7 @@ class Live:
         self._logged_s = None
         self._unwatch_cell()
         try:
-            self._harvest(wait=True)
+            self._drain(wait=True)
         finally:
             if self._records is not None:
                 self._records.flush()
@@ -296,7 +296,7 @@ class Live:
         Never waits: a value still on its way from the device is NaN."""
         import pandas as pd
 
-        self._harvest()
+        self._drain()
         return pd.DataFrame(list(self._rows))
 
     def __enter__(self) -> Live:
@@ -322,7 +322,7 @@ class Live:
         self._elapsed_s += seconds
         return {"wall_ms": 1e3 * seconds, "elapsed_s": self._elapsed_s}
 
-    def _harvest(self, wait: bool = False) -> None:
+    def _drain(self, wait: bool = False) -> None:
         while self._late and (wait or all(late.ready() for late in self._late[0][2])):
             row, news, lates = self._late.popleft()
             for late in lates:
@@ -390,7 +390,7 @@ class Live:
         if error is not None:
             self.close(ending_of(error))
         else:
-            self._harvest()
+            self._drain()
             self._panel.refresh()
 
 

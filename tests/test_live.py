@@ -90,7 +90,7 @@ def slow(monkeypatch):
             known[name] = float(value)
 
     made: list[SlowDevice] = []
-    monkeypatch.setattr(surokit.live, "Late", lambda values, host: SlowDevice(values, made))
+    monkeypatch.setattr(surokit.live, "Deferred", lambda values, host: SlowDevice(values, made))
     monkeypatch.setattr(surokit.live, "_sort", sort)
     return made
 

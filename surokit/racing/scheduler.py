@@ -411,7 +411,7 @@ class Driver:
         session = self.sessions[name]
         if not session.control.is_nested:
             made = len(self.race.runs[name].steps)
-            session.journal.begin_whole(None if self._aim is None else session.steps - made + self._aim)
+            session.journal.begin_group(None if self._aim is None else session.steps - made + self._aim)
 
     def _take(self, name: str, session: Session, steps: int) -> int:
         """So many steps of a run; how many were made. Its batches are compared with those of the others."""
@@ -512,7 +512,7 @@ class Driver:
                 self.race.reason = ends.reason
                 self._tell("", ends.reason)  # first: who finds that all runs are over knows how the race ended
                 for name, each in self.sessions.items():
-                    each.journal.end_whole(self._ending(name, ends.reason))
+                    each.journal.end_group(self._ending(name, ends.reason))
                 self._save_now_and_then(at_once=True)
                 if self._view:
                     self._view.end({name: self._ending(name, ends.reason) for name in self.race.runs})

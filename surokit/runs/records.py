@@ -50,7 +50,7 @@ def pinned(values: Tensor) -> Tensor:
     return there.copy_(values, non_blocking=True)
 
 
-class Late:
+class Deferred:
     """Values of one step on their way from the device: 0-d tensors in, floats out.
 
     On CUDA the values are copied to pinned memory without waiting, followed by an event; `start` and `end` are timing
@@ -117,7 +117,7 @@ class Record:
     stall_ms: float
     peak_gib: float
     elapsed_s: float
-    late: Late = field(repr=False)
+    late: Deferred = field(repr=False)
 
     @property
     def tokens_per_s(self) -> float:
@@ -215,7 +215,7 @@ class Records:
             stall_ms=row["stall_ms"],
             peak_gib=row["peak_gib"],
             elapsed_s=row["elapsed_s"],
-            late=Late({}, late),
+            late=Deferred({}, late),
         )
 
     def __iter__(self) -> Iterator[Record]:
@@ -229,7 +229,7 @@ class Records:
     # -- in
 
     def append(self, record: Record) -> None:
-        """Takes a step's record; its late values follow through `harvest`."""
+        """Takes a step's record; its late values follow through `drain`."""
         with self._lock:
             if self._count == self._size < self._capacity:
                 self._grow()
@@ -240,7 +240,7 @@ class Records:
             self._write(index, record.known())
             self._pending.append((index, record))
 
-    def harvest(self, wait: bool = False) -> Iterator[Record]:
+    def drain(self, wait: bool = False) -> Iterator[Record]:
         """Records whose values have arrived since the last call, in order; `wait=True` waits for all."""
         while self._pending and (wait or self._pending[0][1].late.ready()):
             index, record = self._pending[0]

@@ -132,7 +132,7 @@ def load(session: Session, found: checkpoints.Checkpoint) -> None:
         group.update(own_options)  # what this session was given holds
     session.data.load_state_dict(state["data"])
     session.random.state = RandomState.from_dict(state["random"], session.device)
-    session.take_up(meta)
+    session.restore_counters(meta)
     if session.records.path is not None and session.records.path.exists():
         counted_ms, redone_ms = session.records.resume(session.steps)
         session.step_s, session.redone_s = counted_ms / 1e3, redone_ms / 1e3

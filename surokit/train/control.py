@@ -179,7 +179,7 @@ class Control(RunControl):
         self._session.journal.beat()
 
     def _wait(self) -> None:
-        self._session.arrivals.harvest(wait=True)  # so that the device rests, and panels show where it does
+        self._session.arrivals.drain(wait=True)  # so that the device rests, and panels show where it does
         self._session.records.flush()
         super()._wait()
 
@@ -191,7 +191,7 @@ class Control(RunControl):
         if not paused:
             session.measuring.restart()
         session.journal.beat("paused" if paused else "running")
-        session.subscribers.tell("on_pause", paused)
+        session.subscribers.emit("on_pause", paused)
 
     def _serve(self) -> None:
         """Does what others wait for, and saves where that was asked. The random state is theirs meanwhile."""

@@ -57,12 +57,12 @@ class Subscribers:
         """Whether one of them has `method`."""
         return any(hasattr(subscriber, method) for subscriber in self._all)
 
-    def tell(self, method: str, *args: Any) -> None:
+    def emit(self, method: str, *args: Any) -> None:
         """Calls `method` of those who have it."""
         for subscriber in list(self._all):
-            self.tell_one(subscriber, method, *args)
+            self.emit_to(subscriber, method, *args)
 
-    def tell_one(self, subscriber: Subscriber, method: str, *args: Any) -> None:
+    def emit_to(self, subscriber: Subscriber, method: str, *args: Any) -> None:
         try:
             if (call := getattr(subscriber, method, None)) is not None:
                 call(*args)
@@ -87,20 +87,20 @@ class Arrivals:
         """A step's batches and the random state it began with are held until its record has arrived."""
         self._replayable[record.step] = (batches, random)
 
-    def harvest(self, wait: bool = False) -> None:
+    def drain(self, wait: bool = False) -> None:
         """Hands arrived records on, and looks into those whose step was masked. NonFiniteError after several in a row,
         NoTargetsError after as many in which no label counted."""
         session = self._session
-        for record in session.records.harvest(wait):
+        for record in session.records.drain(wait):
             batches, random = (
                 self._replayable.pop(record.step) if record.step in self._replayable else ((), session.random.state)
             )
             verdict = session.journal.judge(record)  # first, so that a picture has a step and what happened in it
-            session.subscribers.tell("on_step", record)
+            session.subscribers.emit("on_step", record)
             session.journal.take_in(record, verdict)
             for sample in [watcher.arrived(record.step) for watcher in session.measuring.watchers]:
                 if sample is not None:
-                    session.subscribers.tell("on_sample", sample)
+                    session.subscribers.emit("on_sample", sample)
             if not record.skipped:
                 self._bad_in_a_row = self._empty_in_a_row = 0
                 continue

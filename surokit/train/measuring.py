@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from surokit.nn.delayed import kept_amaxes
-from surokit.runs.records import Late, Record
+from surokit.runs.records import Deferred, Record
 from surokit.train.engine import Engine
 from surokit.train.meters import Watcher
 from surokit.train.random_state import kept
@@ -176,7 +176,7 @@ class Measuring:
             stall_ms=session.data.waited_ms if in_loop else 0.0,
             peak_gib=peak_gib(self.device),
             elapsed_s=session.elapsed_s,
-            late=Late(values, host, start.event, end.event, before.event if in_loop else None),
+            late=Deferred(values, host, start.event, end.event, before.event if in_loop else None),
         )
 
 

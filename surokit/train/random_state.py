@@ -208,12 +208,12 @@ class OwnRandom:
         self._state.restore()
 
     def _leave(self) -> None:
-        self.take_back()
+        self.restore()
         callers, self._callers, self._state = self._callers, None, RandomState.capture(self._device)
         assert callers is not None
         callers.restore()
 
-    def give_way(self) -> bool:
+    def yield_lock(self) -> bool:
         """Between two steps: lets others have their turn that wait for it. Whether somebody did."""
         if not turn.wanted:
             return False
@@ -227,12 +227,12 @@ class OwnRandom:
         with self.aside() if self._shared or turn.wanted else nullcontext():
             yield
 
-    def hold(self) -> None:
-        """Before a wait, in which other threads may draw; `take_back` undoes it. Torch's generators, some microseconds."""
+    def snapshot(self) -> None:
+        """Before a wait, in which other threads may draw; `restore` undoes it. Torch's generators, some microseconds."""
         if self._shared:
             self._held = RandomState.capture(self._device, torch_only=True)
 
-    def take_back(self) -> None:
+    def restore(self) -> None:
         if self._held is not None:
             self._held.restore()
             self._held = None
@@ -240,7 +240,7 @@ class OwnRandom:
     @property
     def state(self) -> RandomState:
         """As it is now."""
-        self.take_back()
+        self.restore()
         return RandomState.capture(self._device) if self._callers is not None else self._state
 
     @state.setter

@@ -82,14 +82,14 @@ class Journal:
         if not self._session.control.is_nested:
             self._close(reason)
 
-    def begin_whole(self, total: int | None) -> None:
-        """A run begins that is made of several run(), as in a race: until `end_whole` they are its parts. Beginning and end are
+    def begin_group(self, total: int | None) -> None:
+        """A run begins that is made of several run(), as in a race: until `end_group` they are its parts. Beginning and end are
         told of the whole, and an interrupt is for whoever lets it go on."""
         self._session.control.is_nested = True
         self._session.control.files.forget()
         self._open(total)
 
-    def end_whole(self, reason: str) -> None:
+    def end_group(self, reason: str) -> None:
         self._session.control.is_nested = False
         self._close(reason)
 
@@ -101,15 +101,15 @@ class Journal:
         if self._file is not None or session.subscribers.have("on_info"):
             self._tell_info()
         self.beat("running")
-        session.subscribers.tell("on_start", total)
+        session.subscribers.emit("on_start", total)
 
     def _close(self, reason: str) -> None:
         self.beat(reason)
-        self._session.subscribers.tell("on_end", reason)
+        self._session.subscribers.emit("on_end", reason)
 
     def _tell_info(self) -> None:
         self.info = self.describe()
-        self._session.subscribers.tell("on_info", self.info)
+        self._session.subscribers.emit("on_info", self.info)
 
     def beat(self, state: str | None = None, now: bool = False) -> None:
         """Into run.json: a new state at once, a sign of life at most every two seconds or `now`."""
@@ -135,9 +135,9 @@ class Journal:
         event = Event(step, kind, str(text))
         self.events.append(event.to_dict())
         if kind == "note":
-            self._session.subscribers.tell("on_note", step, event.text)
+            self._session.subscribers.emit("on_note", step, event.text)
         else:
-            self._session.subscribers.tell("on_event", event)
+            self._session.subscribers.emit("on_event", event)
         if self._session.control.state == "idle":
             self.beat(now=True)
 
@@ -160,7 +160,7 @@ class Journal:
         self.events.extend(event.to_dict() for event in events)
         verdict = Verdict(events, health.phase if health.phase != before else "")
         if verdict.events or verdict.entered:
-            self._session.subscribers.tell("on_health", health.phase, verdict.events)
+            self._session.subscribers.emit("on_health", health.phase, verdict.events)
         return verdict
 
     def take_in(self, record: Record, verdict: Verdict) -> None:

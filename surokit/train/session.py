@@ -239,14 +239,14 @@ class Session(Trainer):
                     if asked := self.control.poll_requests():
                         reason = asked
                         break
-                    if self.random.give_way():
+                    if self.random.yield_lock():
                         self.measuring.restart()
                     try:
                         self._step_of_run()
                     except GivenUp:  # a stop that did not wait for the compiler
                         reason = self.control.reason
                         break
-                self.arrivals.harvest(wait=True)
+                self.arrivals.drain(wait=True)
                 if self.save_every and self.steps and self._saved_at != self.steps:
                     self.save()
         except KeyboardInterrupt:
@@ -258,7 +258,7 @@ class Session(Trainer):
         finally:
             self._run_s, self._began = self.run_s, None
             try:
-                self.arrivals.harvest(wait=True)
+                self.arrivals.drain(wait=True)
             finally:
                 self._end(reason)
 
@@ -292,7 +292,7 @@ class Session(Trainer):
             return self._step(parts)
 
     def _step_of_run(self) -> None:
-        self.random.take_back()
+        self.random.restore()
         batches = self.data.draw()
         before = self.steps
         try:
@@ -304,7 +304,7 @@ class Session(Trainer):
             if every and self.steps % every == 0:
                 work()
                 self.measuring.restart()
-        self.random.hold()
+        self.random.snapshot()
 
     def _step(self, batches: Sequence[Batch]) -> Record:
         for batch in batches:
@@ -347,7 +347,7 @@ class Session(Trainer):
             self.tokens_per_step, self.length = record.tokens, batches[0]["input_ids"].shape[1]
             self.records.append(record)
             self.arrivals.expect(record, parts, random)
-        self.arrivals.harvest()
+        self.arrivals.drain()
         return record
 
     def to_device(self, batch: Batch) -> Batch:
@@ -360,8 +360,8 @@ class Session(Trainer):
         """From now on tells `subscriber` of every step and of the end of each run, and now what the run is."""
         self.subscribers.add(subscriber)
         if hasattr(subscriber, "on_info"):
-            self.subscribers.tell_one(subscriber, "on_info", self.info)
-        self.subscribers.tell_one(subscriber, "on_health", self.journal.phase, ())
+            self.subscribers.emit_to(subscriber, "on_info", self.info)
+        self.subscribers.emit_to(subscriber, "on_health", self.journal.phase, ())
 
     def live(
         self, *, thread: bool | None = None, view: ViewName = "auto", usd_per_gpu_hour: float | None = None
@@ -421,12 +421,12 @@ class Session(Trainer):
         if source is None:
             raise ValueError("There is nothing to evaluate on: give Session(eval=...) or evaluate(data).")
         check_source(source)
-        self.arrivals.harvest(wait=True)
+        self.arrivals.drain(wait=True)
         found = evaluation.evaluate(self, source)
         self.evaluations.append(found)
         self.records.update(self.steps, eval_loss=found.loss)
         self.records.flush()
-        self.subscribers.tell("on_eval", found.step, found.loss)
+        self.subscribers.emit("on_eval", found.step, found.loss)
         self.measuring.restart()
         return found.loss
 
@@ -479,7 +479,7 @@ class Session(Trainer):
     @at_a_boundary
     def summary(self, usd_per_gpu_hour: float | None = None) -> Summary:
         """Sustained tokens/s with spread and drift, idle share, utilisation, memory, cost; see Summary."""
-        self.arrivals.harvest(wait=True)
+        self.arrivals.drain(wait=True)
         return summarize(self, usd_per_gpu_hour)
 
     @at_a_boundary
@@ -489,7 +489,7 @@ class Session(Trainer):
         """
         if not self.measuring.watchers:
             raise ValueError("No layer is measured: give Session(meters=[surokit.numerics(every=20)]).")
-        self.arrivals.harvest(wait=True)
+        self.arrivals.drain(wait=True)
         return self.measuring.watchers[0].frame()
 
     def to_deepspeed(self, path: str | Path | None = None) -> dict[str, Any]:
@@ -546,7 +546,7 @@ class Session(Trainer):
 
         CheckpointError where the disk does not take it: nothing is lost then, neither here nor on the disk.
         """
-        self.arrivals.harvest(wait=True)
+        self.arrivals.drain(wait=True)
         self.records.flush()
         path = checkpointing.save(self)
         self._saved_at = self.steps
@@ -583,7 +583,7 @@ class Session(Trainer):
         checkpointing.load(session, found)
         return session
 
-    def take_up(self, meta: Mapping[str, Any]) -> None:
+    def restore_counters(self, meta: Mapping[str, Any]) -> None:
         """Counts go on from a checkpoint's."""
         self.steps, self.tokens = meta["step"], meta["tokens"]
         self.elapsed_s = self.step_s = meta["elapsed_s"]
@@ -605,7 +605,7 @@ class Session(Trainer):
         scales are kept for the same recipe and begin anew for another. Records begin empty, at this step. meters: None takes
         this session's.
         """
-        self.arrivals.harvest(wait=True)
+        self.arrivals.drain(wait=True)
         return checkpointing.fork(self, recipe, run_dir, meters)
 
     # -- contexts, stopping, compiling

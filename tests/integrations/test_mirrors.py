@@ -14,7 +14,7 @@ import torch
 import surokit as sk
 from surokit.integrations import mirrors
 from surokit.integrations.mirrors import Mirror, TensorBoard, Trackio, Wandb
-from surokit.runs.records import Late, Record
+from surokit.runs.records import Deferred, Record
 from tests.clocks import JumpingClock
 
 
@@ -33,7 +33,7 @@ def session():
 
 def record(step, loss=2.0):
     return Record(
-        step, 1e-3, 32, 10.0, 0.0, 1.0, 0.01 * step, Late({}, {"loss": loss, "grad_norm": 1.0, "skipped": 0.0})
+        step, 1e-3, 32, 10.0, 0.0, 1.0, 0.01 * step, Deferred({}, {"loss": loss, "grad_norm": 1.0, "skipped": 0.0})
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 import surokit as sk
 from surokit.offload.link import ThrottledLink
-from surokit.runs.records import Late
+from surokit.runs.records import Deferred
 from surokit.train import Record, Session
 from surokit.train.capture import why_not
 from surokit.train.errors import ResumeError
@@ -137,9 +137,9 @@ def test_idle_time_on_a_gpu_has_what_its_stream_waited_for() -> None:
             return other.ms - self.ms
 
     before, start, end = (cast(torch.cuda.Event, At(ms)) for ms in (0.0, 2.0, 10.0))
-    assert Late({}, {}, start, end, before).wait()["idle_frac"] == pytest.approx(0.2)
-    assert Late({}, {"offload_ms": 4.0}, start, end, before).wait()["idle_frac"] == pytest.approx(0.6)
-    assert Late({}, {"offload_ms": 40.0}, start, end, before).wait()["idle_frac"] == 1  # of steps before
+    assert Deferred({}, {}, start, end, before).wait()["idle_frac"] == pytest.approx(0.2)
+    assert Deferred({}, {"offload_ms": 4.0}, start, end, before).wait()["idle_frac"] == pytest.approx(0.6)
+    assert Deferred({}, {"offload_ms": 40.0}, start, end, before).wait()["idle_frac"] == 1  # of steps before
 
 
 def test_a_link_that_was_used_before_starts_no_account_with_its_waits() -> None:

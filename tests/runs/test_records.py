@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from surokit.runs.jsonl import COLUMNS, read
-from surokit.runs.records import Late, Record, Records
+from surokit.runs.records import Deferred, Record, Records
 
 
-class Delayed(Late):
+class OnItsWay(Deferred):
     """Values that arrive when the test says so."""
 
     def __init__(self, **values: float) -> None:
@@ -37,16 +37,16 @@ class Delayed(Late):
         return super().wait()
 
 
-def make_record(step: int, late: Late | None = None, **host: float) -> Record:
+def make_record(step: int, late: Deferred | None = None, **host: float) -> Record:
     values = {"loss": 2.0 / step, "grad_norm": 1.0, "skipped": 0.0, "targets": 30.0}
-    late = late or Late({name: torch.tensor(value) for name, value in values.items()}, host)
+    late = late or Deferred({name: torch.tensor(value) for name, value in values.items()}, host)
     return Record(step, lr=0.1, tokens=32, wall_ms=20.0, stall_ms=0.5, peak_gib=0.25, elapsed_s=step / 50, late=late)
 
 
 def fill(records: Records, steps: range, **host: float) -> None:
     for step in steps:
         records.append(make_record(step, None, **host))
-        list(records.harvest())
+        list(records.drain())
 
 
 def test_a_record_reads_its_values() -> None:
@@ -72,22 +72,22 @@ def test_the_table() -> None:
 
 def test_late_values_are_not_waited_for() -> None:
     records = Records()
-    late = [Delayed(loss=float(i), skipped=0.0, grad_norm=1.0, targets=1.0) for i in range(3)]
+    late = [OnItsWay(loss=float(i), skipped=0.0, grad_norm=1.0, targets=1.0) for i in range(3)]
     for i, values in enumerate(late):
         records.append(make_record(i + 1, values))
-    assert list(records.harvest()) == []
+    assert list(records.drain()) == []
     assert records.frame()["loss"].isna().all()
     assert records.column("tokens").tolist() == [32, 32, 32], "what the host knows is there"
     late[0].here = late[2].here = True  # the middle one holds the last one back
-    assert [r.step for r in records.harvest()] == [1]
+    assert [r.step for r in records.drain()] == [1]
     assert not any(values.waited for values in late)
-    assert [r.step for r in records.harvest(wait=True)] == [2, 3]
+    assert [r.step for r in records.drain(wait=True)] == [2, 3]
     assert late[1].waited
     assert records.column("loss").tolist() == [0.0, 1.0, 2.0]
 
 
 def test_reading_a_late_loss_waits() -> None:
-    late = Delayed(loss=3.0)
+    late = OnItsWay(loss=3.0)
     record = make_record(1, late)
     assert record.loss == 3.0
     assert late.waited
@@ -105,12 +105,12 @@ def test_the_ring_is_bounded(capacity: int) -> None:
 
 def test_a_value_that_arrives_after_its_row_left_goes_to_the_file(tmp_path: Path) -> None:
     records = Records(tmp_path / "records.jsonl", capacity=2)
-    late = Delayed(loss=7.0)
+    late = OnItsWay(loss=7.0)
     records.append(make_record(1, late))
     for step in (2, 3):
         records.append(make_record(step))
     late.here = True
-    list(records.harvest())
+    list(records.drain())
     assert records.column("loss").tolist() == pytest.approx([1.0, 2 / 3])
     records.flush()
     assert read(tmp_path / "records.jsonl")["loss"].tolist() == pytest.approx([7.0, 1.0, 2 / 3])
@@ -141,8 +141,8 @@ def test_the_file_is_strict_json_and_keeps_what_is_not_finite(tmp_path: Path) ->
     records = Records(path)
     for step, loss in enumerate((math.nan, math.inf, -math.inf), 1):
         values = {"loss": torch.tensor(loss), "skipped": torch.tensor(1.0)}
-        records.append(make_record(step, Late(values, {})))
-        list(records.harvest())
+        records.append(make_record(step, Deferred(values, {})))
+        list(records.drain())
     records.flush()
 
     def refuse(word: str) -> Any:
@@ -313,7 +313,7 @@ def test_an_empty_table() -> None:
 def test_records_by_index() -> None:
     records = Records(capacity=3)
     fill(records, range(1, 5), sqnr=30.0)
-    late = Delayed(loss=9.0)
+    late = OnItsWay(loss=9.0)
     records.append(make_record(5, late))
     assert [r.step for r in records] == [3, 4, 5]
     assert records[-1].late is late, "the record itself while its values are late"

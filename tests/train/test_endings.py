@@ -114,7 +114,7 @@ class TestParts:
     def test_beginning_and_end_are_told_of_the_whole(self, tmp_path: Path) -> None:
         listener, session = Listener(), make_session(run_dir=tmp_path / "run")
         session.subscribe(listener)
-        session.journal.begin_whole(8)
+        session.journal.begin_group(8)
         began = status(tmp_path / "run")
         assert (began.state, began.info.total, began.info.resumes) == ("running", 8, False)
         for _ in range(4):
@@ -122,7 +122,7 @@ class TestParts:
             now = status(tmp_path / "run")
             assert now.state == "running"
             assert (now.info.total, now.info.started, now.info.resumes) == (8, began.info.started, False)
-        session.journal.end_whole("done")
+        session.journal.end_group("done")
         assert listener.of("start") == [8]
         assert listener.of("end") == ["done"]
         told = status(tmp_path / "run")
@@ -133,10 +133,10 @@ class TestParts:
     def test_afterwards_a_run_is_its_own_again(self, tmp_path: Path) -> None:
         listener, session = Listener(), make_session(run_dir=tmp_path / "run")
         session.subscribe(listener)
-        session.journal.begin_whole(None)
+        session.journal.begin_group(None)
         session.run(2)
         before = session.info.started
-        session.journal.end_whole("stopped: enough")
+        session.journal.end_group("stopped: enough")
         session.run(2)
         assert listener.of("start") == [None, 4]
         assert listener.of("end") == ["stopped: enough", "done"]
@@ -150,16 +150,16 @@ class TestParts:
 
         listener, session = Listener(), make_session(meters=[At(2, fail)])
         session.subscribe(listener)
-        session.journal.begin_whole(8)
+        session.journal.begin_group(8)
         with pytest.raises(KeyboardInterrupt):
             session.run(4)
         assert listener.of("end") == []
-        session.journal.end_whole("failed: it")
+        session.journal.end_group("failed: it")
         assert listener.of("end") == ["failed: it"]
 
     def test_a_pause_is_told_in_a_part_too(self, tmp_path: Path) -> None:
         session = make_session(run_dir=tmp_path / "run", meters=[At(2, lambda s: s.control.pause())])
-        session.journal.begin_whole(4)
+        session.journal.begin_group(4)
         going = session.run(4, thread=True)
         until(lambda: status(tmp_path / "run").state == "paused")
         session.control.resume()
@@ -169,7 +169,7 @@ class TestParts:
     def test_interrupts_are_the_wholes(self) -> None:
         asked = []
         session = make_session(meters=[At(2, interrupt)])
-        session.journal.begin_whole(8)
+        session.journal.begin_group(8)
         before = signal.signal(signal.SIGINT, lambda *_: asked.append(session.steps))
         try:
             session.run(4)
@@ -183,7 +183,7 @@ class TestParts:
         session = make_session(run_dir=tmp_path / "run")
         (tmp_path / "run").mkdir(exist_ok=True)
         (tmp_path / "run" / "stop").touch()
-        session.journal.begin_whole(8)
+        session.journal.begin_group(8)
         session.run(2)
         assert session.steps == 2
         (tmp_path / "run" / "stop").touch()

@@ -134,13 +134,13 @@ def test_a_session_gives_way_between_two_steps() -> None:
             torch.rand(7)
             with seeded(1, device):
                 torch.rand(1)
-        own.hold()
+        own.snapshot()
         before = torch.get_rng_state()
         torch.rand(9)  # another thread's
         assert torch.equal(own.state.cpu, before), "a checkpoint holds the run's own"
-        own.hold()
+        own.snapshot()
         torch.rand(9)
-        own.take_back()
+        own.restore()
         second = torch.rand(2)
     torch.manual_seed(3)
     assert torch.equal(torch.rand(2), first)

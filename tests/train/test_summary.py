@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import surokit as sk
-from surokit.runs.records import Late, Record, Records
+from surokit.runs.records import Deferred, Record, Records
 from surokit.train import Session
 from surokit.train.stream import Batch
 from tests.clocks import JumpingClock
@@ -23,9 +23,9 @@ def feed(session: Session, wall_ms: list[float], idle: float = 0.2, tokens: int 
     for step, wall in enumerate(wall_ms, 1):
         elapsed += wall / 1e3
         values = {"loss": torch.tensor(1.0 / step), "skipped": torch.tensor(float(step == 2))}
-        late = Late(values, {"idle_frac": idle})
+        late = Deferred(values, {"idle_frac": idle})
         session.records.append(Record(step, 0.1, tokens, wall, stall_ms, 0.5, elapsed, late))
-    list(session.records.harvest())
+    list(session.records.drain())
 
 
 def test_steady() -> None:

@@ -79,7 +79,7 @@ def on_its_way(step, loss):
         stall_ms=0.0,
         peak_gib=1.0,
         elapsed_s=0.1 * step,
-        late=cast(records.Late, Late()),
+        late=cast(records.Deferred, Late()),
     )
 
 

@@ -174,14 +174,14 @@ def loss_at(step, bad):
 
 def spoiled(session, bad):
     """A loss at one step that none before had, seen by whoever hears of the step."""
-    harvest = session.records.harvest
+    drain = session.records.drain
 
     def spoil(wait=False):
-        for record in harvest(wait):
+        for record in drain(wait):
             record.late._values = {**record.late.wait(), "loss": loss_at(record.step, bad)}
             yield record
 
-    session.records.harvest = spoil
+    session.records.drain = spoil
     return session
 
 
