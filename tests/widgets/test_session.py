@@ -186,9 +186,14 @@ def spoiled(session, bad):
 
 
 def test_a_step_is_judged_once_and_the_panel_says_what_the_run_says(session, monkeypatch):
-    judged = []
+    judged: list[int] = []
     add = Health.add
-    monkeypatch.setattr(Health, "add", lambda *args, **options: judged.append(args[1]) or add(*args, **options))
+
+    def counted(health, step, *args, **options):
+        judged.append(step)
+        return add(health, step, *args, **options)
+
+    monkeypatch.setattr(Health, "add", counted)
     panel = Panel(PanelState(), view=View())
     spoiled(session, bad=60).subscribe(panel)
     session.run(100)
@@ -205,7 +210,7 @@ def test_a_step_is_judged_once_and_the_panel_says_what_the_run_says(session, mon
 
 
 def test_a_picture_has_a_step_and_what_happened_in_it(session):
-    seen = {}
+    seen: dict[int, list[str]] = {}
 
     class Seen(View):
         every_s = 0.0
