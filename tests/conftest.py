@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import refusals
 from tests.sampling import leave_out
 
 # Without a CUDA device Triton kernels run in Triton's interpreter. Triton asks for this when it is first imported (which torch
@@ -34,6 +35,11 @@ with suppress(ImportError):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="run every case of tests that are marked sampled")
+    parser.addoption(
+        "--write-refusals",
+        action="store_true",
+        help="write the messages that tests hear into their tables; every case runs",
+    )
     parser.addoption("--present", action="store_true", help="leave out what only compiles for GPUs that are not here")
     parser.addoption(
         "--book", type=Path, help="keep each outcome in this JSON file, and go on behind those that it has"
@@ -41,10 +47,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(refusals.plugin(config))
     if path := config.getoption("--book"):
         from tests.keeping import Keeping
 
         config.pluginmanager.register(Keeping(path))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _temporary(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> None:
+    pytestconfig.stash[refusals.TEMPORARY] = tmp_path_factory.getbasetemp()
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +70,7 @@ def _of_what_is_present(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--whole"):
+    if not config.getoption("--whole") and not config.getoption("--write-refusals"):
         items[:], left_out = leave_out(items)
         config.hook.pytest_deselected(items=left_out)
 

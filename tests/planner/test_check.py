@@ -15,6 +15,7 @@ from surokit.planner import plan as make
 from surokit.planner.compare import check as checking
 from surokit.planner.planning import Plan
 from tests.planner.families import LLAMA_1B
+from tests.refusals import refused
 
 TINY = sk.DecoderConfig(layers=2, width=64, heads=4, kv_heads=2, vocab=256, ffn=128)
 H100 = "NVIDIA H100 80GB HBM3"
@@ -137,14 +138,12 @@ def test_a_profile(session):
     assert c["tokens a second"].measured == pytest.approx(64 / step_ms * 1e3)
     assert "a profile of 2 steps on cpu" in repr(c)
     assert c.recalibrated.time.step_ms == pytest.approx(step_ms)
-    with pytest.raises(ValueError, match="64 tokens a step and the plan 128 on one GPU"):
+    with refused(ValueError):
         check(p.but(batch=4), profile)
 
 
 def test_another_step_is_refused(session):
-    with pytest.raises(
-        ValueError, match=r"A session of \d+ steps on cpu has 64 tokens a step and the plan 128 .*2 x 32 x 2"
-    ) as caught:
+    with refused(ValueError) as caught:
         check(tiny(accumulate=2), session)
     assert "\n" not in str(caught.value)
     check(tiny(batch=1, length=64), session)  # the same tokens
@@ -152,11 +151,9 @@ def test_another_step_is_refused(session):
 
 def test_another_model_is_refused(session):
     other = sk.DecoderConfig(layers=4, width=64, heads=4, kv_heads=2, vocab=256, ffn=128)
-    with pytest.raises(
-        ValueError, match=r"is of a model of 90.43 k parameters and the plan of one of 1\d\d\.\d+ k: plan the model"
-    ):
+    with refused(ValueError):
         check(plan(other, batch=2, length=32, gpus=1, gpu=None, mfu=None), session)
-    with pytest.raises(ValueError, match="Given figures is of a model of 8 B parameters"):
+    with refused(ValueError):
         check(plan(), {"parameters": 8e9})
 
 
@@ -166,7 +163,7 @@ def test_another_device_teaches_nothing(session):
     assert "because cpu was measured, H100 is planned" in c.verdict
     assert "note: cpu was measured, H100 is planned" in repr(c)
     assert "at the measured rate" not in repr(c)
-    with pytest.raises(ValueError, match="A plan cannot learn from this: cpu was measured, H100 is planned"):
+    with refused(ValueError):
         _ = c.recalibrated
     assert "MFU" not in [row.term for row in c.rows]
     reached = Gpu("cpu: mine", ceilings=Ceilings("now", bf16_tflops=0.1), device="cpu")
@@ -195,7 +192,7 @@ def test_the_step_follows_from_the_speed():
     per_gpu = p.time.tokens_per_s / 4
     c = check(p, {"tokens_per_s": per_gpu / 2})
     assert c["step"].measured == pytest.approx(2 * p.time.step_ms)
-    with pytest.raises(ValueError, match="Given figures has 1,024 tokens a step and the plan 2,048 on one GPU"):
+    with refused(ValueError):
         check(p, {"tokens_per_s": per_gpu, "step_ms": p.time.step_ms / 2})
 
 
@@ -223,7 +220,7 @@ def test_a_time_that_cannot_be_is_said():
     assert (
         "4,000 TFLOPS are above H100's fastest dense peak of 1979, so the time is wrong: wait for the device" in repr(c)
     )
-    with pytest.raises(ValueError, match=r"A plan cannot learn from this: 4,000 TFLOPS are above H100's") as caught:
+    with refused(ValueError) as caught:
         _ = c.recalibrated
     assert "\n" not in str(caught.value)
 
@@ -381,7 +378,7 @@ def test_a_number_of_parameters():
     assert c["rate of one GPU"].measured == pytest.approx(6 * 8e9 * 1e4 / 1e12)
     assert c.recalibrated.days == pytest.approx(1e12 / (8 * 1e4) / 86400)
     assert check(p, {"peak_gib": 70.0})["memory, tensors"].expected is None  # activations are left out
-    with pytest.raises(ValueError, match="neither speed nor memory"):
+    with refused(ValueError):
         _ = check(p, {"peak_gib": 70.0}).recalibrated
 
 
@@ -402,7 +399,7 @@ def test_forms():
     assert "likely" in html
     for row in c.rows:
         assert row.term in repr(c)
-    with pytest.raises(KeyError, match="no row 'speed': there are"):
+    with refused(KeyError):
         c["speed"]
 
 
@@ -411,25 +408,25 @@ def test_recipes_that_differ_are_said(session):
 
 
 @pytest.mark.parametrize(
-    ("measured", "error", "said"),
+    ("measured", "error"),
     [
-        (None, TypeError, "compares a plan with a Session, a Profile or a dict"),
-        (3.5, TypeError, "not with a float"),
-        ({}, ValueError, "got nothing to compare"),
-        ({"device": "cpu"}, ValueError, "got nothing to compare"),
-        ({"step": 3}, ValueError, "knows no figure 'step': did you mean 'step_ms'"),
-        ({"step_ms": "3"}, TypeError, "step_ms='3' is a str: give a number"),
-        ({"step_ms": True}, TypeError, "give a number"),
-        ({"step_ms": 0}, ValueError, r"step_ms=0 must be a finite number above zero \(milliseconds"),
-        ({"peak_gib": math.nan}, ValueError, "must be a finite number above zero"),
-        ({"idle_frac": 40}, ValueError, "idle_frac=40 must be a share between 0 and 1"),
-        ({"step_ms": 3, "device": 0}, TypeError, "give the GPU's name, or 'cpu'"),
-        ({"tokens": 4096, "step_ms": 3}, ValueError, "has 4,096 tokens a step and the plan 2,048"),
-        (SimpleNamespace(summary={"wall_ms": None}), ValueError, "found no steps in this profile"),
+        (None, TypeError),
+        (3.5, TypeError),
+        ({}, ValueError),
+        ({"device": "cpu"}, ValueError),
+        ({"step": 3}, ValueError),
+        ({"step_ms": "3"}, TypeError),
+        ({"step_ms": True}, TypeError),
+        ({"step_ms": 0}, ValueError),
+        ({"peak_gib": math.nan}, ValueError),
+        ({"idle_frac": 40}, ValueError),
+        ({"step_ms": 3, "device": 0}, TypeError),
+        ({"tokens": 4096, "step_ms": 3}, ValueError),
+        (SimpleNamespace(summary={"wall_ms": None}), ValueError),
     ],
 )
-def test_what_cannot_be_compared(measured, error, said):
-    with pytest.raises(error, match=said) as caught:
+def test_what_cannot_be_compared(measured, error):
+    with refused(error) as caught:
         check(plan(), measured)
     assert "\n" not in str(caught.value)
 
@@ -438,7 +435,7 @@ def test_a_session_that_has_not_run_says_so(tmp_path):
     ids = torch.randint(256, (2, 32))
     batches = [{"input_ids": ids, "labels": ids}]
     s = sk.Session(sk.Decoder(TINY), batches, optimizer=sk.AdamW(lr=1e-3), run_dir=tmp_path, compile=False)
-    with pytest.raises(ValueError, match="nothing to sum up before the first step"):
+    with refused(ValueError):
         check(tiny(), s)
 
 

@@ -16,6 +16,7 @@ from surokit.planner.inputs.configs import FAMILIES, read_shape
 from surokit.planner.inputs.shape import BUILT_HERE, Shape, Weight
 from tests.planner.families import FAMILIES as SMALL
 from tests.planner.families import config_of, fields, model_of
+from tests.refusals import refused
 
 transformers = pytest.importorskip("transformers")
 ROUTED = [name for name, family in FAMILIES.items() if family.experts]
@@ -309,7 +310,7 @@ def test_every_family_is_planned_to_the_end(family):
 def test_layers_that_we_do_not_have_are_transformers_own():
     """Our decoder builds four families; the plan of another is not one of layers that nobody can run."""
     assert set(BUILT_HERE) == {*ARCHITECTURES, "decoder"}
-    with pytest.raises(ValueError, match=r"surokit has no layers for mixtral: leave layers= out, or give"):
+    with refused(ValueError):
         plan(fields("mixtral"), layers="surokit")
     mixtral = plan(fields("mixtral"), batch=1, length=8)
     assert (mixtral.setup.layers, mixtral.setup.logits) == ("transformers", "whole")
@@ -345,33 +346,29 @@ def test_a_weight_says_how_many_a_layer_has():
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "said"),
+    ("family", "changes"),
     [
-        (
-            "llama",
-            {"num_local_experts": 8},
-            r"mixture of experts \(num_local_experts=8\).*known are mixtral.*active parameters",
-        ),
-        ("jamba", {"num_experts": 16}, r"mixture of experts \(num_experts=16\).*'jamba'"),
-        ("qwen3_moe", {"num_experts_per_tok": 7}, "7 of 6 experts"),
-        ("mixtral", {"num_experts_per_tok": None}, "lacks num_experts_per_tok"),
-        ("deepseek_v3", {"kv_lora_rank": None}, "lacks kv_lora_rank"),
-        ("deepseek_v2", {"num_experts_per_tok": None}, "lacks num_experts_per_tok"),
-        ("deepseek_v3", {"qk_rope_head_dim": "wide"}, "give a number"),
-        ("qwen2", {"hidden_size": None, "vocab_size": None}, "lacks hidden_size, vocab_size"),
-        ("gpt2", {"n_embd": None, "n_layer": None}, "lacks n_layer, n_embd"),
-        ("gemma2", {"layer_types": ["sliding_attention"]}, "3 layers and layer_types for 1"),
-        ("qwen3", {"use_sliding_window": True, "layer_types": "all"}, "one entry a layer"),
-        ("qwen3_moe", {"mlp_only_layers": 1}, "a list of the layers' numbers"),
-        ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [1]}, "no_rope_layers for 1"),
-        ("gemma2", {"num_key_value_heads": 3}, "multiple"),
-        ("mistral", {"sliding_window": -4}, "above zero"),
-        ("llama", {"num_hidden_layers": 2.5}, "whole number"),
+        ("llama", {"num_local_experts": 8}),
+        ("jamba", {"num_experts": 16}),
+        ("qwen3_moe", {"num_experts_per_tok": 7}),
+        ("mixtral", {"num_experts_per_tok": None}),
+        ("deepseek_v3", {"kv_lora_rank": None}),
+        ("deepseek_v2", {"num_experts_per_tok": None}),
+        ("deepseek_v3", {"qk_rope_head_dim": "wide"}),
+        ("qwen2", {"hidden_size": None, "vocab_size": None}),
+        ("gpt2", {"n_embd": None, "n_layer": None}),
+        ("gemma2", {"layer_types": ["sliding_attention"]}),
+        ("qwen3", {"use_sliding_window": True, "layer_types": "all"}),
+        ("qwen3_moe", {"mlp_only_layers": 1}),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [1]}),
+        ("gemma2", {"num_key_value_heads": 3}),
+        ("mistral", {"sliding_window": -4}),
+        ("llama", {"num_hidden_layers": 2.5}),
     ],
 )
-def test_a_wrong_config_is_one_sentence(family, changes, said):
+def test_a_wrong_config_is_one_sentence(family, changes):
     given = {**(fields(family) if family in SMALL else {**fields("llama"), "model_type": family}), **changes}
-    with pytest.raises((ValueError, TypeError), match=said) as caught:
+    with refused((ValueError, TypeError)) as caught:
         read_shape(given)
     assert "\n" not in str(caught.value)
 
@@ -413,9 +410,9 @@ def test_a_folder_a_file_and_what_is_not_there(tmp_path):
     shape = read_shape(fields("qwen3"))[0]
     assert read_shape(tmp_path) == (shape, f"from {tmp_path / 'config.json'}")
     assert read_shape(str(tmp_path / "config.json"))[0] == shape
-    with pytest.raises(FileNotFoundError, match="a Hub id such as"):
+    with refused(FileNotFoundError):
         read_shape(tmp_path / "none")
-    with pytest.raises(TypeError, match="cannot read a list"):
+    with refused(TypeError):
         read_shape([1])
 
 
@@ -452,12 +449,10 @@ def test_a_hub_id_asks_the_cache_and_then_the_hub(stored, monkeypatch, cached, o
     assert stub.asked == asked
 
 
-@pytest.mark.parametrize(
-    ("online", "said"), [(False, "cannot be reached and the cache lacks it"), (True, "does not give it")]
-)
-def test_a_hub_id_that_cannot_be_had(stored, monkeypatch, online, said):
+@pytest.mark.parametrize("online", [False, True])
+def test_a_hub_id_that_cannot_be_had(stored, monkeypatch, online):
     Hub(monkeypatch, stored, cached=False, online=online, exists=False)
-    with pytest.raises(FileNotFoundError, match=said) as caught:
+    with refused(FileNotFoundError) as caught:
         read_shape("Some/Model-0.6B")
     assert "\n" not in str(caught.value)
 

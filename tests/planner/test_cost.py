@@ -6,6 +6,7 @@ import pytest
 
 from surokit import planner
 from surokit.planner.times.cost import Price, expected_goodput
+from tests.refusals import refused
 
 
 def seed_case(price):
@@ -29,17 +30,17 @@ def test_a_price_has_a_date_and_a_source():
 
 
 @pytest.mark.parametrize(
-    ("price", "error", "said"),
+    ("price", "error"),
     [
-        ((3.2, 1.8), ValueError, "goes backwards"),
-        ((1.8,), ValueError, "a range of prices is a pair"),
-        ((0, 2), ValueError, "above zero"),
-        ((2, 5000), ValueError, "no price of a GPU hour"),
-        (("1", 2), TypeError, "give a number"),
+        ((3.2, 1.8), ValueError),
+        ((1.8,), ValueError),
+        ((0, 2), ValueError),
+        ((2, 5000), ValueError),
+        (("1", 2), TypeError),
     ],
 )
-def test_prices_that_cannot_be_meant(price, error, said):
-    with pytest.raises(error, match=said):
+def test_prices_that_cannot_be_meant(price, error):
+    with refused(error):
         seed_case(price)
 
 
@@ -75,7 +76,7 @@ def test_a_shorter_or_longer_interval_loses_more():
 
 
 def test_where_nothing_would_be_left():
-    with pytest.raises(ValueError, match="make saving or restarting faster, or use fewer GPUs"):
+    with refused(ValueError):
         expected_goodput(16000, gpu_mtbf_hours=1000, save_minutes=5, restart_minutes=30)
-    with pytest.raises(ValueError, match="save_minutes=0 must be"):
+    with refused(ValueError):
         expected_goodput(8, gpu_mtbf_hours=1000, save_minutes=0, restart_minutes=30)

@@ -29,6 +29,7 @@ from surokit.quantizer import kind_of
 from surokit.recipe import QFP8
 from tests.planner.families import QWEN3_8B as CONFIG_8B
 from tests.planner.test_roofline import reached, trained
+from tests.refusals import refused
 
 SMALL = Shape(3, 128, 4, 2, 32, 256, 512, qk_norm=True, family="qwen3")
 TOKENS = 2 * 64
@@ -389,7 +390,7 @@ def test_graphs_cost_the_host_nothing():
     assert quick.but(graphs=True).estimate.step_ms == quick.estimate.step_ms  # launched in time, the gaps are the same
     (found,) = (row for row in quick.faster().ways if row.how == "graphs=True")
     assert (found.saves_ms, found.why) == (0, "no faster here")
-    with pytest.raises(ValueError, match="CUDA graphs need a GPU"):
+    with refused(ValueError):
         plan(QWEN3_8B, gpu="cpu", graphs=True)
 
 
@@ -429,9 +430,9 @@ def test_what_makes_a_step_faster():
     assert sheet.ways[1].why == "not known: what a launch costs is measured by sk.calibrate()"
     slow = unfused.but(gpu=reached(790, launch_us=100)).faster()
     assert slow.ways[1].taken
-    with pytest.raises(ValueError, match=r"faster\(\) cannot tell: A step's time needs its tokens"):
+    with refused(ValueError):
         plan(QWEN3_8B, gpu="H200").faster()
-    with pytest.raises(ValueError, match=r"faster\(\) cannot tell: .*plan with a config"):
+    with refused(ValueError):
         plan(8e9, gpu="H200").faster()
 
 
@@ -475,22 +476,22 @@ def test_a_fusion_is_read_by_its_fields():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "error"),
     [
-        ({"fusion": "all"}, ValueError, "fusion='all' is unknown: use 'none', 'fused', or a Fusion"),
-        ({"fusion": 1}, TypeError, "fusion=1 is no Fusion: use 'none', 'fused', or sk.Fusion"),
-        ({"transposed": "kept"}, ValueError, "transposed='kept' is unknown: use 'cached', 'on the fly'"),
-        ({"transposed": "cached"}, ValueError, "give fusion='fused' too"),
+        ({"fusion": "all"}, ValueError),
+        ({"fusion": 1}, TypeError),
+        ({"transposed": "kept"}, ValueError),
+        ({"transposed": "cached"}, ValueError),
     ],
 )
-def test_what_cannot_be_meant(options, error, message):
-    with pytest.raises(error, match=message):
+def test_what_cannot_be_meant(options, error):
+    with refused(error):
         plan(QWEN3_8B, **options)
 
 
 def test_other_families_are_not_fused():
     config = {**QWEN3_8B, "model_type": "gemma2"}
-    with pytest.raises(ValueError, match="surokit fuses no layers of gemma2: leave fusion= out"):
+    with refused(ValueError):
         plan(config, fusion="fused")
     theirs = plan(QWEN3_8B, layers="transformers", fusion="fused", batch=1, length=64, gpu="H100")
     ours = plan(QWEN3_8B, fusion="fused", batch=1, length=64, gpu="H100")

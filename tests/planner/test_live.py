@@ -15,6 +15,7 @@ from surokit.planner import Gpu, plan
 from surokit.train.capture import Capture
 from surokit.train.engine import Engine
 from surokit.train.run_info import batch_sizes
+from tests.refusals import refused
 
 CONFIG = sk.DecoderConfig(layers=2, width=128, heads=4, kv_heads=2, vocab=256, ffn=256)
 RUN: dict[str, Any] = {"batch": 2, "length": 64}
@@ -299,7 +300,7 @@ def test_what_is_compiled_is_planned_with_nothing_fused(how):
 
 @pytest.mark.parametrize("what", [sk.Decoder, torch.nn.LazyLinear(4)], ids=["class", "lazy"])
 def test_what_has_no_shape_is_said_to_have_none(what):
-    with pytest.raises(TypeError, match=r"plan\(\) cannot read a (type|LazyLinear): give the number of parameters"):
+    with refused(TypeError):
         plan(what)
 
 
@@ -309,7 +310,7 @@ def test_what_no_plan_of_a_session_knows():
             yield {"input_ids": torch.zeros(1, 8, dtype=torch.int64), "labels": torch.zeros(1, 8, dtype=torch.int64)}
 
     session = sk.Session(decoder(), Endless(), schedule=None, optimizer=lambda ps: torch.optim.Rprop(ps, lr=1e-3))
-    with pytest.raises(ValueError, match="optimizer='rprop' has no known state size: use 'adamw'"):
+    with refused(ValueError):
         plan(session)
     found = plan(session, optimizer="adamw")
     assert found.setup.batch is None

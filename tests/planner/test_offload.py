@@ -31,6 +31,7 @@ from surokit.planner.offload.formulas import (
     predict_offload,
     stall_gain,
 )
+from tests.refusals import refused
 
 # host AdamW of 1.7e9 parameters in 408 ms, its adding up in 136 ms
 HOST = Host(link_gb_s=50, adam_params_s=1.7e9 / 0.408, memory_gib=500)
@@ -136,9 +137,9 @@ def test_gain_of_a_stall():
     assert stall_gain(0.93, 0.85) == pytest.approx(4.8, abs=0.03)
     assert stall_gain(1 - 0.5 / 7, 1.0) == pytest.approx(14)  # 0.5 s became 7 s
     for stalled, removed in ((1.5, 0.5), (-0.1, 0.5), (0.5, 2)):
-        with pytest.raises(ValueError, match="must be a share between 0 and 1"):
+        with refused(ValueError):
             stall_gain(stalled, removed)
-    with pytest.raises(ValueError, match="cannot lose all of its stall"):
+    with refused(ValueError):
         stall_gain(1.0, 1.0)
 
 
@@ -396,7 +397,7 @@ def test_windows_by_the_auto_rule_are_taken_to_have_four_steps_and_that_is_said(
 
 def test_all_hot_is_no_offload():
     p = plan(QWEN_8B, gpu="H100", optimizer=sk.ZenFlow(topk_ratio=1.0), **STEP)
-    with pytest.raises(ValueError, match="topk_ratio=1 offloads nothing: every column is hot"):
+    with refused(ValueError):
         p.offload(FAST)
     assert p.offload(FAST, topk_ratio=0.1).topk_ratio == 0.1
     assert p.memory.host_gib == 0
@@ -452,7 +453,7 @@ def test_little_or_nothing_that_trains():
         assert p.time.step_ms == pytest.approx(p.estimate.step_ms)
         assert p.time.waits_ms == 0
     for options in ({"training": False}, {"recipe": sk.QFP8}):
-        with pytest.raises(ValueError, match="Nothing is known to train in this plan"):
+        with refused(ValueError):
             plan(8e9, gpu="H100", **{**STEP, **options}).offload(FAST)
 
 
@@ -522,7 +523,7 @@ def test_times_at_a_datasheets_rates_say_so():
 )
 def test_what_a_steps_time_lacks(what, options, give):
     """Only that, and not what was given."""
-    with pytest.raises(ValueError, match="needs a step's time") as no:
+    with refused(ValueError) as no:
         plan(what, **options).offload(FAST)
     assert str(no.value).startswith(f"The prediction needs a step's time: {give}")
 
@@ -533,61 +534,54 @@ def test_a_cpu_has_no_link_to_itself():
     )
     p = plan(QWEN_8B, gpu=processor, batch=1, length=64, optimizer="zenflow")
     for ask in (p.offload, p.but(optimizer="adamw").streamed):
-        with pytest.raises(ValueError, match="A CPU has no link to itself: .* give gpu='H100'") as no:
+        with refused(ValueError) as no:
             ask()
         assert "calibrate" not in str(no.value)
     assert p.answers[1].endswith(", without the offload")
     note = next(note for note in p.notes if "ZenFlow's states on the host add" in note)
     assert "a CPU has no link to itself" in note
     assert "calibrate" not in note
-    with pytest.raises(ValueError, match="the calibration of H100 lacks the host's AdamW: give planner.Host"):
+    with refused(ValueError):
         plan(QWEN_8B, gpu=calibrated(host_gb_s=25.0), batch=1, length=64).offload()
 
 
 def test_what_is_no_host():
     p = plan(QWEN_8B, gpu="H100", **STEP)
     for ask in (p.offload, p.streamed):
-        with pytest.raises(
-            TypeError, match=r"host='big'\) is a str: give planner.Host\(link_gb_s=50, adam_params_s=2e9\)"
-        ):
+        with refused(TypeError):
             ask("big")
-    with pytest.raises(
-        TypeError, match=r"lacks link_gb_s= and adam_params_s=: plan\(gpu=sk.calibrate\(\)\) measures them"
-    ):
+    with refused(TypeError):
         Host(memory_gib=512)
-    with pytest.raises(TypeError, match="lacks adam_params_s=: .* such as link_gb_s=50 and adam_params_s=2e9"):
+    with refused(TypeError):
         Host(50)
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    "call",
     [
-        (lambda: Host(0, 1e9), "link_gb_s=0"),
-        (lambda: Host(25, 2), "the unit is parameters a second, 2e9 for two billion"),
-        (lambda: Host(25, 2e9, memory_gib=-1), "memory_gib=-1"),
-        (lambda: Host(50e9, 2e9), r"more than any link has: did you mean 50 \(the unit is 1e9 bytes a second\)"),
-        (lambda: Host(50e3, 2e9), "did you mean 50 "),
-        (lambda: Host(50, 2e18), "faster than any host: the unit is parameters a second"),
-        (lambda: Host(50, 2e9, accumulate_params_s=6), "accumulate_params_s=6 is slower than any host"),
-        (
-            lambda: Host(50, 2e9, memory_gib=512 * 2**30),
-            r"more than any host has: did you mean 512 \(the unit is GiB\)",
-        ),
-        (lambda: Host(50, 2e9, memory_gib=512 * 1024), "did you mean 512 "),
-        (lambda: predicted(compute_ms=0), "compute_ms=0"),
-        (lambda: predicted(parameters=8), "did you mean 8e9"),
-        (lambda: predicted(topk_ratio=10), "0.1 is a tenth of the columns"),
-        (lambda: predicted(topk_ratio=-0.1), "share from 0 to below 1"),
-        (lambda: predicted(topk_ratio=1), "topk_ratio=1 offloads nothing"),
-        (lambda: predicted(topk_ratio="a tenth"), "share from 0 to below 1"),
-        (lambda: largest_on_host(512, topk_ratio=2), "topk_ratio=2 must be a share from 0 to below 1"),
-        (lambda: largest_on_host(512, topk_ratio=1), "topk_ratio=1 must be a share from 0 to below 1"),
-        (lambda: predicted(overlap_step="no"), "overlap_step='no' is unknown: use True or False"),
-        (lambda: predicted(slots=0), "slots=0"),
-        (lambda: predicted(update_interval=0), "update_interval=0"),
-        (lambda: predicted(update_interval=1.5), "must be a whole number"),
+        lambda: Host(0, 1e9),
+        lambda: Host(25, 2),
+        lambda: Host(25, 2e9, memory_gib=-1),
+        lambda: Host(50e9, 2e9),
+        lambda: Host(50e3, 2e9),
+        lambda: Host(50, 2e18),
+        lambda: Host(50, 2e9, accumulate_params_s=6),
+        lambda: Host(50, 2e9, memory_gib=512 * 2**30),
+        lambda: Host(50, 2e9, memory_gib=512 * 1024),
+        lambda: predicted(compute_ms=0),
+        lambda: predicted(parameters=8),
+        lambda: predicted(topk_ratio=10),
+        lambda: predicted(topk_ratio=-0.1),
+        lambda: predicted(topk_ratio=1),
+        lambda: predicted(topk_ratio="a tenth"),
+        lambda: largest_on_host(512, topk_ratio=2),
+        lambda: largest_on_host(512, topk_ratio=1),
+        lambda: predicted(overlap_step="no"),
+        lambda: predicted(slots=0),
+        lambda: predicted(update_interval=0),
+        lambda: predicted(update_interval=1.5),
     ],
 )
-def test_wrong_figures_are_refused(call, message):
-    with pytest.raises(ValueError, match=message):
+def test_wrong_figures_are_refused(call):
+    with refused(ValueError):
         call()

@@ -12,6 +12,7 @@ from surokit.planner.counts.memory import GIB, Memory, Term
 from surokit.planner.picture import _GROUPS, parts_of, plot_memory
 from surokit.widgets.figure import PALETTE_LIGHT
 from tests.planner.families import QWEN3_8B
+from tests.refusals import refused
 
 PLAN = plan(QWEN3_8B, batch=1, length=4096, gpu="H100")
 RECIPES = {name: PLAN.but(recipe=name) for name in ("bf16", "fp8", "qfp8", "qfp4", "qnf4")}
@@ -133,14 +134,14 @@ def test_long_names_are_wrapped():
 
 
 @pytest.mark.parametrize(
-    ("plans", "gib", "error", "said"),
+    ("plans", "gib", "error"),
     [
-        ({}, None, ValueError, "got no plans"),
-        ({"a": 8e9}, None, TypeError, r"got a float as 'a': pass \{'name': sk.plan"),
-        ({"a": PLAN}, 0, ValueError, "gib=0 must be a finite number above zero"),
-        ({"a": PLAN}, (24, -1), ValueError, "gib=-1 must be"),
+        ({}, None, ValueError),
+        ({"a": 8e9}, None, TypeError),
+        ({"a": PLAN}, 0, ValueError),
+        ({"a": PLAN}, (24, -1), ValueError),
     ],
 )
-def test_what_cannot_be_drawn_is_one_sentence(plans, gib, error, said):
-    with pytest.raises(error, match=said):
+def test_what_cannot_be_drawn_is_one_sentence(plans, gib, error):
+    with refused(error):
         plot_memory(plans, gib=gib)

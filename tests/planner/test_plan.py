@@ -13,6 +13,7 @@ from surokit.planner import Gpu, find_gpu, judge_hours, read_shape, register
 from surokit.planner.compare.published import published
 from surokit.recipe import BF16, FP4, FP8, FP8_BLOCK, FP8_ROWWISE, MXFP4, MXFP8, QFP8
 from tests.planner.families import LLAMA_1B
+from tests.refusals import refused
 
 
 def plan(what, **given):
@@ -339,91 +340,88 @@ def test_offload_from_a_plan():
     assert found.parameters == p.parameters
     assert found.choice == "none"  # it fits
     assert p.offload(host, fits=False).choice == "zenflow"
-    with pytest.raises(ValueError, match=r"give Host\(link_gb_s=, adam_params_s=\)"):
+    with refused(ValueError):
         p.offload()
-    with pytest.raises(ValueError, match="needs a step's time"):
+    with refused(ValueError):
         plan(8e9).offload(host)
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "said"),
+    ("change", "error"),
     [
-        ({"what": 405}, ValueError, "did you mean 405e9"),
-        ({"what": 8}, ValueError, "did you mean 8e9"),
-        ({"what": 405e18}, ValueError, "did you mean 405000000000 "),
-        ({"what": 0}, ValueError, "above zero"),
-        ({"what": -8e9}, ValueError, "above zero"),
-        ({"what": float("nan")}, ValueError, "finite"),
-        ({"what": True}, TypeError, "give a number"),
-        ({"what": None}, TypeError, "give the number of parameters"),
-        ({"what": "no/such/folder"}, FileNotFoundError, "give a folder or a config.json"),
-        ({"what": "405B"}, FileNotFoundError, "write a number of parameters as 8e9"),
-        ({"tokens": 15.6}, ValueError, r"did you mean 15.6e12"),
-        ({"tokens": 300}, ValueError, r"did you mean 300e9"),
-        ({"tokens": float("inf")}, ValueError, "finite"),
-        ({"tokens": 1e20}, ValueError, "beyond any text"),
-        ({"gpus": 0}, ValueError, "above zero"),
-        ({"gpus": 1.5}, ValueError, "whole number"),
-        ({"gpus": 1e9}, ValueError, "check its unit"),
-        ({"gpu": "H10O"}, ValueError, "did you mean H100"),
-        ({"gpu": "abacus"}, ValueError, r"planner.register\(Gpu\('abacus'"),
-        ({"gpu": 100}, TypeError, "give a name such as 'H100'"),
-        ({"tflops_per_gpu": 400e12}, ValueError, "did you mean 400 "),
-        ({"tflops_per_gpu": 0.4}, ValueError, "did you mean 400 "),
-        ({"tflops_per_gpu": 4000}, ValueError, "fastest dense peak of 1979"),
-        ({"tflops_per_gpu": None, "mfu": 40}, ValueError, "did you mean 0.4"),
-        ({"mfu": 0.4}, ValueError, "give one of them"),
-        ({"tflops_per_gpu": None, "mfu": 0.4, "gpu": None}, ValueError, "there is no GPU"),
-        ({"tflops_per_gpu": None, "mfu": 0.4, "gpu": planner.Gpu("Blank")}, ValueError, "no BF16 peak of Blank"),
-        ({"goodput": 90}, ValueError, "did you mean 0.9"),
-        ({"goodput": 0}, ValueError, "above zero"),
-        ({"usd_per_gpu_hour": -2}, ValueError, "above zero"),
-        ({"usd_per_gpu_hour": 50_000}, ValueError, "no price of a GPU hour"),
-        ({"usd_per_gpu_hour": "2"}, TypeError, "give a number"),
-        ({"batch": 0}, ValueError, "above zero"),
-        ({"length": 2048.5}, ValueError, "whole number"),
-        ({"recipe": "fp9"}, ValueError, "did you mean 'fp8'"),
-        ({"recipe": 8}, TypeError, "A recipe is a surokit.Recipe or its name, not int"),
-        ({"attention": "half"}, ValueError, "use 'causal', 'full'"),
-        ({"graphs": "maybe"}, ValueError, "graphs='maybe' is unknown: use True or False"),
-        ({"graphs": "auto"}, ValueError, "graphs='auto' is unknown: use True or False"),
-        ({"master": "fp32"}, ValueError, "master='fp32' is unknown: use True or False"),
-        ({"training": 0}, ValueError, "training=0 is unknown: use True or False"),
-        ({"slack": False}, TypeError, "slack=False is a bool"),
-        ({"recompute": True}, ValueError, "use 'none', 'selective', 'full'"),
-        ({"optimizer": "lion"}, ValueError, "use 'adamw'"),
-        ({"dtype": "int8"}, ValueError, "use 'bf16'"),
-        ({"zero": 4}, ValueError, "use 0, 1, 2, 3"),
-        ({"layers": "theirs"}, ValueError, "use 'surokit', 'transformers'"),
-        ({"accumulate": 0}, ValueError, "above zero"),
-        ({"slack": 10}, ValueError, "did you mean 0.1"),
-        ({"slack": -0.1}, ValueError, "above zero"),
-        ({"between_gb_s": 0}, ValueError, "above zero"),
+        ({"what": 405}, ValueError),
+        ({"what": 8}, ValueError),
+        ({"what": 405e18}, ValueError),
+        ({"what": 0}, ValueError),
+        ({"what": -8e9}, ValueError),
+        ({"what": float("nan")}, ValueError),
+        ({"what": True}, TypeError),
+        ({"what": None}, TypeError),
+        ({"what": "no/such/folder"}, FileNotFoundError),
+        ({"what": "405B"}, FileNotFoundError),
+        ({"tokens": 15.6}, ValueError),
+        ({"tokens": 300}, ValueError),
+        ({"tokens": float("inf")}, ValueError),
+        ({"tokens": 1e20}, ValueError),
+        ({"gpus": 0}, ValueError),
+        ({"gpus": 1.5}, ValueError),
+        ({"gpus": 1e9}, ValueError),
+        ({"gpu": "H10O"}, ValueError),
+        ({"gpu": "abacus"}, ValueError),
+        ({"gpu": 100}, TypeError),
+        ({"tflops_per_gpu": 400e12}, ValueError),
+        ({"tflops_per_gpu": 0.4}, ValueError),
+        ({"tflops_per_gpu": 4000}, ValueError),
+        ({"tflops_per_gpu": None, "mfu": 40}, ValueError),
+        ({"mfu": 0.4}, ValueError),
+        ({"tflops_per_gpu": None, "mfu": 0.4, "gpu": None}, ValueError),
+        ({"tflops_per_gpu": None, "mfu": 0.4, "gpu": planner.Gpu("Blank")}, ValueError),
+        ({"goodput": 90}, ValueError),
+        ({"goodput": 0}, ValueError),
+        ({"usd_per_gpu_hour": -2}, ValueError),
+        ({"usd_per_gpu_hour": 50_000}, ValueError),
+        ({"usd_per_gpu_hour": "2"}, TypeError),
+        ({"batch": 0}, ValueError),
+        ({"length": 2048.5}, ValueError),
+        ({"recipe": "fp9"}, ValueError),
+        ({"recipe": 8}, TypeError),
+        ({"attention": "half"}, ValueError),
+        ({"graphs": "maybe"}, ValueError),
+        ({"graphs": "auto"}, ValueError),
+        ({"master": "fp32"}, ValueError),
+        ({"training": 0}, ValueError),
+        ({"slack": False}, TypeError),
+        ({"recompute": True}, ValueError),
+        ({"optimizer": "lion"}, ValueError),
+        ({"dtype": "int8"}, ValueError),
+        ({"zero": 4}, ValueError),
+        ({"layers": "theirs"}, ValueError),
+        ({"accumulate": 0}, ValueError),
+        ({"slack": 10}, ValueError),
+        ({"slack": -0.1}, ValueError),
+        ({"between_gb_s": 0}, ValueError),
     ],
 )
-def test_what_cannot_be_meant(change, error, said):
+def test_what_cannot_be_meant(change, error):
     given = {"what": 405e9, "tokens": 15.6e12, "gpus": 16, "gpu": "H100", "tflops_per_gpu": 400, **change}
-    with pytest.raises(error, match=said) as caught:
+    with refused(error) as caught:
         plan(given.pop("what"), **given)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    "config",
     [
-        (
-            {k: v for k, v in LLAMA_1B.items() if k not in ("hidden_size", "vocab_size")},
-            "lacks hidden_size, vocab_size",
-        ),
-        ({**LLAMA_1B, "num_local_experts": 8}, "mixture of experts .num_local_experts=8.*active parameters"),
-        ({**LLAMA_1B, "num_key_value_heads": 5}, "multiple"),
-        ({**LLAMA_1B, "num_attention_heads": 30, "num_key_value_heads": 10}, "give head_dim"),
-        ({**LLAMA_1B, "num_hidden_layers": 0}, "above zero"),
-        ({**LLAMA_1B, "vocab_size": "many"}, "give a number"),
+        {k: v for k, v in LLAMA_1B.items() if k not in ("hidden_size", "vocab_size")},
+        {**LLAMA_1B, "num_local_experts": 8},
+        {**LLAMA_1B, "num_key_value_heads": 5},
+        {**LLAMA_1B, "num_attention_heads": 30, "num_key_value_heads": 10},
+        {**LLAMA_1B, "num_hidden_layers": 0},
+        {**LLAMA_1B, "vocab_size": "many"},
     ],
 )
-def test_configs_that_cannot_be_read(config, said, tmp_path):
-    with pytest.raises((ValueError, TypeError), match=said):
+def test_configs_that_cannot_be_read(config, tmp_path):
+    with refused((ValueError, TypeError)):
         plan(config)
 
 
@@ -432,7 +430,7 @@ def test_a_damaged_config(tmp_path):
     with pytest.raises(ValueError, match="not valid JSON"):
         plan(tmp_path)
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
-    with pytest.raises(ValueError, match="holds a list"):
+    with refused(ValueError):
         plan(tmp_path)
 
 
@@ -478,11 +476,11 @@ def test_a_gpu_of_ones_own(monkeypatch):
     monkeypatch.setattr("surokit.hardware.gpus._TABLE", dict(planner.GPUS))
     register(mine)
     assert find_gpu("mine") is mine
-    with pytest.raises(TypeError, match="takes a Gpu"):
+    with refused(TypeError):
         register("Mine")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="above zero"):
+    with refused(ValueError):
         Gpu("Bad", bf16_tflops=-1)
-    with pytest.raises(ValueError, match="needs a name"):
+    with refused(ValueError):
         Gpu(" ")
 
 
@@ -504,9 +502,9 @@ def test_a_plan_is_a_value_and_needs_neither_torch_nor_pandas():
 
 
 def test_the_memory_of_a_gpu_has_a_unit():
-    with pytest.raises(ValueError, match=r"gib=8e\+10 is more than any GPU has: did you mean 74.51"):
+    with refused(ValueError):
         plan(LLAMA_1B, batch=1, length=64).fits(80e9)
-    with pytest.raises(ValueError, match="give gib=80, or the plan a gpu="):
+    with refused(ValueError):
         plan(LLAMA_1B, batch=1, length=64).fits()
 
 
@@ -514,9 +512,9 @@ def test_forms_without_training():
     p = plan(LLAMA_1B, batch=1, length=128, training=False)
     assert p.compute.backward == 0
     assert p.memory["KV cache"].counted
-    with pytest.raises(KeyError, match="no memory term 'gradients'"):
+    with refused(KeyError):
         p.memory["gradients"]
-    with pytest.raises(ValueError, match="plan with a config"):
+    with refused(ValueError):
         plan(8e9).gemms()
     assert "nothing trains" in repr(plan(8e9, recipe=dataclasses.replace(QFP8, adapter=None)))
 
@@ -537,7 +535,7 @@ def test_an_optimizer_waiting_for_its_parameters_is_understood():
 
 def test_a_number_as_a_command_line_has_it():
     assert plan("8e9") == plan(8e9)
-    with pytest.raises(FileNotFoundError, match="write a number of parameters as 8e9"):
+    with refused(FileNotFoundError):
         plan("8B")
 
 

@@ -32,6 +32,7 @@ from surokit.quantized import Quantized, quantize, quantize_both
 from surokit.quantizer import kind_of
 from tests.planner.families import FAMILIES, fields
 from tests.planner.families import QWEN3_8B as CONFIG_8B
+from tests.refusals import refused
 
 QWEN3_06B = Shape(28, 1024, 16, 8, 128, 3072, 151936, tied=True, qk_norm=True, family="qwen3")
 QWEN3_8B = Shape(36, 4096, 32, 8, 128, 12288, 151936, qk_norm=True, family="qwen3")
@@ -361,11 +362,11 @@ def test_a_gain_by_hand():
     assert recipe_gain(100, 60, 2, 30) == 1.0
     assert recipe_gain(100, 60, 2, 40) < 1
     assert recipe_gain(100, 60, 1) == 1.0
-    with pytest.raises(ValueError, match="more than the whole step"):
+    with refused(ValueError):
         recipe_gain(60, 100, 2)
-    with pytest.raises(ValueError, match="must not be negative"):
+    with refused(ValueError):
         recipe_gain(100, 60, 2, -1)
-    with pytest.raises(ValueError, match="above zero"):
+    with refused(ValueError):
         recipe_gain(100, 60, 0)
 
 
@@ -721,12 +722,12 @@ def test_where_more_gpus_are_slower():
 
 
 @pytest.mark.parametrize(
-    ("rates", "message"),
-    [({2: 1.0, 4: 2.0}, "give the rates of 1"), ({1: 1.0}, "give the rates of 1"), ({1: 0.0, 2: 1.0}, "above zero")],
+    "rates",
+    [{2: 1.0, 4: 2.0}, {1: 1.0}, {1: 0.0, 2: 1.0}],
 )
-def test_scaling_wants_one_gpu(rates, message):
+def test_scaling_wants_one_gpu(rates):
     for function in (efficiency, loss_at_doublings, fit_speedup):
-        with pytest.raises(ValueError, match=message):
+        with refused(ValueError):
             function(rates)
 
 
@@ -735,7 +736,7 @@ def test_energy():
     assert energy_kwh(1000, 700, utilisation=0.8) == pytest.approx(560)
     assert energy_kwh(26.325e6, Gpu("H100-like", watts=700)) == pytest.approx(18.4275e6)
     assert energy_kwh(1000, Gpu("Mine")) is None
-    with pytest.raises(ValueError, match="did you mean 0.8"):
+    with refused(ValueError):
         energy_kwh(1000, 700, utilisation=80)
-    with pytest.raises(ValueError, match="watts=0"):
+    with refused(ValueError):
         energy_kwh(1000, 0)

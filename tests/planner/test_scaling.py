@@ -23,6 +23,7 @@ from surokit.planner.scaling.laws import (
     Predicted,
     ScalingLaw,
 )
+from tests.refusals import refused
 
 LAWS = (KAPLAN, CHINCHILLA, CHINCHILLA_REPLICATED)
 TRUTH = Additive(E=1.8, A=480.0, alpha=0.35, B=2000.0, beta=0.37)
@@ -177,7 +178,7 @@ def test_learned_positions_are_embeddings_and_idle_experts_are_not_counted():
 def test_a_plan_is_a_budget():
     plan = sk.plan(1e9, tokens=20e9)
     assert CHINCHILLA.optimal(plan) == CHINCHILLA.optimal(6 * 1e9 * 20e9)
-    with pytest.raises(ValueError, match="no FLOPs to split: plan with tokens="):
+    with refused(ValueError):
         CHINCHILLA.optimal(sk.plan(1e9))
 
 
@@ -312,9 +313,9 @@ def test_one_number_alone(vary, exponent):
     inverse = fit.parameters_for(value) if vary == "parameters" else fit.tokens_for(value)
     assert inverse == pytest.approx(many[2], rel=1e-6)
     other = "tokens" if vary == "parameters" else "parameters"
-    with pytest.raises(ValueError, match=f"needs runs in which {other} vary"):
+    with refused(ValueError):
         fit.optimal(1e20)
-    with pytest.raises(ValueError, match="give the other number"):
+    with refused(ValueError):
         fit.loss(**{other: 1e9})
     # another value of what did not vary is an extrapolation
     assert fit.loss(1e9, 5e10 if vary == "parameters" else 1e10).outside == (vary == "parameters")
@@ -339,7 +340,7 @@ def test_inverses_and_intervals_of_a_fit():
     assert inside_of(best.loss, best.loss)
     wide = fit_scaling(synthetic(), samples=200, level=0.99).interval("alpha")
     assert wide[0] < fit.interval("alpha")[0] < fit.interval("alpha")[1] < wide[1]
-    with pytest.raises(ValueError, match="no constant 'gamma'"):
+    with refused(ValueError):
         fit.interval("gamma")
 
 
@@ -402,9 +403,9 @@ def test_sessions_give_their_last_held_out_loss_or_their_last_tenth():
     assert [run.loss for run in fit.runs] == pytest.approx([run["loss"] for run in table])
     assert fit.runs[0].name == "size 0"
     assert any("training loss" in note for note in fit.notes)
-    with pytest.raises(ValueError, match="evaluate every session first"):
+    with refused(ValueError):
         fit_scaling([*held_out[:3], *trained[3:]])
-    with pytest.raises(ValueError, match="no finite loss: run some steps first"):
+    with refused(ValueError):
         fit_scaling([session(1e5, 1e8, [math.nan] * 4)])
 
 

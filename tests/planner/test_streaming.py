@@ -12,6 +12,7 @@ from surokit import planner
 from surokit.planner.counts.memory import blocks_of
 from surokit.planner.offload.formulas import Host
 from tests.planner.test_offload import QWEN_8B, STEP, calibrated
+from tests.refusals import refused
 
 HOST = Host(link_gb_s=50, adam_params_s=2e9)
 IDS = torch.zeros(2, 16, dtype=torch.int64)
@@ -196,34 +197,31 @@ def test_trained_weights_on_the_host_are_no_offloading_optimizers(optimizer):
     there = sk.Session(run.model, [{"input_ids": IDS, "labels": IDS}], optimizer=optimizer(lr=1e-3))
     there.run(1)
     assert plan(there).setup.optimizer == optimizer.__name__.lower()
-    said = "keeps on the host are updated there"
-    with pytest.raises(ValueError, match=f"offload_weights {said}: give optimizer='adamw'"):
+
+    with refused(ValueError):
         plan(there, gpu="H100")
     here, elsewhere = (torch.nn.Parameter(torch.zeros(4, 4, device=device)) for device in ("cpu", "meta"))
     two = optimizer([here, elsewhere], lr=1e-3)
     here.grad, elsewhere.grad = torch.ones(4, 4), torch.ones(4, 4, device="meta")
-    with pytest.raises(ValueError, match=f"several devices, meta and cpu: .* offload_weights {said}: give sk.AdamW"):
+    with refused(ValueError):
         two.step()
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    "call",
     [
-        (lambda: plan("8e9", offload_weights=True), "a number of parameters has none: plan with a config"),
-        (lambda: plan("8e9", gpu="H100", **STEP).streamed(HOST), "no blocks to stream: plan with a config"),
-        (lambda: plan(QWEN_8B, gpu="cpu", offload_weights=True), "offload_weights needs a GPU"),
-        (lambda: plan(QWEN_8B, gpu="cpu", offload_activations=True), "offload_activations needs a GPU"),
-        (lambda: plan(QWEN_8B, offload_weights=True, gpus=8, zero=3), "zero=3 shards them: give zero=0 or 1"),
-        (lambda: plan(QWEN_8B, offload_weights=True, optimizer="zenflow"), "updated there: give optimizer='adamw'"),
-        (lambda: plan(QWEN_8B, offload_weights=1.5), "offload_weights=1.5 must be a whole number"),
-        (lambda: plan(QWEN_8B, gpu="H100").streamed(HOST), "needs a step's time"),
-        (lambda: plan(QWEN_8B, gpu="H100", **STEP).streamed(), r"streamed\(\) needs the host's rates"),
-        (
-            lambda: plan(QWEN_8B, gpu="H100", offload_weights=True, **STEP).offload(HOST),
-            r"on the host already: plan.streamed\(\)",
-        ),
+        lambda: plan("8e9", offload_weights=True),
+        lambda: plan("8e9", gpu="H100", **STEP).streamed(HOST),
+        lambda: plan(QWEN_8B, gpu="cpu", offload_weights=True),
+        lambda: plan(QWEN_8B, gpu="cpu", offload_activations=True),
+        lambda: plan(QWEN_8B, offload_weights=True, gpus=8, zero=3),
+        lambda: plan(QWEN_8B, offload_weights=True, optimizer="zenflow"),
+        lambda: plan(QWEN_8B, offload_weights=1.5),
+        lambda: plan(QWEN_8B, gpu="H100").streamed(HOST),
+        lambda: plan(QWEN_8B, gpu="H100", **STEP).streamed(),
+        lambda: plan(QWEN_8B, gpu="H100", offload_weights=True, **STEP).offload(HOST),
     ],
 )
-def test_what_cannot_be_planned_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_be_planned_is_refused(call):
+    with refused(ValueError):
         call()
