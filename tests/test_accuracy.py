@@ -12,6 +12,7 @@ from surokit.nn.linear import Linear
 from surokit.product import product
 from surokit.quantized import sqnr_db
 from tests.conftest import Tiny
+from tests.refusals import refused
 
 COLUMNS = ["layer", "gemm", "recipe", "sqnr_db", "clipped", "underflow", "amax_a", "amax_b", "scale_spread"]
 
@@ -44,9 +45,9 @@ def test_underflow_is_counted():
 
 
 def test_compare_needs_a_recipe(tiny, batch):
-    with pytest.raises(ValueError, match="at least one recipe"):
+    with refused(ValueError):
         sk.compare(tiny, batch)
-    with pytest.raises(ValueError, match=r"different recipes of one name, fp4: .*dataclasses.replace"):
+    with refused(ValueError):
         sk.compare(tiny, batch, sk.FP4, "fp8", sk.FP4.keep_last(0))
     named = replace(sk.FP4.keep_last(0), name="fp4-all")
     assert set(sk.compare(tiny, batch, sk.FP4.keep_last(1), named).recipe) == {"fp4", "fp4-all"}
@@ -54,9 +55,9 @@ def test_compare_needs_a_recipe(tiny, batch):
 
 
 def test_compare_names_what_is_wrong_with_a_batch(tiny, batch):
-    with pytest.raises(TypeError, match=r"takes a batch \{\"input_ids\": .*not a Tensor"):
+    with refused(TypeError):
         sk.compare(tiny, batch["input_ids"], sk.FP8)
-    with pytest.raises(ValueError, match="no loss for a batch of input_ids: it needs labels"):
+    with refused(ValueError):
         sk.compare(tiny, {"input_ids": batch["input_ids"]}, sk.FP8)
     assert tiny.training
 
@@ -92,7 +93,7 @@ def test_a_frozen_weight_has_no_grad_weight(tiny, batch):
 
 def test_a_batch_from_which_nothing_is_learned_is_refused(tiny, batch):
     nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
-    with pytest.raises(ValueError, match="No label of the batch counts, all are -100, so it has no gradients"):
+    with refused(ValueError):
         sk.compare(tiny, nothing, sk.FP8)
 
 

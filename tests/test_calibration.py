@@ -17,6 +17,7 @@ from surokit.environment import cores, cpu_model
 from surokit.hardware.gpus import Ceilings
 from surokit.planner import Gpu, find_gpu, plan
 from tests.clocks import Clock
+from tests.refusals import warned
 
 CPU = torch.device("cpu")
 LLAMA = {
@@ -207,7 +208,7 @@ def test_a_damaged_file_is_measured_again(counted, tmp_path, damage):
 def test_a_folder_that_cannot_be_written_harms_nothing(counted, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.warns(UserWarning, match="could not keep its result, and will measure again"):
+    with warned(UserWarning):
         assert calibrate("cpu", 1, blocked / "folder").ceilings.bf16_tflops == 1
 
 

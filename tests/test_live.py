@@ -19,6 +19,7 @@ from surokit.train import NoTargetsError
 from surokit.widgets.folder import FileControl, RunFolder
 from surokit.widgets.picture import sustained_lines
 from tests.clocks import until
+from tests.refusals import refused
 
 
 class View:
@@ -222,15 +223,15 @@ def test_a_late_evaluation_after_the_end_is_waited_for(live, slow):
 
 def test_bad_input(live):
     live.log(step=5, loss=1.0)
-    with pytest.raises(ValueError, match=r"log\(step=3\) after step 5: steps only go up"):
+    with refused(ValueError):
         live.log(step=3, loss=1.0)
-    with pytest.raises(ValueError, match=r"loss=tensor of shape \(2, 3\).*one element"):
+    with refused(ValueError):
         live.log(loss=torch.zeros(2, 3))
-    with pytest.raises(TypeError, match=r"loss='1.0'.*a number"):
+    with refused(TypeError):
         live.log(loss="1.0")
-    with pytest.raises(TypeError, match=r"grad=list.*a number"):
+    with refused(TypeError):
         live.log(grad=[1.0])
-    with pytest.raises(ValueError, match="seconds and positive"):
+    with refused(ValueError):
         Live(every=0)
     live.log(loss=2.0)  # a refused call leaves nothing behind
     assert list(live.frame()["step"]) == [5, 6]
@@ -295,11 +296,11 @@ def test_a_loop_stops_when_it_is_asked(live):
 
 
 def test_a_loop_that_does_not_look_is_told_how(live):
-    with pytest.raises(RuntimeError, match=r"has not looked for it so far.*: if live.stop_asked: break"):
+    with refused(RuntimeError):
         live.control.stop()
-    with pytest.raises(RuntimeError, match=r"live.wait_while_paused\(\)"):
+    with refused(RuntimeError):
         live.control.pause()
-    with pytest.raises(RuntimeError, match=r"if live.save_asked"):
+    with refused(RuntimeError):
         live.control.save()
     assert live.stop_asked  # it was asked all the same
     assert live.save_asked
@@ -394,7 +395,7 @@ def test_a_folder_has_what_was_logged(tmp_path):
     again.log(step=5, loss=7.0)
     again.close()
     assert list(read(tmp_path / "run" / "records.jsonl")["loss"][3:]) == [4.0, 7.0]
-    with pytest.raises(ValueError, match="'new' or 'resume'"):
+    with refused(ValueError):
         Live(exist="maybe", view=View())  # type: ignore[arg-type]
 
 
@@ -465,7 +466,7 @@ def test_a_loop_that_breaks_says_so_in_its_folder(tmp_path):
             live.log(loss=1.0)
             raise ValueError("no data")
 
-    with pytest.raises(ValueError, match="no data"):
+    with refused(ValueError):
         train()
     assert read_status(tmp_path / "run").state == "failed: ValueError: no data"
 
@@ -515,7 +516,7 @@ def test_five_steps_without_a_label_that_counts_are_an_error(live):
     live.log(loss=2.0, targets=8)
     for _ in range(4):
         live.log(loss=0.0, targets=0)
-    with pytest.raises(NoTargetsError, match="mask"):
+    with refused(NoTargetsError):
         live.log(loss=0.0, targets=0)
     assert len(live.frame()) == 6
     live.log(loss=2.0, targets=8)

@@ -13,6 +13,7 @@ import torch
 import surokit as sk
 from surokit import texts
 from surokit.places import find_device, make_folder
+from tests.refusals import refused
 from tests.train.toys import Toy, make_batches, make_session
 
 
@@ -78,11 +79,11 @@ class TestDevices:
             find_device("cuda", "load")
 
     def test_a_gpu_beyond_the_last(self, two_gpus: None) -> None:
-        with pytest.raises(ValueError, match="there are 2 CUDA devices here, counted from 0: give 'cuda' or 'cuda:1'"):
+        with refused(ValueError):
             find_device("cuda:2", "load")
 
     def test_no_device_at_all(self) -> None:
-        with pytest.raises(ValueError, match=r"load\(device='gpu'\): torch knows no such device"):
+        with refused(ValueError):
             find_device("gpu", "load")
 
     def test_where_models_are_made_and_loaded(self, no_cuda: None, tmp_path: Path) -> None:
@@ -95,22 +96,20 @@ class TestDevices:
 
 class TestMeta:
     def test_a_session(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"Session\(\) needs a model with values, and this Toy is on the meta device"
-        ):
+        with refused(ValueError):
             make_session(Toy().to("meta"))
 
     def test_where_values_are_asked_for(self, tmp_path: Path) -> None:
         model = decoder("meta")
         ids = make_batches(1)[0]["input_ids"]
-        with pytest.raises(ValueError, match=r"generate\(\) needs a model with values"):
+        with refused(ValueError):
             sk.generate(model, ids, 2)
-        with pytest.raises(ValueError, match=r"save\(\) needs a model with values"):
+        with refused(ValueError):
             sk.save(model, tmp_path / "model")
-        with pytest.raises(ValueError, match=r"compare\(\) needs a model with values"):
+        with refused(ValueError):
             sk.compare(model, make_batches(1)[0], sk.FP8)
         sk.apply(model, sk.BF16.lora(rank=2))
-        with pytest.raises(ValueError, match=r"save_adapter\(\) needs a model with values"):
+        with refused(ValueError):
             sk.save_adapter(model, tmp_path / "adapter")
         assert not list(tmp_path.iterdir())
 
@@ -131,19 +130,19 @@ class TestWhatIsNoModel:
         ],
     )
     def test_it_is_said(self, name: str, arguments: tuple[Any, ...]) -> None:
-        with pytest.raises(TypeError, match=r"takes a (model, a torch\.nn\.Module|surokit\.Decoder), not a list"):
+        with refused(TypeError):
             getattr(sk, name)([], *arguments)
 
     def test_precision(self) -> None:
-        with pytest.raises(TypeError, match=r"precision\(\) takes a model"), sk.precision([], "bf16"):  # type: ignore[arg-type]
+        with refused(TypeError), sk.precision([], "bf16"):  # type: ignore[arg-type]
             pass
 
     @pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, torch.float8_e4m3fn])
     def test_a_dtype_that_parameters_cannot_have(self, dtype: Any, tmp_path: Path) -> None:
         sk.save(decoder(), tmp_path / "model")
-        with pytest.raises(ValueError, match=r"load\(dtype=.*\): parameters have a floating-point"):
+        with refused(ValueError):
             sk.load(tmp_path / "model", dtype=dtype)
-        with pytest.raises(ValueError, match=r"Decoder\(dtype=.*\): parameters have a floating-point"):
+        with refused(ValueError):
             sk.Decoder(decoder().config, dtype=dtype)
 
 
@@ -153,41 +152,33 @@ class TestFolders:
         assert not list((tmp_path / "a" / "b").iterdir())
 
     def test_one_that_cannot_be_made(self, read_only: Path) -> None:
-        with pytest.raises(
-            PermissionError, match=r"The run directory .*run cannot be written to \(Permission denied\)"
-        ):
+        with refused(PermissionError):
             make_folder(read_only / "run", "run directory")
 
     def test_one_in_which_nothing_can_be_made(self, read_only: Path) -> None:
-        with pytest.raises(
-            PermissionError, match=r"The run directory .* cannot be written to .*choose a folder of yours"
-        ):
+        with refused(PermissionError):
             make_folder(read_only, "run directory")
 
     def test_below_a_file(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
-        with pytest.raises(OSError, match="The run directory .* cannot be written to"):
+        with refused(OSError):
             make_folder(tmp_path / "file" / "run", "run directory")
 
     def test_a_session_and_a_live_panel_say_it_at_once(self, read_only: Path) -> None:
-        with pytest.raises(PermissionError, match="run directory"):
+        with refused(PermissionError):
             make_session(run_dir=read_only / "run")
-        with pytest.raises(PermissionError, match="run directory"):
+        with refused(PermissionError):
             sk.Live(run_dir=read_only / "run", view="text")
 
     def test_models_adapters_and_tokenizers(self, read_only: Path) -> None:
         model = decoder()
         for folder in (read_only, read_only / "new"):
-            with pytest.raises(
-                sk.train.CheckpointError, match=r"Saving to .* failed \(Permission denied\).*another folder"
-            ):
+            with refused(sk.train.CheckpointError):
                 sk.save(model, folder)
         sk.apply(model, sk.BF16.lora(rank=2))
-        with pytest.raises(
-            sk.train.CheckpointError, match=r"Saving to .* failed \(Permission denied\).*another folder"
-        ):
+        with refused(sk.train.CheckpointError):
             sk.save_adapter(model, read_only / "adapter")
-        with pytest.raises(PermissionError, match="folder of the tokenizer"):
+        with refused(PermissionError):
             sk.train_tokenizer(texts.SHAKESPEARE, vocab_size=300).save(read_only / "tokenizer")
         assert not list(read_only.iterdir())
 

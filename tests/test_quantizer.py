@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import surokit as sk
 from surokit.kernels.reference import quantize as ref
+from tests.refusals import refused
 
 GOLDEN = Path(__file__).parent / "golden"
 STORED_MX8, STORED_MX4 = sk.Quantizer(sk.E4M3, sk.MX(32)), sk.Quantizer(sk.E2M1, sk.MX(32))
@@ -174,7 +175,7 @@ def test_a_seed_repeats_what_is_drawn():
     torch.manual_seed(0)
     drawn, next_draw = sk.quantize(x, q).codes, sk.quantize(x, q).codes
     assert not torch.equal(drawn, next_draw)
-    with pytest.raises(ValueError, match="not both"):
+    with refused(ValueError):
         sk.quantize(x, q, seed=1, generator=torch.Generator())
 
 
@@ -232,42 +233,42 @@ def test_quantized_knows_its_size_and_its_noise():
 
 def test_bad_input_is_named():
     q = sk.Quantizer(sk.E4M3, sk.PerRow())
-    with pytest.raises(ValueError, match=r"shape \(3,\): reshape"):
+    with refused(ValueError):
         sk.quantize(torch.ones(3), q)
-    with pytest.raises(TypeError, match="not torch.int64"):
+    with refused(TypeError):
         sk.quantize(torch.ones(3, 3, dtype=torch.int64), q)
-    with pytest.raises(ValueError, match="no quantizer for bf16 with per row: PerRow takes E4M3 or E5M2"):
+    with refused(ValueError):
         sk.Quantizer(sk.formats.BF16_FORMAT, sk.PerRow())
-    with pytest.raises(ValueError, match="'nearest' or 'stochastic'"):
+    with refused(ValueError):
         sk.Quantizer(sk.E4M3, sk.PerRow(), rounding="up")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="MX takes E4M3 or E5M2 or E2M1"):
+    with refused(ValueError):
         sk.Quantizer(sk.NF4, sk.MX(32))
-    with pytest.raises(ValueError, match="exclude each other"):
+    with refused(ValueError):
         sk.Quantizer(sk.E2M1, sk.NV(16), hadamard=16, four_over_six="mse")
-    with pytest.raises(ValueError, match="NV.16.; per row has none"):
+    with refused(ValueError):
         sk.Quantizer(sk.E4M3, sk.PerRow(), four_over_six="mse")
-    with pytest.raises(ValueError, match="16 or 32 elements"):
+    with refused(ValueError):
         sk.Quantizer(sk.E2M1, sk.NV(16), hadamard=8)
-    with pytest.raises(ValueError, match="rounds to nearest and is not rotated"):
+    with refused(ValueError):
         sk.Quantizer(sk.NF4, sk.NFBlock(64), rounding="stochastic")
-    with pytest.raises(ValueError, match="use PerTensor"):
+    with refused(ValueError):
         sk.Quantizer(sk.E4M3, sk.PerTensor(history=4), hadamard=16)
     for scaling in (lambda: sk.MX(16), lambda: sk.NV(32), lambda: sk.NV(16, 2), lambda: sk.NFBlock(32)):
-        with pytest.raises(ValueError, match=r"block|NVFP4"):
+        with refused(ValueError):
             scaling()
-    with pytest.raises(ValueError, match="rules are"):
+    with refused(ValueError):
         sk.MX(32, rule="ceil")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'mse' or 'mae'"):
+    with refused(ValueError):
         sk.Quantizer(sk.E2M1, sk.NV(16), four_over_six="max")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="other scales for the transpose"):
+    with refused(ValueError):
         sk.quantize(torch.ones(2, 3), q).t()
-    with pytest.raises(ValueError, match="at least one row"):
+    with refused(ValueError):
         sk.Block(0, 128)
 
 
 @pytest.mark.parametrize("q", [q for q in EVERY_QUANTIZER if isinstance(q.scaling, sk.MX | sk.NFBlock)], ids=str)
 def test_an_amax_that_nothing_would_use_is_refused(q):
-    with pytest.raises(ValueError, match="takes each block's scale from its own elements: quantize\\(\\) without amax"):
+    with refused(ValueError):
         sk.quantize(torch.ones(32, 64), q, amax=torch.ones(1, 1))
 
 
@@ -282,26 +283,22 @@ def test_a_cast_of_stored_codes_or_scales_is_found_out(q, cast):
     if q == STORED_NF4 and cast == torch.float32:  # codes are bytes and scales float32: nothing to spoil
         assert model["up_proj"](x).isfinite().all()
         return
-    with pytest.raises(TypeError, match="were cast .* and are spoilt"):
+    with refused(TypeError):
         model["up_proj"](x.to(cast))
 
 
 @pytest.mark.parametrize(
-    ("x", "q", "says"),
+    ("x", "q"),
     [
-        (torch.ones(2, 4), "fp4", "takes a surokit.Quantizer such as .* not 'fp4'"),
-        (torch.ones(2, 4), sk.FP8, "not <Recipe fp8"),
-        (torch.ones(2, 4), sk.E4M3, "takes a surokit.Quantizer"),
-        (np.ones((2, 4), dtype=np.float32), sk.FP8_ROWWISE.forward.a, "takes a torch.Tensor, not ndarray"),
-        (
-            torch.ones(2, 4).to(torch.float8_e4m3fn),
-            sk.FP8_ROWWISE.forward.a,
-            "16 bits or more, not torch.float8_e4m3fn",
-        ),
+        (torch.ones(2, 4), "fp4"),
+        (torch.ones(2, 4), sk.FP8),
+        (torch.ones(2, 4), sk.E4M3),
+        (np.ones((2, 4), dtype=np.float32), sk.FP8_ROWWISE.forward.a),
+        (torch.ones(2, 4).to(torch.float8_e4m3fn), sk.FP8_ROWWISE.forward.a),
     ],
 )
-def test_what_cannot_be_quantized_is_named(x, q, says):
-    with pytest.raises(TypeError, match=says):
+def test_what_cannot_be_quantized_is_named(x, q):
+    with refused(TypeError):
         sk.quantize(x, q)
 
 
@@ -320,7 +317,7 @@ def test_figures_are_of_the_original_and_no_other_shape(figure, hadamard):
     Q = sk.quantize(x, sk.Quantizer(sk.E2M1, sk.NV(16), hadamard=hadamard))
     assert getattr(Q, figure)(x) == getattr(Q, figure)(x.reshape(12, 32))
     for shape in ((32, 12), (24, 16), (384,), (11, 32)):
-        with pytest.raises(ValueError, match=rf"12 x 32 was quantized .* shape \({shape[0]},"):
+        with refused(ValueError):
             getattr(Q, figure)(torch.ones(shape))
 
 

@@ -4,6 +4,7 @@ import pytest
 
 import surokit as sk
 from surokit.recipe import Recipe, block_of, find_recipe
+from tests.refusals import refused
 
 
 def test_every_named_recipe_survives_as_plain_data():
@@ -78,24 +79,24 @@ def test_rules_by_size_and_by_speed_are_printed():
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    "make",
     [
-        (lambda: sk.FP8.keep_slower("H200", 8192), r"keep_slower\(8192, \"H200\"\), not \('H200', 8192\)"),  # type: ignore[arg-type]
-        (lambda: sk.FP8.keep_slower(True, "H200"), "takes a whole number and a GPU's name"),
-        (lambda: sk.FP8.keep_slower(8192.0, "H200"), "takes a whole number and a GPU's name"),  # type: ignore[arg-type]
-        (lambda: sk.FP8.keep_small("64"), "is a whole number, not '64'"),  # type: ignore[arg-type]
-        (lambda: sk.Gemm(a="e4m3"), r"Gemm\(a=...\) takes a surokit.Quantizer or None, not 'e4m3'"),  # type: ignore[arg-type]
-        (lambda: sk.Gemm(b=sk.E4M3), r"Gemm\(b=...\) takes a surokit.Quantizer"),  # type: ignore[arg-type]
-        (lambda: Recipe("mine", forward="fp8"), "mine: forward is a surokit.Gemm of two quantizers, not 'fp8'"),  # type: ignore[arg-type]
-        (lambda: Recipe("mine", grad_weight=sk.FP8), "mine: grad_weight is a surokit.Gemm"),  # type: ignore[arg-type]
-        (lambda: Recipe("mine", storage="nf4"), "mine: storage is a surokit.Quantizer or None, not 'nf4'"),  # type: ignore[arg-type]
-        (lambda: sk.FP8.store("qnf4"), "or a recipe such as surokit.QNF4, not 'qnf4'"),  # type: ignore[arg-type]
-        (lambda: sk.Quantizer("e4m3", sk.PerRow()), "takes a format such as surokit.E4M3, not 'e4m3'"),  # type: ignore[arg-type]
-        (lambda: sk.Quantizer(sk.E4M3, sk.PerRow), r"takes a scaling such as surokit.PerRow\(\), not <class"),  # type: ignore[arg-type]
+        lambda: sk.FP8.keep_slower("H200", 8192),  # type: ignore[arg-type]
+        lambda: sk.FP8.keep_slower(True, "H200"),
+        lambda: sk.FP8.keep_slower(8192.0, "H200"),  # type: ignore[arg-type]
+        lambda: sk.FP8.keep_small("64"),  # type: ignore[arg-type]
+        lambda: sk.Gemm(a="e4m3"),  # type: ignore[arg-type]
+        lambda: sk.Gemm(b=sk.E4M3),  # type: ignore[arg-type]
+        lambda: Recipe("mine", forward="fp8"),  # type: ignore[arg-type]
+        lambda: Recipe("mine", grad_weight=sk.FP8),  # type: ignore[arg-type]
+        lambda: Recipe("mine", storage="nf4"),  # type: ignore[arg-type]
+        lambda: sk.FP8.store("qnf4"),  # type: ignore[arg-type]
+        lambda: sk.Quantizer("e4m3", sk.PerRow()),  # type: ignore[arg-type]
+        lambda: sk.Quantizer(sk.E4M3, sk.PerRow),  # type: ignore[arg-type]
     ],
 )
-def test_what_is_of_the_wrong_type_is_named(make, says):
-    with pytest.raises(TypeError, match=says):
+def test_what_is_of_the_wrong_type_is_named(make):
+    with refused(TypeError):
         make()
 
 
@@ -128,11 +129,11 @@ def test_blocks_are_found_by_number():
 
 def test_recipes_are_found_by_name_and_the_nearest_is_suggested():
     assert find_recipe("FP8_ROWWISE") is sk.FP8_ROWWISE
-    with pytest.raises(ValueError, match="did you mean 'fp8-rowwise'"):
+    with refused(ValueError):
         find_recipe("fp8-row")
-    with pytest.raises(ValueError, match="known are bf16, fp8,"):
+    with refused(ValueError):
         find_recipe("zzz")
-    with pytest.raises(TypeError, match="not int"):
+    with refused(TypeError):
         find_recipe(8)  # type: ignore[arg-type]
 
 
@@ -141,31 +142,31 @@ def test_recipes_are_found_by_the_name_that_storing_gives():
         assert find_recipe(name) == sk.FP4.store(sk.QNF4)
     both = sk.FP8_BLOCK.store(sk.QFP8)
     assert find_recipe(both.name) == both
-    with pytest.raises(ValueError, match=r"no recipe 'qnf5': did you mean 'qnf4'\?"):
+    with refused(ValueError):
         find_recipe("fp4+qnf5")
-    with pytest.raises(ValueError, match=r"no recipe 'fp9': did you mean"):
+    with refused(ValueError):
         find_recipe("fp9+qnf4")
-    with pytest.raises(ValueError, match="fp8 stores no weights"):
+    with refused(ValueError):
         find_recipe("fp4+fp8")
-    with pytest.raises(ValueError, match="no recipe ''"):
+    with refused(ValueError):
         find_recipe("fp4+")
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="rank is at least 1"):
+    with refused(ValueError):
         sk.FP8.lora(rank=0)
-    with pytest.raises(ValueError, match="takes the names of layers"):
+    with refused(ValueError):
         sk.FP8.lora(targets=())
-    with pytest.raises(ValueError, match="cannot be negative"):
+    with refused(ValueError):
         sk.FP8.keep_last(-1)
-    with pytest.raises(ValueError, match="either a number of blocks or share="):
+    with refused(ValueError):
         sk.FP8.keep_last()
-    with pytest.raises(ValueError, match="between 0 and 1"):
+    with refused(ValueError):
         sk.FP8.keep_last(share=2.0)
     short, long = (sk.Quantizer(sk.E4M3, sk.PerTensor(history=h)) for h in (2, 64))
-    with pytest.raises(ValueError, match=r"histories of \[2, 64\] steps"):
+    with refused(ValueError):
         Recipe("mixed", forward=sk.Gemm(short, long))
-    with pytest.raises(ValueError, match="needs a name"):
+    with refused(ValueError):
         Recipe("")
 
 
@@ -179,7 +180,7 @@ def test_storage_goes_under_any_products():
     assert sk.QNF4.storage
     assert not sk.FP4.store(sk.QNF4).takes_codes(sk.QNF4.storage)
     assert sk.FP8.store(sk.Quantizer(sk.E2M1, sk.MX(32))).name == "fp8+e2m1"
-    with pytest.raises(ValueError, match="fp8 stores no weights"):
+    with refused(ValueError):
         sk.FP4.store(sk.FP8)
 
 

@@ -12,6 +12,7 @@ from surokit.hardware.gpus import Gpu
 from surokit.hardware.linear import linear_seconds
 from surokit.tuning import Choice, _Mixture, _pareto, _patterns, _thin, _weighted_flop
 from tests.conftest import Tiny
+from tests.refusals import refused
 
 FAST = Gpu("Fast", bf16_tflops=100, fp8_tflops=200, fp4_tflops=400)
 
@@ -172,34 +173,34 @@ def test_it_shows_itself(found):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"recipes": ()}, "at least one recipe"),
-        ({"recipes": ("qfp8",)}, "qfp8 freezes the weights"),
-        ({"recipes": (sk.FP8.lora(),)}, "fp8 freezes the weights"),
-        ({"recipes": ("fp8", sk.FP8.keep_first(1))}, "Two recipes share a name"),
-        ({"max_gap": -1}, "a share of the loss"),
-        ({"max_gap": math.nan}, "a share of the loss"),
-        ({"points": 1}, "at least 2"),
-        ({"gpu": "V100"}, "Nobody vouched for a peak of V100"),
-        ({"gpu": "H900"}, "There is no GPU 'H900'"),
+        {"recipes": ()},
+        {"recipes": ("qfp8",)},
+        {"recipes": (sk.FP8.lora(),)},
+        {"recipes": ("fp8", sk.FP8.keep_first(1))},
+        {"max_gap": -1},
+        {"max_gap": math.nan},
+        {"points": 1},
+        {"gpu": "V100"},
+        {"gpu": "H900"},
     ],
 )
-def test_what_cannot_be(model, batch, options, message):
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_be(model, batch, options):
+    with refused(ValueError):
         sk.tune(model, batch, **options)
 
 
 def test_a_batch_without_a_loss(model, batch):
     nothing = {**batch, "labels": torch.full_like(batch["labels"], -100)}
-    with pytest.raises(ValueError, match="No label of the batch counts"):
+    with refused(ValueError):
         sk.tune(model, nothing, recipes=("fp8",))
 
 
 def test_a_model_whose_loss_is_no_number(model, batch):
     spoilt = copy.deepcopy(model)
     next(spoilt.parameters()).data[:] = math.nan
-    with pytest.raises(ValueError, match="loss in bf16 is nan, so there is no gap"):
+    with refused(ValueError):
         sk.tune(spoilt, batch, recipes=("fp8",))
 
 
