@@ -12,9 +12,10 @@ import torch
 
 import surokit as sk
 from surokit.racing import UnequalWork, comparability
-from surokit.racing.comparability import NAMES, digest_of, digest_of_batches
+from surokit.racing.comparability import digest_of, digest_of_batches
 from surokit.racing.start import race
 from tests.racing.conftest import CONFIG, batches
+from tests.refusals import refused
 
 
 def against(session, name, text, a=None, b=None, **options):
@@ -35,7 +36,7 @@ def against(session, name, text, a=None, b=None, **options):
 
 def test_accumulate(session):
     two = [{key: value.repeat(1, 1) for key, value in batch.items()} for batch in batches()]
-    with pytest.raises(UnequalWork, match="'two' takes 2 batches a step and 'one' takes 1 batches a step") as caught:
+    with refused(UnequalWork) as caught:
         race({"one": session(), "two": session(accumulate=2, data=two)}, steps=8, live=False)
     assert [d.name for d in caught.value.differences] == ["accumulate"]
 
@@ -74,7 +75,7 @@ def test_clip_and_seed(session):
 
 
 def test_data_order(session):
-    with pytest.raises(UnequalWork, match="'two' reads the data") as caught:
+    with refused(UnequalWork) as caught:
         race({"one": session(), "two": session(data=batches()[::-1])}, steps=8, live=False)
     assert [d.name for d in caught.value.differences] == ["data"]
 
@@ -92,7 +93,7 @@ class Unnamed:
 def test_batches_are_compared_as_they_come(session):
     given = batches()
     swapped = [*given[:3], given[4], given[3], *given[5:]]
-    with pytest.raises(UnequalWork, match="gets the batch [0-9a-f]{12} in step 4") as caught:
+    with refused(UnequalWork) as caught:
         race({"one": session(data=Unnamed(given)), "two": session(data=Unnamed(swapped))}, steps=16, live=False)
     assert caught.value.differences[0].name == "batches"
     assert getattr(caught.value, "race").reason.startswith(  # noqa: B009
@@ -102,7 +103,7 @@ def test_batches_are_compared_as_they_come(session):
 
 def test_tokens_a_step(session):
     short = [{key: value[:, :12] for key, value in batch.items()} for batch in batches()]
-    with pytest.raises(UnequalWork, match="'two' takes 24 tokens a step and 'one' takes 32 tokens a step") as caught:
+    with refused(UnequalWork) as caught:
         race({"one": session(data=Unnamed(batches())), "two": session(data=Unnamed(short))}, steps=8, live=False)
     assert {d.name for d in caught.value.differences} == {"tokens", "batches"}
     allowed = race(
@@ -130,14 +131,14 @@ def test_other_weights_dtype_and_shape(session, model):
     other = copy.deepcopy(model)
     with torch.no_grad():
         next(other.parameters()).view(-1)[7] += 1
-    with pytest.raises(UnequalWork, match="'two' starts from the weights [0-9a-f]{8}"):
+    with refused(UnequalWork):
         race({"one": session(), "two": session(model=other)}, steps=8, live=False)
-    with pytest.raises(UnequalWork, match="'two' trains float32 and 'one' trains bfloat16"):
+    with refused(UnequalWork):
         race({"one": session(), "two": session(model=copy.deepcopy(model).float())}, steps=8, live=False)
     narrow = sk.Decoder(
         sk.DecoderConfig(layers=1, width=32, heads=2, kv_heads=1, vocab=64, ffn=32), dtype=torch.bfloat16
     )
-    with pytest.raises(UnequalWork, match="'two' has a Decoder .*ffn=32"):
+    with refused(UnequalWork):
         race({"one": session(), "two": session(model=narrow)}, steps=8, live=False)
 
 
@@ -147,7 +148,7 @@ def test_a_frozen_base_is_compared_where_it_is_stored_alike(session, model):
         other.model.layers[0].mlp.up_proj.weight.view(-1)[7] += 1
     lora = {recipe: recipe.lora(rank=4) for recipe in (sk.BF16, sk.FP8, sk.QFP8, sk.QNF4)}
     stored = {n: session(lora[sk.QFP8], model=copy.deepcopy(net)) for n, net in (("one", model), ("two", other))}
-    with pytest.raises(UnequalWork, match=r"'two' keeps the frozen weight .*up_proj.weight in e4m3 .* and 'one'") as c:
+    with refused(UnequalWork) as c:
         race(stored, steps=8, live=False)
     assert [d.name for d in c.value.differences] == ["frozen"]
     text = r"'two' keeps the frozen weight model.layers.0.mlp.up_proj.weight in bfloat16, [0-9a-f]{8} and 'one' keeps"
@@ -166,7 +167,7 @@ def test_a_meter_that_only_one_has(session):
 def test_a_model_that_computes_otherwise(session, model):
     other = copy.deepcopy(model)
     object.__setattr__(other, "config", dataclasses.replace(model.config, rope_theta=5e5))
-    with pytest.raises(UnequalWork, match=r"'two' has a Decoder .*rope_theta=500000.0"):
+    with refused(UnequalWork):
         race({"one": session(), "two": session(model=other)}, steps=8, live=False)
 
 
@@ -192,27 +193,25 @@ def test_recompute_and_fusion(session, model):
         sk.fuse(found, **options)
         return found
 
-    with pytest.raises(
-        UnequalWork, match="'two' computes again in backward: full and 'one' computes again in backward: none"
-    ) as c:
+    with refused(UnequalWork) as c:
         race({"one": session(model=fused()), "two": session(model=fused(recompute="full"))}, steps=8, live=False)
     assert [d.name for d in c.value.differences] == ["recompute"]
-    with pytest.raises(UnequalWork, match="'two' fuses: as the device has it") as c:
+    with refused(UnequalWork) as c:
         race({"one": session(model=fused()), "two": session()}, steps=8, live=False)
     assert [d.name for d in c.value.differences] == ["fusion"]
     checkpointed = copy.deepcopy(model)
     checkpointed.gradient_checkpointing = True
-    with pytest.raises(UnequalWork, match="computes again in backward: checkpoints"):
+    with refused(UnequalWork):
         race({"one": session(), "two": session(model=checkpointed)}, steps=8, live=False)
 
 
 def test_compile_graphs_steps_and_held_out(session):
-    for name, text, options in (
-        ("compile", "'two' has compile=True", {"compile": True}),
-        ("graphs", "'two' has graphs=off", {"graphs": False}),
-        ("held_out", "'two' is evaluated on", {"eval": batches(1, seed=9)}),
+    for name, options in (
+        ("compile", {"compile": True}),
+        ("graphs", {"graphs": False}),
+        ("held_out", {"eval": batches(1, seed=9)}),
     ):
-        with pytest.raises(UnequalWork, match=text) as caught:
+        with refused(UnequalWork) as caught:
             race(
                 {"one": session(graphs="auto", compile=False), "two": session(**{"compile": False, **options})},
                 steps=8,
@@ -221,61 +220,58 @@ def test_compile_graphs_steps_and_held_out(session):
         assert [d.name for d in caught.value.differences] == [name]
     ahead = session()
     ahead.run(2)
-    with pytest.raises(UnequalWork, match="'two' has done 2 steps and 'one' has done 0 steps"):
+    with refused(UnequalWork):
         race({"one": session(), "two": ahead}, steps=8, live=False)
 
 
 def test_several_differences_are_all_named(session):
-    with pytest.raises(UnequalWork, match="clips at 2.0.*has the seed 3") as caught:
+    with refused(UnequalWork) as caught:
         race({"one": session(), "two": session(clip=2.0, seed=3)}, steps=8, live=False)
     assert {d.name for d in caught.value.differences} == {"clip", "seed"}
     assert "allow=('clip', 'seed')" in str(caught.value)
 
 
 def test_an_unknown_name_to_allow(make):
-    with pytest.raises(ValueError, match=f"does not know 'speed': a difference is called {', '.join(NAMES)}"):
+    with refused(ValueError):
         make(allow="speed")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    "arguments",
     [
-        ({"steps": None}, "needs an end: minutes= or steps="),
-        ({"steps": 0}, "steps=0: a whole number"),
-        ({"steps": 4.0}, "steps=4.0: a whole number"),
-        ({"minutes": -1}, "minutes=-1: a finite number"),
-        ({"turn_s": 0}, "turn_s=0"),
-        ({"target_loss": float("nan")}, "target_loss=nan"),
-        ({"usd_per_gpu_hour": -1}, "a price is a finite number"),
-        ({"model": None}, "'bf16' is a recipe, so model = ... must be given"),
-        ({"model": 3}, "a torch.nn.Module, a folder, or a function that makes a model, not 3"),
-        ({"entries": []}, "needs entries"),
-        ({"entries": 3}, "not a int"),
-        ({"entries": {"": sk.BF16}}, "'' is no name"),
-        ({"entries": {"a": 3}}, "'a' is a int: give a recipe"),
-        ({"entries": {"a": "fp88"}}, "fp88"),
-        ({"entries": [sk.BF16, sk.BF16]}, "have one name"),
-        ({"entries": {"a b": sk.BF16, "a-b": sk.FP8}}, "one folder"),
-        ({"entries": {"a": sk.BF16, "a again": sk.FP8}}, "name of the baseline's twin"),
-        ({"entries": [sk.BF16], "control": False}, "nothing to compare"),
-        ({"save_every": 3}, "save_every=...\\) is none of its settings"),
-        (
-            {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)},
-            "this SGD holds one model's parameters",
-        ),
+        {"steps": None},
+        {"steps": 0},
+        {"steps": 4.0},
+        {"minutes": -1},
+        {"turn_s": 0},
+        {"target_loss": float("nan")},
+        {"usd_per_gpu_hour": -1},
+        {"model": None},
+        {"model": 3},
+        {"entries": []},
+        {"entries": 3},
+        {"entries": {"": sk.BF16}},
+        {"entries": {"a": 3}},
+        {"entries": {"a": "fp88"}},
+        {"entries": [sk.BF16, sk.BF16]},
+        {"entries": {"a b": sk.BF16, "a-b": sk.FP8}},
+        {"entries": {"a": sk.BF16, "a again": sk.FP8}},
+        {"entries": [sk.BF16], "control": False},
+        {"save_every": 3},
+        {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)},
     ],
 )
-def test_arguments_that_make_no_race(model, arguments, text):
+def test_arguments_that_make_no_race(model, arguments):
     given = {"steps": 8, "live": False, "model": model, "data": batches(), **arguments}
-    with pytest.raises((ValueError, TypeError), match=text):
+    with refused((ValueError, TypeError)):
         race(given.pop("entries", ("bf16", "fp8")), **given)
 
 
 def test_sessions_have_their_own_model(session, model):
     one = session()
-    with pytest.raises(ValueError, match="every entry is a Session, which has its own"):
+    with refused(ValueError):
         race({"a": one, "b": session()}, steps=8, model=model, data=batches())
-    with pytest.raises(ValueError, match="train one model"):
+    with refused(ValueError):
         race({"a": one, "b": one}, steps=8)
 
 
@@ -286,7 +282,7 @@ def test_a_model_may_be_made_by_a_function_or_come_from_a_folder(make, model, tm
     copied = make(steps=8)
     for race_ in (made, loaded):
         assert race_.runs["fp8"].steps["loss"].tolist() == copied.runs["fp8"].steps["loss"].tolist()
-    with pytest.raises(UnequalWork, match="starts from the weights"):
+    with refused(UnequalWork):
         make(model=lambda: sk.Decoder(CONFIG, dtype=torch.bfloat16), steps=8)
 
 

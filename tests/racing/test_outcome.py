@@ -11,6 +11,7 @@ import pytest
 import surokit as sk
 from surokit.racing.outcome import outcome, span_words
 from surokit.racing.runs import COLUMNS, Prediction, Run, Steps, Turn, WarmUp, read_steps, rounds_of, write_steps
+from tests.refusals import refused
 
 
 def made(name, step_s, losses, noise=(), warm_up=4, size=4, tokens=10, idle=0.25):
@@ -103,9 +104,9 @@ def test_losses_that_are_not_finite_hide_nothing():
 
 def test_before_every_run_has_had_a_turn():
     race = race_of({"a": made("a", 1.0, falling(2))})
-    with pytest.raises(ValueError, match="no result before every run has had a turn"):
+    with refused(ValueError):
         _ = race.outcome
-    with pytest.raises(ValueError, match="no result before every run has had a turn"):
+    with refused(ValueError):
         race.table()
     assert "no result" in repr(race)
     assert "no result" in race._repr_html_()

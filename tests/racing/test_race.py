@@ -24,6 +24,7 @@ from surokit.runs.health import Event, Health
 from surokit.runs.status import read_status
 from tests.clocks import JumpingClock, until
 from tests.racing.conftest import batches, made_session
+from tests.refusals import refused
 
 RECIPES = {
     "bf16": sk.BF16,
@@ -328,7 +329,7 @@ def test_an_error_of_one_run_ends_the_race_and_carries_it(make, tmp_path):
             yield from bad[:9]
             raise OSError("the disk is gone")
 
-    with pytest.raises(OSError, match="disk is gone") as caught:
+    with refused(OSError) as caught:
         make(data=Data(), run_dir=tmp_path / "race", steps=40)
     race: sk.Race = getattr(caught.value, "race")  # noqa: B009
     assert race.reason == "failed: OSError: the disk is gone"
@@ -370,7 +371,7 @@ def test_a_shuffled_loader_gives_all_the_same_batches(make):
 
 def test_a_batch_that_is_none_is_named(make):
     wrong = [{"tokens": batch["input_ids"]} for batch in batches()]
-    with pytest.raises(ValueError, match="The batch has no tensor 'input_ids'; it has tokens"):
+    with refused(ValueError):
         make(data=wrong)
 
 
@@ -453,9 +454,9 @@ def test_pictures(long, x):
 
 def test_pictures_that_cannot_be_drawn(make):
     race = make(steps=8)
-    with pytest.raises(ValueError, match="is one of steps, tokens, time, usd"):
+    with refused(ValueError):
         race.plot("minutes")
-    with pytest.raises(ValueError, match="needs a price"):
+    with refused(ValueError):
         race.plot("usd")
 
 
@@ -661,13 +662,13 @@ def test_a_disk_that_does_not_answer_is_no_reason_to_stop(make, tmp_path, monkey
     race = make(steps=12, run_dir=tmp_path / "race")
     exists, asked = Path.exists, []
 
-    def refused(path):
+    def unreachable(path):
         if path.name in ("stop", "pause", "save"):
             asked.append(path)
             raise PermissionError(13, "Permission denied")
         return exists(path)
 
-    monkeypatch.setattr(Path, "exists", refused)
+    monkeypatch.setattr(Path, "exists", unreachable)
     race.go_on(steps=4)
     assert race.reason == "done"
     assert tmp_path / "race" / "stop" in asked
@@ -684,7 +685,7 @@ def test_what_stops_a_session_is_the_races_reason(make):
 
 def test_short_races_say_what_they_lack_and_count_right(make):
     for steps in (1, 2):
-        with pytest.raises(ValueError, match="leaves nothing to compare: .* Give 3 or more, and 40"):
+        with refused(ValueError):
             make(steps=steps)
     race = make(steps=3, predict=True)
     text = repr(race)

@@ -19,6 +19,7 @@ from surokit.racing.statistics import (
     steps_to,
     student_t,
 )
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_ratios_are_taken_round_by_round():
     assert spread([3.0, 1.0, 2.0]) == (1.0, 2.0, 3.0)
     assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
     assert math.isnan(geometric_mean([]))
-    with pytest.raises(ValueError, match="at least one value"):
+    with refused(ValueError):
         spread([])
 
 
@@ -91,13 +92,13 @@ def test_too_few_turns_have_no_interval():
 
 @pytest.mark.parametrize("values", [[1.0, 0.0], [1.0, -1.0], [math.nan], [math.inf]])
 def test_what_is_no_ratio_is_refused(values):
-    with pytest.raises(ValueError, match="finite numbers above 0"):
+    with refused(ValueError):
         bootstrap_interval(values)
 
 
 @pytest.mark.parametrize("level", [0.0, 1.0, 95])
 def test_a_level_is_a_share(level):
-    with pytest.raises(ValueError, match="between 0 and 1"):
+    with refused(ValueError):
         bootstrap_interval([1.0], level=level)
 
 

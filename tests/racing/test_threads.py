@@ -12,6 +12,7 @@ import surokit as sk
 from surokit.racing import UnequalWork, scheduler
 from tests.clocks import until, until_async
 from tests.racing.conftest import batches
+from tests.refusals import refused
 
 
 class Gate:
@@ -192,7 +193,7 @@ def test_stopped_in_its_warm_up_it_is_over_and_says_what_can_be_done(make):
     assert race.wait()
     assert "ended in its warm-up (stopped: by race.stop()): race again" in str(race)
     assert "none had one" in str(race)
-    with pytest.raises(RuntimeError, match="ended in its warm-up"):
+    with refused(RuntimeError):
         race.go_on(steps=3)
 
 
@@ -201,11 +202,11 @@ def test_one_at_a_time_and_the_sessions_are_the_races(make):
     race = make(thread=True, meters=[gate])
     gate.wait(3)
     for thread in (False, True):
-        with pytest.raises(RuntimeError, match=r"goes on already: wait for it with race\.wait\(\)"):
+        with refused(RuntimeError):
             race.go_on(steps=2, thread=thread)
-    with pytest.raises(RuntimeError, match="its sessions take turns"):
+    with refused(RuntimeError):
         race.sessions  # noqa: B018
-    with pytest.raises(RuntimeError, match="its sessions take turns"):
+    with refused(RuntimeError):
         race.bring("fp8")
     gate.open()
     race.wait()
@@ -215,7 +216,7 @@ def test_one_at_a_time_and_the_sessions_are_the_races(make):
 def test_errors_surface_where_they_are_awaited(make, capsys):
     broken = {"input_ids": torch.zeros(2, 16, dtype=torch.long)}
     race = make(thread=True, data=[*batches(8), broken])
-    with pytest.raises(ValueError, match="no tensor 'labels'") as caught:
+    with refused(ValueError) as caught:
         race.wait()
     assert getattr(caught.value, "race") is race  # noqa: B009
     assert race.reason.startswith("failed: ValueError: ")
@@ -224,9 +225,9 @@ def test_errors_surface_where_they_are_awaited(make, capsys):
     async def run():
         await make({"bf16": sk.BF16, "qfp8": sk.QFP8.lora(rank=2)}, thread=True)
 
-    with pytest.raises(UnequalWork, match="'qfp8' trains"):
+    with refused(UnequalWork):
         asyncio.run(run())
-    with pytest.raises(ValueError, match="leaves nothing to compare"):
+    with refused(ValueError):
         make(steps=1, thread=True)
 
 
