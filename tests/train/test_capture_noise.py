@@ -18,7 +18,7 @@ import surokit as sk
 from surokit.nn import attention
 from surokit.train import capture
 from tests.train.replay import Replays, graphed
-from tests.train.test_capture import decoder, refused
+from tests.train.test_capture import decoder, not_captured
 
 LAYERS = 28
 SHARE = 1.5e-4
@@ -104,7 +104,7 @@ def test_noise_that_was_small_by_chance_is_looked_at_again(
     gaps = iter([0.02, 0.2, *others])
     monkeypatch.setattr(capture, "_gaps", lambda found, expected: (0.0, next(gaps)))
     session = graphed(decoder(sk.FP8.lora(rank=4)))
-    with contextlib.nullcontext() if state == "on" else refused("the gradient of a replay is off by 0.2"):
+    with contextlib.nullcontext() if state == "on" else not_captured("the gradient of a replay is off by 0.2"):
         session.run(capture.WARMUP + 1)
     assert session.graphs.state == state
     assert next(gaps, None) is None
@@ -137,6 +137,6 @@ def test_a_graph_that_is_wrong_is_refused_all_the_same(what: str) -> None:
         device.after = lambda: next(iter(graphs._gradients.values())).mul_(0.5)
     else:  # half of the labels are
         device.before = lambda: next(iter(graphs._inputs.values()))["labels"][:, :16].fill_(-100)
-    with refused(f"the {what} of a replay is off by"):
+    with not_captured(f"the {what} of a replay is off by"):
         session.run(capture.WARMUP + 1)
     assert session.graphs.state == "off"

@@ -15,6 +15,7 @@ from surokit.data.conversations import prompt_for_reply
 from surokit.data.templates import DEFAULT_TEMPLATE
 from surokit.texts import SHAKESPEARE
 from surokit.train import Session
+from tests.refusals import refused
 from tests.train.toys import Toy, assert_same_state, make_session
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -173,9 +174,9 @@ class TestTemplatesAndTokenizers:
         assert session.chat(QUESTION) == "Ishmael."
         system = [{"role": "system", "content": "a"}, *QUESTION]
         assert isinstance(session.chat(system, 4), str)
-        with pytest.raises(ValueError, match="must alternate"):
+        with refused(ValueError):
             session.chat(system, 4, template=STRICT)
-        with pytest.raises(ValueError, match="must alternate"):
+        with refused(ValueError):
             session.chat(system, 4, tokenizer=strict)
 
     def test_data_of_another_kind_with_a_tokenizer_that_is_given(self, taught: Session, tmp_path: Path) -> None:
@@ -195,44 +196,44 @@ class TestTemplatesAndTokenizers:
 class TestRefusals:
     def test_no_tokenizer(self) -> None:
         session = make_session(decoder(), list(data()))
-        with pytest.raises(ValueError, match=r"no tokenizer.*pass tokenizer="):
+        with refused(ValueError):
             session.chat(QUESTION)
 
     def test_no_template(self) -> None:
         session = make_session(decoder(), sk.text(["Who are you? " * 40], tokenizer(), length=8, batch=2))
-        with pytest.raises(ValueError, match="has no chat template: load one that has"):
+        with refused(ValueError):
             session.chat(QUESTION)
 
     @pytest.mark.parametrize(
-        ("messages", "words"),
+        "messages",
         [
-            ([], "messages is not a conversation"),
-            ([{"role": "usr", "content": "a"}], "messages, turn 1: unknown role 'usr'; did you mean 'user'"),
-            ([*QUESTION, {"role": "assistant", "content": "a"}], "ends with the assistant's turn.*end with the user's"),
-            ([*QUESTION, *QUESTION], r"refuses messages \(roles must alternate user/assistant\)"),
-            ([{"role": "system", "content": "a"}, *QUESTION], r"refuses messages \(roles must alternate"),
+            [],
+            [{"role": "usr", "content": "a"}],
+            [*QUESTION, {"role": "assistant", "content": "a"}],
+            [*QUESTION, *QUESTION],
+            [{"role": "system", "content": "a"}, *QUESTION],
         ],
     )
-    def test_roles_out_of_order(self, messages: list[dict[str, str]], words: str) -> None:
+    def test_roles_out_of_order(self, messages: list[dict[str, str]]) -> None:
         session = make_session(decoder(), data(tok=tokenizer(STRICT)))
-        with pytest.raises(ValueError, match=words):
+        with refused(ValueError):
             session.chat(messages)
 
     def test_a_tokenizer_larger_than_the_model(self) -> None:
         session = make_session(decoder(), data())
         larger = sk.train_tokenizer(SHAKESPEARE, 400, special=SPECIAL)
-        with pytest.raises(ValueError, match="ids but the model embeds 320"):
+        with refused(ValueError):
             session.chat(QUESTION, tokenizer=larger)
 
     def test_a_model_without_a_cache_of_ours(self) -> None:
         toy = Toy()
         toy.embed = nn.Embedding(320, 16)
-        with pytest.raises(TypeError, match=r"takes a surokit\.Decoder, not a Toy"):
+        with refused(TypeError):
             make_session(toy).chat(QUESTION, tokenizer=tokenizer(DEFAULT_TEMPLATE))
 
     def test_more_than_the_model_has_room_for(self) -> None:
         session = make_session(decoder(max_length=64), data())
-        with pytest.raises(ValueError, match=r"max_new_tokens=128 are more than the model's 64 .*ask for fewer"):
+        with refused(ValueError):
             session.chat(QUESTION, max_new_tokens=128)
 
     def test_whoever_names_no_number_gets_what_there_is_room_for(self) -> None:
@@ -242,5 +243,5 @@ class TestRefusals:
         assert roomy.chat(QUESTION).startswith(narrow.chat(QUESTION))
         assert narrow.sample("a") == roomy.sample("a", max_new_tokens=63)
         assert roomy.sample("a") == roomy.sample("a", max_new_tokens=64)
-        with pytest.raises(ValueError, match="tokens leave no room in the model's 64 .*: shorten it"):
+        with refused(ValueError):
             narrow.sample("a" * 64)

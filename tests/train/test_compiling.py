@@ -24,6 +24,7 @@ from torch import nn
 from surokit.train import Session
 from surokit.train.compiling import Compilation, GivenUp, end_workers, why_it_failed
 from tests.clocks import PATIENCE_S
+from tests.refusals import refused, warned
 from tests.train.toys import Listener, Toy, assert_same_state, make_batches, make_session, whole
 
 Fault = Callable[[], None]
@@ -95,7 +96,7 @@ class TestFailing:
     def test_the_run_goes_on_without_and_says_so(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         Compiler(monkeypatch, truncated)
         session = make_session(compile=True, run_dir=tmp_path / "run")
-        with pytest.warns(UserWarning, match=r"torch.compile failed.*without it \(ImportError: /tmp.*file too short\)"):
+        with warned(UserWarning):
             session.run(3)
         assert not session.engine.compiled
         assert_same_state(session, whole(3))  # dropout's numbers too
@@ -114,7 +115,7 @@ class TestFailing:
         session = make_session(data=[*make_batches(2), *make_batches(1, length=7)], compile=True)
         session.run(2)
         fault.on = True
-        with pytest.warns(UserWarning, match="file too short"):
+        with warned(UserWarning):
             session.run(1)
         assert session.steps == 3
 
@@ -125,7 +126,7 @@ class TestFailing:
 
         Compiler(monkeypatch)
         session = make_session(Broken(), compile=True)
-        with pytest.raises(ZeroDivisionError, match="of the model"):
+        with refused(ZeroDivisionError):
             session.run(1)
         assert session.engine.compiled, "nobody knows yet whether it compiles"
 

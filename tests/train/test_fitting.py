@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import surokit as sk
+from tests.refusals import refused
 
 SIZES = {"tiny": 1.0, "small": 5.0, "large": 25.0}  # seconds of a step of all sessions, on a machine of speed 1
 PARTS = (0.2, 0.3, 0.5)  # of it, for each of three recipes
@@ -150,9 +151,9 @@ def test_a_size_without_room_is_too_large(error):
     assert "large has no room" in repr(fit)
     assert fit.larger == "large has no room in memory."
     machine.error = RuntimeError("shapes do not match")
-    with pytest.raises(RuntimeError, match="shapes"):
+    with refused(RuntimeError):
         machine.fit(30)
-    with pytest.raises(MemoryError, match="Even huge, the smallest"):
+    with refused(MemoryError):
         sk.fit_to_time({"huge": 26.0}, Machine().sessions, seconds=30)
 
 
@@ -164,17 +165,17 @@ def test_it_says_what_it_chose_and_why():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    "arguments",
     [
-        ({"sizes": {}}, "There is no size"),
-        ({"seconds": 0}, "must be above zero"),
-        ({"seconds": float("nan")}, "must be above zero"),
-        ({"steps": (0, 5)}, "1 <= fewest <= most"),
-        ({"steps": (6, 5)}, "1 <= fewest <= most"),
+        {"sizes": {}},
+        {"seconds": 0},
+        {"seconds": float("nan")},
+        {"steps": (0, 5)},
+        {"steps": (6, 5)},
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_makes_no_sense_is_refused(arguments):
+    with refused(ValueError):
         sk.fit_to_time(**({"sizes": SIZES, "new_sessions": Machine().sessions, "seconds": 30} | arguments))
 
 

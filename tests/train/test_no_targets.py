@@ -20,6 +20,7 @@ from surokit.train.stream import Batch
 from surokit.widgets.folder import RunFolder
 from surokit.widgets.panel import Panel
 from surokit.widgets.state import PanelState
+from tests.refusals import refused
 from tests.train.replay import Replays, graphed
 from tests.train.toys import Toy, assert_same_state, make_batches, make_session, moments, weights
 
@@ -120,7 +121,7 @@ def test_several_in_a_row_are_an_error_with_the_likely_cause() -> None:
     session = make_session(decoder(), masked(8, range(1, 8)), max_skipped=4)
     session.run(1)
     before = weights(session)
-    with pytest.raises(NoTargetsError, match=r"4 steps in a row .*-100.*mask.*template"):
+    with refused(NoTargetsError):
         session.run(7)
     assert session.steps == 5
     assert all(torch.equal(value, before[name]) for name, value in weights(session).items())

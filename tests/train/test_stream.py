@@ -18,6 +18,7 @@ from surokit.data.batches import Batches
 from surokit.train.errors import ResumeError
 from surokit.train.setup import Vocabulary
 from surokit.train.stream import Batch, Stream, check_batch, fingerprint, join
+from tests.refusals import refused
 from tests.train.toys import VOCAB, Toy, assert_same_state, make_batches, make_session, whole
 
 
@@ -144,28 +145,28 @@ def test_waiting_is_measured() -> None:
 
 @pytest.mark.parametrize("source", [[], Loader([])])
 def test_empty_data(source: Iterable[Batch]) -> None:
-    with pytest.raises(ValueError, match="yields no batches"):
+    with refused(ValueError):
         Stream(source).draw()
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    "source",
     [
-        (iter(make_batches()), "only once"),
-        ((b for b in make_batches()), "only once"),
-        (make_batches()[0], r"data=\[batch\]"),
-        (3, "cannot be iterated"),
+        iter(make_batches()),
+        (b for b in make_batches()),
+        make_batches()[0],
+        3,
     ],
 )
-def test_what_is_no_source(source: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
+def test_what_is_no_source(source: Any) -> None:
+    with refused(TypeError):
         Stream(source)
 
 
 def test_data_that_became_shorter() -> None:
     stream = Stream(Loader(make_batches(7)))
     take(stream, 5)
-    with pytest.raises(ResumeError, match="ends after 3 batches"):
+    with refused(ResumeError):
         Stream(Loader(make_batches(3))).load_state_dict(stream.state_dict())
 
 
@@ -175,7 +176,7 @@ def test_a_source_that_refuses_the_position() -> None:
     import numpy as np
 
     other = Stream(Batches(np.zeros((15, 4), dtype=np.uint16), batch=2, seed=3))
-    with pytest.raises(ResumeError, match="position"):
+    with refused(ResumeError):
         other.load_state_dict(stream.state_dict())
 
 
@@ -191,45 +192,37 @@ def test_fingerprints() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "error", "message"),
+    ("batch", "error"),
     [
-        ([1, 2], TypeError, "a list"),
-        ({"input_ids": torch.zeros(2, 3, dtype=torch.long)}, ValueError, "'labels'"),
-        (
-            {"input_ids": [[1]], "labels": [[1]]},
-            TypeError,
-            r"input_ids .* is a list.*torch.tensor\(batch\['input_ids'\]\)",
-        ),
-        ({"input_ids": torch.zeros(1, 1), "labels": np.zeros((1, 1))}, TypeError, "labels of the batch is a ndarray"),
-        ({"input_ids": torch.zeros(2, 3), "labels": torch.zeros(2, 4)}, ValueError, r"\[2, 3\] and labels \[2, 4\]"),
-        ({"input_ids": torch.zeros(3), "labels": torch.zeros(3)}, ValueError, r"one shape \[B, T\]"),
-        ({"input_ids": torch.zeros(0, 3), "labels": torch.zeros(0, 3)}, ValueError, "B, T >= 1"),
+        ([1, 2], TypeError),
+        ({"input_ids": torch.zeros(2, 3, dtype=torch.long)}, ValueError),
+        ({"input_ids": [[1]], "labels": [[1]]}, TypeError),
+        ({"input_ids": torch.zeros(1, 1), "labels": np.zeros((1, 1))}, TypeError),
+        ({"input_ids": torch.zeros(2, 3), "labels": torch.zeros(2, 4)}, ValueError),
+        ({"input_ids": torch.zeros(3), "labels": torch.zeros(3)}, ValueError),
+        ({"input_ids": torch.zeros(0, 3), "labels": torch.zeros(0, 3)}, ValueError),
     ],
 )
-def test_what_is_no_batch(batch: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_what_is_no_batch(batch: Any, error: type[Exception]) -> None:
+    with refused(error):
         check_batch(batch)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("name", "value"),
     [
-        (
-            "input_ids",
-            32,
-            "the token id 32, and the model's vocabulary goes from 0 to 31: use the tokenizer that belongs to",
-        ),
-        ("input_ids", -1, "the token id -1"),
-        ("input_ids", -100, "the token id -100"),
-        ("labels", 32, "the label 32, and the model's vocabulary goes from 0 to 31: a label is a token id, or -100"),
-        ("labels", -1, "the label -1"),
+        ("input_ids", 32),
+        ("input_ids", -1),
+        ("input_ids", -100),
+        ("labels", 32),
+        ("labels", -1),
     ],
 )
-def test_numbers_outside_of_the_vocabulary(name: str, value: int, message: str) -> None:
+def test_numbers_outside_of_the_vocabulary(name: str, value: int) -> None:
     batch = make_batches(1)[0]
     batch[name][1, 2] = value
     check_batch(batch)
-    with pytest.raises(ValueError, match=message):
+    with refused(ValueError):
         check_batch(batch, VOCAB)
 
 
@@ -245,10 +238,10 @@ def test_a_session_refuses_them_before_the_step(name: str) -> None:
     batches = make_batches(2)
     batches[1][name][0, 3] = VOCAB
     session = make_session(data=batches)
-    with pytest.raises(ValueError, match=f"{VOCAB}, and the model's vocabulary"):
+    with refused(ValueError):
         session.run(2)
     assert session.steps == 1
-    with pytest.raises(ValueError, match=f"{VOCAB}, and the model's vocabulary"):
+    with refused(ValueError):
         session.evaluate(batches)
 
 
@@ -285,7 +278,7 @@ def test_what_a_model_states_is_held_against_batches_before_it_is_called(stated:
         object.__setattr__(model, stated, lambda: model.embed)
     batches = make_batches(2)
     batches[1]["input_ids"][0, 3] = VOCAB
-    with pytest.raises(ValueError, match=f"{VOCAB}, and the model's vocabulary"):
+    with refused(ValueError):
         make_session(model, batches).run(2)
     assert model.calls == asked
 
@@ -313,7 +306,7 @@ def test_what_a_gpu_holds_is_not_looked_at() -> None:
 
 
 def test_joining_different_lengths() -> None:
-    with pytest.raises(ValueError, match="different lengths"):
+    with refused(ValueError):
         join([*make_batches(1, length=4), *make_batches(1, length=5)])
 
 
@@ -357,7 +350,7 @@ def test_a_shuffled_loader_whose_first_batch_fails() -> None:
     batches = make_batches(8)
     Data.fails = True
     session = make_session(data=torch.utils.data.DataLoader(Data(), batch_size=4, shuffle=True))
-    with pytest.raises(OSError, match="for a moment"):
+    with refused(OSError):
         session.run(5)
     session.run(3)
     Data.fails = False

@@ -15,6 +15,7 @@ from surokit.runs.records import Deferred, Record, Records
 from surokit.train import Session
 from surokit.train.stream import Batch
 from tests.clocks import JumpingClock
+from tests.refusals import refused
 from tests.train.toys import Toy, make_batches, make_session
 
 
@@ -110,10 +111,10 @@ def test_a_single_step() -> None:
 
 def test_nothing_yet_and_no_price() -> None:
     session = make_session()
-    with pytest.raises(ValueError, match="before the first step"):
+    with refused(ValueError):
         session.summary()
     session.run(1)
-    with pytest.raises(ValueError, match="price"):
+    with refused(ValueError):
         session.summary(usd_per_gpu_hour=-1)
 
 
