@@ -17,6 +17,7 @@ from surokit.optim import adamw as optim_module
 from surokit.optim.spec import spec_from_dict, spec_to_dict
 from surokit.optim.tensors import gradient_norm
 from surokit.train import AdamW, AdamW8bit, Spec
+from tests.refusals import refused, warned
 
 
 def make_params(dtype: torch.dtype, seed: int = 0) -> list[nn.Parameter]:
@@ -291,7 +292,7 @@ class TestStateDict:
     def test_amsgrad_is_refused(self) -> None:
         p = nn.Parameter(torch.ones(2, 2))
         other = torch.optim.AdamW([p], amsgrad=True)
-        with pytest.raises(ValueError, match="amsgrad"):
+        with refused(ValueError):
             AdamW([{"params": [p]}]).load_state_dict(other.state_dict())
 
 
@@ -309,26 +310,26 @@ class TestSpec:
         assert list(inspect.signature(AdamW).parameters)[:2] == ["params", "lr"]
 
     @pytest.mark.parametrize(
-        ("options", "message"),
+        "options",
         [
-            ({"lr": -1.0}, "lr=-1.0"),
-            ({"lr": float("nan")}, "lr=nan"),
-            ({"lr": torch.ones(2)}, "one number"),
-            ({"betas": (0.9, 1.0)}, "betas"),
-            ({"betas": (0.9,)}, "betas"),
-            ({"betas": 0.9}, r"AdamW: betas=0\.9 must be two numbers"),
-            ({"lr": "high"}, "AdamW: lr='high' must be a finite number"),
-            ({"eps": float("nan")}, "eps=nan"),
-            ({"seed": -1}, "seed=-1"),
-            ({"weight_decay": -0.1}, "weight_decay"),
-            ({"eps": -1e-8}, "eps"),
-            ({"state_dtype": torch.float16}, "state_dtype"),
+            {"lr": -1.0},
+            {"lr": float("nan")},
+            {"lr": torch.ones(2)},
+            {"betas": (0.9, 1.0)},
+            {"betas": (0.9,)},
+            {"betas": 0.9},
+            {"lr": "high"},
+            {"eps": float("nan")},
+            {"seed": -1},
+            {"weight_decay": -0.1},
+            {"eps": -1e-8},
+            {"state_dtype": torch.float16},
         ],
     )
-    def test_a_wrong_option_is_named_at_once(self, options: dict[str, Any], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
+    def test_a_wrong_option_is_named_at_once(self, options: dict[str, Any]) -> None:
+        with refused(ValueError):
             AdamW(**options)
-        with pytest.raises(ValueError, match=message):
+        with refused(ValueError):
             AdamW(nn.Linear(2, 2).parameters(), **options)
 
     @every
@@ -339,22 +340,20 @@ class TestSpec:
 
     @every
     def test_nothing_to_train(self, kind: Any) -> None:
-        with pytest.raises(ValueError, match=f"^{kind.__name__}: there is nothing to train"):
+        with refused(ValueError):
             kind(lr=1e-3).build(nn.Linear(2, 2).requires_grad_(False).parameters())
 
     @every
     def test_wrong_parameters(self, kind: Any) -> None:
         for wrong in (torch.ones(2), nn.Linear(2, 2)):
-            with pytest.raises(
-                TypeError, match=rf"^{kind.__name__} takes .*model\.parameters\(\), not (one tensor|a module)"
-            ):
+            with refused(TypeError):
                 kind(wrong, lr=1e-3)
-        with pytest.raises(TypeError, match=rf"^{kind.__name__} takes .*model\.parameters\(\)"):
+        with refused(TypeError):
             kind(nn.Linear(2, 2).named_parameters(), lr=1e-3)
 
     def test_bf16_moments_that_stall_are_warned_of_once(self) -> None:
         params = make_params(torch.bfloat16)
-        with pytest.warns(UserWarning, match="state_dtype=torch.float32") as caught:
+        with warned(UserWarning) as caught:
             AdamW(params, betas=(0.9, 0.999))
         assert len(caught) == 1
         AdamW(params, betas=(0.9, 0.999), state_dtype=torch.float32)
@@ -366,7 +365,7 @@ class TestSpec:
         again = spec_from_dict(spec_to_dict(spec, spec.build([nn.Parameter(torch.ones(2, 2))])))
         assert again.options == {"lr": 0.5, "betas": (0.8, 0.9), "state_dtype": torch.float32}
         custom = spec_to_dict(None, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
-        with pytest.raises(ValueError, match="SGD"):
+        with refused(ValueError):
             spec_from_dict(custom)
 
 
@@ -410,7 +409,5 @@ def test_a_state_of_another_kind_is_refused():
     p.grad = torch.ones(4, 4)
     other = torch.optim.SGD([p], lr=0.1, momentum=0.9)
     other.step()
-    with pytest.raises(
-        ValueError, match="not made by an AdamW: load it into the optimizer that made it, not into AdamW"
-    ):
+    with refused(ValueError):
         AdamW([p]).load_state_dict(other.state_dict())

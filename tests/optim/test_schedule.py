@@ -8,6 +8,7 @@ import pytest
 
 from surokit.optim.schedule import schedule_from_dict, schedule_to_dict
 from surokit.train import Cosine
+from tests.refusals import refused
 
 
 def test_corners() -> None:
@@ -27,7 +28,7 @@ def test_falls_all_the_way_and_is_a_cosine() -> None:
 
 @pytest.mark.parametrize("options", [{"warmup": -1}, {"warmup": 10, "steps": 10}, {"floor": 1.5}])
 def test_wrong_options(options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"Cosine\("):
+    with refused(ValueError):
         Cosine(**options)  # type: ignore[arg-type]
 
 
@@ -35,5 +36,5 @@ def test_as_plain_data_and_back() -> None:
     schedule = Cosine(warmup=3, steps=7, floor=0.2)
     assert schedule_from_dict(schedule_to_dict(schedule)) == schedule
     assert schedule_from_dict(schedule_to_dict(None)) is None
-    with pytest.raises(ValueError, match="was a function"):
+    with refused(ValueError):
         schedule_from_dict(schedule_to_dict(lambda step: 1.0))
