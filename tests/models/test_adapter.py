@@ -12,6 +12,7 @@ from surokit.errors import CheckpointError
 from surokit.models.adapter import load_adapter, save_adapter
 from surokit.models.checkpoint import load
 from tests.models.families import write
+from tests.refusals import refused
 
 ADAPTED = sk.BF16.lora(rank=4, alpha=12, targets=("q_proj", "v_proj", "down_proj"))
 
@@ -97,9 +98,9 @@ def test_some_layers_only(adapted, ids, tmp_path):
 def test_nothing_to_save(tmp_path):
     write(tmp_path / "base", "llama2")
     model = load(tmp_path / "base", device="cpu")
-    with pytest.raises(CheckpointError, match="no adapter to save"):
+    with refused(CheckpointError):
         save_adapter(model, tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match=r"no surokit\.nn\.Linear"):
+    with refused(CheckpointError):
         save_adapter(torch.nn.Linear(2, 2), tmp_path / "adapter")
 
 
@@ -107,9 +108,9 @@ def test_adapters_that_do_not_fit(adapted, tmp_path):
     ours, _ = adapted
     save_adapter(ours, tmp_path / "adapter")
     ours.model.layers[0].self_attn.q_proj.lora_alpha = 1.0
-    with pytest.raises(CheckpointError, match="several ranks or alphas"):
+    with refused(CheckpointError):
         save_adapter(ours, tmp_path / "other")
-    with pytest.raises(FileNotFoundError, match="no folder"):
+    with refused(FileNotFoundError):
         load_adapter(ours, tmp_path / "nowhere")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     good = load_file(file)
@@ -131,10 +132,10 @@ def test_adapters_that_do_not_fit(adapted, tmp_path):
     with pytest.raises(CheckpointError, match="damaged"):
         load_adapter(ours, tmp_path / "adapter")
     save_file({}, file)
-    with pytest.raises(CheckpointError, match="no adapter weights"):
+    with refused(CheckpointError):
         load_adapter(ours, tmp_path / "adapter")
     file.unlink()
-    with pytest.raises(FileNotFoundError, match="no adapter_model"):
+    with refused(FileNotFoundError):
         load_adapter(ours, tmp_path / "adapter")
 
 

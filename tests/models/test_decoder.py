@@ -12,6 +12,7 @@ from surokit.models.decoder import Decoder, DecoderConfig, KeyValueCache
 from surokit.nn.attention import visible
 from surokit.nn.linear import Linear
 from tests.models.families import write
+from tests.refusals import refused
 
 CONFIG = DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, vocab=50, ffn=48, max_length=64)
 
@@ -102,7 +103,7 @@ def seen(T, start, window, position_ids=None):
 def test_cache_in_pieces_equals_the_whole(model, ids):
     whole = model(ids).logits
     cache = KeyValueCache(CONFIG, 2, 20, torch.device("cpu"), torch.float32)
-    with pytest.raises(ValueError, match="no_grad"):
+    with refused(ValueError):
         model(ids, cache=cache)
     with torch.no_grad():
         parts = [model(part, cache=cache).logits for part in ids.split([8, 1, 6, 5], dim=1)]
@@ -116,19 +117,19 @@ def test_ids_outside_of_the_vocabulary_are_named(model, ids, outside):
     value = model.config.vocab if outside == "vocab" else outside
     wrong = ids.clone()
     wrong[0, 2] = value
-    said = f"has {value}, and the model's vocabulary goes from 0 to {model.config.vocab - 1}: use the tokenizer"
-    with pytest.raises(IndexError, match=f"input_ids {said}"):
+
+    with refused(IndexError):
         model(wrong)
-    with pytest.raises(IndexError, match=f"input_ids {said}"):
+    with refused(IndexError):
         sk.generate(model, wrong, 1)
-    with pytest.raises(IndexError, match=f"labels {said}"):
+    with refused(IndexError):
         model(ids, labels=wrong)
 
 
 def test_lists_are_no_ids(model, ids):
-    with pytest.raises(TypeError, match=r"input_ids is a list, not a tensor: torch.tensor\(input_ids\)"):
+    with refused(TypeError):
         model(ids.tolist())
-    with pytest.raises(TypeError, match="labels is a list"):
+    with refused(TypeError):
         model(ids, labels=ids.tolist())
 
 
@@ -139,33 +140,33 @@ def test_other_errors_of_forward_stay_what_they_are(model, ids):
 
 
 def test_ids_that_are_refused(model, ids):
-    with pytest.raises(TypeError, match=r"token ids.*float32"):
+    with refused(TypeError):
         model(ids.float())
     for bad in (ids[0], ids[:, :0], ids[None]):
-        with pytest.raises(ValueError, match=r"\[batch, tokens\]"):
+        with refused(ValueError):
             model(bad)
-    with pytest.raises(ValueError, match="labels .* another shape"):
+    with refused(ValueError):
         model(ids, labels=ids[:, 1:])
-    with pytest.raises(ValueError, match="documents holds the first token of each document"):
+    with refused(ValueError):
         model(ids, documents=torch.tensor([0, 7]))
-    with pytest.raises(TypeError, match="labels is int64"):
+    with refused(TypeError):
         model(ids, labels=ids.int())
-    with pytest.raises(ValueError, match="has 65 tokens and the model is made for 64"):
+    with refused(ValueError):
         model(torch.zeros(1, 65, dtype=torch.int64))
 
 
 def test_configs_that_do_not_fit():
     good = vars(CONFIG)
-    for change, match in (
-        ({"heads": 3, "head_dim": None}, "multiple of kv_heads"),
-        ({"width": 30, "head_dim": None}, "multiple of heads"),
-        ({"head_dim": 7}, "even head_dim"),
-        ({"layers": 0}, "layers=0"),
-        ({"vocab": 10.5}, "vocab=10.5"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
-        ({"family": "gpt2"}, "gpt2"),
+    for change in (
+        {"heads": 3, "head_dim": None},
+        {"width": 30, "head_dim": None},
+        {"head_dim": 7},
+        {"layers": 0},
+        {"vocab": 10.5},
+        {"rope_scaling": {"rope_type": "yarn"}},
+        {"family": "gpt2"},
     ):
-        with pytest.raises(ValueError, match=match):
+        with refused(ValueError):
             DecoderConfig(**{**good, **change})
 
 

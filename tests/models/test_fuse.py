@@ -16,6 +16,7 @@ from surokit.models.fuse import OFF, Fusion, fuse
 from surokit.nn.joint import side_by_side
 from surokit.nn.linear import Linear
 from tests.models.families import FAMILIES, SIZES, write
+from tests.refusals import refused
 
 IDS = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(0))
 LABELS = IDS.masked_fill(torch.rand(2, 24, generator=torch.Generator().manual_seed(1)) < 0.2, -100)
@@ -407,14 +408,14 @@ def test_codes_are_kept_no_longer_than_they_are_wanted():
 
 def test_fields_it_does_not_have():
     model = family("llama2")
-    with pytest.raises(TypeError, match="fields of surokit.Fusion .norm, .*recompute., not nrom"):
+    with refused(TypeError):
         fuse(model, nrom=False)
-    with pytest.raises(ValueError, match="recompute is one of none, selective, full"):
+    with refused(ValueError):
         fuse(model, recompute="half")
     assert type(model.model.layers[0].mlp) is LlamaMLP
-    with pytest.raises(TypeError, match="takes a surokit.Fusion, not None: Fusion.OFF"):
+    with refused(TypeError):
         fuse(model, None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="torch.nn.Module, not a str"):
+    with refused(TypeError):
         fuse("llama")  # type: ignore[arg-type]
 
 

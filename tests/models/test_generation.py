@@ -7,6 +7,7 @@ import surokit as sk
 from surokit.models.checkpoint import load
 from surokit.models.generation import generate
 from tests.models.families import FAMILIES, write
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -74,20 +75,20 @@ def test_sampling(tmp_path, ids):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "match"),
+    "arguments",
     [
-        ({"max_new_tokens": 0}, "at least 1"),
-        ({"max_new_tokens": 4, "temperature": -1.0}, "temperature"),
-        ({"max_new_tokens": 4, "top_k": 0}, "top_k"),
-        ({"max_new_tokens": 60}, "more than the model's 64"),
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 4, "temperature": -1.0},
+        {"max_new_tokens": 4, "top_k": 0},
+        {"max_new_tokens": 60},
     ],
 )
-def test_impossible_requests(arguments, match, ids):
+def test_impossible_requests(arguments, ids):
     model = sk.Decoder(sk.DecoderConfig(layers=1, width=8, heads=2, kv_heads=1, vocab=96, ffn=8, max_length=64))
-    with pytest.raises(ValueError, match=match):
+    with refused(ValueError):
         generate(model, ids, **arguments)
 
 
 def test_other_models_have_their_own_generate(ids):
-    with pytest.raises(TypeError, match="own generate"):
+    with refused(TypeError):
         generate(torch.nn.Linear(2, 2), ids, 4)
