@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surokit.data.batches import Batches
+from tests.refusals import refused
 
 
 def numbered(sequences: int, batch: int, length: int = 4, **options) -> Batches:
@@ -137,12 +138,12 @@ def test_a_second_loop_and_a_loaded_position_end_the_first_with_an_error():
     first = iter(data)
     next(first)
     iter(data)
-    with pytest.raises(RuntimeError, match="fork"):
+    with refused(RuntimeError):
         next(first)
     loop = iter(data)
     next(loop)
     data.load_state_dict(numbered(8, 2).state_dict())
-    with pytest.raises(RuntimeError, match="load_state_dict"):
+    with refused(RuntimeError):
         next(loop)
     assert rows(data) == rows(numbered(8, 2))
 
@@ -160,7 +161,7 @@ def test_a_fork_goes_on_from_here_and_on_its_own():
     [{}, {"epoch": 0}, {"epoch": "x", "index": 0, "fingerprint": ""}, {"epoch": None, "index": 0, "fingerprint": ""}],
 )
 def test_what_is_not_a_position_is_refused(state):
-    with pytest.raises(ValueError, match="not a position"):
+    with refused(ValueError):
         numbered(8, 2).load_state_dict(state)
 
 
@@ -179,14 +180,14 @@ def test_a_position_in_other_data_is_refused_and_ours_is_kept(other):
     data = numbered(8, 2)
     next(iter(data))
     before = data.state_dict()
-    with pytest.raises(ValueError, match="other data"):
+    with refused(ValueError):
         data.load_state_dict(other.state_dict())
     assert data.state_dict() == before
 
 
 def test_a_position_beyond_the_data_is_refused():
     data = numbered(8, 2)
-    with pytest.raises(ValueError, match="an epoch has 4 batches"):
+    with refused(ValueError):
         data.load_state_dict({**data.state_dict(), "index": 4})
 
 
@@ -257,12 +258,12 @@ def test_split_parts_know_themselves_apart():
 
 @pytest.mark.parametrize("share", [0, 1, -0.1, 1.5])
 def test_split_share_out_of_range(share):
-    with pytest.raises(ValueError, match="between 0 and 1"):
+    with refused(ValueError):
         numbered(8, 2).split(share)
 
 
 def test_split_of_too_little():
-    with pytest.raises(ValueError, match="two parts of at least one batch"):
+    with refused(ValueError):
         numbered(3, 2).split()
 
 
@@ -305,7 +306,7 @@ def test_an_error_while_preparing_reaches_the_loop_and_the_position_stays():
         for batch in data:
             seen.append(batch)  # noqa: PERF402 - what was seen before the error counts
 
-    with pytest.raises(OSError, match="disk gone"):
+    with refused(OSError):
         loop()
     assert len(seen) == 2
     assert data.state_dict()["index"] == 2
@@ -340,13 +341,13 @@ def test_batches_are_pinned_where_cuda_is(monkeypatch):
 
 @pytest.mark.parametrize("batch", [0, -1, 1.5, True, "2"])
 def test_batch_must_be_positive(batch):
-    with pytest.raises(ValueError, match="batch=.* must be a positive whole number"):
+    with refused(ValueError):
         numbered(8, batch)
 
 
 @pytest.mark.parametrize("seed", [-1, 0.5, None])
 def test_seed_must_be_whole(seed):
-    with pytest.raises(ValueError, match="seed=.* must be a whole number"):
+    with refused(ValueError):
         numbered(8, 2, seed=seed)
 
 

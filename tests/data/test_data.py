@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from surokit.data import Tokenizer, chat, pack, text, train_tokenizer
 from surokit.texts import MOBY_DICK, SHAKESPEARE
+from tests.refusals import refused
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -98,33 +99,31 @@ def test_empty_text(tokenizer, tmp_path, source):
     if source == "empty.txt":
         source = tmp_path / source
         source.write_text("\n\n")
-    with pytest.raises(ValueError, match="there is no text in"):
+    with refused(ValueError):
         text(source, tokenizer)
 
 
 def test_text_shorter_than_a_sequence_or_a_batch(tokenizer):
-    with pytest.raises(
-        ValueError, match=r"a list gives \d+ tokens, fewer than one sequence of 512: use a shorter length"
-    ):
+    with refused(ValueError):
         text(["Call me Ishmael."], tokenizer)
-    with pytest.raises(ValueError, match="fewer than one batch of 8: use a smaller batch"):
+    with refused(ValueError):
         text(["Call me Ishmael."], tokenizer, length=4)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    "options",
     [
-        ({"length": 0}, "length=0 must be a positive whole number"),
-        ({"length": 1}, "length=1 leaves nothing to predict"),
-        ({"length": 8.0}, "length=8.0 must be"),
-        ({"batch": -2}, "batch=-2 must be"),
-        ({"seed": "a"}, "seed='a' must be"),
+        {"length": 0},
+        {"length": 1},
+        {"length": 8.0},
+        {"batch": -2},
+        {"seed": "a"},
     ],
 )
-def test_numbers_out_of_range_are_refused_before_anything_is_read(options, words):
-    with pytest.raises(ValueError, match=words):
+def test_numbers_out_of_range_are_refused_before_anything_is_read(options):
+    with refused(ValueError):
         text("not looked at", "not looked at", **options)
-    with pytest.raises(ValueError, match=words):
+    with refused(ValueError):
         chat("not looked at", "not looked at", **options)
 
 
@@ -132,7 +131,7 @@ def test_a_tokenizer_without_an_end_of_text_token():
     import tokenizers
 
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
-    with pytest.raises(ValueError, match="no end-of-text token"):
+    with refused(ValueError):
         text(["a a a"], words, length=2, batch=1)
 
 
@@ -212,7 +211,7 @@ def test_long_conversations_are_cut_and_counted_and_unheard_ones_left_out(tokeni
     ids, labels = conversation_ids(tokenizer, 2, "There she blows! " * 50)
     assert batch["input_ids"][1].tolist() == ids[:60]
     assert batch["labels"][1].tolist() == labels[:60]
-    with pytest.raises(ValueError, match="none of the 1 conversations of a list trains anything within 60 tokens"):
+    with refused(ValueError):
         chat([unheard], tokenizer, length=60, batch=1)
 
 
@@ -239,12 +238,12 @@ def test_pack_places_every_item_once_and_never_overfills(lengths, capacity):
 
 
 def test_no_conversation(tokenizer):
-    with pytest.raises(ValueError, match="there is no conversation in a list"):
+    with refused(ValueError):
         chat([], tokenizer)
 
 
 def test_train_on_must_be_known(tokenizer):
-    with pytest.raises(ValueError, match='must be "assistant" or "all"'):
+    with refused(ValueError):
         chat([said(1)], tokenizer, train_on="user")
 
 
@@ -252,7 +251,7 @@ def test_the_column_of_conversations(tokenizer):
     turns = said(1)["messages"]
     named = chat([{"talk": turns}], tokenizer, 64, 1, column="talk")
     assert named.fingerprint == chat([{"conversation": turns}], tokenizer, 64, 1).fingerprint
-    with pytest.raises(ValueError, match='none of them is called "messages"'):
+    with refused(ValueError):
         chat([{"talk": turns}], tokenizer)
-    with pytest.raises(ValueError, match="no column 'tlak'; did you mean 'talk'"):
+    with refused(ValueError):
         chat([{"talk": turns}], tokenizer, column="tlak")

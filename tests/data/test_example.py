@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from surokit.data import Batches, Tokenizer, chat, text, train_tokenizer
+from tests.refusals import refused
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -102,9 +103,9 @@ def test_a_part_shows_its_own_sequences(tokenizer):
         rows = [row.tolist() for batch in batches for row in batch["input_ids"]]
         shown = [tokenizer.encode("".join(run.text for run in part.example(i).runs)) for i in range(len(rows))]
         assert [tokenizer.decode(row) for row in rows] == [tokenizer.decode(ids) for ids in shown]
-    with pytest.raises(IndexError, match=f"there is no sequence {held.sequences}: .* has {held.sequences}"):
+    with refused(IndexError):
         held.example(held.sequences)
-    with pytest.raises(IndexError, match="there is no sequence -1"):
+    with refused(IndexError):
         held.example(-1)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from surokit import hub
 from surokit.data import sources
+from tests.refusals import refused
 
 DOCUMENTS = ["First document.\n\nStill the first.", "Second — with a dash.", "Third."]
 
@@ -57,7 +58,7 @@ def test_datasets_objects(folder):
     both = datasets.DatasetDict({"train": whole, "validation": whole.select([2])})
     assert listed(both) == DOCUMENTS
     assert listed(both, split="validation") == ["Third."]
-    with pytest.raises(ValueError, match=r"no split 'valid'; did you mean 'validation'\?; the splits are"):
+    with refused(ValueError):
         listed(both, split="valid")
     assert listed(whole.select([])) == []
 
@@ -82,15 +83,15 @@ def test_the_column_is_text_or_the_only_one_of_text_or_named():
     assert listed([{"id": 1, "body": "a"}]) == ["a"]
     assert listed([{"text": "a", "title": "b"}]) == ["a"]
     assert listed([{"text": "a", "title": "b"}], column="title") == ["b"]
-    with pytest.raises(ValueError, match=r"not clear .*its text columns are \['body', 'title'\]"):
+    with refused(ValueError):
         listed([{"body": "a", "title": "b"}])
-    with pytest.raises(ValueError, match="none of them is text"):
+    with refused(ValueError):
         listed([{"id": 1}])
-    with pytest.raises(ValueError, match="no column 'titel'; did you mean 'title'"):
+    with refused(ValueError):
         listed([{"text": "a", "title": "b"}], column="titel")
-    with pytest.raises(ValueError, match="item 2 of a list has no column 'text'"):
+    with refused(ValueError):
         listed([{"text": "a"}, {"body": "b"}])
-    with pytest.raises(ValueError, match="item 1 of a list holds a int where text is expected"):
+    with refused(ValueError):
         listed([{"text": 3}], column="text")
 
 
@@ -98,50 +99,50 @@ def test_the_column_is_text_or_the_only_one_of_text_or_named():
 
 
 def test_a_missing_file_suggests_near_names(folder):
-    with pytest.raises(FileNotFoundError, match=r"no text at '.*aa\.txt'; did you mean 'a\.txt'"):
+    with refused(FileNotFoundError):
         listed(str(folder / "aa.txt"))
-    with pytest.raises(FileNotFoundError, match="there is no folder '.*nowhere'"):
+    with refused(FileNotFoundError):
         listed(folder / "nowhere" / "a.txt")
-    with pytest.raises(FileNotFoundError, match=r"no text at 'no_such\.txt'"):
+    with refused(FileNotFoundError):
         listed("no_such.txt")
-    with pytest.raises(FileNotFoundError, match="no text at"):
+    with refused(FileNotFoundError):
         listed([folder / "absent"])
 
 
 @pytest.mark.parametrize("source", ["Call me Ishmael.\nSome years ago", "word " * 1000])
 def test_a_text_passed_as_a_path_is_told_to_be_put_in_a_list(source):
-    with pytest.raises(FileNotFoundError, match="put it in a list"):
+    with refused(FileNotFoundError):
         listed(source)
 
 
 def test_a_folder_without_text(tmp_path):
     (tmp_path / "x.log").write_text("")
-    with pytest.raises(ValueError, match=r"holds no \.txt, \.jsonl, \.parquet file"):
+    with refused(ValueError):
         listed(tmp_path)
 
 
 def test_lines_that_are_not_json_are_named(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n\n{"text": \n')
-    with pytest.raises(ValueError, match=r"x\.jsonl line 3 is not JSON"):
+    with refused(ValueError):
         listed(tmp_path / "x.jsonl")
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n[1]\n')
-    with pytest.raises(ValueError, match=r"x\.jsonl line 2 holds a list where a record"):
+    with refused(ValueError):
         listed(tmp_path / "x.jsonl")
     (tmp_path / "x.json").write_text('{"text": "a"}')
-    with pytest.raises(ValueError, match=r"x\.json holds a dict where a list of records"):
+    with refused(ValueError):
         listed(tmp_path / "x.json")
 
 
 @pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
 def test_what_is_not_utf8_says_so(tmp_path, name):
     (tmp_path / name).write_bytes(b'{"text": "caf\xe9"}')
-    with pytest.raises(ValueError, match="is not UTF-8"):
+    with refused(ValueError):
         listed(tmp_path / name)
 
 
 @pytest.mark.parametrize("source", [3, None, {"text": "a"}, b"bytes"])
 def test_what_is_no_source_is_a_type_error(source):
-    with pytest.raises(TypeError, match="cannot read text from a"):
+    with refused(TypeError):
         listed(source)
 
 
@@ -152,7 +153,7 @@ def test_a_hub_id_without_a_network_is_one_sentence(monkeypatch):
     monkeypatch.setattr(hub, "offline_by_choice", lambda: False)
     monkeypatch.setattr(hub, "reachable", lambda: False)
     monkeypatch.setattr(sources, "_load_dataset", never)
-    with pytest.raises(FileNotFoundError, match="no file or folder 'someone/stories', and the Hub does not") as caught:
+    with refused(FileNotFoundError) as caught:
         listed("someone/stories")
     assert "\n" not in str(caught.value)
 
@@ -165,17 +166,17 @@ def test_a_connection_that_breaks_is_the_same_sentence(monkeypatch, online):
     monkeypatch.setattr(hub, "offline_by_choice", lambda: not online)
     monkeypatch.setattr(hub, "reachable", lambda: online)
     monkeypatch.setattr(sources, "_load_dataset", broken)
-    with pytest.raises(FileNotFoundError, match="the Hub does not answer"):
+    with refused(FileNotFoundError):
         listed("someone/stories")
 
 
 def test_a_dataset_that_does_not_load_says_why(monkeypatch):
-    def refused(name, split):
+    def unreachable(name, split):
         raise ValueError("Config name is missing.\nPlease pick one")
 
     monkeypatch.setattr(hub, "reachable", lambda: True)
-    monkeypatch.setattr(sources, "_load_dataset", refused)
-    with pytest.raises(ValueError, match=r"does not load \(Config name is missing\.\).*pass datasets\.load_dataset"):
+    monkeypatch.setattr(sources, "_load_dataset", unreachable)
+    with refused(ValueError):
         listed("stories")
 
 
