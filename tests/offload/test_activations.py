@@ -18,6 +18,7 @@ from surokit.offload.weights import offload_weights
 from surokit.train import AdamW, Session
 from tests.offload.reckoned import ReckonedLink
 from tests.offload.test_weights import Dropping, assert_same_step, decoder, ids
+from tests.refusals import refused
 from tests.train.toys import make_batches
 
 FAST = 50.0  # GB/s
@@ -182,7 +183,7 @@ def test_a_change_in_place_is_caught_or_harmless():
     with saving():
         y = x.exp()
         y.add_(1)  # torch would refuse it as well
-    with pytest.raises(RuntimeError, match="changed in place"):
+    with refused(RuntimeError):
         y.sum().backward()
     kept = torch.randn(64)
     before = kept.clone()
@@ -388,13 +389,13 @@ def test_what_is_put_around_nothing_says_so():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="at least 0"):
+    with refused(ValueError):
         offload_activations(prefetch=-1)
     each: list[Any] = [0, -1, True, "1", float("nan"), float("inf")]
     for wrong in each:
-        with pytest.raises(ValueError, match=r"min_bytes=.*: a number of bytes, at least 1"):
+        with refused(ValueError):
             offload_activations(min_bytes=wrong)
-    with pytest.raises(ValueError, match="one to cpu"):
+    with refused(ValueError):
         offload_activations(device="cuda", link=HostLink())
 
 

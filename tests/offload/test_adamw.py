@@ -20,6 +20,7 @@ from surokit.errors import OffloadError
 from surokit.offload import adamw
 from surokit.offload.adamw import OffloadAdamW
 from surokit.offload.link import Arrival, HostLink, ThrottledLink, Ticket
+from tests.refusals import refused
 
 B, F = torch.bfloat16, torch.float32
 SHAPES = [(40, 70), (513,), (130, 33), (7, 3, 5), (1,), (64, 64)]
@@ -209,7 +210,7 @@ def test_a_weight_with_gaps() -> None:
     p = nn.Parameter(normal(6, 10)[:, :4])
     optimizer = OffloadAdamW([p])
     p.grad = torch.ones(6, 4)
-    with pytest.raises(ValueError, match="not dense in memory"):
+    with refused(ValueError):
         optimizer.step()
 
 
@@ -370,27 +371,23 @@ def test_states_that_do_not_fit() -> None:
     optimizer = OffloadAdamW(params)
     zenflow: Any = sk.ZenFlow(params)
     train(params, zenflow, range(1))
-    with pytest.raises(ValueError, match="not made by an AdamW: .* not into OffloadAdamW"):
+    with refused(ValueError):
         optimizer.load_state_dict(zenflow.state_dict())
     for other_state in (optimizer.state_dict(), sk.AdamW(params).state_dict()):
-        with pytest.raises(ValueError, match="not made by ZenFlow: load it into the optimizer that made it"):
+        with refused(ValueError):
             zenflow.load_state_dict(other_state)
     large = [nn.Parameter(normal(80, 80))]
     eight = sk.AdamW8bit(large)
     train(large, eight, range(1))
-    with pytest.raises(ValueError, match="moments of 8 bits, and those of OffloadAdamW are float32"):
+    with refused(ValueError):
         OffloadAdamW(large).load_state_dict(eight.state_dict())
     other = parameters(shapes=[(4, 7)])
     made = OffloadAdamW(other)
     train(other, made, range(1))
-    with pytest.raises(
-        ValueError, match=r"Parameter 0 of the state is \[4, 7\], and here it is \[4, 6\]: .* the same model"
-    ):
+    with refused(ValueError):
         optimizer.load_state_dict(made.state_dict())
     for nothing in (None, {}, {"model": 1}):
-        with pytest.raises(
-            ValueError, match=r"OffloadAdamW.load_state_dict takes what an optimizer's state_dict\(\) gave"
-        ):
+        with refused(ValueError):
             optimizer.load_state_dict(nothing)  # type: ignore[arg-type]
 
 
@@ -477,13 +474,11 @@ def test_groups_of_a_state_that_are_others(make: Any) -> None:
     turned = torch.optim.AdamW([{"params": [p]} for p in params])
     train(params, turned, range(1))
     optimizer = make(params)
-    with pytest.raises(
-        ValueError, match=r"Parameter 0 of the state is \[16\], and here it is \[1, 16\]: .* groups in the same"
-    ):
+    with refused(ValueError):
         optimizer.load_state_dict(turned.state_dict())
-    with pytest.raises(ValueError, match=r"groups of \[1, 1\] tensors, and this \w+ of \[2\]: give \w+ the same param"):
+    with refused(ValueError):
         make([{"params": params}]).load_state_dict(optimizer.state_dict())
-    with pytest.raises(ValueError, match=r"groups of \[3\] tensors, and this \w+ of \[1, 1\]"):
+    with refused(ValueError):
         optimizer.load_state_dict(torch.optim.AdamW([*params, nn.Parameter(normal(2))]).state_dict())
     assert not optimizer.state
 
@@ -495,7 +490,7 @@ def test_masters_are_not_dropped_silently(make: Callable[[], list[nn.Parameter]]
     params = make()
     optimizer = OffloadAdamW(params)
     train(params, optimizer, range(1))
-    with pytest.raises(ValueError, match="made by OffloadAdamW, and its float32 masters .* not into AdamW"):
+    with refused(ValueError):
         sk.AdamW(params).load_state_dict(optimizer.state_dict())
 
 
@@ -537,10 +532,10 @@ def test_a_step_that_was_cut_short(small_transfers: None) -> None:
     train(params, optimizer, range(2))
     saved, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
     link.left = 3
-    with pytest.raises(OffloadError, match="the cable is out"):
+    with refused(OffloadError):
         train(params, optimizer, range(2, 3))
     for use in (optimizer.step, optimizer.state_dict, lambda: copy.deepcopy(optimizer)):
-        with pytest.raises(OffloadError, match="cut short by an error"):
+        with refused(OffloadError):
             use()
     optimizer.load_state_dict(saved)
     with torch.no_grad():
@@ -562,7 +557,7 @@ def test_a_state_is_loaded_after_the_thread_hung(monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(optimizer._worker._shared, "patience_s", 0.1)
         patch.setattr(adamw, "fused_adamw_", lambda *_, **__: over.wait(5))
-        with pytest.raises(OffloadError, match="no sign of life"):
+        with refused(OffloadError):
             train(params, optimizer, range(2, 3))
         optimizer.load_state_dict(state)
         over.set()
@@ -604,39 +599,39 @@ def test_an_error_in_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(adamw, "fused_adamw_", out_of_memory)
     give_gradients(params, 0)
-    with pytest.raises(OffloadError, match="MemoryError: no room"):
+    with refused(OffloadError):
         optimizer.step()
     monkeypatch.undo()
-    with pytest.raises(OffloadError, match="cut short"):
+    with refused(OffloadError):
         optimizer.step()
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    "options",
     [
-        ({"lr": -1.0}, "OffloadAdamW: lr=-1"),
-        ({"betas": (0.9, 1.0)}, "betas"),
-        ({"weight_decay": -0.1}, "must not be negative"),
-        ({"pt_reserved_cores_perc": 1.5}, "pt_reserved_cores_perc=1.5 is a share"),
-        ({"pt_reserved_cores_perc": "half"}, "pt_reserved_cores_perc='half' is a share"),
-        ({"link": "pcie"}, r"OffloadAdamW: link='pcie' must be a Link of surokit\.offload\.link, or None"),
-        ({"lr": torch.ones((), device="meta")}, "OffloadAdamW: lr is read on the host"),
+        {"lr": -1.0},
+        {"betas": (0.9, 1.0)},
+        {"weight_decay": -0.1},
+        {"pt_reserved_cores_perc": 1.5},
+        {"pt_reserved_cores_perc": "half"},
+        {"link": "pcie"},
+        {"lr": torch.ones((), device="meta")},
     ],
 )
-def test_options(options: dict[str, Any], words: str) -> None:
+def test_options(options: dict[str, Any]) -> None:
     for make in (lambda: OffloadAdamW(**options), lambda: OffloadAdamW(parameters(), **options)):
-        with pytest.raises(ValueError, match=words):
+        with refused(ValueError):
             make()
 
 
 def test_what_cannot_be_offloaded_is_refused_with_a_reason() -> None:
     waves = nn.Parameter(torch.ones(2, 3, dtype=torch.complex64))
     waves.grad = torch.ones_like(waves)
-    with pytest.raises(ValueError, match=r"\[2, 3\] is torch.complex64: .*view_as_real"):
+    with refused(ValueError):
         OffloadAdamW([waves]).step()
     table = nn.Embedding(5, 4, sparse=True)
     table(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match=r"gradient .* \[5, 4\] is sparse"):
+    with refused(ValueError):
         OffloadAdamW(table.parameters()).step()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import surokit as sk
 from tests.offload.oracle import hot_columns
 from tests.offload.runs import EVERY, SHAPES, Run, columns, equal_trees, feed, make_grads, make_params, throttled
+from tests.refusals import refused
 from tests.train.toys import assert_same_state, make_session
 
 EACH_STEP: dict[str, Any] = {"update_interval": 1, "overlap_step": False}
@@ -235,7 +236,7 @@ def test_sparse_gradients_are_refused() -> None:
     embed = nn.Embedding(20, 8, sparse=True)
     optimizer = zenflow(embed.parameters())
     embed(torch.arange(3)).sum().backward()
-    with pytest.raises(ValueError, match=r"sparse.*\.$"):
+    with refused(ValueError):
         optimizer.step()
 
 
@@ -413,7 +414,7 @@ def test_a_state_of_other_settings_is_refused(change: dict[str, Any]) -> None:
     for step in range(3):
         feed(other, params, make_grads(SHAPES, step))
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(ValueError, match="|".join(change)) as caught:
+    with refused(ValueError) as caught:
         other.load_state_dict(state)
     assert str(caught.value).endswith(".")
     equal_trees(before, other.state_dict())
@@ -428,14 +429,14 @@ def test_a_state_of_another_optimizer_or_other_shapes_is_refused() -> None:
     adamw = sk.AdamW(adamw_params, lr=1e-2)
     feed(adamw, adamw_params, make_grads(SHAPES, 0))
     before = copy.deepcopy(run.optimizer.state_dict())
-    with pytest.raises(ValueError, match=r"\.$"):
+    with refused(ValueError):
         run.optimizer.load_state_dict(adamw.state_dict())
     equal_trees(before, run.optimizer.state_dict())
     shapes = [(16, 24), *SHAPES[1:]]
     others = make_params(shapes)
     other = zenflow(others)
     feed(other, others, make_grads(shapes, 0))
-    with pytest.raises(ValueError, match=r"\.$"):
+    with refused(ValueError):
         run.optimizer.load_state_dict(other.state_dict())
     run.step()
     run.check(masters=True)
@@ -516,7 +517,7 @@ def test_options_are_checked() -> None:
     ]
     for options in wrong:
         for params in ((p,), ()):
-            with pytest.raises(ValueError, match=next(iter(options))):
+            with refused(ValueError):
                 pytest.fail(f"taken: {sk.ZenFlow(*params, **options)}")
     with pytest.raises(TypeError, match="topk"):
         sk.ZenFlow(topk=0.1)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from surokit.offload.energy import Energy, WeightEnergy, curve, warning_of
+from tests.refusals import refused
 
 
 def weight(scores: list[float], hot: int, name: str = "w", choices: int = 4) -> WeightEnergy:
@@ -27,7 +28,7 @@ def test_a_curve_is_the_running_share_of_the_largest() -> None:
 def test_captured_takes_as_many_columns_as_a_choice_would() -> None:
     w = weight([4.0, 3.0, 2.0, 1.0], 1)
     assert [w.captured(k) for k in (0, 0.01, 0.25, 0.49, 0.5, 1)] == [0, 0.4, 0.4, 0.4, 0.7, 1]
-    with pytest.raises(ValueError, match=r"captured\(k=1.5\)"):
+    with refused(ValueError):
         w.captured(1.5)
 
 
@@ -117,7 +118,7 @@ def test_tables_and_the_picture() -> None:
     assert "steep" in repr(energy)
     assert "<table>" in energy._repr_html_()
     assert repr(Energy(())) == "no choice of columns yet"
-    with pytest.raises(ValueError, match="no choice of columns to draw"):
+    with refused(ValueError):
         Energy(()).plot()
 
 

@@ -20,6 +20,7 @@ from surokit.offload.workers import Worker
 from tests.clocks import Clock, HeldClock, until
 from tests.offload.copies import copied_from, filled, taking
 from tests.offload.runs import Slices, beats_of, meanwhile
+from tests.refusals import refused, warned
 
 FAST = 100.0  # GB/s: faster than memory here, so without a rate
 
@@ -155,7 +156,7 @@ def test_a_copy_begins_anew(make, copied):
 def test_links_belong_to_devices():
     assert isinstance(link_for("cpu"), HostLink)
     assert link_for("cpu").device == torch.device("cpu")
-    with pytest.raises(ValueError, match="knows CUDA devices and the CPU, not 'meta'"):
+    with refused(ValueError):
         link_for("meta")
 
 
@@ -250,9 +251,9 @@ def test_a_fence_waits_for_late_fills_and_is_a_stall(monkeypatch):
 def test_a_failing_late_fill_is_raised_by_a_fence_and_its_ticket():
     link = ThrottledLink(FAST, late_fill=True)
     ticket = link.down(failing, torch.zeros(4))
-    with pytest.raises(OffloadError, match="'link down' failed: ZeroDivisionError"):
+    with refused(OffloadError):
         link.fence()
-    with pytest.raises(OffloadError, match="has not begun this job, as one before it failed") as raised:
+    with refused(OffloadError) as raised:
         ticket.wait()
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     link.down(filled(1), torch.zeros(4)).wait()
@@ -272,7 +273,7 @@ def test_a_link_that_hangs_is_told():
     gate = Gate()
     link = ThrottledLink(FAST, delay=gate, patience_s=0.2)
     ticket = link.down(filled(1), torch.zeros(4))
-    with pytest.raises(OffloadError, match="'link down' has given no sign of life for 0.2 s"):
+    with refused(OffloadError):
         ticket.wait()
     gate.open.set()
     link.close()
@@ -394,7 +395,7 @@ def test_dropped_links_leave_no_thread():
 
 @pytest.mark.parametrize(("gb_s", "latency_s"), [(0, 0), (-1, 0), (float("nan"), 0), (1, -1), ("1", 0), (1, None)])
 def test_a_rate_is_positive(gb_s, latency_s):
-    with pytest.raises(ValueError, match="must be positive"):
+    with refused(ValueError):
         ThrottledLink(gb_s, latency_s)
 
 
@@ -406,7 +407,7 @@ def test_only_whole_memory_is_transferred():
         lambda: link.up(torn[:2], nothing),
         lambda: link.copy_down(torch.zeros(2, 4), torn[:2]),
     ):
-        with pytest.raises(ValueError, match="shape \\[2, 4\\] is not contiguous"):
+        with refused(ValueError):
             call()
     assert (link.bytes_down, link.bytes_up, link.bytes_small) == (0, 0, 0)
     link.close()
@@ -609,7 +610,7 @@ def test_what_is_fetched_early_is_not_waited_for(late):
     weight.copy_(arrival.land())
     late.run()
     assert weight.tolist() == [1, 1, 1]
-    with pytest.raises(AssertionError, match="lands once"):
+    with refused(AssertionError):
         arrival.land()
 
 
@@ -690,7 +691,7 @@ def test_a_copy_is_waited_for_until_it_is_done_or_the_patience_ends(late, monkey
     monkeypatch.setattr(links, "time", clock)
     link = rehearsed(patience_s=0.05)
     ticket = link.down(filled(1), torch.zeros(3))
-    with pytest.raises(OffloadError, match="not done after 0.05 s: the device hangs"):
+    with refused(OffloadError):
         ticket.wait()
     clock.after(0.02, link._down.run)
     ticket.wait()
@@ -732,7 +733,7 @@ def test_a_worker_that_waits_for_a_copy_lives(late):
 def test_memory_that_cannot_be_pinned_is_ordinary_and_said_once(monkeypatch):
     """Small buffers come from torch, which needs a device; large ones are registered."""
     link = rehearsed_buffers(monkeypatch, error=2)
-    with pytest.warns(UserWarning, match="65 MiB of host memory could not be pinned .*ulimit -l"):
+    with warned(UserWarning):
         large = link.buffer((65 << 20,), torch.uint8)
     assert (large.shape, large.dtype) == ((65 << 20,), torch.uint8)
     link.buffer((65 << 20,), torch.uint8)  # a second warning would be an error here

@@ -21,6 +21,7 @@ from surokit.offload.link import HostLink, ThrottledLink
 from surokit.offload.weights import Streamed, blocks_of, offload_weights
 from surokit.train import AdamW, Session
 from tests.offload.reckoned import ReckonedLink
+from tests.refusals import refused
 from tests.train.toys import make_batches
 
 CONFIG = DecoderConfig(vocab=32, width=64, ffn=128, layers=5, heads=2, kv_heads=1)
@@ -301,7 +302,7 @@ def test_a_backward_that_fails_leaves_no_trace():
     loss = model(ids(), labels=ids()).loss
     handle = model.model.layers[1].mlp.register_full_backward_hook(fail)
     loss = model(ids(), labels=ids()).loss
-    with pytest.raises(RuntimeError, match="on purpose"):
+    with refused(RuntimeError):
         loss.backward()
     handle.remove()
     del loss
@@ -320,7 +321,7 @@ def test_a_backward_of_an_older_graph_after_one_that_failed():
 
     loss = model(ids(), labels=ids()).loss
     handle = model.model.layers[0].mlp.up_proj.register_forward_pre_hook(fail)  # when it is computed again
-    with pytest.raises(RuntimeError, match="on purpose"):
+    with refused(RuntimeError):
         loss.backward()
     handle.remove()
     model.zero_grad()
@@ -348,7 +349,7 @@ def test_weights_that_change_between_forward_and_backward():
     loss = model(ids(), labels=ids()).loss
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight.mul_(2)
-    with pytest.raises(RuntimeError, match=r"block 2 were changed .* call backward\(\) before"):
+    with refused(RuntimeError):
         loss.backward()
 
 
@@ -686,18 +687,18 @@ def test_what_was_made_before_says_so():
     model = decoder()
     session = make_session(model)
     session.device = torch.device("meta")  # as if offload_weights had moved the model from there
-    with pytest.raises(RuntimeError, match="computed on meta, and now it does on cpu: .* before the Session"):
+    with refused(RuntimeError):
         session.run(steps=1)
     for optimizer in (AdamW(model.parameters(), lr=1e-2), sk.AdamW8bit(model.parameters(), lr=1e-2)):
         model(ids(), labels=ids()).loss.backward()
         optimizer.step()
         for state in optimizer.state.values():
             state["exp_avg"] = state["exp_avg"].to("meta")
-        with pytest.raises(RuntimeError, match="weights are on cpu and their moments on meta.*load_state_dict"):
+        with refused(RuntimeError):
             optimizer.step()
     streamed = Dropping()
     offload_weights(streamed, link=link())
-    with pytest.raises(RuntimeError, match="streamed to cpu was given a tensor on meta: .*model.to"):
+    with refused(RuntimeError):
         streamed.layers[0](torch.ones(1, 32, device="meta"))
 
 
@@ -763,49 +764,49 @@ def test_blocks_are_the_outermost_lists_of_like_modules():
 
 
 def test_refusals(tiny):
-    with pytest.raises(ValueError, match="no list of like blocks .* blocks="):
+    with refused(ValueError):
         offload_weights(tiny)  # its blocks are dicts, which nobody calls
-    with pytest.raises(ValueError, match="at least 1"):
+    with refused(ValueError):
         offload_weights(decoder(), prefetch=0)
     model = decoder()
-    with pytest.raises(ValueError, match="names a block twice"):
+    with refused(ValueError):
         offload_weights(model, blocks=[model.model.layers[0]] * 2)
-    with pytest.raises(ValueError, match="parameters and a forward"):
+    with refused(ValueError):
         offload_weights(decoder(), blocks=[])
-    with pytest.raises(ValueError, match="on the meta device"):
+    with refused(ValueError):
         offload_weights(Decoder(CONFIG, device="meta"), device="cpu")
-    with pytest.raises(ValueError, match="no modules of this model"):
+    with refused(ValueError):
         offload_weights(decoder(), blocks=model.model.layers)
-    with pytest.raises(ValueError, match="one inside it"):
+    with refused(ValueError):
         offload_weights(model, blocks=[model.model.layers[0], model.model.layers[0].mlp])
-    with pytest.raises(ValueError, match="one to cpu"):
+    with refused(ValueError):
         offload_weights(decoder(), device="cuda", link=HostLink())
 
 
 @pytest.mark.parametrize("function", [offload_weights, sk.offload_activations])
 def test_kinds(function):
     for wrong in (3, "model", make_session(decoder())):
-        with pytest.raises(TypeError, match=rf"{function.__name__}\(\) takes a model, .* not a {type(wrong).__name__}"):
+        with refused(TypeError):
             function(wrong)
-    with pytest.raises(TypeError, match=r"link=3\): a link of"):
+    with refused(TypeError):
         function(decoder(), link=3)
     for wrong in ("cdua", 3.5):
-        with pytest.raises(ValueError, match=r"device=.*: a device as torch names it"):
+        with refused(ValueError):
             function(decoder(), wrong)
     for wrong in (-1, True, 1.5, "2"):
-        with pytest.raises(ValueError, match=r"prefetch=.*: a whole number"):
+        with refused(ValueError):
             function(decoder(), prefetch=wrong)
-    with pytest.raises(ValueError, match="knows CUDA devices and the CPU"):
+    with refused(ValueError):
         function(decoder(), "mps")
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="no CUDA device here; device='cpu'"):
+        with refused(ValueError):
             function(decoder(), "cuda")
 
 
 def test_blocks_that_are_none():
     each: list[Any] = [3, ["a"], [nn.Dropout()]]
     for wrong in each:
-        with pytest.raises(ValueError, match="parameters and a forward"):
+        with refused(ValueError):
             offload_weights(decoder(), blocks=wrong)
 
 
@@ -813,7 +814,7 @@ def test_a_prefix_of_keys_is_refused_in_training():
     model = Dropping()
     block = model.layers[0]
     offload_weights(model, link=link())
-    with pytest.raises(ValueError, match="prefix of keys"):
+    with refused(ValueError):
         block(torch.ones(1, 32), past_key_values=SimpleNamespace(get_seq_length=lambda: 3))
 
 

@@ -22,6 +22,7 @@ from tests.offload.ranks import halves, loss_of, make_model
 from tests.offload.runs import EVERY, Run, columns, equal_runs, equal_trees, feed, make_grads, make_params, throttled
 from tests.offload.shards import REPLICA_STEPS, REPLICAS
 from tests.processes import found_by
+from tests.refusals import refused, warned
 from tests.train.ranks import RANKS
 
 WHOLE = [(16, 20), (16,), (32, 48)]  # multiples of a vector's lanes, so that rows and columns have torch's bits
@@ -203,7 +204,7 @@ def test_a_warning_that_is_an_error_changes_nothing_and_comes_again() -> None:
         with pytest.raises(UserWarning, match="were written"):
             optimizer.step()
     assert optimizer.accounts.steps == 1
-    with pytest.warns(UserWarning, match="were written"):
+    with warned(UserWarning):
         optimizer.step()
     assert (columns(optimizer, params[0])["w"] - 1).abs().max() < 0.1
 
@@ -274,7 +275,7 @@ def test_a_write_after_a_step_that_was_refused_holds(name: str, begun: bool) -> 
     for p, g in zip(params, make_grads(WHOLE, 3)):
         p.grad = g
     params[-1].grad = params[-1].grad.to_sparse()  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="sparse"):
+    with refused(ValueError):
         optimizer.step()
     assert held(optimizer, params)
 
@@ -286,7 +287,7 @@ def test_a_write_of_what_began_in_a_step_that_was_refused_holds() -> None:
     optimizer: Any = sk.OffloadAdamW([*params, gaps], lr=0.0)
     for p in (*params, gaps):
         p.grad = torch.ones_like(p)
-    with pytest.raises(ValueError, match="not dense in memory"):
+    with refused(ValueError):
         optimizer.step()
     gaps.grad = None
     assert held(optimizer, params)
@@ -555,7 +556,7 @@ def test_what_a_session_does_is_no_write(name: str, dtype: torch.dtype, tmp_path
     resumed.run(3)
     with torch.no_grad():
         next(resumed.model.parameters()).mul_(2)
-    with pytest.warns(UserWarning, match=f"{name}: 1 of"):
+    with warned(UserWarning):
         resumed.run(1)
 
 
