@@ -18,6 +18,7 @@ from surokit.profiler.monitoring.windows import FIRST
 from surokit.profiler.record import watch as watching
 from surokit.profiler.record.tracer import LEAVES_OUT, new_trace, read_events, start, stopped, without_chatter
 from tests.profiler.models import Net, by, line_of, row, train
+from tests.refusals import refused
 
 
 def hooks():
@@ -229,7 +230,7 @@ def test_an_exception_passes_on_and_the_profile_is_kept():
         if step == 2:
             raise ZeroDivisionError("mine")
 
-    with pytest.raises(ZeroDivisionError, match="mine"), profile(steps=5, warmup=1) as p:
+    with refused(ZeroDivisionError), profile(steps=5, warmup=1) as p:
         train(5, each=fail)
     assert p.summary["steps"] == 2
     assert any("ZeroDivisionError" in note for note in p.notes)
@@ -240,10 +241,10 @@ def test_a_failing_analysis_does_not_hide_what_the_block_raised(monkeypatch):
         raise KeyError("ours")
 
     monkeypatch.setattr(Profile, "_finish", broken)
-    with pytest.raises(ZeroDivisionError, match="mine") as caught, profile():
+    with refused(ZeroDivisionError) as caught, profile():
         raise ZeroDivisionError("mine")
     assert "The profile of this block could not be made (KeyError: 'ours')." in caught.value.__notes__
-    with pytest.raises(KeyError, match="ours"), profile():
+    with refused(KeyError), profile():
         train(1)
 
 
@@ -270,7 +271,7 @@ def test_an_exception_inside_a_module_leaves_its_parents_right():
 def test_the_same_profile_twice_at_once_is_refused_and_in_turn_works():
     block = profile(steps=2, warmup=0)
     with block as first:
-        with pytest.raises(RuntimeError, match="already running: make another with sk.profile"), block:
+        with refused(RuntimeError), block:
             pass
         train(2)
     with block as second:
@@ -289,7 +290,7 @@ def test_a_profile_inside_another_is_cut_from_it():
         train(2)
         inner = inner_profile()
         assert "inside another profile" in repr(inner)
-        with pytest.raises(RuntimeError, match="inside another profile.*read when that one ends"):
+        with refused(RuntimeError):
             _ = inner.summary
         train(2, each=lambda step, loss: loss.item())
     assert (outer.summary["steps"], inner.summary["steps"]) == (4, 2)  # the optimizer that stepped most
@@ -409,29 +410,29 @@ def test_a_range_that_somebody_keeps_is_closed_all_the_same():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ({"steps": 0}, "steps >= 1 and warmup >= 0"),
-        ({"steps": 2.5}, "whole numbers"),
-        ({"steps": "5"}, "steps='5'"),
-        ({"warmup": -1}, "steps >= 1 and warmup >= 0"),
-        ({"tokens": -5}, "above zero, and cannot be -5"),
-        ({"tokens": float("nan")}, "cannot be nan"),
-        ({"usd_per_gpu_hour": -1}, "price in dollars"),
+        {"steps": 0},
+        {"steps": 2.5},
+        {"steps": "5"},
+        {"warmup": -1},
+        {"tokens": -5},
+        {"tokens": float("nan")},
+        {"usd_per_gpu_hour": -1},
     ],
 )
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_arguments(arguments):
+    with refused(ValueError):
         profile(**arguments)
 
 
 def test_a_running_profile_says_so():
     with profile() as p:
         assert "still running" in repr(p)
-        with pytest.raises(RuntimeError, match="still running"):
+        with refused(RuntimeError):
             _ = p.summary
         train(1)
-    with pytest.raises(RuntimeError, match="has ended"):
+    with refused(RuntimeError):
         p.step()
 
 

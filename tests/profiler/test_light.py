@@ -16,6 +16,7 @@ from surokit.profiler.analysis.timeline import Event, Kind, Timeline
 from surokit.profiler.record.recording import RATES, Recording, Shaped
 from tests.profiler.test_work import Unet, shaped
 from tests.profiler.traces import gpu_recording
+from tests.refusals import refused
 
 # 1 TFLOPS in float32 and 4 in bfloat16 and below; 0.5 TB/s; 10 us a call
 REACHED = Gpu("mine", ceilings=Ceilings("today", bf16_tflops=4.0, fp32_tflops=1.0, bandwidth_tb_s=0.5, launch_us=10.0))
@@ -111,15 +112,15 @@ def test_a_datasheet_knows_no_float32_so_its_bfloat16_is_the_bound():
 
 
 @pytest.mark.parametrize(
-    ("make", "gpu", "said"),
+    ("make", "gpu"),
     [
-        (lambda: gpu_recording(), REACHED, "no shapes of a step's operators, .*: profile with warmup=2 or more"),
-        (hand_made, Gpu("cpu: mine", device="cpu"), r"was not measured: plan with gpu=sk\.calibrate\('cpu'\)"),
-        (hand_made, Gpu("mine", bf16_tflops=100), "memory bandwidth of mine is not known: give Gpu"),
+        (lambda: gpu_recording(), REACHED),
+        (hand_made, Gpu("cpu: mine", device="cpu")),
+        (hand_made, Gpu("mine", bf16_tflops=100)),
     ],
 )
-def test_what_is_missing_is_said(make, gpu, said):
-    with pytest.raises(ValueError, match=said) as caught:
+def test_what_is_missing_is_said(make, gpu):
+    with refused(ValueError) as caught:
         speed_of_light(make(), MODULES, gpu)
     assert "\n" not in str(caught.value)
 
@@ -136,7 +137,7 @@ def test_the_device_of_a_profile(monkeypatch):
     assert asked in ([(), ()], [(), ("cpu",)])  # the second on a machine with a GPU
     assert cached_gpu("NVIDIA H200").name == "H200"
     assert len(asked) == 2
-    with pytest.raises(ValueError, match="a GPU of tomorrow"):
+    with refused(ValueError):
         cached_gpu("a GPU of tomorrow")
 
 

@@ -16,6 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 from surokit.profiler.monitoring.device import DeviceFigures
 from surokit.profiler.monitoring.monitor import WAITING, Monitor
 from tests.profiler.models import Net, train
+from tests.refusals import refused
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +184,7 @@ def test_the_end_of_the_data_ends_the_loop_and_errors_pass():
 
     with Monitor(every=None) as m:
         assert list(m.batches([1, 2])) == [1, 2]
-        with pytest.raises(OSError, match="disk"):
+        with refused(OSError):
             list(m.batches(loader()))
 
 
@@ -342,7 +343,7 @@ def test_what_was_measured_stays_when_the_loop_raises():
             raise KeyError("mine")
 
     m = Monitor(every=8)
-    with pytest.raises(KeyError, match="mine"), m:
+    with refused(KeyError), m:
         train(9, each=fail)
     assert m.summary().steps == 5
 
@@ -404,7 +405,7 @@ def test_it_shows_itself():
     m = Monitor(every=None, clock=clock)
     assert repr(m) == "<Monitor before the first step>"
     assert "before the first step" in m._repr_html_()
-    with pytest.raises(ValueError, match="before the first step"):
+    with refused(ValueError):
         m.summary()
     with m:
         stepped(m, clock, [10.0] * 20)
@@ -448,21 +449,21 @@ def test_memory_is_flat():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    "options",
     [
-        ({"tokens": -1.0}, "tokens=-1.0"),
-        ({"usd_per_gpu_hour": math.nan}, "usd_per_gpu_hour=nan"),
-        ({"every": 2}, "shorter than its distance"),
+        {"tokens": -1.0},
+        {"usd_per_gpu_hour": math.nan},
+        {"every": 2},
     ],
 )
-def test_what_cannot_be(options, words):
-    with pytest.raises(ValueError, match=words):
+def test_what_cannot_be(options):
+    with refused(ValueError):
         Monitor(**options)
 
 
 def test_entering_it_twice_is_an_error():
     m = Monitor(every=None)
-    with m, pytest.raises(RuntimeError, match="running already"), m:
+    with m, refused(RuntimeError), m:
         pass
     with m:
         m.step()

@@ -23,6 +23,7 @@ from surokit.profiler.report.profile import Profile
 from surokit.tables import three_digits
 from tests.profiler.models import train
 from tests.profiler.traces import cpu_step, events, gpu_recording
+from tests.refusals import refused
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -80,14 +81,14 @@ def test_kernels_of_a_graph_are_named_after_an_eager_step(tmp_path):
 
 
 def test_bad_files_are_one_sentence(tmp_path, profile_):
-    with pytest.raises(FileNotFoundError, match="no profile at"):
+    with refused(FileNotFoundError):
         Profile.load(tmp_path / "none.json")
     for content in (b"", b"{}", b"[1]", b'{"format": "surokit profile", "version": 99}', b"\x1f\x8bbroken"):
         (tmp_path / "bad.json").write_bytes(content)
         with pytest.raises(ValueError, match="cannot be read as a profile"):
             Profile.load(tmp_path / "bad.json")
     (tmp_path / "bad.json").write_bytes(b"\x80\x81" * 40)
-    with pytest.raises(ValueError, match="it is no text"):
+    with refused(ValueError):
         Profile.load(tmp_path / "bad.json")
     whole = profile_.save(tmp_path / "p.json").read_bytes()
     stored = json.loads(whole)
@@ -150,7 +151,7 @@ def test_diff(profile_):
 
 
 def test_diff_with_a_path_says_how_to_read_it(profile_):
-    with pytest.raises(TypeError, match=r"another Profile, not 'before\.json'; Profile\.load"):
+    with refused(TypeError):
         profile_.diff("before.json")
 
 
@@ -213,15 +214,15 @@ def test_advice_is_found_by_number_rule_or_row(profile_):
         assert (row["rule"], row["advice"], row["gain_ms"]) == (third["rule"], third["advice"], third["gain_ms"])
     rules = profile_._analysis.tables["advice"]["rule"]
     rules.append(rules[0])
-    with pytest.raises(LookupError, match=rf"speaks more than once here: give one of the numbers 1, {len(rules)}"):
+    with refused(LookupError):
         profile_.verify(rules[0], lambda: None)
     rules.pop()
     for asked in (0, len(table) + 1, "no such rule"):
-        with pytest.raises(LookupError, match=r"no advice .* it has 1 \("):
+        with refused(LookupError):
             profile_.verify(asked, lambda: None)
     assert profile_._advice_row(np.int64(1))["rule"] == table.loc[1, "rule"]
     for asked in (None, 1.0, [1], table[table.rule == third["rule"]], {}):
-        with pytest.raises(TypeError, match=r"its number, its rule or one row of p\.advice"):
+        with refused(TypeError):
             profile_.verify(asked, lambda: None)
 
 
@@ -257,7 +258,7 @@ def test_the_speed_of_light_stays_with_the_profile(trained, tmp_path):
     for p in (trained, again):
         assert "of light" in p._repr_html_()
         assert "of light" in repr(p)
-    with pytest.raises(ValueError, match="shapes"):
+    with refused(ValueError):
         Profile(gpu_recording()).speed_of_light(gpu)
 
 
@@ -265,9 +266,9 @@ def test_a_running_profile_says_so():
     running = Profile._pending(lambda: None)
     assert "running" in repr(running)
     assert "running" in running._repr_html_()
-    with pytest.raises(RuntimeError, match="after the with block"):
+    with refused(RuntimeError):
         running.summary  # noqa: B018
-    with pytest.raises(RuntimeError, match="after the with block"):
+    with refused(RuntimeError):
         running.verify(1, lambda: None)
 
 
@@ -337,7 +338,7 @@ def test_html_is_well_formed_and_has_no_script(profile_):
     assert "<script" not in html
     assert "currentColor" in html
     ET.fromstring(profile_.timeline(0))
-    with pytest.raises(IndexError, match="steps 0 to 0"):
+    with refused(IndexError):
         profile_.timeline(1)
 
 

@@ -17,6 +17,7 @@ from surokit.profiler.monitoring.sustained import (
     sustain,
     with_rows,
 )
+from tests.refusals import refused
 
 steps = st.lists(
     st.tuples(
@@ -107,13 +108,13 @@ def test_time_that_is_no_step_is_lost():
 
 @pytest.mark.parametrize("wall", [[], [0.0, 0.0]])
 def test_no_step_is_an_error(wall):
-    with pytest.raises(ValueError, match="before the first step"):
+    with refused(ValueError):
         sustain(wall, 1.0)
 
 
 @pytest.mark.parametrize("price", [-1.0, math.inf, math.nan])
 def test_a_price_that_is_none(price):
-    with pytest.raises(ValueError, match="a price is a finite number"):
+    with refused(ValueError):
         sustain([1.0], 1.0, usd_per_gpu_hour=price)
 
 
@@ -173,5 +174,5 @@ def test_rows_on_their_way_are_put_behind():
 
 
 def test_a_history_without_room():
-    with pytest.raises(ValueError, match="room for at least 20 rows"):
+    with refused(ValueError):
         History(("wall_ms",), 19)

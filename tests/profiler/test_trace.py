@@ -24,6 +24,7 @@ from tests.profiler.models import train
 from tests.profiler.test_hta import synthetic
 from tests.profiler.test_timeline import nested_calls
 from tests.profiler.traces import gpu_recording
+from tests.refusals import refused
 
 GOOD = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1.5, "dur": 2.25, "pid": 1, "tid": "main", "args": {}}
 SIX = [
@@ -130,31 +131,31 @@ def test_damaged_events_are_counted_and_the_rest_is_read(written, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        ("", "is empty"),
-        ("  \n", "is empty"),
-        (b"\x1f\x8b", "is empty"),
-        (bytes(range(256)) * 9, "is no JSON"),
-        ("7", "is no JSON"),
-        ('{"a": 1}', "holds no list of trace events"),
-        ('{"traceEvents": 3}', "holds no list of trace events"),
-        ('{"traceEv', "holds no list of trace events"),
-        ("{7}", "holds no list of trace events"),
-        ('{"a" 7}', "holds no list of trace events"),
-        ('{"a": ' + "[" * 100_000, "holds no list of trace events"),
+        "",
+        "  \n",
+        b"\x1f\x8b",
+        bytes(range(256)) * 9,
+        "7",
+        '{"a": 1}',
+        '{"traceEvents": 3}',
+        '{"traceEv',
+        "{7}",
+        '{"a" 7}',
+        '{"a": ' + "[" * 100_000,
     ],
 )
-def test_what_is_no_trace_is_refused(written, content, message):
-    with pytest.raises(ValueError, match=rf"t\.json {message}.*such as torch\.profiler exports"):
+def test_what_is_no_trace_is_refused(written, content):
+    with refused(ValueError):
         written(content)
 
 
 def test_no_file_and_no_unit(tmp_path, written):
     for path in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(FileNotFoundError, match="no trace at"):
+        with refused(FileNotFoundError):
             read_chrome(path)
-    with pytest.raises(ValueError, match="'us' or 'ns'"):
+    with refused(ValueError):
         written([GOOD], unit="ms")
 
 
@@ -429,7 +430,7 @@ def test_a_trace_over_the_limit_is_refused_with_its_size(tmp_path):
     size = path.stat().st_size / 2**30
     assert trace_stream.uncompressed_bytes(path) == trace_stream.uncompressed_bytes(zipped) == path.stat().st_size
     for file in (path, zipped):
-        with pytest.raises(ValueError, match=rf"about {size:.3g} GiB of text.*limit_gib=0\.001; record fewer steps"):
+        with refused(ValueError):
             read_chrome(file, limit_gib=0.001)
         assert len(read_chrome(file, limit_gib=size * 1.01).timeline) == 5000
 
@@ -443,7 +444,7 @@ def test_the_size_of_many_gzip_streams_is_estimated_from_all(tmp_path):
 def test_free_memory_is_the_limit_otherwise(monkeypatch, written):
     assert 0 < chrome_trace.free_gib() <= psutil.virtual_memory().total / 2**30
     monkeypatch.setattr(chrome_trace, "free_gib", lambda: 1e-9)
-    with pytest.raises(ValueError, match=r"more than the 1e-09 GiB that are free"):
+    with refused(ValueError):
         written([GOOD])
 
 

@@ -20,6 +20,7 @@ from surokit.environment import cores
 from surokit.profiler.report import verify as trials
 from surokit.profiler.report.verify import Verdict, verify
 from tests.profiler.models import line_of
+from tests.refusals import refused
 
 
 def row(rule, gain_ms=1.0, file="", line=0):
@@ -126,29 +127,29 @@ def test_the_interval_holds_the_difference_and_narrows():
 
 @pytest.mark.parametrize("wrong", [{"rounds": 1}, {"steps": 0}])
 def test_too_few_rounds_or_steps(wrong):
-    with pytest.raises(ValueError, match="rounds >= 2 and steps >= 1"):
+    with refused(ValueError):
         verify(row("launches"), lambda: None, lambda: None, **wrong)
 
 
 def test_what_cannot_be_tried_from_outside_says_so():
     calls: list[int] = []
-    with pytest.raises(ValueError, match="'launches' cannot be tried from outside .*: pass changed="):
+    with refused(ValueError):
         verify(row("launches"), lambda: calls.append(1))
     assert not calls
 
 
 @pytest.mark.parametrize(
-    ("rule", "lacking"),
+    "rule",
     [
-        ("optimizer", "runs no optimizer whose fused form is off"),
-        ("data", "reads no torch DataLoader"),
-        ("sync", "reads no single value"),
-        ("zero_grad", r"calls no zero_grad\(set_to_none=False\)"),
-        ("synchronize", r"does not call torch.cuda.synchronize"),
+        "optimizer",
+        "data",
+        "sync",
+        "zero_grad",
+        "synchronize",
     ],
 )
-def test_a_trial_that_the_step_does_not_meet_says_so(rule, lacking):
-    with pytest.raises(ValueError, match=f"{lacking}.* pass changed="):
+def test_a_trial_that_the_step_does_not_meet_says_so(rule):
+    with refused(ValueError):
         verify(row(rule, file="train.py", line=3), lambda: None)
 
 
@@ -321,7 +322,7 @@ def test_a_stream_without_length_cannot_be_tried():
             return iter(itertools.count())
 
     batches = iter(DataLoader(Stream(), 1))
-    with pytest.raises(ValueError, match="no torch DataLoader of known length"):
+    with refused(ValueError):
         verify(row("data"), lambda: next(batches), rounds=2)
 
 
@@ -402,7 +403,7 @@ def test_switches_are_set_for_the_trial_and_put_back(rule, raising):
                 verify(row(rule), step, rounds=2)
                 assert seen == [mine, tried, mine, tried, mine, mine, mine, tried]
             else:
-                with pytest.raises(raising, match="mine"):
+                with refused(raising):
                     verify(row(rule), step, rounds=9)
                 assert seen[1] == tried
             assert read() == mine
@@ -427,7 +428,7 @@ def test_a_step_that_raises_in_a_trial_leaves_nothing_behind(rule, error):
         if next(calls) == 4 + (rule == "optimizer"):
             raise error("mine")
 
-    with pytest.raises(error, match="mine"):
+    with refused(error):
         verify(row(rule, file=__file__, line=line_of("the read", __name__)), step, rounds=3)
     assert (gc.collect, _BaseDataLoaderIter.__next__, torch.optim.Optimizer.zero_grad) == plain
     assert gc.isenabled()

@@ -9,6 +9,7 @@ import torch
 import surokit.profiler.monitoring.windows as module
 from surokit.profiler.monitoring.windows import Windows, _read, activity, give_way, student
 from surokit.profiler.record import tracer
+from tests.refusals import refused
 from tests.train.toys import assert_same_state, make_session
 
 
@@ -266,9 +267,9 @@ def test_a_window_gives_way():
 
 @pytest.mark.parametrize(("every", "steps"), [(2, 2), (1, 1), (5, 0), (0, 1)])
 def test_windows_that_cannot_be(every, steps):
-    with pytest.raises(ValueError, match="shorter than its distance"):
+    with refused(ValueError):
         Windows(every, steps)
-    with pytest.raises(ValueError, match="shorter than its distance"):
+    with refused(ValueError):
         activity(every, steps=steps)
 
 

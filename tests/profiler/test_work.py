@@ -21,6 +21,7 @@ from surokit.profiler.record.recording import RATES, Shaped
 from surokit.profiler.record.tracer import without_chatter
 from tests.planner.families import config_of, model_of
 from tests.planner.test_flops import adapt
+from tests.refusals import refused
 
 aten = torch.ops.aten
 F32, BF16, I64 = "float", "c10::BFloat16", "long int"
@@ -562,7 +563,7 @@ def test_a_lists_tensors_have_the_dtype_that_their_shape_had_last():
 def test_steps_that_cannot_be():
     empty = shaped_step(Timeline.of([]), [])
     assert [len(c) for c in (empty.flop_E, empty.bytes_E, empty.rate_E)] == [0, 0, 0]
-    with pytest.raises(ValueError, match="1 inputs were given for 2 events: give one each") as caught:
+    with refused(ValueError) as caught:
         shaped_step(Timeline.of([op("aten::mm", 0, 1), op("aten::mm", 2, 3)]), [MM])
     assert "\n" not in str(caught.value)
 
