@@ -17,6 +17,7 @@ from surokit.quantized import sqnr_db
 from surokit.recipe import Lora
 from tests.conftest import Tiny
 from tests.models.families import write
+from tests.refusals import refused
 
 STORAGES = {
     "qfp8": sk.QFP8.storage,
@@ -232,7 +233,7 @@ def test_merging_for_good_keeps_nothing():
     layer = layer_with(sk.QFP8.storage, rank=4)
     layer.merge_adapter(keep=False)
     assert not layer.can_unmerge
-    with pytest.raises(ValueError, match="keep=True"):
+    with refused(ValueError):
         layer.unmerge_adapter()
     layer.merge_adapter()  # no adapter: nothing to do
     assert not layer.can_unmerge
@@ -243,7 +244,7 @@ def test_unmerging_under_another_adapter_is_refused():
     before = bits(layer)
     layer.merge_adapter()
     layer.add_adapter(Lora(2))
-    with pytest.raises(ValueError, match="another adapter"):
+    with refused(ValueError):
         layer.unmerge_adapter()
     layer.remove_adapter()
     layer.unmerge_adapter()
@@ -290,16 +291,16 @@ def test_a_whole_model_merges_saves_and_unmerges(requantize, tmp_path, ids):
 
 def test_models_without_anything_to_merge(tiny):
     sk.apply(tiny, sk.BF16)
-    with pytest.raises(ValueError, match="no adapter to merge"):
+    with refused(ValueError):
         merge(tiny)
-    with pytest.raises(ValueError, match="no merged adapters"):
+    with refused(ValueError):
         unmerge(tiny)
 
 
 def test_a_head_that_is_the_embedding_is_not_merged(tmp_path):
     write(tmp_path, "smollm2")
     model = load(tmp_path, device="cpu", recipe=sk.BF16.lora(rank=2, targets=("q_proj", "lm_head")))
-    with pytest.raises(ValueError, match="lm_head shares its weight with an embedding"):
+    with refused(ValueError):
         merge(model)
     assert all(layer.has_adapter for name, layer in linears(model).items() if name.endswith(("q_proj", "lm_head")))
 

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from surokit.kernels.reference import loss as reference
 from surokit.nn.loss import chunked_cross_entropy, linear_cross_entropy
+from tests.refusals import refused
 
 
 class Live(TorchDispatchMode):
@@ -93,13 +94,13 @@ def test_autocast(problem):
 
 def test_shapes_and_dtypes_are_refused(problem):
     x, w, labels = problem
-    with pytest.raises(ValueError, match="flatten batch and time"):
+    with refused(ValueError):
         linear_cross_entropy(x.view(2, 300, 16), w, labels)
-    with pytest.raises(ValueError, match="do not fit"):
+    with refused(ValueError):
         linear_cross_entropy(x, w[:, :8], labels)
-    with pytest.raises(ValueError, match="do not fit"):
+    with refused(ValueError):
         linear_cross_entropy(x, w, labels[:-1])
-    with pytest.raises(TypeError, match="int64"):
+    with refused(TypeError):
         linear_cross_entropy(x, w, labels.int())
     labels[0] = 1000
     with pytest.raises((IndexError, RuntimeError), match="index"):

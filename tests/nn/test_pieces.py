@@ -8,6 +8,7 @@ from surokit.nn.attention import attention
 from surokit.nn.norm import RMSNorm, rms_norm
 from surokit.nn.rope import RotaryEmbedding, apply_rope, inverse_frequencies
 from surokit.nn.swiglu import swiglu
+from tests.refusals import refused
 
 
 def saved_bytes(fn, *inputs):
@@ -148,5 +149,5 @@ def test_rope_scaling():
     assert between.any()
     assert (scaled[between] < plain[between]).all()
     assert (scaled[between] > plain[between] / 8).all()
-    with pytest.raises(ValueError, match="default, linear, llama3"):
+    with refused(ValueError):
         inverse_frequencies(64, 1e4, {"rope_type": "yarn", "factor": 2.0})
