@@ -12,6 +12,7 @@ from torch import Tensor
 from surokit.kernels.reference.adamw import adamw_
 from surokit.kernels.reference.columns import corrections, gather, scatter_, update_columns_
 from tests.kernels.test_adamw import BETA1, BETA2, DECAY, EPS, LR, by_hand
+from tests.refusals import refused
 
 OPTIONS: dict[str, Any] = {"lr": LR, "beta1": BETA1, "beta2": BETA2, "weight_decay": DECAY, "eps": EPS}
 B, F = torch.bfloat16, torch.float32
@@ -96,5 +97,5 @@ def test_the_table_of_corrections(betas: tuple[float, float]) -> None:
 
 
 def test_betas_next_to_one() -> None:
-    with pytest.raises(ValueError, match="use betas up to"):
+    with refused(ValueError):
         corrections(0.9, 0.9999999, torch.device("cpu"))

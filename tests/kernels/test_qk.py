@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from surokit.kernels.reference import norm, qk, rope
+from tests.refusals import refused
 
 EPS = 1e-6
 
@@ -103,5 +104,5 @@ def test_one_of_the_two_may_go_without_a_weight() -> None:
 
 def test_the_gradient_of_a_norm_needs_its_input() -> None:
     _, _, grads, tables, weights = example()
-    with pytest.raises(ValueError, match="needs its input and its 1 / rms"):
+    with refused(ValueError):
         qk.backward(*grads, None, None, *tables, *weights)

@@ -23,6 +23,7 @@ from surokit.kernels import ops
 from surokit.kernels.cuda import build
 from surokit.kernels.cuda import transpose as cuda
 from surokit.kernels.reference import transpose as reference
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = ROOT / "tests" / "kernels" / "cuda_on_cpu"
@@ -110,17 +111,15 @@ def test_strides_do_not_matter(form):
 
 @pytest.mark.parametrize("form", [reference, cuda], ids=["reference", "cuda"])
 def test_what_is_not_codes_is_refused(form):
-    with pytest.raises(ValueError, match="one byte each, got torch.bfloat16: quantize first"):
+    with refused(ValueError):
         form.transpose_fp8(torch.zeros(2, 2, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"are a matrix, got \[2, 2, 2\]: flatten"):
+    with refused(ValueError):
         form.transpose_fp8(torch.zeros(2, 2, 2, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="two codes in a byte: view it as uint8 and use transpose_fp4"):
+    with refused(ValueError):
         form.transpose_fp8(codes(2, 2).view(torch.float4_e2m1fn_x2))
-    with pytest.raises(
-        ValueError, match=r"8 packed 4-bit codes a row are \[M, 4\], got \[2, 3\]: give the number of codes"
-    ):
+    with refused(ValueError):
         form.transpose_fp4(codes(2, 3), 8)
-    with pytest.raises(ValueError, match="are uint8, got torch.int8: view them as uint8"):
+    with refused(ValueError):
         form.transpose_fp4(codes(2, 3, dtype=torch.int8), 6)
 
 
@@ -217,7 +216,7 @@ def test_wrapper_equals_the_reference(on_cpu, dtype):
 def test_wrapper_says_what_went_wrong(on_cpu, monkeypatch):
     library = SimpleNamespace(transpose=lambda *arguments: b"out of resources")
     monkeypatch.setattr(cuda, "built", lambda stem, device: build.Built(library, "fails"))
-    with pytest.raises(RuntimeError, match=r"transpose of \[4, 6\] codes on cpu could not start: out of resources\."):
+    with refused(RuntimeError):
         cuda.transpose_fp8(codes(4, 6))
 
 

@@ -14,6 +14,7 @@ from surokit.kernels.triton.adamw import adamw_, stochastic_bf16
 from tests.kernels.compiling import ANY, Launches, matrix
 from tests.kernels.interpreter import DEVICE
 from tests.kernels.test_adamw import by_hand
+from tests.refusals import refused
 
 OPTIONS = {"lr": 0.03, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
 B, F = torch.bfloat16, torch.float32
@@ -152,8 +153,8 @@ def test_errors_and_nothing_to_do():
     adamw_([], [], [], [], [], **OPTIONS)
     with pytest.raises(ValueError, match="shorter|longer"):
         adamw_([p], [], [m], [v], t, **OPTIONS)
-    with pytest.raises(ValueError, match="equal shapes"):
+    with refused(ValueError):
         adamw_([p], [grad[:1]], [m], [v], t, **OPTIONS)
-    with pytest.raises(TypeError, match="float64"):
+    with refused(TypeError):
         adamw_([p.double()], [grad], [m], [v], t, **OPTIONS)
     assert t[0] == 0

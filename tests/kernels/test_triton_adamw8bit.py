@@ -14,6 +14,7 @@ from surokit.kernels.triton import adamw8bit as kernels
 from surokit.kernels.triton.adamw8bit import adamw8bit_, encode
 from tests.kernels.compiling import ANY, Launches, matrix
 from tests.kernels.interpreter import DEVICE
+from tests.refusals import refused
 
 OPTIONS = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
 KEY = torch.tensor([12345, -678], dtype=torch.int32)
@@ -210,12 +211,12 @@ def test_errors_and_nothing_to_do():
     adamw8bit_([], [], [], [], [], [], [], **OPTIONS)
     with pytest.raises(ValueError, match="shorter|longer"):
         adamw8bit_([p], [], **state, **OPTIONS)
-    with pytest.raises(ValueError, match="equal shapes"):
+    with refused(ValueError):
         adamw8bit_([p], [p[:2]], **state, **OPTIONS)
-    with pytest.raises(TypeError, match="float64"):
+    with refused(TypeError):
         adamw8bit_([p.double()], [p], **state, **OPTIONS)
-    with pytest.raises(ValueError, match="contiguous uint8 codes"):
+    with refused(ValueError):
         adamw8bit_([p], [p], **{**state, "exp_avgs": [p]}, **OPTIONS)
-    with pytest.raises(ValueError, match="have 2 contiguous float32 scales"):
+    with refused(ValueError):
         adamw8bit_([p], [p], **{**state, "absmaxes": [p[0]]}, **OPTIONS)
     assert state["steps"][0] == 0

@@ -10,6 +10,7 @@ from surokit.kernels.reference import columns as reference
 from surokit.kernels.triton import columns as kernels
 from tests.kernels.compiling import ANY, Launches, compiled, matrix
 from tests.kernels.interpreter import DEVICE, INTERPRETED
+from tests.refusals import refused
 
 OPTIONS = {"lr": 0.03, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
 B, F = torch.bfloat16, torch.float32
@@ -163,23 +164,23 @@ def test_nothing_to_do():
 def test_errors():
     W, index = weight(4, 6), some(6, 2)
     w, m, v, clocks = states(W, index, [0, 0])
-    for change, error, words in (
-        ({"g_OI": W[:2]}, ValueError, "shape of its weight"),
-        ({"g_OI": W.double()}, TypeError, "float64"),
-        ({"index_C": index.to(torch.int16)}, ValueError, "int32 or int64"),
-        ({"index_C": index[None]}, ValueError, "int32 or int64"),
-        ({"m_CO": m[:1]}, ValueError, "contiguous"),
-        ({"v_CO": v.t().contiguous().t()}, ValueError, "contiguous"),
-        ({"w_CO": w.to(B)}, TypeError, "float32"),
-        ({"clocks_C": clocks.float()}, ValueError, "int32 clocks"),
-        ({"clocks_C": clocks[:1]}, ValueError, "int32 clocks"),
+    for change, error in (
+        ({"g_OI": W[:2]}, ValueError),
+        ({"g_OI": W.double()}, TypeError),
+        ({"index_C": index.to(torch.int16)}, ValueError),
+        ({"index_C": index[None]}, ValueError),
+        ({"m_CO": m[:1]}, ValueError),
+        ({"v_CO": v.t().contiguous().t()}, ValueError),
+        ({"w_CO": w.to(B)}, TypeError),
+        ({"clocks_C": clocks.float()}, ValueError),
+        ({"clocks_C": clocks[:1]}, ValueError),
     ):
         given = {"W_OI": W, "g_OI": W, "index_C": index, "w_CO": w, "m_CO": m, "v_CO": v, "clocks_C": clocks}
-        with pytest.raises(error, match=words):
+        with refused(error):
             kernels.update_columns_(**{**given, **change}, **OPTIONS)
-    with pytest.raises(ValueError, match="contiguous"):
+    with refused(ValueError):
         kernels.gather(W, index, w.t())
-    with pytest.raises(TypeError, match="int32"):
+    with refused(TypeError):
         kernels.scatter_(W, index, clocks)
 
 

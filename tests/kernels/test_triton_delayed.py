@@ -8,6 +8,7 @@ from surokit.kernels.reference import delayed as reference
 from surokit.kernels.triton import delayed as kernels
 from tests.kernels.compiling import FP8, Launches, compiled, matrix
 from tests.kernels.interpreter import DEVICE, poisoned
+from tests.refusals import refused
 
 pytestmark = pytest.mark.sampled
 
@@ -146,11 +147,11 @@ def test_more_blocks_than_parts(monkeypatch):
 
 def test_errors():
     x, one = inputs(4, 8), torch.ones(1, device=DEVICE)
-    with pytest.raises(ValueError, match="`in_force_S` is float32 with a slot for each layer"):
+    with refused(ValueError):
         kernels.quantize(x, E4M3, one.double(), one, True)
-    with pytest.raises(ValueError, match="`opened_S` is float32 with a slot for each layer"):
+    with refused(ValueError):
         kernels.quantize(x, E4M3, one, one.view(1, 1), True)
-    with pytest.raises(ValueError, match="one shape and stride"):
+    with refused(ValueError):
         kernels.quantize(x, E4M3, one.expand(2), one.repeat(2), True)
 
 

@@ -12,6 +12,7 @@ from surokit.kernels.reference.quantize import decode, quantize
 from surokit.kernels.triton import gemm
 from tests.kernels.compiling import ANY, Launches, compiled, matrix
 from tests.kernels.interpreter import DEVICE
+from tests.refusals import refused
 
 pytestmark = pytest.mark.sampled
 
@@ -148,11 +149,11 @@ def test_no_tokens(format):
 
 def test_clear_errors():
     storage = Storage(("fp8", (0, 0)), weight(20, 70))
-    with pytest.raises(TypeError, match="take the reference"):
+    with refused(TypeError):
         storage.product(gemm, torch.zeros(2, 70, device=DEVICE))
-    with pytest.raises(ValueError, match="20 x 70 has no columns for the 69 columns"):
+    with refused(ValueError):
         storage.product(gemm, torch.zeros(2, 69, dtype=torch.bfloat16, device=DEVICE))
-    with pytest.raises(ValueError, match="20 x 70 has no rows for the 70 columns"):
+    with refused(ValueError):
         storage.product(gemm, torch.zeros(2, 70, dtype=torch.bfloat16, device=DEVICE), transposed=True)
 
 

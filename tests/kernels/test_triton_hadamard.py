@@ -7,6 +7,7 @@ from surokit.kernels.reference import hadamard as reference
 from surokit.kernels.triton import hadamard, nvfp4
 from tests.kernels.compiling import ANY, Launches, compiled, matrix
 from tests.kernels.interpreter import DEVICE
+from tests.refusals import refused
 
 pytestmark = pytest.mark.sampled
 
@@ -78,7 +79,7 @@ def test_no_rows_and_other_types():
     assert hadamard.rotate(torch.zeros(0, 20, dtype=torch.bfloat16, device=DEVICE), 16).shape == (0, 32)
     for rotate in (hadamard.rotate, nvfp4.quantize_rotated):
         for dtype, block in ((torch.float64, 16), (torch.float32, 128), (torch.float32, 24)):
-            with pytest.raises(ValueError, match=f"not {dtype} in {block}: take the reference"):
+            with refused(ValueError):
                 rotate(torch.zeros(2, 16, dtype=dtype, device=DEVICE), block)
 
 

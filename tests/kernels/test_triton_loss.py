@@ -7,6 +7,7 @@ from surokit.kernels.reference import loss as reference
 from surokit.kernels.triton import loss as kernels
 from tests.kernels.compiling import ANY, Launches, matrix
 from tests.kernels.interpreter import DEVICE
+from tests.refusals import refused
 
 pytestmark = pytest.mark.sampled
 
@@ -121,7 +122,7 @@ def test_strides():
 
 def test_errors():
     x, w, labels = problem(4, 8, 20)
-    with pytest.raises(ValueError, match=r"labels of shape \[4\]"):
+    with refused(ValueError):
         kernels.forward(x, w, labels[:3], False, False)
-    with pytest.raises(TypeError, match="use kernels/reference"):
+    with refused(TypeError):
         kernels.forward(x.double(), w.double(), labels, False, False)

@@ -14,6 +14,7 @@ from surokit.kernels.triton import norm as kernels
 from surokit.kernels.triton import rows
 from tests.kernels.compiling import ANY, FP8, Launches, compiled, matrix
 from tests.kernels.interpreter import DEVICE, poisoned
+from tests.refusals import refused
 
 pytestmark = pytest.mark.sampled
 
@@ -326,7 +327,7 @@ def test_strides_and_no_rows():
 
 def test_errors():
     x, dy, w = inputs(4, 8)
-    with pytest.raises(ValueError, match="weight of shape"):
+    with refused(ValueError):
         kernels.forward(x, w[:7], 1e-5)
     for call in (
         lambda: kernels.backward(dy[:3], x, w, x.new_ones(4, 1)),
@@ -334,19 +335,19 @@ def test_errors():
         lambda: kernels.add_forward(x, dy[:1], w, 1e-5),
         lambda: kernels.forward_quantized(x, w, 1e-5, delta=dy[:3]),
     ):
-        with pytest.raises(ValueError, match="equal shapes"):
+        with refused(ValueError):
             call()
-    with pytest.raises(TypeError, match="use kernels/reference"):
+    with refused(TypeError):
         kernels.forward(x.double(), w, 1e-5)
-    with pytest.raises(ValueError, match=r"scales of 2\^n columns, not of 3"):
+    with refused(ValueError):
         kernels.forward_quantized(x, w, 1e-5, columns=3)
     for module in (kernels, reference):
-        with pytest.raises(ValueError, match="both `in_force` and `opened`"):
+        with refused(ValueError):
             module.forward_quantized(x, w, 1e-5, in_force=torch.ones(1, device=DEVICE))
     for options in ({}, BLOCKS):
-        with pytest.raises(ValueError, match="both orientations with a delayed scale only"):
+        with refused(ValueError):
             kernels.forward_quantized(x, w, 1e-5, both=True, **options)
-    with pytest.raises(ValueError, match="do not fit"):
+    with refused(ValueError):
         kernels.forward(x.new_ones(1, 65537), x.new_ones(65537), 1e-5)
 
 

@@ -9,6 +9,7 @@ from surokit.kernels.triton import norm, rope
 from surokit.kernels.triton import qk as kernels
 from tests.kernels.compiling import ANY, Launches
 from tests.kernels.interpreter import DEVICE, INTERPRETED
+from tests.refusals import refused
 
 pytestmark = pytest.mark.sampled
 
@@ -176,19 +177,19 @@ def test_no_tokens():
 
 def test_errors():
     _, (q, k), (dq, dk), (cos, sin), (wq, wk) = example(2, 3, (4, 2), 16, device=DEVICE)
-    with pytest.raises(ValueError, match="differ in their number of heads only"):
+    with refused(ValueError):
         kernels.forward(q, k[:, :2], cos, sin, wq, wk)
-    with pytest.raises(ValueError, match="weights of shape"):
+    with refused(ValueError):
         kernels.forward(q, k, cos, sin, wq[:8], wk)
-    with pytest.raises(ValueError, match="need cos and sin of shape"):
+    with refused(ValueError):
         kernels.forward(q, k, cos[:2], sin[:2], wq, wk)
-    with pytest.raises(TypeError, match="use kernels/reference"):
+    with refused(TypeError):
         kernels.forward(q.double(), k.double(), cos, sin, wq, wk)
     *_, rq, rk = kernels.forward(q, k, cos, sin, wq, wk)
-    with pytest.raises(ValueError, match="needs its input and its 1 / rms"):
+    with refused(ValueError):
         kernels.backward(dq, dk, q, None, cos, sin, wq, wk, rq, rk)
-    with pytest.raises(ValueError, match="needs an input of that shape"):
+    with refused(ValueError):
         kernels.backward(dq, dk, q, k, cos, sin, wq, wk, rk, rq)
     for out in ((dk, dk), (dq, dk.float()), (dq, torch.empty_like(dk).transpose(2, 3).contiguous().transpose(2, 3))):
-        with pytest.raises(ValueError, match="`out` takes gradients"):
+        with refused(ValueError):
             kernels.backward(dq, dk, q, k, cos, sin, wq, wk, rq, rk, out=out)

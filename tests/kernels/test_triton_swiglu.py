@@ -12,6 +12,7 @@ from surokit.kernels.triton import delayed as launches
 from surokit.kernels.triton import swiglu as kernels
 from tests.kernels.compiling import ANY, FP8, Launches, compiled, matrix
 from tests.kernels.interpreter import DEVICE, poisoned
+from tests.refusals import refused
 
 pytestmark = pytest.mark.sampled
 
@@ -251,14 +252,14 @@ def test_strides_and_empty_tensors():
 def test_errors():
     gate, up, dy = inputs(4, 8)
     for function in (kernels.forward, kernels.forward_quantized, partial(kernels.backward, dy)):
-        with pytest.raises(ValueError, match="equal shapes"):
+        with refused(ValueError):
             function(gate, up[:3])
-        with pytest.raises(TypeError, match="use kernels/reference"):
+        with refused(TypeError):
             function(gate.double(), up.double())
-    with pytest.raises(ValueError, match=r"scales of 2\^n columns, not of 24"):
+    with refused(ValueError):
         kernels.forward_quantized(gate, up, columns=24)
     for columns in (0, 256):
-        with pytest.raises(ValueError, match="both orientations with a delayed scale only"):
+        with refused(ValueError):
             kernels.forward_quantized(gate, up, columns=columns, both=True)
 
 
