@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surokit.widgets.figure import Line, Mark, Pane, figure, nice_ticks, short, thin
+from tests.refusals import refused
 
 
 def draw(*lines, **pane):
@@ -52,7 +53,7 @@ def test_ticks(low, high, target, expected):
 
 @pytest.mark.parametrize(("low", "high"), [(math.nan, 1), (0, math.inf), (2, 1)])
 def test_ticks_refuse_what_is_no_range(low, high):
-    with pytest.raises(ValueError, match="finite ends in order"):
+    with refused(ValueError):
         nice_ticks(low, high)
 
 

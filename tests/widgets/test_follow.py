@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from surokit.widgets.follow import watch
+from tests.refusals import refused, warned
 from tests.widgets.toys import View, grow, line, says, small_session
 
 
@@ -91,7 +92,7 @@ def test_a_view_that_fails_is_dropped_with_one_warning(tmp_path):
 
     grow(tmp_path, line(1))
     says(tmp_path, "done", 1)
-    with pytest.warns(RuntimeWarning, match="stopped drawing .ZeroDivisionError: no pen"):
+    with warned(RuntimeWarning):
         seen = watch(tmp_path, view=Broken())
     assert seen.states[tmp_path.name].step == 1
 
@@ -131,21 +132,21 @@ def test_the_words_say_a_name_once_and_the_last_note(tmp_path):
 
 
 def test_errors(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"There is no folder .*nowhere: give the run_dir"):
+    with refused(FileNotFoundError):
         watch(tmp_path / "nowhere")
     (tmp_path / "file.txt").write_text("")
-    with pytest.raises(ValueError, match=r"file.txt is a file"):
+    with refused(ValueError):
         watch(tmp_path / "file.txt")
-    with pytest.raises(ValueError, match=r"is not the folder of a run: it has neither records.jsonl nor run.json\.$"):
+    with refused(ValueError):
         watch(tmp_path)
     (tmp_path / "a").mkdir()
     grow(tmp_path / "a", line(1))
     (tmp_path / "b").mkdir()
-    with pytest.raises(ValueError, match=r"No step is written in .*b yet: the run has not begun\. With follow=True"):
+    with refused(ValueError):
         watch(tmp_path / "b", follow=False)
-    with pytest.raises(ValueError, match="needs the folder of a run"):
+    with refused(ValueError):
         watch()
-    with pytest.raises(ValueError, match="seconds and positive"):
+    with refused(ValueError):
         watch(tmp_path / "a", every_s=0)
 
 

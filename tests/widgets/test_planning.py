@@ -18,6 +18,7 @@ from surokit.widgets.figure import _css
 from surokit.widgets.picture import MESSAGE_BYTES
 from surokit.widgets.planning import NOT_GIVEN, explore, picture
 from tests.planner.families import QWEN3_8B
+from tests.refusals import refused
 
 PLAN = plan(QWEN3_8B, batch=3, length=4096, gpus=8, gpu="H100", mfu=0.4, tokens=1e12, usd_per_gpu_hour=2.5)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -183,7 +184,7 @@ def test_other_arguments_stay_when_a_control_moves():
     assert explorer.plan.setup.accumulate == 4
     explorer.controls["batch"].value = "4"
     assert explorer.plan.setup.batch == 4
-    with pytest.raises(ValueError, match="accumulate=0"):
+    with refused(ValueError):
         explorer.set(accumulate=0)
     assert explorer.plan.setup.batch == 4
 
@@ -257,7 +258,7 @@ def test_outside_a_notebook_the_plan_is_printed(monkeypatch, capsys):
 
 
 def test_what_is_no_plan_is_refused():
-    with pytest.raises(TypeError, match=r"explore\(\) got a float: pass a plan, explore\(sk.plan"):
+    with refused(TypeError):
         explore(8e9)  # type: ignore[arg-type]
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from surokit.profiler.monitoring.sustained import sustain
 from surokit.runs.status import RunInfo
 from surokit.widgets.state import EVENTS, PanelState, Recent, Ruler, Series, _reduce, worst
+from tests.refusals import refused
 
 values = st.one_of(
     st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 5e-324, 1.7976931348623157e308])
@@ -73,7 +74,7 @@ def test_memory_is_flat_in_the_length_of_the_run():
 
 
 def test_too_small_a_limit_is_refused():
-    with pytest.raises(ValueError, match="at least 8 points"):
+    with refused(ValueError):
         Series(4)
 
 
