@@ -22,6 +22,7 @@ from surokit.environment import environment
 from surokit.fusion import OFF
 from surokit.kernels import Choice
 from surokit.train.session import Session
+from tests.refusals import refused
 
 CPU = torch.device("cpu")
 PLAN = {"gib": 5.0, "memory_gib": 80.0, "flops_per_token": 3e9, "peak_tflops": 989.0, "floor_ms": 50.0}
@@ -93,10 +94,10 @@ def test_a_second_call_has_nothing_left_to_do(rehearsal, capsys):
 
 def test_the_numbers_of_a_rehearsal_are_refused(rehearsal, tmp_path):
     data = json.loads(rehearsal.read_text())
-    with pytest.raises(ValueError, match="rehearsal"):
+    with refused(ValueError):
         gpu_table.table(data)
     (tmp_path / "gpu.json").write_text(rehearsal.read_text())
-    with pytest.raises(ValueError, match="rehearsal"):
+    with refused(ValueError):
         result.filled("<!-- table: gpu.json -->\n<!-- end of table -->", tmp_path)
     with rehearsal.with_suffix(".csv").open(encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
@@ -342,7 +343,7 @@ def test_a_smoke_test_without_time_goes_on_in_the_next_call(tmp_path, clock):
 
     bench = bench_of(tmp_path, clock, seconds=150, smoke=dict.fromkeys(sk.recipes, slow))
     bench.pace = gpu.Pace(smoke_beside=1)
-    with pytest.raises(OutOfTime, match="Next is smoke/.*, about 30 s, and 0 s are left"):
+    with refused(OutOfTime):
         bench.part(PARTS["smoke"])
     assert len(asked) == 2
     bench = bench_of(tmp_path, clock, smoke=dict.fromkeys(sk.recipes, slow))
@@ -405,7 +406,7 @@ def test_a_call_ends_in_time_and_the_next_goes_on(tmp_path, clock, monkeypatch):
     group = group_of("bf16", "fp8", rounds=3)
     monkeypatch.setattr(gpu, "OPENS_S", 20.0)
     bench = bench_of(tmp_path, clock, seconds=30)  # the first one took 14
-    with pytest.raises(OutOfTime, match="Next is turn/g/0/fp8, about 16 s, and 16 s are left"):
+    with refused(OutOfTime):
         measure(bench, group)
     assert bench.systems.said == ["open bf16", "bf16", "close bf16"]
     kept = bench.book["turn/g/0/bf16"]
@@ -465,7 +466,7 @@ def test_what_was_measured_says_how_long_the_next_start_takes(tmp_path, clock):
 
 def test_late_with_little_time_is_no_failure(tmp_path, clock):
     bench = bench_of(tmp_path, clock, seconds=300, open={"0.6b lora bf16": lambda systems: Failed("late", "late")})
-    with pytest.raises(OutOfTime, match="turn/g/0/bf16 did not end within this call"):
+    with refused(OutOfTime):
         measure(bench, group_of("bf16"))
     assert "turn/g/0/bf16" not in bench.book
     bench = bench_of(tmp_path, clock, open={"0.6b lora bf16": lambda systems: Failed("too late", "late")})
@@ -499,10 +500,10 @@ def test_another_device_or_version_is_refused(tmp_path, monkeypatch):
     for changed in ({"device": "NVIDIA H200"}, {"torch": "2.11.0"}):
         with monkeypatch.context() as patch:
             patch.setattr(results_store, "environment", lambda changed=changed: {**here, **changed})
-            name, value = next(iter(changed.items()))
-            with pytest.raises(ValueError, match=f"was measured with {name} .* and here it is '{value}'"):
+
+            with refused(ValueError):
                 results_store.Book(tmp_path / "gpu.json", "gpu", head, {})
-    with pytest.raises(ValueError, match="was measured with settings"):
+    with refused(ValueError):
         results_store.Book(tmp_path / "gpu.json", "gpu", {**head, "settings": {"batch": 4}}, {})
     assert results_store.next_free(tmp_path / "gpu.json") == tmp_path / "gpu-2.json"
     assert results_store.next_free(tmp_path / "new.json") == tmp_path / "new.json"
@@ -543,7 +544,7 @@ def test_a_check_of_other_sources_says_nothing_of_these(tmp_path, monkeypatch, c
 @pytest.mark.parametrize("text", ["{", "[]", '{"environment": {}}', '{"kernels": []}'])
 def test_a_file_of_something_else_is_left_alone(tmp_path, text):
     (tmp_path / "gpu.json").write_text(text)
-    with pytest.raises(ValueError, match="is no file of this benchmark"):
+    with refused(ValueError):
         results_store.Book(tmp_path / "gpu.json", "gpu", {"benchmark": "gpu"}, {})
     assert (tmp_path / "gpu.json").read_text() == text
 
@@ -641,7 +642,7 @@ def test_what_a_process_cannot_do_is_one_sentence(tmp_path, line, message, why):
             worker.ask({}, timeout_s=0.2 if why == "late" else 60)
         assert (str(failed.value), failed.value.why) == (message, why)
         if why == "late":
-            with pytest.raises(Failed, match="W has ended before"):
+            with refused(Failed):
                 worker.ask({})
 
 
@@ -654,7 +655,7 @@ def test_a_worker_trains_in_a_process_of_its_own(tmp_path):
         assert worker.ready["build_s"] > 0
         answer = worker.ask({"steps": 2})
         assert answer["tokens"] == 2 * 16
-        with pytest.raises(Failed, match="ValueError: run"):
+        with refused(Failed):
             worker.ask({"steps": "two"})
     here = systems.training(Configuration("0.6b", "bf16"), 60.0)
     assert here.losses[:2] == pytest.approx(answer["losses"], rel=1e-3)
@@ -740,7 +741,7 @@ def test_the_same_text_for_everyone():
     flat, firsts = ids_ST.reshape(-1), [r * 64 + m for r, row in enumerate(starts_SM) for m in row if 0 < m < 64]
     assert firsts
     assert all(flat[first - 1] == 999 for first in firsts)
-    with pytest.raises(ValueError, match="too few for 1000 rows of 2,048"):
+    with refused(ValueError):
         corpus(1000, 2048, 1000)
 
 

@@ -19,6 +19,7 @@ from surokit.bench.corpus import corpus
 from surokit.bench.process import Failed
 from surokit.bench.turns import Call, OutOfTime
 from surokit.racing.statistics import steps_to
+from tests.refusals import refused
 
 WORK = Work(batch=2, length=32, accumulate=2, rank=4, alpha=8.0, lr=1e-2)
 
@@ -203,7 +204,7 @@ def test_another_call_goes_on_and_repeats_nothing(fake, tmp_path):
     Fake.started.clear()
     fake(tmp_path, systems=["surokit bf16", "surokit fp8"])
     assert Fake.started == []
-    with pytest.raises(ValueError, match=r"settings"):
+    with refused(ValueError):
         fake(tmp_path, rounds=3)
 
 
@@ -326,14 +327,14 @@ def test_the_bar_is_the_mean_over_models_at_equal_settings():
 
 
 def test_bad_input_is_one_sentence():
-    with pytest.raises(ValueError, match="There is no 'nonsense': known are surokit bf16,"):
+    with refused(ValueError):
         peers.run(["nonsense"])
-    with pytest.raises(ValueError, match=r"There is no '70b': known are 0\.6b,"):
+    with refused(ValueError):
         peers.run(models=["70b"])
-    with pytest.raises(ValueError, match="each is above 0"):
+    with refused(ValueError):
         peers.run(minutes=0)
     if not torch.cuda.is_available():
-        with pytest.raises(RuntimeError, match="no CUDA device: --rehearse"):
+        with refused(RuntimeError):
             peers.run()
 
 

@@ -10,6 +10,7 @@ from surokit.bench import predicted as bench
 from surokit.bench.configurations import MODELS, Configuration, Work
 from surokit.bench.targets import ESTIMATES, TARGETS, Target
 from surokit.planner import find_gpu
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,16 +89,16 @@ def test_what_was_measured_stands_beside_its_prediction(measured, data, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change",
     [
-        ({"rehearsal": True}, "was measured in a rehearsal, of which nothing is predicted"),
-        ({"environment": {"device": "NVIDIA A100"}}, "was measured on NVIDIA A100, of which nothing is predicted"),
-        ({"gpu": None}, "is no file of `bench gpu`: give the gpu.json of an hour"),
+        {"rehearsal": True},
+        {"environment": {"device": "NVIDIA A100"}},
+        {"gpu": None},
     ],
 )
-def test_what_is_no_measurement_of_a_predicted_device_is_refused(measured, change, words):
+def test_what_is_no_measurement_of_a_predicted_device_is_refused(measured, change):
     measured.write_text(json.dumps({**json.loads(measured.read_text()), **change}))
-    with pytest.raises(ValueError, match=words):
+    with refused(ValueError):
         bench.run(measured=measured)
 
 

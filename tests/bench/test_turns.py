@@ -7,6 +7,7 @@ import pytest
 
 from surokit.bench.process import Failed
 from surokit.bench.turns import Call, OutOfTime, Running, Turns
+from tests.refusals import refused
 
 
 class System:
@@ -77,9 +78,9 @@ def test_some_are_built_anew_for_each_turn():
 def test_without_room_all_are_alone_unless_what_they_learned_counts():
     crowded = Turns(lambda name, until_s: System(name, room=2), alone=())
     assert take_turns(crowded) == ["a0 a", "b0 ab", "c0 c", "a1 a", "b1 b", "c1 c"]
-    with pytest.raises(Failed, match="out of memory"):
+    with refused(Failed):
         take_turns(Turns(lambda name, until_s: System(name, room=2)))
-    with pytest.raises(Failed, match="out of memory"):
+    with refused(Failed):
         take_turns(Turns(lambda name, until_s: System(name, room=0), alone=()))
 
 
@@ -89,7 +90,7 @@ def test_a_system_runs_once_it_is_warm():
     assert running.take(2, math.inf, before=1)["before"] == 1
     assert (len(running.losses), running.peak_mib, running.reserved_mib) == (10, 20.0, 0.0)
     running.close()
-    with pytest.raises(Failed, match="it broke"):
+    with refused(Failed):
         Running(System(broken=Failed("it broke")), 5, math.inf)
 
 
@@ -106,7 +107,7 @@ def test_a_call_has_so_much_time(monkeypatch, capsys):
     call = Call(ends_s=160.0, grace_s=10.0, late_s=30.0)
     assert call.tried("a", 20.0, lambda until_s: {"until": until_s}) == {"until": 150.0}
     assert call.tried("a", 55.0, lambda until_s: {"until": until_s}) == {"until": 170.0}  # with grace
-    with pytest.raises(OutOfTime, match=r"Next is b, about 61 s, and 60 s are left\."):
+    with refused(OutOfTime):
         call.tried("b", 61.0, lambda until_s: {})
     over = Call(ends_s=100.0, grace_s=10.0)
     with pytest.raises(OutOfTime):
@@ -115,6 +116,6 @@ def test_a_call_has_so_much_time(monkeypatch, capsys):
     assert call.tried("c", 20.0, fails("missing")) == {"left_out": "no"}
     assert call.tried("c", 20.0, fails("memory")) == {"failed": "no"}
     assert call.tried("c", 20.0, fails("late")) == {"failed": "no"}  # later than it should be
-    with pytest.raises(OutOfTime, match="d did not end within this call"):
+    with refused(OutOfTime):
         call.tried("d", 55.0, fails("late"))
     assert capsys.readouterr().err.splitlines()[-2:] == ["c: no", "d"]
