@@ -12,6 +12,7 @@ import torch
 
 import surokit as sk
 from surokit.train import Session
+from tests.refusals import refused, warned
 from tests.train.toys import Toy, make_session
 
 ZENFLOW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.0}
@@ -70,7 +71,7 @@ def test_other_optimizers() -> None:
 def test_the_rate_is_the_one_before_the_schedule() -> None:
     session = make_session(optimizer=sk.ZenFlow(**ZENFLOW))
     session.run(1)
-    with pytest.warns(UserWarning, match="The schedule is no part of the configuration"):
+    with warned(UserWarning):
         assert session.to_deepspeed()["optimizer"]["params"]["lr"] == 1e-3
 
 
@@ -95,7 +96,7 @@ def test_the_rate_is_the_one_before_the_schedule() -> None:
 def test_what_selects_and_updates(options: dict[str, Any], block: dict[str, Any], words: str) -> None:
     session = zenflow(**options)
     if words:
-        with pytest.warns(UserWarning, match=words):
+        with warned(UserWarning):
             found = session.to_deepspeed()
     else:
         found = quietly(session)
@@ -103,29 +104,21 @@ def test_what_selects_and_updates(options: dict[str, Any], block: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    "make",
     [
-        (lambda: make_session(optimizer=sk.ZenFlow(lr=1e-3), schedule=None), r"Weight decay differs .* \(0, 0.1\)"),
-        (
-            lambda: make_session(optimizer=sk.ZenFlow(**ZENFLOW), schedule=None, accumulate=2),
-            "takes update_interval for gradient_accumulation_steps: of accumulate=2 nothing is left",
-        ),
-        (
-            lambda: make_session(optimizer=sk.AdamW(weight_decay=0.0, rounding="stochastic"), schedule=None),
-            "Stochastic rounding",
-        ),
-        (lambda: make_session(optimizer=sk.AdamW8bit(), schedule=None), "no counterpart of AdamW8bit"),
+        lambda: make_session(optimizer=sk.ZenFlow(lr=1e-3), schedule=None),
+        lambda: make_session(optimizer=sk.ZenFlow(**ZENFLOW), schedule=None, accumulate=2),
+        lambda: make_session(optimizer=sk.AdamW(weight_decay=0.0, rounding="stochastic"), schedule=None),
+        lambda: make_session(optimizer=sk.AdamW8bit(), schedule=None),
     ],
 )
-def test_what_is_different_there_is_said(make: Any, words: str) -> None:
-    with pytest.warns(UserWarning, match=words):
+def test_what_is_different_there_is_said(make: Any) -> None:
+    with warned(UserWarning):
         make().to_deepspeed()
 
 
 def test_what_has_no_counterpart_at_all() -> None:
-    with pytest.raises(
-        ValueError, match=r"takes topk_ratio between 0 and 1, and this is 0: .* compare with surokit.OffloadAdamW"
-    ):
+    with refused(ValueError):
         zenflow(topk_ratio=0.0).to_deepspeed()
     batches = [{"input_ids": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.zeros(2, 4, dtype=torch.int64)}]
 
@@ -133,7 +126,7 @@ def test_what_has_no_counterpart_at_all() -> None:
         def __iter__(self) -> Any:
             return iter(batches)
 
-    with pytest.raises(ValueError, match="does not know how many rows a batch has before the first step"):
+    with refused(ValueError):
         make_session(data=Shapeless(), optimizer=sk.AdamW()).to_deepspeed()
 
 

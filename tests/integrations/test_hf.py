@@ -12,6 +12,7 @@ import torch
 from surokit.runs.jsonl import read
 from surokit.train.errors import NoTargetsError
 from tests.clocks import until
+from tests.refusals import refused
 from tests.test_live import View, read_status
 
 
@@ -185,7 +186,7 @@ def test_it_is_found_by_its_name():
     import surokit
 
     assert surokit.integrations.hf.LiveCallback.__module__ == "surokit.integrations.hf"
-    with pytest.raises(AttributeError, match="no 'keras'; there is hf, lightning, mirrors"):
+    with refused(AttributeError):
         _ = surokit.integrations.keras
 
 
@@ -210,7 +211,7 @@ def test_steps_without_a_label_that_counts_are_seen(trainer):
 def test_five_of_them_end_the_training(trainer):
     run, _ = trainer(max_steps=6)
     run.train_dataset = Masked()
-    with pytest.raises(NoTargetsError, match="template"):
+    with refused(NoTargetsError):
         run.train()
     assert run.state.global_step == 5
 
