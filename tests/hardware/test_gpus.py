@@ -11,6 +11,7 @@ import pytest
 from surokit import planner
 from surokit.hardware.gpus import COLUMNS, Ceilings, load_hardware
 from surokit.planner import Gpu, find_gpu
+from tests.refusals import refused
 
 FIGURES = ("memory_gib", "bandwidth_tb_s", "bf16_tflops", "fp8_tflops", "fp4_tflops", "peer_gb_s", "host_gb_s", "watts")
 
@@ -112,7 +113,7 @@ def test_names_as_torch_gives_them(torch_name, name):
 
 
 def test_a_near_namesake_is_not_taken_for_it():
-    with pytest.raises(ValueError, match="There is no GPU 'NVIDIA A10G' in the table: did you mean A10"):
+    with refused(ValueError):
         find_gpu("NVIDIA A10G")
 
 
@@ -136,7 +137,7 @@ def test_a_table_of_ones_own(table, tmp_path):
     assert yours == Gpu("Yours", watts=300)
     assert find_gpu("my-gpu") is mine
     assert planner.plan(8e9, tokens=1e9, gpu="M1", mfu=0.5).time.rate_tflops == 50.25
-    with pytest.raises(ValueError, match="'Mine', which is Mine already.*or give replace=True"):
+    with refused(ValueError):
         load_hardware(str(path))
     assert load_hardware(path, replace=True)[0] is table["Mine"]
 
@@ -148,34 +149,34 @@ def test_the_shipped_table_is_one_that_a_user_could_load(table):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text",
     [
-        ("gpu,bf16_tflops\nMine,1\n", "has no column 'name' in its first line"),
-        ("name,bf16\nMine,1\n", "has a column 'bf16' that no GPU has: did you mean 'bf16_tflops'"),
-        ("name,watts,watts\nMine,1,1\n", "names a column twice"),
-        ("name,watts\nMine,many\n", "line 2 of the table: watts is 'many' where a number is needed"),
-        ("name,watts\nMine,-3\n", "line 2 of the table: watts of Mine=-3.0 must be a finite number above zero"),
-        ("name,watts\nMine,inf\n", "finite number"),
-        ("name,capability\nMine,nine\n", "capability is 'nine' where two numbers are needed"),
-        ("name,watts\n,3\n", "line 2 of the table has no name"),
-        ("name,watts\nMine,1,000\n", "has more fields than there are columns: put text that holds commas in quotes"),
-        ("name,watts\nMine,1\nmine,2\n", "names 'mine', which is Mine already: give each GPU a name of its own."),
-        ("name,aliases\nMine,H100 SXM\n", "names 'H100 SXM', which is H100 already"),
-        ("name,watts\n", "the table holds no GPU"),
+        "gpu,bf16_tflops\nMine,1\n",
+        "name,bf16\nMine,1\n",
+        "name,watts,watts\nMine,1,1\n",
+        "name,watts\nMine,many\n",
+        "name,watts\nMine,-3\n",
+        "name,watts\nMine,inf\n",
+        "name,capability\nMine,nine\n",
+        "name,watts\n,3\n",
+        "name,watts\nMine,1,000\n",
+        "name,watts\nMine,1\nmine,2\n",
+        "name,aliases\nMine,H100 SXM\n",
+        "name,watts\n",
     ],
 )
-def test_tables_that_cannot_be_read(table, text, said):
+def test_tables_that_cannot_be_read(table, text):
     before = dict(table)
-    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+    with refused(ValueError) as caught:
         load_hardware(text)
     assert "\n" not in str(caught.value)
     assert table == before
 
 
 def test_no_table_there(tmp_path):
-    with pytest.raises(FileNotFoundError, match="There is no table of GPUs at"):
+    with refused(FileNotFoundError):
         load_hardware(tmp_path / "none.csv")
-    with pytest.raises(TypeError, match="takes a path or CSV text, not a int"):
+    with refused(TypeError):
         load_hardware(3)  # type: ignore[arg-type]
 
 
@@ -204,23 +205,23 @@ def test_json_that_is_no_gpu(text):
 
 
 def test_figures_that_cannot_be():
-    with pytest.raises(ValueError, match="host_gb_s of Bad=0"):
+    with refused(ValueError):
         Gpu("Bad", host_gb_s=0)
-    with pytest.raises(ValueError, match="launch_us of the ceilings"):
+    with refused(ValueError):
         Ceilings("now", launch_us=float("nan"))
-    with pytest.raises(TypeError, match=r"give Ceilings\(measured="):
+    with refused(TypeError):
         Gpu("Bad", ceilings={"bf16_tflops": 3})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    "given",
     [
-        ({"bf16_tflops": 100e12}, r"did you mean 100 \(the unit is TFLOPS\)"),
-        ({"bandwidth_tb_s": 1008}, r"did you mean 1.008 \(the unit is TB/s\)"),
-        ({"memory_gib": 24 * 2**30}, r"did you mean 24 \(the unit is GiB\)"),
-        ({"peer_gb_s": 450e9}, r"did you mean 450 \(the unit is GB/s\)"),
+        {"bf16_tflops": 100e12},
+        {"bandwidth_tb_s": 1008},
+        {"memory_gib": 24 * 2**30},
+        {"peer_gb_s": 450e9},
     ],
 )
-def test_figures_in_another_unit(given, said):
-    with pytest.raises(ValueError, match=said):
+def test_figures_in_another_unit(given):
+    with refused(ValueError):
         Gpu("Mine", **given)
