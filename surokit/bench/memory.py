@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from surokit.bench.result import markdown
-from surokit.planner.counts.flops import Recompute
+from surokit.fusion import Recompute
 
 if TYPE_CHECKING:
     import torch

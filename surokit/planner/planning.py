@@ -12,32 +12,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from surokit import arguments, units
-from surokit.hardware.gpus import Gpu, find_gpu
+from surokit import units
+from surokit.fusion import Recompute
+from surokit.hardware.gpus import Gpu
 from surokit.hardware.machine import machine_gib, room_for_decoded
 from surokit.planner import picture
 from surokit.planner.compare import check as checking
 from surokit.planner.compare.check import Check
-from surokit.planner.counts.flops import (
-    Attention,
-    Compute,
-    Recompute,
-    count_flops,
-    frozen,
-    on_gpu,
-    product_kinds,
-    trained_parameters,
-)
-from surokit.planner.counts.memory import DTYPE_BYTES, SLACK, Layers, Memory, Setup, blocks_of, count_memory
-from surokit.planner.inputs.fusion import Transposed, read_fusion
-from surokit.planner.inputs.shape import Shape, built_here
+from surokit.planner.counts.flops import Attention, Compute, count_flops, product_kinds
+from surokit.planner.counts.memory import SLACK, Layers, Memory, Setup, blocks_of, count_memory
+from surokit.planner.inputs.fusion import Transposed
+from surokit.planner.inputs.question import Asked, Logits, Question, read_question
+from surokit.planner.inputs.shape import Shape
 from surokit.planner.inputs.subject import Subject, read_subject
 from surokit.planner.inverse import offload_plan, questions, recipe_choice, remedies, speedups
-from surokit.planner.offload.formulas import HOT, OFFLOADING, SLOTS, Host, Offload, host_of
+from surokit.planner.offload.formulas import Host, Offload, host_of
 from surokit.planner.offload.streaming import Streamed
-from surokit.planner.times.cost import Price, Time, Work, count_time, exact, read_price
+from surokit.planner.times.cost import ModelFlops, Price, Time, count_time, exact
 from surokit.planner.times.energy import energy_kwh
 from surokit.planner.times.roofline import Estimate, estimate_step
 from surokit.planner.words import Line, as_html, as_text, plan_answers, plan_lines, plan_notes, plan_source
@@ -46,8 +39,6 @@ from surokit.tables import data_frame
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-_OPTIMIZERS = {name: name for name in ("adamw", "adamw8bit", *OFFLOADING, "none")} | {"sgd": "none"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,13 +68,21 @@ class Plan:
     factor: int
     notes: tuple[str, ...]
     source: str
-    subject: Subject = field(compare=False)
-    given: Mapping[str, Any] = field(compare=False)
+    asked: Asked = field(compare=False)
 
     def but(self, **changes: Any) -> Plan:
         """The same plan with other arguments: `plan.but(batch=4)`; an argument that is None is taken back."""
-        asked = {**self.given, **changes}
-        return plan(self.subject, **{k: v for k, v in asked.items() if v is not None or k not in self.given})
+        return answer(self.asked.question.but(**changes))
+
+    @property
+    def subject(self) -> Subject:
+        """What is planned, as it was read."""
+        return self.asked.subject
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The arguments that were given, and those with a default."""
+        return self.asked.question.given
 
     @property
     def days(self) -> float | None:
@@ -113,13 +112,12 @@ class Plan:
     @cached_property
     def estimate(self) -> Estimate | None:
         """A step's time, row by row; None where shape, batch, length or the rates of the GPU are missing."""
-        between_gb_s = self.given.get("between_gb_s")
-        return _estimate(self.shape, self.parameters, self.compute, self.recipe, self.setup, self.gpu, between_gb_s)
+        return _estimate(self.asked, self.compute)
 
     @property
     def trained_parameters(self) -> float:
         """Parameters with a gradient and an optimizer's state."""
-        return _trains(self.shape, self.parameters, self.recipe, self.setup)
+        return self.asked.trained_parameters
 
     @property
     def room_gib(self) -> float | None:
@@ -202,8 +200,7 @@ class Plan:
     @property
     def deferral(self) -> dict[str, Any]:
         """ZenFlow's settings that a prediction asks for, where the plan's optimizer is one."""
-        given = self.given.get("optimizer")
-        return _deferral(self.subject.own.arguments.get("optimizer") if given is None else given)
+        return self.asked.deferral
 
     # -- beside a measurement, and shown
 
@@ -296,7 +293,7 @@ def plan(
     dtype: Any = None,
     master: bool = False,
     zero: int = 0,
-    logits: Literal["fused", "whole"] | None = None,
+    logits: Logits | None = None,
     accumulate: int | None = None,
     layers: Layers | None = None,
     slack: float = SLACK,
@@ -346,286 +343,130 @@ def plan(
 
     Raises ValueError or TypeError, in one sentence with the remedy, for figures that cannot be meant.
     """
-    given = {name: value for name, value in locals().items() if name != "what" and value is not None}
-    subject = read_subject(what)
-    shape, parameters, own = subject.shape, subject.parameters, subject.own.arguments
-    gpus = arguments.integer("gpus", gpus, most=1e7)
-    device = None if gpu is None else find_gpu(gpu)
-    without_bf16 = device is not None and not device.has_bf16
-    held = _dtype(dtype or subject.dtype or ("fp16" if without_bf16 else None))
-    device = device.multiplying(held) if device else None
-    batch = own.get("batch") if batch is None else arguments.integer("batch", batch)
-    length = own.get("length") if length is None else arguments.integer("length", length)
-    run_tokens = None if tokens is None else arguments.tokens(tokens)
-    goodput = arguments.share("goodput", goodput)
-    price = None if usd_per_gpu_hour is None else read_price(usd_per_gpu_hour)
-    _choice("attention", attention, ("causal", "full"))
-    _choice("recompute", recompute, (None, "none", "selective", "full"))
-    _choice("logits", logits, (None, "fused", "whole"))
-    _choice("layers", layers, (None, "surokit", "transformers"))
-    _choice("transposed", transposed, (None, "cached", "on the fly"))
-    accumulate = own.get("accumulate", 1) if accumulate is None else arguments.integer("accumulate", accumulate)
-    flags = {"graphs": graphs, "master": master, "training": training, "offload_activations": offload_activations}
-    for name, value in flags.items():
-        if value is not None and not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r} is unknown: use True or False.")
-    slack = 0.0 if slack == 0 and not isinstance(slack, bool) else arguments.share("slack", slack)
-    between_gb_s = None if between_gb_s is None else arguments.number("between_gb_s", between_gb_s)
-    _choice("zero", zero, (0, 1, 2, 3))
-    if tflops_per_gpu is not None and mfu is not None:
-        raise ValueError("tflops_per_gpu and mfu both say how fast a GPU is: give one of them.")
-    if tflops_per_gpu is not None:
-        tflops_per_gpu = arguments.rate(tflops_per_gpu, *((device.name, device.fastest_tflops) if device else ()))
-    if mfu is not None:
-        mfu = arguments.share("mfu", mfu)
-        if device is None or device.plain_tflops is None:
-            peak = "BF16" if device is None else device.plain
-            name = "no GPU" if device is None else f"no {peak} peak of {device.name}"
-            raise ValueError(
-                f"mfu={mfu:g} is a share of a dense {peak} peak, and there is {name}: give gpu='H100' or the like, "
-                "or tflops_per_gpu=."
-            )
-    if recipe is not None:
-        from surokit.recipe import find_recipe
+    what = read_subject(what)
+    return answer(Question(**locals()))
 
-        recipe = find_recipe(recipe)
-    layers = layers or subject.layers
-    kind = subject.device if device is None else device.device
-    recipe = own.get("recipe") if recipe is None else recipe
-    if recompute is None and not hasattr(fusion, "recompute"):
-        recompute = own.get("recompute")
-    if fusion is None:
-        fusion = _own_fusion(subject, layers, kind)
-    fused, recompute = read_fusion(fusion, transposed, recompute)
-    if fused and shape is not None and not built_here(shape):
-        raise ValueError(f"surokit fuses no layers of {shape.family}: leave fusion= out.")
-    if graphs and kind == "cpu":
-        raise ValueError("CUDA graphs need a GPU: leave graphs= out, or give gpu='H100' or the like.")
-    if graphs is None:
-        graphs = kind == "cuda" and own.get("graphs", False)
-    optimizer = own.get("optimizer", "adamw") if optimizer is None else optimizer
-    if kind != "cpu" and training:  # on a CPU all is the host's
-        offload_weights = own.get("offload_weights") if offload_weights is None else offload_weights
-        offload_activations = own.get("offload_activations") if offload_activations is None else offload_activations
-    # what trains of the model as it is says nothing of another recipe, or of other dtypes
-    as_it_is = training and subject.own.has(recipe) and held == _dtype(subject.dtype)
-    trained = subject.own.trained if as_it_is else None
-    prefetch = _prefetch(offload_weights, shape, kind, training and not frozen(recipe), _optimizer(optimizer))
-    if prefetch and training:
-        recompute = "full"
-    if prefetch and gpus > 1 and zero > 1:
-        raise ValueError(
-            f"offload_weights streams whole weights, and zero={zero} shards them: give zero=0 or 1, or leave it out."
-        )
-    if offload_activations and kind == "cpu":
-        raise ValueError("offload_activations needs a GPU: leave it out, or give gpu='H100' or the like.")
-    deferral = _deferral(optimizer)
-    setup = Setup(
-        dtype=held,
-        optimizer=_optimizer(optimizer),
-        state_dtype=_dtype(state_dtype or _option(optimizer, "state_dtype") or (trained and trained.dtype) or held),
-        master=master,
-        gpus=gpus,
-        zero=zero,
-        batch=batch,
-        length=length,
-        recompute=recompute,
-        logits=logits or ("whole" if layers == "transformers" and not fused else "fused"),
-        training=training,
-        device=kind,
-        layers=layers,
-        accumulate=accumulate,
-        slack=slack,
-        fusion=fused,
-        graphs=graphs,
-        hot=deferral.get("topk_ratio", 0.0),
-        overlap=deferral.get("overlap_step", True),
-        slots=deferral.get("slots", SLOTS),
-        prefetch=prefetch,
-        offload_activations=bool(offload_activations),
-        trained=trained,
-    )
-    if setup.offloads:
-        setup = replace(setup, graphs=False)
-    if kind == "cpu" and recipe != own.get("recipe"):
-        recipe = _as_a_session_decodes(shape, parameters, recipe, setup, device)
-    # our layers compute norms and SwiGLU again, which are no products
-    ours = layers == "surokit" or bool(fused)
-    repeated: Recompute = "none" if recompute == "selective" and ours else recompute
-    factor = 2 if not training else 4 if frozen(recipe) else 6
-    compute = None
-    carried = on_gpu(recipe, device)
-    per_token: Fraction = factor * exact(subject.active)
-    recompute_share = 0.0
-    if shape is not None:
-        compute = count_flops(
-            shape, length=length, recipe=carried, attention=attention, recompute=repeated, training=training
-        )
-        per_token = Fraction(compute.model)
-        recompute_share = compute.recompute / compute.model
-    elif recompute == "full" and training:
-        recompute_share = 2 / factor
-    estimate = None
-    if tflops_per_gpu is None and mfu is None and device is not None and device.ceilings is not None:
-        estimate = _estimate(shape, parameters, compute, recipe, setup, device, between_gb_s)
-    memory = count_memory(shape, parameters, carried if fused else recipe, setup)
-    waits_ms = None
-    if setup.offloads and estimate is not None and device is not None and (host := host_of(device)) is not None:
-        with_offload = offload_plan.with_offload(
-            estimate.step_ms,
-            host,
-            shape=shape,
-            recipe=recipe,
-            setup=setup,
-            trained=_trains(shape, parameters, recipe, setup),
-            memory=memory,
-            deferral=deferral,
-        )
-        waits_ms = with_offload - estimate.step_ms
-    step_tokens = None if batch is None or length is None else batch * length * accumulate * gpus
-    work = Work(
-        run=None if run_tokens is None else per_token * exact(run_tokens),
-        step=None if step_tokens is None else per_token * step_tokens,
-        step_tokens=step_tokens,
-        recompute_share=recompute_share,
-    )
+
+def answer(question: Question) -> Plan:
+    """Answer a question: read it, count a step, take the time of it and of the run, and put the plan together."""
+    asked = _as_a_session_decodes(read_question(question))
+    run, setup, compute = asked.run, asked.setup, _compute(asked)
+    flops = _model_flops(asked, compute)
+    memory = count_memory(asked.subject.shape, asked.subject.parameters, asked.counted_recipe, setup)
+    predicts = not run.has_rate and asked.gpu is not None and asked.gpu.ceilings is not None
+    estimate = _estimate(asked, compute) if predicts else None
     time = count_time(
-        work,
-        gpus=gpus,
-        gpu=device,
-        tflops_per_gpu=tflops_per_gpu,
-        mfu=mfu,
-        goodput=goodput,
-        price=price,
+        flops,
+        run,
+        gpus=setup.gpus,
+        gpu=asked.gpu,
         compute=compute,
-        kinds=product_kinds(carried),
+        kinds=product_kinds(asked.carried),
         estimate=estimate,
-        waits_ms=waits_ms,
+        waits_ms=None if estimate is None else _waits_ms(asked, memory, estimate),
     )
-    parts = [subject.name]
-    if recipe is not None:
-        parts.append(f"recipe {getattr(recipe, 'name', recipe)}")
-    if run_tokens is not None:
-        parts.append(f"{units.count(run_tokens)} tokens")
-    if step_tokens is not None:
-        times = f" x {accumulate}" if accumulate > 1 else ""
-        parts.append(f"{batch} x {length}{times} tokens a step" + (" and GPU" if gpus > 1 else ""))
-    if fused or graphs:
-        parts.append(" ".join([*(["fused"] if fused else []), *(["in CUDA graphs"] if graphs else [])]))
-    if device is not None or gpus > 1:
-        parts.append(f"{gpus:,} x {device.name if device else 'GPU'}")
-    draft = Plan(
-        title=", ".join(parts),
-        parameters=parameters,
-        shape=shape,
-        recipe=recipe,
+    found = Plan(
+        title=_title(asked, flops),
+        parameters=asked.subject.parameters,
+        shape=asked.subject.shape,
+        recipe=asked.recipe,
         setup=setup,
-        tokens=run_tokens,
-        gpu=device,
-        price=price,
-        flops_per_token=float(per_token),
-        flops=None if work.run is None else float(work.run),
-        flops_per_step=None if work.step is None else float(work.step),
+        tokens=run.tokens,
+        gpu=asked.gpu,
+        price=run.price,
+        flops_per_token=float(flops.token),
+        flops=None if flops.run is None else float(flops.run),
+        flops_per_step=None if flops.step is None else float(flops.step),
         compute=compute,
         time=time,
         memory=memory,
-        factor=factor,
-        notes=subject.notes,
-        source=plan_source(subject, given, setup, recipe),
-        subject=subject,
-        given=given,
+        factor=asked.factor,
+        notes=asked.subject.notes,
+        source=plan_source(question, setup, asked.recipe),
+        asked=asked,
     )
-    return replace(draft, notes=(*subject.notes, *plan_notes(draft)))
+    return replace(found, notes=(*found.notes, *plan_notes(found)))
 
 
-def _own_fusion(subject: Subject, layers: Layers, device: str) -> Any:
-    """What a live model computes together: as it was fused, and a Decoder on CUDA everything."""
-    if subject.shape is None or not built_here(subject.shape):
-        return "none"
-    by_default = "fused" if subject.own.source and layers == "surokit" and device == "cuda" else "none"
-    return subject.own.arguments.get("fusion", by_default)
-
-
-def _as_a_session_decodes(shape: Shape | None, parameters: float, recipe: Any, setup: Setup, device: Gpu | None) -> Any:
-    """The recipe on a CPU: where it leaves open whether stored weights are decoded once, as a session there decides."""
+def _as_a_session_decodes(asked: Asked) -> Asked:
+    """Decide on a CPU, where the recipe leaves it open, whether stored weights are decoded once: as a session there does."""
+    recipe, setup = asked.recipe, asked.setup
+    if setup.device != "cpu" or recipe == asked.subject.own.arguments.get("recipe"):
+        return asked
     if not setup.training or getattr(recipe, "storage", None) is None or recipe.keeps_decoded is not None:
-        return recipe
+        return asked
     once = recipe.decode_once()
-    terms = count_memory(shape, parameters, once, setup).terms
+    terms = count_memory(asked.subject.shape, asked.subject.parameters, once, setup).terms
     decoded = sum(term.bytes for term in terms if term.name == "dequantized weight")
-    return once if decoded <= room_for_decoded(device.memory_gib if device else None) else recipe
+    room = room_for_decoded(asked.gpu.memory_gib if asked.gpu else None)
+    return replace(asked, recipe=once) if decoded <= room else asked
 
 
-def _trains(shape: Shape | None, parameters: float, recipe: Any, setup: Setup) -> float:
-    if not setup.training:
-        return 0.0
-    return setup.trained.parameters if setup.trained is not None else trained_parameters(shape, parameters, recipe)
+def _compute(asked: Asked) -> Compute | None:
+    """Count the FLOPs of a token, product by product; None for a number of parameters."""
+    setup = asked.setup
+    if asked.subject.shape is None:
+        return None
+    # our layers compute norms and SwiGLU again, which are no products
+    ours = setup.layers == "surokit" or bool(setup.fusion)
+    return count_flops(
+        asked.subject.shape,
+        length=setup.length,
+        recipe=asked.carried,
+        attention=asked.question.attention,
+        recompute="none" if setup.recompute == "selective" and ours else setup.recompute,
+        training=setup.training,
+    )
 
 
-def _estimate(
-    shape: Shape | None,
-    parameters: float,
-    compute: Compute | None,
-    recipe: Any,
-    setup: Setup,
-    gpu: Gpu | None,
-    between_gb_s: float | None,
-) -> Estimate | None:
-    trained = _trains(shape, parameters, recipe, setup)
+def _model_flops(asked: Asked, compute: Compute | None) -> ModelFlops:
+    """Count the FLOPs of a token, a step and the run."""
+    setup, tokens, step_tokens = asked.setup, asked.run.tokens, None
+    if setup.batch is not None and setup.length is not None:
+        step_tokens = setup.batch * setup.length * setup.accumulate * setup.gpus
+    if compute is not None:
+        token, again = Fraction(compute.model), compute.recompute / compute.model
+    else:
+        token = asked.factor * exact(asked.subject.active)
+        again = 2 / asked.factor if setup.recompute == "full" and setup.training else 0.0
+    return ModelFlops(
+        token=token,
+        run=None if tokens is None else token * exact(tokens),
+        step=None if step_tokens is None else token * step_tokens,
+        step_tokens=step_tokens,
+        recompute_share=again,
+    )
+
+
+def _estimate(asked: Asked, compute: Compute | None) -> Estimate | None:
+    """Estimate a step's time; None where shape, batch, length or the rates of the GPU are missing."""
+    shape, recipe, setup, trained = asked.subject.shape, asked.recipe, asked.setup, asked.trained_parameters
     if (blocks := blocks_of(shape, recipe, setup)) is not None:
         trained -= sum(blocks.trained)  # are updated on the host
-    return estimate_step(shape, compute, recipe, setup, gpu, trained_parameters=trained, between_gb_s=between_gb_s)
+    return estimate_step(
+        shape, compute, recipe, setup, asked.gpu, trained_parameters=trained, between_gb_s=asked.question.between_gb_s
+    )
 
 
-def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices or isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} is unknown: use {', '.join(repr(c) for c in choices if c is not None)}.")
+def _waits_ms(asked: Asked, memory: Memory, estimate: Estimate) -> float | None:
+    """Predict what a step waits for the host; None where nothing waits there, or its rates are not known."""
+    host = host_of(asked.gpu) if asked.setup.offloads and asked.gpu is not None else None
+    return None if host is None else offload_plan.with_offload(asked, memory, estimate.step_ms, host) - estimate.step_ms
 
 
-def _dtype(value: Any) -> str:
-    name = str(value if value is not None else "bf16").rpartition(".")[2]
-    if name not in DTYPE_BYTES:
-        raise ValueError(f"dtype {name!r} is none that training holds: use 'bf16', 'fp16' or 'fp32'.")
-    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(name, name)
-
-
-def _option(optimizer: Any, name: str) -> Any:
-    """An option of an optimizer, or of a spec that holds its options."""
-    held = getattr(optimizer, "options", {}) | getattr(optimizer, "settings", {}) | getattr(optimizer, "helpers", {})
-    return getattr(optimizer, name, None) or held.get(name)
-
-
-def _deferral(optimizer: Any) -> dict[str, Any]:
-    """ZenFlow's settings that memory and time depend on, as `predict_offload` takes them; {} of another optimizer."""
-    if optimizer is None or _optimizer(optimizer) != "zenflow":
-        return {}
-    found = {name: _option(optimizer, name) for name in ("topk_ratio", "update_interval", "overlap_step", "slots")}
-    return {"topk_ratio": HOT} | {name: value for name, value in found.items() if value is not None}
-
-
-def _prefetch(asked: bool | int | None, shape: Shape | None, device: str, trains: bool, optimizer: str) -> int:
-    """Blocks that are fetched ahead; 0 where weights are not streamed."""
-    if not asked:
-        return 0
-    if shape is None:
-        raise ValueError(
-            "offload_weights streams blocks, and a number of parameters has none: plan with a config or a model."
-        )
-    if device == "cpu":
-        raise ValueError("offload_weights needs a GPU: leave it out, or give gpu='H100' or the like.")
-    if trains and optimizer in OFFLOADING:
-        raise ValueError(
-            "ZenFlow and OffloadAdamW take parameters of one device. Trained weights that offload_weights keeps on the host are "
-            "updated there: give optimizer='adamw' with offload_weights."
-        )
-    return 1 if asked is True else arguments.integer("offload_weights", asked, most=1e4)
-
-
-def _optimizer(value: Any) -> str:
-    value = getattr(value, "optimizer", value)  # a spec names its class
-    kind = value if isinstance(value, type) else type(value)
-    name = (value if isinstance(value, str) else kind.__name__).lower()
-    if name not in _OPTIMIZERS:
-        known = ", ".join(repr(each) for each in _OPTIMIZERS if each not in ("none", "sgd"))
-        raise ValueError(f"optimizer={name!r} has no known state size: use {known} or 'sgd'.")
-    return _OPTIMIZERS[name]
+def _title(asked: Asked, flops: ModelFlops) -> str:
+    """Say in a line what is planned."""
+    recipe, setup, tokens = asked.recipe, asked.setup, asked.run.tokens
+    parts = [asked.subject.name]
+    if recipe is not None:
+        parts.append(f"recipe {getattr(recipe, 'name', recipe)}")
+    if tokens is not None:
+        parts.append(f"{units.count(tokens)} tokens")
+    if flops.step_tokens is not None:
+        times = f" x {setup.accumulate}" if setup.accumulate > 1 else ""
+        parts.append(f"{setup.batch} x {setup.length}{times} tokens a step" + (" and GPU" if setup.gpus > 1 else ""))
+    if setup.fusion or asked.graphs:
+        parts.append(" ".join(["fused"] * bool(setup.fusion) + ["in CUDA graphs"] * asked.graphs))
+    if asked.gpu is not None or setup.gpus > 1:
+        parts.append(f"{setup.gpus:,} x {asked.gpu.name if asked.gpu else 'GPU'}")
+    return ", ".join(parts)

@@ -5,7 +5,7 @@ What is printed is short, the first clause of how a figure comes about; `plan.ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -20,7 +20,7 @@ from surokit.planner.counts.flops import frozen, gemms_of, on_gpu, operand_bits,
 from surokit.planner.counts.memory import Memory, Setup
 from surokit.planner.inputs.configs import FAMILIES
 from surokit.planner.inputs.fusion import read_fusion
-from surokit.planner.inputs.subject import Subject
+from surokit.planner.inputs.question import Question
 from surokit.planner.inputs.typical import typical_shape
 from surokit.planner.offload.formulas import INTERVAL, OFFLOADING
 from surokit.planner.times.cost import Time
@@ -76,9 +76,9 @@ def verdict(plan: Plan) -> tuple[str, bool]:
     return f"{word} {needed} {room}{most}", False
 
 
-def plan_source(subject: Subject, given: Mapping[str, Any], setup: Setup, recipe: Any) -> str:
-    """What was taken from a live model or session and not given, in a line; "" where nothing live is planned."""
-    own = subject.own
+def plan_source(question: Question, setup: Setup, recipe: Any) -> str:
+    """Say in a line what was taken from a live model or session and not given; "" where nothing live is planned."""
+    own, given = question.what.own, question.given
     if not own.source:
         return ""
     said = []

@@ -22,7 +22,7 @@ from surokit.planner.counts.flops import count_flops
 from surokit.planner.counts.fused_traffic import FusedStep
 from surokit.planner.counts.memory import Setup
 from surokit.planner.counts.traffic import Load, loads
-from surokit.planner.inputs.fusion import UNFUSED, Fused, comes_quantized, read_fusion
+from surokit.planner.inputs.fusion import comes_quantized, read_fusion
 from surokit.planner.inputs.shape import Shape
 from surokit.quantized import Quantized
 from surokit.quantizer import kind_of
@@ -189,7 +189,7 @@ def test_fusing_computes_the_same_and_moves_and_launches_less(recipe, fusion):
 def test_nothing_fused_is_the_step_as_it_was():
     for recipe in RECIPES.values():
         compute = count_flops(SMALL, length=64, recipe=recipe)
-        setup, gpu = Setup(batch=2, length=64, fusion=UNFUSED), find_gpu("H100")
+        setup, gpu = Setup(batch=2, length=64, fusion=OFF), find_gpu("H100")
         rest = SMALL, compute, recipe, setup, gpu, trained(SMALL, recipe)
         for name in ("bytes", "launches", "flop"):
             plain, off = (sum(getattr(r, name) for r in loads(*rest, kind)) for kind in (None, FusedStep))
@@ -238,7 +238,7 @@ def test_codes_of_transposes_by_hand():
     assert blocked["swiglu", "forward"].bytes == TOKENS * blocks * F * (2 + 2 + 2 * (1 + scale))
     assert blocked["norm of mlp", "forward"].bytes == TOKENS * blocks * K * (2 + 2 + 2 + 2)
     compute = count_flops(SMALL, length=64, recipe=sk.FP8)
-    setup = Setup(batch=2, length=64, fusion=Fused(), device="cpu")
+    setup = Setup(batch=2, length=64, fusion=Fusion(), device="cpu")
     emulated = loads(SMALL, compute, sk.FP8, setup, find_gpu("A100"), trained(SMALL, sk.FP8), FusedStep)
     x, y, w = (
         blocks * (128 + 128 + 128 + 256),
@@ -460,19 +460,20 @@ def test_selective_is_what_our_layers_compute_again():
 
 
 def test_a_fusion_is_read_by_its_fields():
-    assert read_fusion("none", None, "full") == (UNFUSED, "full")
-    assert read_fusion("fused", None, "none") == (Fused(), "none")
-    assert read_fusion(Fusion(), None, None) == (Fused(), "none")
-    assert read_fusion(OFF, None, None) == (UNFUSED, "none")
-    assert not UNFUSED
-    assert Fused()
+    assert read_fusion("none", None, "full") == (OFF, "full")
+    assert read_fusion("fused", None, "none") == (Fusion(), "none")
+    assert read_fusion(Fusion(), None, None) == (Fusion(), "none")
+    assert read_fusion(OFF, None, None) == (OFF, "none")
+    assert not OFF
+    assert not Fusion.OFF.without("norm")
+    assert not dataclasses.replace(OFF, recompute="full")
+    assert all(dataclasses.replace(OFF, **{name: True}) for name in ("norm", "gate", "joint", "adapters", "qk"))
+    assert dataclasses.replace(OFF, frozen="codes")
     chosen = Fusion(gate=False, frozen="transposed", recompute="selective")
-    assert read_fusion(chosen, None, None) == (Fused(gate=False, frozen="transposed"), "selective")
+    assert read_fusion(chosen, None, None) == (Fusion(gate=False, frozen="transposed"), "selective")
     assert read_fusion(chosen, None, "none")[1] == "none"
-    assert read_fusion(chosen, "on the fly", "full") == (Fused(gate=False), "full")
+    assert read_fusion(chosen, "on the fly", "full") == (Fusion(gate=False), "full")
     assert read_fusion(Fusion(), "cached", "none")[0].frozen == "transposed"
-    names = {f.name for f in dataclasses.fields(Fusion)}
-    assert names == {f.name for f in dataclasses.fields(Fused)} | {"recompute"}
 
 
 @pytest.mark.parametrize(

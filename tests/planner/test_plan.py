@@ -1,6 +1,7 @@
 """What a plan says: the seed case exactly, published runs, inputs of every kind, and one sentence for what cannot be meant."""
 
 import dataclasses
+import inspect
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from surokit import planner, units
 from surokit.hardware.linear import linear_seconds
 from surokit.planner import Gpu, find_gpu, judge_hours, read_shape, register
 from surokit.planner.compare.published import published
+from surokit.planner.inputs.question import Question
 from surokit.recipe import BF16, FP4, FP8, FP8_BLOCK, FP8_ROWWISE, MXFP4, MXFP8, QFP8
 from tests.planner.families import LLAMA_1B
 from tests.refusals import refused
@@ -620,3 +622,31 @@ def test_a_plan_for_a_cpu_says_hours():
     words = "\n".join([*p.answers, *(f"{line.group} {line.term} {line.text}" for line in p.lines())])
     assert "GPU" not in words
     assert "hours" in words
+
+
+def test_a_question_has_the_arguments_of_plan():
+    parameters = inspect.signature(planner.plan).parameters
+    assert {name: p.default for name, p in parameters.items() if name != "what"} == {
+        f.name: f.default for f in dataclasses.fields(Question) if f.name != "what"
+    }
+    assert next(iter(parameters)) == "what"
+
+
+def test_a_question_is_asked_again_with_other_arguments():
+    asked = plan(8e9, gpus=8, zero=2, gpu="H100").asked.question
+    assert asked.but(zero=3).zero == 3
+    assert (asked.but(gpus=None, gpu=None).gpus, asked.but(gpu=None).gpu) == (1, None)
+    assert asked.given == {
+        "goodput": 1.0,
+        "gpus": 8,
+        "gpu": "H100",
+        "zero": 2,
+        "attention": "causal",
+        "master": False,
+        "slack": 0.1,
+        "training": True,
+    }
+    with pytest.raises(TypeError, match="unexpected keyword argument 'size'"):
+        plan(8e9).but(size=3)
+    with pytest.raises(TypeError, match="multiple values for argument 'what'"):
+        plan(8e9).but(what=9e9)

@@ -23,9 +23,9 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, Protocol
 
-from surokit.planner.counts.flops import Placement, Recompute, Trained, frozen
+from surokit.fusion import Fusion, Recompute
+from surokit.planner.counts.flops import Placement, Trained, frozen
 from surokit.planner.counts.tape import KEPT, LOGITS, Moment, Tape, Value
-from surokit.planner.inputs.fusion import Fused
 from surokit.planner.inputs.shape import Shape
 
 # The logits that the fused linear + cross-entropy holds at a time (kernels/reference/loss.py, which needs torch).
@@ -88,7 +88,7 @@ class Step(Protocol):
     @property
     def training(self) -> bool: ...
     @property
-    def fusion(self) -> Fused: ...
+    def fusion(self) -> Fusion: ...
     @property
     def trained(self) -> Trained | None: ...
 

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from surokit.formats import Kind
+from surokit.fusion import Recompute
 from surokit.hardware.gpus import Gpu
 from surokit.planner.inputs.shape import Shape, Weight
 
 Attention = Literal["causal", "full"]
-Recompute = Literal["none", "selective", "full"]
 #: How tensor cores call forward, grad_input and grad_weight; None where they stay bf16 or no tensor cores compute them.
 Kinds = tuple[Kind | None, Kind | None, Kind | None]
 _ATTENDED = ("query", "key", "value")

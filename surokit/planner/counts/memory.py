@@ -36,12 +36,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from surokit.fusion import OFF, Fusion, Recompute
 from surokit.planner.counts.activations import Activations, Ours, loss_rows, replay
-from surokit.planner.counts.flops import Placement, Recompute, Trained, frozen, gradients, operand_bits, placements
+from surokit.planner.counts.flops import Placement, Trained, frozen, gradients, operand_bits, placements
 from surokit.planner.counts.fused_activations import FusedLayers
 from surokit.planner.counts.tape import GRADIENTS, KEPT, LOGITS, PASSING, Moment
 from surokit.planner.counts.transformers_activations import Theirs
-from surokit.planner.inputs.fusion import UNFUSED, Fused
 from surokit.planner.inputs.shape import Shape, built_here
 from surokit.planner.inputs.typical import typical_shape
 from surokit.planner.offload.formulas import OFFLOADING, SLOTS, device_bytes, host_bytes
@@ -181,7 +181,7 @@ class Setup:
     layers: Layers = "surokit"
     accumulate: int = 1
     slack: float = SLACK
-    fusion: Fused = UNFUSED
+    fusion: Fusion = OFF
     graphs: bool = False
     hot: float = 0.0
     overlap: bool = True

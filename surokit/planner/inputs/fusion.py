@@ -1,56 +1,33 @@
-"""Which operations of a step are planned as one: what `surokit.fusion.Fusion` says, without torch.
+"""Which operations of a step are planned as one: a Fusion, or a word for one.
 
-A plan takes the words "none" and "fused", or a Fusion itself:
-
-    sk.plan(config, fusion="fused", transposed="cached")
-    sk.plan(config, fusion=sk.Fusion().without("gate"))
+sk.plan(config, fusion="fused", transposed="cached")
+sk.plan(config, fusion=sk.Fusion().without("gate"))
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any, Literal
 
-from surokit.planner.counts.flops import Recompute
+from surokit.fusion import OFF, Fusion, Recompute
 
-
-@dataclass(frozen=True)
-class Fused:
-    """What is computed together, and what is kept of a frozen weight that is quantized for its products.
-
-    The fields are those of `surokit.fusion.Fusion`; `frozen` "codes" keeps the weight's codes, "transposed" those of W' too.
-    """
-
-    norm: bool = True
-    gate: bool = True
-    joint: bool = True
-    adapters: bool = True
-    qk: bool = True
-    frozen: Literal["no", "codes", "transposed"] = "codes"
-
-    def __bool__(self) -> bool:
-        """Whether anything is fused, or kept."""
-        return self != UNFUSED
-
-
-UNFUSED = Fused(False, False, False, False, False, "no")
-_WORDS = {"none": UNFUSED, "fused": Fused()}
+_WORDS = {"none": OFF, "fused": Fusion()}
 #: What W' of a frozen quantized weight is: kept from step to step, or turned for each product.
 Transposed = Literal["cached", "on the fly"]
 
 
-def read_fusion(fusion: Any, transposed: Transposed | None, recompute: Recompute | None) -> tuple[Fused, Recompute]:
-    """What a plan's `fusion` and `transposed` mean, and what is computed again: a Fusion's own word where `recompute` is None.
+def read_fusion(fusion: Any, transposed: Transposed | None, recompute: Recompute | None) -> tuple[Fusion, Recompute]:
+    """Return what a plan's `fusion` and `transposed` mean, and what is computed again.
 
-    Raises ValueError for words that are unknown, and for a W' that is to be cached where nothing is fused.
+    The latter is the Fusion's own word where `recompute` is None, and stands beside the Fusion that is returned, not in it. Raises
+    ValueError for words that are unknown, and for a W' that is to be cached where nothing is fused.
     """
     if isinstance(fusion, str):
         if fusion not in _WORDS:
             raise ValueError(f"fusion={fusion!r} is unknown: use {', '.join(map(repr, _WORDS))}, or a Fusion.")
         found = _WORDS[fusion]
-    elif all(hasattr(fusion, f.name) for f in fields(Fused)):
-        found = Fused(**{f.name: getattr(fusion, f.name) for f in fields(Fused)})
-        recompute = recompute or getattr(fusion, "recompute", None)
+    elif isinstance(fusion, Fusion):
+        found, recompute = replace(fusion, recompute="none"), recompute or fusion.recompute
     else:
         raise TypeError(f"fusion={fusion!r} is no Fusion: use 'none', 'fused', or sk.Fusion().")
     if transposed == "cached" and not found:
@@ -63,7 +40,10 @@ def read_fusion(fusion: Any, transposed: Transposed | None, recompute: Recompute
 
 
 def comes_quantized(quantizer: Any) -> bool:
-    """Whether norm and SwiGLU can write these codes themselves: a delayed scale, a scale a row, or one a block of a row."""
+    """Return whether norm and SwiGLU can write these codes themselves.
+
+    They can with a delayed scale, a scale a row, or one a block of a row.
+    """
     if quantizer is None or quantizer.rounding != "nearest" or quantizer.hadamard or quantizer.format.bits != 8:
         return False
     kind = type(quantizer.scaling).__name__  # the classes are the recipe's side, which the planner does not import

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from surokit.planner.counts.flops import frozen, on_gpu
+from surokit.planner.counts.flops import frozen
 from surokit.planner.counts.memory import Memory, Setup, blocks_of, count_memory
-from surokit.planner.inputs.shape import Shape
+from surokit.planner.inputs.question import Asked
 from surokit.planner.inverse.recipe_choice import known_gib
 from surokit.planner.inverse.remedies import Fitting, fitting
 from surokit.planner.offload.formulas import (
@@ -99,21 +99,11 @@ def streamed(plan: Plan, host: Host | None = None, *, prefetch: int | None = Non
     return replace(found, kind=kind, rates=rates)
 
 
-def with_offload(
-    compute_ms: float,
-    host: Host,
-    *,
-    shape: Shape | None,
-    recipe: Any,
-    setup: Setup,
-    trained: float,
-    memory: Memory,
-    deferral: Mapping[str, Any],
-) -> float:
-    """Milliseconds of a step that computes for `compute_ms`, with what of it waits on the host."""
-    width, step_ms = setup.trained_width, compute_ms
+def with_offload(asked: Asked, memory: Memory, compute_ms: float, host: Host) -> float:
+    """Return the milliseconds of a step that computes for `compute_ms`, with what of it waits on the host."""
+    setup, width, step_ms = asked.setup, asked.setup.trained_width, compute_ms
     activations = sum(t.bytes for t in memory.host if t.name == "activations") * setup.accumulate
-    blocks = blocks_of(shape, recipe, setup)
+    blocks = blocks_of(asked.subject.shape, asked.recipe, setup)
     if blocks is not None:
         found = predict_streamed(
             blocks,
@@ -128,9 +118,10 @@ def with_offload(
         step_ms = max(compute_ms, beside) + found.exposed_ms + found.adam_ms
     elif activations:
         step_ms = max(compute_ms, activations / (host.link_gb_s * 1e6))
-    cold = (trained / _shards(setup)) * (1 - deferral.get("topk_ratio", 0.0))
+    trained = asked.trained_parameters / _shards(setup)
+    cold = trained * (1 - asked.deferral.get("topk_ratio", 0.0))
     if setup.optimizer in OFFLOADING and cold >= _NOTHING:
-        o = predict_offload(step_ms, trained / _shards(setup), host, gradient_bytes=round(width), **deferral)
+        o = predict_offload(step_ms, trained, host, gradient_bytes=round(width), **asked.deferral)
         step_ms = o.zenflow_ms if setup.optimizer == "zenflow" else o.synchronous_ms
     return step_ms
 
@@ -200,8 +191,7 @@ def _shards(setup: Setup) -> int:
 
 def _memory(plan: Plan, **changes: Any) -> Memory:
     """Of the plan with another setup."""
-    recipe = on_gpu(plan.recipe, plan.gpu) if plan.setup.fusion else plan.recipe
-    return count_memory(plan.shape, plan.parameters, recipe, replace(plan.setup, **changes))
+    return count_memory(plan.shape, plan.parameters, plan.asked.counted_recipe, replace(plan.setup, **changes))
 
 
 def _room(plan: Plan, takes: Mapping[Way, float], memory: Memory, host: Host) -> Room:

@@ -277,7 +277,9 @@ def _in_layers(shape: Shape, n: int) -> Shape:
 
 def _of(plan: Plan, **subject: Any) -> Plan:
     """The same plan of another subject."""
-    return replace(plan, subject=replace(plan.subject, **subject)).but()
+    other = replace(plan.subject, **subject)
+    asked = replace(plan.asked, question=replace(plan.asked.question, what=other))
+    return replace(plan, asked=asked).but()
 
 
 def _why_not(plan: Plan, room: float) -> str:

@@ -133,9 +133,26 @@ class Time:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What is to be computed: model FLOPs of the run and of one step over all GPUs, and the tokens of that step."""
+class RunSpec:
+    """The run around the steps: its tokens, the rate that somebody expects of a GPU, and what an hour gives and costs."""
 
+    tokens: float | None = None
+    tflops_per_gpu: float | None = None
+    mfu: float | None = None
+    goodput: float = 1.0
+    price: Price | None = None
+
+    @property
+    def has_rate(self) -> bool:
+        """Whether somebody said how fast a GPU is."""
+        return self.tflops_per_gpu is not None or self.mfu is not None
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Model FLOPs of a token, of the run and of one step over all GPUs, and the tokens of that step."""
+
+    token: Fraction
     run: Fraction | None
     step: Fraction | None
     step_tokens: int | None
@@ -143,20 +160,17 @@ class Work:
 
 
 def count_time(
-    work: Work,
+    flops: ModelFlops,
+    run: RunSpec,
     *,
     gpus: int,
     gpu: Gpu | None,
-    tflops_per_gpu: float | None,
-    mfu: float | None,
-    goodput: float,
-    price: Price | None,
     compute: Compute | None = None,
     kinds: Kinds = (None, None, None),
     estimate: Estimate | None = None,
     waits_ms: float | None = None,
 ) -> Time:
-    """Time, GPU hours and cost of `work`.
+    """Return the time, GPU hours and cost of `flops` in a run.
 
     Without a given rate, that of an `estimate` at measured rates is taken, whose step waits for `waits_ms` besides; a datasheet's
     are no prediction. Without `compute`, the bound takes every FLOP at the highest peak of `kinds`.
@@ -164,13 +178,13 @@ def count_time(
     peak_tflops, peak = gpu.peak() if gpu else (None, "")
     rate: Fraction | None = None
     how = ""
-    predicted = tflops_per_gpu is None and mfu is None and estimate is not None and estimate.kind == "prediction"
-    if tflops_per_gpu is not None:
-        rate, how = exact(tflops_per_gpu), "as given"
-    elif mfu is not None:
+    predicted = not run.has_rate and estimate is not None and estimate.kind == "prediction"
+    if run.tflops_per_gpu is not None:
+        rate, how = exact(run.tflops_per_gpu), "as given"
+    elif run.mfu is not None:
         assert peak_tflops is not None, "plan() has checked it"
-        rate = exact(mfu) * exact(peak_tflops)
-        how = f"MFU {mfu:.1%} of {peak}, {peak_tflops:g} TFLOPS"
+        rate = exact(run.mfu) * exact(peak_tflops)
+        how = f"MFU {run.mfu:.1%} of {peak}, {peak_tflops:g} TFLOPS"
     elif predicted and estimate is not None:
         rate, how = exact(estimate.tflops), f"predicted, {estimate.how}"
         if waits_ms:
@@ -179,38 +193,38 @@ def count_time(
     share = None if rate is None or peak_tflops is None else float(rate) / peak_tflops
     hours = days = step_s = usd = usd_range = None
     if rate is not None:
-        flop_per_gpu_hour = rate * 10**12 * 3600 * exact(goodput)
-        if work.run is not None:
-            hours = work.run / flop_per_gpu_hour
+        flop_per_gpu_hour = rate * 10**12 * 3600 * exact(run.goodput)
+        if flops.run is not None:
+            hours = flops.run / flop_per_gpu_hour
             days = hours / gpus / 24
-            if price is not None:
-                usd = hours * exact(price.middle)
-                usd_range = float(hours * exact(price.low)), float(hours * exact(price.high))
-        if work.step is not None:
-            step_s = work.step / (rate * 10**12 * gpus)
+            if run.price is not None:
+                usd = hours * exact(run.price.middle)
+                usd_range = float(hours * exact(run.price.low)), float(hours * exact(run.price.high))
+        if flops.step is not None:
+            step_s = flops.step / (rate * 10**12 * gpus)
     floor_share, floor_how = _floor(compute, gpu, kinds)
     floor_hours = floor_step = None
     if floor_share is not None:
         # hours of one GPU for one model FLOP when every product runs at its own peak
-        if work.run is not None:
-            floor_hours = float(work.run) * floor_share / 3600
-        if work.step is not None:
-            floor_step = float(work.step) * floor_share / gpus
+        if flops.run is not None:
+            floor_hours = float(flops.run) * floor_share / 3600
+        if flops.step is not None:
+            floor_step = float(flops.step) * floor_share / gpus
     return Time(
         rate_tflops=None if rate is None else float(rate),
         rate_how=how,
-        rate_kind="given" if tflops_per_gpu is not None or mfu is not None else "prediction",
+        rate_kind="given" if run.has_rate else "prediction",
         peak=peak,
         peak_tflops=peak_tflops,
         mfu=share,
-        hfu=None if share is None else share * (1 + work.recompute_share),
-        goodput=goodput,
+        hfu=None if share is None else share * (1 + flops.recompute_share),
+        goodput=run.goodput,
         days=None if days is None else float(days),
         gpu_hours=None if hours is None else float(hours),
         usd=None if usd is None else float(usd),
         usd_range=usd_range,
         step_ms=None if step_s is None else float(step_s * 1000),
-        tokens_per_s=None if step_s is None or work.step_tokens is None else float(work.step_tokens / step_s),
+        tokens_per_s=None if step_s is None or flops.step_tokens is None else float(flops.step_tokens / step_s),
         floor_days=None if floor_hours is None else floor_hours / gpus / 24,
         floor_gpu_hours=floor_hours,
         floor_step_ms=None if floor_step is None else floor_step * 1000,

@@ -1,0 +1,313 @@
+"""The question that a plan answers, and how it is read.
+
+    Question    the arguments of `plan`, as they were given
+    Asked       what they mean: model, run, machine, and the Setup of a step
+
+Reading takes what nobody said from the live model or session, turns names into values, and refuses what contradicts itself. It
+counts nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, Literal
+
+from surokit import arguments
+from surokit.fusion import Fusion, Recompute
+from surokit.hardware.gpus import Gpu, find_gpu
+from surokit.planner.counts.flops import Attention, frozen, on_gpu, trained_parameters
+from surokit.planner.counts.memory import DTYPE_BYTES, SLACK, Layers, Setup
+from surokit.planner.inputs.fusion import Transposed, read_fusion
+from surokit.planner.inputs.shape import Shape, built_here
+from surokit.planner.inputs.subject import Subject
+from surokit.planner.offload.formulas import HOT, OFFLOADING, SLOTS
+from surokit.planner.times.cost import Price, RunSpec, read_price
+
+Logits = Literal["fused", "whole"]
+_OPTIMIZERS = {name: name for name in ("adamw", "adamw8bit", *OFFLOADING, "none")} | {"sgd": "none"}
+_WORDS: dict[str, tuple[Any, ...]] = {
+    "attention": ("causal", "full"),
+    "recompute": (None, "none", "selective", "full"),
+    "logits": (None, "fused", "whole"),
+    "layers": (None, "surokit", "transformers"),
+    "transposed": (None, "cached", "on the fly"),
+    "zero": (0, 1, 2, 3),
+}
+_FLAGS = ("graphs", "master", "training", "offload_activations")
+
+
+@dataclass(frozen=True)
+class Question:
+    """The arguments of `plan` as they were given; `plan` says what each of them means."""
+
+    what: Subject
+    tokens: float | None = None
+    gpus: int = 1
+    gpu: str | Gpu | None = None
+    tflops_per_gpu: float | None = None
+    mfu: float | None = None
+    goodput: float = 1.0
+    usd_per_gpu_hour: float | tuple[float, float] | Price | None = None
+    recipe: Any = None
+    batch: int | None = None
+    length: int | None = None
+    attention: Attention = "causal"
+    recompute: Recompute | None = None
+    optimizer: Any = None
+    state_dtype: Any = None
+    dtype: Any = None
+    master: bool = False
+    zero: int = 0
+    logits: Logits | None = None
+    accumulate: int | None = None
+    layers: Layers | None = None
+    slack: float = SLACK
+    between_gb_s: float | None = None
+    training: bool = True
+    fusion: Any = None
+    graphs: bool | None = None
+    transposed: Transposed | None = None
+    offload_weights: bool | int | None = None
+    offload_activations: bool | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments that are not None, by name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "what"}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def but(self, **changes: Any) -> Question:
+        """Return the same question with other arguments; one that is None gets its default again."""
+        defaults: dict[str, Any] = {f.name: f.default for f in fields(self)}
+        for name in changes:
+            if defaults.get(name, MISSING) is MISSING:
+                why = "multiple values for" if name == "what" else "an unexpected keyword"
+                raise TypeError(f"plan() got {why} argument {name!r}")
+        return replace(self, **{name: defaults[name] if value is None else value for name, value in changes.items()})
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a question means; `question` says it as it was given.
+
+    recipe      of the model, with what a live one has
+    gpu         the machine's, None where none was named
+    run         tokens, rate and price
+    setup       a step on one GPU, and how the model is spread over several
+    graphs      whether CUDA graphs were asked for: `setup.graphs` says whether the step has them
+    deferral    ZenFlow's settings, {} of another optimizer
+    """
+
+    question: Question
+    recipe: Any
+    gpu: Gpu | None
+    run: RunSpec
+    setup: Setup
+    graphs: bool
+    deferral: dict[str, Any]
+
+    @property
+    def subject(self) -> Subject:
+        return self.question.what
+
+    @property
+    def carried(self) -> Any:
+        """The recipe as the GPU carries it out."""
+        return on_gpu(self.recipe, self.gpu)
+
+    @property
+    def counted_recipe(self) -> Any:
+        """The recipe whose memory is counted: a fused step keeps what the GPU's own products take."""
+        return self.carried if self.setup.fusion else self.recipe
+
+    @property
+    def factor(self) -> int:
+        """FLOPs of a parameter and token, as a rule of thumb has it."""
+        return 2 if not self.setup.training else 4 if frozen(self.recipe) else 6
+
+    @property
+    def trained_parameters(self) -> float:
+        """Parameters with a gradient and an optimizer's state."""
+        if not self.setup.training:
+            return 0.0
+        if self.setup.trained is not None:
+            return self.setup.trained.parameters
+        return trained_parameters(self.subject.shape, self.subject.parameters, self.recipe)
+
+
+def read_question(question: Question) -> Asked:
+    """Read a question. Raises ValueError or TypeError, in one sentence with the remedy, for figures that cannot be meant."""
+    _check_words(question)
+    subject, gpu = question.what, None if question.gpu is None else find_gpu(question.gpu)
+    dtype = question.dtype or subject.dtype or ("fp16" if gpu is not None and not gpu.has_bf16 else "bf16")
+    dtype = read_dtype(dtype)
+    gpu = gpu.multiplying(dtype) if gpu else None
+    if question.between_gb_s is not None:
+        arguments.number("between_gb_s", question.between_gb_s)
+    run = _read_run(question, gpu)
+    full = _with_own(question, subject.device if gpu is None else gpu.device)
+    if full.recipe is not None:
+        from surokit.recipe import find_recipe
+
+        full = replace(full, recipe=find_recipe(full.recipe))
+    setup = _read_setup(full, dtype, subject.device if gpu is None else gpu.device)
+    deferral = read_deferral(full.optimizer)
+    return Asked(question, full.recipe, gpu, run, setup, bool(full.graphs), deferral)
+
+
+def _check_words(q: Question) -> None:
+    for name, known in _WORDS.items():
+        value = getattr(q, name)
+        if value not in known or isinstance(value, bool):
+            choices = ", ".join(repr(c) for c in known if c is not None)
+            raise ValueError(f"{name}={value!r} is unknown: use {choices}.")
+    for name in _FLAGS:
+        value = getattr(q, name)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} is unknown: use True or False.")
+
+
+def _read_run(q: Question, gpu: Gpu | None) -> RunSpec:
+    tokens = None if q.tokens is None else arguments.tokens(q.tokens)
+    price = None if q.usd_per_gpu_hour is None else read_price(q.usd_per_gpu_hour)
+    tflops_per_gpu, mfu = q.tflops_per_gpu, q.mfu
+    if tflops_per_gpu is not None and mfu is not None:
+        raise ValueError("tflops_per_gpu and mfu both say how fast a GPU is: give one of them.")
+    if tflops_per_gpu is not None:
+        tflops_per_gpu = arguments.rate(tflops_per_gpu, *((gpu.name, gpu.fastest_tflops) if gpu else ()))
+    if mfu is not None:
+        mfu = arguments.share("mfu", mfu)
+        if gpu is None or gpu.plain_tflops is None:
+            peak = "BF16" if gpu is None else gpu.plain
+            name = "no GPU" if gpu is None else f"no {peak} peak of {gpu.name}"
+            raise ValueError(
+                f"mfu={mfu:g} is a share of a dense {peak} peak, and there is {name}: give gpu='H100' or the like, "
+                "or tflops_per_gpu=."
+            )
+    return RunSpec(tokens, tflops_per_gpu, mfu, arguments.share("goodput", q.goodput), price)
+
+
+def _with_own(q: Question, device: str) -> Question:
+    """Return the question with what a live model, or its session, has wherever nothing is said."""
+    own = q.what.own.arguments
+    layers = q.layers or q.what.layers
+    takes = ["recipe", "batch", "length", "accumulate", "optimizer"]
+    if not isinstance(q.fusion, Fusion):
+        takes.append("recompute")
+    if device != "cpu" and q.training:  # on a CPU all is the host's
+        takes += ["offload_weights", "offload_activations"]
+    if device == "cuda":
+        takes.append("graphs")
+    found = {name: own[name] for name in takes if name in own and getattr(q, name) is None}
+    if q.fusion is None:
+        found["fusion"] = _own_fusion(q.what, layers, device)
+    return replace(q, layers=layers, **found)
+
+
+def _own_fusion(subject: Subject, layers: Layers, device: str) -> Any:
+    """Return what a live model computes together: as it was fused, and a Decoder on CUDA everything."""
+    if subject.shape is None or not built_here(subject.shape):
+        return "none"
+    by_default = "fused" if subject.own.source and layers == "surokit" and device == "cuda" else "none"
+    return subject.own.arguments.get("fusion", by_default)
+
+
+def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setup:
+    """Read a step of a question that has what a live model adds."""
+    subject, shape, optimizer = q.what, q.what.shape, read_optimizer("adamw" if q.optimizer is None else q.optimizer)
+    fusion, recompute = read_fusion(q.fusion, q.transposed, q.recompute)
+    if fusion and shape is not None and not built_here(shape):
+        raise ValueError(f"surokit fuses no layers of {shape.family}: leave fusion= out.")
+    if q.graphs and device == "cpu":
+        raise ValueError("CUDA graphs need a GPU: leave graphs= out, or give gpu='H100' or the like.")
+    gpus = arguments.integer("gpus", q.gpus, most=1e7)
+    prefetch = _read_prefetch(q.offload_weights, shape, device, q.training and not frozen(q.recipe), optimizer)
+    if prefetch and gpus > 1 and q.zero > 1:
+        raise ValueError(
+            f"offload_weights streams whole weights, and zero={q.zero} shards them: give zero=0 or 1, or leave it out."
+        )
+    if q.offload_activations and device == "cpu":
+        raise ValueError("offload_activations needs a GPU: leave it out, or give gpu='H100' or the like.")
+    # what trains of the model as it is says nothing of another recipe, or of other dtypes
+    as_it_is = q.training and subject.own.has(q.recipe) and dtype == read_dtype(subject.dtype)
+    trained = subject.own.trained if as_it_is else None
+    state_dtype = q.state_dtype or _option(q.optimizer, "state_dtype") or (trained and trained.dtype) or dtype
+    deferral = read_deferral(q.optimizer)
+    assert q.layers is not None
+    setup = Setup(
+        dtype=dtype,
+        optimizer=optimizer,
+        state_dtype=read_dtype(state_dtype),
+        master=q.master,
+        gpus=gpus,
+        zero=q.zero,
+        batch=None if q.batch is None else arguments.integer("batch", q.batch),
+        length=None if q.length is None else arguments.integer("length", q.length),
+        recompute="full" if prefetch and q.training else recompute,
+        logits=q.logits or ("whole" if q.layers == "transformers" and not fusion else "fused"),
+        training=q.training,
+        device=device,
+        layers=q.layers,
+        accumulate=1 if q.accumulate is None else arguments.integer("accumulate", q.accumulate),
+        slack=0.0 if q.slack == 0 and not isinstance(q.slack, bool) else arguments.share("slack", q.slack),
+        fusion=fusion,
+        graphs=bool(q.graphs),
+        hot=deferral.get("topk_ratio", 0.0),
+        overlap=deferral.get("overlap_step", True),
+        slots=deferral.get("slots", SLOTS),
+        prefetch=prefetch,
+        offload_activations=bool(q.offload_activations),
+        trained=trained,
+    )
+    return replace(setup, graphs=False) if setup.offloads else setup
+
+
+def _read_prefetch(asked: bool | int | None, shape: Shape | None, device: str, trains: bool, optimizer: str) -> int:
+    """Return how many blocks are fetched ahead; 0 where weights are not streamed."""
+    if not asked:
+        return 0
+    if shape is None:
+        raise ValueError(
+            "offload_weights streams blocks, and a number of parameters has none: plan with a config or a model."
+        )
+    if device == "cpu":
+        raise ValueError("offload_weights needs a GPU: leave it out, or give gpu='H100' or the like.")
+    if trains and optimizer in OFFLOADING:
+        raise ValueError(
+            "ZenFlow and OffloadAdamW take parameters of one device. Trained weights that offload_weights keeps on the host are "
+            "updated there: give optimizer='adamw' with offload_weights."
+        )
+    return 1 if asked is True else arguments.integer("offload_weights", asked, most=1e4)
+
+
+def read_dtype(value: Any) -> str:
+    """Read a dtype that training holds weights or moments in; bf16 for None."""
+    name = str(value if value is not None else "bf16").rpartition(".")[2]
+    if name not in DTYPE_BYTES:
+        raise ValueError(f"dtype {name!r} is none that training holds: use 'bf16', 'fp16' or 'fp32'.")
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(name, name)
+
+
+def read_optimizer(value: Any) -> str:
+    """Read an optimizer, its class, its spec or its name, as a plan calls it."""
+    value = getattr(value, "optimizer", value)  # a spec names its class
+    kind = value if isinstance(value, type) else type(value)
+    name = (value if isinstance(value, str) else kind.__name__).lower()
+    if name not in _OPTIMIZERS:
+        known = ", ".join(repr(each) for each in _OPTIMIZERS if each not in ("none", "sgd"))
+        raise ValueError(f"optimizer={name!r} has no known state size: use {known} or 'sgd'.")
+    return _OPTIMIZERS[name]
+
+
+def read_deferral(optimizer: Any) -> dict[str, Any]:
+    """Read ZenFlow's settings that memory and time depend on, as `predict_offload` takes them; {} of another optimizer."""
+    if optimizer is None or read_optimizer(optimizer) != "zenflow":
+        return {}
+    found = {name: _option(optimizer, name) for name in ("topk_ratio", "update_interval", "overlap_step", "slots")}
+    return {"topk_ratio": HOT} | {name: value for name, value in found.items() if value is not None}
+
+
+def _option(optimizer: Any, name: str) -> Any:
+    """Return an option of an optimizer, or of a spec that holds its options."""
+    held = getattr(optimizer, "options", {}) | getattr(optimizer, "settings", {}) | getattr(optimizer, "helpers", {})
+    return getattr(optimizer, name, None) or held.get(name)
