@@ -55,8 +55,9 @@ class Fusion:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"Fusion({name}={getattr(self, name)!r}): {name} is True or False.")
 
-    def __bool__(self) -> bool:
-        """Whether anything is computed together, or kept of frozen weights."""
+    @property
+    def fuses(self) -> bool:
+        """Return whether anything is computed together, or kept of frozen weights."""
         return replace(self, recompute="none") != OFF
 
     def without(self, *names: str) -> Fusion:

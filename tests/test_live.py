@@ -18,6 +18,7 @@ from surokit.runs.jsonl import read
 from surokit.train import NoTargetsError
 from surokit.widgets.folder import FileControl, RunFolder
 from surokit.widgets.picture import sustained_lines
+from tests import clocks
 from tests.clocks import until
 from tests.refusals import refused
 
@@ -41,6 +42,14 @@ class Clock:
 
     def __call__(self):
         return self.now
+
+
+@pytest.fixture
+def time(monkeypatch):
+    """Passes only while a loop waits."""
+    clock = clocks.Clock()
+    monkeypatch.setattr(surokit.live, "time", clock)
+    return clock
 
 
 class SlowDevice:
@@ -309,7 +318,7 @@ def test_a_loop_that_does_not_look_is_told_how(live):
     live.wait_while_paused()  # a loop that is to stop does not wait
 
 
-def test_a_pause_is_no_steps_time(live):
+def test_a_pause_is_no_steps_time(live, time):
     live.log(loss=1.0)
     live.wait_while_paused()  # nobody asked
     live.control.pause()
@@ -319,19 +328,20 @@ def test_a_pause_is_no_steps_time(live):
         live.clock.now += 100.0
         live.control.resume()
 
-    threading.Timer(0.2, resume).start()
+    time.after(100.0, resume)
     live.wait_while_paused()
+    assert time.sleeps == 2000
     assert not live.state.paused
     live.clock.now += 2.0
     live.log(loss=1.0)
     assert live.frame()["wall_ms"].iloc[1] == pytest.approx(2000.0)
 
 
-def test_a_stop_ends_a_pause(live):
+def test_a_stop_ends_a_pause(live, time):
     live.wait_while_paused()
     assert not live.control.stop_wanted()
     live.control.pause()
-    threading.Timer(0.1, live.control.stop, ("stopped: enough",)).start()
+    time.after(0.1, lambda: live.control.stop("stopped: enough"))
     live.wait_while_paused()
     assert live.stop_asked
     live.close()

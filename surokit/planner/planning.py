@@ -465,7 +465,7 @@ def _title(asked: Asked, flops: ModelFlops) -> str:
     if flops.step_tokens is not None:
         times = f" x {setup.accumulate}" if setup.accumulate > 1 else ""
         parts.append(f"{setup.batch} x {setup.length}{times} tokens a step" + (" and GPU" if setup.gpus > 1 else ""))
-    if setup.fusion or asked.graphs:
+    if setup.fusion.fuses or asked.graphs:
         parts.append(" ".join(["fused"] * bool(setup.fusion) + ["in CUDA graphs"] * asked.graphs))
     if asked.gpu is not None or setup.gpus > 1:
         parts.append(f"{setup.gpus:,} x {asked.gpu.name if asked.gpu else 'GPU'}")

@@ -91,7 +91,7 @@ def plan_source(question: Question, setup: Setup, recipe: Any) -> str:
         said.append(f"{setup.trained.parameters:,} parameters train")
     if "fusion" not in given:
         how = str(own.arguments["fusion"]) if "fusion" in own.arguments else "as a Decoder on CUDA is"
-        said.append(f"fused ({how})" if setup.fusion else "not fused")
+        said.append(f"fused ({how})" if setup.fusion.fuses else "not fused")
     if setup.recompute != getattr(own.arguments.get("fusion"), "recompute", "none") and "recompute" not in given:
         said.append(f"recompute {setup.recompute}")
     host = {"offload_weights": setup.prefetch, "offload_activations": setup.offload_activations}
@@ -121,7 +121,7 @@ def _other_than_live(plan: Plan) -> Iterator[str]:
         yield f"the fusion is planned as given; {own.source} has: {fusion}"
     if plan.subject.dtype not in (None, setup.dtype):
         yield f"{setup.dtype} is planned as given; {own.source} is in {plan.subject.dtype}"
-    if setup.trained is not None and setup.trained.peft and setup.fusion:
+    if setup.trained is not None and setup.trained.peft and setup.fusion.fuses:
         yield (
             "layers that PEFT wraps compute by themselves: memory is planned as if nothing were fused but the loss, "
             "time as if they were fused too"
@@ -287,7 +287,7 @@ def plan_notes(plan: Plan) -> Iterator[str]:
         yield "every GPU is taken to hold all states: give zero=1, 2 or 3 to shard them over the GPUs"
     if setup.gpus == 1 and setup.zero:
         yield f"zero={setup.zero} shards nothing on one GPU: give gpus="
-    if setup.training and setup.recompute == "selective" and setup.layers == "surokit" and not setup.fusion:
+    if setup.training and setup.recompute == "selective" and setup.layers == "surokit" and not setup.fusion.fuses:
         yield "recompute='selective' computes nothing again in an unfused step of our layers: give fusion='fused'"
     if (
         setup.training

@@ -20,6 +20,7 @@ from surokit.errors import OffloadError
 from surokit.offload import adamw
 from surokit.offload.adamw import OffloadAdamW
 from surokit.offload.link import Arrival, HostLink, ThrottledLink, Ticket
+from tests.clocks import PATIENCE_S
 from tests.refusals import refused
 
 B, F = torch.bfloat16, torch.float32
@@ -553,13 +554,14 @@ def test_a_state_is_loaded_after_the_thread_hung(monkeypatch: pytest.MonkeyPatch
     optimizer = OffloadAdamW(params, **OPTIONS)
     train(params, optimizer, range(2))
     state, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
-    over = threading.Event()
+    over, mended = threading.Event(), list[bool]()
     with monkeypatch.context() as patch:
         patch.setattr(optimizer._worker._shared, "patience_s", 0.1)
-        patch.setattr(adamw, "fused_adamw_", lambda *_, **__: over.wait(5))
+        patch.setattr(adamw, "fused_adamw_", lambda *_, **__: mended.append(over.wait(PATIENCE_S)))
         with refused(OffloadError):
             train(params, optimizer, range(2, 3))
         optimizer.load_state_dict(state)
+        assert not mended, "it waited for the thread"
         over.set()
     with torch.no_grad():
         torch._foreach_copy_(list[Tensor](params), weights)

@@ -464,11 +464,12 @@ def test_a_fusion_is_read_by_its_fields():
     assert read_fusion("fused", None, "none") == (Fusion(), "none")
     assert read_fusion(Fusion(), None, None) == (Fusion(), "none")
     assert read_fusion(OFF, None, None) == (OFF, "none")
-    assert not OFF
-    assert not Fusion.OFF.without("norm")
-    assert not dataclasses.replace(OFF, recompute="full")
-    assert all(dataclasses.replace(OFF, **{name: True}) for name in ("norm", "gate", "joint", "adapters", "qk"))
-    assert dataclasses.replace(OFF, frozen="codes")
+    assert not OFF.fuses
+    assert not Fusion.OFF.without("norm").fuses
+    assert not dataclasses.replace(OFF, recompute="full").fuses
+    choices: tuple[dict[str, Any], ...] = tuple({name: True} for name in ("norm", "gate", "joint", "adapters", "qk"))
+    assert all(dataclasses.replace(OFF, **choice).fuses for choice in choices)
+    assert dataclasses.replace(OFF, frozen="codes").fuses
     chosen = Fusion(gate=False, frozen="transposed", recompute="selective")
     assert read_fusion(chosen, None, None) == (Fusion(gate=False, frozen="transposed"), "selective")
     assert read_fusion(chosen, None, "none")[1] == "none"

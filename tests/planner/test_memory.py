@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from surokit.bench import memory as bench
 from surokit.bench.memory import PRODUCTS, Meter, Setting, measure, planned
 from surokit.convert import apply
+from surokit.fusion import Recompute
 from surokit.kernels.reference import loss as loss_kernel
 from surokit.models import Decoder, DecoderConfig
 from surokit.models.decoder import KeyValueCache
@@ -29,7 +30,7 @@ from surokit.planner import plan
 from surokit.planner.counts import memory as module
 from surokit.planner.counts import tape
 from surokit.planner.counts.activations import loss_rows
-from surokit.planner.counts.flops import Placement, Recompute
+from surokit.planner.counts.flops import Placement
 from surokit.planner.counts.tape import Tape
 from surokit.planner.inputs.shape import Weight
 from surokit.recipe import BF16, FP8, FP8_ROWWISE, PROJECTIONS, QFP8

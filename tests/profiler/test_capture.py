@@ -241,7 +241,7 @@ def test_a_failing_analysis_does_not_hide_what_the_block_raised(monkeypatch):
         raise KeyError("ours")
 
     monkeypatch.setattr(Profile, "_finish", broken)
-    with refused(ZeroDivisionError) as caught, profile():
+    with pytest.raises(ZeroDivisionError, match="mine") as caught, profile():
         raise ZeroDivisionError("mine")
     assert "The profile of this block could not be made (KeyError: 'ours')." in caught.value.__notes__
     with refused(KeyError), profile():

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from surokit.profiler.monitoring import device
 from surokit.profiler.monitoring.device import DeviceWatch
+from tests.clocks import until
 from tests.train.toys import make_session
 
 
@@ -69,13 +69,15 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="1234-abcd"))
 
 
+def running():
+    return [thread for thread in threading.enumerate() if thread.name == "surokit-device"]
+
+
 def watch(monkeypatch, nvml, samples=4):
     """A DeviceWatch that has read so many samples, and is stopped."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     with DeviceWatch(every_s=0.01) as w:
-        until = time.monotonic() + 20
-        while w._samples < samples and time.monotonic() < until and w._thread and w._thread.is_alive():
-            w._thread.join(0.005)
+        until(lambda: w.figures().samples >= samples or not running())
         latest = w.latest
     return w, latest
 
@@ -96,7 +98,7 @@ def test_means_and_reasons(monkeypatch, gpu):
     assert figures.reasons == {"power cap": pytest.approx(2 / n), "thermal": pytest.approx(1 / n)}
     assert w.notes == []
     assert w.latest == {}
-    assert not [t for t in threading.enumerate() if t.name == "surokit-device"]
+    assert not running()
 
 
 def test_what_a_device_does_not_tell_is_said_once(monkeypatch, gpu):
@@ -124,7 +126,7 @@ def test_no_permission_to_open_it(monkeypatch, gpu):
 def test_no_package_is_said_once(monkeypatch, gpu):
     w, latest = watch(monkeypatch, None)
     with w:
-        w._thread.join(20)
+        until(lambda: not running())
     assert latest == {}
     assert w.notes == ["power and clocks are not read: there is no pynvml (pip install nvidia-ml-py)"]
 
@@ -146,19 +148,17 @@ def test_it_starts_again_and_stops_twice(monkeypatch, gpu):
     first = w.figures().samples
     w.start()
     w.start()
-    until = time.monotonic() + 20
-    while w.figures().samples <= first and time.monotonic() < until and w._thread:
-        w._thread.join(0.005)
+    until(lambda: w.figures().samples > first)
+    assert len(running()) == 1
     w.stop()
     w.stop()
-    assert w.figures().samples > first
+    assert not running()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
 def test_the_real_library_without_a_driver(gpu):
     with DeviceWatch(every_s=0.01) as w:
-        assert w._thread is not None
-        w._thread.join(20)
+        until(lambda: w.notes and not running())
     (note,) = w.notes
     assert note.startswith("power and clocks are not read: ")
 

@@ -3,7 +3,6 @@
 import copy
 import gc
 import itertools
-import time
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -19,6 +18,7 @@ import surokit as sk
 from surokit.environment import cores
 from surokit.profiler.report import verify as trials
 from surokit.profiler.report.verify import Verdict, verify
+from tests.clocks import Clock
 from tests.profiler.models import line_of
 from tests.refusals import refused
 
@@ -73,9 +73,11 @@ def test_a_change_of_known_size_is_measured(clock):
     assert (found.rounds, found.steps, found.predicted_ms, found.rule) == (9, 2, 7.0, "host gap")
 
 
-def test_the_real_clock_is_read():
-    found = verify(row("launches"), lambda: time.sleep(0.02), lambda: None, rounds=3)
-    assert found.before_ms >= 20  # a sleep takes no less
+def test_a_step_is_measured_by_the_clock_of_the_module_time(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(trials, "time", clock)
+    found = verify(row("launches"), lambda: clock.sleep(0.02), lambda: clock.sleep(0.005), rounds=3)
+    assert (found.before_ms, found.after_ms) == pytest.approx((20, 5))
 
 
 def test_no_change_is_no_gain_and_a_worse_step_costs(clock):

@@ -10,6 +10,7 @@ import time
 import warnings
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -272,21 +273,24 @@ def test_an_interrupted_warm_up_has_nothing_to_go_on_with(make):
     assert "ended in its warm-up (interrupted): race again" in repr(race)
 
 
-def test_pause_holds_the_race_between_turns_and_costs_nobody_time(make):
+def test_pause_holds_the_race_between_turns_and_costs_nobody_time(make, monkeypatch):
     race = make(steps=8)
     race.settings["turn_s"] = 1e-6
+    clock = JumpingClock(time.monotonic)
 
-    def pause():
-        race.pause()
-        threading.Timer(1.0, race.resume).start()
+    def sleep(seconds):  # as a race does that is paused
+        clock.ahead_s += 1000.0
+        race.resume()
 
-    race.sessions["fp8"].subscribe(StopAt(9, pause))
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(perf_counter=clock, monotonic=clock, sleep=sleep))
+    race.sessions["fp8"].subscribe(StopAt(9, race.pause))
     race.go_on(steps=8)
     assert race.reason == "done"
     turns = sorted((turn for run in race.runs.values() for turn in run.turns), key=lambda turn: turn.at_s)
     waits = [after.at_s - turn.at_s - turn.seconds for turn, after in pairwise(turns)]
-    assert max(waits) >= 0.95
-    assert max(turn.seconds for turn in turns) < 0.95
+    assert clock.ahead_s == 1000.0
+    assert max(waits) >= 1000.0
+    assert max(turn.seconds for turn in turns) < 1000.0
 
 
 def test_a_session_that_is_paused_within_its_turn_waits_in_nobodys_time(make, monkeypatch):

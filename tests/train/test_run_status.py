@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ import torch
 import surokit as sk
 from surokit.runs.records import Record
 from surokit.runs.status import RunInfo, read_status
+from surokit.train import run_status
 from surokit.train.session import Session
-from tests.clocks import PATIENCE_S, until
+from tests.clocks import PATIENCE_S, Clock, until
 from tests.refusals import refused, warned
 from tests.train.toys import (
     VOCAB,
@@ -133,8 +133,9 @@ class TestStopWhen:
 
 
 class TestJournal:
-    def test_run_json(self, tmp_path: Path) -> None:
-        listener = Listener()
+    def test_run_json(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        listener, clock = Listener(), Clock()
+        monkeypatch.setattr(run_status, "time", clock)
         session = make_session(run_dir=tmp_path / "run", recipe="fp8")
         session.subscribe(listener)
         (before,) = listener.of("info")
@@ -150,7 +151,7 @@ class TestJournal:
         assert info.run_dir == str(tmp_path / "run")
         assert "no peak" in info.peak
         assert "Q(x)Q(w)'" in info.recipe
-        assert abs(info.started - time.time()) < 60
+        assert info.started == clock.time()
         assert (status.state, status.step, status.over) == ("done", 3, True)
         assert [(e["step"], e["kind"], e["text"]) for e in status.events] == [
             (0, "note", "before"),

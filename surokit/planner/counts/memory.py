@@ -373,7 +373,7 @@ def _weights(
                 held, how = -(-count // shape.layers), "one layer's stored weights; recompute lets the others go"
             else:
                 held, how = count, "every stored weight, kept from forward to backward"
-        elif setup.fusion and recipe.takes_codes(storage):
+        elif setup.fusion.fuses and recipe.takes_codes(storage):
             turned = setup.fusion.frozen != "transposed" and setup.training
             held, how = (
                 largest * storage.format.bits / 8 / width * turned,
@@ -552,7 +552,7 @@ def _kept_here(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement,
 
 def _layers_of(setup: Setup) -> type[Ours]:
     """Whose forward a step replays; layers that PEFT wraps are no part of a fused operation."""
-    if not setup.fusion:
+    if not setup.fusion.fuses:
         return Theirs if setup.layers == "transformers" else Ours
     return Ours if setup.trained is not None and setup.trained.peft else FusedLayers
 
@@ -577,7 +577,7 @@ def _passing(shape: Shape, passing: Activations, peak: Moment, setup: Setup, hea
         how = f"{tokens:,} tokens x {passing.kept / tokens / shape.layers:,.0f} bytes a token and layer"
         if setup.recompute == "selective":
             again = "outputs of norm and SwiGLU are computed again, where they are kept as numbers"
-            how += "; " + (again if setup.fusion else "fused attention keeps no scores to drop")
+            how += "; " + (again if setup.fusion.fuses else "fused attention keeps no scores to drop")
     if setup.offload_activations and setup.training:
         how += "; on the device those of a block, and what is on its way"
     if passing.scores and setup.training:

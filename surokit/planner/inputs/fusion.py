@@ -30,7 +30,7 @@ def read_fusion(fusion: Any, transposed: Transposed | None, recompute: Recompute
         found, recompute = replace(fusion, recompute="none"), recompute or fusion.recompute
     else:
         raise TypeError(f"fusion={fusion!r} is no Fusion: use 'none', 'fused', or sk.Fusion().")
-    if transposed == "cached" and not found:
+    if transposed == "cached" and not found.fuses:
         raise ValueError("transposed='cached' keeps W' beside the codes of a fused step: give fusion='fused' too.")
     if transposed == "cached":
         found = replace(found, frozen="transposed")

@@ -118,7 +118,7 @@ class Asked:
     @property
     def counted_recipe(self) -> Any:
         """The recipe whose memory is counted: a fused step keeps what the GPU's own products take."""
-        return self.carried if self.setup.fusion else self.recipe
+        return self.carried if self.setup.fusion.fuses else self.recipe
 
     @property
     def factor(self) -> int:
@@ -216,7 +216,7 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
     """Read a step of a question that has what a live model adds."""
     subject, shape, optimizer = q.what, q.what.shape, read_optimizer("adamw" if q.optimizer is None else q.optimizer)
     fusion, recompute = read_fusion(q.fusion, q.transposed, q.recompute)
-    if fusion and shape is not None and not built_here(shape):
+    if fusion.fuses and shape is not None and not built_here(shape):
         raise ValueError(f"surokit fuses no layers of {shape.family}: leave fusion= out.")
     if q.graphs and device == "cpu":
         raise ValueError("CUDA graphs need a GPU: leave graphs= out, or give gpu='H100' or the like.")
@@ -244,7 +244,7 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
         batch=None if q.batch is None else arguments.integer("batch", q.batch),
         length=None if q.length is None else arguments.integer("length", q.length),
         recompute="full" if prefetch and q.training else recompute,
-        logits=q.logits or ("whole" if q.layers == "transformers" and not fusion else "fused"),
+        logits=q.logits or ("whole" if q.layers == "transformers" and not fusion.fuses else "fused"),
         training=q.training,
         device=device,
         layers=q.layers,

@@ -237,7 +237,7 @@ def _remedies(plan: Plan, space: _Space) -> Iterator[tuple[str, dict[str, Any], 
         if frozen(plan.recipe):
             traffic = "traffic between GPUs: the frozen weights too, gathered in every pass"
         yield "zero=3", {"zero": 3}, traffic
-    if s.training and s.recompute == "none" and s.fusion:
+    if s.training and s.recompute == "none" and s.fusion.fuses:
         yield "recompute='selective'", {"recompute": "selective"}, "time: norms and SwiGLU again"
     if s.training and s.recompute != "full" and plan.shape is not None:
         again = plan.but(recompute="full")

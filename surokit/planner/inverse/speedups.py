@@ -93,7 +93,7 @@ def faster(plan: Plan, *, gib: float | None = None) -> Faster:
         raise ValueError(f"faster() cannot tell: {missing}")
     ways = []
     for how, changes in _ways(plan):
-        if "transposed" in changes and not now.setup.fusion:
+        if "transposed" in changes and not now.setup.fusion.fuses:
             continue  # only a fused step keeps W'
         tried = now.but(**changes)
         before, after = now.estimate, tried.estimate
@@ -118,7 +118,7 @@ def _ways(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     """(how to write it, the changes), what asks least first; what the plan has already is left out."""
     setup = plan.setup
     if setup.training and setup.device == "cuda":
-        if not setup.fusion:
+        if not setup.fusion.fuses:
             yield "fusion='fused'", {"fusion": "fused"}
         if not setup.graphs:
             yield "graphs=True", {"graphs": True}

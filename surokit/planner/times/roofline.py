@@ -263,7 +263,7 @@ def estimate_step(
     if setup.graphs:
         rates = replace(rates, launch_us=0.0, graphs=True)
     recipe = on_gpu(recipe, gpu)
-    kind = FusedStep if setup.fusion else Step
+    kind = FusedStep if setup.fusion.fuses else Step
     rows = tuple(_row(load, rates) for load in loads(shape, compute, recipe, setup, gpu, trained_parameters, kind))
     width = DTYPE_BYTES[setup.dtype]
     passes = {
