@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import pytest
 
@@ -26,13 +26,23 @@ TEMPORARY = pytest.StashKey[Path]()  # the folder of this run's temporary ones
 E = TypeVar("E", bound=BaseException)
 
 
-@contextmanager
-def refused(kind: type[E] | tuple[type[E], ...]) -> Iterator[pytest.ExceptionInfo[E]]:
+class refused(Generic[E]):
     """Like `pytest.raises(kind)`, and the message must be that of the table."""
-    __tracebackhide__ = True
-    with pytest.raises(kind) as caught:
-        yield caught
-    _Refusals.here().hear(str(caught.value), caught.value)
+
+    def __init__(self, kind: type[E] | tuple[type[E], ...]) -> None:
+        self.raises = pytest.raises(kind)
+
+    def __enter__(self) -> pytest.ExceptionInfo[E]:
+        return self.raises.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        __tracebackhide__ = True
+        expected = self.raises.__exit__(kind, error, traceback)
+        if expected:
+            _Refusals.here().hear(str(error), error)
+        return expected
 
 
 @contextmanager
