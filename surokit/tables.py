@@ -15,11 +15,6 @@ if TYPE_CHECKING:
 Row = Sequence[str]
 
 
-def three_digits(value: float, sign: str = "") -> str:
-    """A number as a person reads it: three digits, or whole with commas. `sign` "+" writes a plus as well."""
-    return f"{value:{sign}.3g}" if abs(value) < 999.5 else f"{value:{sign},.0f}"
-
-
 def text_table(rows: Sequence[Row], *, header: Row | None = None, right: Sequence[int] = (), indent: str = "  ") -> str:
     """Rows as aligned text; the columns in `right` are set flush right. All rows have the same number of cells."""
     every = [*([header] if header else []), *rows]

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "places": "",
     "arguments": "",
     "units": "",
+    "statistics": "",
     "tables": "",
     "texts": "",
     "hub": "",
@@ -47,14 +48,14 @@ MAY_IMPORT = {
     "accuracy": "quantizer quantized product recipe nn convert kernels places",
     "tuning": "accuracy convert hardware planner recipe tables",
     "models": "formats fusion quantizer quantized recipe kernels nn convert errors hub places torch_private",
-    "offload": "errors kernels places tables applied optim torch_private",
-    "profiler": "environment errors tables kernels hardware calibration torch_private",
-    "train": "recipe fusion applied nn kernels convert accuracy data models environment errors places tables optim runs planner "
-    "profiler torch_private",
+    "offload": "errors kernels places units tables applied optim torch_private",
+    "profiler": "environment errors units statistics tables kernels hardware calibration torch_private",
+    "train": "recipe fusion applied nn kernels convert accuracy data models environment errors places units tables optim runs "
+    "planner profiler torch_private",
     "widgets": "planner recipe runs tables units",
     "live": "train widgets runs environment",
-    "racing": "train profiler widgets models nn convert recipe fusion applied quantized quantizer environment places tables optim "
-    "runs torch_private",
+    "racing": "train profiler widgets models nn convert recipe fusion applied quantized quantizer environment places units "
+    "statistics tables optim runs torch_private",
     "integrations": "live train widgets offload optim runs",
     "cli": "*",
     "bench": "*",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surokit.bench.result import markdown
-from surokit.racing.statistics import student_t
+from surokit.statistics import student_t
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

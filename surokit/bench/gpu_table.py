@@ -16,7 +16,7 @@ from surokit.bench.configurations import MODELS, Configuration, target_of
 from surokit.bench.result import grid, markdown
 from surokit.bench.results_store import commits
 from surokit.bench.targets import DEVICE, LEAST_OF_BF16, MEANING, MOST_DRIFT, MOST_IDLE, OVER_UNSLOTH, SOURCE, TARGETS
-from surokit.racing.statistics import spread
+from surokit.statistics import spread
 
 _NONE = "not measured"
 CAPTURED = "captured"

@@ -26,7 +26,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from surokit.bench.result import markdown
-from surokit.racing.statistics import spread
+from surokit.statistics import spread
+from surokit.units import three_digits
 
 if TYPE_CHECKING:
     import torch
@@ -606,11 +607,11 @@ def table(data: Mapping[str, Any]) -> str:
             why = row.get("failed") or f"differs from the reference by {row['error']:.2g}"
             rows.append([row["name"], "", "", why, row["backend"]])
             continue
-        low, mid, high = (_number(1e3 * s) for s in spread(row["seconds"]))
+        low, mid, high = (three_digits(1e3 * s) for s in spread(row["seconds"]))
         median = statistics.median(row["seconds"])
-        rate = f"{_number(row['bytes'] / median / 1e9)} GB/s"
+        rate = f"{three_digits(row['bytes'] / median / 1e9)} GB/s"
         if row["flops"]:
-            rate = f"{_number(row['flops'] / median / 1e12)} TFLOPS"
+            rate = f"{three_digits(row['flops'] / median / 1e12)} TFLOPS"
         ratio = ""
         if found := ratios(data, row):
             unit = "of a copy" if row["against"] == COPY else "x torchao's time"
@@ -622,7 +623,3 @@ def table(data: Mapping[str, Any]) -> str:
     text = markdown(data, ["kernel", "ms (median, range)", "rate", "against", "by"], rows)
     held = "\n".join(f"- {words}, {'holds' if holds else 'missed'}" for words, holds in gates(data))
     return "\n\n".join(part for part in (text, held, *data["notes"]) if part)
-
-
-def _number(x: float) -> str:
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"

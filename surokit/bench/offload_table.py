@@ -15,7 +15,7 @@ from surokit.bench import result
 from surokit.bench.offload_ways import AGAIN, CONTROL, NONE, WAYS, ZENFLOW, K
 from surokit.bench.results_store import mixed
 from surokit.planner.offload.formulas import stall_gain
-from surokit.racing.statistics import Interval, bootstrap_interval
+from surokit.statistics import Interval, bootstrap_interval
 
 BAR, NEAR = 0.85, 0.02  # of the stall is removed; of the traffic's formula
 

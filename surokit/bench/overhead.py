@@ -90,9 +90,9 @@ def interval(values: Sequence[float], draws: int = 4000) -> tuple[float, float]:
     """Return a 95 % bootstrap interval of the median."""
     import numpy as np
 
-    samples = np.random.default_rng(0).choice(np.asarray(values), (draws, len(values)))
-    low, high = np.percentile(np.median(samples, axis=1), (2.5, 97.5))
-    return float(low), float(high)
+    from surokit.statistics import drawn_again, percentile_interval
+
+    return percentile_interval(drawn_again(values, lambda samples: np.median(samples, axis=1), resamples=draws))
 
 
 def table(data: Mapping[str, Any]) -> str:

@@ -36,7 +36,8 @@ from surokit.bench.result import markdown
 from surokit.bench.results_store import Book, mixed
 from surokit.bench.targets import OVER_UNSLOTH
 from surokit.bench.turns import Call, OutOfTime, Running, Turns
-from surokit.racing.statistics import smoothed, spread, steps_to
+from surokit.racing.statistics import smoothed, steps_to
+from surokit.statistics import spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

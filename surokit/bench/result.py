@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from surokit.racing.statistics import spread
+from surokit.statistics import spread
 
 
 def result(

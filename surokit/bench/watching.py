@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from surokit.bench.result import markdown
-from surokit.racing.statistics import bootstrap_interval
+from surokit.statistics import bootstrap_interval
 
 if TYPE_CHECKING:
     from surokit.train import Record, Session

@@ -22,7 +22,8 @@ from torch import Tensor
 from surokit.offload.accounts import CAUSES, Accounts
 from surokit.offload.energy import Energy, WeightEnergy, curve, warning_of
 from surokit.optim.tensors import local
-from surokit.tables import data_frame, html_table, text_table, three_digits
+from surokit.tables import data_frame, html_table, text_table
+from surokit.units import three_digits
 
 if TYPE_CHECKING:
     import pandas as pd

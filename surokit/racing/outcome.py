@@ -15,18 +15,9 @@ from typing import Any
 import numpy as np
 
 from surokit.racing.runs import Floats, Run, Turn, rounds_of
-from surokit.racing.statistics import (
-    ROUNDS,
-    Interval,
-    bootstrap_interval,
-    drift,
-    ratios,
-    reached_by_all,
-    smoothed,
-    smoothing,
-    spread,
-    steps_to,
-)
+from surokit.racing.statistics import drift, ratios, reached_by_all, smoothed, smoothing, steps_to
+from surokit.statistics import ROUNDS, Interval, bootstrap_interval, spread
+from surokit.units import counted, elapsed
 
 HOUR_S = 3600.0
 
@@ -291,19 +282,4 @@ def _target_words(to_target: tuple[int, int, float, float | None] | None) -> str
     steps, _, seconds, usd = to_target
     if math.isnan(seconds):
         return f"{steps:,} steps"
-    return f"{steps:,} steps, {span_words(seconds)}" + ("" if usd is None else f", {usd:.3g} USD")
-
-
-def counted(count: int, what: str) -> str:
-    """1 step, 2 steps."""
-    return f"{count} {what}" + "s" * (count != 1)
-
-
-def span_words(seconds: float) -> str:
-    """12.3 s, 4.5 min, 2.1 h."""
-    if math.isnan(seconds):
-        return "no time"
-    for size, unit in ((3600.0, "h"), (60.0, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"
+    return f"{steps:,} steps, {elapsed(seconds)}" + ("" if usd is None else f", {usd:.3g} USD")

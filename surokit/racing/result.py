@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from surokit.racing import folder
-from surokit.racing.outcome import COLUMNS, HEADER, RIGHT, Outcome, cells_of, counted, outcome, record_of, span_words
+from surokit.racing.outcome import COLUMNS, HEADER, RIGHT, Outcome, cells_of, outcome, record_of
 from surokit.racing.runs import Run
-from surokit.racing.statistics import TOO_FEW
+from surokit.statistics import TOO_FEW
 from surokit.tables import data_frame, html_table, text_table
+from surokit.units import counted, elapsed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -109,7 +110,7 @@ class RaceResult:
         elif sizes and first.warm_up is not None:
             size = f"{sizes[0]} to " * (len(sizes) > 1) + counted(sizes[-1], "timed step")
             said.append(
-                f"{counted(found.rounds, 'round')} of turns, each {size} after an untimed one, {span_words(found.timed_s)} timed "
+                f"{counted(found.rounds, 'round')} of turns, each {size} after an untimed one, {elapsed(found.timed_s)} timed "
                 f"in all on {self.environment['device']}, after a warm-up of {counted(first.warm_up.steps, 'step')} each."
             )
         if found.timed_s < 60 * len(found.rows):
@@ -144,7 +145,7 @@ class RaceResult:
         if hours:
             return f"Loss after an hour of own time: {', '.join(hours)}."
         losses = ", ".join(f"{row.name} {row.loss_at:.4f}" for row in found.rows)
-        return f"Loss after {span_words(found.at_s)} of own time: {losses} (nothing is extrapolated to an hour)."
+        return f"Loss after {elapsed(found.at_s)} of own time: {losses} (nothing is extrapolated to an hour)."
 
     def _how_far(self) -> list[str]:
         """A sentence on how far a race is that goes on."""

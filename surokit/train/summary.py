@@ -83,7 +83,8 @@ class Summary:
         return asdict(self)
 
     def _rows(self) -> list[tuple[str, str]]:
-        from surokit.profiler.monitoring.sustained import number, percent, rows
+        from surokit.profiler.monitoring.sustained import rows
+        from surokit.units import number, percent
 
         skipped = f", {self.skipped} skipped" if self.skipped else ""
         skipped += f" ({self.without_targets} without a label that counts)" if self.without_targets else ""
@@ -113,7 +114,7 @@ class Summary:
         return out
 
     def _offload(self) -> str:
-        from surokit.profiler.monitoring.sustained import number, percent
+        from surokit.units import number, percent
 
         assert self.offload_ms is not None
         steps_s = self.step_s - self.warmup_s

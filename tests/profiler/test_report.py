@@ -20,7 +20,7 @@ from surokit.profiler.analysis.timeline import Event, Kind, Timeline
 from surokit.profiler.record.capture import profile
 from surokit.profiler.report.picture import profile_html
 from surokit.profiler.report.profile import Profile
-from surokit.tables import three_digits
+from surokit.units import three_digits
 from tests.profiler.models import train
 from tests.profiler.traces import cpu_step, events, gpu_recording
 from tests.refusals import refused

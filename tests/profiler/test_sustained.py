@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from surokit.profiler.monitoring.sustained import (
     WARM_UP,
     History,
-    number,
-    percent,
     rate_of_last,
     rows,
     sustain,
     with_rows,
 )
+from surokit.units import number, percent
 from tests.refusals import refused
 
 steps = st.lists(

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import surokit as sk
-from surokit.racing.outcome import outcome, span_words
+from surokit.racing.outcome import outcome
 from surokit.racing.runs import COLUMNS, Prediction, Run, Steps, Turn, WarmUp, read_steps, rounds_of, write_steps
+from surokit.units import elapsed
 from tests.refusals import refused
 
 
@@ -182,7 +183,7 @@ def test_steps_are_read_back_as_they_were(tmp_path):
 
 
 def test_spans_of_time():
-    assert [span_words(s) for s in (0.04, 100, 120, 7200, math.nan)] == [
+    assert [elapsed(s) for s in (0.04, 100, 120, 7200, math.nan)] == [
         "0.0 s",
         "100.0 s",
         "2.0 min",

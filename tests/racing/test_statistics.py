@@ -5,20 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from surokit.racing.statistics import (
-    ROUNDS,
-    Interval,
-    bootstrap_interval,
-    drift,
-    geometric_mean,
-    ratios,
-    reached_by_all,
-    smoothed,
-    smoothing,
-    spread,
-    steps_to,
-    student_t,
-)
+from surokit.racing.statistics import drift, ratios, reached_by_all, smoothed, smoothing, steps_to
+from surokit.statistics import ROUNDS, Interval, bootstrap_interval, geometric_mean, spread, student_t
 from tests.refusals import refused
 
 

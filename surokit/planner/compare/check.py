@@ -141,11 +141,11 @@ class Check:
         )
         if worst.kind in ("bound", "optimistic"):
             says = "its lower bound" if worst.kind == "bound" else "an optimistic estimate"
-            first = f"Nothing was predicted; the {worst.term} is {_times(worst.ratio)} times {says}, {said}"
+            first = f"Nothing was predicted; the {worst.term} is {units.times(worst.ratio)} times {says}, {said}"
         elif worst.miss <= math.log1p(CLOSE):
             return f"Every prediction is met within {CLOSE:.0%}; most off is the {worst.term}, {said}."
         else:
-            first = f"Most off is the {worst.term}: {said}, {_times(worst.ratio)} times the plan"
+            first = f"Most off is the {worst.term}: {said}, {units.times(worst.ratio)} times the plan"
         why = _why(self, worst)
         return first + (f"; likely {why}." if why else ".")
 
@@ -207,7 +207,7 @@ class Check:
                 row.term,
                 text(row.expected, row.unit),
                 text(row.measured, row.unit),
-                "" if row.ratio is None else _times(row.ratio),
+                "" if row.ratio is None else units.times(row.ratio),
                 row.kind,
                 row.how,
             )
@@ -234,10 +234,6 @@ class Check:
     @property
     def _title(self) -> str:
         return f"Check: {self.plan.title} beside {self.measured.source}"
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.3g}"
 
 
 _BY_MODULE = "the device's time by module, the most missed first"

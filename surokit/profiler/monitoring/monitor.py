@@ -27,11 +27,12 @@ import numpy as np
 import torch
 
 from surokit.profiler.monitoring.device import DeviceFigures, DeviceWatch
-from surokit.profiler.monitoring.sustained import History, Sustained, number, percent, rows, sustain, with_rows
+from surokit.profiler.monitoring.sustained import History, Sustained, rows, sustain, with_rows
 from surokit.profiler.monitoring.windows import Estimate, Windows
 from surokit.profiler.record.tracer import capturing
 from surokit.profiler.record.watch import on_optimizer_step
 from surokit.tables import html_table, text_table
+from surokit.units import number, percent
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from surokit.tables import three_digits
+from surokit.units import number, percent
 
 Floats = NDArray[np.float64]
 
@@ -171,16 +171,6 @@ def rows(
         ("goodput", f"{percent(s.goodput)} of the wall in steps that count, not waiting for {waits}"),
         (f"{hours} lost", f"{number(s.lost_gpu_hours)}, {lost}{price}"),
     ]
-
-
-def number(value: float) -> str:
-    """Format a number with three digits; NaN gives "not measured"."""
-    return "not measured" if math.isnan(value) else three_digits(value)
-
-
-def percent(value: float, sign: str = "") -> str:
-    """Format a share in percent with one decimal; NaN gives "not measured"."""
-    return "not measured" if math.isnan(value) else f"{value:{sign}.1%}"
 
 
 def _dash(value: float) -> str:

@@ -33,6 +33,7 @@ from surokit.profiler.record.tracer import (
     stopped,
     synchronize,
 )
+from surokit.statistics import student_t
 from surokit.torch_private import profiler_runs
 
 # calls of the runtime and the driver that launch kernels: cudaLaunchKernel, cuLaunchKernelEx, cudaGraphLaunch, ...
@@ -129,7 +130,7 @@ class Windows:
         """Return the idle share so far; NaN before the first window."""
         n = self._count
         mean = self._mean if n else math.nan
-        half = student(n - 1) * math.sqrt(self._squares / (n - 1) / n) if n > 1 else math.nan
+        half = student_t(0.975, n - 1) * math.sqrt(self._squares / (n - 1) / n) if n > 1 else math.nan
         launches = self._launches / self._launched_steps if self._launched_steps else math.nan
         low, high = (max(mean - half, 0.0), min(mean + half, 1.0)) if n > 1 else (math.nan, math.nan)
         return Estimate(n, mean, low, high, launches, self._cost_s)
@@ -212,20 +213,6 @@ def _read(events: Sequence[Any], gpu: bool, step: int, steps: int, start_ns: int
     busy_ns = total(*np.clip(spans, start_ns, end_ns).T)
     launches = sum(r.kind == Kind.RUNTIME and r.name.startswith(_LAUNCHES) for r in rows) if gpu else math.nan
     return Window(step, steps, (end_ns - start_ns) / 1e6, busy_ns / 1e6, launches)
-
-
-def student(degrees: int) -> float:
-    """Return the 97.5 % quantile of Student's t: exact to three decimals (Abramowitz and Stegun 26.7.5 from five degrees on)."""
-    if degrees < 5:
-        return (math.nan, 12.706, 4.303, 3.182, 2.776)[degrees]
-    z = 1.959964
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / degrees**power for power, term in enumerate(terms, 1))
 
 
 # ------------------------------------------------------------------------------------------------------ in a Session

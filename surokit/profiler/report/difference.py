@@ -8,7 +8,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from surokit.profiler.report.picture import Shown, difference_html
-from surokit.tables import text_table, three_digits
+from surokit.tables import text_table
+from surokit.units import three_digits
 
 if TYPE_CHECKING:
     import pandas as pd

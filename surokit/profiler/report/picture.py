@@ -20,7 +20,7 @@ from surokit.profiler.analysis.roles import DATA_RANGES, OPTIMIZER_RANGES
 from surokit.profiler.analysis.tables import PHASES, Table, is_operator
 from surokit.profiler.analysis.timeline import Int, Kind
 from surokit.profiler.record.recording import Recording
-from surokit.tables import three_digits
+from surokit.units import three_digits
 
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, MUSTARD, GREY = (
     "#0072B2",

@@ -19,7 +19,8 @@ from surokit.profiler.record.chrome_trace import read_chrome, write_chrome
 from surokit.profiler.record.recording import Recording, pack, unpack
 from surokit.profiler.report.advice import advise, nothing_to_win
 from surokit.profiler.report.picture import ADVICE, Shown, largest, profile_html, rates, short_name, step_svg
-from surokit.tables import text_table, three_digits
+from surokit.tables import text_table
+from surokit.units import three_digits
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -27,6 +27,7 @@ from torch.optim.optimizer import Optimizer
 from surokit.environment import cores
 from surokit.profiler.record import watch as watching
 from surokit.profiler.record.tracer import wait_for_device
+from surokit.statistics import drawn_again, percentile_interval
 from surokit.tables import html_table
 from surokit.torch_private import DataLoaderIterator, in_front_of_backends, keys_below_backend_select
 
@@ -152,9 +153,11 @@ def _now() -> int:
 
 def _difference(before: Times, after: Times) -> tuple[float, float, float]:
     """Return how much smaller the median of `after` is, and its 95 % interval over resampled turns (rows)."""
-    turns = np.random.default_rng(0).integers(0, len(before), (_RESAMPLES, len(before)))
-    resampled = np.median(before[turns], axis=(1, 2)) - np.median(after[turns], axis=(1, 2))
-    low, high = np.percentile(resampled, (2.5, 97.5)).tolist()
+
+    def difference(turns: Times) -> Times:
+        return np.median(before[turns], axis=(1, 2)) - np.median(after[turns], axis=(1, 2))
+
+    low, high = percentile_interval(drawn_again(range(len(before)), difference, resamples=_RESAMPLES))
     return float(np.median(before) - np.median(after)), low, high
 
 

@@ -1,0 +1,139 @@
+"""Estimates from few values, with how far they can be trusted: intervals by drawing again, Student's t, means of ratios.
+
+Nothing here draws a random number that a seed does not give.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+ROUNDS = 5  # from which an interval is given: fewer say next to nothing of how much a ratio varies
+TOO_FEW = "too few rounds to trust"  # said wherever a ratio is shown without an interval
+RESAMPLES = 4000
+
+
+class Interval(NamedTuple):
+    """An estimate between the ends of its interval; nan ends where there are too few values for one."""
+
+    low: float
+    mid: float
+    high: float
+
+    def holds(self, value: float) -> bool:
+        """Whether the interval has this value inside; False where there is no interval."""
+        return self.low <= value <= self.high
+
+    @property
+    def known(self) -> bool:
+        return not math.isnan(self.low)
+
+    def times(self, factor: float) -> Interval:
+        return Interval(self.low * factor, self.mid * factor, self.high * factor)
+
+    def __str__(self) -> str:
+        return f"{self.mid:.3f} ({f'{self.low:.3f} to {self.high:.3f}' if self.known else TOO_FEW})"
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return lowest, median, highest. Raises ValueError for none."""
+    if not len(values):
+        raise ValueError("spread() needs at least one value.")
+    return float(min(values)), float(np.median(values)), float(max(values))
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Return the geometric mean, nan of no values. Of ratios it does not depend on which of the two stands below."""
+    return math.exp(float(np.mean(np.log(values)))) if len(values) else math.nan
+
+
+def drawn_again(
+    values: Any, statistic: Callable[[Any], Any], *, resamples: int = RESAMPLES, seed: int = 0
+) -> NDArray[Any]:
+    """Return a statistic of many draws of the values with replacement.
+
+    `statistic` takes the draws as an array [resamples, count, ...] and returns [resamples].
+    """
+    rows = np.asarray(values)
+    picks = np.random.default_rng(seed).integers(0, len(rows), (resamples, len(rows)))
+    return np.asarray(statistic(rows[picks]))
+
+
+def percentile_interval(found: Any, level: float = 0.95) -> tuple[float, float]:
+    """Return the ends between which `level` of the values lie."""
+    tail = (1 - level) / 2
+    low, high = np.quantile(found, (tail, 1 - tail))
+    return float(low), float(high)
+
+
+def bootstrap_interval(
+    values: Sequence[float], level: float = 0.95, seed: int = 0, resamples: int = RESAMPLES
+) -> Interval:
+    """Return the geometric mean of positive ratios and its bootstrap interval.
+
+    Percentiles of the mean of resampled logarithms. Of n values these lie too near to the mean, by sqrt((n - 1) / n), and as far
+    as if the spread were known (Hesterberg, 2015, section 4.1): so their distances from the mean are stretched by the inverse, and
+    by Student's t over the normal quantile. A simulation in the tests finds the truth inside as often as `level` says, from 5 on.
+    From fewer than ROUNDS values there is no interval. Raises ValueError for values that are not positive, and a level outside
+    (0, 1).
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"bootstrap_interval(level={level}): a share between 0 and 1, for example 0.95.")
+    if any(not 0 < v < math.inf for v in values):
+        raise ValueError("bootstrap_interval() takes ratios: finite numbers above 0.")
+    mid, n = geometric_mean(values), len(values)
+    if n < ROUNDS:
+        return Interval(math.nan, mid, math.nan)
+    logs = np.log(np.asarray(values, np.float64))
+    means = drawn_again(logs, lambda draws: draws.mean(axis=1), resamples=resamples, seed=seed)
+    tail = (1 - level) / 2
+    stretch = math.sqrt(n / (n - 1)) * student_t(tail, n - 1) / NormalDist().inv_cdf(tail)
+    low, high = np.exp(logs.mean() + stretch * (np.array(percentile_interval(means, level)) - logs.mean()))
+    return Interval(float(low), mid, float(high))
+
+
+@cache
+def student_t(share: float, degrees: int) -> float:
+    """Return the quantile of Student's t: the value below which `share` of it lies.
+
+    By bisection of the series for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4); beyond 100 degrees by the
+    expansion about the normal quantile (26.7.5), which is off by less than 1e-9 of a 97.5 % quantile there.
+    """
+    if degrees > 100:
+        z = NormalDist().inv_cdf(share)
+        terms = (
+            (z**3 + z) / 4,
+            (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+            (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+            (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+        )
+        return z + sum(term / degrees**power for power, term in enumerate(terms, 1))
+    low, high = -1e6, 1e6
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if _t_below(middle, degrees) < share else (low, middle)
+    return middle
+
+
+def _t_below(t: float, degrees: int) -> float:
+    angle = math.atan(t / math.sqrt(degrees))
+    term, total = 1.0, 0.0
+    if degrees % 2:
+        term = math.cos(angle)
+        for k in range(1, degrees - 1, 2):
+            total += term
+            term *= math.cos(angle) ** 2 * (k + 1) / (k + 2)
+        inside = 2 / math.pi * (angle + math.sin(angle) * total)
+    else:
+        for k in range(0, degrees - 1, 2):
+            total += term
+            term *= math.cos(angle) ** 2 * (k + 1) / (k + 2)
+        inside = math.sin(angle) * total
+    return 0.5 + inside / 2
