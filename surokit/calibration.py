@@ -48,11 +48,11 @@ from surokit.kernels import addmm_, native
 from surokit.torch_private import fused_adamw_
 
 _VERSION = 4  # of the measurements: a change of what is measured makes cached figures stale
-_SIZES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192)}  # of square products
-_COPY_BYTES = {"cpu": 256 * 2**20, "cuda": 2**30}
+SIZES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192)}  # of square products
+COPY_BYTES = {"cpu": 256 * 2**20, "cuda": 2**30}
 _LINK_BYTES = 256 * 2**20
 _LAUNCHES = 500  # under the 1024 that a CUDA stream queues before the host waits
-_ADAM_PARAMS = 32 * 2**20  # 512 MiB of states: a processor's last cache may hold 256, and an offloaded model fits none
+ADAM_PARAMS = 32 * 2**20  # 512 MiB of states: a processor's last cache may hold 256, and an offloaded model fits none
 _SUM_BLOCK = 1 << 17  # gradients that a thread widens at a time, as an offloading optimizer does
 _REPEATS = 3  # at least, whatever the time given
 
@@ -94,12 +94,12 @@ def calibrate(
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
         raise ValueError(f"seconds={seconds!r} must be a number above zero: 20 is usual.")
     key = _key(where)
-    file = None if cache is False else _file(_folder() if cache is True else Path(cache), key)
-    if file is not None and not refresh and (kept := _read(file, key, seconds)) is not None:
+    file = None if cache is False else _file(cache_folder() if cache is True else Path(cache), key)
+    if file is not None and not refresh and (kept := read_kept(file, key, seconds)) is not None:
         return kept
-    gpu, complete = _measure(_row(where), where, seconds, progress)
+    gpu, complete = _measure(row_of(where), where, seconds, progress)
     if file is not None and complete:
-        _write(file, key, seconds, gpu)
+        write_kept(file, key, seconds, gpu)
     return gpu
 
 
@@ -149,7 +149,7 @@ def _product(dtype: torch.dtype) -> Measure:
             out_nn = torch.empty_like(a_nn)
             return lambda: addmm_(out_nn, a_nn, b_nn.t(), beta=0.0)  # as layers multiply
 
-        return _best_product(multiply, device, seconds)
+        return best_product(multiply, device, seconds)
 
     return measure
 
@@ -162,7 +162,7 @@ def _fp8(device: torch.device, seconds: float) -> float:
         one = torch.ones(1, 1, device=device)
         return lambda: native.scaled_mm(a_nn, one, b_nn, one, out_dtype=torch.bfloat16)
 
-    return _best_product(multiply, device, seconds)
+    return best_product(multiply, device, seconds)
 
 
 def _normal(n: int, device: torch.device) -> Tensor:
@@ -170,14 +170,14 @@ def _normal(n: int, device: torch.device) -> Tensor:
     return torch.randn(n, n, device=device, generator=torch.Generator(device).manual_seed(0))
 
 
-def _best_product(multiply: Callable[[int], Callable[[], object]], device: torch.device, seconds: float) -> float:
+def best_product(multiply: Callable[[int], Callable[[], object]], device: torch.device, seconds: float) -> float:
     """Return the TFLOPS of the size that is fastest; larger sizes are left out where one product would take the time of all."""
-    sizes = _SIZES[device.type]
+    sizes = SIZES[device.type]
     best, left = 0.0, seconds
     for n in sizes:
         call = multiply(n)
         started = time.perf_counter()
-        each_s = _median_s(call, device, left / 2 if n != sizes[-1] else left)
+        each_s = median_s(call, device, left / 2 if n != sizes[-1] else left)
         left -= time.perf_counter() - started
         best = max(best, 2 * n**3 / each_s / 1e12)
         if 8 * each_s * (_REPEATS + 1) > left:  # the next size takes eight times as long
@@ -187,12 +187,12 @@ def _best_product(multiply: Callable[[int], Callable[[], object]], device: torch
 
 def _bandwidth(device: torch.device, seconds: float) -> float:
     """Return the TB/s of a copy on the device; bytes read and bytes written count."""
-    size = _COPY_BYTES[device.type]
+    size = COPY_BYTES[device.type]
     if device.type == "cuda":
         size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size / _median_s(lambda: target.copy_(source), device, seconds) / 1e12
+    return 2 * size / median_s(lambda: target.copy_(source), device, seconds) / 1e12
 
 
 def _launch(device: torch.device, seconds: float) -> float:
@@ -220,7 +220,7 @@ def _host_link(device: torch.device, seconds: float) -> float:
     there = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=device)
 
     def copy_s(target: Tensor, source: Tensor) -> float:
-        return _median_s(lambda: target.copy_(source, non_blocking=True), device, seconds / 2)
+        return median_s(lambda: target.copy_(source, non_blocking=True), device, seconds / 2)
 
     return _LINK_BYTES / max(copy_s(there, host), copy_s(host, there)) / 1e9
 
@@ -231,7 +231,7 @@ def _peer_link(device: torch.device, seconds: float) -> float:
     other = torch.device("cuda", 0 if here else 1)
     source = torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=other)
-    return _LINK_BYTES / _median_s(lambda: target.copy_(source, non_blocking=True), device, seconds) / 1e9
+    return _LINK_BYTES / median_s(lambda: target.copy_(source, non_blocking=True), device, seconds) / 1e9
 
 
 def _host_adam(device: torch.device, seconds: float) -> float:
@@ -239,7 +239,7 @@ def _host_adam(device: torch.device, seconds: float) -> float:
 
     The kernel itself: torch.optim loads its compiler before the first step.
     """
-    p, grad, m, v = (torch.full((_ADAM_PARAMS,), 1e-3) for _ in range(4))
+    p, grad, m, v = (torch.full((ADAM_PARAMS,), 1e-3) for _ in range(4))
     step = torch.ones(())
 
     def update() -> None:
@@ -259,14 +259,14 @@ def _host_adam(device: torch.device, seconds: float) -> float:
             maximize=False,
         )
 
-    return _ADAM_PARAMS / _median_s(update, torch.device("cpu"), seconds)
+    return ADAM_PARAMS / median_s(update, torch.device("cpu"), seconds)
 
 
 def _host_accumulate(device: torch.device, seconds: float) -> float:
     """Return how many bfloat16 gradients a second are added to a sum in float32 on the host: widened in parts that stay in a
     cache."""
-    sums = torch.zeros(_ADAM_PARAMS)
-    grads = torch.full((_ADAM_PARAMS,), 1e-3, dtype=torch.bfloat16)
+    sums = torch.zeros(ADAM_PARAMS)
+    grads = torch.full((ADAM_PARAMS,), 1e-3, dtype=torch.bfloat16)
     wide = torch.empty(_SUM_BLOCK * torch.get_num_threads())
     parts = list(zip(sums.split(len(wide)), grads.split(len(wide))))
 
@@ -274,7 +274,7 @@ def _host_accumulate(device: torch.device, seconds: float) -> float:
         for total, grad in parts:
             total.add_(wide[: len(grad)].copy_(grad))
 
-    return _ADAM_PARAMS / _median_s(add, torch.device("cpu"), seconds)
+    return ADAM_PARAMS / median_s(add, torch.device("cpu"), seconds)
 
 
 PARTS = (
@@ -293,7 +293,7 @@ PARTS = (
 # -- timing
 
 
-def _median_s(call: Callable[[], object], device: torch.device, seconds: float) -> float:
+def median_s(call: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Return the median seconds of one call, after one that does not count, for `seconds` and at least a few times.
 
     On a GPU several calls stand between two waits, so that a wait's own time does not count.
@@ -345,7 +345,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _row(where: torch.device) -> Gpu:
+def row_of(where: torch.device) -> Gpu:
     """Return the device as the hardware table has it, with the memory that it really offers, or with what torch says of it."""
     if where.type == "cpu":
         n = cores()
@@ -384,7 +384,7 @@ def _key(where: torch.device) -> dict[str, Any]:
     return key
 
 
-def _folder() -> Path:
+def cache_folder() -> Path:
     """Return the user's cache folder, where the platform has it."""
     system = platform.system()
     if system == "Windows":
@@ -402,7 +402,7 @@ def _file(folder: Path, key: dict[str, Any]) -> Path:
     return folder / f"{name}-{digest}.json"
 
 
-def _read(file: Path, key: dict[str, Any], seconds: float) -> Gpu | None:
+def read_kept(file: Path, key: dict[str, Any], seconds: float) -> Gpu | None:
     """Return the kept result, if it is one of this key that was measured at least as long; a damaged file counts as none.
 
     The datasheet's row is today's, so that a corrected table reaches a machine that was calibrated before.
@@ -418,7 +418,7 @@ def _read(file: Path, key: dict[str, Any], seconds: float) -> Gpu | None:
     return gpu if row is None else replace(row, ceilings=gpu.ceilings, memory_gib=gpu.memory_gib)
 
 
-def _write(file: Path, key: dict[str, Any], seconds: float, gpu: Gpu) -> None:
+def write_kept(file: Path, key: dict[str, Any], seconds: float, gpu: Gpu) -> None:
     """Keep a result; whole or not at all. A folder that cannot be written is said and harms nothing."""
     text = json.dumps({"key": key, "seconds": seconds, "gpu": gpu.to_json()}, indent=1)
     part = file.with_suffix(f".{os.getpid()}.part")

@@ -49,7 +49,7 @@ class _UsageError(ValueError):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = make_parser().parse_args(argv)
         arguments.argv = list(sys.argv[1:] if argv is None else argv)
         status: int = arguments.run(arguments)
         sys.stdout.flush()
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     import surokit
 
     parser = _Parser(prog="surokit", description="Train, watch and compare low-precision recipes.", allow_abbrev=False)
@@ -354,7 +354,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         given["recipe"] = find_recipe(given.get("recipe", "bf16")).lora(rank=arguments.lora)
     planned = plan(arguments.what, **given)
     # every answer is there before a word is printed, so that an error stands alone
-    answers = _answers(planned, arguments)
+    answers = answers_of(planned, arguments)
     if arguments.json:
         lines = [line.__dict__ for line in planned.lines()]
         found = {name: answer for name, (answer, _) in answers.items()}
@@ -365,7 +365,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _answers(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[Any, str]]:
+def answers_of(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[Any, str]]:
     """Return what was asked beside the plan: name -> (the answer as data, the answer in words)."""
     from surokit.planner.inverse import questions, recipe_choice
 

@@ -66,10 +66,10 @@ def environment() -> dict[str, Any]:
         device = torch.cuda.get_device_name()
         capability = ".".join(map(str, torch.cuda.get_device_capability()))
     return {
-        "surokit": _version("surokit"),
+        "surokit": installed_version("surokit"),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "triton": _version("triton"),
+        "triton": installed_version("triton"),
         "cuda": torch.version.cuda,
         "device": device,
         "cuda_capability": capability,
@@ -201,7 +201,7 @@ def doctor(path: str | Path = ".") -> Doctor:
     return Doctor((*_core(), *_formats(), *_front_end(), *_packages(), _disk(Path(path))))
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -209,15 +209,15 @@ def _version(package: str) -> str | None:
 
 
 def _core() -> list[Finding]:
-    findings = [Finding("core", "surokit", "ok", _version("surokit") or "not installed, run from its folder")]
+    findings = [Finding("core", "surokit", "ok", installed_version("surokit") or "not installed, run from its folder")]
     findings.append(Finding("core", "python", "ok", f"{platform.python_version()} ({sys.executable})"))
     for package in ("torch", "numpy", "safetensors"):
-        version = _version(package)
+        version = installed_version(package)
         if version:
             findings.append(_present(package, version))
         else:
             findings.append(Finding("core", package, "missing", "not installed", f"pip install {package}"))
-    version = _version("triton")
+    version = installed_version("triton")
     if version:
         findings.append(_present("triton", version))
     else:
@@ -252,7 +252,7 @@ def _cpu() -> Finding:
     return Finding("core", "cpu", "busy", f"{words}, of which {used:.1f} are in use", remedy)
 
 
-def _gpu() -> tuple[str, tuple[int, int] | None]:
+def gpu_and_capability() -> tuple[str, tuple[int, int] | None]:
     """Return (the GPU in words, its CUDA capability); no capability without a CUDA GPU."""
     if find_spec("torch") is None:
         return "unknown without torch", None
@@ -276,7 +276,7 @@ def _gpu() -> tuple[str, tuple[int, int] | None]:
 
 
 def _formats() -> list[Finding]:
-    words, capability = _gpu()
+    words, capability = gpu_and_capability()
     found = [Finding("device", "gpu", "ok" if capability else "none", words)]
     if find_spec("torch") is None:
         return found  # nothing multiplies anything
@@ -359,7 +359,9 @@ def _packages() -> list[Finding]:
     findings = []
     for package, gives, command in _OPTIONAL:
         if find_spec(package) is not None:
-            findings.append(Finding("optional", package, "ok", f"{_version(package) or 'present'}, for {gives}"))
+            findings.append(
+                Finding("optional", package, "ok", f"{installed_version(package) or 'present'}, for {gives}")
+            )
         elif command:
             findings.append(Finding("optional", package, "missing", f"for {gives}", command))
     return findings

@@ -157,7 +157,7 @@ def tune(
     trains = {name: layer.weight.requires_grad for name, layer in layers.items()}
     plain = {name: clock(BF16, *shape, trains[name]) for name, shape in shapes.items()}
     total = sum(plain.values())
-    candidates = [_Mixture(BF16, 0.0, total, (), math.inf)]
+    candidates = [Mixture(BF16, 0.0, total, (), math.inf)]
     slower: list[str] = []
     with _undisturbed(model, where):
         base = _loss(model, batch, BF16)
@@ -172,15 +172,15 @@ def tune(
             saved = {name: plain[name] - clock(recipe, *shapes[name], trains[name]) for name in noise}
             worst = {name: min(db.values()) for name, db in sqnr_db.items()}
             lost = [name for name in noise if saved[name] <= 0]
-            slower += [f"{recipe.name} at {', '.join(_patterns(lost, noise))}"] if lost else []
+            slower += [f"{recipe.name} at {', '.join(patterns_of(lost, noise))}"] if lost else []
             candidates += _chain(recipe, harm, saved, worst, total, lost)
-        front = _thin(_pareto(candidates), points)
+        front = thin(pareto(candidates), points)
         choices = []
         for mixture in front:
             mixed = mixture.recipe
             if mixture.quantized:
                 among = decibels[mixed.name]
-                mixed = mixed.keep(*_patterns([name for name in among if name not in mixture.quantized], among))
+                mixed = mixed.keep(*patterns_of([name for name in among if name not in mixture.quantized], among))
             measured = (_loss(model, batch, mixed) - base) / base if mixture.quantized else 0.0
             choices.append(Choice(mixed, mixture.gap, mixture.time, measured, len(mixture.quantized), mixture.worst_db))
     return Tuning(choices, max_gap, base, len(layers), unit, slower)
@@ -272,14 +272,14 @@ def _clock(gpu: str | Gpu | None, where: torch.device, tokens: int) -> tuple[Any
             found = None
     if found is None or found.bf16_tflops is None:
         return (
-            lambda recipe, n, k, trains: _weighted_flop(recipe, n, k, tokens, trains) / 1e9,
+            lambda recipe, n, k, trains: weighted_flop(recipe, n, k, tokens, trains) / 1e9,
             "1e9 FLOP x bits / 16, a proxy (no GPU named)",
         )
     name = f"ms a step of {tokens:,} tokens, planned from the peaks of {found.name}"
     return lambda recipe, n, k, trains: linear_seconds(recipe, n, k, tokens, trains=trains, gpu=found) * 1e3, name
 
 
-def _weighted_flop(recipe: Recipe, n: int, k: int, t: int, trains: bool) -> float:
+def weighted_flop(recipe: Recipe, n: int, k: int, t: int, trains: bool) -> float:
     """Return the FLOPs of a layer's products, each times the width of its operands over 16."""
     products = recipe.gemms if trains else recipe.gemms[:2]
     return sum(2.0 * n * k * t * operand_bits(gemm) / 16 for gemm in products)
@@ -288,7 +288,7 @@ def _weighted_flop(recipe: Recipe, n: int, k: int, t: int, trains: bool) -> floa
 # -- the front
 
 
-class _Mixture(NamedTuple):
+class Mixture(NamedTuple):
     recipe: Recipe
     gap: float
     time: float
@@ -303,27 +303,27 @@ def _chain(
     worst: dict[str, float],
     total: float,
     lost: list[str],
-) -> list[_Mixture]:
+) -> list[Mixture]:
     """Put one layer after another back to bf16, the one with the most loss for its time first."""
     order = sorted((name for name in harm if name not in lost), key=lambda name: -harm[name] / saved[name])
     chain = []
     for kept in range(len(order)):
         names = tuple(order[kept:])
         gap, gain = sum(harm[name] for name in names), sum(saved[name] for name in names)
-        chain.append(_Mixture(recipe, gap, total - gain, names, min(worst[name] for name in names)))
+        chain.append(Mixture(recipe, gap, total - gain, names, min(worst[name] for name in names)))
     return chain
 
 
-def _pareto(mixtures: list[_Mixture]) -> list[_Mixture]:
+def pareto(mixtures: list[Mixture]) -> list[Mixture]:
     """Return those that no other beats in gap and time, slow ones first."""
-    front: list[_Mixture] = []
+    front: list[Mixture] = []
     for mixture in sorted(mixtures, key=lambda m: (m.gap, m.time)):
         if not front or mixture.time < front[-1].time:
             front.append(mixture)
     return front
 
 
-def _thin(front: list[_Mixture], points: int) -> list[_Mixture]:
+def thin(front: list[Mixture], points: int) -> list[Mixture]:
     """At most `points` of them, both ends and evenly spread in time between."""
     if len(front) <= points:
         return front
@@ -344,7 +344,7 @@ def _groups(names: Mapping[str, Any]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _patterns(names: Sequence[str], among: Any) -> list[str]:
+def patterns_of(names: Sequence[str], among: Any) -> list[str]:
     """Return the rules that name exactly these layers: a group by what its layers have in common where all of it is meant."""
     meant = set(names)
     patterns = []

@@ -85,8 +85,8 @@ def test_a_plan_takes_it(measured):
 
 def test_what_stands_for_memory_fits_no_cache():
     """A processor's last cache holds up to 256 MiB or so, three times as fast as memory."""
-    assert 2 * calibration._COPY_BYTES["cpu"] >= 512 * 2**20
-    assert 4 * 4 * calibration._ADAM_PARAMS >= 512 * 2**20
+    assert 2 * calibration.COPY_BYTES["cpu"] >= 512 * 2**20
+    assert 4 * 4 * calibration.ADAM_PARAMS >= 512 * 2**20
 
 
 def test_figures_have_the_digits_that_a_clock_is_worth(counted, monkeypatch):
@@ -114,7 +114,7 @@ def test_a_product_is_of_two_operations_for_each_pair_of_numbers(field, clock, m
                 clock.sleep(2 * rows * between * columns * 1e-9)
             return func(*args, **(kwargs or {}))
 
-    monkeypatch.setitem(calibration._SIZES, "cpu", (32, 64))
+    monkeypatch.setitem(calibration.SIZES, "cpu", (32, 64))
     with Multiplies():
         assert part.measure(CPU, 0.01) == pytest.approx(1e-3, rel=0.01)
 
@@ -126,10 +126,10 @@ def test_a_part_lasts_as_long_as_it_may(clock):
         calls.append(1)
         clock.sleep(0.01)
 
-    assert calibration._median_s(call, CPU, 0.2) == pytest.approx(0.01)
+    assert calibration.median_s(call, CPU, 0.2) == pytest.approx(0.01)
     assert 0.2 <= clock.perf_counter() < 0.25
     calls.clear()
-    calibration._median_s(call, CPU, 0)  # a minimum is kept
+    calibration.median_s(call, CPU, 0)  # a minimum is kept
     assert len(calls) >= 5
 
 
@@ -140,7 +140,7 @@ def test_a_products_largest_size_is_left_out_where_it_would_take_too_long(clock)
         sizes.append(n)
         return lambda: clock.sleep(n**3 * 1e-10)
 
-    rate = calibration._best_product(multiply, CPU, 0.1)
+    rate = calibration.best_product(multiply, CPU, 0.1)
     assert sizes[0] == 256
     assert 2048 not in sizes  # 0.86 s a product
     assert rate == pytest.approx(2 / 1e-10 / 1e12)
@@ -229,27 +229,27 @@ def test_the_folder_is_the_platforms(system, variable, where, monkeypatch, tmp_p
         monkeypatch.delenv(name, raising=False)
     if variable:
         monkeypatch.setenv(variable, str(tmp_path))
-    assert calibration._folder() == tmp_path / where
+    assert calibration.cache_folder() == tmp_path / where
 
 
 def test_a_known_gpu_keeps_its_row(monkeypatch, counted, tmp_path):
     """With a device that only the names know: the row is the table's, today's one also for a kept result."""
     properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85e9, major=9, minor=0)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
-    row = calibration._row(torch.device("cuda", 0))
+    row = calibration.row_of(torch.device("cuda", 0))
     # 80 GiB by name; a plan that must fit wants what there is
     assert row == dataclasses.replace(find_gpu("H100"), memory_gib=79.16)
     properties.name = "NVIDIA Unheard Of"
-    assert calibration._row(torch.device("cuda", 0)) == Gpu(
+    assert calibration.row_of(torch.device("cuda", 0)) == Gpu(
         "NVIDIA Unheard Of",
         memory_gib=79.16,
         capability=(9, 0),
         source="torch's properties of the device; no row in the table",
     )
     stale = dataclasses.replace(row, watts=1, ceilings=Ceilings("then", bf16_tflops=700))
-    calibration._write(tmp_path / "x.json", {"a": 1}, 5, stale)
-    assert calibration._read(tmp_path / "x.json", {"a": 1}, 5) == dataclasses.replace(row, ceilings=stale.ceilings)
-    assert calibration._read(tmp_path / "x.json", {"a": 2}, 5) is None
+    calibration.write_kept(tmp_path / "x.json", {"a": 1}, 5, stale)
+    assert calibration.read_kept(tmp_path / "x.json", {"a": 1}, 5) == dataclasses.replace(row, ceilings=stale.ceilings)
+    assert calibration.read_kept(tmp_path / "x.json", {"a": 2}, 5) is None
 
 
 @pytest.mark.parametrize(

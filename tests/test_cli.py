@@ -73,7 +73,7 @@ def test_every_argument_of_plan_is_one_of_the_command(config, capsys):
     names = set(inspect.signature(sk.plan).parameters) - {"what", "training"}
     assert cli.main(["plan", config]) == 0
     plain = capsys.readouterr().out
-    known = vars(cli._parser().parse_args(["plan", config]))
+    known = vars(cli.make_parser().parse_args(["plan", config]))
     assert names | {"training"} <= set(known)
     # and none is set that was not given
     assert all(known[name] is None for name in names)
@@ -155,7 +155,7 @@ def test_inference_holds_a_cache_and_no_gradients(config, capsys):
     [("2", 2.0), ("2.50", 2.5), ("1.8-3.2", (1.8, 3.2)), ("5e-1", 0.5), ("2-2", (2.0, 2.0))],
 )
 def test_prices(text, price):
-    assert cli._parser().parse_args(["plan", "8e9", "--usd-per-gpu-hour", text]).usd_per_gpu_hour == price
+    assert cli.make_parser().parse_args(["plan", "8e9", "--usd-per-gpu-hour", text]).usd_per_gpu_hour == price
 
 
 def test_what_would_make_a_plan_fit(config, capsys):
@@ -273,7 +273,7 @@ def test_plan_as_json(config, capsys, monkeypatch):
     said = planned(capsys, config, "--batch", 2, "--length", 128, "--fits", 80)
     assert list(said) == ["title", "answers", "lines", "notes", "fits"]
     assert all(list(line) == ["group", "term", "value", "unit", "kind", "how"] for line in said["lines"])
-    monkeypatch.setattr(cli, "_answers", lambda *_: {"fits": ({"gib": [math.inf, math.nan, 2.0]}, "")})
+    monkeypatch.setattr(cli, "answers_of", lambda *_: {"fits": ({"gib": [math.inf, math.nan, 2.0]}, "")})
     assert cli.main(["plan", config, "--json"]) == 0
     assert json.loads(capsys.readouterr().out, parse_constant=no_constant)["fits"] == {"gib": [None, None, 2.0]}
 

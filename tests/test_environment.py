@@ -37,7 +37,7 @@ def test_environment_is_plain_data():
 
 
 def test_how_bf16_is_multiplied_is_told(monkeypatch):
-    monkeypatch.setattr(module, "_gpu", lambda: ("none", None))
+    monkeypatch.setattr(module, "gpu_and_capability", lambda: ("none", None))
     for yes, state in ((True, "float32"), (False, "native")):
         with kernels.converting(yes):
             assert module.doctor()["bf16"].state == state
@@ -161,7 +161,7 @@ def test_a_missing_package_comes_with_its_command(monkeypatch):
 def test_packages_beside_ours_are_named_where_they_are(monkeypatch):
     beside = ("transformers", "peft", "bitsandbytes")
     monkeypatch.setattr(module, "find_spec", lambda name: object())
-    monkeypatch.setattr(module, "_version", lambda name: "1.2.3")
+    monkeypatch.setattr(module, "installed_version", lambda name: "1.2.3")
     found = doctor()
     assert all(found[name].detail.startswith("1.2.3, for its") for name in beside)
     monkeypatch.setattr(module, "find_spec", lambda name: object() if name == "torch" else None)
@@ -207,8 +207,10 @@ def test_without_torch_there_are_no_formats(monkeypatch):
 
 
 def test_what_training_needs_is_not_optional(monkeypatch):
-    real = module._version
-    monkeypatch.setattr(module, "_version", lambda name: None if name in ("safetensors", "triton") else real(name))
+    real = module.installed_version
+    monkeypatch.setattr(
+        module, "installed_version", lambda name: None if name in ("safetensors", "triton") else real(name)
+    )
     found = doctor()
     assert not found.ok
     assert found["safetensors"].remedy == "pip install safetensors"

@@ -43,6 +43,89 @@ MEANT = {
     "browser/front_ends.py::measure": "no test: a tab comes to rest before it is measured",
 }
 
+PRIVATE = re.compile(r"_[A-Za-z]\w*")
+FOREIGN = {  # of Python, torch and IPython, though something of ours is called the same
+    "_replace",
+    "_schema",
+    "_base",
+    "_forward_hooks",
+    "_repr_html_",
+    "_repr_mimebundle_",
+    "_ipython_display_",
+    "_reply_subshell_for",
+}
+# how often tests use private names of ours, by file: lower it where you can; there's no reason to raise one
+PRIVATE_USES: dict[str, int] = {
+    "bench/test_cpu.py": 2,
+    "bench/test_gpu.py": 6,
+    "bench/test_kernels.py": 1,
+    "bench/test_peers.py": 2,
+    "bench/test_predicted.py": 1,
+    "data/test_batches.py": 4,
+    "data/test_data.py": 2,
+    "data/test_sources.py": 1,
+    "gpu/test_offload.py": 4,
+    "kernels/test_matmul.py": 8,
+    "kernels/test_native.py": 2,
+    "kernels/test_norm.py": 1,
+    "kernels/test_nvfp4.py": 4,
+    "kernels/test_transpose.py": 3,
+    "kernels/test_triton_nvfp4.py": 3,
+    "nn/test_adapter_storage.py": 1,
+    "nn/test_attention.py": 10,
+    "nn/test_frozen_codes.py": 3,
+    "nn/test_pieces.py": 1,
+    "nn/test_stages.py": 1,
+    "offload/runs.py": 4,
+    "offload/test_accounts.py": 1,
+    "offload/test_activations.py": 10,
+    "offload/test_adamw.py": 14,
+    "offload/test_columns.py": 1,
+    "offload/test_link.py": 5,
+    "offload/test_report.py": 1,
+    "offload/test_rows.py": 1,
+    "offload/test_workers.py": 6,
+    "offload/test_written.py": 1,
+    "offload/test_zenflow.py": 4,
+    "optim/test_adamw8bit.py": 1,
+    "planner/test_catalogue.py": 1,
+    "planner/test_fused.py": 2,
+    "planner/test_offload.py": 5,
+    "planner/test_picture.py": 1,
+    "planner/test_questions.py": 1,
+    "planner/test_scaling.py": 1,
+    "planner/test_streaming.py": 2,
+    "profiler/test_capture.py": 8,
+    "profiler/test_causes.py": 2,
+    "profiler/test_foreign.py": 2,
+    "profiler/test_gpu.py": 1,
+    "profiler/test_light.py": 1,
+    "profiler/test_monitor.py": 12,
+    "profiler/test_picture.py": 2,
+    "profiler/test_report.py": 9,
+    "racing/conftest.py": 1,
+    "racing/test_threads.py": 1,
+    "runs/test_health.py": 3,
+    "test_architecture.py": 4,
+    "test_docs.py": 1,
+    "test_live.py": 1,
+    "train/test_background.py": 1,
+    "train/test_capture.py": 7,
+    "train/test_capture_noise.py": 8,
+    "train/test_checkpoint.py": 2,
+    "train/test_compiling.py": 1,
+    "train/test_control.py": 4,
+    "train/test_meters.py": 1,
+    "train/test_random_state.py": 3,
+    "train/test_run_status.py": 1,
+    "train/test_summary.py": 1,
+    "train/toys.py": 1,
+    "widgets/test_follow.py": 1,
+    "widgets/test_panel.py": 4,
+    "widgets/test_planning.py": 1,
+    "widgets/test_state.py": 3,
+}
+
 CLOCKS = {"perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "time", "time_ns"}
 SLEEP = re.compile(r"\bsleep\((?!0[,)])|\bEvent\(\)\.wait\([^)]")
 
@@ -172,6 +255,68 @@ def test_no_test_sleeps_or_compares_times():
 )
 def test_what_is_found(code, count):
     assert offences(f"async def test():\n    {code}") == Counter({"test": count} if count else {})
+
+
+# -- private names
+
+
+def private_names(source: str) -> set[str]:
+    """Names with one underscore that this code gives to functions, classes, variables and attributes."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+    return {name for name in names if PRIVATE.fullmatch(name)}
+
+
+def private_uses(source: str, ours: set[str]) -> list[str]:
+    """Where a test reaches for one of these names in what it tests: as an attribute, in an import, in setattr and its kin."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[0] not in ("self", "cls", "torch"):
+            found.append(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("setattr", "getattr", "delattr"):
+            found += [str(name.value) for name in node.args[1:2] if isinstance(name, ast.Constant)]
+    return [name for name in found if name in ours]
+
+
+def test_private_names_are_used_no_more_than_they_were():
+    """What a test knows of the inside breaks when only that changes. Where a unit has no public face it may stand: the ceiling of a
+    file is what it had, and a file that is not listed has none. Lower a ceiling where a file has less."""
+    sources = (TESTS.parent / "surokit").rglob("*.py")
+    ours = {name for path in sources for name in private_names(path.read_text(encoding="utf-8"))} - FOREIGN
+    found = {
+        path.relative_to(TESTS).as_posix(): private_uses(path.read_text(encoding="utf-8"), ours)
+        for path in TESTS.rglob("*.py")
+    }
+    over = {name: uses for name, uses in found.items() if len(uses) > PRIVATE_USES.get(name, 0)}
+    assert not over, f"ask through a public name, or give the name a public one in its module: {over}"
+
+
+@pytest.mark.parametrize(
+    ("code", "uses"),
+    [
+        ("unit._inner", ["_inner"]),
+        ("unit.a()._inner.b", ["_inner"]),
+        ("from surokit.unit import _inner, other", ["_inner"]),
+        ("monkeypatch.setattr(unit, '_inner', 1)", ["_inner"]),
+        ("getattr(unit, '_inner')", ["_inner"]),
+        ("self._inner", []),
+        ("torch._inner", []),
+        ("unit._foreign", []),
+        ("'_inner'", []),
+    ],
+)
+def test_what_is_a_private_use(code, uses):
+    ours = private_names("class C:\n    def f(self):\n        self._inner = 1\n        self.__repr__ = 2")
+    assert ours == {"_inner"}
+    assert private_uses(code, ours) == uses
 
 
 # -- sampling

@@ -10,7 +10,7 @@ import torch
 import surokit as sk
 from surokit.hardware.gpus import Gpu
 from surokit.hardware.linear import linear_seconds
-from surokit.tuning import Choice, _Mixture, _pareto, _patterns, _thin, _weighted_flop
+from surokit.tuning import Choice, Mixture, pareto, patterns_of, thin, weighted_flop
 from tests.conftest import Tiny
 from tests.refusals import refused
 
@@ -121,7 +121,7 @@ def test_a_format_that_loses_time_stays_out(model, batch):
 @pytest.mark.parametrize(("recipe", "share"), [(sk.BF16, 1.0), (sk.FP8, 0.5), (sk.FP4, 0.25), (sk.Recipe("a"), 1.0)])
 def test_planned_time_follows_the_peaks(recipe, share):
     n, k, t = 512, 256, 1024
-    assert _weighted_flop(recipe, n, k, t, True) == 6 * n * k * t * share
+    assert weighted_flop(recipe, n, k, t, True) == 6 * n * k * t * share
     assert linear_seconds(recipe, n, k, t, trains=True, gpu=FAST) == pytest.approx(6 * n * k * t * share / 100e12)
     assert linear_seconds(recipe, n, k, t, trains=False, gpu=FAST) == pytest.approx(4 * n * k * t * share / 100e12)
 
@@ -135,20 +135,20 @@ def test_bandwidth_bounds_a_product_and_pays_for_quantizing():
 
 
 def test_the_front_is_thinned_at_both_ends_and_between():
-    mixtures = [_Mixture(sk.FP8, gap, 10.0 - gap, (), 0.0) for gap in range(10)]
-    worse = _Mixture(sk.FP4, 5.0, 9.0, (), 0.0)
-    front = _pareto([worse, *reversed(mixtures)])
+    mixtures = [Mixture(sk.FP8, gap, 10.0 - gap, (), 0.0) for gap in range(10)]
+    worse = Mixture(sk.FP4, 5.0, 9.0, (), 0.0)
+    front = pareto([worse, *reversed(mixtures)])
     assert front == mixtures
-    assert [m.gap for m in _thin(front, 4)] == [0, 3, 6, 9]
-    assert _thin(front, 20) == front
+    assert [m.gap for m in thin(front, 4)] == [0, 3, 6, 9]
+    assert thin(front, 20) == front
 
 
 def test_patterns_name_exactly_these_layers():
     names = [f"model.layers.{i}.mlp.{kind}" for i in range(3) for kind in ("up_proj", "down_proj")] + ["head.up_proj"]
-    assert _patterns(names[1:6:2], names) == ["mlp.down_proj"]
-    assert _patterns([names[0], names[6]], names) == ["model.layers.0.mlp.up_proj", "head.up_proj"]
+    assert patterns_of(names[1:6:2], names) == ["mlp.down_proj"]
+    assert patterns_of([names[0], names[6]], names) == ["model.layers.0.mlp.up_proj", "head.up_proj"]
     for wanted in (names[:2], names[1:6:2], names[:6:2], names):
-        recipe = sk.Recipe("r", rules=()).keep(*_patterns(wanted, names))
+        recipe = sk.Recipe("r", rules=()).keep(*patterns_of(wanted, names))
         assert [name for name in names if recipe.kept_by(name)] == wanted or set(wanted) == {
             name for name in names if recipe.kept_by(name)
         }

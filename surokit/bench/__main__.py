@@ -11,7 +11,7 @@ from typing import Any
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = vars(_parser().parse_args(argv))
+    arguments = vars(make_parser().parse_args(argv))
     command = arguments.pop("command")
     try:
         if command == "hour":
@@ -89,7 +89,7 @@ def _fill(pages: list[Path]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m surokit.bench", description="Command line of the benchmarks.")
     commands = parser.add_subparsers(dest="command", required=True)
 

@@ -41,7 +41,7 @@ from surokit.bench import process
 
 Work = Mapping[str, Any]
 CLIP, BETAS, DECAY = 1.0, (0.9, 0.95), 0.1
-_PROJECTION = re.compile(r"layers\.\d+\.\w+\.\w+_proj")
+PROJECTION = re.compile(r"layers\.\d+\.\w+\.\w+_proj")
 
 
 class Runner(Protocol):
@@ -73,7 +73,7 @@ class System:
 def missing(system: System, work: Work) -> str | None:
     """Return why the system cannot do the work here; None where it can."""
     for package in system.packages:
-        if not _installed(package):
+        if not installed(package):
             return f"{package} is not installed"
     if work["train"] not in system.trains:
         return f"it has no {work['train']} training here"
@@ -322,7 +322,7 @@ def _set_adapters(model: Any) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_A" in name:
-                layer = _PROJECTION.search(name)
+                layer = PROJECTION.search(name)
                 assert layer is not None, name
                 drawn = torch.Generator().manual_seed(crc32(layer[0].encode()))
                 bound = parameter.shape[1] ** -0.5
@@ -449,10 +449,10 @@ def _dtypes(parameters: list[Any]) -> str:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    return {package: version(package) for package in packages if _installed(package)}
+    return {package: version(package) for package in packages if installed(package)}
 
 
-def _installed(package: str) -> bool:
+def installed(package: str) -> bool:
     try:
         version(package)
     except PackageNotFoundError:

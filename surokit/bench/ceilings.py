@@ -85,7 +85,7 @@ def model_ceilings(shape: Mapping[str, Any], tokens: int, device: torch.device, 
         row: dict[str, Any] = {"product": name, "k": k, "n": n, "bf16_tflops": None, "fp8_tflops": None}
         for kind in kinds:
             call = _product(kind, tokens, k, n, device)
-            each_s = calibration._median_s(call, device, seconds / len(matrices) / len(kinds))
+            each_s = calibration.median_s(call, device, seconds / len(matrices) / len(kinds))
             row[f"{kind}_tflops"] = float(f"{2 * tokens * k * n / each_s / 1e12:.4g}")
         rows.append(row)
     return {"tokens": tokens, "products": rows}

@@ -123,7 +123,7 @@ def run(
     call = {"minutes": minutes, "parts": names}
     book = Book(next_free(out) if new else out, "gpu", head, call)
     if again:
-        book.forget(*[key for key, found in book.found.items() if _in_question(found)])
+        book.forget(*[key for key, found in book.found.items() if in_question(found)])
     pace = REHEARSAL if rehearse else Pace()
     with tempfile.TemporaryDirectory() as folder:
         systems = Systems(work, pace.warm_up, rehearse, Path(folder))
@@ -159,15 +159,15 @@ class Bench:
     def part(self, part: Part) -> None:
         if part.smoke:
             return self._smoke(part.smoke)
-        self._prepare([c for c in self._unmeasured(part) if not c.peer])
+        self.prepare([c for c in self._unmeasured(part) if not c.peer])
         for group in part.groups:
-            self._group(group)
+            self.run_group(group)
         for c in part.starts:
             self._start(c)
         for c in part.sustained:
             self._sustain(c)
 
-    def _measure(
+    def measure(
         self, key: str, need_s: float, work: Callable[[float], Mapping[str, Any]], what: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return what the file has under `key`, else what `work(until when)` finds, or why it failed or was left out.
@@ -242,7 +242,7 @@ class Bench:
             return "In the smoke test its step replayed as graphs is not what it is launched one by one."
         return ""
 
-    def _prepare(self, configurations: Iterable[Configuration]) -> None:
+    def prepare(self, configurations: Iterable[Configuration]) -> None:
         """Check correctness, then measure ceilings, for the models and recipes of these configurations."""
         requests: dict[str, tuple[dict[str, Any], float]] = {}
         for c in configurations:
@@ -257,7 +257,7 @@ class Bench:
             for key, (request, need_s) in requests.items():
                 if key.startswith("correct/") and not self.book.current(key):
                     self.book.forget(key)  # what was right with other sources says nothing of these
-                self._measure(key, need_s, partial(self._prepared, process, request), {"what": key.partition("/")[0]})
+                self.measure(key, need_s, partial(self._prepared, process, request), {"what": key.partition("/")[0]})
 
     def _prepared(self, process: Turns[str, System], request: Mapping[str, Any], until_s: float) -> dict[str, Any]:
         asked = json.dumps(request)
@@ -309,7 +309,7 @@ class Bench:
 
     # -- turns
 
-    def _group(self, group: Group) -> None:
+    def run_group(self, group: Group) -> None:
         """Measure the rounds of a group; in the last one each system is profiled after its turn."""
         ready: list[Configuration] = []
         for c in group.configurations:
@@ -326,15 +326,15 @@ class Bench:
 
     def _turn(self, turns: _Turns, group: Group, c: Configuration, number: int, last: bool) -> None:
         what = {"group": group.name, "round": number, **_about(c), **self._unchecked(c)}
-        need_s = self.pace.turn_s + (2.0 if c in turns.open else self._opens_s(c.model))
-        found = self._measure(
+        need_s = self.pace.turn_s + (2.0 if c in turns.open else self.opens_s(c.model))
+        found = self.measure(
             _key("turn", group, c, number), need_s, partial(self._timed, turns, c), {"what": "turn", **what}
         )
         if "failed" in found or "left_out" in found:
             return turns.drop(c)
         if last and not c.peer and self._profiles() < self.pace.profiles:
             key = f"profile/{group.name}/{c.system}"
-            self._measure(key, need_s, partial(self._profiled, turns, c), {"what": "profile", **what})
+            self.measure(key, need_s, partial(self._profiled, turns, c), {"what": "profile", **what})
 
     def _timed(self, turns: _Turns, c: Configuration, until_s: float) -> dict[str, Any]:
         """Time as many steps as a turn has time for."""
@@ -357,7 +357,7 @@ class Bench:
     def _profiles(self) -> int:
         return sum(each["what"] == "profile" for each in self.book.found.values())
 
-    def _opens_s(self, model: str) -> float:
+    def opens_s(self, model: str) -> float:
         """Return the seconds that a system of this model takes until it is warm: the longest so far, and a quarter."""
         took = [
             each["first"]["opened_s"]
@@ -375,7 +375,7 @@ class Bench:
     def _start(self, c: Configuration) -> None:
         """Measure the seconds from the start of a process to its first step and to its last step of warm-up: caches empty,
         then full."""
-        self._single(f"start/{c.name}", c, 3 * self._opens_s(c.model), partial(self._started, c))
+        self._single(f"start/{c.name}", c, 3 * self.opens_s(c.model), partial(self._started, c))
 
     def _started(self, c: Configuration, until_s: float) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -390,7 +390,7 @@ class Bench:
 
     def _sustain(self, c: Configuration) -> None:
         minutes = self.pace.sustained_minutes
-        self._single(f"sustained/{c.name}", c, 60 * minutes + self._opens_s(c.model), partial(self._sustained, c))
+        self._single(f"sustained/{c.name}", c, 60 * minutes + self.opens_s(c.model), partial(self._sustained, c))
 
     def _sustained(self, c: Configuration, until_s: float) -> dict[str, Any]:
         with closing(self.systems.training(c, until_s, self.pace.sample_every)) as running:
@@ -400,7 +400,7 @@ class Bench:
         if reason := self._reason_against(c):
             self._leave_out(key, c, reason)
         else:
-            self._measure(key, need_s, work, {"what": key.partition("/")[0], **_about(c), **self._unchecked(c)})
+            self.measure(key, need_s, work, {"what": key.partition("/")[0], **_about(c), **self._unchecked(c)})
 
 
 _Turns = Turns[Configuration, Running]
@@ -410,7 +410,7 @@ def _about(c: Configuration) -> dict[str, Any]:
     return {"name": c.name, "system": c.system, "configuration": c.to_dict()}
 
 
-def _in_question(found: Mapping[str, Any]) -> bool:
+def in_question(found: Mapping[str, Any]) -> bool:
     """Return whether --again makes a measurement once more: it failed, was not right or not checked, missed something, or
     follows from others."""
     wrong = found["what"] in ("correct", "smoke") and not all(

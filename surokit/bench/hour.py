@@ -204,7 +204,7 @@ def run(
     if not minutes > 0:
         raise ValueError(f"minutes={minutes}: a number above zero; 60 is usual, 9 where a command may take ten.")
     if not rehearse:
-        _needs_gpu()
+        needs_gpu()
     folder = out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with alone(folder), _stoppable():
@@ -277,7 +277,7 @@ class Hour:
             return
         if not self.rehearse and (why := step.lacks()):
             return self._say(step, "left out", why)
-        while (limit_min := self._limit_min(step)) > 0:
+        while (limit_min := self.limit_min_of(step)) > 0:
             before = len(self._found(step))
             self._run(step, limit_min)
             if entry["state"] != "cut off" or step.once or len(self._found(step)) == before:
@@ -287,7 +287,7 @@ class Hour:
         self.status["state"] = state
         self._write()
 
-    def _limit_min(self, step: Step) -> float:
+    def limit_min_of(self, step: Step) -> float:
         """Return the minutes that a step gets now; 0 where they are too few for it."""
         left_min = (self.ends_s - time.monotonic()) / 60
         least = LEAST_MIN if step.part else step.minutes
@@ -299,7 +299,7 @@ class Hour:
         log = self.folder / f"{step.name}.log"
         with log.open("ab") as said:
             process = subprocess.Popen(
-                [sys.executable, *self._command(step, limit_min)],
+                [sys.executable, *self.command_of(step, limit_min)],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=said,
@@ -333,7 +333,7 @@ class Hour:
         left = self._data(step)["calls"][-1].get("left", "It did not say what is left.") if step.part else ""
         return ("cut off", left) if left else ("done", "")
 
-    def _command(self, step: Step, limit_min: float) -> list[str]:
+    def command_of(self, step: Step, limit_min: float) -> list[str]:
         spare = min(SPARE_MIN, 0.3 * limit_min)
         words = step.rehearsal if self.rehearse else step.command
         minutes = f"{limit_min - spare:.3g}"
@@ -413,7 +413,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
-def _needs_gpu() -> None:
+def needs_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():

@@ -137,7 +137,7 @@ def _decoders(
         device, pace = "cuda", Pace(2, 8)
         chosen = offload_decoder.cases(work, models, layers, interval, *offload_decoder.free_memory(device))
     settings = {each: getattr(work, each) for each in ("batch", "length", "accumulate", "tokens")}
-    measure = _decoder if rehearse else _in_a_process
+    measure = run_decoder if rehearse else in_a_process
     return name, settings, [partial(measure, case, pace, work, device) for case in chosen]
 
 
@@ -155,15 +155,15 @@ def _emulation(case: Case, work: Sequence[Any], book: Book, call: Call, rounds: 
     Bench(book, case, call, rounds).emulated(work)
 
 
-def _decoder(case: Trains, pace: Pace, work: Work, device: str, book: Book, call: Call, rounds: int) -> None:
+def run_decoder(case: Trains, pace: Pace, work: Work, device: str, book: Book, call: Call, rounds: int) -> None:
     Bench(book, case, call, rounds, pace).real(work, device)
 
 
-def _in_a_process(case: Trains, pace: Pace, work: Work, device: str, book: Book, call: Call, rounds: int) -> None:
+def in_a_process(case: Trains, pace: Pace, work: Work, device: str, book: Book, call: Call, rounds: int) -> None:
     """Measure a decoder as `_decoder` does, in another process, which writes the same file. Where that process dies, its
     current measurement has failed, and another process goes on. Raises OutOfTime."""
     if case.left_out:
-        return _decoder(case, pace, work, device, book, call, rounds)
+        return run_decoder(case, pace, work, device, book, call, rounds)
     task = {"case": asdict(case), "pace": asdict(pace), "work": asdict(work), "device": device, "rounds": rounds}
     for _ in range(TRIES):
         if not left_s(call.ends_s):
@@ -171,7 +171,7 @@ def _in_a_process(case: Trains, pace: Pace, work: Work, device: str, book: Book,
         book.begin(f"{case.name}/process")
         most_s = left_s(call.ends_s) + GRACE_S + LATE_S
         try:
-            with Worker(_argv({**task, "path": str(book.path), "head": book.head}), case.name, most_s) as worker:
+            with Worker(argv_of({**task, "path": str(book.path), "head": book.head}), case.name, most_s) as worker:
                 left = worker.ask({"seconds": left_s(call.ends_s)}, most_s)["left"]
         except Failed as problem:
             book.read_again()
@@ -185,7 +185,7 @@ def _in_a_process(case: Trains, pace: Pace, work: Work, device: str, book: Book,
         return
 
 
-def _argv(task: Mapping[str, Any]) -> list[str]:
+def argv_of(task: Mapping[str, Any]) -> list[str]:
     return [sys.executable, "-m", "surokit.bench.offload", json.dumps(task)]
 
 
@@ -199,7 +199,7 @@ def _serving(task: Mapping[str, Any]) -> tuple[dict[str, Any], Answers]:
         book = Book(Path(task["path"]), "offload", task["head"], {"case": case.name})
         call = Call(time.monotonic() + request["seconds"], grace_s=GRACE_S)
         try:
-            _decoder(case, pace, work, task["device"], book, call, task["rounds"])
+            run_decoder(case, pace, work, task["device"], book, call, task["rounds"])
         except OutOfTime as end:
             return {"left": str(end)}
         return {"left": ""}
@@ -262,11 +262,11 @@ class Bench:
                         turns.opened(way, math.inf)
             for number in range(self.count):
                 for way in random.Random(number).sample(WAYS, len(WAYS)):
-                    self._turn(turns, way, number)
+                    self.take_turn(turns, way, number)
             if turns_of(self.book.data, self.case.name)[NONE]:
-                self._kept("rates", 60.0, lambda until_s: {"rates": self._rates(turns, until_s, gb_s, rest_s)})
+                self._kept("rates", 60.0, lambda until_s: {"rates": self.rates_of(turns, until_s, gb_s, rest_s)})
 
-    def _turn(self, turns: Turns[str, Way], way: str, number: int) -> None:
+    def take_turn(self, turns: Turns[str, Way], way: str, number: int) -> None:
         """Time a turn of a way, and behind its first one look at its steps by themselves, where they are a device's."""
         name = CONTROL if way == AGAIN else way
 
@@ -282,7 +282,7 @@ class Bench:
                 return {"seen": offload_decoder.looked_at(system)}
 
         window = self.case.interval if way == ZENFLOW else 1
-        took_s = self._step_s(name)
+        took_s = self.step_s_of(name)
         one_s = took_s if math.isfinite(took_s) else 0.0
         found = self._kept(f"{number}/{way}", one_s * (self._steps(way, window) + window - 1), timed)
         if isinstance(self.case, Trains) and "turn" in found and way != AGAIN:
@@ -294,7 +294,7 @@ class Bench:
         return (
             self.pace.windows * window
             if way == ZENFLOW
-            else self.pace.of(self._step_s(CONTROL if way == AGAIN else way))
+            else self.pace.of(self.step_s_of(CONTROL if way == AGAIN else way))
         )
 
     @contextlib.contextmanager
@@ -306,14 +306,14 @@ class Bench:
             turns.close(name)
             raise
 
-    def _step_s(self, way: str) -> float:
+    def step_s_of(self, way: str) -> float:
         """Return the seconds of a step, by its turns so far."""
         prefix = f"{self.case.name}/"
         took = [each["turn"]["ms"] for key, each in self.book.found.items() if key.startswith(prefix) and "turn" in each
                 and key.endswith(f"/{way}")]  # fmt: skip
         return statistics.median(took) / 1e3 if took else math.inf
 
-    def _rates(self, turns: Turns[str, Way], until_s: float, gb_s: float | None, rest_s: float) -> dict[str, Any]:
+    def rates_of(self, turns: Turns[str, Way], until_s: float, gb_s: float | None, rest_s: float) -> dict[str, Any]:
         """Return the rates of the host's threads in this case, and the planner's prediction with them."""
         control = turns.opened(CONTROL, until_s)
         adam_s, n = host_busy(control, 2)["adam"] + rest_s * control.parameters, control.parameters

@@ -158,7 +158,7 @@ class Real:
         self.optimizer: Any = None
         short = ""
         try:
-            self._build()
+            self.build()
             for _ in range(2 * self.window):
                 self.step()
             self.over()
@@ -171,7 +171,7 @@ class Real:
             self.close()
             raise Failed(f"{way} has not the memory it needs: {short}", "memory")
 
-    def _build(self) -> None:
+    def build(self) -> None:
         import torch
 
         import surokit as sk

@@ -66,11 +66,11 @@ def run(rounds: int, steps: int, shape: Mapping[str, Any] = SHAPE, length: int =
         "environment": environment(),
         "step_ms": step_ms,
         "mark_us": _mark_us(),
-        "overhead": [_row(name, turns, around[name], steps) for name in ways],
+        "overhead": [row_of(name, turns, around[name], steps) for name in ways],
     }
 
 
-def _row(name: str, turns: Mapping[str, Sequence[float]], around: Sequence[float], steps: int) -> dict[str, Any]:
+def row_of(name: str, turns: Mapping[str, Sequence[float]], around: Sequence[float], steps: int) -> dict[str, Any]:
     scale = steps / EVERY if name == "sampled windows" else 1.0
     shares = [scale * (own / plain - 1) for own, plain in zip(turns[name], turns[PLAIN])]
     low, high = interval(shares)

@@ -303,7 +303,7 @@ class _Race:
         """Return the system after its warm-up, with the largest micro-batch that fits where it is at its best."""
         if lacking := baselines.missing(baselines.SYSTEMS[name], work):
             raise Failed(lacking, "missing")
-        *larger, given = ({**work, "batch": batch, "accumulate": count} for batch, count in _shapes(work))
+        *larger, given = ({**work, "batch": batch, "accumulate": count} for batch, count in shapes(work))
         for each in larger:
             try:
                 return _Racing(name, each, until_s)
@@ -341,7 +341,7 @@ class _Race:
         return baseline.entry(baseline.name, baseline.rates, baseline.losses[:steps])
 
 
-def _shapes(work: Mapping[str, Any]) -> list[tuple[int, int]]:
+def shapes(work: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Return micro-batches and how many of them: as given, or at its best all tokens of a step at once, then in halves."""
     batch, accumulate = work["batch"], work["accumulate"]
     if work["settings"] == "equal":

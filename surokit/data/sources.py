@@ -264,7 +264,7 @@ def _from_hub(name: str, split: str) -> Any:
     if not hub.offline_by_choice() and not hub.reachable():
         raise FileNotFoundError(_unreachable(name))
     try:
-        return _load_dataset(name, split)
+        return load_dataset(name, split)
     except ConnectionError:
         raise FileNotFoundError(_unreachable(name)) from None
     except Exception as error:  # the loader's many kinds (no such id, gated, no such split, several configurations)
@@ -284,7 +284,7 @@ def _unreachable(name: str) -> str:
     )
 
 
-def _load_dataset(name: str, split: str) -> Any:
+def load_dataset(name: str, split: str) -> Any:
     import datasets
 
     with _quiet():

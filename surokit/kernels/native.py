@@ -38,7 +38,7 @@ def multiplies(kind: Kind | None, capability: tuple[int, int] | None) -> bool:
         return False
     cores = TENSOR_CORES[kind]
     through = kind in ("tensor", "row") or hasattr(F, "scaled_mm")
-    return cores.on(capability) and (cores.cuda is None or _cuda_version() >= cores.cuda) and through
+    return cores.on(capability) and (cores.cuda is None or cuda_version() >= cores.cuda) and through
 
 
 def choice(kind: Kind, device: torch.device) -> tuple[str, str]:
@@ -48,7 +48,7 @@ def choice(kind: Kind, device: torch.device) -> tuple[str, str]:
     return "emulated", f"{device.type} here has no {TENSOR_CORES[kind]}: the same numbers from bfloat16 products"
 
 
-def _cuda_version() -> tuple[int, ...]:
+def cuda_version() -> tuple[int, ...]:
     return tuple(int(part) for part in (torch.version.cuda or "0").split("."))
 
 
@@ -157,9 +157,9 @@ def nv_mm(
     y_MN = F.scaled_mm(
         _pad(a_packed_MK, 16).contiguous().view(torch.float4_e2m1fn_x2),
         _pad(b_packed_NK, 16, 16).contiguous().view(torch.float4_e2m1fn_x2).t(),
-        [swizzled(_each_row(a_scales, rows[0], M)), a_scale.reshape(())],
+        [swizzled(each_row(a_scales, rows[0], M)), a_scale.reshape(())],
         scaling,
-        [swizzled(_each_row(b_scales, rows[1], N)), b_scale.reshape(())],
+        [swizzled(each_row(b_scales, rows[1], N)), b_scale.reshape(())],
         scaling,
         swizzles,
         swizzles,
@@ -179,7 +179,7 @@ def swizzled(scales_MC: Tensor) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(scales_MC.dtype)
 
 
-def _each_row(scales_RC: Tensor, rows: int, M: int) -> Tensor:
+def each_row(scales_RC: Tensor, rows: int, M: int) -> Tensor:
     """Return [M, C] where `rows` rows share a scale; as bytes, since float8 cannot be repeated on every device."""
     if rows == 1:
         return scales_RC

@@ -89,11 +89,11 @@ def serving(function: Function, device: torch.device) -> Serving:
     """Return what serves a function of kernels/reference on a device, and why."""
     if device.type != "cuda":
         return Serving("reference", function, f"{device.type} runs the definition in PyTorch")
-    return _serving(function, device, _folders)
+    return first_serving(function, device, _folders)
 
 
 @cache
-def _serving(function: Function, device: torch.device, folders: tuple[str, ...]) -> Serving:
+def first_serving(function: Function, device: torch.device, folders: tuple[str, ...]) -> Serving:
     file = function.__module__.rpartition(".")[2]
     missed = ""
     for folder in folders:
@@ -129,7 +129,7 @@ def _found(folder: str, file: str, function: str, device: torch.device) -> tuple
     needs = getattr(module, "NEEDS", KERNELS_FROM)
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < needs:
         return None, f"kernels/{folder}/{file} needs compute capability {needs[0]}.{needs[1]}"
-    if folder == "triton" and (fault := _fault_of_triton(device)):
+    if folder == "triton" and (fault := fault_of_triton(device)):
         return None, fault
     if hasattr(module, "why"):  # CUDA C++ has to be built for the device
         served, reason = module.why(device)
@@ -139,7 +139,7 @@ def _found(folder: str, file: str, function: str, device: torch.device) -> tuple
 
 
 @cache
-def _fault_of_triton(device: torch.device) -> str:
+def fault_of_triton(device: torch.device) -> str:
     """Return why Triton cannot launch on a CUDA device, "" where it can: it compiles its launcher with the system's C compiler."""
     if not torch.cuda.is_available():
         return ""

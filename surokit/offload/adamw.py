@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from surokit.offload.report import OffloadReport
 
 _RING = 3  # transfers each way with memory of their own: one on its way, one being worked on, one to come
-_TRANSFERS = 16  # of a step, where the model is large enough: the first and the last one are waited for in full
-_LEAST_BYTES = 1 << 20  # of a transfer, below which its latency counts
+TRANSFERS = 16  # of a step, where the model is large enough: the first and the last one are waited for in full
+LEAST_BYTES = 1 << 20  # of a transfer, below which its latency counts
 _ALIGNED = 64  # elements at whose multiples parameters are cut, so that torch's kernel rounds as for a whole one
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_STATES = ("master", *_MOMENTS)
+STATES = ("master", *_MOMENTS)
 
 
 class Piece(NamedTuple):
@@ -246,7 +246,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         def work() -> None:
             size = block()
             for piece, state, grad, weight in zip(transfer.pieces, states, grads, weights):
-                own = [state[name].view(-1)[piece.start : piece.stop].split(size) for name in _STATES]
+                own = [state[name].view(-1)[piece.start : piece.stop].split(size) for name in STATES]
                 for w, m, v, g, out in zip(*own, grad.split(size), weight.split(size)):
                     wide = g if g.dtype == torch.float32 else widened(g)
                     fused_adamw_([w], [wide], [m], [v], [state["step"]], **options)
@@ -371,7 +371,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         for p, state in saved.items():
             self.state[p] = {
                 name: local([torch.as_tensor(state[name])])[0].detach().to("cpu", torch.float32, copy=True).contiguous()
-                for name in ("step", *_STATES)
+                for name in ("step", *STATES)
                 if name in state
             }
 
@@ -409,7 +409,7 @@ def _planned(present: Sequence[tuple[Tensor, dict[str, Any]]]) -> Iterator[Trans
     """Yield transfers of about equal size, in the order of the parameters."""
     every = [(p, group, local([p])[0]) for p, group in present]
     total = sum(W.numel() * p.grad.element_size() for p, _, W in every if p.grad is not None)
-    limit = min(max(total // _TRANSFERS, _LEAST_BYTES), TRANSFER_BYTES)
+    limit = min(max(total // TRANSFERS, LEAST_BYTES), TRANSFER_BYTES)
     current: Transfer | None = None
     for p, group, W in every:
         assert p.grad is not None

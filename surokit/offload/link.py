@@ -33,7 +33,7 @@ from surokit.offload.workers import SLICE_S, Job, Worker, beat, nothing
 # neighbours may share a page, and a page is pinned once
 _REGISTERED = 32 << 20
 _SHAPES = 64  # of staging memory that is kept
-_LIVE = 512  # pairs of events that wait to be read
+LIVE = 512  # pairs of events that wait to be read
 _BUFFERS = 3  # on a device, that `up` takes turns with
 
 _C = TypeVar("_C", bound="_Copy")
@@ -231,7 +231,7 @@ class ThrottledLink(Link):
         self._options = gb_s, latency_s, delay, late_fill, patience_s
         self._late_fill = late_fill
         self._spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
-        self._down, self._up, self._small = (
+        self.down_lane, self.up_lane, self.small_lane = (
             _Direction(name, 1e9 * gb_s, latency_s, delay, patience_s) for name in ("down", "up", "small")
         )
         self._filling: Job | None = None  # the latest late fill
@@ -243,12 +243,12 @@ class ThrottledLink(Link):
         _whole(to)
         staging = self._staging(to)
         if self._late_fill:
-            self._filling = self._down.begin(lambda: fill(staging))
+            self._filling = self.down_lane.begin(lambda: fill(staging))
         else:
             with self.computes():
                 fill(staging)
         self.bytes_down += to.nbytes
-        return self._down.move(staging, to, lambda: self._give_back(staging))
+        return self.down_lane.move(staging, to, lambda: self._give_back(staging))
 
     def fence(self) -> None:
         begun = time.perf_counter()
@@ -261,7 +261,7 @@ class ThrottledLink(Link):
         _whole(source)
         staging = self._staging(source)
         self.bytes_up += source.nbytes
-        return _Coming(self, self._up.move(source, staging), staging)
+        return _Coming(self, self.up_lane.move(source, staging), staging)
 
     def up(self, source: Tensor, take: Callable[[Tensor], None]) -> Ticket:
         arrival = self.fetch(source)
@@ -274,7 +274,7 @@ class ThrottledLink(Link):
     def copy_down(self, value: Tensor, to: Tensor) -> Ticket:
         _whole(to)
         self.bytes_small += to.nbytes
-        return self._small.move(_snapshot(value, to.dtype), to)
+        return self.small_lane.move(_snapshot(value, to.dtype), to)
 
     def _staging(self, like: Tensor) -> Tensor:
         """Return memory that was used before, if there is any: the system's fresh pages are slower than many a link."""
@@ -289,10 +289,10 @@ class ThrottledLink(Link):
 
     def close(self) -> None:
         try:
-            for direction in (self._down, self._up, self._small):
+            for direction in (self.down_lane, self.up_lane, self.small_lane):
                 direction.drain()
         finally:
-            for direction in (self._down, self._up, self._small):
+            for direction in (self.down_lane, self.up_lane, self.small_lane):
                 direction.worker.close()
 
 
@@ -412,13 +412,13 @@ class _CopyUp(_Copy):
     ) -> None:
         super().__init__(stream, host, patience_s)
         self._staging: Tensor | None = staging
-        self._stalls, self._recorded = stalls, recorded
+        self.stalls, self._recorded = stalls, recorded
 
     def land(self) -> Tensor:
         staging, self._staging = self._staging, None  # this object may outlive it
         assert staging is not None, "a copy lands once"
         main = torch.cuda.current_stream(staging.device)
-        self._stalls.wait(main, self.event)
+        self.stalls.wait(main, self.event)
         if self._recorded:
             staging.record_stream(main)
         return staging
@@ -430,7 +430,7 @@ class _Stalls:
 
     def __init__(self) -> None:
         self._ms = 0.0
-        self._pairs: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self.pairs: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
@@ -443,7 +443,7 @@ class _Stalls:
         """Measure a block in which the stream is given nothing but waits: it is without work from the end of the work that
         it was given before."""
         self.read()
-        if len(self._pairs) == _LIVE:
+        if len(self.pairs) == LIVE:
             yield
             return
         before, after = self._free.pop() if self._free else (_timed(), _timed())
@@ -452,11 +452,11 @@ class _Stalls:
             yield
         finally:
             after.record(stream)
-            self._pairs.append((before, after))
+            self.pairs.append((before, after))
 
     def read(self) -> float:
-        while self._pairs and self._pairs[0][1].query():
-            before, after = self._pairs.popleft()
+        while self.pairs and self.pairs[0][1].query():
+            before, after = self.pairs.popleft()
             self._ms += before.elapsed_time(after)
             self._free.append((before, after))
         return self._ms
@@ -515,13 +515,13 @@ class CudaLink(Link):
         super().__init__(torch.device("cuda", index))
         self._options = lean, patience_s
         self._lean, self._patience_s = lean, patience_s
-        self._down, self._up, self._small, fill = (torch.cuda.Stream(self.device) for _ in range(4))
-        self._fill = self._down if lean else fill
+        self.down_lane, self.up_lane, self.small_lane, fill = (torch.cuda.Stream(self.device) for _ in range(4))
+        self.fill_lane = self.down_lane if lean else fill
         self._filled = torch.cuda.Event()
         self._buffers = deque((torch.empty(0, dtype=torch.uint8), torch.cuda.Event()) for _ in range(_BUFFERS))
         self._under_way: deque[_Copy] = deque()  # keeps the host memory of copies: the driver does not
         weakref.finalize(self, _keep, self._under_way).atexit = False
-        self._stalls = _Stalls()
+        self.stalls = _Stalls()
         self._warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -547,25 +547,25 @@ class CudaLink(Link):
 
     def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> Ticket:
         _whole(to)
-        self._fill.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._fill):
+        self.fill_lane.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.fill_lane):
             staging = torch.empty(to.shape, dtype=to.dtype, device=self.device)
             fill(staging)
-            self._filled.record(self._fill)
+            self._filled.record(self.fill_lane)
         for tensor in reads:
-            tensor.record_stream(self._fill)
-        if self._fill is not self._down:
-            self._down.wait_event(self._filled)
-            staging.record_stream(self._down)
-        with torch.cuda.stream(self._down):
+            tensor.record_stream(self.fill_lane)
+        if self.fill_lane is not self.down_lane:
+            self.down_lane.wait_event(self._filled)
+            staging.record_stream(self.down_lane)
+        with torch.cuda.stream(self.down_lane):
             to.copy_(staging, non_blocking=True)
         self.bytes_down += to.nbytes
-        return self._launched(_Copy(self._down, to, self._patience_s))
+        return self._launched(_Copy(self.down_lane, to, self._patience_s))
 
     def fence(self) -> None:
         main = torch.cuda.current_stream(self.device)
         if self._lean:  # a fill waits for the copies before it
-            self._stalls.wait(main, self._filled)
+            self.stalls.wait(main, self._filled)
         else:  # it waits for the device's own work
             main.wait_event(self._filled)
 
@@ -573,14 +573,14 @@ class CudaLink(Link):
         _whole(source)
         if self._lean:
             staging = torch.empty(source.shape, dtype=source.dtype, device=self.device)
-            self._up.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._up):
+            self.up_lane.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.up_lane):
             if not self._lean:
                 staging = torch.empty(source.shape, dtype=source.dtype, device=self.device)
             staging.copy_(source, non_blocking=True)
         self.bytes_up += source.nbytes
         return self._launched(
-            _CopyUp(self._up, source, self._patience_s, staging, self._stalls, recorded=not self._lean)
+            _CopyUp(self.up_lane, source, self._patience_s, staging, self.stalls, recorded=not self._lean)
         )
 
     def up(self, source: Tensor, take: Callable[[Tensor], None]) -> Ticket:
@@ -589,12 +589,12 @@ class CudaLink(Link):
         _whole(source)
         staging, taken = self._next_buffer(source)
         main = torch.cuda.current_stream(self.device)
-        self._up.wait_event(taken)
-        with torch.cuda.stream(self._up):
+        self.up_lane.wait_event(taken)
+        with torch.cuda.stream(self.up_lane):
             staging.copy_(source, non_blocking=True)
         self.bytes_up += source.nbytes
-        copy = self._launched(_Copy(self._up, source, self._patience_s))
-        self._stalls.wait(main, copy.event)
+        copy = self._launched(_Copy(self.up_lane, source, self._patience_s))
+        self.stalls.wait(main, copy.event)
         take(staging)
         taken.record(main)
         return copy
@@ -608,14 +608,14 @@ class CudaLink(Link):
         self._buffers.rotate(-1)
         memory, taken = self._buffers[-1]
         if memory.nbytes < like.nbytes:
-            with torch.cuda.stream(self._up):
+            with torch.cuda.stream(self.up_lane):
                 memory = torch.empty(like.nbytes, dtype=torch.uint8, device=self.device)
             self._buffers[-1] = memory, taken
         return memory[: like.nbytes].view(like.dtype).view(like.shape), taken
 
     def copy_down(self, value: Tensor, to: Tensor) -> Ticket:
         _whole(to)
-        main, side = torch.cuda.current_stream(self.device), self._small
+        main, side = torch.cuda.current_stream(self.device), self.small_lane
         copy = _snapshot(value, to.dtype)  # on the main stream, so before what overwrites it
         side.wait_stream(main)
         with torch.cuda.stream(side):
@@ -628,13 +628,13 @@ class CudaLink(Link):
     def host_waits(self) -> Iterator[None]:
         """Count waits as Link does. A wait of the host while the main stream still works costs the device nothing, and is
         not counted."""
-        with self._stalls.around(torch.cuda.current_stream(self.device)):
+        with self.stalls.around(torch.cuda.current_stream(self.device)):
             yield
 
     def device_stall_ms(self) -> float:
         """Return the stalls as Link does, of the work that the device has passed so far, read without waiting. A copy that
         was there in time costs no events; while 512 stalls are not over, further ones are not measured."""
-        return self._stalls.read()
+        return self.stalls.read()
 
     def close(self) -> None:
         while self._under_way:

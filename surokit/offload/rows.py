@@ -29,7 +29,7 @@ _LANES = 16  # floats of the widest vector: what is left over at a tensor's end 
 _BLOCK = 1 << 17  # float32 numbers a thread, widened or scaled together: they stay in its cache
 _SIDE = 64  # rows of a weight, at least, that are transposed together
 
-_scratch = threading.local()
+scratch = threading.local()
 
 
 def runs(clocks: Sequence[int] | Tensor, betas: Sequence[float]) -> list[slice]:
@@ -167,9 +167,9 @@ def block() -> int:
 
 def widened(part: Tensor) -> Tensor:
     """Return a float32 copy of at most `block()` numbers, in memory of this thread that the next call writes again."""
-    wide: Tensor | None = getattr(_scratch, "wide", None)
+    wide: Tensor | None = getattr(scratch, "wide", None)
     if wide is None or wide.numel() < part.numel():
-        wide = _scratch.wide = torch.empty(block())
+        wide = scratch.wide = torch.empty(block())
     return wide[: part.numel()].copy_(part)
 
 

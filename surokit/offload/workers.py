@@ -298,7 +298,7 @@ def _run(shared: _Shared, cores: tuple[int, ...], threads: int, delay: Callable[
 
 def _settle(cores: tuple[int, ...], threads: int) -> None:
     """Bind this thread, and those that it will start, to its cores, and set its number of torch threads."""
-    if cores and _binds():
+    if cores and can_bind():
         with contextlib.suppress(OSError):  # cores that were taken from the process meanwhile
             os.sched_setaffinity(0, cores)
     torch.get_num_threads()  # a thread's first call takes over the common number, and must not do so later
@@ -310,10 +310,10 @@ _alive: weakref.WeakSet[_Shared] = weakref.WeakSet()
 
 @functools.cache
 def _end_with_the_interpreter() -> None:
-    atexit.register(_end_all)
+    atexit.register(end_all)
 
 
-def _end_all() -> None:
+def end_all() -> None:
     """End all jobs at their next beat: a thread that computes while the interpreter is taken down may crash it."""
     mine = [shared for shared in _alive if shared.silence() is None]
     for shared in mine:
@@ -336,7 +336,7 @@ def split_cores(reserved: float) -> tuple[list[int], list[int], list[int]]:
     """
     if not 0 <= reserved <= 1:
         raise ValueError(f"split_cores: reserved={reserved} must be a share of the cores, from 0 to 1.")
-    cores = _cores()
+    cores = usable_cores()
     if len(cores) < 3:
         return cores[:1], cores[1:] or cores, cores[1:] or cores
     main = min(max(round(reserved * len(cores)), 1), len(cores) - 2)
@@ -344,12 +344,12 @@ def split_cores(reserved: float) -> tuple[list[int], list[int], list[int]]:
     return cores[:main], cores[main:adam], cores[adam:]
 
 
-def _cores() -> list[int]:
+def usable_cores() -> list[int]:
     """Return the cores that this process may use: its affinity, no more of it than a control group gives it time for, and
     of that a rank's part."""
-    cores = sorted(os.sched_getaffinity(0), key=_place) if hasattr(os, "sched_getaffinity") else []
+    cores = sorted(os.sched_getaffinity(0), key=place_of) if hasattr(os, "sched_getaffinity") else []
     cores = cores or list(range(os.cpu_count() or 1))
-    return _part(cores[: max(int(min(len(cores), _quota())), 1)])
+    return _part(cores[: max(int(min(len(cores), quota_of_cores())), 1)])
 
 
 def _part(cores: list[int]) -> list[int]:
@@ -365,13 +365,13 @@ def _part(cores: list[int]) -> list[int]:
     return cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks] or [cores[rank % len(cores)]]
 
 
-def _binds() -> bool:
+def can_bind() -> bool:
     """Return whether binding helps. Where a control group gives the time of n cores on a machine of more, every such group
     would bind to the same ones."""
-    return hasattr(os, "sched_setaffinity") and _quota() >= len(os.sched_getaffinity(0))
+    return hasattr(os, "sched_setaffinity") and quota_of_cores() >= len(os.sched_getaffinity(0))
 
 
-def _place(core: int, at: Path = Path("/sys/devices/system/cpu")) -> tuple[int, int]:
+def place_of(core: int, at: Path = Path("/sys/devices/system/cpu")) -> tuple[int, int]:
     """Return (the first thread of its physical core, itself)."""
     try:
         first = re.match(r"\d+", (at / f"cpu{core}/topology/thread_siblings_list").read_text())
@@ -380,7 +380,7 @@ def _place(core: int, at: Path = Path("/sys/devices/system/cpu")) -> tuple[int, 
     return int(first[0]) if first else core, core
 
 
-def _quota(own: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> float:
+def quota_of_cores(own: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> float:
     """Return how many cores' time control groups give this process; inf without such a limit. It knows both versions of
     Linux's groups; a group counts within those above it."""
     try:

@@ -36,9 +36,9 @@ from surokit.torch_private import declare_amp_scaling, foreach_add_, foreach_cop
 
 Rounding = Literal["nearest", "stochastic"]
 
-_FUSED_DEVICES = ("cpu", "cuda")
-_CHUNK = 1 << 25  # elements that are widened to float32 at a time: 2 x 128 MiB of scratch, 4 x with the moments
-_MIN_8BIT = 4096  # elements from which moments take 8 bits: bitsandbytes' min_8bit_size
+FUSED_DEVICES = ("cpu", "cuda")
+CHUNK = 1 << 25  # elements that are widened to float32 at a time: 2 x 128 MiB of scratch, 4 x with the moments
+MIN_8BIT = 4096  # elements from which moments take 8 bits: bitsandbytes' min_8bit_size
 
 
 class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
@@ -167,9 +167,9 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
             ]
         # torch's fused kernel wants one dtype: with float32 moments it works on float32 copies, a chunk at a time
         mixed = self._mixed(params[0].dtype, grads[0].dtype)
-        keys = _step_keys([s["key"] for s in states], steps) if self._rounds(params[0].dtype) else None
+        keys = step_keys([s["key"] for s in states], steps) if self._rounds(params[0].dtype) else None
         scale, mask = scale_and_mask(self, device)
-        if device.type not in _FUSED_DEVICES:
+        if device.type not in FUSED_DEVICES:
             adamw_(params, grads, moments, squares, steps, grad_scale=scale, found_inf=mask, keys=keys, **options)
             return
         targets, wide_moments, wide_squares = params, moments, squares
@@ -290,7 +290,7 @@ class AdamW8bit(AdamW):
         super().__init__(params, lr, betas, weight_decay, eps, torch.float32, rounding, seed)
 
     def _in_8bit(self, p: Tensor) -> bool:
-        return p.numel() >= _MIN_8BIT
+        return p.numel() >= MIN_8BIT
 
     def _new_moments(self, p: Tensor) -> dict[str, Tensor]:
         if not self._in_8bit(p):
@@ -324,7 +324,7 @@ class AdamW8bit(AdamW):
             steps,
             grad_scale=scale,
             found_inf=mask,
-            keys=_step_keys([s["key"] for s in states], steps) if self._rounds(large[0].dtype) else None,
+            keys=step_keys([s["key"] for s in states], steps) if self._rounds(large[0].dtype) else None,
             **options,
         )
 
@@ -361,7 +361,7 @@ def _number(value: Any) -> bool:
 def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     chunk: list[Tensor] = []
     for tensor in tensors:
-        if chunk and sum(t.numel() for t in chunk) + tensor.numel() > _CHUNK:
+        if chunk and sum(t.numel() for t in chunk) + tensor.numel() > CHUNK:
             yield chunk
             chunk = []
         chunk.append(tensor)
@@ -380,7 +380,7 @@ def _key(seed: int, index: int) -> Tensor:
     return bits(2 * index + 2, halves)[-2:]
 
 
-def _step_keys(own: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
+def step_keys(own: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
     """Return one key for each parameter and step t: words 2 t and 2 t + 1 of the bits that the parameter's own key gives."""
     first, second = torch.stack(own, 1)
     start = 2 * torch.stack(steps).int()

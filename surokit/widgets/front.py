@@ -91,7 +91,7 @@ class WidgetView:
         self._control = control
         self._display = display
         self._clock = clock
-        self._widget: Any = None
+        self.widget: Any = None
         self._wire: Wire | None = None
         self._output: Any = None  # the widget's
         self._picture: Any = None
@@ -102,9 +102,9 @@ class WidgetView:
 
     def show(self, states: Mapping[str, PanelState], final: bool) -> None:
         """Send what is new. Renew the picture where a run stands otherwise or the picture is old; the last time, leave it alone."""
-        if self._widget is None:
+        if self.widget is None:
             self._open(states)
-        self._widget.control = json.dumps(self._controls(states))
+        self.widget.control = json.dumps(self._controls(states))
         renewed = self._send(final)
         for _ in range(LAST if final else 0):  # curves that are still coarse, as those of a short run are
             if not renewed:
@@ -115,14 +115,14 @@ class WidgetView:
         if final:
             self._late = TAKEN_OVER if any(state.reason == REPLACED for state in states.values()) else OVER
             self._output.update({"text/plain": ""}, raw=True)
-            self._widget = self._wire = self._output = self._picture = None
+            self.widget = self._wire = self._output = self._picture = None
 
     def _send(self, final: bool) -> bool:
         """One message. Whether it holds a keyframe, so that there may be more to tell."""
         texts = self._wire.next(final) if self._wire is not None else {}
-        with self._widget.hold_sync():  # one message
+        with self.widget.hold_sync():  # one message
             for name, text in texts.items():
-                setattr(self._widget, name, text)
+                setattr(self.widget, name, text)
         return any(name.startswith("key_") for name in texts)
 
     def _open(self, states: Mapping[str, PanelState]) -> None:
@@ -132,8 +132,8 @@ class WidgetView:
             self._display = display
         self._token = f"surokit-{uuid.uuid4().hex[:12]}"
         self._wire = Wire(states)
-        self._widget = widget = _widget_class()(token=self._token, control=json.dumps(self._controls(states)))
-        widget.on_msg(lambda _widget, content, _buffers: self._asked(widget, content))
+        self.widget = widget = _widget_class()(token=self._token, control=json.dumps(self._controls(states)))
+        widget.on_msg(lambda _widget, content, _buffers: self.on_message(widget, content))
         answer_where_asked(widget.comm)
         self._send(False)
         view = {"model_id": widget.model_id, "version_major": 2, "version_minor": 1}
@@ -159,10 +159,10 @@ class WidgetView:
         can = [] if self._control is None else ["stop", "pause", *(["save"] if saves else [])]
         return {"can": can, "theme": self.theme}
 
-    def _asked(self, widget: Any, content: Any) -> None:
+    def on_message(self, widget: Any, content: Any) -> None:
         """A message of the page (protocol.py), and its answer."""
         ask, n = protocol.question(content)
-        error = self._late if widget is not self._widget else OVER if self._control is None else ""
+        error = self._late if widget is not self.widget else OVER if self._control is None else ""
         if not ask:
             return
         if ask == protocol.HELLO:

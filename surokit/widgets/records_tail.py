@@ -60,8 +60,8 @@ class Reader:
         self._set(_Copy())
         self._size = 0  # of the file when it was last read to its end, with what may be torn there
         self._cuts: list[tuple[int, int]] = []  # (offset, step): a line at `offset` takes the run back to before `step`
-        self._copies: list[_Copy] = []
-        self._fold = 1
+        self.copies: list[_Copy] = []
+        self.fold = 1
         self.step_s = 0.0  # what the last step took
 
     def _set(self, copy: _Copy) -> None:
@@ -84,7 +84,7 @@ class Reader:
                 news = True
             while self.offset < size and (data := self._block(file)):
                 news = True
-                self._take(data, size - self.offset)
+                self.take(data, size - self.offset)
                 if time.monotonic() >= until:
                     break
             else:
@@ -107,11 +107,11 @@ class Reader:
         whole = data[: data.rfind(b"\n") + 1]
         return whole if whole or len(data) < FIRST_BYTES else data  # no line of ours is as long as that
 
-    def _take(self, data: bytes, left: int) -> None:
+    def take(self, data: bytes, left: int) -> None:
         void = min([step for cut, step in self._cuts if cut > self.offset], default=math.inf)
         columns = _columns(data) if len(data) > FIRST_BYTES else None
         if columns is not None and self._in_order(columns, void):
-            if left - len(data) >= RECENT_BYTES and self._fold > 1:
+            if left - len(data) >= RECENT_BYTES and self.fold > 1:
                 self._add_folded(columns)
             else:
                 for row in _rows(columns):
@@ -128,20 +128,20 @@ class Reader:
                     self._add(values)
                 offset += len(line)
             if self.offset == 0:
-                self._fold = max(1, round(left / len(data) * len(lines) / FOLDED))
+                self.fold = max(1, round(left / len(data) * len(lines) / FOLDED))
         self.offset += len(data)
         self._seam = data[-SEAM_BYTES:]
-        if self.offset - (self._copies[-1].offset if self._copies else 0) >= BLOCK_BYTES:
-            self._copies.append(_Copy(self.offset, self._last, self._seam, pickle.dumps(self.state, 5)))
-            if len(self._copies) > COPIES:
-                del self._copies[:-1:2]
+        if self.offset - (self.copies[-1].offset if self.copies else 0) >= BLOCK_BYTES:
+            self.copies.append(_Copy(self.offset, self._last, self._seam, pickle.dumps(self.state, 5)))
+            if len(self.copies) > COPIES:
+                del self.copies[:-1:2]
 
     def _rewind(self, offset: int, step: int) -> None:
         """Back to before `step`, as a line at `offset` says."""
         self._cuts.append((offset, step))
-        while self._copies and self._copies[-1].last >= step:
-            self._copies.pop()
-        self._set(self._copies[-1] if self._copies else _Copy())
+        while self.copies and self.copies[-1].last >= step:
+            self.copies.pop()
+        self._set(self.copies[-1] if self.copies else _Copy())
 
     def _in_order(self, columns: Columns, void: float) -> bool:
         """Whether every step is above the one before it and none is void."""
@@ -164,7 +164,7 @@ class Reader:
             state.held_out.append(step, row["eval_loss"])
 
     def _add_folded(self, columns: Columns) -> None:
-        """The block's steps, `_fold` of them as one; one by one where a step was skipped or nothing counted."""
+        """The block's steps, `fold` of them as one; one by one where a step was skipped or nothing counted."""
         import numpy as np
 
         steps, others = _merged(columns)
@@ -174,7 +174,7 @@ class Reader:
             return
         for row in _rows(others):
             self._add(row)
-        for curves, values in _folded(steps, self._fold):
+        for curves, values in _folded(steps, self.fold):
             for name, points in curves.items():
                 series = getattr(self.state, name)
                 for x, y in points:

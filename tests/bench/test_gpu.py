@@ -202,8 +202,8 @@ def group_of(*recipes, rounds=2, model="0.6b"):
 
 
 def measure(bench, group):
-    bench._prepare(group.configurations)
-    bench._group(group)
+    bench.prepare(group.configurations)
+    bench.run_group(group)
     return bench.systems.said
 
 
@@ -396,7 +396,7 @@ def test_what_was_not_right_is_looked_at_again_where_that_is_asked_for():
         "right": {"what": "smoke", **right},
         "turn": {"what": "turn", "tokens_per_s": 1.0},
     }
-    assert [name for name, found in asked.items() if gpu._in_question(found)] == [*asked][:6]
+    assert [name for name, found in asked.items() if gpu.in_question(found)] == [*asked][:6]
 
 
 # -- one call: how it ends
@@ -437,8 +437,8 @@ def test_a_loss_that_is_no_number_gives_no_speed(tmp_path, clock, monkeypatch):
 
 def test_a_system_may_take_so_long_in_all(tmp_path, clock):
     bench = bench_of(tmp_path, clock, seconds=1000)
-    first = bench._measure("a", 30.0, lambda until_s: {"until": until_s}, {})
-    second = bench._measure("b", 990.0, lambda until_s: {"until": until_s}, {})
+    first = bench.measure("a", 30.0, lambda until_s: {"until": until_s}, {})
+    second = bench.measure("b", 990.0, lambda until_s: {"until": until_s}, {})
     assert (first["until"], second["until"]) == (clock.now + 30 + gpu.LATE_S, clock.now + 1000)
     clock.now += 999
     assert process.left_s(clock.now + 5) == 5
@@ -458,10 +458,10 @@ def test_what_failed_is_measured_again_where_that_is_asked_for(tmp_path):
 
 def test_what_was_measured_says_how_long_the_next_start_takes(tmp_path, clock):
     bench = bench_of(tmp_path, clock)
-    assert bench._opens_s("0.6b") == gpu.OPENS_S
+    assert bench.opens_s("0.6b") == gpu.OPENS_S
     measure(bench, group_of("bf16", rounds=1))
-    assert bench._opens_s("0.6b") == pytest.approx(1.25 * 10)
-    assert bench._opens_s("8b") == gpu.OPENS_S
+    assert bench.opens_s("0.6b") == pytest.approx(1.25 * 10)
+    assert bench.opens_s("8b") == gpu.OPENS_S
 
 
 def test_late_with_little_time_is_no_failure(tmp_path, clock):

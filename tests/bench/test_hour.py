@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from surokit.bench import hour, result
-from surokit.bench.__main__ import _parser, main
+from surokit.bench.__main__ import main, make_parser
 from surokit.bench.hour import Step
 from tests.clocks import Clock, until
 from tests.refusals import refused
@@ -98,7 +98,7 @@ def test_every_command_is_one_that_there_is(step):
     for command in (step.command, step.rehearsal):
         words = [word.replace("{out}", "there").replace("{minutes}", "7") for word in command]
         if words[1] == "surokit.bench":
-            _parser().parse_args(words[2:])
+            make_parser().parse_args(words[2:])
             assert f"there/{step.file}" in words
         else:
             assert words[:2] == ["-m", "pytest"]
@@ -285,24 +285,24 @@ def test_where_time_is_short_steps_wait(tmp_path, monkeypatch):
     calls = hour.Hour(tmp_path, known, 9.0, rehearse=True, again=False)
     for left_min, part, whole in ((9.0, 8.0, 4.0), (3.0, 3.0, 0.0), (1.0, 0.0, 0.0)):
         calls.ends_s = clock.monotonic() + 60 * left_min
-        assert calls._limit_min(known[0]) == pytest.approx(part, abs=0.1)
-        assert calls._limit_min(known[1]) == pytest.approx(whole, abs=0.1)
+        assert calls.limit_min_of(known[0]) == pytest.approx(part, abs=0.1)
+        assert calls.limit_min_of(known[1]) == pytest.approx(whole, abs=0.1)
     short = hour.Hour(tmp_path, known, 2.0, rehearse=True, again=False)  # in which no step has its minutes
-    assert short._limit_min(known[1]) == pytest.approx(2.0, abs=0.1)
+    assert short.limit_min_of(known[1]) == pytest.approx(2.0, abs=0.1)
     words = ("gpu", "--minutes", "{minutes}")
-    minutes = calls._command(Step("s", "", words, words), 8.0)[-1]
+    minutes = calls.command_of(Step("s", "", words, words), 8.0)[-1]
     assert float(minutes) == 8.0 - hour.SPARE_MIN
 
 
 def test_what_fails_in_a_file_is_asked_for_again_once(tmp_path):
     known = [Step(name, "", ("gpu",), ("gpu",), file="gpu.json", part="gpu") for name in ("must", "rest")]
     call = hour.Hour(tmp_path, known, 9.0, rehearse=True, again=True)
-    assert call._command(known[0], 8.0) == ["gpu", "--again"]
-    assert call._command(known[0], 8.0) == call._command(known[1], 8.0) == ["gpu"]
+    assert call.command_of(known[0], 8.0) == ["gpu", "--again"]
+    assert call.command_of(known[0], 8.0) == call.command_of(known[1], 8.0) == ["gpu"]
 
 
 def test_a_step_that_cannot_run_here_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(hour, "_needs_gpu", lambda: None)
+    monkeypatch.setattr(hour, "needs_gpu", lambda: None)
     known = [step("absent", "", lacks=lambda: "It is not installed."), step("last", "")]
     hour.run(tmp_path, known=known)
     assert runs(tmp_path) == ["last"]

@@ -265,7 +265,7 @@ def test_the_same_command_goes_on(emulated, monkeypatch):
     kept = json.loads(out.read_text())
     kept["offload"] = {name: each for name, each in kept["offload"].items() if name != key}
     out.write_text(json.dumps(kept))
-    monkeypatch.setattr(offload.Bench, "_rates", lambda *arguments: {})
+    monkeypatch.setattr(offload.Bench, "rates_of", lambda *arguments: {})
     again = offload.run(device="cpu", rounds=2, millions=0.02, cases=["AdamW"], out=out)
     assert set(again["offload"]) == set(data["offload"])
     changed = [name for name, each in again["offload"].items() if each != data["offload"][name]]
@@ -297,29 +297,29 @@ def test_a_rehearsal_of_the_gpus_part(rehearsed):
 
 
 def test_where_memory_is_short_ways_are_built_for_their_turns(tmp_path, monkeypatch):
-    build, count, room = Real._build, itertools.count(), 2
+    build, count, room = Real.build, itertools.count(), 2
 
     def first(self):
         build(self)
         if next(count) == room:
             raise RuntimeError("CUDA error: out of memory\nand more")
 
-    monkeypatch.setattr(Real, "_build", first)
-    monkeypatch.setattr(offload.Bench, "_rates", lambda *arguments: {})
+    monkeypatch.setattr(Real, "build", first)
+    monkeypatch.setattr(offload.Bench, "rates_of", lambda *arguments: {})
     data = offload.run(rehearse=True, rounds=2, out=tmp_path / "raw.json")
     assert all(each["alone"] for key, each in data["offload"].items() if "turn" in each)
     assert "built anew for each turn" in offload_table.table(data)
 
 
 def test_a_way_that_fails_leaves_the_table_without_rounds(tmp_path, monkeypatch):
-    build = Real._build
+    build = Real.build
 
     def none_of_them(self):
         build(self)
         if self.way == NONE:
             raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(Real, "_build", none_of_them)
+    monkeypatch.setattr(Real, "build", none_of_them)
     data = offload.run(rehearse=True, rounds=2, out=tmp_path / "raw.json")
     assert "none has not the memory it needs" in data["offload"][f"tiny, S = 4/0/{NONE}"]["failed"]
     assert "turn" in data["offload"][f"tiny, S = 4/1/{ZENFLOW}"]
@@ -331,7 +331,7 @@ def test_a_way_that_lacks_memory_keeps_nothing(monkeypatch):
         self.model = self.optimizer = object()
         raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr(Real, "_build", build)
+    monkeypatch.setattr(Real, "build", build)
     closed = []
     monkeypatch.setattr(Real, "close", lambda self: closed.append(self))
     with refused(Failed) as caught:
@@ -499,7 +499,7 @@ def broken(monkeypatch):
         self.steps_taken += 1
         step(self)
 
-    build = Real._build
+    build = Real.build
 
     def counting(self):
         self.steps_taken = 0
@@ -507,9 +507,9 @@ def broken(monkeypatch):
             built.append(self)
         build(self)
 
-    monkeypatch.setattr(Real, "_build", counting)
+    monkeypatch.setattr(Real, "build", counting)
     monkeypatch.setattr(Real, "step", failing)
-    monkeypatch.setattr(offload.Bench, "_rates", lambda *arguments: {})
+    monkeypatch.setattr(offload.Bench, "rates_of", lambda *arguments: {})
     return built
 
 
@@ -561,14 +561,14 @@ sys.exit(process.serve(lambda: offload._serving(task)))
 def rehearsed_apart(out, minutes=20.0):
     """A rehearsal whose models are measured as on a GPU, by processes of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "_decoder", offload._in_a_process)
+        patch.setattr(offload, "run_decoder", offload.in_a_process)
         return offload.run(rehearse=True, rounds=2, minutes=minutes, out=out)
 
 
-@pytest.mark.parametrize(("dies_in", "what", "rounds"), [("begin", "zenflow", 1), ("_build", "together", 2)])
+@pytest.mark.parametrize(("dies_in", "what", "rounds"), [("begin", "zenflow", 1), ("build", "together", 2)])
 def test_a_process_that_dies_costs_what_it_was_measuring(dies_in, what, rounds, tmp_path, monkeypatch, capsys):
     argv = [sys.executable, "-c", DIES.replace("DIES_IN", repr(dies_in))]
-    monkeypatch.setattr(offload, "_argv", lambda task: [*argv, json.dumps(task)])
+    monkeypatch.setattr(offload, "argv_of", lambda task: [*argv, json.dumps(task)])
     data = rehearsed_apart(tmp_path / "raw.json")
     failed = {key: each["failed"] for key, each in data["offload"].items() if "failed" in each}
     (key,) = failed
@@ -583,7 +583,7 @@ def test_a_process_that_dies_costs_what_it_was_measuring(dies_in, what, rounds, 
 
 def test_a_model_whose_processes_die_at_once_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        offload, "_argv", lambda task: [sys.executable, "-c", "import sys; sys.exit('the device is lost')"]
+        offload, "argv_of", lambda task: [sys.executable, "-c", "import sys; sys.exit('the device is lost')"]
     )
     data = rehearsed_apart(tmp_path / "raw.json")
     assert data["offload"]["tiny, S = 4/process"]["failed"].endswith("exit status 1: the device is lost")
@@ -597,14 +597,14 @@ def test_the_process_of_a_model_leaves_what_there_is_no_time_for(tmp_path, capsy
 
 
 def test_a_run_that_is_cut_off_leaves_what_it_has(tmp_path, monkeypatch, capsys):
-    take, out = offload.Bench._turn, tmp_path / "raw.json"
+    take, out = offload.Bench.take_turn, tmp_path / "raw.json"
 
     def cut(self, turns, way, number):
         if number == 1:
             raise KeyboardInterrupt
         take(self, turns, way, number)
 
-    monkeypatch.setattr(offload.Bench, "_turn", cut)
+    monkeypatch.setattr(offload.Bench, "take_turn", cut)
     assert main(["offload", "--rehearse", "--out", str(out)]) == 130
     assert "what was finished is in the file" in capsys.readouterr().err
     data = json.loads(out.read_text())
@@ -617,6 +617,6 @@ def test_a_run_that_is_cut_off_leaves_what_it_has(tmp_path, monkeypatch, capsys)
 
 
 def test_a_turn_that_would_not_end_in_time_is_left_to_the_next_call(tmp_path, monkeypatch):
-    monkeypatch.setattr(offload.Bench, "_step_s", lambda self, way: 3600.0)
+    monkeypatch.setattr(offload.Bench, "step_s_of", lambda self, way: 3600.0)
     data = offload.run(rehearse=True, out=tmp_path / "raw.json")
     assert not any("turn" in each for each in data["offload"].values())

@@ -34,11 +34,11 @@ def test_a_window_is_scaled_to_its_distance():
         "sampled windows": [150.0, 140.0, 160.0],
         "always-on": [101.0, 99.0, 102.0],
     }
-    sampled = overhead._row("sampled windows", turns, [1.0, 2.0, 3.0], steps=4)
+    sampled = overhead.row_of("sampled windows", turns, [1.0, 2.0, 3.0], steps=4)
     assert sampled["overhead"] == pytest.approx(0.5 * 4 / 200)
     assert (sampled["low"], sampled["high"]) == pytest.approx((0.4 * 4 / 200, 0.6 * 4 / 200))
     assert sampled["start_stop_ms"] == 2
-    assert overhead._row("always-on", turns, [0.0], steps=4)["overhead"] == pytest.approx(0.01)
+    assert overhead.row_of("always-on", turns, [0.0], steps=4)["overhead"] == pytest.approx(0.01)
 
 
 def test_the_interval_is_of_the_median():

@@ -65,7 +65,7 @@ def test_all_systems_start_from_the_same_adapters(files):
     first = {}
     for name in ("transformers", "surokit qfp8"):
         model = baselines.Racing(name, {**files, "train": "lora"}).runner.model
-        named = ((baselines._PROJECTION.findall(n), p) for n, p in model.named_parameters() if "lora_A" in n)
+        named = ((baselines.PROJECTION.findall(n), p) for n, p in model.named_parameters() if "lora_A" in n)
         first[name] = {layer: p for (layer,), p in named}
         assert all((p == 0).all() for n, p in model.named_parameters() if "lora_B" in n)
     theirs, ours = first.values()
@@ -234,8 +234,8 @@ def test_at_its_best_a_system_takes_the_largest_micro_batch_that_fits(fake, tmp_
     data = fake(tmp_path, ["surokit bf16"], settings=("best",), broken=[("memory", "surokit bf16", 4)])
     assert Fake.started == [("transformers", 4, 1), ("surokit bf16", 4, 1), ("surokit bf16", 2, 2)]
     assert data["peers"]["tiny lora best: surokit bf16"]["batch"] == "2 x 32 x 2"
-    assert peers._shapes({"batch": 2, "accumulate": 4, "settings": "best"}) == [(8, 1), (4, 2), (2, 4)]
-    assert peers._shapes({"batch": 2, "accumulate": 4, "settings": "equal"}) == [(2, 4)]
+    assert peers.shapes({"batch": 2, "accumulate": 4, "settings": "best"}) == [(8, 1), (4, 2), (2, 4)]
+    assert peers.shapes({"batch": 2, "accumulate": 4, "settings": "equal"}) == [(2, 4)]
 
 
 def test_what_fails_is_told_and_the_others_go_on(fake, tmp_path):
@@ -340,7 +340,7 @@ def test_bad_input_is_one_sentence():
 
 def test_what_would_be_raced_is_listed(monkeypatch, capsys):
     monkeypatch.setattr(peers, "_has_cuda", lambda: True)
-    monkeypatch.setattr(baselines, "_installed", lambda package: package not in ("unsloth", "torchao"))
+    monkeypatch.setattr(baselines, "installed", lambda package: package not in ("unsloth", "torchao"))
     monkeypatch.setattr(baselines, "version", lambda package: "1.2")
     assert main(["peers", "--list", "--models", "0.6b", "8b", "--settings", "equal"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -350,7 +350,7 @@ def test_what_would_be_raced_is_listed(monkeypatch, capsys):
     assert "bitsandbytes 1.2" in unsloth
     assert lines[7] == "To install what is missing: pip install 'torchao==0.18.0' 'unsloth==2026.10.9' 'torch==1.2'"
     assert lines[8] == "8 races against liger, about 22 minutes on an H200 by an estimate"
-    monkeypatch.setattr(baselines, "_installed", lambda package: False)
+    monkeypatch.setattr(baselines, "installed", lambda package: False)
     assert "Nothing can be raced: one of unsloth, liger, transformers has to be there." in peers.listing()
     assert {p for s in baselines.SYSTEMS.values() for p in s.packages} == set(baselines.WRITTEN_FOR)
 

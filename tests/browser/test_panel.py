@@ -85,13 +85,13 @@ def steps(panel, buttons, count):
             return
     panel.on_end("done")
 hello = defaultdict(threading.Event)  # of each widget: the page says it when it draws, maybe before anybody waits for it
-answered = WidgetView._asked
+answered = WidgetView.on_message
 def asked(view, widget, content):
     answered(view, widget, content)
     hello[widget.model_id].set()
-WidgetView._asked = asked
+WidgetView.on_message = asked
 def seen(panel):
-    hello[panel._view._widget.model_id].wait()
+    hello[panel._view.widget.model_id].wait()
 def at_once(panel, buttons, count):
     seen(panel)
     for _ in steps(panel, buttons, count):
@@ -395,7 +395,7 @@ def test_a_newer_panel_takes_over(tab):
 def test_without_subshells_clicks_are_heard_where_no_cell_blocks_else_the_panel_says_how_to_stop(tab, way):
     # as in a front end without subshells: messages go to the loop that is busy
     cell = tab.add(
-        f"panel, buttons = new({FOREVER}); del panel._view._widget.comm._reply_subshell_for\n"
+        f"panel, buttons = new({FOREVER}); del panel._view.widget.comm._reply_subshell_for\n"
         f"{way}(panel, buttons, {FOREVER})"
     )
     tab.run(cell)

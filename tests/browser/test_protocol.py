@@ -72,7 +72,7 @@ class Side:
         self.panel = Panel(PanelState("fp8", total=1000, resumes=True), view=self.view)
         self.panel.on_info(RunInfo(title="fp8", total=1000, run_dir="runs/a"))
         self.panel.open().on_start(1000)
-        self.widget = self.view._widget
+        self.widget = self.view.widget
         self.answers: list[Any] = []
         self.widget.send = self.answers.append
         page.goto("about:blank")
@@ -123,7 +123,7 @@ class Side:
             self.kept.append(content)
             return []
         before = len(self.answers)
-        self.view._asked(self.widget, content)
+        self.view.on_message(self.widget, content)
         return self.answers[before:]
 
 

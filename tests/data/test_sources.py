@@ -152,7 +152,7 @@ def test_a_hub_id_without_a_network_is_one_sentence(monkeypatch):
 
     monkeypatch.setattr(hub, "offline_by_choice", lambda: False)
     monkeypatch.setattr(hub, "reachable", lambda: False)
-    monkeypatch.setattr(sources, "_load_dataset", never)
+    monkeypatch.setattr(sources, "load_dataset", never)
     with refused(FileNotFoundError) as caught:
         listed("someone/stories")
     assert "\n" not in str(caught.value)
@@ -165,7 +165,7 @@ def test_a_connection_that_breaks_is_the_same_sentence(monkeypatch, online):
 
     monkeypatch.setattr(hub, "offline_by_choice", lambda: not online)
     monkeypatch.setattr(hub, "reachable", lambda: online)
-    monkeypatch.setattr(sources, "_load_dataset", broken)
+    monkeypatch.setattr(sources, "load_dataset", broken)
     with refused(FileNotFoundError):
         listed("someone/stories")
 
@@ -175,7 +175,7 @@ def test_a_dataset_that_does_not_load_says_why(monkeypatch):
         raise ValueError("Config name is missing.\nPlease pick one")
 
     monkeypatch.setattr(hub, "reachable", lambda: True)
-    monkeypatch.setattr(sources, "_load_dataset", unreachable)
+    monkeypatch.setattr(sources, "load_dataset", unreachable)
     with refused(ValueError):
         listed("stories")
 
@@ -187,7 +187,7 @@ def test_a_hub_id_gives_the_split_asked_for(monkeypatch):
         return datasets.Dataset.from_dict({"text": [f"{name} {split}"]})
 
     monkeypatch.setattr(hub, "reachable", lambda: True)
-    monkeypatch.setattr(sources, "_load_dataset", load)
+    monkeypatch.setattr(sources, "load_dataset", load)
     assert listed("someone/stories", split="test") == ["someone/stories test"]
 
 

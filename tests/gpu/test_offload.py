@@ -140,7 +140,7 @@ def test_a_fill_follows_the_main_stream_and_the_main_stream_a_fence(link):
 
 def test_a_fence_does_not_wait_for_copies(link):
     grads, to = torch.ones(8, device="cuda"), link.buffer((8,), torch.float32)
-    busy(200, link._down)
+    busy(200, link.down_lane)
     ticket = link.down(copied_from(grads), to, [grads])
     link.fence()
     passed = torch.cuda.Event()
@@ -157,7 +157,7 @@ def test_what_a_fill_reads_may_be_freed_at_once(link):
     grads, to = torch.ones(LARGE, device="cuda"), link.buffer((LARGE,), torch.float32)
     torch.cuda.synchronize()
     place = grads.data_ptr()
-    busy(100, link._fill)
+    busy(100, link.fill_lane)
     ticket = link.down(copied_from(grads), to, [grads])
     del grads
     other = torch.full((LARGE,), 2.0, device="cuda")
@@ -169,7 +169,7 @@ def test_what_a_fill_reads_may_be_freed_at_once(link):
 def test_staging_is_kept_until_it_is_copied(link):
     """Several transfers are filled before the first is copied."""
     to = [link.buffer((LARGE,), torch.float32) for _ in range(4)]
-    busy(100, link._down)
+    busy(100, link.down_lane)
     tickets = [link.down(filled(value), each) for value, each in enumerate(to)]
     for value, (each, ticket) in enumerate(zip(to, tickets)):
         ticket.wait()
@@ -229,7 +229,7 @@ def test_a_source_may_be_written_when_its_ticket_is_done(link):
 def test_host_memory_may_be_dropped_before_its_copy_is_done(link):
     weight, before = torch.zeros(LARGE + 1024, device="cuda"), torch.ones(())
     source = link.buffer((LARGE + 1024,), torch.float32).fill_(1)
-    busy(50, link._up)
+    busy(50, link.up_lane)
     link.up(source, taking(weight))
     del source
     gc.collect()
@@ -241,7 +241,7 @@ def test_host_memory_may_be_dropped_before_its_copy_is_done(link):
 def test_a_small_value_is_as_it_was_and_does_not_wait_for_payload(link):
     value, to = torch.tensor(3.0, device="cuda"), link.buffer((), torch.float32)
     payload = link.buffer((8,), torch.float32)
-    busy(200, link._down)
+    busy(200, link.down_lane)
     slow = link.down(filled(1), payload)
     busy(5)
     value.add_(1)
@@ -356,12 +356,12 @@ def test_a_host_that_waits_costs_the_device_nothing_while_it_has_work(link):
 
 
 def test_events_that_wait_to_be_read_are_bounded(link, monkeypatch):
-    monkeypatch.setattr(links, "_LIVE", 8)
+    monkeypatch.setattr(links, "LIVE", 8)
     source = link.buffer((8,), torch.float32).zero_()
-    busy(100, link._up)
+    busy(100, link.up_lane)
     for _ in range(50):
         link.up(source, filled(0))
-    assert len(link._stalls._pairs) == 8
+    assert len(link.stalls.pairs) == 8
     torch.cuda.synchronize()
     assert link.device_stall_ms() > 50
 
@@ -424,7 +424,7 @@ class LateLink(CudaLink):
         return LateLink, (0,)
 
     def _late(self):
-        for stream in (self._down, self._fill, self._up, self._small, torch.cuda.current_stream()):
+        for stream in (self.down_lane, self.fill_lane, self.up_lane, self.small_lane, torch.cuda.current_stream()):
             if self._draw.random() < 0.3:
                 busy(3 * self._draw.random(), stream)
 

@@ -78,7 +78,7 @@ def on_hopper() -> Iterator[None]:
         for module in [m for path, m in sys.modules.items() if path.startswith("surokit")]:
             if vars(module).get("best") is best:
                 patched.enter_context(mock.patch.object(module, "best", lambda function, device: triton_form(function)))
-        patched.enter_context(mock.patch.object(native, "_cuda_version", return_value=(13, 0)))
+        patched.enter_context(mock.patch.object(native, "cuda_version", return_value=(13, 0)))
         available = mock.patch.object(native, "available", lambda kind, device: native.multiplies(kind, HOPPER))
         patched.enter_context(available)
         patched.enter_context(kernels.converting(False))

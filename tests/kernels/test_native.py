@@ -70,7 +70,7 @@ def test_swizzled_scales_stand_where_the_hardware_reads_them(shape, dtype):
 
 def test_a_scale_for_sixteen_rows_is_repeated():
     scales = torch.arange(6, dtype=torch.uint8).view(2, 3).view(E4M3)
-    assert native._each_row(scales, 16, 20).view(torch.uint8)[:, 1].tolist() == [1] * 16 + [4] * 4
+    assert native.each_row(scales, 16, 20).view(torch.uint8)[:, 1].tolist() == [1] * 16 + [4] * 4
 
 
 # -- torch's own rules
@@ -272,15 +272,15 @@ def test_where_triton_cannot_launch_the_reference_serves_and_says_why(monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     monkeypatch.setattr(probe, "transpose_fp8", fails)
-    ops._fault_of_triton.cache_clear()
-    ops._serving.cache_clear()
+    ops.fault_of_triton.cache_clear()
+    ops.first_serving.cache_clear()
     try:
-        served = ops._serving(quantize.quantize, torch.device("cuda", 0), ("triton",))
+        served = ops.first_serving(quantize.quantize, torch.device("cuda", 0), ("triton",))
         assert (served.folder, served.function) == ("reference", quantize.quantize)
         assert served.why == served.missed == "Triton cannot launch here (RuntimeError: Failed to find C compiler.)"
     finally:
-        ops._fault_of_triton.cache_clear()
-        ops._serving.cache_clear()
+        ops.fault_of_triton.cache_clear()
+        ops.first_serving.cache_clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a CUDA device")
@@ -300,9 +300,9 @@ def test_a_gpu_older_than_the_kernels_runs_the_definitions_and_says_why(monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     monkeypatch.setattr(
-        ops, "_fault_of_triton", lambda device: pytest.fail("Triton was launched on a GPU it does not know.")
+        ops, "fault_of_triton", lambda device: pytest.fail("Triton was launched on a GPU it does not know.")
     )
-    caches = (ops._serving, native.available)
+    caches = (ops.first_serving, native.available)
     for cached in caches:
         cached.cache_clear()
     try:

@@ -313,10 +313,10 @@ def door(gpu, monkeypatch):
     monkeypatch.setattr(gpu.cpp_extension, "load", load)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(ops, "_fault_of_triton", lambda device: "")
-    ops._serving.cache_clear()
+    monkeypatch.setattr(ops, "fault_of_triton", lambda device: "")
+    ops.first_serving.cache_clear()
     yield gpu.device
-    ops._serving.cache_clear()
+    ops.first_serving.cache_clear()
 
 
 FAILED = "kernels/cuda/transpose.cu could not be built for sm_90 (nvcc fatal : error: unsupported GPU)"
@@ -335,7 +335,7 @@ def test_where_it_cannot_be_built_triton_serves_and_the_door_says_why(door, name
 
 
 def test_where_triton_cannot_launch_either_both_reasons_are_said(door, monkeypatch):
-    monkeypatch.setattr(ops, "_fault_of_triton", lambda device: "Triton cannot launch here")
+    monkeypatch.setattr(ops, "fault_of_triton", lambda device: "Triton cannot launch here")
     served = ops.serving(reference.transpose_fp8, door)
     assert served.function is reference.transpose_fp8
     assert served.why == served.missed == f"{FAILED}; Triton cannot launch here"

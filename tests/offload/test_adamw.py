@@ -78,8 +78,8 @@ def equal(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 @pytest.fixture
 def small_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dozen of a step instead of one."""
-    monkeypatch.setattr(adamw, "_LEAST_BYTES", 2048)
-    monkeypatch.setattr(adamw, "_TRANSFERS", 12)
+    monkeypatch.setattr(adamw, "LEAST_BYTES", 2048)
+    monkeypatch.setattr(adamw, "TRANSFERS", 12)
 
 
 # -- numbers
@@ -264,10 +264,10 @@ def test_both_ways_at_once_and_three_transfers_each(small_transfers: None) -> No
 def test_transfers_are_equal_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     params, link = parameters(B, [(300, 70), (64,), (1000, 33)]), Logged()
     optimizer = OffloadAdamW(params, **OPTIONS, link=link)
-    monkeypatch.setattr(adamw, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(adamw, "LEAST_BYTES", 0)
     train(params, optimizer, range(1))
     sizes = [t.numel for t in optimizer._transfers]
-    assert adamw._TRANSFERS <= len(sizes) <= adamw._TRANSFERS + 3
+    assert adamw.TRANSFERS <= len(sizes) <= adamw.TRANSFERS + 3
     assert sum(sizes) == sum(p.numel() for p in params)
     for transfer in optimizer._transfers:
         assert all(piece.start % 64 == 0 for piece in transfer.pieces), "where torch's kernel begins a vector"
@@ -683,6 +683,6 @@ def test_a_sharded_parameter_is_updated_where_its_shard_is() -> None:
             theirs.step()
         assert p.shape == (16, 6)
         assert torch.equal(p.to_local(), alone)  # type: ignore[attr-defined]
-        assert equal([ours.state[p][k] for k in adamw._STATES], [theirs.state[alone][k] for k in adamw._STATES])
+        assert equal([ours.state[p][k] for k in adamw.STATES], [theirs.state[alone][k] for k in adamw.STATES])
     finally:
         destroy_process_group()

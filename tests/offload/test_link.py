@@ -285,7 +285,7 @@ def test_a_slow_transfer_lives(monkeypatch):
     monkeypatch.setattr(links, "time", clock)
     link = ThrottledLink(1.0, latency_s=3.0, patience_s=0.2)
     job = link.down(filled(1), torch.zeros(4))
-    worker = link._down.worker
+    worker = link.down_lane.worker
     beats = beats_of(worker)
 
     def one_slice():
@@ -504,7 +504,7 @@ def test_a_fill_comes_after_the_main_streams_work_and_a_fence_before_more(late, 
     late.do(lambda: grads.fill_(2))
     late.run()  # as far ahead as it can
     assert not ticket.done()
-    link._down.run()
+    link.down_lane.run()
     assert ticket.done()
     ticket.wait()
     assert to.tolist() == [1, 1, 1]
@@ -517,12 +517,12 @@ def test_a_copy_waits_for_its_fill_and_that_for_the_main_stream(late, lean):
     late.do(lambda: grads.fill_(1))
     link.down(copied_from(grads), to, reads=[grads])
     late.do(lambda: grads.fill_(2))
-    link._down.run()  # as far ahead as it can
+    link.down_lane.run()  # as far ahead as it can
     assert to.tolist() == [1, 1, 1]
     value, small = torch.zeros(()), torch.zeros(())
     late.do(lambda: value.fill_(1))
     link.copy_down(value, small)
-    link._small.run()
+    link.small_lane.run()
     assert value == 1  # what came before has happened
 
 
@@ -532,7 +532,7 @@ def test_without_a_fence_the_main_stream_is_ahead_of_a_fill(late, lean):
     link.down(copied_from(grads), to, reads=[grads])
     late.do(lambda: grads.fill_(2))
     late.run()
-    link._down.run()
+    link.down_lane.run()
     assert to.tolist() == [2, 2, 2]
 
 
@@ -550,14 +550,14 @@ def test_a_fence_waits_for_copies_only_where_staging_is_lean(late, lean):
 def test_memory_is_kept_for_the_streams_that_use_it(late, lean):
     link, grads = rehearsed(lean), torch.ones(3)
     link.down(copied_from(grads), torch.zeros(3), reads=[grads])
-    assert [x is grads for x in link._fill.kept] == [True]
-    assert len(link._down.kept) == 1  # the staging, or in a lean link the gradient
-    assert (link._fill is link._down) == lean
+    assert [x is grads for x in link.fill_lane.kept] == [True]
+    assert len(link.down_lane.kept) == 1  # the staging, or in a lean link the gradient
+    assert (link.fill_lane is link.down_lane) == lean
     link.fetch(torch.ones(3)).land()
     assert [x.shape for x in late.kept] == ([] if lean else [(3,)])  # a lean link's is the main stream's own
     value = torch.ones(())
     link.copy_down(value, torch.zeros(()))
-    assert [x is value for x in link._small.kept] == [False]  # a copy, as value may be overwritten
+    assert [x is value for x in link.small_lane.kept] == [False]  # a copy, as value may be overwritten
 
 
 def test_host_memory_is_kept_until_its_copy_is_done(late):
@@ -566,10 +566,10 @@ def test_host_memory_is_kept_until_its_copy_is_done(late):
     link.down(filled(1), to)
     del to
     assert kept() is not None
-    link._down.run()
+    link.down_lane.run()
     link.down(filled(1), torch.zeros(3))
     late.work.clear()  # closures of this stand-in hold tensors
-    link._down.work.clear()
+    link.down_lane.work.clear()
     assert kept() is None
 
 
@@ -594,7 +594,7 @@ def test_what_goes_up_takes_turns_with_a_few_buffers(late, sizes):
             weight.copy_(staging)
 
         link.up(torch.full_like(weight, i + 1), take)
-    link._up.run()  # as far ahead as it can: not beyond what the main stream has taken
+    link.up_lane.run()  # as far ahead as it can: not beyond what the main stream has taken
     late.run()
     assert [weight.unique().tolist() for weight in weights] == [[i + 1] for i in range(8)]
     assert len(places) <= 3 or sizes[0] != sizes[-1]
@@ -619,9 +619,9 @@ def test_a_lean_links_fetched_copy_begins_after_the_work_so_far(late):
     link, order = rehearsed(lean=True), []
     late.do(lambda: order.append("work so far"))
     arrival = link.fetch(torch.ones(3))
-    link._up.do(lambda: order.append("copied"))
+    link.up_lane.do(lambda: order.append("copied"))
     late.do(lambda: order.append("work after"))
-    link._up.run()
+    link.up_lane.run()
     assert order == ["work so far", "copied"]
     assert arrival.land().tolist() == [1, 1, 1]
 
@@ -636,18 +636,18 @@ def test_stalls_are_read_late_and_only_where_there_can_be_one(late, monkeypatch)
     assert stalled > 0
     assert link.device_stall_ms() == stalled
     arrival = link.fetch(torch.ones(3))
-    link._up.run()
+    link.up_lane.run()
     before = len(late.work)
     arrival.land()  # has arrived: neither waits nor events
     assert len(late.work) == before
-    monkeypatch.setattr(links, "_LIVE", 4)
+    monkeypatch.setattr(links, "LIVE", 4)
     for _ in range(10):
         link.up(torch.ones(3), nothing)
-    assert len(link._stalls._pairs) == 4
+    assert len(link.stalls.pairs) == 4
     late.run()
     assert link.device_stall_ms() > stalled
-    assert not link._stalls._pairs
-    assert len(link._stalls._free) == 4
+    assert not link.stalls.pairs
+    assert len(link.stalls._free) == 4
 
 
 def test_a_host_that_waits_costs_a_device_nothing_while_it_has_work(late, monkeypatch):
@@ -668,7 +668,7 @@ def test_a_host_that_waits_costs_a_device_nothing_while_it_has_work(late, monkey
         LateEvent.clock += 30.0  # out of work
     late.run()
     assert link.device_stall_ms() == 1 + 31
-    monkeypatch.setattr(links, "_LIVE", 0)
+    monkeypatch.setattr(links, "LIVE", 0)
     with link.host_waits():
         LateEvent.clock += 30.0
     late.run()
@@ -693,10 +693,10 @@ def test_a_copy_is_waited_for_until_it_is_done_or_the_patience_ends(late, monkey
     ticket = link.down(filled(1), torch.zeros(3))
     with refused(OffloadError):
         ticket.wait()
-    clock.after(0.02, link._down.run)
+    clock.after(0.02, link.down_lane.run)
     ticket.wait()
     ticket = link.down(filled(1), torch.zeros(3))
-    clock.after(0.02, link._down.run)
+    clock.after(0.02, link.down_lane.run)
     link.close()
     assert ticket.done()
     link.close()
@@ -709,7 +709,7 @@ def test_host_memory_of_copies_outlives_their_link(late):
         return any(copy._host is to for copy in links._kept)
 
     link, other, to = rehearsed(), rehearsed(), torch.zeros(3)
-    down = link._down
+    down = link.down_lane
     link.down(filled(1), to)
     assert not held()
     del link
@@ -725,7 +725,7 @@ def test_a_worker_that_waits_for_a_copy_lives(late):
     job = worker.submit(link.down(filled(1), torch.zeros(3)).wait)
     slices = Slices(beats_of(worker))
     slices.wait(worker, lambda: slices.count == 20)  # 1 s
-    link._down.run()
+    link.down_lane.run()
     job.wait()
     worker.close()
 

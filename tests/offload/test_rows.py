@@ -202,7 +202,7 @@ def test_sums_of_gradients(dtype: torch.dtype, scale: float | None, monkeypatch:
         expected = part if i == 0 else expected + part
     for size in (1 << 17, 64):  # in one block and in many
         monkeypatch.setattr(rows, "_BLOCK", size)
-        monkeypatch.setattr(rows, "_scratch", type(rows._scratch)())
+        monkeypatch.setattr(rows, "scratch", type(rows.scratch)())
         acc = torch.full((9, 50), math.nan)
         for i, slot in enumerate(slots):
             add_rows_(acc, slot, scale, first=i == 0)

@@ -412,7 +412,7 @@ def test_a_forked_process_neither_uses_nor_joins_the_thread(worker):
             except OffloadError as error:
                 told += "belongs to the process that this one was forked from" in str(error)
         worker.close()  # waits for nobody
-        workers._end_all()
+        workers.end_all()
         worker.__init__("child")  # one of its own works
         worker.submit(nothing).wait()
         del worker
@@ -476,7 +476,7 @@ def test_a_worker_and_torchs_threads_under_it_are_bound():
     worker.submit(work).wait()
     assert os.sched_getaffinity(0) == mine
     assert bound
-    if workers._binds():
+    if workers.can_bind():
         assert set(map(frozenset, bound.values())) == {frozenset({core})}
     worker.close()
 
@@ -491,7 +491,7 @@ def test_nothing_is_bound_where_that_does_not_help(monkeypatch):
         worker.close()
 
     with monkeypatch.context() as patch:  # a group has the time of less than the cores
-        patch.setattr(workers, "_quota", lambda: len(mine) - 0.5)
+        patch.setattr(workers, "quota_of_cores", lambda: len(mine) - 0.5)
         affinity_of_a_worker()
     with monkeypatch.context() as patch:  # not Linux
         patch.delattr(os, "sched_setaffinity")
@@ -502,7 +502,7 @@ def test_nothing_is_bound_where_that_does_not_help(monkeypatch):
 @linux
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_cannot_begin_is_told(monkeypatch):
-    monkeypatch.setattr(workers, "_binds", boom)
+    monkeypatch.setattr(workers, "can_bind", boom)
     worker = Worker("adam", cores=[0])
     with refused(OffloadError):
         worker.submit(nothing).wait()
@@ -529,7 +529,7 @@ def test_cores_that_are_gone_are_no_error():
 )
 def test_cores_are_split(monkeypatch, count, reserved, sizes):
     cores = list(range(10, 10 + count))
-    monkeypatch.setattr(workers, "_cores", lambda: cores)
+    monkeypatch.setattr(workers, "usable_cores", lambda: cores)
     parts = split_cores(reserved)
     assert tuple(map(len, parts)) == sizes
     assert [core for part in parts for core in part] == cores
@@ -537,7 +537,7 @@ def test_cores_are_split(monkeypatch, count, reserved, sizes):
 
 @pytest.mark.parametrize(("cores", "parts"), [([5], ([5], [5], [5])), ([5, 6], ([5], [6], [6]))])
 def test_few_cores_are_shared(monkeypatch, cores, parts):
-    monkeypatch.setattr(workers, "_cores", lambda: cores)
+    monkeypatch.setattr(workers, "usable_cores", lambda: cores)
     assert split_cores(0.5) == parts
 
 
@@ -548,32 +548,32 @@ def test_a_share_is_a_share(reserved):
 
 
 def test_the_cores_are_the_processs_and_no_more_than_its_time(monkeypatch):
-    monkeypatch.setattr(workers, "_quota", lambda: math.inf)
+    monkeypatch.setattr(workers, "quota_of_cores", lambda: math.inf)
     if hasattr(os, "sched_getaffinity"):
-        assert set(workers._cores()) == os.sched_getaffinity(0)
+        assert set(workers.usable_cores()) == os.sched_getaffinity(0)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-        monkeypatch.setattr(workers, "_place", lambda core: (core % 4, core))
-        assert workers._cores() == [0, 4, 1, 5, 2, 6, 3, 7]  # two threads on each of four cores
+        monkeypatch.setattr(workers, "place_of", lambda core: (core % 4, core))
+        assert workers.usable_cores() == [0, 4, 1, 5, 2, 6, 3, 7]  # two threads on each of four cores
         for quota, count in ((3.5, 3), (0.5, 1), (99.0, 8)):
-            monkeypatch.setattr(workers, "_quota", lambda quota=quota: quota)
-            assert len(workers._cores()) == count
+            monkeypatch.setattr(workers, "quota_of_cores", lambda quota=quota: quota)
+            assert len(workers.usable_cores()) == count
         monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    monkeypatch.setattr(workers, "_quota", lambda: math.inf)
-    assert workers._cores() == list(range(6))
+    monkeypatch.setattr(workers, "quota_of_cores", lambda: math.inf)
+    assert workers.usable_cores() == list(range(6))
 
 
 def test_ranks_of_a_machine_share_its_cores_unless_each_has_its_own(monkeypatch):
     launcher = set(range(8))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)) if pid == 0 else launcher, raising=False)
-    monkeypatch.setattr(workers, "_quota", lambda: math.inf)
-    monkeypatch.setattr(workers, "_place", lambda core: (core, core))
+    monkeypatch.setattr(workers, "quota_of_cores", lambda: math.inf)
+    monkeypatch.setattr(workers, "place_of", lambda core: (core, core))
 
     def cores_of_ranks(ranks):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         for rank in range(ranks):
             monkeypatch.setenv("LOCAL_RANK", str(rank))
-            yield workers._cores()
+            yield workers.usable_cores()
 
     assert list(cores_of_ranks(1)) == [list(range(8))]
     assert list(cores_of_ranks(3)) == [[0, 1], [2, 3, 4], [5, 6, 7]]
@@ -582,7 +582,7 @@ def test_ranks_of_a_machine_share_its_cores_unless_each_has_its_own(monkeypatch)
     assert list(cores_of_ranks(2)) == [list(range(8))] * 2
     launcher = set(range(8))
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert workers._cores() == list(range(8))
+    assert workers.usable_cores() == list(range(8))
 
 
 def test_siblings_are_read(tmp_path):
@@ -590,7 +590,7 @@ def test_siblings_are_read(tmp_path):
         folder = tmp_path / f"cpu{core}/topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(siblings)
-    assert [workers._place(core, tmp_path) for core in (0, 4, 3, 7)] == [(0, 0), (0, 4), (2, 3), (7, 7)]
+    assert [workers.place_of(core, tmp_path) for core in (0, 4, 3, 7)] == [(0, 0), (0, 4), (2, 3), (7, 7)]
 
 
 def write(path, text):
@@ -600,18 +600,18 @@ def write(path, text):
 
 def test_the_time_of_control_groups_is_read(tmp_path):
     own, groups = tmp_path / "own", tmp_path / "groups"
-    assert workers._quota(own, groups) == math.inf  # no such system
+    assert workers.quota_of_cores(own, groups) == math.inf  # no such system
     own.write_text("0::/a/b\n")
-    assert workers._quota(own, groups) == math.inf
+    assert workers.quota_of_cores(own, groups) == math.inf
     write(groups / "a/b/cpu.max", "max 100000\n")
-    assert workers._quota(own, groups) == math.inf
+    assert workers.quota_of_cores(own, groups) == math.inf
     write(groups / "a/cpu.max", "250000 100000\n")  # what is above counts too
-    assert workers._quota(own, groups) == 2.5
+    assert workers.quota_of_cores(own, groups) == 2.5
     write(groups / "cpu.max", "nonsense\n")
-    assert workers._quota(own, groups) == 2.5
+    assert workers.quota_of_cores(own, groups) == 2.5
     own.write_text("0::/../elsewhere\n")  # a container sees its own group as the top
     write(groups / "cpu.max", "150000 100000\n")
-    assert workers._quota(own, groups) == 1.5
+    assert workers.quota_of_cores(own, groups) == 1.5
 
 
 def test_the_time_of_the_first_version_of_control_groups_is_read(tmp_path):
@@ -619,7 +619,7 @@ def test_the_time_of_the_first_version_of_control_groups_is_read(tmp_path):
     own.write_text("5:memory:/a\n4:cpu,cpuacct:/a\n")
     write(groups / "cpu/a/cpu.cfs_quota_us", "-1\n")
     write(groups / "cpu/a/cpu.cfs_period_us", "100000\n")
-    assert workers._quota(own, groups) == math.inf
+    assert workers.quota_of_cores(own, groups) == math.inf
     write(groups / "cpu/cpu.cfs_quota_us", "400000\n")
     write(groups / "cpu/cpu.cfs_period_us", "100000\n")
-    assert workers._quota(own, groups) == 4.0
+    assert workers.quota_of_cores(own, groups) == 4.0

@@ -135,7 +135,7 @@ class TestArithmetic:
     def test_large_parameters_go_in_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         results = []
         for chunk in (1 << 25, 10):
-            monkeypatch.setattr(optim_module, "_CHUNK", chunk)
+            monkeypatch.setattr(optim_module, "CHUNK", chunk)
             params = make_params(torch.bfloat16)
             optimizer = AdamW(params, lr=0.01, state_dtype=torch.float32)
             set_grads(params, 0)
@@ -144,7 +144,7 @@ class TestArithmetic:
         assert all(torch.equal(a, b) for a, b in zip(*results))
 
     def test_devices_without_a_fused_kernel_take_the_definition(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(optim_module, "_FUSED_DEVICES", ())
+        monkeypatch.setattr(optim_module, "FUSED_DEVICES", ())
         ours, fused = make_params(torch.float32), make_params(torch.float32)
         optimizer, other = AdamW(ours, lr=0.01), torch.optim.AdamW(fused, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
         for group in optimizer.param_groups:
@@ -186,7 +186,7 @@ class TestMask:
     def test_a_masked_step_changes_nothing(
         self, state_dtype: torch.dtype | None, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(optim_module, "_FUSED_DEVICES", devices)
+        monkeypatch.setattr(optim_module, "FUSED_DEVICES", devices)
         params = make_params(torch.bfloat16)
         optimizer = AdamW(params, lr=0.01, state_dtype=state_dtype)
         set_grads(params, 0)

@@ -210,7 +210,7 @@ class TestStochasticRounding:
         for step in range(50):
             states = [optimizer.state[p] for p in params]
             steps = [torch.tensor(float(step)) for _ in params]
-            drawn = optim_module._step_keys([s["key"] for s in states], steps)
+            drawn = optim_module.step_keys([s["key"] for s in states], steps)
             for state, key in zip(states, drawn):
                 assert torch.equal(key, _key_after(state["key"], step))
                 keys.append(tuple(key.tolist()))
@@ -219,7 +219,7 @@ class TestStochasticRounding:
 
     @pytest.mark.parametrize("devices", [("cpu", "cuda"), ()])
     def test_devices_without_a_fused_kernel(self, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(optim_module, "_FUSED_DEVICES", devices)
+        monkeypatch.setattr(optim_module, "FUSED_DEVICES", devices)
         p = nn.Parameter(torch.ones(3000, dtype=torch.bfloat16))
         optimizer = AdamW([p], lr=1e-4, weight_decay=0.0, rounding="stochastic", state_dtype=torch.float32)
         for _ in range(100):
@@ -338,7 +338,7 @@ class TestSession:
 
     @pytest.mark.parametrize("name", SPECS)
     def test_six_steps_are_three_and_three(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(optim_module, "_MIN_8BIT", 64)  # the toy's largest tensor is smaller than 4,096
+        monkeypatch.setattr(optim_module, "MIN_8BIT", 64)  # the toy's largest tensor is smaller than 4,096
 
         def fresh(**options: Any) -> Session:
             spec = dict(self.SPECS[name])
@@ -369,7 +369,7 @@ class TestSession:
         assert_same_state(session, twin)
 
     def test_resuming_with_the_other_kind(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(optim_module, "_MIN_8BIT", 64)
+        monkeypatch.setattr(optim_module, "MIN_8BIT", 64)
         session = make_session(Toy(), optimizer=AdamW(lr=1e-2), run_dir=tmp_path / "run")
         session.run(1)
         session.save()

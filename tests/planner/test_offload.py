@@ -191,7 +191,7 @@ def test_memory_of_the_host():
 def test_the_planners_sizes_are_the_optimizers():
     """The planner knows no torch, so it cannot ask."""
     assert (formulas._TRANSFER_BYTES, formulas._STAGED) == (columns.TRANSFER_BYTES, link._BUFFERS)
-    assert (formulas._RING, formulas.TRANSFERS) == (2 * adamw._RING, adamw._TRANSFERS)
+    assert (formulas._RING, formulas.TRANSFERS) == (2 * adamw._RING, adamw.TRANSFERS)
     settings = inspect.signature(sk.ZenFlow.__init__).parameters
     for name, value in (
         ("slots", formulas.SLOTS),

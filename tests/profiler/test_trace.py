@@ -163,7 +163,7 @@ def test_no_file_and_no_unit(tmp_path, written):
 @pytest.mark.parametrize("style", [{}, {"separators": (",", ":")}, {"indent": 1}])
 @pytest.mark.parametrize("piece", [50, 400, 1 << 16])
 def test_a_trace_cut_off_anywhere_gives_every_event_before_the_cut(written, monkeypatch, style, piece, zipped):
-    monkeypatch.setattr(trace_stream, "_PIECE", piece)
+    monkeypatch.setattr(trace_stream, "PIECE", piece)
     head = '{"schemaVersion": 1, "traceEvents": '
     text = head + json.dumps(SIX, **style) + ', "traceName": "x"}'
     whole = rows(written(text).timeline)
@@ -254,7 +254,7 @@ def forms():
 @pytest.mark.parametrize("piece", [1, 7, 200, 1 << 16])
 @pytest.mark.parametrize(("form", "content"), [pytest.param(*form, id=form[0]) for form in forms()])
 def test_every_form_gives_the_same_events(written, monkeypatch, form, content, piece):
-    monkeypatch.setattr(trace_stream, "_PIECE", piece)
+    monkeypatch.setattr(trace_stream, "PIECE", piece)
     expected = [(f"op {k}", Kind.OP, 10_000 * k + 125, 10_000 * k + 2375) for k in range(6)]
     recording = written(content)
     assert [row[:4] for row in rows(recording.timeline)] == expected
@@ -271,7 +271,7 @@ def test_an_empty_trace_is_a_profile_that_says_so(tmp_path):
 
 
 def test_long_values_among_the_members(written, monkeypatch):
-    monkeypatch.setattr(trace_stream, "_PIECE", 1000)
+    monkeypatch.setattr(trace_stream, "PIECE", 1000)
     frames = {str(k): {"name": "f" * 50, "parent": k - 1} for k in range(3000)}
     device = [{"id": 0, "name": "a GPU", "more": frames}]
     assert written({"stackFrames": frames, "deviceProperties": device, "traceEvents": SIX}).device == "a GPU"
@@ -464,8 +464,8 @@ def test_reading_takes_no_more_memory_than_the_text_has(tmp_path):
 def test_progress_is_shown_for_large_files(written, monkeypatch, capsys):
     written([GOOD])
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(trace_stream, "_TALK_FROM", 1000)
-    monkeypatch.setattr(trace_stream, "_PIECE", 500)
+    monkeypatch.setattr(trace_stream, "TALK_FROM", 1000)
+    monkeypatch.setattr(trace_stream, "PIECE", 500)
     written([GOOD] * 100)
     shown = capsys.readouterr().err
     assert shown.startswith("reading t.json: 5 %\r")

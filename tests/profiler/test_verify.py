@@ -31,7 +31,7 @@ def row(rule, gain_ms=1.0, file="", line=0):
 def clock(monkeypatch):
     """A clock that only the steps move, by milliseconds."""
     now = [0]
-    monkeypatch.setattr(trials, "_now", lambda: now[0])
+    monkeypatch.setattr(trials, "now_ns", lambda: now[0])
 
     def passes(ms):
         now[0] += round(ms * 1e6)
@@ -120,11 +120,11 @@ def test_the_order_of_the_arms_rotates():
 
 def test_the_interval_holds_the_difference_and_narrows():
     before, after = np.array([[4.0, 5.0], [9.0, 4.0], [4.5, 3.5], [4.0, 5.0]]), np.array([[1.0], [3.0], [2.0], [2.0]])
-    value, low, high = trials._difference(before, after)
+    value, low, high = trials.difference_of(before, after)
     assert low < value == 2.25 < high
-    _, narrow_low, narrow_high = trials._difference(np.tile(before, (50, 1)), np.tile(after, (50, 1)))
+    _, narrow_low, narrow_high = trials.difference_of(np.tile(before, (50, 1)), np.tile(after, (50, 1)))
     assert low < narrow_low <= value <= narrow_high < high
-    assert trials._difference(np.full((3, 2), 4.0), np.full((3, 1), 3.0)) == (1, 1, 1)
+    assert trials.difference_of(np.full((3, 2), 4.0), np.full((3, 1), 3.0)) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("wrong", [{"rounds": 1}, {"steps": 0}])
@@ -203,7 +203,7 @@ def test_fused_steps_are_the_same_steps():
     plain, tried = (stepper(o, m) for o, m in zip(optimizers, models))
     for _ in range(4):
         plain()
-    context = trials._fused_optimizer(row("optimizer"), tried).context  # one step
+    context = trials.fused_optimizer(row("optimizer"), tried).context  # one step
     for within in (context, nullcontext, context):
         with within():
             tried()
@@ -313,7 +313,7 @@ def test_an_iterator_that_runs_out_in_a_trial_ends():
     assert set(counts[1:]) == {0}
     standing = iter(DataLoader(Numbers(9), 1))
     next(standing)
-    with trials._last_batch(row("data"), lambda: None).context():
+    with trials.last_batch(row("data"), lambda: None).context():
         assert sum(1 for _ in standing) == 8 + 7  # eight answers, one of them read, then what is really left
     assert list(standing) == []
 
@@ -338,7 +338,7 @@ def test_reads_at_the_line_answer_with_the_value_before():
         assert x.float().item() == float(x)  # other
 
     line = line_of("read", __name__)
-    context = trials._old_values(row("sync", file=__file__, line=line), step).context
+    context = trials.old_values(row("sync", file=__file__, line=line), step).context
     step()
     for _ in range(2):
         with context():
@@ -355,7 +355,7 @@ def test_a_read_at_one_line_keeps_its_dtypes_apart():
     def step():
         values.append([x.item() for x in (torch.tensor(1), torch.tensor(0.5), torch.tensor(True))])  # dtypes
 
-    with trials._old_values(row("sync", file=__file__, line=line_of("dtypes", __name__)), step).context():
+    with trials.old_values(row("sync", file=__file__, line=line_of("dtypes", __name__)), step).context():
         step()
         step()
     assert values == [[1, 0.5, True]] * 2
@@ -381,7 +381,7 @@ SWITCHES: dict[str, Any] = {  # rule -> how to read it, how to set it, what the 
     "anomaly": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, True, False),
     "deterministic": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True, False),
     "float32": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest", "high"),
-    "cudnn.benchmark": (lambda: torch.backends.cudnn.benchmark, trials._set_cudnn_benchmark, False, True),
+    "cudnn.benchmark": (lambda: torch.backends.cudnn.benchmark, trials.set_cudnn_benchmark, False, True),
     "threads": (torch.get_num_threads, torch.set_num_threads, cores() + 1, cores()),
 }
 

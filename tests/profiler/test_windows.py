@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import surokit.profiler.monitoring.windows as module
-from surokit.profiler.monitoring.windows import Windows, _read, activity, give_way
+from surokit.profiler.monitoring.windows import Windows, activity, give_way, read_window
 from surokit.profiler.record import tracer
 from surokit.statistics import student_t
 from tests.refusals import refused
@@ -40,7 +40,7 @@ def test_a_window_of_a_gpu_is_exact():
         event("everything", "gpu_user_annotation", 0, 1000),
         event("Stream Synchronize", "cuda_sync", 0, 1000),
     ]
-    window = _read(events, True, 212, 2, 0, 1000)
+    window = read_window(events, True, 212, 2, 0, 1000)
     assert (window.step, window.steps, window.launches) == (212, 2, 3)
     assert (window.wall_ms, window.busy_ms) == pytest.approx((1e-3, 400e-6))
     assert window.idle_frac == pytest.approx(0.6)
@@ -52,13 +52,13 @@ def test_a_window_of_a_cpu_is_its_operators():
         event("aten::t", "cpu_op", 150, 20),
         event("mine", "user_annotation", 0, 900),
     ]
-    window = _read(events, False, 2, 2, 0, 1000)
+    window = read_window(events, False, 2, 2, 0, 1000)
     assert window.busy_ms == pytest.approx(300e-6)
     assert math.isnan(window.launches)
 
 
 def test_an_empty_window():
-    window = _read([], True, 2, 2, 0, 1000)
+    window = read_window([], True, 2, 2, 0, 1000)
     assert (window.busy_ms, window.launches, window.idle_frac) == (0, 0, 1)
 
 
@@ -116,9 +116,9 @@ def test_operators_of_a_real_loop_are_busy_time(monkeypatch):
 
     def read_counting(events, *args):
         counts.append(sum(event.name() == "aten::mm" for event in events))
-        return _read(events, *args)
+        return read_window(events, *args)
 
-    monkeypatch.setattr(module, "_read", read_counting)
+    monkeypatch.setattr(module, "read_window", read_counting)
     x = torch.randn(300, 300)
     for step in range(1, 35):
         x @ x
@@ -134,7 +134,7 @@ def test_the_interval_is_students():
     windows = Windows(every=10)
     shares = [0.1, 0.2, 0.3, 0.2]
     for share in shares:
-        windows._add(module.Window(1, 2, 10.0, 10.0 * (1 - share), 8.0))
+        windows.add(module.Window(1, 2, 10.0, 10.0 * (1 - share), 8.0))
     estimate = windows.estimate()
     half = 3.1824463 * torch.tensor(shares).std().item() / 2
     assert estimate.idle_frac == pytest.approx(0.2)
@@ -145,7 +145,7 @@ def test_the_interval_is_students():
 def test_no_interval_from_one_window_and_no_estimate_from_none():
     windows = Windows()
     assert math.isnan(windows.estimate().idle_frac)
-    windows._add(module.Window(1, 2, 10.0, 9.0, math.nan))
+    windows.add(module.Window(1, 2, 10.0, 9.0, math.nan))
     estimate = windows.estimate()
     assert estimate.idle_frac == pytest.approx(0.1)
     assert math.isnan(estimate.idle_low)

@@ -142,7 +142,7 @@ def test_what_cannot_be_is_told_before_anything_is_made(arguments, said, capsys,
 
 
 def test_its_words_are_those_of_the_function():
-    known = vars(cli._parser().parse_args(["race"]))
+    known = vars(cli.make_parser().parse_args(["race"]))
     apart = {"entries", "data", "optimizer", "schedule", "eval", "live", "allow", "together", "predict", "like"}
     apart |= {"thread"}  # a command has no other cells
     names = set(inspect.signature(sk.race).parameters) - apart - {"session_settings"}

@@ -32,8 +32,8 @@ def click(asked: Any) -> None:
             self.answer = content
 
     view = WidgetView(asked, display=lambda *_, **__: None)
-    view._widget = widget = Widget()
-    view._asked(widget, {"ask": "stop", "n": 1})
+    view.widget = widget = Widget()
+    view.on_message(widget, {"ask": "stop", "n": 1})
     assert widget.answer == {"n": 1, "error": ""}
 
 

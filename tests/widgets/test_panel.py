@@ -398,7 +398,7 @@ def test_a_widget_opens_above_its_picture_and_ends_as_the_picture_alone():
     drawn, static = notebook.outputs
     assert (set(drawn), drawn["text/plain"]) == ({front.WIDGET, "text/plain"}, "")
     assert set(static) == {"text/plain", "image/svg+xml"}
-    widget = view._widget
+    widget = view.widget
     panel.on_start(40)
     for step in range(1, 41):
         clock.now += 1.0
@@ -414,7 +414,7 @@ def test_a_widget_opens_above_its_picture_and_ends_as_the_picture_alone():
     assert head["runs"][0]["ending"] == "Done at step 40."
     clock.now += 1.0
     panel.on_step(row(41))  # the run goes on: another widget, and another picture
-    assert view._widget is not widget
+    assert view.widget is not widget
     assert front.WIDGET in notebook.outputs[2]
     assert "step 41" in notebook.outputs[3]["text/plain"]
     assert notebook.outputs[:2] == [drawn, static]
@@ -445,34 +445,34 @@ def test_buttons_reach_the_control_of_the_run_that_goes_on():
     control = Asked()
     answers: list[dict[str, Any]] = []
     panel, view, _, _ = a_widget(control=control)
-    widget = view._widget
+    widget = view.widget
     widget.send = answers.append
     for n, ask in enumerate(("hello", "pause", "resume", "save", "stop", "format the disk")):
-        view._asked(widget, {"ask": ask, "n": n})
-    view._asked(widget, "nonsense")
+        view.on_message(widget, {"ask": ask, "n": n})
+    view.on_message(widget, "nonsense")
     assert control.asked == ["pause", "resume", "stop stopped: by the panel's button"]
     assert [a["n"] for a in answers] == [0, 1, 2, 3, 4]
     assert [a["error"] for a in answers] == ["", "", "", "There is no folder.", ""]
     panel.on_end("done")
-    view._asked(widget, {"ask": "stop", "n": 9})  # a click that comes late is no order to the next run
+    view.on_message(widget, {"ask": "stop", "n": 9})  # a click that comes late is no order to the next run
     assert control.asked == ["pause", "resume", "stop stopped: by the panel's button"]
     assert answers[-1] == {"n": 9, "error": "This run is over."}
 
 
 def test_save_is_offered_where_there_is_a_folder():
     panel, view, clock, _ = a_widget(control=Asked())
-    assert json.loads(view._widget.control)["can"] == ["stop", "pause"]
+    assert json.loads(view.widget.control)["can"] == ["stop", "pause"]
     panel.on_info(RunInfo(run_dir="runs/a"))
     clock.now += 1.0
     panel.on_step(row(1))
-    assert json.loads(view._widget.control)["can"] == ["stop", "pause", "save"]
-    assert json.loads(a_widget()[1]._widget.control)["can"] == []
+    assert json.loads(view.widget.control)["can"] == ["stop", "pause", "save"]
+    assert json.loads(a_widget()[1].widget.control)["can"] == []
 
 
 @pytest.mark.parametrize("steps", [20_000, pytest.param(100_000, marks=pytest.mark.soak)])
 def test_messages_of_a_long_run_stay_in_their_budget(steps):
     panel, view, clock, _ = a_widget()
-    sent, opened, widget = [], clock.now, view._widget
+    sent, opened, widget = [], clock.now, view.widget
     widget.send_state = lambda key=None: sent.append((clock.now, {name: getattr(widget, name) for name in key or ()}))
     for step in range(1, steps + 1):
         clock.now += 0.0025

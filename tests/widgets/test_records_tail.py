@@ -69,14 +69,14 @@ def test_a_line_that_a_kill_cut_short_is_passed_over(tmp_path):
 def test_a_look_ends_however_fast_the_file_grows(tmp_path, monkeypatch):
     grow(tmp_path, line(1))
     reader = Reader(tmp_path / "records.jsonl")
-    take = reader._take
+    take = reader.take
 
     def meanwhile(data, left):
         take(data, left)
         assert reader.state.step < 10, "it never ends"
         grow(tmp_path, line(reader.state.step + 1))
 
-    monkeypatch.setattr(reader, "_take", meanwhile)
+    monkeypatch.setattr(reader, "take", meanwhile)
     assert reader.read()
     assert reader.state.step == 1
     assert reader.behind
@@ -141,17 +141,17 @@ def test_a_resume_goes_back_to_a_copy_not_to_the_beginning(tmp_path, monkeypatch
     reader = Reader(tmp_path / "records.jsonl")
     reader.read()
     size = reader.offset
-    taken, take = [], reader._take
+    taken, take = [], reader.take
 
     def counted(data, left):
         taken.append(len(data))
         take(data, left)
 
-    monkeypatch.setattr(reader, "_take", counted)
+    monkeypatch.setattr(reader, "take", counted)
     grow(tmp_path, "".join(line(step, loss=1.0) for step in range(1900, 1950)))
     reader.read()
     assert sum(taken) < 0.25 * size
-    assert len(reader._copies) <= records_tail.COPIES + 1
+    assert len(reader.copies) <= records_tail.COPIES + 1
     assert reader.state.step == 1949
     assert same(reader.state, expected(reader.path))
 
@@ -194,7 +194,7 @@ def test_a_long_file_keeps_its_extremes_and_its_sums(tmp_path, monkeypatch):
     grow(tmp_path, "".join(rows))
     whole = Reader(tmp_path / "records.jsonl")
     whole.read()
-    assert whole._fold == 2  # and yet nothing is folded: all of it is recent enough
+    assert whole.fold == 2  # and yet nothing is folded: all of it is recent enough
     for name, value in {
         "FOLDED": 1000,
         "RECENT_BYTES": 100_000,
@@ -204,7 +204,7 @@ def test_a_long_file_keeps_its_extremes_and_its_sums(tmp_path, monkeypatch):
         monkeypatch.setattr(records_tail, name, value)
     folded = Reader(tmp_path / "records.jsonl")
     folded.read()
-    assert folded._fold > 20
+    assert folded.fold > 20
     a, b = folded.state, whole.state
     assert (a.step, a.tokens, a.held_out.points()) == (b.step, b.tokens, b.held_out.points())
     assert a.elapsed_s == pytest.approx(b.elapsed_s)
@@ -227,7 +227,7 @@ def test_waits_for_an_offloaded_optimizer_are_folded_too(tmp_path, monkeypatch):
     monkeypatch.setattr(records_tail, "RECENT_BYTES", 10_000)
     reader = Reader(tmp_path / "records.jsonl")
     reader.read()
-    assert reader._fold > 5
+    assert reader.fold > 5
     assert reader.state.idle_causes["offload"] == pytest.approx(0.2, rel=0.02)
 
 
@@ -247,7 +247,7 @@ def test_what_later_lines_add_to_a_step_is_folded_with_it(tmp_path, monkeypatch)
         monkeypatch.setattr(records_tail, name, value)
     folded = Reader(tmp_path / "records.jsonl")
     folded.read()
-    assert folded._fold > 10
+    assert folded.fold > 10
     a, b = folded.state, whole.state
     known = losses[4::5]
     points = dict(zip(*a.loss.points()))
@@ -267,7 +267,7 @@ def test_the_end_of_a_long_file_is_never_folded(tmp_path, monkeypatch):
     monkeypatch.setattr(records_tail, "BLOCK_BYTES", 200_000)
     reader = Reader(tmp_path / "records.jsonl")
     reader.read()
-    assert reader._fold > 10
+    assert reader.fold > 10
     assert list(reader.state.loss.last or ()) == [3000, json.loads(line(3000))["loss"]]
     assert 400 < reader.state.health.losses < 2000
 

@@ -31,7 +31,7 @@ def opened():
     control, notebook = Control(), Notebook()
     view = WidgetView(control, display=notebook)
     panel = Panel(PanelState("fp8", total=40), view=view).open()
-    widget = view._widget
+    widget = view.widget
     answers: list[dict[str, Any]] = []
     widget.send = answers.append
     return panel, view, widget, control, notebook, answers
@@ -43,7 +43,7 @@ def test_a_click_on_a_replaced_panel_is_told_where_the_run_is_now():
     panel.on_step({"step": 3, "loss": 2.0, "wall_ms": 10.0})
     panel.close()
     for n, ask in enumerate(("hello", "stop", "pause", "resume", "save")):
-        view._asked(widget, {"ask": ask, "n": n})
+        view.on_message(widget, {"ask": ask, "n": n})
     assert answers == [{"n": n, "error": TAKEN_OVER} for n in range(5)]
     assert control.asked == []
     head = json.loads(widget.head)
@@ -61,8 +61,8 @@ def test_a_panel_whose_run_has_ended_keeps_its_end():
     panel.on_step({"step": 3, "loss": 2.0, "wall_ms": 10.0})
     panel.on_end("done")
     panel.close()
-    view._asked(widget, {"ask": "hello", "n": 1})
-    view._asked(widget, {"ask": "stop", "n": 2})
+    view.on_message(widget, {"ask": "hello", "n": 1})
+    view.on_message(widget, {"ask": "stop", "n": 2})
     assert answers == [{"n": 1, "error": ""}, {"n": 2, "error": "This run is over."}]
     assert control.asked == []
     assert "Done at step 3." in notebook.outputs[1]["text/plain"]
@@ -86,13 +86,13 @@ def test_a_second_live_takes_over_in_the_middle_of_a_run(tiny, batch, monkeypatc
     session.live()
     running = session.run(1_000_000, thread=True)
     begun.wait()
-    widgets = [views[0]._widget]
+    widgets = [views[0].widget]
     answers: list[dict[str, Any]] = []
     session.live()
-    widgets.append(views[1]._widget)
+    widgets.append(views[1].widget)
     for n, (each, widget) in enumerate(zip(views, widgets)):
         widget.send = answers.append
-        each._asked(widget, {"ask": "stop", "n": n})
+        each.on_message(widget, {"ask": "stop", "n": n})
         assert n or running.running
     running.wait()
     assert answers == [{"n": 0, "error": TAKEN_OVER}, {"n": 1, "error": ""}]

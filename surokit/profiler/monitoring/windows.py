@@ -160,7 +160,7 @@ class Windows:
         if events is None:
             self._note("another torch profiler took a window over: that window was left out")
             return None
-        window = _read(events, self._gpu, step, step - self._opened, self._start_ns, end_ns)
+        window = read_window(events, self._gpu, step, step - self._opened, self._start_ns, end_ns)
         self._cost_s += time.perf_counter() - began
         if self._gpu and not window.busy_ms:
             self.off = True
@@ -168,7 +168,7 @@ class Windows:
                 "windows are off: the driver let no device activity be recorded (CUPTI refused, or in use elsewhere)"
             )
             return None
-        self._add(window)
+        self.add(window)
         return window
 
     def _stop(self) -> list[Any] | None:
@@ -181,7 +181,7 @@ class Windows:
         results = stopped(tracer, time.time_ns(), saw_ranges=not self._gpu)
         return None if results is None else list(results.events())
 
-    def _add(self, window: Window) -> None:
+    def add(self, window: Window) -> None:
         """Update the running mean and sum of squares (Welford's)."""
         self._count += 1
         off = window.idle_frac - self._mean
@@ -205,7 +205,7 @@ def give_way() -> None:
         _open_windows.drop()
 
 
-def _read(events: Sequence[Any], gpu: bool, step: int, steps: int, start_ns: int, end_ns: int) -> Window:
+def read_window(events: Sequence[Any], gpu: bool, step: int, steps: int, start_ns: int, end_ns: int) -> Window:
     """Compute busy time and launches of a window: device activity on a GPU, operators on a CPU."""
     working = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET) if gpu else (Kind.OP,)
     rows = [row for row, _ in read_events(events)]

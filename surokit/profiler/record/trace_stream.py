@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 _BLOCK = 1 << 15  # bytes read at a time from a gzipped file; they inflate to about 20 times as many
-_PIECE = 1 << 16  # bytes read at a time otherwise, and characters parsed at a time: larger pieces are slower
+PIECE = 1 << 16  # bytes read at a time otherwise, and characters parsed at a time: larger pieces are slower
 _SINGLES = 1000  # events parsed one by one before the fast way is tried again
-_TALK_FROM = 200 << 20  # bytes of file from which on progress is shown
+TALK_FROM = 200 << 20  # bytes of file from which on progress is shown
 _ROUNDED_FROM = 1 << 42  # microseconds: above, a float is no longer exact to a nanosecond
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BOUNDARY = re.compile(r"\}\s*,\s*\{")
@@ -142,12 +142,12 @@ class EventStream:
 
     def _events(self) -> Iterator[list[Any]]:
         """Yield the list that begins here in chunks, up to its end."""
-        while len(self._buffer) - self._at < _PIECE and self._more():
+        while len(self._buffer) - self._at < PIECE and self._more():
             pass
         if max(map(int, _TIME.findall(self._buffer, self._at)), default=0) >= _ROUNDED_FROM:
             self.exact, self._decoder = True, json.JSONDecoder(strict=False, parse_float=Decimal)
         while not self.complete:
-            while len(self._buffer) - self._at < _PIECE and self._more():
+            while len(self._buffer) - self._at < PIECE and self._more():
                 pass
             chunk = self._fast()
             if chunk is None:
@@ -222,7 +222,7 @@ def _text(file: Path) -> Iterator[str]:
     size, shown, head = file.stat().st_size, 0, b""
     decoder: codecs.IncrementalDecoder | None = None
     for done, piece in _inflated(file):
-        if size >= _TALK_FROM and done * 20 // size > shown:
+        if size >= TALK_FROM and done * 20 // size > shown:
             shown = done * 20 // size
             print(f"reading {file.name}: {5 * shown} %", end="\r" if shown < 20 else "\n", file=sys.stderr)
         head = piece if decoder else head + piece
@@ -239,7 +239,7 @@ def _inflated(file: Path) -> Iterator[tuple[int, bytes]]:
         zipped = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
         inflate = zlib.decompressobj(31)
-        while block := raw.read(_BLOCK if zipped else _PIECE):
+        while block := raw.read(_BLOCK if zipped else PIECE):
             done += len(block)
             if not zipped:
                 yield done, block

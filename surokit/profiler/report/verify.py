@@ -121,8 +121,8 @@ def verify(
     for turn in range(rounds):
         for arm in np.roll(np.arange(3), turn).tolist():
             times[turn, arm] = _timed(*arms[arm], steps)
-    gain, low, high = _difference(times[:, [0, 2]], times[:, [1]])
-    _, *noise = _difference(times[:, [0]], times[:, [2]])
+    gain, low, high = difference_of(times[:, [0, 2]], times[:, [1]])
+    _, *noise = difference_of(times[:, [0]], times[:, [2]])
     return Verdict(
         rule=rule,
         predicted_ms=float(row["gain_ms"]),
@@ -139,19 +139,19 @@ def verify(
 def _timed(step: Step, context: Changed, steps: int) -> float:
     """Return the milliseconds of one call, the device's work included; entering and leaving the context is not timed."""
     with context():
-        begin = _now()
+        begin = now_ns()
         for _ in range(steps):
             step()
-        return (_now() - begin) / steps / 1e6
+        return (now_ns() - begin) / steps / 1e6
 
 
-def _now() -> int:
+def now_ns() -> int:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         wait_for_device()
     return time.perf_counter_ns()
 
 
-def _difference(before: Times, after: Times) -> tuple[float, float, float]:
+def difference_of(before: Times, after: Times) -> tuple[float, float, float]:
     """Return how much smaller the median of `after` is, and its 95 % interval over resampled turns (rows)."""
 
     def difference(turns: Times) -> Times:
@@ -216,7 +216,7 @@ def _no_garbage(row: Mapping[str, Any], step: Step) -> Trial:
     return Trial(context)
 
 
-def _fused_optimizer(row: Mapping[str, Any], step: Step) -> Trial:
+def fused_optimizer(row: Mapping[str, Any], step: Step) -> Trial:
     """Set `fused=True` in the groups of every optimizer that steps and has such a form."""
     found: list[Optimizer] = []
     handle = watching.on_optimizer_step(found.append)
@@ -285,7 +285,7 @@ def _dropped_gradients(row: Mapping[str, Any], step: Step) -> Trial:
     return Trial(context, "the step calls no zero_grad(set_to_none=False)", lambda: any(met))
 
 
-def _last_batch(row: Mapping[str, Any], step: Step) -> Trial:
+def last_batch(row: Mapping[str, Any], step: Step) -> Trial:
     """Let a DataLoader's iterator answer with one batch that its loader gave. Epochs that begin in a trial call keep their
     length; an iterator that was there before does not move, unless it is asked for more than it had left."""
     batches: dict[Any, Any] = {}  # by the sampler that all iterators of a loader share
@@ -320,7 +320,7 @@ def _last_batch(row: Mapping[str, Any], step: Step) -> Trial:
     return Trial(context, "the step reads no torch DataLoader of known length", lambda: bool(met))
 
 
-def _old_values(row: Mapping[str, Any], step: Step) -> Trial:
+def old_values(row: Mapping[str, Any], step: Step) -> Trial:
     """Let reads of a single value at the advice's line answer at once with the value that was read there before. This goes
     through the dispatcher, as the profiler sees them; each answer costs a few microseconds of Python."""
     place = (str(row["file"]), int(row["line"]))
@@ -374,23 +374,23 @@ def _deterministic() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def _set_cudnn_benchmark(on: bool) -> None:
+def set_cudnn_benchmark(on: bool) -> None:
     torch.backends.cudnn.benchmark = on
 
 
 _TRIALS: dict[str, Callable[[Mapping[str, Any], Step], Trial]] = {
-    "sync": _old_values,
-    "library sync": _old_values,
+    "sync": old_values,
+    "library sync": old_values,
     "synchronize": _without_synchronize,
-    "data": _last_batch,
+    "data": last_batch,
     "garbage": _no_garbage,
-    "optimizer": _fused_optimizer,
+    "optimizer": fused_optimizer,
     "zero_grad": _dropped_gradients,
     "anomaly": _setting(_anomaly, lambda was: torch.autograd.set_detect_anomaly(*was), lambda: (False, False)),
     "deterministic": _setting(
         _deterministic, lambda was: torch.use_deterministic_algorithms(was[0], warn_only=was[1]), lambda: (False, False)
     ),
     "float32": _setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, lambda: "high"),
-    "cudnn.benchmark": _setting(lambda: torch.backends.cudnn.benchmark, _set_cudnn_benchmark, lambda: True),
+    "cudnn.benchmark": _setting(lambda: torch.backends.cudnn.benchmark, set_cudnn_benchmark, lambda: True),
     "threads": _setting(torch.get_num_threads, torch.set_num_threads, cores),
 }
