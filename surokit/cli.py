@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from surokit import units
 
 if TYPE_CHECKING:
-    from surokit.planner.inverse.recipe_choice import Choice
+    from surokit.planner.inverse.recipe_choice import RecipeChoice
     from surokit.planner.planning import Plan
     from surokit.racing.comparability import Difference
 
@@ -395,14 +395,14 @@ def answers_of(planned: Plan, arguments: argparse.Namespace) -> dict[str, tuple[
     return answers
 
 
-def _choice_data(row: Choice) -> dict[str, Any]:
+def _choice_data(row: RecipeChoice) -> dict[str, Any]:
     return {name: value for name, value in row.__dict__.items() if name != "recipe"}
 
 
-def _choices_text(rows: Sequence[Choice]) -> str:
+def _choices_text(rows: Sequence[RecipeChoice]) -> str:
     from surokit.tables import text_table
 
-    def words(row: Choice) -> tuple[str, ...]:
+    def words(row: RecipeChoice) -> tuple[str, ...]:
         time = "" if row.step_ms is None else units.value(row.step_ms, "ms")
         gain = "" if row.speedup is None else f"{row.speedup:.2f} x"
         fits = {True: "fits", False: "too large", None: ""}[row.fits]

@@ -29,7 +29,7 @@ class Interval(NamedTuple):
     high: float
 
     def holds(self, value: float) -> bool:
-        """Whether the interval has this value inside; False where there is no interval."""
+        """Return whether the interval has this value inside; False where there is no interval."""
         return self.low <= value <= self.high
 
     @property

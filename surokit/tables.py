@@ -31,7 +31,10 @@ def text_table(rows: Sequence[Row], *, header: Row | None = None, right: Sequenc
 
 
 def html_table(rows: Sequence[Row], *, header: Row | None = None, right: Sequence[int] = (), title: str = "") -> str:
-    """The same as an HTML table; a row with a single cell is a heading over the whole width. A cell's leading spaces indent it."""
+    """Return the rows as an HTML table.
+
+    A row with a single cell is a heading over the whole width. A cell's leading spaces indent it.
+    """
     width = max((len(row) for row in [*rows, *([header] if header else [])]), default=1)
     parts = ["<table>"]
     if title:

@@ -45,7 +45,7 @@ _NAMED = 0.06  # of the axis: a narrower part carries no figure of its own
 
 
 @dataclass(frozen=True)
-class Part:
+class BarPart:
     """The exact or the approximate bytes of one group of terms."""
 
     group: str
@@ -53,14 +53,14 @@ class Part:
     gib: float
 
 
-def parts_of(memory: Memory) -> tuple[Part, ...]:
+def parts_of(memory: Memory) -> tuple[BarPart, ...]:
     """The counted terms by group, exact before approximate, in the order of a bar; empty parts are left out."""
     sums: dict[tuple[str, bool], float] = {}
     for term in memory.terms:
         if term.counted and term.bytes > 0:
             key = (_group(term.name), term.exact)
             sums[key] = sums.get(key, 0.0) + term.gib
-    return tuple(Part(g, e, sums[g, e]) for g in _GROUPS for e in (True, False) if (g, e) in sums)
+    return tuple(BarPart(g, e, sums[g, e]) for g in _GROUPS for e in (True, False) if (g, e) in sums)
 
 
 def _group(name: str) -> str:
@@ -129,7 +129,7 @@ def _limits(named: Mapping[str, Plan], gib: float | Sequence[float] | None) -> d
     return dict.fromkeys(range(len(named)), arguments.number("gib", gib))
 
 
-def _draw_bar(ax: Any, row: int, memory: Memory, scale: float, reach: float) -> tuple[Part, ...]:
+def _draw_bar(ax: Any, row: int, memory: Memory, scale: float, reach: float) -> tuple[BarPart, ...]:
     parts = parts_of(memory)
     left = 0.0
     for part in parts:

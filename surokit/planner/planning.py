@@ -27,7 +27,7 @@ from surokit.planner.inputs.fusion import Transposed
 from surokit.planner.inputs.question import Asked, Logits, Question, read_question
 from surokit.planner.inputs.shape import Shape
 from surokit.planner.inputs.subject import Subject, read_subject
-from surokit.planner.inverse import offload_plan, questions, recipe_choice, remedies, speedups
+from surokit.planner.inverse import budgets, offload_plan, questions, recipe_choice, remedies, speedups
 from surokit.planner.offload.formulas import Host, Offload, host_of
 from surokit.planner.offload.streaming import Streamed
 from surokit.planner.times.cost import ModelFlops, Price, Time, count_time, exact
@@ -71,12 +71,12 @@ class Plan:
     asked: Asked = field(compare=False)
 
     def but(self, **changes: Any) -> Plan:
-        """The same plan with other arguments: `plan.but(batch=4)`; an argument that is None is taken back."""
+        """Plan the same with other arguments: `plan.but(batch=4)`; an argument that is None is taken back."""
         return answer(self.asked.question.but(**changes))
 
     @property
     def subject(self) -> Subject:
-        """What is planned, as it was read."""
+        """The subject of the plan, as it was read."""
         return self.asked.subject
 
     @property
@@ -127,11 +127,11 @@ class Plan:
         return machine_gib() if self.setup.device == "cpu" else None
 
     def fits(self, gib: float | None = None) -> bool:
-        """Whether the memory of one GPU suffices: all terms, exact and approximate, against `gib` (`room_gib` without it).
+        """Return whether the memory of one GPU suffices: all terms, exact and approximate, against `gib` (`room_gib` without it).
 
         Raises ValueError where the answer needs a term that could not be counted.
         """
-        fits = self.memory.gib <= recipe_choice.asked_gib(self, gib)
+        fits = self.memory.gib <= budgets.memory_budget(self, gib)
         if fits and self.memory.left_out:
             raise ValueError(f"fits() cannot tell yet, it lacks {self.memory.left_out[0]}.")
         return fits
@@ -168,11 +168,11 @@ class Plan:
         return recipe_choice.recipes(self, names, gib=gib)
 
     def fitting(self, *, gib: float | None = None, host: Host | None = None) -> remedies.Fitting:
-        """What would make the plan fit, and what each leaves; on the host too, where `host` has a `memory_gib`."""
+        """Return what would make the plan fit, and what each leaves; on the host too, where `host` has a `memory_gib`."""
         return remedies.fitting(self, gib=gib, host=host)
 
     def faster(self, *, gib: float | None = None) -> speedups.Faster:
-        """What fusing, CUDA graphs, less recompute and a cached W' are planned to give, and which of them to choose."""
+        """Return what fusing, CUDA graphs, less recompute and a cached W' are planned to give, and which of them to choose."""
         return speedups.faster(self, gib=gib)
 
     def binds(self) -> remedies.Binds:
@@ -259,7 +259,7 @@ class Plan:
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """What to know beside the figures, the estimate of a step included."""
+        """Notes beside the figures, those of a step's estimate included."""
         return (*self.notes, *(self.estimate.notes if self.estimate else ()))
 
     def __repr__(self) -> str:

@@ -56,7 +56,7 @@ class Line:
 
 
 def verdict(plan: Plan) -> tuple[str, bool]:
-    """Whether the plan fits, in words, and whether it surely does not."""
+    """Say whether the plan fits, in words, and whether it surely does not."""
     memory = plan.memory
     needed = units.gib(memory.gib)
     if memory.left_out:
@@ -173,7 +173,7 @@ def plan_lines(plan: Plan) -> Iterator[Line]:
 
 
 def _counted(plan: Plan) -> str:
-    """What counts from shapes are: exact for a family that is read as it is built."""
+    """Say what counts from shapes are: exact for a family that is read as it is built."""
     return "exact" if plan.shape is not None and plan.shape.family in FAMILIES else "approximate"
 
 
@@ -276,7 +276,7 @@ def _memory(memory: Memory, group: str) -> Iterator[Line]:
 
 
 def plan_notes(plan: Plan) -> Iterator[str]:
-    """What a reader must know beside the figures: what is left out, assumed, or out of the ordinary."""
+    """Yield what a reader must know beside the figures: what is left out, assumed, or out of the ordinary."""
     shape, setup, time, gpu = plan.shape, plan.setup, plan.time, plan.gpu
     yield from _other_than_live(plan)
     for text in plan.memory.left_out:
@@ -327,7 +327,7 @@ def plan_notes(plan: Plan) -> Iterator[str]:
 
 
 def _without_bf16(gpu: Gpu, setup: Setup) -> Iterator[str]:
-    """What a GPU that does not multiply bf16 asks for."""
+    """Yield what a GPU that does not multiply bf16 asks for."""
     older = f"{gpu.name} does not multiply bf16 (compute capability {_dotted(gpu.capability)}; from {_dotted(BF16_FROM)} on)"
     if setup.dtype == "fp16":
         yield f"{older}: fp16 is planned, and training in it needs loss scaling; dtype='fp32' plans float32"
@@ -341,7 +341,7 @@ def _dotted(capability: tuple[int, int] | None) -> str:
 
 
 def _offloaded(plan: Plan) -> Iterator[str]:
-    """What a time says of the part that waits on the host."""
+    """Yield what a time says of the part that waits on the host."""
     setup, time = plan.setup, plan.time
     asks = "streamed" if setup.prefetch else "offload"
     if time.waits_ms is not None:
@@ -362,7 +362,7 @@ def _offloaded(plan: Plan) -> Iterator[str]:
 
 
 def _too_fast(time: Time) -> bool:
-    """Whether the rate is beyond what the products can reach; a thousandth for rounding."""
+    """Return whether the rate is beyond what the products can reach; a thousandth for rounding."""
     run = None if time.days is None else time.days * time.goodput
     pairs = ((run, time.floor_days), (time.step_ms, time.floor_step_ms))
     return any(own is not None and least is not None and own < 0.999 * least for own, least in pairs)
@@ -397,7 +397,7 @@ _USUAL = f"{USUAL_MFU[0]:.0%} to {USUAL_MFU[1]:.0%}"
 
 
 def _usual(plan: Plan) -> str:
-    """What published rates would make of it; only where every product runs at the BF16 peak, which they are shares of."""
+    """Say what published rates would make of it; only where every product runs at the BF16 peak, which they are shares of."""
     gpu, floor = plan.gpu, plan.time.floor_days
     if gpu is None or floor is None or any(gpu.peak(k) != gpu.peak() for k in product_kinds(on_gpu(plan.recipe, gpu))):
         return ""
@@ -420,7 +420,7 @@ def as_text(title: str, answers: Iterable[str], lines: Sequence[Line], notes: Se
 
 
 def as_html(title: str, answers: Iterable[str], lines: Sequence[Line], notes: Sequence[str]) -> str:
-    """The same as an HTML table and a list of notes."""
+    """Return the plan as an HTML table and a list of notes."""
     rows: list[tuple[str, ...]] = []
     group = ""
     for line in lines:

@@ -1,4 +1,4 @@
-"""What follows from a race: the rows of its table, and the sentences under it. Computed from its runs each time, never stored.
+"""Compute what follows from a race: the rows of its table, and the sentences under it. It follows from the runs, and is not stored.
 
 ratio: geometric mean over the rounds of tokens/s over the baseline's, with its bootstrap interval. matched: the ratio times the
 baseline's steps to the target loss over this run's: progress, not tokens. The target is given, or the lowest smoothed loss that
@@ -68,7 +68,7 @@ class Outcome:
 
     @property
     def trusted(self) -> bool | None:
-        """Whether the baseline's twin came out as fast as itself; None without a twin or with too few rounds."""
+        """Return whether the baseline's twin came out as fast as itself; None without a twin or with too few rounds."""
         return None if self.control is None or not self.control.known else self.control.holds(1.0)
 
     def control_words(self) -> str:

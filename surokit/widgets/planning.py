@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from surokit import units
 from surokit.planner import GPUS
 from surokit.planner.counts.memory import Memory
-from surokit.planner.picture import Part, parts_of
+from surokit.planner.picture import BarPart, parts_of
 from surokit.planner.words import Line, verdict
 from surokit.widgets.figure import Theme, _css, _text
 from surokit.widgets.panel import front_end
@@ -289,7 +289,7 @@ def _bar(plan: Plan, out: list[str], y: float, width: int) -> float:
     return top + tall + 24
 
 
-def _box(part: Part, box: str, inside: str = "") -> list[str]:
+def _box(part: BarPart, box: str, inside: str = "") -> list[str]:
     css, opacity = _FILLS[part.group]
     drawn = [f'<rect class="{css}" fill-opacity="{opacity:g}" {box}>{inside}</rect>']
     return drawn if part.exact else [*drawn, f'<rect fill="url(#sk-hatch)" pointer-events="none" {box}/>']

@@ -25,7 +25,7 @@ from surokit import kernels, product
 from surokit.fusion import OFF, Fusion
 from surokit.kernels import OPERATIONS
 from surokit.planner import plan
-from surokit.planner.times.roofline import Row
+from surokit.planner.times.roofline import KernelRow
 from tests.kernels import steps
 from tests.kernels.interpreter import INTERPRETED, correct
 from tests.kernels.steps import triton_form
@@ -242,7 +242,7 @@ def counted_and_planned(recipe: sk.Recipe, layers: int, monkeypatch: pytest.Monk
     return work, _planned(row for row in estimate.rows if row.step != "optimizer")
 
 
-def _planned(rows: Iterator[Row]) -> Work:
+def _planned(rows: Iterator[KernelRow]) -> Work:
     planned = Work()
     for row in rows:
         group = row.group if row.group in ("products", "adapter", "attention") else "rest"

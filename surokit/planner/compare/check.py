@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from surokit import units
 from surokit.hardware.gpus import Gpu, find_gpu
-from surokit.planner.compare.measured import Measured, Own, read_measured
+from surokit.planner.compare.measured import Measured, ModuleCost, read_measured
 from surokit.planner.inputs.configs import read_shape
 from surokit.tables import data_frame, html_table, text_table
 
@@ -67,7 +67,7 @@ _OTHER = "all else"
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckRow:
     """One term: expected and measured in `unit`, and measured over expected.
 
     `kind` is that of the expectation, "measured" where there is none.
@@ -91,7 +91,7 @@ class Row:
 
     @property
     def miss(self) -> float:
-        """How far off, the same for half and double; 0 where nothing can be compared."""
+        """Return how far off, the same for half and double; 0 where nothing can be compared."""
         return 0.0 if not self.ratio else abs(math.log(self.ratio))
 
 
@@ -106,11 +106,11 @@ class Check:
 
     plan: Plan
     measured: Measured
-    rows: tuple[Row, ...]
-    modules: tuple[Row, ...] = ()
+    rows: tuple[CheckRow, ...]
+    modules: tuple[CheckRow, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def __getitem__(self, term: str) -> Row:
+    def __getitem__(self, term: str) -> CheckRow:
         every = (*self.rows, *self.modules)
         for row in every:
             if row.term == term:
@@ -118,14 +118,14 @@ class Check:
         raise KeyError(f"The check has no row {term!r}: there are {', '.join(r.term for r in every)}.")
 
     @property
-    def worst(self) -> Row | None:
+    def worst(self) -> CheckRow | None:
         """The prediction that was missed by most; a bound where nothing was predicted; None where nothing can be compared."""
         rows = [row for row in self.rows if row.ratio is not None]
         return next((row for row in rows if row.kind not in _LAST), rows[0] if rows else None)
 
     @property
     def ok(self) -> bool:
-        """Whether every prediction was met within a tenth."""
+        """Return whether every prediction was met within a tenth."""
         return all(row.miss <= math.log1p(CLOSE) for row in self.rows if row.kind not in _LAST)
 
     @property
@@ -198,7 +198,7 @@ class Check:
         rows = [[group, *(getattr(row, c) for c in columns)] for group, those in groups for row in those]
         return data_frame(rows, ["group", *columns])
 
-    def _cells(self, rows: tuple[Row, ...]) -> list[tuple[str, ...]]:
+    def _cells(self, rows: tuple[CheckRow, ...]) -> list[tuple[str, ...]]:
         def text(value: float | None, unit: str) -> str:
             return "" if value is None else units.value(value, unit)
 
@@ -316,7 +316,7 @@ def _upper(text: str) -> str:
 # -- the rows
 
 
-def _rows(plan: Plan, m: Measured) -> Iterator[Row]:
+def _rows(plan: Plan, m: Measured) -> Iterator[CheckRow]:
     time, gpus = plan.time, plan.setup.gpus
     estimate = getattr(plan, "estimate", None)
     expected: list[tuple[str, float, str, str]] = []
@@ -328,19 +328,19 @@ def _rows(plan: Plan, m: Measured) -> Iterator[Row]:
     if not expected and time.floor_step_ms is not None:
         expected.append(("step", time.floor_step_ms, "bound", time.floor_how))
     for term, ms, kind, how in expected:
-        yield Row(term, ms, m.step_ms, "ms", kind, how)
+        yield CheckRow(term, ms, m.step_ms, "ms", kind, how)
     planned = _tokens(plan)
     if planned is not None and expected and m.tokens_per_s is not None:
         _, ms, kind, _ = expected[0]
-        yield Row(
+        yield CheckRow(
             "tokens a second", planned / ms * 1e3, m.tokens_per_s, "tokens/s", kind, "of one GPU" if gpus > 1 else ""
         )
     if not expected and m.step_ms is not None:
         how = "nothing was expected: plan with batch=, length=, and a rate or gpu="
-        yield Row("step", None, m.step_ms, "ms", "measured", how)
+        yield CheckRow("step", None, m.step_ms, "ms", "measured", how)
     rate = _rate(plan, m)
     if rate is not None:
-        yield Row(
+        yield CheckRow(
             "rate of one GPU",
             time.rate_tflops,
             rate,
@@ -350,23 +350,25 @@ def _rows(plan: Plan, m: Measured) -> Iterator[Row]:
         )
     if rate is not None and time.peak_tflops and not _other_device(plan, m):
         kind = "prediction" if time.mfu else "measured"
-        yield Row(
+        yield CheckRow(
             "MFU", time.mfu, rate / time.peak_tflops, "share", kind, f"of {time.peak}, {time.peak_tflops:g} TFLOPS"
         )
     if m.flops is not None:
         share = None if plan.flops_per_step is None else plan.flops_per_step / gpus
-        yield Row("FLOPs a step", share, m.flops, "FLOP", "exact" if plan.compute else "approximate", "model FLOPs")
+        yield CheckRow(
+            "FLOPs a step", share, m.flops, "FLOP", "exact" if plan.compute else "approximate", "model FLOPs"
+        )
     if m.executed is not None:
         how = "every key of attention, and what is computed again"
-        yield Row("FLOPs executed", _executed(plan), m.executed, "FLOP", "approximate", how)
+        yield CheckRow("FLOPs executed", _executed(plan), m.executed, "FLOP", "approximate", how)
     if m.whole is not None and m.whole.light_ms and not _other_device(plan, m):
         how = "what the profile's operators compute and move, at the rates of " + (plan.gpu.name if plan.gpu else "")
-        yield Row("busy time", m.whole.light_ms, m.whole.ms, "ms", "optimistic", how)
+        yield CheckRow("busy time", m.whole.light_ms, m.whole.ms, "ms", "optimistic", how)
     yield from _memory_rows(plan, m)
     if m.idle_frac is not None:
-        yield Row("idle", None, m.idle_frac, "share", "measured", m.waits)
+        yield CheckRow("idle", None, m.idle_frac, "share", "measured", m.waits)
     if m.loss is not None:
-        yield Row("loss", None, m.loss, "", "measured", "a plan expects none")
+        yield CheckRow("loss", None, m.loss, "", "measured", "a plan expects none")
 
 
 def _executed(plan: Plan) -> float | None:
@@ -383,7 +385,7 @@ def _every_key(plan: Plan) -> Plan:
     return plan.but(attention="full")
 
 
-def _module_rows(plan: Plan, m: Measured) -> list[Row]:
+def _module_rows(plan: Plan, m: Measured) -> list[CheckRow]:
     """The device's time by module: an estimate's beside a profile's own times, which leave the modules inside out."""
     estimate = getattr(plan, "estimate", None)
     if estimate is None or not m.modules:
@@ -392,7 +394,7 @@ def _module_rows(plan: Plan, m: Measured) -> list[Row]:
     flop: dict[str, float] = {}
     for each in getattr(_every_key(plan).estimate, "rows", ()) if m.whole is not None else ():
         flop[each.module] = flop.get(each.module, 0.0) + each.flop
-    found: dict[str, list[Own]] = {name: [] for name in (*(name for name, _, _ in _PLACES), _OTHER)}
+    found: dict[str, list[ModuleCost]] = {name: [] for name in (*(name for name, _, _ in _PLACES), _OTHER)}
     for own in m.modules:
         found[_place(own.path)].append(own)
     rows = []
@@ -400,13 +402,13 @@ def _module_rows(plan: Plan, m: Measured) -> list[Row]:
         planned = sum(expected.pop(module, 0.0) for module in modules)
         asked = sum(flop.pop(module, 0.0) for module in (modules if name != _OTHER else tuple(flop)))
         ms = sum(own.ms for own in found[name])
-        rows.append(Row(name, planned or None, ms or None, "ms", estimate.kind, _work(found[name], asked)))
+        rows.append(CheckRow(name, planned or None, ms or None, "ms", estimate.kind, _work(found[name], asked)))
     there = [row for row in rows if row.expected or row.measured]
     return sorted(there, key=lambda row: -abs((row.measured or 0.0) - (row.expected or 0.0)))
 
 
-def _work(rows: list[Own], planned_flop: float) -> str:
-    """What these modules computed beside what was planned, and the share of the speed of light that they reached."""
+def _work(rows: list[ModuleCost], planned_flop: float) -> str:
+    """Say what these modules computed beside what was planned, and the share of the speed of light that they reached."""
     light, ms = sum(own.light_ms or 0.0 for own in rows), sum(own.ms for own in rows if own.light_ms)
     if not light or not ms:
         return ""
@@ -429,19 +431,21 @@ def _place(path: str) -> str:
     return _OTHER
 
 
-def _memory_rows(plan: Plan, m: Measured) -> Iterator[Row]:
+def _memory_rows(plan: Plan, m: Measured) -> Iterator[CheckRow]:
     tensors = _tensors_gib(plan)
     if m.peak_gib is not None:
         if m.of_process:
             how = "with Python and its libraries, so not compared"
             if tensors is not None:
                 how += f" with the {units.gib(tensors)} of tensors that are planned"
-            yield Row("memory, process", None, m.peak_gib, "GiB", "measured", how)
+            yield CheckRow("memory, process", None, m.peak_gib, "GiB", "measured", how)
         else:
-            yield Row("memory, tensors", tensors, m.peak_gib, "GiB", "approximate", "without slack")
+            yield CheckRow("memory, tensors", tensors, m.peak_gib, "GiB", "approximate", "without slack")
     if m.reserved_gib is not None:
         whole = None if tensors is None else tensors * (1 + plan.setup.slack)
-        yield Row("memory, reserved", whole, m.reserved_gib, "GiB", "approximate", f"with {plan.setup.slack:.0%} slack")
+        yield CheckRow(
+            "memory, reserved", whole, m.reserved_gib, "GiB", "approximate", f"with {plan.setup.slack:.0%} slack"
+        )
 
 
 def _tensors_gib(plan: Plan) -> float | None:
@@ -478,7 +482,7 @@ def _is(device: str, gpu: Gpu) -> bool:
         return device == gpu.name
 
 
-def _why(result: Check, row: Row) -> str:
+def _why(result: Check, row: CheckRow) -> str:
     """The likeliest reason of a miss, from what else was measured; empty where nothing points to one."""
     plan, m = result.plan, result.measured
     assert row.ratio is not None
@@ -497,13 +501,13 @@ def _why(result: Check, row: Row) -> str:
     return _why_slow(result, row)
 
 
-def _given_tflops(plan: Plan, row: Row) -> float | None:
+def _given_tflops(plan: Plan, row: CheckRow) -> float | None:
     """The rate that the user gave, where it is what the row expects."""
     expects = row.kind == "prediction" and row.term != "step, estimated"
     return plan.time.rate_tflops if expects and plan.time.rate_kind == "given" else None
 
 
-def _why_slow(result: Check, row: Row) -> str:
+def _why_slow(result: Check, row: CheckRow) -> str:
     plan, m = result.plan, result.measured
     if m.idle_frac is not None and m.idle_frac >= _IDLE:
         rest = f", {m.waits}" if m.waits else ": it waits for batches, launches or reads of values"
@@ -547,7 +551,7 @@ def _too_fast(gpu: Gpu | None, rate: float | None) -> str:
 
 
 def _outlook(result: Check) -> Iterator[str]:
-    """What the run comes to at the measured rate."""
+    """Yield what the run comes to at the measured rate."""
     plan = result.plan
     if (slack := result.slack) is not None and slack > _MOST_SLACK:
         yield "tensors took more than any slack explains, so a recalibrated plan keeps its own: the run holds what is not planned"

@@ -1,4 +1,4 @@
-"""What was measured of a run, in one form: from a Session, a Profile or figures by hand, for `check` to set beside a plan.
+"""Read what was measured of a run into one form: from a Session, a Profile or figures by hand, for `check` to set beside a plan.
 
 Sessions and profiles are read by what they offer and not by their class: the planner imports neither. A profile's step is the one
 without the profiler where that was measured too. Where it recorded the shapes of a step, it knows what its operators computed and
@@ -31,8 +31,8 @@ _KEYS = {
 }
 
 
-class Own(NamedTuple):
-    """What a module itself took, those inside it left out: ms and GFLOP a step, and ms at the speed of light (None: not known)."""
+class ModuleCost(NamedTuple):
+    """A module's own cost, those inside it left out: ms and GFLOP a step, and ms at the speed of light (None: not known)."""
 
     path: str
     ms: float
@@ -42,7 +42,7 @@ class Own(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of one GPU, or None; `source` is what it was read from, `modules` a profile's own rows by path.
+    """The measured figures of one GPU, or None; `source` is what they were read from, `modules` a profile's own rows by path.
 
     `of_process`: `peak_gib` is that of the whole process, as sessions and profiles on a CPU know it. `flops` are model FLOPs,
     `executed` those of the operators that a profile saw: attention over every key, and what is recomputed.
@@ -63,8 +63,8 @@ class Measured:
     recipe: str | None = None
     emulated: str = ""
     waits: str = ""
-    modules: tuple[Own, ...] = ()
-    whole: Own | None = None
+    modules: tuple[ModuleCost, ...] = ()
+    whole: ModuleCost | None = None
     of_process: bool = False
     notes: tuple[str, ...] = ()
 
@@ -171,7 +171,7 @@ def _of_profile(s: Mapping[str, Any]) -> Measured:
     )
 
 
-def _modules(profile: Any, gpu: Gpu | None) -> tuple[Own | None, tuple[Own, ...]]:
+def _modules(profile: Any, gpu: Gpu | None) -> tuple[ModuleCost | None, tuple[ModuleCost, ...]]:
     """(the whole step at the speed of light, a profile's rows by path); nothing where it has none, or pandas is not there."""
     try:
         table = profile.modules
@@ -183,12 +183,12 @@ def _modules(profile: Any, gpu: Gpu | None) -> tuple[Own | None, tuple[Own, ...]
         found = None if gpu is None else profile.speed_of_light(gpu)
         columns = [] if found is None else [found[c] for c in ("module", "self_ms", "light_ms", "gflop")]
         for name, ms, light_ms, gflop in zip(*columns):
-            whole = whole or Own("", float(ms), float(gflop), float(light_ms))  # the first row
+            whole = whole or ModuleCost("", float(ms), float(gflop), float(light_ms))  # the first row
             light[name] = float(gflop), float(light_ms)
     rows = zip(table["module"], table["depth"], table["self_ms"])
     # the model itself goes by its class's name: no path
     own = (
-        Own("" if not depth and "(" not in name else str(name), float(ms), *light.get(name, ()))
+        ModuleCost("" if not depth and "(" not in name else str(name), float(ms), *light.get(name, ()))
         for name, depth, ms in rows
     )
     return whole, tuple(own)

@@ -40,7 +40,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What GPU hours imply: `mfu` against `peak`, whether they can be one training run, and why, in a sentence."""
+    """The judgment of GPU hours: `mfu` against `peak`, whether they can be one training run, and why, in a sentence."""
 
     mfu: float
     peak: str

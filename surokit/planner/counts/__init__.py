@@ -1,1 +1,1 @@
-"""What a step computes, moves, holds and sends, counted from shapes. No rates here."""
+"""Count what a step computes, moves, holds and sends, from shapes. No rates here."""

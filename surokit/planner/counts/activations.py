@@ -1,4 +1,4 @@
-"""What a forward and a backward hold, operation by operation: our layers; transformers_activations.py has transformers' own.
+"""Replay what a forward and a backward hold, operation by operation: our layers; transformers_activations.py has transformers'.
 
 Each function below is a module's forward as the tape sees it: which tensors it makes, which of them its backward reads, and
 which names Python lets go. The tape (tape.py) does the rest. Sizes are bytes of all tokens of one micro-batch; every constant is
@@ -50,7 +50,7 @@ QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def is_fused_with_loss(head: Placement | None) -> bool:
-    """Whether the head is a weight and nothing else, so that its product and the loss are one operation (nn/loss.py)."""
+    """Return whether the head is a weight and nothing else, so that its product and the loss are one operation (nn/loss.py)."""
     return head is None or not (head.quantized or head.rank)
 
 
@@ -66,16 +66,16 @@ def loss_rows(tokens: int, vocabulary: int, device: str, width: float, head: Pla
     return min(tokens, rows)
 
 
-class Kind(NamedTuple):
-    """What blocks in a row have in common: the products that are quantized, routed experts, a window that needs a mask."""
+class BlockKind(NamedTuple):
+    """The kind of several blocks in a row: the products that are quantized, routed experts, a window that needs a mask."""
 
     quantized: frozenset[str]
     routed: bool
     masked: bool
 
 
-class Step(Protocol):
-    """What of a plan's Setup decides here."""
+class StepSetup(Protocol):
+    """The fields of a plan's Setup that decide here."""
 
     @property
     def recompute(self) -> Recompute: ...
@@ -95,7 +95,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class Activations:
-    """What passes in one step: bytes kept at the end of the forward, bytes of the loss, and the fullest moment of each phase.
+    """The bytes that pass in one step: kept at the end of the forward, of the loss, and at the fullest moment of each phase.
 
     `scores` says that attention keeps all of its scores.
     """
@@ -109,7 +109,7 @@ class Activations:
 def replay(
     shape: Shape,
     recipe: Any,
-    step: Step,
+    step: StepSetup,
     places: tuple[Placement, ...],
     *,
     batch: int,
@@ -129,14 +129,14 @@ def replay(
 
 
 class _Model:
-    """What both kinds of layers share: sizes, products, embedding, the order of things."""
+    """The part that both kinds of layers share: sizes, products, embedding, the order of things."""
 
     def __init__(
         self,
         tape: Tape,
         shape: Shape,
         recipe: Any,
-        step: Step,
+        step: StepSetup,
         places: tuple[Placement, ...],
         batch: int,
         length: int,
@@ -159,7 +159,7 @@ class _Model:
         return self.step.device == "cpu"
 
     def wide(self, features: float) -> float:
-        """The same in float32."""
+        """Return the bytes of a tensor of so many features in float32."""
         return self.tokens * features * 4.0
 
     @cached_property
@@ -191,13 +191,13 @@ class _Model:
         tape.backward(loss)
         return Activations(kept, at_loss, tuple(tape.moments.values()), self.keeps_scores)
 
-    def runs(self) -> list[tuple[int, Kind]]:
+    def runs(self) -> list[tuple[int, BlockKind]]:
         """Like layers in a row: how many, and of what kind."""
         return [(len(list(like)), kind) for kind, like in groupby(map(self.kind, range(self.shape.layers)))]
 
-    def kind(self, layer: int) -> Kind:
+    def kind(self, layer: int) -> BlockKind:
         window = self.shape.window_of(layer)
-        return Kind(
+        return BlockKind(
             frozenset(name for name, place in self.places.items() if layer in place.layers),
             layer in self.shape.expert_layers,
             window is not None and window < self.length,
@@ -210,15 +210,15 @@ class _Model:
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether attention keeps all of its scores, for want of a fused kernel."""
+        """Return whether attention keeps all of its scores, for want of a fused kernel."""
         return False
 
-    def layer(self, x: Value, kind: Kind) -> Value:
+    def layer(self, x: Value, kind: BlockKind) -> Value:
         if self.step.recompute == "full":
             return self.tape.recomputed(lambda x: self.block(x, kind), x)
         return self.block(x, kind)
 
-    def block(self, x: Value, kind: Kind) -> Value:
+    def block(self, x: Value, kind: BlockKind) -> Value:
         """x + attention(norm(x)), then x + mlp(norm(x)); with four norms, each part's output is normalized too."""
         for part in (self.attention, self.experts if kind.routed else self.mlp):
             y = part(self.norm(x, self.shape.width, keep_name=True), kind)
@@ -244,7 +244,9 @@ class _Model:
 
     # -- products
 
-    def product(self, name: str, x: Value, kind: Kind, n: int, k: int, *, times: float = 1.0, count: int = 1) -> Value:
+    def product(
+        self, name: str, x: Value, kind: BlockKind, n: int, k: int, *, times: float = 1.0, count: int = 1
+    ) -> Value:
         """x w' with the adapter that the recipe puts there. `times`: of each token, `count`: matrices that share them."""
         tape = self.tape
         place = next((self.places[at] for at in (name, *_TOGETHER.get(name, ())) if at in self.places), None)
@@ -299,7 +301,7 @@ class _Model:
         )
 
     def temporaries(self, n: int, k: int, rows: int) -> tuple[float, float]:
-        """What quantizing the operands, or decoding a stored weight, takes in forward and in backward."""
+        """Return what quantizing the operands, or decoding a stored weight, takes in forward and in backward."""
         recipe, storage = self.recipe, getattr(self.recipe, "storage", None)
         forward = back = 0.0
         if storage is not None and self.on_cpu:  # beside the decoded weight, which is a term of its own
@@ -329,10 +331,10 @@ class _Model:
     def norm(self, x: Value, features: int, *, keep_name: bool = False, heads: int = 1) -> Value:
         raise NotImplementedError
 
-    def attention(self, x: Value, kind: Kind) -> Value:
+    def attention(self, x: Value, kind: BlockKind) -> Value:
         raise NotImplementedError
 
-    def mlp(self, x: Value, kind: Kind) -> Value:
+    def mlp(self, x: Value, kind: BlockKind) -> Value:
         y = self.feed_forward("mlp", x, kind, self.shape.ffn)
         self.tape.drop(x)
         return y
@@ -346,7 +348,7 @@ class _Model:
 
     @cached_property
     def widths(self) -> tuple[int, int, int]:
-        """Of query, key and value as attention reads them: a latent is expanded for every head."""
+        """Return the sizes of query, key and value as attention reads them: a latent is expanded for every head."""
         s = self.shape
         if s.latent is not None:
             return s.query_width, s.query_width, s.context_width
@@ -357,7 +359,7 @@ class _Model:
         """Width of attention's output."""
         return self.shape.context_width
 
-    def feed_forward(self, root: str, x: Value, kind: Kind, ffn: int, times: float = 1.0, count: int = 1) -> Value:
+    def feed_forward(self, root: str, x: Value, kind: BlockKind, ffn: int, times: float = 1.0, count: int = 1) -> Value:
         """down(act(gate x) up x), or without a gate down(act(up x)); `x` keeps its name."""
         s, tape = self.shape, self.tape
 
@@ -374,7 +376,7 @@ class _Model:
         tape.drop(y)
         return out
 
-    def experts(self, x: Value, kind: Kind) -> Value:
+    def experts(self, x: Value, kind: BlockKind) -> Value:
         """Each token gathered for its experts, theirs and the shared ones' outputs weighed and summed."""
         e, s, tape = self.shape.experts, self.shape, self.tape
         assert e is not None
@@ -429,7 +431,7 @@ class _Model:
         )
 
     def through_the_head(self, x: Value, rows: int, head: Placement) -> Value:
-        """The same through a quantized or adapted head: a chunk's logits are made again in backward (nn/loss.py)."""
+        """Replay the loss through a quantized or adapted head: a chunk's logits are made again in backward (nn/loss.py)."""
         s, logits = self.shape, rows * self.shape.vocab
         forward, back = self.temporaries(s.vocab, s.width, rows) if head.quantized else (0.0, 0.0)
         weight = self.head_gradient + head.rank * (s.vocab + s.width) * self.w
@@ -489,7 +491,7 @@ class Ours(_Model):
             drops=() if keep_name else (x,),
         )
 
-    def attention(self, x: Value, kind: Kind) -> Value:
+    def attention(self, x: Value, kind: BlockKind) -> Value:
         s, tape = self.shape, self.tape
         q, k, v = (self.product(name, x, kind, n, s.width) for name, n in zip(QKV, self.widths))
         if s.qk_norm:
@@ -497,7 +499,7 @@ class Ours(_Model):
         q, k = self._pair(lambda z, heads: tape.run((z,), z.bytes), q, k)
         return self._attended(x, (q, k, v), kind)
 
-    def _attended(self, x: Value, qkv: tuple[Value, Value, Value], kind: Kind) -> Value:
+    def _attended(self, x: Value, qkv: tuple[Value, Value, Value], kind: BlockKind) -> Value:
         """The block's attention and its last product; nothing of x, q, k and v is needed in forward behind it."""
         y = self._attend(*qkv, kind.masked)
         for value in qkv:

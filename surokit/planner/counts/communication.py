@@ -1,4 +1,4 @@
-"""What GPUs send each other in a step, how much of it hides behind computing, and how well a measured run scales.
+"""Count what GPUs send each other in a step, how much of it hides behind computing, and how well a measured run scales.
 
 Bytes that one of n GPUs sends in an optimizer step, with G bytes of gradients, P of weights and A micro-batches, by ring
 algorithms (Patarasuk and Yuan, 2009) and the stages of ZeRO (arXiv 1910.02054, section 7):
@@ -31,7 +31,7 @@ GPUS_A_NODE = 8
 
 @dataclass(frozen=True)
 class Communication:
-    """Of one optimizer step: bytes that a GPU sends, the time at `link_gb_s`, and what no computing hides.
+    """The bytes that a GPU sends in one optimizer step, the time at `link_gb_s`, and what no computing hides.
 
     Times are None where the link's rate is not known, and `how` says what is missing.
     """

@@ -106,7 +106,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Placement:
-    """What a recipe does to a kind of weight: how many of its `weight.count` it quantizes, in which layers; the adapter's rank."""
+    """A recipe on a kind of weight: how many of its `weight.count` it quantizes, in which layers; the adapter's rank."""
 
     weight: Weight
     quantized: int
@@ -115,13 +115,13 @@ class Placement:
 
     @property
     def adapter_parameters(self) -> int:
-        """Of the adapters on every one of them."""
+        """Parameters of the adapters on every such weight."""
         return self.rank * (self.weight.n + self.weight.k) * self.weight.count
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What trains of a live model, as it is held: parameters, bytes, their dtype where they have one.
+    """The trained part of a live model, as it is held: parameters, bytes, their dtype where they have one.
 
     `adapter_bytes` are those of adapters, frozen ones too; `peft` the dtype of adapters that PEFT computes, None where ours do.
     """
@@ -134,7 +134,7 @@ class Trained:
 
 
 def placements(shape: Shape, recipe: Any) -> tuple[Placement, ...]:
-    """What `recipe` does to the matrices of the layers and the head; the head last.
+    """Return what `recipe` does to the matrices of the layers and the head; the head last.
 
     Experts are taken to be linear layers of their own, each quantized and each with its adapter. A router and the modules that
     are no linear layers (GPT-2's Conv1D) are left alone, as `surokit.apply` leaves them.
@@ -168,7 +168,7 @@ def _quantized(weight: Weight, shape: Shape, recipe: Any) -> frozenset[int]:
 
 
 def frozen(recipe: Any) -> bool:
-    """Whether the base model does not train: its weights are stored quantized, or there is an adapter."""
+    """Return whether the base model does not train: its weights are stored quantized, or there is an adapter."""
     return getattr(recipe, "storage", None) is not None or getattr(recipe, "adapter", None) is not None
 
 

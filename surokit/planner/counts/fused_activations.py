@@ -1,4 +1,4 @@
-"""What a fused forward and backward hold (surokit/nn/stages.py): activations.py's, where stages take the place of layers.
+"""Replay what a fused forward and backward hold (surokit/nn/stages.py): activations.py's, where stages take the place of layers.
 
 A stage is one operation of autograd: it keeps the stream as normed and a float32 a row, or gate and up; x itself where a gradient
 of an adapter or of an unquantized weight reads it, unless it is computed again (recompute "selective"); the codes of x once for all
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from surokit.planner.counts.activations import NORM_ELEMENTS, Kind, Ours
+from surokit.planner.counts.activations import NORM_ELEMENTS, BlockKind, Ours
 from surokit.planner.counts.tape import Value
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -19,7 +19,7 @@ _GATED = ("mlp.gate_proj", "mlp.up_proj")
 class FusedLayers(Ours):
     """surokit/models/decoder.py with a fusion."""
 
-    def block(self, x: Value, kind: Kind) -> Value:
+    def block(self, x: Value, kind: BlockKind) -> Value:
         tape, s = self.tape, self.shape
         size = self.of(s.width)
         y = self.attention(x, kind)
@@ -28,7 +28,7 @@ class FusedLayers(Ours):
         out = self.mlp(stream, kind)
         return tape.run((stream, out), size, passes=True, drops=(stream, out))
 
-    def attention(self, x: Value, kind: Kind) -> Value:
+    def attention(self, x: Value, kind: BlockKind) -> Value:
         s, tape = self.shape, self.tape
         parts = self.normed(x, _QKV, self.widths, kind)
         turned = [self.of(s.query_width), self.of(s.kv_width)]
@@ -65,7 +65,7 @@ class FusedLayers(Ours):
         tape.drop(y)
         return out
 
-    def mlp(self, x: Value, kind: Kind) -> Value:
+    def mlp(self, x: Value, kind: BlockKind) -> Value:
         s = self.shape
         parts = self.normed(x, _GATED, (s.ffn, s.ffn), kind)
         source = "gate" if self.step.fusion.gate else ""
@@ -75,7 +75,7 @@ class FusedLayers(Ours):
             self.tape.drop(part)
         return out
 
-    def normed(self, x: Value, names: Sequence[str], sizes: Sequence[int], kind: Kind) -> tuple[Value, ...]:
+    def normed(self, x: Value, names: Sequence[str], sizes: Sequence[int], kind: BlockKind) -> tuple[Value, ...]:
         width = self.shape.width
         if self.step.fusion.norm:
             return self.stage((x,), names, sizes, width, kind, source="norm")
@@ -90,7 +90,7 @@ class FusedLayers(Ours):
         names: Sequence[str],
         sizes: Sequence[int],
         columns: int,
-        kind: Kind,
+        kind: BlockKind,
         source: str = "",
     ) -> tuple[Value, ...]:
         """The layers `names`, of so many output features, that read one input of `columns` features."""
@@ -133,8 +133,8 @@ class FusedLayers(Ours):
             back_scratch=into + max(back, 3 * buffer),
         )
 
-    def joins(self, names: Sequence[str], sizes: Sequence[int], kind: Kind) -> bool:
-        """Whether these layers are one product."""
+    def joins(self, names: Sequence[str], sizes: Sequence[int], kind: BlockKind) -> bool:
+        """Return whether these layers are one product."""
         quantized = [name in kind.quantized for name in names]
         if not self.step.fusion.joint or len(names) == 1 or len(set(quantized)) > 1:
             return False

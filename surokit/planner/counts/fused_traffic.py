@@ -1,4 +1,4 @@
-"""What a fused micro-batch asks of one GPU: traffic.py's, with what `Setup.fusion` (surokit/fusion.py) computes together.
+"""Count what a fused micro-batch asks of one GPU: traffic.py's, with what `Setup.fusion` (surokit/fusion.py) computes together.
 
     norm + residual         forward: stream delta, sum x codes      backward: dy sum dresidual, dx
     SwiGLU                  forward: gate up, x codes               backward: dy gate up, dgate dup
@@ -54,12 +54,12 @@ class FusedStep(Step):
     # -- what norm and SwiGLU write
 
     def _together(self, reads: str) -> bool:
-        """Whether the operation that makes this tensor is one with what reads it."""
+        """Return whether the operation that makes this tensor is one with what reads it."""
         f = self.fusion
         return {"attention": f.norm, "mlp": f.norm, "mlp product": f.gate}.get(reads, False)
 
     def _staged(self, reads: str) -> bool:
-        """Whether the layers that read this tensor are one operation of autograd."""
+        """Return whether the layers that read this tensor are one operation of autograd."""
         f = self.fusion
         return self._together(reads) or f.joint or f.adapters or f.frozen != "no"
 
@@ -67,15 +67,15 @@ class FusedStep(Step):
         return self._together(reads) and (self.codes_come or self._writes_both_scales(reads))
 
     def _writes_both_scales(self, reads: str) -> bool:
-        """Whether x is made with codes of it and of its transpose that have scales of their own."""
+        """Return whether x is made with codes of it and of its transpose that have scales of their own."""
         return self.gate_gives_both and reads == "mlp product" and comes_quantized(self.x_codes) and self.base_trains
 
     def _in_rows(self, product: str) -> bool:
-        """Whether codes of a transpose for this product are written where the codes are made."""
+        """Return whether codes of a transpose for this product are written where the codes are made."""
         return self.gpu.multiplies(getattr(getattr(self.recipe, product, None), "kind", None))
 
     def _wants_values(self, reads: str) -> bool:
-        """Whether an adapter or a weight's gradient reads values where products read codes."""
+        """Return whether an adapter or a weight's gradient reads values where products read codes."""
         from_codes = self.turns_x or self._writes_both_scales(reads)
         return any(place.rank for place in self.groups[reads]) or (self.base_trains and not from_codes)
 
@@ -197,23 +197,23 @@ class FusedStep(Step):
         return [o for o in self.groups[reads] if (o.quantized > 0 if quantized else o.quantized < o.weight.count)]
 
     def _adds(self, part: str, quantized: bool) -> bool:
-        """Whether a product adds onto a tensor in itself: one of codes does not, whoever computes it."""
+        """Return whether a product adds onto a tensor in itself: one of codes does not, whoever computes it."""
         gemm = getattr(self.recipe, part, None)
         return not quantized or getattr(gemm, "a", None) is None or getattr(gemm, "b", None) is None
 
     def _adds_onto_dx(self, reads: str, quantized: bool, leads: bool) -> bool:
-        """Whether this product adds onto dx: onto that of the product before it, or of the adapters."""
+        """Return whether this product adds onto dx: onto that of the product before it, or of the adapters."""
         adapted = self.fusion.adapters and any(place.rank for place in self.groups[reads])
         return self._adds("grad_input", quantized) and (adapted or not leads)
 
     def _adds_onto_y(self, place: Placement, quantized: bool) -> bool:
-        """Whether the adapters of all layers in this product have written y before it, and it adds onto that."""
+        """Return whether the adapters of all layers in this product have written y before it, and it adds onto that."""
         like = self._like(place.weight.reads, quantized)
         members = like if self._joins("forward", quantized, like) else [place]
         return self.fusion.adapters and self._adds("forward", quantized) and all(o.rank for o in members)
 
     def _kept(self, kernel: Kernel) -> bool:
-        """Whether what this kernel makes of a frozen weight is kept from step to step (surokit/nn/frozen.py)."""
+        """Return whether what this kernel makes of a frozen weight is kept from step to step (surokit/nn/frozen.py)."""
         kept = self.fusion.frozen
         if self.base_trains or kept == "no" or not getattr(self.recipe, "quantized_products", False):
             return False
@@ -226,12 +226,12 @@ class FusedStep(Step):
         return b is not None
 
     def _turns_kept(self, kernel: Kernel) -> bool:
-        """Whether codes that are kept are turned in place of this kernel, which would have written those of W' in rows."""
+        """Return whether codes that are kept are turned in place of this kernel, which would have written those of W' in rows."""
         made = kernel.part == "quantize" and kernel.step == "backward" and self.fusion.frozen == "codes"
         return made and not self.recipe.grad_input.b.packed and self._in_rows("grad_input")
 
     def _joins(self, part: str, quantized: bool, like: list[Placement]) -> bool:
-        """Whether layers that read one input are one product: what quantizes them must not reach from one into another."""
+        """Return whether layers that read one input are one product: what quantizes them must not reach from one into another."""
         if not self.fusion.joint or len(like) == 1:
             return False
         sizes = [place.weight.n for place in like]

@@ -117,7 +117,7 @@ class Memory:
 
     @property
     def host_gib(self) -> float:
-        """Of the host's memory, for each GPU."""
+        """GiB of the host's memory, for each GPU."""
         return sum(t.gib for t in self.host)
 
     @property
@@ -135,7 +135,7 @@ class Memory:
 
     @property
     def peak_gib(self) -> float:
-        """The same without slack: what torch.cuda.max_memory_allocated is predicted to say."""
+        """GiB without slack: what torch.cuda.max_memory_allocated is predicted to say."""
         return sum(t.gib for t in self.terms if t.counted and t.name != "slack")
 
     @property
@@ -157,7 +157,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Setup:
-    """What memory depends on besides shape and recipe.
+    """The step whose memory is counted: everything that memory depends on besides shape and recipe.
 
     `zero` is the ZeRO stage over `gpus`: 1 shards optimizer states, 2 gradients too, 3 weights too. `batch` is
     sequences on one GPU, `length` tokens of each. `fusion` is what is computed together, `graphs` whether a step is captured as
@@ -192,7 +192,7 @@ class Setup:
 
     @property
     def offloads(self) -> str:
-        """What of a step waits on the host, in words; "" nothing."""
+        """Say what of a step waits on the host, in words; "" nothing."""
         states = {"zenflow": "ZenFlow's states", "offloadadamw": "OffloadAdamW's states"} if self.training else {}
         parts = [
             states.get(self.optimizer, ""),
@@ -259,7 +259,7 @@ def _as_typical(shape: Shape, parameters: float, recipe: Any, setup: Setup) -> M
 def blocks_of(
     shape: Shape | None, recipe: Any, setup: Setup, places: tuple[Placement, ...] | None = None
 ) -> Blocks | None:
-    """What of each block is streamed; None where nothing is."""
+    """Return what of each block is streamed; None where nothing is."""
     if shape is None or not setup.prefetch:
         return None
     places = placements(shape, recipe) if places is None else places
@@ -392,7 +392,7 @@ def _weights(
 
 
 def _codes(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, ...]) -> list[Term]:
-    """What a fused step keeps of frozen weights that are quantized for their products: their codes, those of W' too."""
+    """Return what a fused step keeps of frozen weights that are quantized for their products: their codes, those of W' too."""
     found = []
     for name, product in (("codes of frozen weights", "forward"), ("codes of W'", "grad_input")):
         q = getattr(getattr(recipe, product, None), "b", None)
@@ -419,7 +419,7 @@ def _history(recipe: Any) -> int:
 
 
 def _gathered(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, ...]) -> Term | None:
-    """What is whole on every GPU for a moment although it is sharded."""
+    """Return what is whole on every GPU for a moment although it is sharded."""
     width, storage = DTYPE_BYTES[setup.dtype], getattr(recipe, "storage", None)
     layer = sum(p.weight.n * p.weight.k * p.weight.count for p in places if p.weight.name != "lm_head") / shape.layers
     held, how = 0.0, []
@@ -471,7 +471,7 @@ def _states(trained: float, setup: Setup) -> list[Term]:
 
 
 def _offloaded(trained: float, setup: Setup) -> Term:
-    """What an offloading optimizer has on the device; a CPU holds the host's as well, and copies nothing to itself."""
+    """Return what an offloading optimizer has on the device; a CPU holds the host's as well, and copies nothing to itself."""
     deferred = setup.optimizer == "zenflow"
     if setup.device == "cpu":
         size = 12 * setup.hot * trained * deferred + _states_on_host(trained, replace(setup, gpus=1)).bytes
@@ -564,7 +564,7 @@ def _with_gradients(moment: Moment, gradients: float) -> Moment:
 
 
 def _passing(shape: Shape, passing: Activations, peak: Moment, setup: Setup, head: Placement | None) -> list[Term]:
-    """What comes and goes with a step."""
+    """Return what comes and goes with a step."""
     assert setup.batch is not None
     assert setup.length is not None
     tokens = setup.batch * setup.length
@@ -604,7 +604,7 @@ def _passing(shape: Shape, passing: Activations, peak: Moment, setup: Setup, hea
 
 
 def _optimizer_scratch(shape: Shape, trained: float, setup: Setup) -> float:
-    """What the optimizer's step takes beside weights, gradients and states."""
+    """Return what the optimizer's step takes beside weights, gradients and states."""
     mine = trained / (setup.gpus if setup.zero >= 1 else 1)
     if setup.optimizer == "adamw8bit":
         return min(mine, CHUNK_8BIT) * CHUNK_8BIT_BYTES if setup.device == "cpu" else 0.0

@@ -323,7 +323,7 @@ class Tape:
 
     @property
     def here(self) -> dict[str, float]:
-        """What is held, less the activations that wait on the host."""
+        """Return what is held, less the activations that wait on the host."""
         if self._most_kept is None or self.held[KEPT] <= self._most_kept:
             return self.held
         return {**self.held, KEPT: self._most_kept}

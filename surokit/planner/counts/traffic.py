@@ -1,4 +1,4 @@
-"""What one optimizer step asks of one GPU: FLOPs, bytes and launches, module by module and pass by pass. No rates here.
+"""Count what one optimizer step asks of one GPU: FLOPs, bytes and launches, module by module and pass by pass. No rates here.
 
 Products come from flops.py, one to one; layers.py says what quantization adds to them. Between the products stand kernels that
 compute almost nothing and move bytes; these are counted here, in elements of the model's dtype that each reads or writes:
@@ -134,7 +134,7 @@ class Step:
 
     @property
     def tensors(self) -> int:
-        """How many tensors train, about: a launch takes a few dozen."""
+        """Return how many tensors train, about: a launch takes a few dozen."""
         matrices = sum(p.weight.count * (2 if p.rank else 0) for p in self.places.values())
         if self.base_trains:
             matrices += sum(p.weight.count for p in self.places.values()) + 2 * self.shape.layers

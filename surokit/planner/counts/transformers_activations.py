@@ -1,4 +1,4 @@
-"""What a forward and a backward of transformers' own layers hold: activations.py's, where theirs differ from ours.
+"""Replay what a forward and a backward of transformers' own layers hold: activations.py's, where theirs differ from ours.
 
 A norm computes in float32 of its own, so it keeps that copy (4 bytes an element of a bf16 model) and the normalized input that its
 weight multiplies; rotary positions keep nothing; SwiGLU keeps gate, silu(gate), up; the loss keeps float32 log-probabilities of all
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from surokit.planner.counts.activations import QKV, Kind, Ours
+from surokit.planner.counts.activations import QKV, BlockKind, Ours
 from surokit.planner.counts.tape import Value
 
 # Families that transformers gives plain attention: tensors of scores kept in the model's dtype, and in float32. A soft cap keeps
@@ -67,7 +67,7 @@ class Theirs(Ours):
             tape.drop(x)
         return out
 
-    def attention(self, x: Value, kind: Kind) -> Value:
+    def attention(self, x: Value, kind: BlockKind) -> Value:
         s, tape = self.shape, self.tape
         if s.latent is not None:
             return self.latent_attention(x, kind)
@@ -116,7 +116,7 @@ class Theirs(Ours):
         )
         return self.tape.run((y,), size, drops=(y,))  # as [B, T, H, D]
 
-    def latent_attention(self, x: Value, kind: Kind) -> Value:
+    def latent_attention(self, x: Value, kind: BlockKind) -> Value:
         """DeepSeek's: query and key-values by way of a normalized latent, then expanded for every head."""
         s, tape, m = self.shape, self.tape, self.shape.latent
         assert m is not None

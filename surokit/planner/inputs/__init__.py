@@ -1,1 +1,1 @@
-"""What a plan is about, read once: a number of parameters, a config, a live model or its session."""
+"""Read what a plan is about, once: a number of parameters, a config, a live model or its session."""

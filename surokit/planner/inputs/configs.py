@@ -61,7 +61,7 @@ class _Fields:
 
 @dataclass(frozen=True)
 class Family:
-    """How configs of one model_type are read.
+    """The way to read configs of one model_type.
 
     The biases and `qk_norm` say it themselves or name the field that does; `windows` how the blocks with the sliding
     window follow where layer_types does not name them; `experts` and `latent` read what is there of them.

@@ -1,4 +1,4 @@
-"""What a live model, or the session that trains it, says of itself: a plan's arguments where none are given.
+"""Read what a live model, or the session that trains it, says of itself: a plan's arguments where none are given.
 
     recipe          what `sk.apply` gave it, with the adapters that its layers have (ours or PEFT's)
     fusion          what `sk.fuse` gave it; recompute as that says, or as transformers' gradient checkpointing
@@ -23,7 +23,7 @@ from surokit.recipe import BF16, Lora
 
 
 @dataclass(frozen=True)
-class Own:
+class LiveArguments:
     """Arguments of `plan` that a model or session has itself; `source` in words, "" where nothing live is planned.
 
     `trained` is what trains, as it is held. `notes` say what of the model a plan cannot follow.
@@ -35,11 +35,11 @@ class Own:
     notes: tuple[str, ...] = ()
 
     def has(self, recipe: Any) -> bool:
-        """Whether this is its recipe; BF16 is none."""
+        """Return whether this is its recipe; BF16 is none."""
         return bool((recipe or BF16) == (self.arguments.get("recipe") or BF16))
 
 
-NOTHING = Own()
+NOTHING = LiveArguments()
 
 
 def model_in(what: Any) -> Any:
@@ -47,8 +47,8 @@ def model_in(what: Any) -> Any:
     return what.model if isinstance(what, Trainer) else what
 
 
-def read_own(what: Any) -> Own:
-    """What a live model or a session says of itself; NOTHING of anything else."""
+def read_own(what: Any) -> LiveArguments:
+    """Return what a live model or a session says of itself; NOTHING of anything else."""
     model = model_in(what)
     if not all(callable(getattr(model, name, None)) for name in ("named_parameters", "modules")):
         return NOTHING
@@ -81,7 +81,7 @@ def read_own(what: Any) -> Own:
         arguments |= what.plan_arguments()
     source = "the session" if isinstance(what, Trainer) else f"the live {type(model).__name__}"
     arguments = {name: value for name, value in arguments.items() if value is not None}
-    return Own(source, arguments, trained if trained.parameters else None, tuple(notes))
+    return LiveArguments(source, arguments, trained if trained.parameters else None, tuple(notes))
 
 
 def _trains(p: Any) -> bool:
@@ -145,7 +145,7 @@ def dtype_of(p: Any) -> str | None:
 
 
 def _recipe(model: Any, adapters: _Adapters) -> Any:
-    """What was applied last, with the adapters that are there: they outlive a recipe, may be merged, or another's."""
+    """Return what was applied last, with the adapters that are there: they outlive a recipe, may be merged, or another's."""
     recipe = next((found for module in model.modules() if (found := recipe_of(module)) is not None), None)
     if recipe is not None and any(getattr(module, "keeps_decoded", False) for module in model.modules()):
         recipe = recipe.decode_once()  # as a session on a CPU decides
@@ -166,7 +166,7 @@ def _fusion(model: Any) -> dict[str, Any]:
 
 
 def _on_the_host(model: Any) -> dict[str, Any]:
-    """What `sk.offload_weights` and `sk.offload_activations` keep there."""
+    """Return what `sk.offload_weights` and `sk.offload_activations` keep there."""
     kept = {stream.keeps: stream.prefetch for stream in host_streams(model)}
     found: dict[str, Any] = {"offload_activations": True} if "activations" in kept else {}
     return {**found, "offload_weights": kept["weights"], "recompute": "full"} if "weights" in kept else found

@@ -88,7 +88,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a question means; `question` says it as it was given.
+    """The meaning of a question; `question` says it as it was given.
 
     recipe      of the model, with what a live one has
     gpu         the machine's, None where none was named

@@ -45,12 +45,12 @@ class Weight:
 
     @property
     def a_layer(self) -> int:
-        """How many of them one block holds."""
+        """Return how many of them one block holds."""
         return self.count // (len(self.layers) or 1)
 
     @property
     def active_a_layer(self) -> int:
-        """How many of one block's a token passes."""
+        """Return how many of one block's a token passes."""
         return self.active // (len(self.layers) or 1)
 
     def path(self, layer: int) -> str:
@@ -316,7 +316,7 @@ class Shape:
         return self.width * (2 if self.norm_bias else 1)
 
     def small_of(self, layer: int) -> int:
-        """Of them, those of one block."""
+        """Return the parameters of norms and the like that one block has."""
         found = self.norms * self._norm + (2 * self.head_dim if self.qk_norm else 0) + (self.heads if self.sinks else 0)
         if self.latent:
             rank = self.latent.query_rank or 0
@@ -356,5 +356,5 @@ BUILT_HERE = ("llama", "mistral", "qwen2", "qwen3", "decoder")
 
 
 def built_here(shape: Shape) -> bool:
-    """Whether our own layers compute such a shape; else transformers' do."""
+    """Return whether our own layers compute such a shape; else transformers' do."""
     return shape.family in BUILT_HERE

@@ -1,4 +1,4 @@
-"""What a plan is about: a number of parameters, or the shape of a config or a model, read once."""
+"""Read what a plan is about, once: a number of parameters, or the shape of a config or a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from surokit import arguments, units
 from surokit.planner.counts.memory import Layers
 from surokit.planner.inputs.configs import FAMILIES, read_shape
-from surokit.planner.inputs.introspect import NOTHING, Own, dtype_of, model_in, read_own
+from surokit.planner.inputs.introspect import NOTHING, LiveArguments, dtype_of, model_in, read_own
 from surokit.planner.inputs.shape import Shape, built_here
 
 # Families whose configs drop activations unless told otherwise; dropped ones have masks, and attention loses its fused kernel.
@@ -20,8 +20,10 @@ _DROPS = ("gpt2", "seed_oss")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned: a shape, or a number of parameters alone; what is live has a `dtype`, `layers`, a `device`, and its `own`
-    arguments."""
+    """The subject of a plan: a shape, or a number of parameters alone.
+
+    One that is live has a `dtype`, `layers`, a `device`, and its `own` arguments.
+    """
 
     parameters: float
     name: str
@@ -30,7 +32,7 @@ class Subject:
     dtype: str | None = None
     layers: Layers = "surokit"
     device: Literal["cpu", "cuda"] = "cuda"
-    own: Own = NOTHING
+    own: LiveArguments = NOTHING
 
     @property
     def active(self) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from surokit.planner.counts.flops import frozen
 from surokit.planner.counts.memory import Memory, Setup, blocks_of, count_memory
 from surokit.planner.inputs.question import Asked
-from surokit.planner.inverse.recipe_choice import known_gib
+from surokit.planner.inverse.budgets import known_memory_budget
 from surokit.planner.inverse.remedies import Fitting, fitting
 from surokit.planner.offload.formulas import (
     GIB,
@@ -80,7 +80,7 @@ def streamed(plan: Plan, host: Host | None = None, *, prefetch: int | None = Non
     blocks = blocks_of(plan.shape, recipe, setup)
     assert blocks is not None
     computing_ms = _computing_ms(again, plan)
-    room, memory = known_gib(plan, None), again.memory
+    room, memory = known_memory_budget(plan, None), again.memory
     fits = None if room is None or (memory.left_out and memory.gib <= room) else memory.gib <= room
     found = predict_streamed(
         blocks,
@@ -149,7 +149,10 @@ def _no_host(plan: Plan, asks: str) -> str:
 
 
 def _computing_ms(plan: Plan, at_rate_of: Plan | None = None) -> float:
-    """Of a step without what the host adds; a given rate is taken to be that of `at_rate_of`, which may compute less again."""
+    """Return the milliseconds of a step without what the host adds.
+
+    A given rate is taken to be that of `at_rate_of`, which may compute less again.
+    """
     given = at_rate_of or plan
     if given.time.step_ms is not None and given.time.rate_kind == "given":
         return given.time.step_ms * (1 + _again(plan)) / (1 + _again(given))
@@ -159,7 +162,7 @@ def _computing_ms(plan: Plan, at_rate_of: Plan | None = None) -> float:
 
 
 def _no_time(plan: Plan) -> str:
-    """What a step's time lacks, and what to give."""
+    """Say what a step's time lacks, and what to give."""
     wanted = [f"{name}=" for name in ("batch", "length") if getattr(plan.setup, name) is None]
     if plan.time.rate_tflops is None:
         if plan.shape is None:
@@ -190,7 +193,7 @@ def _shards(setup: Setup) -> int:
 
 
 def _memory(plan: Plan, **changes: Any) -> Memory:
-    """Of the plan with another setup."""
+    """Return the memory of the plan with another setup."""
     return count_memory(plan.shape, plan.parameters, plan.asked.counted_recipe, replace(plan.setup, **changes))
 
 
@@ -209,7 +212,7 @@ def _room(plan: Plan, takes: Mapping[Way, float], memory: Memory, host: Host) ->
 
 
 def _left(plan: Plan, found: Fitting) -> str:
-    """What else makes room, in words; nothing that the host has no memory for."""
+    """Say what else makes room, in words; nothing that the host has no memory for."""
     hosted = {name for r in found.remedies if r.hosted or r in found.path for name in r.changes}
     refused = {name for remedy in found.remedies for name in remedy.changes} - hosted
     offloads = (

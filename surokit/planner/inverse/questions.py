@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from surokit import arguments, units
 from surokit.planner.counts.communication import Speedup
 from surokit.planner.counts.flops import frozen
-from surokit.planner.inverse.recipe_choice import asked_gib
+from surokit.planner.inverse.budgets import memory_budget
 from surokit.planner.inverse.remedies import fitting
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def largest(plan: Plan, what: str, *, gib: float | None = None, multiple: int = 
     config says. Raises ValueError where not even the smallest fits (names the term that binds and a remedy), and where the
     plan lacks a figure that memory needs.
     """
-    room = asked_gib(plan, gib)
+    room = memory_budget(plan, gib)
     at = _varied(plan, what)
     unit = arguments.integer("multiple", multiple)
     first = -(-_LEAST.get(what, 1) // unit)
@@ -103,7 +103,7 @@ def gpus_for(
         )
     nodes = 1 if days is None else _nodes_in_time(plan, _days(days), unit, share)
     if gib is not None:
-        nodes = _nodes_that_hold(plan, asked_gib(plan, gib), unit, nodes)
+        nodes = _nodes_that_hold(plan, memory_budget(plan, gib), unit, nodes)
     if usd is not None:
         _affordable(plan.but(gpus=nodes * unit), arguments.number("usd", usd), share(nodes * unit))
     return nodes * unit
@@ -276,14 +276,14 @@ def _in_layers(shape: Shape, n: int) -> Shape:
 
 
 def _of(plan: Plan, **subject: Any) -> Plan:
-    """The same plan of another subject."""
+    """Return the same plan of another subject."""
     other = replace(plan.subject, **subject)
     asked = replace(plan.asked, question=replace(plan.asked.question, what=other))
     return replace(plan, asked=asked).but()
 
 
 def _why_not(plan: Plan, room: float) -> str:
-    """What takes the memory of a plan that does not fit, and what would make it fit."""
+    """Say what takes the memory of a plan that does not fit, and what would make it fit."""
     term = plan.memory.largest
     most = f"it takes {units.gib(plan.memory.gib)}, the largest term being {term.name} ({units.gib(term.gib)})"
     return f"{most}; {fitting(plan, gib=room).sentence}."

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from surokit import arguments
 from surokit.formats import TENSOR_CORES
 from surokit.planner.counts.flops import frozen, gemms_of, on_gpu
+from surokit.planner.inverse.budgets import known_memory_budget
 from surokit.tables import data_frame
 
 _COLUMNS = ("step_ms", "kind", "speedup", "against", "gib", "fits", "products", "why", "fastest")
@@ -25,30 +25,8 @@ if TYPE_CHECKING:
     from surokit.recipe import Recipe
 
 
-def asked_gib(plan: Plan, gib: float | None) -> float:
-    """The memory to fit into, GiB: as given, or the GPU's own, or a CPU's machine's."""
-    if gib is None:
-        if plan.room_gib is None:
-            raise ValueError("The memory to fit into is not known: give gib=80, or the plan a gpu= that has it.")
-        return plan.room_gib
-    room = arguments.number("gib", gib)
-    # no device holds 20 TiB: bytes or MiB were meant
-    if room > 20_000:
-        guess = room / 1024 if room < 2e7 else room / 2**30
-        raise ValueError(f"gib={room:g} is more than any GPU has: did you mean {guess:.4g} (the unit is GiB)?")
-    return room
-
-
-def known_gib(plan: Plan, gib: float | None) -> float | None:
-    """The same, None where it is not known."""
-    return plan.room_gib if gib is None else asked_gib(plan, gib)
-
-
-# -- recipes
-
-
 @dataclass(frozen=True)
-class Choice:
+class RecipeChoice:
     """One recipe on a plan; what cannot be known is None.
 
     kind        of `step_ms`: "prediction" at measured rates, "optimistic" at a datasheet's, or "bound"
@@ -76,7 +54,7 @@ def recipes(plan: Plan, names: Iterable[str | Recipe] | None = None, *, gib: flo
     names       recipes or their names; all named ones without it, and bfloat16 with an adapter where any freezes the base
     gib         memory to fit into, GiB; the GPU's own without it
 
-    A plan whose recipe has an adapter compares recipes with that adapter. Columns are the fields of `Choice`, recipe by name.
+    A plan whose recipe has an adapter compares recipes with that adapter. Columns are the fields of `RecipeChoice`, recipe by name.
     """
     rows = [{"recipe": c.name, **{k: getattr(c, k) for k in _COLUMNS}} for c in compare_recipes(plan, names, gib=gib)]
     return data_frame(rows)
@@ -84,9 +62,9 @@ def recipes(plan: Plan, names: Iterable[str | Recipe] | None = None, *, gib: flo
 
 def compare_recipes(
     plan: Plan, names: Iterable[str | Recipe] | None = None, *, gib: float | None = None
-) -> tuple[Choice, ...]:
+) -> tuple[RecipeChoice, ...]:
     """The rows of `recipes`, without pandas."""
-    room = known_gib(plan, gib)
+    room = known_memory_budget(plan, gib)
     rows = []
     bases: dict[Recipe, tuple[float | None, str]] = {}
     for recipe, baseline in _candidates(plan, names):
@@ -96,7 +74,7 @@ def compare_recipes(
             bases[baseline] = _step(plan.but(recipe=baseline))
         base_ms, base_kind = bases[baseline]
         products, why = _products(recipe, plan.gpu)
-        choice = Choice(
+        choice = RecipeChoice(
             name=_label(recipe),
             recipe=recipe,
             step_ms=step_ms,
@@ -147,7 +125,7 @@ def _candidates(plan: Plan, names: Iterable[str | Recipe] | None) -> list[tuple[
 
 
 def _fits(plan: Plan, room: float | None) -> bool | None:
-    """Whether the plan fits; None where that cannot be told."""
+    """Return whether the plan fits; None where that cannot be told."""
     if room is None:
         return None
     fits = plan.memory.gib <= room
@@ -167,7 +145,7 @@ def _step(plan: Plan) -> tuple[float | None, str]:
 
 
 def _products(recipe: Recipe, gpu: Gpu | None) -> tuple[str, str]:
-    """How the GPU computes a recipe's products, in a word and in words."""
+    """Return how the GPU computes a recipe's products, in a word and in words."""
     gemms = gemms_of(on_gpu(recipe, gpu))
     # a frozen weight has no gradient
     quantized = [gemm for gemm in (gemms[:2] if frozen(recipe) else gemms) if gemm.quantized]

@@ -1,4 +1,4 @@
-"""What would make a plan fit, and what binds it: each answer plans again with other arguments, and shows what that gives.
+"""Find what would make a plan fit, and what binds it: each answer plans again with other arguments, and shows what that gives.
 
 Remedies come in a fixed order: smaller parts of the same step, the optimizer's state, what is computed again, what waits on the
 host, masters, and last an adapter and a stored base, which change what is trained. What a remedy puts on
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from surokit import units
 from surokit.planner.counts.flops import frozen
-from surokit.planner.inverse.recipe_choice import asked_gib, compare_recipes, known_gib
+from surokit.planner.inverse.budgets import known_memory_budget, memory_budget
+from surokit.planner.inverse.recipe_choice import compare_recipes
 from surokit.planner.offload.formulas import Host, asked_host
 from surokit.tables import data_frame, html_table, text_table
 
@@ -62,7 +63,7 @@ class _Space:
 
 @dataclass(frozen=True, repr=False)
 class Fitting:
-    """What would make a plan fit into `room_gib`: each remedy alone, and in `path` the first that do it together.
+    """The remedies that would make a plan fit into `room_gib`: each alone, and in `path` the first that do it together.
 
     `plan` is the plan with the path taken, itself where it fits already, None where nothing here is enough. A remedy that saves
     nothing alone may still help beside another, as the peak moves from one part of a step to the next: it is listed only in a path.
@@ -79,7 +80,7 @@ class Fitting:
 
     @property
     def already(self) -> bool:
-        """Whether it fits as it is."""
+        """Return whether it fits as it is."""
         return self.plan is not None and not self.path
 
     def table(self) -> pd.DataFrame:
@@ -117,7 +118,7 @@ class Fitting:
 
 
 def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -> Fitting:
-    """What would make the plan fit into `gib` (the GPU's own memory without it) and, where its memory is known, the host's.
+    """Return what would make the plan fit into `gib` (the GPU's own memory without it) and, where its memory is known, the host's.
 
     host is the one that a calibration of the plan's GPU measured, without one. Raises ValueError where the
     memory to fit into is not known, TypeError for a host that is none.
@@ -143,7 +144,7 @@ def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -
 
 def _space(plan: Plan, gib: float | None, host: Host | None) -> _Space:
     host = asked_host("fitting", host, plan.gpu)
-    return _Space(asked_gib(plan, gib), (host and host.memory_gib) or math.inf)
+    return _Space(memory_budget(plan, gib), (host and host.memory_gib) or math.inf)
 
 
 def _no_way(plan: Plan, tries: Sequence[Remedy], together: Plan, space: _Space) -> str:
@@ -176,7 +177,7 @@ def _largest(plan: Plan) -> str:
 
 
 def _without(plan: Plan) -> str:
-    """What the memory leaves out, to be said beside an answer that rests on it."""
+    """Say what the memory leaves out, to be said beside an answer that rests on it."""
     left_out = plan.memory.left_out
     return f", without {left_out[0].partition(':')[0]}" if left_out else ""
 
@@ -253,7 +254,7 @@ def _remedies(plan: Plan, space: _Space) -> Iterator[tuple[str, dict[str, Any], 
 
 
 def _on_the_host(plan: Plan, space: _Space) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """What may wait on the host of a GPU: the optimizer's states, activations, weights."""
+    """Yield what may wait on the host of a GPU: the optimizer's states, activations, weights."""
     s, trains = plan.setup, plan.setup.training and not frozen(plan.recipe)
     if s.device == "cpu":
         return
@@ -356,7 +357,7 @@ def _lora_text(adapter: Lora) -> str:
 
 @dataclass(frozen=True)
 class Binding:
-    """What binds: the term, its share of the whole, and what loosens it, "" where nothing is known."""
+    """A term that binds, its share of the whole, and what loosens it, "" where nothing is known."""
 
     what: str
     term: str
@@ -371,7 +372,7 @@ class Binding:
 
 @dataclass(frozen=True, repr=False)
 class Binds:
-    """What binds a plan's memory and its time; `time` is None without a GPU and a step."""
+    """The terms that bind a plan's memory and its time; `time` is None without a GPU and a step."""
 
     memory: Binding
     time: Binding | None
@@ -393,7 +394,7 @@ def _memory_binding(plan: Plan) -> Binding:
     m = plan.memory
     term = m.largest
     loosens = ""
-    for how, changes, costs in _remedies(plan, _Space(known_gib(plan, None) or 0.0)):
+    for how, changes, costs in _remedies(plan, _Space(known_memory_budget(plan, None) or 0.0)):
         less = plan.but(**changes).memory
         left, (what, there) = _kind(less, term)[1], _kind(m, term)
         if left <= 0.8 * there and less.gib < m.gib:

@@ -1,4 +1,4 @@
-"""What makes a step faster, and what it takes: fusing, CUDA graphs, less recompute, W' cached.
+"""Ways to make a step faster, and what each takes: fusing, CUDA graphs, less recompute, W' cached.
 
 Each way is planned on top of those taken before it, in the order of what they ask of a user; one is taken where it saves time and
 still fits. Times are those of the plan's estimate, so they are as good as its rates.
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from surokit.planner.inverse.recipe_choice import known_gib
+from surokit.planner.inverse.budgets import known_memory_budget
 from surokit.planner.times.roofline import why_no_estimate
 from surokit.tables import data_frame, html_table, text_table
 
@@ -26,7 +26,7 @@ _LEAST_MS = 0.0005  # of a step; what saves less is not worth its memory
 
 
 @dataclass(frozen=True)
-class Way:
+class FasterWay:
     """One way: how to write it, the step and the memory with it, what it changes of both, and whether it is taken, or why not."""
 
     how: str
@@ -40,7 +40,7 @@ class Way:
 
     @property
     def words(self) -> str:
-        """As in: W' cached: + 6.9 GiB, - 13.8 ms."""
+        """The way in a line: W' cached: + 6.9 GiB, - 13.8 ms."""
         return f"{self.how}: {self.adds_gib:+.1f} GiB, {-self.saves_ms:+.1f} ms"
 
 
@@ -49,7 +49,7 @@ class Faster:
     """The ways, one after the other, and the plan with those that are taken; `kind` is that of the times."""
 
     step_ms: float
-    ways: tuple[Way, ...]
+    ways: tuple[FasterWay, ...]
     plan: Plan
     kind: str
 
@@ -84,11 +84,11 @@ class Faster:
 
 
 def faster(plan: Plan, *, gib: float | None = None) -> Faster:
-    """What would make a plan's step faster within `gib` (the GPU's own memory without it; unlimited where neither is known).
+    """Return what would make a plan's step faster within `gib` (the GPU's own memory without it; unlimited where neither is known).
 
     Raises ValueError where a step's time cannot be estimated, with what is missing.
     """
-    room, now = known_gib(plan, gib), plan
+    room, now = known_memory_budget(plan, gib), plan
     if missing := why_no_estimate(plan.shape, plan.compute, plan.setup, plan.gpu):
         raise ValueError(f"faster() cannot tell: {missing}")
     ways = []
@@ -107,7 +107,7 @@ def faster(plan: Plan, *, gib: float | None = None) -> Faster:
         if unknown:
             why = "not known: what a launch costs is measured by sk.calibrate()"
         more = tried.memory.gib - now.memory.gib
-        ways.append(Way(how, changes, before.step_ms - saves, saves, tried.memory.gib, more, worth and fits, why))
+        ways.append(FasterWay(how, changes, before.step_ms - saves, saves, tried.memory.gib, more, worth and fits, why))
         now = tried if worth and fits else now
     first = plan.estimate
     assert first is not None

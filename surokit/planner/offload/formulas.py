@@ -1,4 +1,4 @@
-"""What a step takes when the optimizer's states live on the host: three formulas, and which of them to take.
+"""Predict what a step takes when the optimizer's states live on the host: three formulas, and which of them to take.
 
     none           C                                                                   surokit.AdamW
     synchronous    C + pipelined(M/B, N/r, M/B)                                        surokit.OffloadAdamW
@@ -220,7 +220,7 @@ class Offload:
 
     @property
     def hosted(self) -> dict[Way, bool | None]:
-        """Whether the host has the memory, by way; None where its memory is not known."""
+        """Return whether the host has the memory, by way; None where its memory is not known."""
         limit = self.host.memory_gib
         return {way: None if limit is None else gib <= limit for way, gib in self.host_gib.items()}
 
@@ -408,7 +408,7 @@ def _taken(room: Room) -> str:
 
 
 def _choose_offload(o: Offload, most: float, room: Room | None) -> tuple[Way | None, str]:
-    """Of the two that offload."""
+    """Return the better of the two ways that offload, and why."""
     limit, hosted = o.host.memory_gib, {way: there is not False for way, there in o.hosted.items()}
     if room is not None and room.gib is not None and o.fits["synchronous"] is False and o.fits["zenflow"] is False:
         least = min(room.takes["synchronous"], room.takes["zenflow"])
@@ -509,6 +509,6 @@ def _hot(topk_ratio: Any) -> float:
 
 
 def _pipelined(transfers: float, *stages_ms: float) -> float:
-    """Of work in so many equal transfers, each of which passes one stage after the other."""
+    """Return the time of work in so many equal transfers, each of which passes one stage after the other."""
     slowest = max(stages_ms)
     return slowest + (sum(stages_ms) - slowest) / transfers

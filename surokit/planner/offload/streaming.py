@@ -32,7 +32,7 @@ GRADIENT_BLOCKS = 3
 
 @dataclass(frozen=True)
 class Blocks:
-    """What is streamed of each block: bytes of its weights as they are stored, and the parameters of it that train."""
+    """The blocks that are streamed: bytes of each one's weights as they are stored, and the parameters of it that train."""
 
     bytes: tuple[float, ...]
     trained: tuple[int, ...]
@@ -105,7 +105,7 @@ class Streamed:
 
     @property
     def binds(self) -> str:
-        """What a step mostly waits for: compute, link or AdamW."""
+        """Say what a step mostly waits for: compute, link or AdamW."""
         waits = {"compute": self.compute_ms, "link": self.link_ms, "AdamW": self.adam_ms}
         return max(waits, key=lambda name: waits[name])
 

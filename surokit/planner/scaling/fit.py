@@ -383,7 +383,7 @@ def _distinct(runs: Sequence[Run], name: str) -> int:
 
 
 def _together(runs: Sequence[Run]) -> bool:
-    """Whether a straight line in logs gives the tokens from the parameters, to a tenth of their spread."""
+    """Return whether a straight line in logs gives the tokens from the parameters, to a tenth of their spread."""
     import numpy as np
 
     n, d = (np.log([getattr(run, name) for run in runs]) for name in ("parameters", "tokens"))
@@ -407,7 +407,7 @@ def _constants(t: Array, names: Sequence[str], center: Array) -> dict[str, Any]:
 
 
 def _judge(runs: Sequence[Run], names: Sequence[str], best: Array, problem: Problem, scatter: float) -> list[str]:
-    """What to know about a fit. Raises ValueError where the loss does not fall at all."""
+    """Return what to know about a fit. Raises ValueError where the loss does not fall at all."""
     import numpy as np
 
     notes = []

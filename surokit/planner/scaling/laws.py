@@ -60,7 +60,7 @@ class Predicted(float):
 
     @property
     def outside(self) -> bool:
-        """Whether the law was not measured there: the number is extrapolated."""
+        """Return whether the law was not measured there: the number is extrapolated."""
         return bool(self.note)
 
     def __repr__(self) -> str:
@@ -107,7 +107,7 @@ class Optimum(_Pair):
 
     @property
     def outside(self) -> bool:
-        """Whether the law was not measured there: the split is extrapolated."""
+        """Return whether the law was not measured there: the split is extrapolated."""
         return bool(self.note)
 
     @property
@@ -342,7 +342,7 @@ class ScalingLaw:
         return size if measured[0] <= size <= measured[1] else check(value)
 
     def outside(self, parameters: float | None, tokens: float | None) -> str:
-        """What of this lies outside the measured range, in words; "" inside."""
+        """Say what of this lies outside the measured range, in words; "" inside."""
         parts = []
         for value, (low, high), word in ((parameters, self.parameters, "parameters"), (tokens, self.tokens, "tokens")):
             if value is None:

@@ -1,1 +1,1 @@
-"""How long a step and a run take, and what they cost, at rates."""
+"""Predict how long a step and a run take at given rates, and what they cost."""

@@ -144,7 +144,7 @@ class RunSpec:
 
     @property
     def has_rate(self) -> bool:
-        """Whether somebody said how fast a GPU is."""
+        """Return whether somebody said how fast a GPU is."""
         return self.tflops_per_gpu is not None or self.mfu is not None
 
 

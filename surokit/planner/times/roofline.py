@@ -1,4 +1,4 @@
-"""How long a step is planned to take: each kernel the larger of its FLOPs over a rate and its bytes over a bandwidth.
+"""Estimate how long a step takes: each kernel the larger of its FLOPs over a rate and its bytes over a bandwidth.
 
 traffic.py says what one GPU computes, moves and launches; here it meets rates. Where the GPU was calibrated (`Gpu.ceilings`) these
 are rates that the machine reached, and the estimate is a prediction. Elsewhere they are the datasheet's, which few runs reach,
@@ -44,7 +44,7 @@ _PROCESSOR_QUANTIZES = "quantizing is taken at the memory's bandwidth, which a p
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """One kind of work in one pass of a step, on one GPU: what it asks, and what each resource takes for it alone.
 
     `ms` is the largest of the three times and `bound` names it; `device_ms` leaves the launches out. `launch_ms` is None where
@@ -86,7 +86,7 @@ class Estimate:
     tokens  of an optimizer step, over all GPUs
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[KernelRow, ...]
     communication: Communication
     rates: Rates
     tokens: int
@@ -105,17 +105,17 @@ class Estimate:
 
     @property
     def device_ms(self) -> float:
-        """What the device computes and moves."""
+        """Return what the device computes and moves."""
         return sum(row.device_ms for row in self.rows)
 
     @property
     def launch_ms(self) -> float | None:
-        """What the host takes to launch it; None where a launch's cost is not known."""
+        """Return what the host takes to launch it; None where a launch's cost is not known."""
         return None if self.rates.launch_us is None else sum(row.launch_ms or 0.0 for row in self.rows)
 
     @property
     def gaps_ms(self) -> float:
-        """What the device waits from kernel to kernel."""
+        """Return what the device waits from kernel to kernel."""
         return sum(row.launches for row in self.rows) * self.rates.gap_us / 1e3
 
     @property
@@ -133,7 +133,7 @@ class Estimate:
 
     @property
     def _added_ms(self) -> float:
-        """What launching adds to the device's time: gaps, or the host's time where that is longer."""
+        """Return what launching adds to the device's time: gaps, or the host's time where that is longer."""
         launch = self.launch_ms or 0.0
         return max(self.gaps_ms, launch - self.device_ms) if self.rates.ahead else launch
 
@@ -159,7 +159,7 @@ class Estimate:
 
     @property
     def binds(self) -> str:
-        """What the step waits for most: compute, memory, launch or communication."""
+        """Say what the step waits for most: compute, memory, launch or communication."""
         return max(self.by_bound().items(), key=lambda item: item[1])[0]
 
     def by_bound(self) -> dict[str, float]:
@@ -181,7 +181,7 @@ class Estimate:
         """Device ms by module, longest first."""
         return dict(sorted(self._sums(lambda row: row.module, ()).items(), key=lambda item: -item[1]))
 
-    def _sums(self, key: Callable[[Row], str], order: Iterable[str]) -> dict[str, float]:
+    def _sums(self, key: Callable[[KernelRow], str], order: Iterable[str]) -> dict[str, float]:
         sums = dict.fromkeys(order, 0.0)
         for row in self.rows:
             sums[key(row)] = sums.get(key(row), 0.0) + row.device_ms
@@ -227,7 +227,7 @@ class Estimate:
         return rows
 
 
-def _mostly(rows: Iterable[Row]) -> str:
+def _mostly(rows: Iterable[KernelRow]) -> str:
     sums: dict[str, float] = {}
     for row in rows:
         bound = "compute" if row.compute_ms >= row.memory_ms else "memory"
@@ -296,7 +296,7 @@ def estimate_step(
 
 
 def why_no_estimate(shape: Shape | None, compute: Compute | None, setup: Setup, gpu: Gpu | None) -> str:
-    """What is missing for an estimate, in one sentence with the remedy; empty where nothing is."""
+    """Say what is missing for an estimate, in one sentence with the remedy; empty where nothing is."""
     if shape is None or compute is None:
         return "A step's time needs shapes, and a number of parameters has none: plan with a config or a model."
     if setup.batch is None or setup.length is None:
@@ -307,9 +307,9 @@ def why_no_estimate(shape: Shape | None, compute: Compute | None, setup: Setup, 
     return rates if isinstance(rates, str) else ""
 
 
-def _row(load: Load, rates: Rates) -> Row:
+def _row(load: Load, rates: Rates) -> KernelRow:
     tflops = rates.attention_tflops if load.group == "attention" else rates.products[load.kind]
-    return Row(
+    return KernelRow(
         module=load.module,
         group=load.group,
         step=load.step,
@@ -346,11 +346,11 @@ def _weight_bytes(shape: Shape, recipe: Any, width: int) -> float:
     return total
 
 
-def _quantizes_slowly(rates: Rates, rows: Iterable[Row]) -> bool:
+def _quantizes_slowly(rates: Rates, rows: Iterable[KernelRow]) -> bool:
     return not rates.ahead and any(row.group == "quantization" for row in rows)
 
 
-def _notes(rates: Rates, sent: Communication, rows: Iterable[Row]) -> Iterable[str]:
+def _notes(rates: Rates, sent: Communication, rows: Iterable[KernelRow]) -> Iterable[str]:
     if _quantizes_slowly(rates, rows):
         yield f"{_PROCESSOR_QUANTIZES}: the step takes longer than estimated"
     if rates.launch_us is None:
@@ -360,7 +360,7 @@ def _notes(rates: Rates, sent: Communication, rows: Iterable[Row]) -> Iterable[s
 
 
 def recipe_gain(step_ms: float, gemm_ms: float, speedup: float, quantize_ms: float = 0.0) -> float:
-    """How much faster a step becomes when `gemm_ms` of it run `speedup` times as fast and quantizing adds `quantize_ms`.
+    """Return how much faster a step becomes when `gemm_ms` of it run `speedup` times as fast and quantizing adds `quantize_ms`.
 
     T' = T - t_gemm (1 - 1/s) + t_quantize, from shares of *time*; the gain is T / T'. Shares of FLOPs promise more, since what is
     no product takes time too.

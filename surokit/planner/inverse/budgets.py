@@ -1,0 +1,29 @@
+"""The memory that an answer has to fit into."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from surokit import arguments
+
+if TYPE_CHECKING:
+    from surokit.planner.planning import Plan
+
+
+def memory_budget(plan: Plan, gib: float | None) -> float:
+    """Return the memory to fit into, GiB: as given, or the GPU's own, or a CPU's machine's."""
+    if gib is None:
+        if plan.room_gib is None:
+            raise ValueError("The memory to fit into is not known: give gib=80, or the plan a gpu= that has it.")
+        return plan.room_gib
+    room = arguments.number("gib", gib)
+    # no device holds 20 TiB: bytes or MiB were meant
+    if room > 20_000:
+        guess = room / 1024 if room < 2e7 else room / 2**30
+        raise ValueError(f"gib={room:g} is more than any GPU has: did you mean {guess:.4g} (the unit is GiB)?")
+    return room
+
+
+def known_memory_budget(plan: Plan, gib: float | None) -> float | None:
+    """Return the memory to fit into, None where it is not known."""
+    return plan.room_gib if gib is None else memory_budget(plan, gib)
