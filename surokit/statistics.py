@@ -1,4 +1,4 @@
-"""Estimates from few values, with how far they can be trusted: intervals by drawing again, Student's t, means of ratios.
+"""Estimate from few values, and say how far that can be trusted: intervals by drawing again, Student's t, means of ratios.
 
 Nothing here draws a random number that a seed does not give.
 """

@@ -1,4 +1,4 @@
-"""Small tables as text and HTML, for objects that show themselves without pandas; and with it, as a DataFrame.
+"""Write small tables as text and HTML, for objects that show themselves without pandas; with it, make a DataFrame.
 
 Numbers come in as text that their owner has formatted; this file only aligns and escapes.
 """
@@ -16,7 +16,7 @@ Row = Sequence[str]
 
 
 def text_table(rows: Sequence[Row], *, header: Row | None = None, right: Sequence[int] = (), indent: str = "  ") -> str:
-    """Rows as aligned text; the columns in `right` are set flush right. All rows have the same number of cells."""
+    """Return rows as aligned text; the columns in `right` are set flush right. All rows have the same number of cells."""
     every = [*([header] if header else []), *rows]
     if not every:
         return ""
@@ -63,7 +63,7 @@ def _cell(tag: str, text: str, right: bool) -> str:
 
 
 def data_frame(rows: Sequence[Any], columns: Sequence[str] | None = None) -> pd.DataFrame:
-    """Rows, as sequences with `columns` or as dicts, as a DataFrame; one sentence where there is no pandas."""
+    """Return rows, as sequences with `columns` or as dicts, as a DataFrame; one sentence where there is no pandas."""
     try:
         import pandas
     except ModuleNotFoundError as error:

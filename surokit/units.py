@@ -1,4 +1,4 @@
-"""Figures as text: numbers, magnitudes and units that a reader takes in at a glance."""
+"""Write figures as text: numbers, magnitudes and units that a reader takes in at a glance."""
 
 from __future__ import annotations
 

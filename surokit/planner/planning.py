@@ -408,7 +408,7 @@ def _compute(asked: Asked) -> Compute | None:
     if asked.subject.shape is None:
         return None
     # our layers compute norms and SwiGLU again, which are no products
-    ours = setup.layers == "surokit" or bool(setup.fusion)
+    ours = setup.layers == "surokit" or setup.fusion.fuses
     return count_flops(
         asked.subject.shape,
         length=setup.length,
@@ -466,7 +466,7 @@ def _title(asked: Asked, flops: ModelFlops) -> str:
         times = f" x {setup.accumulate}" if setup.accumulate > 1 else ""
         parts.append(f"{setup.batch} x {setup.length}{times} tokens a step" + (" and GPU" if setup.gpus > 1 else ""))
     if setup.fusion.fuses or asked.graphs:
-        parts.append(" ".join(["fused"] * bool(setup.fusion) + ["in CUDA graphs"] * asked.graphs))
+        parts.append(" ".join(["fused"] * setup.fusion.fuses + ["in CUDA graphs"] * asked.graphs))
     if asked.gpu is not None or setup.gpus > 1:
         parts.append(f"{setup.gpus:,} x {asked.gpu.name if asked.gpu else 'GPU'}")
     return ", ".join(parts)
