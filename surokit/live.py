@@ -91,7 +91,7 @@ class LoopControl(RunControl):
         return bool(self._reason)
 
     def save_wanted(self) -> bool:
-        """True once for each time it was asked."""
+        """Return True once for each time it was asked."""
         self._look_for(SAVE)
         return self.take_save()
 
@@ -180,7 +180,7 @@ class Live:
 
     @property
     def state(self) -> PanelState:
-        """What the panel shows; its `health` and `events` say how the loop is doing."""
+        """Return what the panel shows; its `health` and `events` say how the loop is doing."""
         return self._panel.state
 
     def log(
@@ -239,12 +239,13 @@ class Live:
 
     @property
     def stop_asked(self) -> bool:
-        """Whether the loop shall end: `if live.stop_asked: break`. Asked by a button, `control.stop()` or a file `run_dir`/stop."""
+        """Return whether the loop shall end: `if live.stop_asked: break`. Asked by a button, `control.stop()` or a file
+        `run_dir`/stop."""
         return self.control.stop_wanted()
 
     @property
     def save_asked(self) -> bool:
-        """Whether the loop shall write a checkpoint now; True once for each time it was asked."""
+        """Return whether the loop shall write a checkpoint now; True once for each time it was asked."""
         return self.control.save_wanted()
 
     def wait_while_paused(self) -> None:
@@ -292,7 +293,7 @@ class Live:
             self._beat(reason)
 
     def frame(self) -> pd.DataFrame:
-        """pandas, one row a step (the last 65,536): step, wall_ms, elapsed_s, loss, tokens and what else was logged.
+        """Return a DataFrame, one row a step (the last 65,536): step, wall_ms, elapsed_s, loss, tokens and what else was logged.
         Never waits: a value still on its way from the device is NaN."""
         import pandas as pd
 
@@ -308,7 +309,7 @@ class Live:
         self.close(None if error is None else ending_of(error))
 
     def _time(self) -> dict[str, float]:
-        """The wall time since the last step, or since the panel was opened."""
+        """Return the wall time since the last step, or since the panel was opened."""
         now = self._clock()
         if self._closed:  # a loop that goes on
             self._closed = False
@@ -395,7 +396,7 @@ class Live:
 
 
 def ending_of(error: BaseException) -> str:
-    """What the panel says of a loop that `error` ended."""
+    """Return what the panel says of a loop that `error` ended."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return f"failed: {type(error).__name__}: {error}"

@@ -54,7 +54,7 @@ class BarPart:
 
 
 def parts_of(memory: Memory) -> tuple[BarPart, ...]:
-    """The counted terms by group, exact before approximate, in the order of a bar; empty parts are left out."""
+    """Return the counted terms by group, exact before approximate, in the order of a bar; empty parts are left out."""
     sums: dict[tuple[str, bool], float] = {}
     for term in memory.terms:
         if term.counted and term.bytes > 0:
@@ -68,7 +68,7 @@ def _group(name: str) -> str:
 
 
 def plot_memory(plans: Mapping[str, Plan] | Plan, gib: float | Sequence[float] | None = None) -> Figure:
-    """A bar of memory for each plan: exact terms solid, approximate ones hatched, the total beside it.
+    """Return a bar of memory for each plan: exact terms solid, approximate ones hatched, the total beside it.
 
     plans: name -> Plan, drawn from top to bottom; or one plan. gib: the memory of one GPU in GiB, drawn as a line, or several;
     without it that of the plans' own GPUs. A bar beyond the only line is marked as too large. Returns the figure, not yet shown.
@@ -120,7 +120,7 @@ def plot_memory(plans: Mapping[str, Plan] | Plan, gib: float | Sequence[float] |
 
 
 def _limits(named: Mapping[str, Plan], gib: float | Sequence[float] | None) -> dict[int, float]:
-    """The memory that each bar is held against, by row; with several given ones only their number matters."""
+    """Return the memory that each bar is held against, by row; with several given ones only their number matters."""
     if gib is None:
         own = {row: plan.room_gib for row, plan in enumerate(named.values())}
         return {row: limit for row, limit in own.items() if limit is not None}

@@ -76,52 +76,53 @@ class Plan:
 
     @property
     def subject(self) -> Subject:
-        """The subject of the plan, as it was read."""
+        """Return the subject of the plan, as it was read."""
         return self.asked.subject
 
     @property
     def given(self) -> Mapping[str, Any]:
-        """The arguments that were given, and those with a default."""
+        """Return the arguments that were given, and those with a default."""
         return self.asked.question.given
 
     @property
     def days(self) -> float | None:
-        """Predicted days of the run on all GPUs."""
+        """Return the predicted days of the run on all GPUs."""
         return self.time.days
 
     @property
     def gpu_hours(self) -> float | None:
-        """Predicted GPU hours of the run."""
+        """Return the predicted GPU hours of the run."""
         return self.time.gpu_hours
 
     @property
     def usd(self) -> float | None:
-        """Predicted cost in US dollars at the given price, at its middle where it is a range."""
+        """Return the predicted cost in US dollars at the given price, at its middle where it is a range."""
         return self.time.usd
 
     @property
     def usd_range(self) -> tuple[float, float] | None:
-        """Predicted cost in US dollars from the low to the high end of the given price."""
+        """Return the predicted cost in US dollars from the low to the high end of the given price."""
         return self.time.usd_range
 
     @property
     def kwh(self) -> float | None:
-        """The most energy that the GPUs can draw: their hours at the power limit they are sold with; None without either."""
+        """Return the most energy that the GPUs can draw: their hours at the power limit they are sold with; None without either."""
         return None if self.gpu is None or self.gpu_hours is None else energy_kwh(self.gpu_hours, self.gpu)
 
     @cached_property
     def estimate(self) -> Estimate | None:
-        """A step's time, row by row; None where shape, batch, length or the rates of the GPU are missing."""
+        """Return a step's time, row by row; None where shape, batch, length or the rates of the GPU are missing."""
         return _estimate(self.asked, self.compute)
 
     @property
     def trained_parameters(self) -> float:
-        """Parameters with a gradient and an optimizer's state."""
+        """Return the parameters with a gradient and an optimizer's state."""
         return self.asked.trained_parameters
 
     @property
     def room_gib(self) -> float | None:
-        """The memory to fit into: the GPU's own; on a CPU that of the Gpu given for it, or of this machine. None where unknown."""
+        """Return the memory to fit into: the GPU's own; on a CPU that of the Gpu given for it, or of this machine. None where
+        unknown."""
         if self.gpu is not None and self.gpu.memory_gib is not None:
             return self.gpu.memory_gib
         return machine_gib() if self.setup.device == "cpu" else None
@@ -144,23 +145,23 @@ class Plan:
     # -- asked backwards; see inverse/ for arguments and errors
 
     def largest(self, what: str, *, gib: float | None = None, multiple: int = 1) -> int:
-        """The largest "batch", "length", number of "layers", or of "parameters" of a plan of a number, that fits one GPU."""
+        """Return the largest "batch", "length", number of "layers", or of "parameters" of a plan of a number, that fits one GPU."""
         return questions.largest(self, what, gib=gib, multiple=multiple)
 
     def gpus_for(self, **goals: Any) -> int:
-        """The fewest GPUs that are done in `days=`, hold the model in `gib=` each, keep to `usd=`."""
+        """Return the fewest GPUs that are done in `days=`, hold the model in `gib=` each, keep to `usd=`."""
         return questions.gpus_for(self, **goals)
 
     def tokens_for(self, **budgets: float) -> int:
-        """The most tokens within `days=`, `gpu_hours=`, `usd=`."""
+        """Return the most tokens within `days=`, `gpu_hours=`, `usd=`."""
         return questions.tokens_for(self, **budgets)
 
     def rate_for(self, **budgets: float) -> float:
-        """Model TFLOPS that each GPU must achieve for `days=`, `gpu_hours=`, `usd=`."""
+        """Return the model TFLOPS that each GPU must achieve for `days=`, `gpu_hours=`, `usd=`."""
         return questions.rate_for(self, **budgets)
 
     def parameters_for(self, *, law: Any = None, **budgets: float) -> questions.Optimal:
-        """The model, and its tokens, that make most of `days=`, `gpu_hours=`, `usd=` by a scaling law."""
+        """Return the model, and its tokens, that make most of `days=`, `gpu_hours=`, `usd=` by a scaling law."""
         return questions.parameters_for(self, law=law, **budgets)
 
     def recipes(self, names: Any = None, *, gib: float | None = None) -> pd.DataFrame:
@@ -176,12 +177,12 @@ class Plan:
         return speedups.faster(self, gib=gib)
 
     def binds(self) -> remedies.Binds:
-        """The term that memory depends on most, what takes the most time, and what to do about either."""
+        """Return the term that memory depends on most, what takes the most time, and what to do about either."""
         return remedies.binds(self)
 
     def offload(self, host: Host | None = None, **options: Any) -> Offload:
-        """A step with the optimizer's states on the host, synchronously and as ZenFlow, beside one without, and which to take: each
-        way is held against the GPU's memory and the host's.
+        """Return a step with the optimizer's states on the host, synchronously and as ZenFlow, beside one without, and which to
+        take: each way is held against the GPU's memory and the host's.
 
         host is what a calibration of the plan's GPU measured, without one. Options are those of `predict_offload`; without them
         ZenFlow's are the plan's own optimizer's. Raises ValueError where host or a step's time is not known, TypeError for a host
@@ -190,7 +191,7 @@ class Plan:
         return offload_plan.offload(self, host, **options)
 
     def streamed(self, host: Host | None = None, *, prefetch: int | None = None) -> Streamed:
-        """A step whose blocks' weights stay on the host (sk.offload_weights), so many fetched ahead: memory, bytes, time.
+        """Return a step whose blocks' weights stay on the host (sk.offload_weights), so many fetched ahead: memory, bytes, time.
 
         host as for `offload`; prefetch is the plan's own, or 1, without it. Raises ValueError for a number of parameters, which has
         no blocks, and where host or a step's time is not known.
@@ -199,7 +200,7 @@ class Plan:
 
     @property
     def deferral(self) -> dict[str, Any]:
-        """ZenFlow's settings that a prediction asks for, where the plan's optimizer is one."""
+        """Return ZenFlow's settings that a prediction asks for, where the plan's optimizer is one."""
         return self.asked.deferral
 
     # -- beside a measurement, and shown
@@ -209,7 +210,7 @@ class Plan:
         return checking.check(self, measured)
 
     def plot(self, gib: float | None = None) -> Figure:
-        """Memory as a bar, exact terms solid, approximate ones hatched; `sk.plot_memory` draws several plans."""
+        """Return memory as a bar, exact terms solid, approximate ones hatched; `sk.plot_memory` draws several plans."""
         return picture.plot_memory(self, gib)
 
     def explore(self) -> Any:
@@ -219,15 +220,16 @@ class Plan:
         return explore(self)
 
     def lines(self) -> tuple[Line, ...]:
-        """The table's lines, in order."""
+        """Return the table's lines, in order."""
         return tuple(plan_lines(self))
 
     def table(self) -> pd.DataFrame:
-        """The plan as a DataFrame: group, term, value, unit, kind, how."""
+        """Return the plan as a DataFrame: group, term, value, unit, kind, how."""
         return data_frame([line.__dict__ for line in self.lines()])
 
     def gemms(self) -> pd.DataFrame:
-        """FLOPs a token of every kind of product: module, n, k, count, forward, backward, recompute, share of the model FLOPs."""
+        """Return the FLOPs a token of every kind of product: module, n, k, count, forward, backward, recompute, share of the model
+        FLOPs."""
         compute = self._counted()
         columns = ("module", "n", "k", "count", "forward", "grad_input", "grad_weight", "recompute")
         return data_frame(
@@ -238,7 +240,7 @@ class Plan:
         )
 
     def modules(self) -> pd.DataFrame:
-        """FLOPs a token by module: module, forward, backward, recompute, share; the rows sum to the plan's own."""
+        """Return the FLOPs a token by module: module, forward, backward, recompute, share; the rows sum to the plan's own."""
         compute = self._counted()
         sums: dict[str, list[int]] = {}
         for p in compute.products:
@@ -259,7 +261,7 @@ class Plan:
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """Notes beside the figures, those of a step's estimate included."""
+        """Return notes beside the figures, those of a step's estimate included."""
         return (*self.notes, *(self.estimate.notes if self.estimate else ()))
 
     def __repr__(self) -> str:

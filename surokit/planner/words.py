@@ -46,12 +46,12 @@ class Line:
 
     @property
     def text(self) -> str:
-        """The value with its unit."""
+        """Return the value with its unit."""
         return units.value(self.value, self.unit)
 
     @property
     def brief(self) -> str:
-        """The first clause of `how`, without what stands in brackets."""
+        """Return the first clause of `how`, without what stands in brackets."""
         return shorten(self.how.partition("; ")[0].partition(" (")[0], _BRIEF, placeholder=" …")
 
 
@@ -158,7 +158,7 @@ def plan_answers(plan: Plan) -> Iterator[str]:
 
 
 def plan_lines(plan: Plan) -> Iterator[Line]:
-    """Model, compute, time and cost, memory."""
+    """Yield model, compute, time and cost, memory."""
     how, kind = "as given", "given"
     if (s := plan.shape) is not None:
         kind = _counted(plan)
@@ -406,7 +406,7 @@ def _usual(plan: Plan) -> str:
 
 
 def as_text(title: str, answers: Iterable[str], lines: Sequence[Line], notes: Sequence[str]) -> str:
-    """The answers, the lines by group, in one alignment, and the notes."""
+    """Return the answers, the lines by group, in one alignment, and the notes."""
     body = text_table([(line.term, line.text, line.kind, line.brief) for line in lines], right=(1,), indent="    ")
     parts, group = [title, *(f"  {answer}" for answer in answers)], ""
     for line, row in zip(lines, body.splitlines()):

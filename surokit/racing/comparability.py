@@ -112,7 +112,7 @@ class UnequalWork(ValueError):
 
 
 def work_of(session: Session) -> Work:
-    """What is there to compare before a step is done; waits for the device."""
+    """Return what is there to compare before a step is done; waits for the device."""
     trained = [p for p in session.model.parameters() if p.requires_grad]
     fusion = fusion_of(session.model)
     config = getattr(session.model, "config", None)
@@ -168,7 +168,7 @@ def differences(name: str, own: Work, base_name: str, base: Work) -> list[Differ
 
 
 def not_as_before(name: str, own: Work, before: Mapping[str, Any]) -> list[Difference]:
-    """Weights and data that are not those of a saved race."""
+    """Return weights and data that are not those of a saved race."""
     now = work_to_dict(own)
     return [
         difference(what, name, now[what], f"{name} in the saved race", before.get(what))
@@ -183,7 +183,7 @@ def difference(what: str, name: str, own: Any, base_name: str, base: Any) -> Dif
 
 
 def check_allowed(allow: Iterable[str]) -> tuple[str, ...]:
-    """ValueError for a name that no difference has."""
+    """Raise ValueError for a name that no difference has."""
     if isinstance(allow, str):
         allow = (allow,)
     names = tuple(allow)
@@ -265,7 +265,7 @@ class Order:
 
 
 def digest_of_batches(batches: Sequence[Batch], wait: bool) -> str:
-    """12 hexadecimal digits over everything in them; of tensors on a device, unless it may wait, over their shapes alone."""
+    """Return 12 hexadecimal digits over everything in them; of tensors on a device, unless it may wait, over their shapes alone."""
     digest = hashlib.blake2b(digest_size=6)
     for batch in batches:
         for name, tensor in sorted(batch.items()):
@@ -280,7 +280,7 @@ def digest_of_batches(batches: Sequence[Batch], wait: bool) -> str:
 
 @torch.no_grad()
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    """8 hexadecimal digits of the bits of tensors, computed where they are: sums of the bits, weighed by position."""
+    """Return 8 hexadecimal digits of the bits of tensors, computed where they are: sums of the bits, weighed by position."""
     digest = hashlib.blake2b(digest_size=4)
     for tensor in tensors:
         kind = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
@@ -297,7 +297,7 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
 
 
 def _frozen(model: nn.Module) -> dict[str, str]:
-    """A digest of each parameter that does not train; where it is stored in a format of its own, that is in its name."""
+    """Return a digest of each parameter that does not train; where it is stored in a format of its own, that is in its name."""
     found = {}
     for name, module in model.named_modules():
         stored = module.storage if isinstance(module, Linear) else None
@@ -312,7 +312,7 @@ def _name(meter: Any) -> str:
 
 
 def optimizer_words(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> str:
-    """Class and options, of every kind of group once. rates: of the groups, as they began."""
+    """Return class and options, of every kind of group once. rates: of the groups, as they began."""
     own = {name: getattr(optimizer, name) for name in ("state_dtype", "rounding", "seed") if hasattr(optimizer, name)}
     own |= getattr(
         optimizer, "settings", {}
@@ -327,7 +327,8 @@ def optimizer_words(optimizer: torch.optim.Optimizer, rates: Sequence[float]) ->
 
 
 def _options_that_differ(own: str, base: str) -> str:
-    """ "lr: 0.001 against 0.002" of two `optimizer_words`; "" where the optimizers, or their numbers of groups, are others."""
+    """Return "lr: 0.001 against 0.002" of two `optimizer_words`; "" where the optimizers, or their numbers of groups, are
+    others."""
     (kind, groups), (base_kind, base_groups) = (
         (kind, rest.removesuffix(")").split("; ")) for kind, _, rest in (words.partition("(") for words in (own, base))
     )
@@ -347,7 +348,7 @@ def _plain(value: Any) -> Any:
 
 
 def _sizes(config: Any) -> str:
-    """The numbers of a model's configuration, which are its shape, and how it computes attention where it says so."""
+    """Return the numbers of a model's configuration, which are its shape, and how it computes attention where it says so."""
     given: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else vars(config)
     numbers = {k: v for k, v in given.items() if isinstance(v, int | float) and not isinstance(v, bool)}
     kept: dict[str, Any] = {k: v for k, v in numbers.items() if not k.startswith("_")}

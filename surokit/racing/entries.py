@@ -43,7 +43,7 @@ class Grid:
 
 
 def grid(entries: Any, control: bool) -> Grid:
-    """Names and recipes of what was given. ValueError or TypeError for what is no entry."""
+    """Return names and recipes of what was given. ValueError or TypeError for what is no entry."""
     if isinstance(entries, Recipe | str | Session):
         entries = [entries]
     if isinstance(entries, Mapping):
@@ -86,12 +86,12 @@ def grid(entries: Any, control: bool) -> Grid:
 
 
 def folder_of(name: str) -> str:
-    """A name as a folder's."""
+    """Return a name as a folder's."""
     return re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "run"
 
 
 def fresh_model(source: Source) -> nn.Module:
-    """A model that no other run has: a copy, or what a function makes, or what a folder holds."""
+    """Return a model that no other run has: a copy, or what a function makes, or what a folder holds."""
     if isinstance(source, nn.Module):
         return copy.deepcopy(source)
     if isinstance(source, str | Path):
@@ -107,8 +107,8 @@ def fresh_model(source: Source) -> nn.Module:
 
 
 def own_data(source: Iterable[Batch]) -> Iterable[Batch]:
-    """The source as one more run reads it: a copy, where its order is drawn from a generator of its own or it keeps its position,
-    and it makes no reader for each by itself (`fork`, as ours does)."""
+    """Return the source as one more run reads it: a copy, where its order is drawn from a generator of its own or it keeps its
+    position, and it makes no reader for each by itself (`fork`, as ours does)."""
     keeps = hasattr(source, "load_state_dict") or isinstance(getattr(source, "generator", None), torch.Generator)
     return copy.deepcopy(source) if keeps and not hasattr(source, "fork") else source
 
@@ -143,8 +143,8 @@ class Builder:
             )
 
     def build(self, made: Made, started: Made) -> tuple[dict[str, Session], Parking, bool]:
-        """The sessions, where they park, and whether all stay. `made` is called with each as soon as it is there, `started` when it
-        shall make its first step; where all stay, that is when all are there."""
+        """Return the sessions, where they park, and whether all stay. `made` is called with each as soon as it is there, `started`
+        when it shall make its first step; where all stay, that is when all are there."""
         together = self.together
         if together is not False:
             sessions: dict[str, Session] = {}
@@ -190,7 +190,7 @@ class Builder:
         return session
 
     def _room_for_another(self, sessions: list[Session]) -> bool:
-        """Whether a copy as large as the last session has room beside those that are there."""
+        """Return whether a copy as large as the last session has room beside those that are there."""
         device = sessions[-1].device
         if device.type != "cuda":
             return True

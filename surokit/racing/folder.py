@@ -33,7 +33,7 @@ _KEPT = ("accumulate", "seed", "control", "turn_s", "target_loss", "usd_per_gpu_
 
 
 def write(race: RaceResult, where: Path) -> Path:
-    """The folder, with what is there replaced file by file."""
+    """Return the folder, with what is there replaced file by file."""
     make_folder(where, "folder of the race")
     for name, run in race.runs.items():
         own = where / folder_of(name)
@@ -148,7 +148,7 @@ def _turn_s(race: RaceResult) -> float | None:
 
 
 def script(race: RaceResult) -> str:
-    """rerun.py: the exact command where there was one, else what to fill in."""
+    """Return rerun.py: the exact command where there was one, else what to fill in."""
     if race.command:
         return _command_again(race.command)
     work = race.runs[race.baseline].work
@@ -186,7 +186,7 @@ def _command_again(command: list[str]) -> str:
 
 
 def _without(command: list[str], option: str) -> tuple[list[str], list[str]]:
-    """The arguments without that option, and its values."""
+    """Return the arguments without that option, and its values."""
     rest, values, words = [], [], iter(command)
     for word in words:
         if word == option:
@@ -203,7 +203,7 @@ def _one_line(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A setting as JSON has it; of anything else its name."""
+    """Return a setting as JSON has it; of anything else its name."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple) and not value:
@@ -212,7 +212,7 @@ def plain(value: Any) -> Any:
 
 
 def optimizer_to_dict(optimizer: Any) -> dict[str, Any]:
-    """A specification of ours as data; any other by its name."""
+    """Return a specification of ours as data; any other by its name."""
     if isinstance(optimizer, Spec) and is_ours(optimizer.optimizer):
         return spec_to_dict(optimizer, None)  # type: ignore[arg-type]  # that one is asked for a name only
     return {"name": getattr(optimizer, "__name__", repr(optimizer)), "custom": True}

@@ -89,7 +89,7 @@ def tensors_of(session: Session) -> Iterator[Tensor]:
 
 
 def storages_of(session: Session) -> dict[int, Storage]:
-    """The memories of these on the session's device, each once."""
+    """Return the memories of these on the session's device, each once."""
     found: dict[int, Storage] = {}
     for tensor in tensors_of(session):
         if tensor.device == session.device and type(tensor) in (Tensor, nn.Parameter):
@@ -99,8 +99,8 @@ def storages_of(session: Session) -> dict[int, Storage]:
 
 
 def bytes_of(sessions: Iterable[Session], planned: bool = True) -> int:
-    """Bytes on the device, what is shared counted once. planned: with gradients, and two moments where there are none yet, unless
-    the optimizer keeps them on the host."""
+    """Return bytes on the device, what is shared counted once. planned: with gradients, and two moments where there are none yet,
+    unless the optimizer keeps them on the host."""
     memories: dict[int, int] = {}
     later = 0
     for session in sessions:
@@ -112,7 +112,7 @@ def bytes_of(sessions: Iterable[Session], planned: bool = True) -> int:
 
 
 def fits(sessions: Sequence[Session]) -> bool:
-    """Whether all stay on a CUDA device together, by SHARE_OF_DEVICE; a CPU is where they would be parked."""
+    """Return whether all stay on a CUDA device together, by SHARE_OF_DEVICE; a CPU is where they would be parked."""
     device = sessions[0].device
     if device.type != "cuda":
         return True

@@ -160,7 +160,8 @@ def _last_step(run: Run) -> int:
 
 
 def _at(mean: Floats, seconds: Floats, at_s: float) -> float:
-    """The smoothed loss when so many seconds had passed; nan before the first step's end, and where the time is not known."""
+    """Return the smoothed loss when so many seconds had passed; nan before the first step's end, and where the time is not
+    known."""
     if math.isnan(at_s):
         return math.nan
     done = int(np.searchsorted(seconds, at_s * (1 + 1e-9), side="right"))
@@ -168,7 +169,7 @@ def _at(mean: Floats, seconds: Floats, at_s: float) -> float:
 
 
 def _idle(run: Run) -> float:
-    """Idle share of the step time, over the steps that were timed; at least."""
+    """Return idle share of the step time, over the steps that were timed; at least."""
     step, wall, idle = run.steps["step"], run.steps["wall_ms"], run.steps["idle_frac"]
     timed = np.zeros(len(step), bool)
     for turn in run.turns:
@@ -207,7 +208,7 @@ COLUMNS = {
 
 
 def record_of(row: Row) -> dict[str, Any]:
-    """A row with the columns of the table; None where there is nothing."""
+    """Return a row with the columns of the table; None where there is nothing."""
     matched = row.matched or Interval(math.nan, math.nan, math.nan)
     steps, tokens, seconds, usd = row.to_target or (None, None, None, None)
     return {
@@ -253,7 +254,7 @@ RIGHT = tuple(range(1, len(HEADER)))
 
 
 def cells_of(row: Row, found: Outcome) -> tuple[str, ...]:
-    """A row as words, under HEADER."""
+    """Return a row as words, under HEADER."""
     is_baseline = row is found.rows[0]
     ratio = "baseline" if is_baseline else "" if math.isnan(row.ratio.mid) else str(row.ratio)
     return (

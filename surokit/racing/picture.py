@@ -24,8 +24,8 @@ _UNITS = ((3600.0, "hours"), (60.0, "minutes"), (0.0, "seconds"))
 
 
 def plot(race: RaceResult, x: str) -> Figure:
-    """Left: smoothed loss of every run, each step faint behind it, held-out losses as dots, the target as a line with where it was
-    reached. Right: tokens/s over the baseline's, turn by turn, with the interval. Returns the figure, not yet shown.
+    """Plot the smoothed loss of every run, each step faint behind it, held-out losses as dots, the target as a line with where
+    it was reached. Right: tokens/s over the baseline's, turn by turn, with the interval. Returns the figure, not yet shown.
 
     Before every run has had a turn it draws what is known and says what is missing. Raises ValueError for an axis that there is
     not, and for "usd" without a price.

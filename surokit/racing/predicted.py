@@ -65,15 +65,15 @@ class Shares:
             self.why = f"the profile of the baseline could not be read ({type(error).__name__}: {error})"
 
     def products(self, step_s: float) -> float | None:
-        """Share of a step that takes `step_s`: kernels take the same time in a profile, in which launches are slow; on a processor
-        a profile slows everything, so that there its own wall time counts."""
+        """Return the share of a step that takes `step_s`: kernels take the same time in a profile, in which launches are slow; on a
+        processor a profile slows everything, so that there its own wall time counts."""
         if self._products_ms is None:
             return None
         return self._products_ms / (step_s * 1e3 if self._on_gpu else self._wall_ms)
 
 
 def products_ms(found: Profile) -> float:
-    """Time of matrix products in a step; attention's own are not among them."""
+    """Return the time of matrix products in a step; attention's own are not among them."""
     on_gpu = found.summary["activity"] == "gpu"
     table = found.kernels if on_gpu else found.ops
     names = table["kernel" if on_gpu else "op"].astype(str)
@@ -112,7 +112,8 @@ class Layers:
 
 
 def predict(own: Layers, base: Layers, shares: Shares, step_s: float, parts: int = 1) -> Prediction:
-    """The gain of one model over the baseline, whose step takes `step_s` in so many micro-batches; both are left as they are."""
+    """Return the gain of one model over the baseline, whose step takes `step_s` in so many micro-batches; both are left as they
+    are."""
     products = shares.products(step_s)
     if products is None:
         return Prediction(None, why=shares.why)
@@ -134,7 +135,7 @@ def _shape(layer: nn.Linear) -> tuple[int, int]:
 
 
 def _kind(layer: nn.Linear) -> Any:
-    """What its time depends on, besides the number of tokens."""
+    """Return what its time depends on, besides the number of tokens."""
     if not isinstance(layer, Linear):
         return _shape(layer), layer.weight.requires_grad, None, None, 0, False
     recipe = layer.precision.recipe if layer.precision is not None else None
@@ -149,7 +150,7 @@ def _flops(layer: nn.Linear) -> int:
 
 
 def _layer_seconds(layer: nn.Linear, tokens: int) -> float:
-    """Forward and backward of a copy, whatever it trains."""
+    """Return forward and backward of a copy, whatever it trains."""
     sample = copy.deepcopy(layer).train()
     for parameter in sample.parameters():
         parameter.grad = None
@@ -199,7 +200,7 @@ def _random(rows: int, columns: int, layer: nn.Linear) -> Tensor:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The median of repeated calls, each waited for; on CUDA of a graph of the call, where it can be one."""
+    """Return the median of repeated calls, each waited for; on CUDA of a graph of the call, where it can be one."""
     if device.type == "cuda":
         work = _as_graph(work)
     taken: list[float] = []
@@ -215,8 +216,8 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _as_graph(work: Callable[[], object]) -> Callable[[], object]:
-    """A replay of what the work launches, which takes the time that it takes within a step; the work itself if it waits for the
-    device. Runs it a few times before, for what is made or tuned on first use."""
+    """Return a replay of what the work launches, which takes the time that it takes within a step; the work itself if it waits for
+    the device. Runs it a few times before, for what is made or tuned on first use."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -50,12 +50,12 @@ class RaceResult:
 
     @property
     def runs(self) -> Mapping[str, Run]:
-        """Every run by its name."""
+        """Return every run by its name."""
         return self._runs
 
     @property
     def running(self) -> bool:
-        """Whether the race goes on now."""
+        """Return whether the race goes on now."""
         return False
 
     # -- what came of it
@@ -79,7 +79,8 @@ class RaceResult:
         return self.figures(runs)
 
     def figures(self, runs: Mapping[str, Run]) -> Outcome:
-        """The figures of these runs of the race, also before every one has had a turn: nan or None where nothing is known."""
+        """Return the figures of these runs of the race, also before every one has had a turn: nan or None where nothing is
+        known."""
         settings = self.settings
         return outcome(
             runs,
@@ -91,14 +92,14 @@ class RaceResult:
         )
 
     def table(self) -> pd.DataFrame:
-        """A row a run, the baseline first; the columns are described in surokit/racing/outcome.py."""
+        """Return a row a run, the baseline first; the columns are described in surokit/racing/outcome.py."""
         found = self.outcome
         return data_frame([{"run": row.name, **record_of(row)} for row in found.rows], ["run", *COLUMNS]).set_index(
             "run"
         )
 
     def words(self) -> list[str]:
-        """What has to be said beside the table, a sentence each: how it was raced, what may be trusted, what differs."""
+        """Return what has to be said beside the table, a sentence each: how it was raced, what may be trusted, what differs."""
         found = self.outcome
         first = self.runs[self.baseline]
         sizes = sorted({turn.steps for turn in first.whole_turns})
@@ -148,7 +149,7 @@ class RaceResult:
         return f"Loss after {elapsed(found.at_s)} of own time: {losses} (nothing is extrapolated to an hour)."
 
     def _how_far(self) -> list[str]:
-        """A sentence on how far a race is that goes on."""
+        """Return a sentence on how far a race is that goes on."""
         return []
 
     @property
@@ -165,7 +166,7 @@ class RaceResult:
         return f"The race has no result before every run has had a turn: {missing}. {self._way_on()}"
 
     def _way_on(self) -> str:
-        """What can be done after an early end."""
+        """Return what can be done after an early end."""
         ended = f"The race ended {self._when_it_ended} ({self.reason})"
         if self.command is None:
             return f"{ended}: race.rerun() races again from the start."
@@ -180,7 +181,7 @@ class RaceResult:
         return "early"
 
     def _so_far(self) -> list[tuple[str, ...]]:
-        """What there is without a result, under _SO_FAR."""
+        """Return what there is without a result, under _SO_FAR."""
         losses = {name: run.steps["loss"] for name, run in self.runs.items()}
         return [(name, str(len(loss)), f"{loss[-1]:.4f}" if len(loss) else "") for name, loss in losses.items()]
 
@@ -197,7 +198,7 @@ class RaceResult:
         return self.text()
 
     def text(self) -> str:
-        """The table and what has to be said beside it."""
+        """Return the table and what has to be said beside it."""
         try:
             found = self.outcome
         except ValueError as error:

@@ -41,7 +41,7 @@ class Turn:
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Return tokens a second."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -91,7 +91,7 @@ class Steps:
             column.append(row.get(name, float("nan")))
 
     def copy(self) -> Steps:
-        """The rows that are there, also while another thread adds one: its last column is the last to grow."""
+        """Return the rows that are there, also while another thread adds one: its last column is the last to grow."""
         count = len(self._columns[COLUMNS[-1]])
         return Steps({name: column[:count] for name, column in self._columns.items()})
 
@@ -99,7 +99,7 @@ class Steps:
         return len(self._columns["step"])
 
     def __getitem__(self, name: str) -> Floats:
-        """A copy of a column."""
+        """Return a copy of a column."""
         return np.array(self._columns[name], np.float64)
 
 
@@ -131,7 +131,7 @@ class Run:
         return [turn for turn in self.turns if turn.whole]
 
     def warm_seconds(self) -> Floats:
-        """Seconds that each step takes, one a row of `steps`; nan before anything was timed."""
+        """Return the seconds that each step takes, one a row of `steps`; nan before anything was timed."""
         step, wall = self.steps["step"], self.steps["wall_ms"]
         cost = np.full(len(step), np.nan)
         for turn in self.turns:
@@ -188,6 +188,6 @@ def read_steps(path: Path) -> Steps:
 
 
 def rounds_of(runs: Sequence[Run]) -> list[int]:
-    """The rounds in which every run had a whole turn."""
+    """Return the rounds in which every run had a whole turn."""
     sets = [{turn.round for turn in run.whole_turns} for run in runs]
     return sorted(set.intersection(*sets)) if sets else []

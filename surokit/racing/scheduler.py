@@ -103,7 +103,7 @@ class RaceControl(RunControl):
 
     @property
     def is_pausing(self) -> bool:
-        """Whether a pause was asked for that has not begun."""
+        """Return whether a pause was asked for that has not begun."""
         return self._state == "running" and not self._reason and (self._pause_asked or self.files.pause)
 
     def _busy(self) -> RuntimeError:
@@ -152,19 +152,20 @@ class Driver:
 
     @property
     def left(self) -> int:
-        """Steps of each run that are missing to those that the race was given, after what is due already; 0 without a number."""
+        """Return the steps of each run that are missing to those that the race was given, after what is due already; 0 without a
+        number."""
         return max(0, (self.race.settings["steps"] or 0) - self._made)
 
     @property
     def _made(self) -> int:
-        """Steps of each run, with those that are due already."""
+        """Return the steps of each run, with those that are due already."""
         due = {due.name: due.untimed + due.timed for due in self._pending}
         return max(len(run.steps) + due.get(name, 0) for name, run in self.race.runs.items())
 
     # -- who drives
 
     def words(self) -> str:
-        """How far the race is that goes on, a sentence."""
+        """Return how far the race is that goes on, a sentence."""
         where = f"in round {self._round}" if self._round else "in its warm-up"
         whose = f", {self.running}'s turn" if self.running else ""
         made = min(len(run.steps) for run in self.race.runs.values())
@@ -176,7 +177,7 @@ class Driver:
 
     @property
     def all_made(self) -> bool:
-        """Whether every run has the steps at which this call ends."""
+        """Return whether every run has the steps at which this call ends."""
         return all(map(self._has_all, self.race.runs))
 
     def _has_all(self, name: str) -> bool:
@@ -309,11 +310,11 @@ class Driver:
 
     @property
     def _all_step_s(self) -> float:
-        """Seconds of a step of every run, one after the other."""
+        """Return the seconds of a step of every run, one after the other."""
         return sum(map(self._step_s, self.sessions))
 
     def _step_s(self, name: str) -> float:
-        """Seconds a step, by the last turn or the end of the warm-up."""
+        """Return the seconds a step, by the last turn or the end of the warm-up."""
         run = self.race.runs[name]
         if run.whole_turns:
             return run.whole_turns[-1].seconds / run.whole_turns[-1].steps
@@ -321,7 +322,8 @@ class Driver:
         return run.warm_up.step_s
 
     def _plan(self, minutes: float | None, left: float) -> tuple[int, int]:
-        """Steps of a turn, the untimed ones with them; and where their number is given, in how many rounds they are made."""
+        """Return the steps of a turn, the untimed ones with them; and where their number is given, in how many rounds they are
+        made."""
         wanted_s = self.race.settings["turn_s"]
         if wanted_s is None:
             total_s = min(left * self._all_step_s, math.inf if minutes is None else 60 * minutes)
@@ -330,7 +332,7 @@ class Driver:
         return size, 0 if left == math.inf else max(1, int(left // size))
 
     def _next_round(self, size: int) -> list[_Due]:
-        """Every run once: in an order that is drawn, and in the next round backwards."""
+        """Return every run once: in an order that is drawn, and in the next round backwards."""
         self._round += 1
         order = self._last_order[::-1]
         if self._round % 2:
@@ -341,7 +343,7 @@ class Driver:
         return [_Due(self._round, name, untimed, size - untimed) for name in order]
 
     def _turns_of_round(self) -> bool:
-        """Whether all turns of this round were taken; what a stop leaves is taken first when the race goes on."""
+        """Return whether all turns of this round were taken; what a stop leaves is taken first when the race goes on."""
         while self._pending:
             if self.control.poll_requests():
                 return False
@@ -545,7 +547,7 @@ class _Due:
     timed: int
 
     def without(self, made: int) -> list[_Due]:
-        """What is left of it after so many steps, or nothing."""
+        """Return what is left of it after so many steps, or nothing."""
         untimed = max(0, self.untimed - made)
         timed = self.untimed + self.timed - made - untimed
         return [replace(self, untimed=untimed, timed=timed)] if untimed + timed > 0 else []

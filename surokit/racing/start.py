@@ -52,8 +52,8 @@ class Race(RaceResult):
         self._driver = driver
 
     def go_on(self, minutes: float | None = None, steps: int | None = None, *, thread: bool = False) -> Race:
-        """Rounds for so many more minutes, or until every run has made so many more steps, whichever ends first; with neither, to
-        the number of steps that the race was given. A turn that a stop cut short is finished first. Returns the race.
+        """Run rounds for so many more minutes, or until every run has made so many more steps, whichever ends first; with
+        neither, to the number of steps that the race was given. A turn that a stop cut short is finished first. Returns the race.
 
         thread: as in `race`. RuntimeError where the race goes on already, and where it ended in its warm-up.
         """
@@ -77,18 +77,18 @@ class Race(RaceResult):
 
     @property
     def running(self) -> bool:
-        """Whether the race goes on now."""
+        """Return whether the race goes on now."""
         return self._driver is not None and not self._driver.control.is_idle
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end of a race that goes on in a thread, at most `timeout` seconds; whether it has ended.
+        """Wait for the end of a race that goes on in a thread, at most `timeout` seconds; whether it has ended.
 
         Raises what ended it. An interrupt of the waiting asks the race to stop and waits on; a second one gives up waiting.
         """
         return self._running is None or self._running.wait(timeout)
 
     def __await__(self) -> Generator[Any, None, Race]:
-        """The race, when it is over; the same as `wait` where other work of the event loop shall go on."""
+        """Yield the race, when it is over; the same as `wait` where other work of the event loop shall go on."""
         if self._running is not None:
             yield from self._running.__await__()
         return self
@@ -106,7 +106,7 @@ class Race(RaceResult):
 
     @property
     def runs(self) -> Mapping[str, Run]:
-        """Every run by its name; while another thread makes the race go on, copies as they are now."""
+        """Return every run by its name; while another thread makes the race go on, copies as they are now."""
         if self._driver is None or not self._driver.control.elsewhere:
             return self._runs
         return {name: run.copy() for name, run in self._runs.items()}
@@ -116,13 +116,13 @@ class Race(RaceResult):
         return dict(self._free().sessions)
 
     def bring(self, name: str) -> Session:
-        """The session of that name, on its device: for evaluating, saving or going on with it, between two calls."""
+        """Return the session of that name, on its device: for evaluating, saving or going on with it, between two calls."""
         driver = self._free()
         driver.parking.bring(name)
         return driver.sessions[name]
 
     def _free(self) -> Driver:
-        """The driver, where its sessions are nobody's at the moment: what they do within a turn would count as its time."""
+        """Return the driver, where its sessions are nobody's at the moment: what they do within a turn would count as its time."""
         driver = self._drive()
         if driver.control.elsewhere:
             raise RuntimeError(
@@ -161,7 +161,7 @@ class Race(RaceResult):
         return folder.read(cls, Path(path))
 
     def rerun(self, *, model: Source, data: Iterable[Batch], **changes: Any) -> Race:
-        """Runs the same race again: same recipes, settings, seed, and as many steps.
+        """Run the same race again: same recipes, settings, seed, and as many steps.
 
         changes: arguments of `race` that shall differ, and those a folder cannot hold. UnequalWork where the weights, or the data
         by its fingerprint, are others than in this race, unless `allow` has "weights" or "data"; batches that turn out to be others

@@ -23,7 +23,7 @@ def ratios(rates: Sequence[float], baseline: Sequence[float]) -> list[float]:
 
 
 def drift(rates: Sequence[float]) -> float:
-    """Mean of the last third of the rates over that of the first third, less 1; nan for fewer than three."""
+    """Return mean of the last third of the rates over that of the first third, less 1; nan for fewer than three."""
     third = len(rates) // 3
     return float(np.mean(rates[-third:]) / np.mean(rates[:third])) - 1 if third else math.nan
 
@@ -37,7 +37,8 @@ def smoothing(steps: int) -> int:
 
 
 def smoothed(losses: Sequence[float] | Floats, span: int) -> Floats:
-    """The mean of the last `span` losses, or of those so far; a loss that is not finite counts in none. nan before the first."""
+    """Return the mean of the last `span` losses, or of those so far; a loss that is not finite counts in none. nan before the
+    first."""
     values = np.asarray(losses, np.float64)
     good = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(good, values, 0.0))])
@@ -49,13 +50,14 @@ def smoothed(losses: Sequence[float] | Floats, span: int) -> Floats:
 
 
 def steps_to(losses: Sequence[float] | Floats, level: float, span: int) -> int | None:
-    """Steps until the mean of the last `span` losses is at the level for the first time; None where it never is."""
+    """Return the steps until the mean of the last `span` losses is at the level for the first time; None where it never is."""
     below = np.flatnonzero(smoothed(losses, span)[span - 1 :] <= level)
     return int(below[0]) + span if len(below) else None
 
 
 def reached_by_all(losses: Sequence[Sequence[float] | Floats], span: int) -> float:
-    """The lowest loss that every run has been at: the highest of their lowest smoothed losses; nan where one has too few steps."""
+    """Return the lowest loss that every run has been at: the highest of their lowest smoothed losses; nan where one has too few
+    steps."""
     lowest = [smoothed(run, span)[span - 1 :] for run in losses]
     if not lowest or any(not np.isfinite(run).any() for run in lowest):
         return math.nan

@@ -55,17 +55,17 @@ class RunControl:
 
     @property
     def state(self) -> State:
-        """ "paused" once a run has come to a boundary and waits there."""
+        """Return "paused" once a run has come to a boundary and waits there."""
         return self._state
 
     @property
     def reason(self) -> str:
-        """Why the run that goes on, or went on last, was asked to end; "" where it was not."""
+        """Return why the run that goes on, or went on last, was asked to end; "" where it was not."""
         return self._reason
 
     @property
     def paused_s(self) -> float:
-        """Seconds that this run has waited."""
+        """Return the seconds that this run has waited."""
         return self._paused_s
 
     @property
@@ -74,7 +74,7 @@ class RunControl:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether another thread than this one drives."""
+        """Return whether another thread than this one drives."""
         return not self.is_idle and self._worker != threading.get_ident()
 
     def stop(self, reason: str = "stopped") -> None:
@@ -132,7 +132,7 @@ class RunControl:
         return self._reason
 
     def take_save(self) -> bool:
-        """Whether a checkpoint was asked for; True once for each time."""
+        """Return whether a checkpoint was asked for; True once for each time."""
         asked, self._save_asked = self._save_asked, False
         if asked:
             self.files.remove(SAVE)
@@ -202,16 +202,16 @@ class RunControl:
         """Does what is asked and can be done now; called again and again in a pause."""
 
     def _aside(self) -> AbstractContextManager[None]:
-        """What holds while the run waits."""
+        """Return what holds while the run waits."""
         return nullcontext()
 
     def _tell_pause(self, paused: bool) -> None:
         """Tells whoever follows the run that a pause begins or is over."""
 
     def _may_raise(self) -> bool:
-        """Whether nothing is left half done where an interrupt raises now."""
+        """Return whether nothing is left half done where an interrupt raises now."""
         return True
 
     def _stopping(self) -> str:
-        """What an interrupt is answered."""
+        """Return what an interrupt is answered."""
         return "stopping"

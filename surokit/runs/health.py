@@ -159,7 +159,7 @@ class Health:
         return "plateau" if self._plateau else "converging"
 
     def _episode(self, kind: str, step: int) -> bool:
-        """Whether this is the first of its kind for a while."""
+        """Return whether this is the first of its kind for a while."""
         last = self._last.get(kind)
         self._last[kind] = step
         return last is None or step - last > APART
@@ -317,7 +317,7 @@ def _joined(blocks: Sequence[tuple[int, float, float]]) -> tuple[int, float, flo
 
 
 def _moments(blocks: Sequence[tuple[int, float, float]]) -> tuple[int, float, float]:
-    """Number, mean and variance of the losses in blocks."""
+    """Return number, mean and variance of the losses in blocks."""
     n, total, squares = _joined(blocks)
     mean = total / n
     return n, mean, max(squares / n - mean * mean, 0.0)

@@ -40,7 +40,7 @@ _KNOWN = frozenset(COLUMNS)
 
 
 def written(values: Mapping[str, float]) -> str:
-    """A line, without its end."""
+    """Return a line, without its end."""
     return json.dumps({name: _plain(name, value) for name, value in values.items()})
 
 
@@ -53,7 +53,7 @@ def _plain(name: str, value: Any) -> int | float | str:
 
 
 def parsed(line: bytes) -> dict[str, float] | None:
-    """A line's values; None for a line that a kill cut short, or that is no record."""
+    """Return a line's values; None for a line that a kill cut short, or that is no record."""
     try:
         row = {name: float(value) for name, value in json.loads(line.decode("utf-8", "replace")).items()}
         return row if math.isfinite(row["step"]) else None
@@ -127,7 +127,7 @@ class Table:
 
 
 def table(path: Path) -> Table:
-    """A records file, line by line; what is no record is passed over."""
+    """Return a records file, line by line; what is no record is passed over."""
     rows = Table()
     with path.open("rb") as file:
         for line in file:
@@ -137,5 +137,5 @@ def table(path: Path) -> Table:
 
 
 def read(path: Path) -> dict[str, NDArray[np.float64]]:
-    """The columns of a records file; a line that a kill cut short is passed over."""
+    """Return the columns of a records file; a line that a kill cut short is passed over."""
     return table(path).columns()

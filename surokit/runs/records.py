@@ -38,12 +38,12 @@ _LATE = ("loss", "grad_norm", "skipped", "targets")
 
 
 def without_means_of_nothing(values: Mapping[str, float]) -> dict[str, float]:
-    """A step's values; where no label counted, without the loss and the gradient norm, which then stand for nothing."""
+    """Return a step's values; where no label counted, without the loss and the gradient norm, which then stand for nothing."""
     return {name: v for name, v in values.items() if name not in ("loss", "grad_norm") or values.get("targets") != 0}
 
 
 def pinned(values: Tensor) -> Tensor:
-    """Values on their way to the host, without waiting; on a CPU the tensor itself."""
+    """Return values on their way to the host, without waiting; on a CPU the tensor itself."""
     if values.device.type != "cuda":
         return values
     there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -77,11 +77,11 @@ class Deferred:
         self._values: dict[str, float] | None = None
 
     def ready(self) -> bool:
-        """Whether the values have arrived; never waits."""
+        """Return whether the values have arrived; never waits."""
         return self._arrived is None or self._arrived.query()
 
     def wait(self) -> dict[str, float]:
-        """The values, after waiting for them if need be. idle_frac is among them where it was measured by events."""
+        """Return the values, after waiting for them if need be. idle_frac is among them where it was measured by events."""
         if self._values is None:
             if self._arrived is not None:
                 self._arrived.synchronize()
@@ -129,7 +129,7 @@ class Record:
 
     @property
     def grad_norm(self) -> float:
-        """L2 norm over all gradients, before clipping."""
+        """Return the L2 norm over all gradients, before clipping."""
         return self.late.wait().get("grad_norm", math.nan)
 
     @property
@@ -146,15 +146,15 @@ class Record:
 
     @property
     def meters(self) -> dict[str, float]:
-        """What the session's meters measured, by name."""
+        """Return what the session's meters measured, by name."""
         return {name: value for name, value in self.late.wait().items() if name not in COLUMNS}
 
     def known(self) -> dict[str, float]:
-        """What the host knows without waiting."""
+        """Return what the host knows without waiting."""
         return {name: getattr(self, name) for name in _HOST}
 
     def to_dict(self) -> dict[str, float]:
-        """Every column; waits."""
+        """Return every column; waits."""
         return {**self.known(), **self.late.wait()}
 
 
@@ -178,7 +178,7 @@ class Records:
         self._keeper: weakref.finalize[..., Records] | None = None
 
     def __len__(self) -> int:
-        """Steps in memory."""
+        """Return the steps in memory."""
         return min(self._count, self._capacity)
 
     @overload
@@ -188,7 +188,7 @@ class Records:
     def __getitem__(self, index: slice) -> list[Record]: ...
 
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
-        """The records in memory, oldest first; their late values may wait when read."""
+        """Return the records in memory, oldest first; their late values may wait when read."""
         with self._lock:
             if isinstance(index, slice):
                 return [self._at(i) for i in range(*index.indices(len(self)))]
@@ -223,7 +223,7 @@ class Records:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns, meters last."""
+        """Return the columns, meters last."""
         return tuple(self._columns)
 
     # -- in
@@ -332,7 +332,7 @@ class Records:
     # -- out
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """A copy of one column over the steps in memory, oldest first; NaN where a value is missing or late."""
+        """Return a copy of one column over the steps in memory, oldest first; NaN where a value is missing or late."""
         if name not in self._columns:
             raise KeyError(f"There is no column {name!r} in the records; there are {', '.join(self._columns)}.")
         with self._lock:
@@ -340,7 +340,7 @@ class Records:
             return column[:count].copy() if count <= len(column) else np.roll(column, -(count % len(column)))
 
     def frame(self) -> pd.DataFrame:
-        """pandas, one row a step; steps that have left memory are read back from the file. Never waits."""
+        """Return a DataFrame, one row a step; steps that have left memory are read back from the file. Never waits."""
         import pandas as pd
 
         with self._lock:

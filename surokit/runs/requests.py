@@ -53,7 +53,7 @@ class Files:
         return self._there(SAVE)
 
     def take_stop(self) -> str:
-        """Why the run shall end, once for each file; "" where it goes on."""
+        """Return why the run shall end, once for each file; "" where it goes on."""
         folder = self._owner.run_dir
         if folder is None or not self._there(STOP):
             return ""
@@ -69,7 +69,7 @@ class Files:
 
 
 def reason_in(file: Path) -> str:
-    """What a run is told to have ended for by the file `stop`: its first line, or where it was."""
+    """Return what a run is told to have ended for by the file `stop`: its first line, or where it was."""
     line = ""
     with suppress(OSError), file.open(encoding="utf-8", errors="replace") as text:
         line = "".join(filter(str.isprintable, text.readline(200))).strip()

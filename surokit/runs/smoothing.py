@@ -42,5 +42,5 @@ class LossMean:
 
 
 def ema_words(over_steps: int) -> str:
-    """What stands beside a smoothed loss."""
+    """Return what stands beside a smoothed loss."""
     return f"EMA over {over_steps:,} step{'s' * (over_steps != 1)}"

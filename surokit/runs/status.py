@@ -64,12 +64,13 @@ class RunInfo:
     started: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field; plain numbers and strings."""
+        """Return every field; plain numbers and strings."""
         return asdict(self)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> RunInfo:
-        """Inverse of `to_dict`; unknown names are ignored, missing ones take defaults. TypeError for a value of another type."""
+        """Return the inverse of `to_dict`; unknown names are ignored, missing ones take defaults. TypeError for a value of another
+        type."""
         return RunInfo(**_known(RunInfo, data))
 
 
@@ -86,7 +87,7 @@ class Status:
 
     @property
     def over(self) -> bool:
-        """Whether the run has ended, as far as it could say so itself."""
+        """Return whether the run has ended, as far as it could say so itself."""
         return self.state not in ("running", "paused")
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,14 +95,15 @@ class Status:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Status:
-        """Inverse of `to_dict`; unknown names are ignored, missing ones take defaults. TypeError for a value of another type."""
+        """Return the inverse of `to_dict`; unknown names are ignored, missing ones take defaults. TypeError for a value of another
+        type."""
         found: dict[str, Any] = {name: value for name, value in data.items() if name != "events"}
         found["info"] = RunInfo.from_dict(found.get("info") or {})
         return Status(**_known(Status, found), events=tuple(dict(event) for event in data.get("events") or ()))
 
 
 def _known(kind: type[RunInfo | Status], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a class's fields; TypeError where one is of another type than its field."""
+    """Return the values of a class's fields; TypeError where one is of another type than its field."""
     found, hints = {f.name: data[f.name] for f in fields(kind) if f.name in data}, get_type_hints(kind)
     for name, value in found.items():
         whole_for_real = isinstance(value, int) and isinstance(0.0, hints[name])
@@ -111,7 +113,7 @@ def _known(kind: type[RunInfo | Status], data: Mapping[str, Any]) -> dict[str, A
 
 
 def read_status(run_dir: str | Path) -> Status | None:
-    """What a run's folder says of it; None where there is no run.json or what is there is none."""
+    """Return what a run's folder says of it; None where there is no run.json or what is there is none."""
     try:
         data = json.loads((Path(run_dir) / FILE).read_text(encoding="utf-8"))
         return Status.from_dict(data)

@@ -86,7 +86,7 @@ class Running:
         return not self._over.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end of the run, at most `timeout` seconds; whether it has ended."""
+        """Wait for the end of the run, at most `timeout` seconds; whether it has ended."""
         if threading.current_thread() is self._thread:
             raise RuntimeError(f"{self._what.capitalize()} cannot wait for itself: call wait() from another thread.")
         if turn.mine and self.running:
@@ -143,7 +143,7 @@ class Running:
 
 
 def _callers(device: torch.device) -> Callable[[], ExitStack]:
-    """What this thread has set for itself alone; called in another thread, a context with it."""
+    """Return what this thread has set for itself alone; called in another thread, a context with it."""
     settings: list[Callable[[], Any]] = []
     default = torch.get_default_device()
     if default.type != "cpu":

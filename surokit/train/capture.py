@@ -87,7 +87,7 @@ class DeviceGraphs(Protocol):
 
 
 def why_not(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
-    """What keeps a model's steps from ever being graphs; "" where nothing is known to. An optimizer can say so itself, in
+    """Return what keeps a model's steps from ever being graphs; "" where nothing is known to. An optimizer can say so itself, in
     `not_recorded`."""
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
@@ -149,7 +149,8 @@ class Graphs:
     # -- a step
 
     def ready(self, parts: Sequence[Batch]) -> bool:
-        """Whether graphs compute this step's gradients. Records them where it is time to, which leaves no trace in the run."""
+        """Return whether graphs compute this step's gradients. Records them where it is time to, which leaves no trace in the
+        run."""
         self._replayed = False
         if self._refused:
             return False
@@ -186,7 +187,7 @@ class Graphs:
         return self._loss, targets
 
     def update(self) -> tuple[Tensor, Tensor] | None:
-        """Norm and mask after the update of what `gradients` gave; None where that is the engine's to do."""
+        """Return norm and mask after the update of what `gradients` gave; None where that is the engine's to do."""
         if not self._replayed or self._change is None:
             return None
         self._change()
@@ -238,14 +239,14 @@ class Graphs:
         return False
 
     def _look(self) -> Fingerprint:
-        """What the graphs rest on, as it is now."""
+        """Return what the graphs rest on, as it is now."""
         if self._rests_on is not None and self._rests_on.unchanged():
             return self._rests_on
         return Fingerprint(self._engine.model, None if self._change is None else self._engine.optimizer)
 
     def _record(self, parts: Sequence[Batch], wanted: dict[tuple[Hashable, bool], Batch]) -> bool:
-        """Twice eagerly, recorded, replayed: the same batches have to give the same, as far as eager runs give the same. Where a
-        replay seems to be off, eager runs follow. Everything but the graphs is undone.
+        """Run a step twice eagerly, recorded and replayed: the same batches have to give the same, as far as eager runs give the
+        same. Where a replay seems to be off, eager runs follow. Everything but the graphs is undone.
 
         False where a step that is not finite leaves nothing to compare.
         """
@@ -289,7 +290,7 @@ class Graphs:
         return True
 
     def _rehearsed(self, parts: Sequence[Batch]) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
-        """Loss and gradients of an eager step, which may do nothing that a recorded one may not."""
+        """Return loss and gradients of an eager step, which may do nothing that a recorded one may not."""
         engine = self._engine
         before = _host_random(engine.device)
         with self._device.rehearsal():
@@ -299,8 +300,8 @@ class Graphs:
         return loss, {p: p.grad for p in engine.parameters() if p.grad is not None}
 
     def _record_part(self, key: Hashable, first: bool, part: Batch) -> Callable[[], None]:
-        """The first graph makes the gradients, which all others write or add to: small ones together, in few launches, large
-        ones where they come about, since there is no room for them twice."""
+        """Record the graphs: the first makes the gradients, which all others write or add to: small ones together, in few launches,
+        large ones where they come about, since there is no room for them twice."""
         engine = self._engine
         if key not in self._inputs:
             self._inputs[key] = {name: v.clone() for name, v in part.items() if isinstance(v, Tensor)}
@@ -391,7 +392,7 @@ class Graphs:
 
 
 def _shape(part: Mapping[str, Any]) -> Hashable:
-    """What a graph fixes of a batch: shapes, dtypes, and entries that are no tensors."""
+    """Return what a graph fixes of a batch: shapes, dtypes, and entries that are no tensors."""
     entries: list[Hashable] = []
     for name, value in part.items():
         if isinstance(value, Tensor):
@@ -402,7 +403,7 @@ def _shape(part: Mapping[str, Any]) -> Hashable:
 
 
 def _in_force(device: torch.device) -> str:
-    """What the caller has switched on that a graph would keep or pass by; "" where there is nothing."""
+    """Return what the caller has switched on that a graph would keep or pass by; "" where there is nothing."""
     if torch.is_autocast_enabled(device.type):
         return "autocast is on, whose copies of weights a graph would keep"
     if torch.is_anomaly_enabled():
@@ -413,7 +414,7 @@ def _in_force(device: torch.device) -> str:
 
 
 def _no_update(optimizer: torch.optim.Optimizer) -> str:
-    """Why an optimizer's step is not recorded; "" where it can be."""
+    """Return why an optimizer's step is not recorded; "" where it can be."""
     name = type(optimizer).__name__
     if has_step_hooks(optimizer):
         return f"{name} has step hooks, which a graph would not call"
@@ -425,12 +426,12 @@ def _no_update(optimizer: torch.optim.Optimizer) -> str:
 
 
 def takes_rates(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's step reads learning rates from the device: ours, and torch's that are made for graphs."""
+    """Return whether the optimizer's step reads learning rates from the device: ours, and torch's that are made for graphs."""
     return isinstance(optimizer, AdamW) or all(group.get("capturable") for group in optimizer.param_groups)
 
 
 def _host_random(device: torch.device) -> list[Any]:
-    """The host's random states. Where the device is the host, torch's generator is the device's, which a graph follows."""
+    """Return the host's random states. Where the device is the host, torch's generator is the device's, which a graph follows."""
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
     torch_cpu = torch.get_rng_state().numpy().tobytes() if device.type != "cpu" else b""
     return [random.getstate(), numpy["state"]["key"].tobytes(), numpy["state"]["pos"], torch_cpu]
@@ -439,7 +440,7 @@ def _host_random(device: torch.device) -> list[Any]:
 def _gaps(
     found: tuple[Tensor, Mapping[nn.Parameter, Tensor]], expected: tuple[Tensor, Mapping[nn.Parameter, Tensor]]
 ) -> tuple[float, float]:
-    """How far a loss is from the one expected, and the gradient that is farthest from its own; 0: every bit is the same.
+    """Return how far a loss is from the one expected, and the gradient that is farthest from its own; 0: every bit is the same.
 
     As a share of the norm; of a gradient far below the others, a share of a thousandth of all. Expected ones may be on the host.
     """
@@ -459,7 +460,7 @@ def _gaps(
 
 
 def _beyond(gaps: tuple[float, float], noise: tuple[float, float]) -> str:
-    """Which of a replay's gaps (loss, gradients) is more than noise, in words; "" where none is."""
+    """Return which of a replay's gaps (loss, gradients) is more than noise, in words; "" where none is."""
     for what, gap, between in zip(("loss", "gradient"), gaps, noise):
         if not gap <= max(TOLERANCE, NOISE * between):  # a NaN is too
             return f"the {what} of a replay is off by {gap:.1g} of its norm, where eager steps differ by {between:.1g}"

@@ -47,7 +47,7 @@ class Checkpoint:
         return int(self.meta["step"])
 
     def state(self) -> dict[str, Any]:
-        """The content of state.pt, on the CPU; tensors and plain data only."""
+        """Return the content of state.pt, on the CPU; tensors and plain data only."""
         try:
             state: dict[str, Any] = torch.load(self.path / _STATE, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises half a dozen kinds for a damaged file
@@ -55,7 +55,7 @@ class Checkpoint:
         return state
 
     def config(self) -> dict[str, Any] | None:
-        """The model's configuration, None where the model had none."""
+        """Return the model's configuration, None where the model had none."""
         path = self.path / _CONFIG
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
@@ -122,12 +122,12 @@ def _cannot_save(folder: Path, target: Path, error: BaseException) -> str:
 
 
 def complete(folder: Path) -> list[Checkpoint]:
-    """The complete checkpoints of a folder in the order they were written."""
+    """Return the complete checkpoints of a folder in the order they were written."""
     return _sorted(folder)[0]
 
 
 def _sorted(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
-    """The complete checkpoints of a folder in the order they were written, and the damaged ones in that of their steps."""
+    """Return the complete checkpoints of a folder in the order they were written, and the damaged ones in that of their steps."""
     candidates = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name)) if folder.is_dir() else []
     found = [_read(path) for path in candidates]
     whole = [c for c in found if isinstance(c, Checkpoint)]
@@ -136,7 +136,7 @@ def _sorted(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
 
 
 def latest(folder: Path) -> Checkpoint | None:
-    """The complete checkpoint written last, which says of damaged ones of later steps that they were passed over; None where
+    """Return the complete checkpoint written last, which says of damaged ones of later steps that they were passed over; None where
     there is none."""
     whole, damaged = _sorted(folder)
     if not whole:
@@ -153,7 +153,7 @@ def latest(folder: Path) -> Checkpoint | None:
 
 
 def damage(folder: Path) -> str:
-    """Which checkpoints of a folder without a whole one are damaged, and how; "" where there are none."""
+    """Return which checkpoints of a folder without a whole one are damaged, and how; "" where there are none."""
     whole, damaged = _sorted(folder)
     return "" if whole or not damaged else _named(damaged)
 
@@ -165,7 +165,7 @@ def _named(damaged: Sequence[Damaged]) -> str:
 
 
 def find(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, or the latest of the run directory `path`.
+    """Return the checkpoint at `path`, or the latest of the run directory `path`.
 
     FileNotFoundError where there is nothing, CheckpointError where it is incomplete.
     """
@@ -201,7 +201,7 @@ class Damaged:
 
 
 def _read(path: Path) -> Checkpoint | Damaged:
-    """A folder's checkpoint; a file that is missing or has another size than it was written with makes it a damaged one."""
+    """Return a folder's checkpoint; a file that is missing or has another size than it was written with makes it a damaged one."""
     try:
         meta = json.loads((path / _SESSION).read_text(encoding="utf-8"))
         files = dict(meta["files"])
@@ -223,7 +223,7 @@ def _read(path: Path) -> Checkpoint | Damaged:
 
 
 def distinct_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The state_dict's tensors, each storage once, and the names that stand for another: {"lm_head.weight": "..."}."""
+    """Return the state_dict's tensors, each storage once, and the names that stand for another: {"lm_head.weight": "..."}."""
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     holders: dict[tuple[Any, ...], str] = {}

@@ -76,7 +76,7 @@ def _meta(session: Session) -> dict[str, Any]:
 
 
 def model_of(found: checkpoints.Checkpoint, model: nn.Module | None, recipe: Recipe | str | None) -> nn.Module:
-    """The model of a checkpoint with its recipe and fusion, but not its weights yet; `model` where one is given."""
+    """Return the model of a checkpoint with its recipe and fusion, but not its weights yet; `model` where one is given."""
     meta = found.meta
     saved = Recipe.from_dict(meta["recipe"]) if meta["recipe"] else None
     given = saved if recipe is None else find_recipe(recipe)
@@ -93,7 +93,7 @@ def model_of(found: checkpoints.Checkpoint, model: nn.Module | None, recipe: Rec
 
 
 def settings_in(found: checkpoints.Checkpoint, changes: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of Session: the checkpoint's, and `changes`."""
+    """Return arguments of Session: the checkpoint's, and `changes`."""
     meta = found.meta
     settings = {**meta["settings"], "compile": meta["compile"] is True, "graphs": meta.get("graphs", "auto"), **changes}
     try:
@@ -168,7 +168,7 @@ def fork(
     run_dir: str | Path | None,
     meters: Sequence[Meter | Attachable] | None,
 ) -> Session:
-    """A twin of the session as it is now, between two steps."""
+    """Return a twin of the session as it is now, between two steps."""
     model, optimizer = copy.deepcopy((session.model, session.optimizer))
     if recipe is not None and find_recipe(recipe) != session.recipe:
         with seeded(session.seed, session.device):

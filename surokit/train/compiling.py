@@ -104,7 +104,8 @@ def end_workers() -> None:
 
 
 def _compilers() -> list[int]:
-    """Compilers among the processes below this one, the lowest first; found on Linux only. Elsewhere they end by themselves."""
+    """Return the compilers among the processes below this one, the lowest first; found on Linux only. Elsewhere they end by
+    themselves."""
     parents: dict[int, int] = {}
     names: dict[int, str] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
@@ -123,7 +124,7 @@ def _compilers() -> list[int]:
 
 
 def why_it_failed(error: BaseException) -> str:
-    """What the compiler says, in a line: torch wraps it and adds how to read more."""
+    """Return what the compiler says, in a line: torch wraps it and adds how to read more."""
     inner = getattr(error, "inner_exception", None) or error
     lines = [
         line.strip()[:200] for line in str(inner).splitlines() if line.strip() and not line.startswith("Set TORCH")

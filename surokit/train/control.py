@@ -50,7 +50,7 @@ class _Asked(Generic[T]):
             self._over.set()
 
     def result(self) -> T:
-        """Waits for it."""
+        """Wait for it."""
         try:
             self._over.wait()
         except BaseException:
@@ -108,7 +108,7 @@ class Control(RunControl):
         self._session.save()
 
     def between_steps(self, f: Callable[[], T]) -> T:
-        """What `f` gives, called between two steps, in the thread that trains; at once where nothing runs. Waits for it.
+        """Return what `f` gives, called between two steps, in the thread that trains; at once where nothing runs. Waits for it.
 
         An exception of f is the caller's, and the run goes on. f draws from random states that are not the run's. No other
         session takes a step meanwhile, so f must not wait for one.
@@ -142,7 +142,7 @@ class Control(RunControl):
         return f()
 
     def only_here(self) -> None:
-        """RuntimeError where another thread trains."""
+        """Raise RuntimeError where another thread trains."""
         if self.elsewhere:
             raise self._busy()
 
@@ -260,7 +260,7 @@ class Control(RunControl):
 def at_a_boundary(
     method: Callable[Concatenate[Session, P], T],
 ) -> Callable[Concatenate[Session, P], T]:
-    """A method of Session that, called while another thread trains, happens between two of its steps."""
+    """Return a method of Session that, called while another thread trains, happens between two of its steps."""
 
     @wraps(method)
     def between(session: Session, /, *args: P.args, **options: P.kwargs) -> T:

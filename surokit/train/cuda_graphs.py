@@ -110,7 +110,7 @@ class CudaGraphs:
 
 
 def _ended(graph: torch.cuda.CUDAGraph) -> bool:
-    """Whether its capture came to its end: only then it says which pool it has."""
+    """Return whether its capture came to its end: only then it says which pool it has."""
     try:
         graph.pool()
     except RuntimeError:
@@ -119,13 +119,13 @@ def _ended(graph: torch.cuda.CUDAGraph) -> bool:
 
 
 def broken_by_others(error: BaseException) -> bool:
-    """Whether a capture was ended by another thread, which waited for the whole device meanwhile (torch.cuda.synchronize): then the
-    first that the recording thread hears of it is that an error went before."""
+    """Return whether a capture was ended by another thread, which waited for the whole device meanwhile (torch.cuda.synchronize):
+    then the first that the recording thread hears of it is that an error went before."""
     return BROKEN in str(_chain(error)[-1])
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error and what led to it, the first of all last."""
+    """Return an error and what led to it, the first of all last."""
     chain = [error]
     while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(before)
@@ -151,7 +151,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """ " in file.py, line n": the innermost frame that is neither torch's nor of this folder; "" where there is none."""
+    """Return " in file.py, line n": the innermost frame that is neither torch's nor of this folder; "" where there is none."""
     ours, torchs = Path(__file__).parent, Path(torch.__file__).parent
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)

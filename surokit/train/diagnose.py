@@ -42,7 +42,7 @@ class Finding:
 
 
 def find_first_bad(model: nn.Module, batches: Sequence[Batch], step: int) -> Finding:
-    """Runs forward and backward over `batches` and names what went wrong first. Clears gradients; reads the device.
+    """Run forward and backward over `batches` and names what went wrong first. Clears gradients; reads the device.
 
     Buffers come back as they were; random and delayed-scaling states are the caller's to keep.
     """
@@ -150,7 +150,7 @@ def _product(module: nn.Module, product: str) -> str:
 
 
 def _finite(value: Any) -> bool:
-    """Whether every float tensor in a module's output is finite; -inf in a boolean or integer mask is no concern here."""
+    """Return whether every float tensor in a module's output is finite; -inf in a boolean or integer mask is no concern here."""
     if isinstance(value, Tensor):
         if not value.is_floating_point() or value.numel() == 0:
             return True

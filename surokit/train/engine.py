@@ -78,7 +78,7 @@ class Engine:
             self._compiled_for.clear()
 
     def will_compile(self, parts: Sequence[Batch]) -> bool:
-        """Whether parts of these shapes were not compiled for so far."""
+        """Return whether parts of these shapes were not compiled for so far."""
         return self.compiled and not {part["input_ids"].shape for part in parts} <= self._compiled_for
 
     @property
@@ -87,7 +87,7 @@ class Engine:
 
     @property
     def capture(self) -> Capture:
-        """Whether steps run as CUDA graphs, and why."""
+        """Return whether steps run as CUDA graphs, and why."""
         return Capture("off", self._off) if self._graphs is None else self._graphs.capture
 
     def parameters(self) -> list[nn.Parameter]:
@@ -114,14 +114,15 @@ class Engine:
         return self.base_rates[0] * (1.0 if factor is None else factor) if isinstance(first, Tensor) else float(first)
 
     def gradients(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """Forward and backward of all parts: (mean loss over the labels that count, NaN over none; their number), on the device."""
+        """Return forward and backward of all parts: (mean loss over the labels that count, NaN over none; their number), on the
+        device."""
         if self._graphs is not None and self._graphs.ready(parts):
             return self._graphs.gradients(parts)
         return self._compiled(parts) if self.compiled else self.with_room(self.eager, parts)
 
     def _compiled(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """The gradients by the compiled forward. Where it fails and the model itself does not, the model it is from now on, and
-        `fallbacks` says why."""
+        """Return the gradients by the compiled forward. Where it fails and the model itself does not, the model it is from now on,
+        and `fallbacks` says why."""
         random, compiled = RandomState.capture(self.device, torch_only=True), self.forward
         try:
             found = self.with_room(self.eager, parts)
@@ -142,7 +143,8 @@ class Engine:
         return found
 
     def with_room(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
-        """What the work gives. Graphs that leave it no memory are given up, and it begins again with the same random numbers."""
+        """Return what the work gives. Graphs that leave it no memory are given up, and it begins again with the same random
+        numbers."""
         if self._graphs is None:
             return work(*args, **options)
         random = RandomState.capture(self.device, torch_only=True)
@@ -155,7 +157,7 @@ class Engine:
         return work(*args, **options)
 
     def eager(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """The gradients, operation by operation; what others left in .grad is no part of them."""
+        """Return the gradients, operation by operation; what others left in .grad is no part of them."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -168,7 +170,7 @@ class Engine:
         return mean_over(mean, targets), targets
 
     def weights(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor | None]:
-        """Labels that count, and the share that each part's mean has in the step's; None for a single part."""
+        """Return the labels that count, and the share that each part's mean has in the step's; None for a single part."""
         counts = [targets_in(part) for part in parts]
         if len(parts) == 1:
             return counts[0], None
@@ -176,7 +178,7 @@ class Engine:
         return total, torch.stack(counts) / total
 
     def part(self, batch: Batch, weight: Tensor | None = None) -> Tensor:
-        """Forward and backward of one part; its loss, weighted, which needs no gradient any more."""
+        """Return forward and backward of one part; its loss, weighted, which needs no gradient any more."""
         assert self.forward is not None
         loss = loss_of(self.forward(**batch))
         if not loss.requires_grad:
@@ -192,7 +194,7 @@ class Engine:
 
     @torch.no_grad()
     def change(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """The update of the gradients that are there: their norm, and 1 where it or the loss is not finite."""
+        """Return the update of the gradients that are there: their norm, and 1 where it or the loss is not finite."""
         grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not grads:
             raise RuntimeError(NO_GRADIENT)

@@ -31,7 +31,7 @@ class Evaluation:
 
 
 def evaluate(session: Session, source: Iterable[Batch]) -> Evaluation:
-    """The loss on `source` between two steps; waits for the device."""
+    """Return the loss on `source` between two steps; waits for the device."""
     began = time.perf_counter()
     device = session.device
     total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
@@ -102,8 +102,8 @@ def _tokenizer(session: Session, given: Any) -> Tokenizer:
 
 
 def _at_most(asked: int | None, usual: int, session: Session, ids: list[int]) -> int:
-    """What was asked, else the usual number of new tokens or as many as the model takes behind `ids`; 1 where it takes none, which
-    generate() refuses."""
+    """Return what was asked, else the usual number of new tokens or as many as the model takes behind `ids`; 1 where it takes none,
+    which generate() refuses."""
     if asked is not None:
         return asked
     length = getattr(getattr(session.model, "config", None), "max_length", usual + len(ids))
@@ -113,7 +113,7 @@ def _at_most(asked: int | None, usual: int, session: Session, ids: list[int]) ->
 def _continued(
     session: Session, ids: list[int], max_new_tokens: int, temperature: float, seed: int, ends: tuple[int, ...] = ()
 ) -> list[int]:
-    """The tokens that the model puts behind `ids`, up to one of `ends` or of the model's own end tokens, that included."""
+    """Return the tokens that the model puts behind `ids`, up to one of `ends` or of the model's own end tokens, that included."""
     from surokit.models.generation import generate
 
     ends = (*ends, *getattr(getattr(session.model, "config", None), "eos_ids", ()))

@@ -54,7 +54,7 @@ class Subscribers:
             self._all.remove(subscriber)
 
     def have(self, method: str) -> bool:
-        """Whether one of them has `method`."""
+        """Return whether one of them has `method`."""
         return any(hasattr(subscriber, method) for subscriber in self._all)
 
     def emit(self, method: str, *args: Any) -> None:

@@ -62,7 +62,7 @@ class Fingerprint:
     __hash__ = None  # type: ignore[assignment]
 
     def unchanged(self) -> bool:
-        """Whether everything still is the same object at the same address. False is no proof of a change: look again."""
+        """Return whether everything still is the same object at the same address. False is no proof of a change: look again."""
         try:
             return self._glance() == self._quick
         except KeyError:  # an attribute is gone
@@ -131,7 +131,8 @@ class Fingerprint:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What an optimizer's groups say, but for a rate that is a number, which is the host's to change; objects by identity."""
+    """Return what an optimizer's groups say, but for a rate that is a number, which is the host's to change; objects by
+    identity."""
     found: list[Any] = []
     for group in optimizer.param_groups:
         found += map(id, group["params"])

@@ -50,7 +50,7 @@ class Fit(Generic[Size]):
 
     @property
     def expected_s(self) -> float:
-        """Seconds that the training of all sessions takes at the measured pace."""
+        """Return the seconds that the training of all sessions takes at the measured pace."""
         return self.steps * self.step_s
 
     def __repr__(self) -> str:
@@ -126,7 +126,7 @@ def _trial(
     clock: Callable[[], float],
     patience_s: float,
 ) -> float | None:
-    """Seconds of one step of all sessions of a size; None where memory does not suffice."""
+    """Return the seconds of one step of all sessions of a size; None where memory does not suffice."""
     total = 0.0
     try:
         for session in new_sessions(size, steps):

@@ -123,7 +123,7 @@ class Measuring:
         yield
 
     def read(self, session: Session, values: dict[str, Tensor]) -> dict[str, float]:
-        """Calls the meters: adds their tensors to `values`, returns their floats."""
+        """Call the meters: add their tensors to `values`, return their floats."""
         host: dict[str, float] = {}
         for meter in list(self.meters):
             try:
@@ -152,7 +152,7 @@ class Measuring:
         start: Mark,
         end: Mark,
     ) -> Record:
-        """The record of the step that the session has just counted, which `start` and `end` enclose."""
+        """Return the record of the step that the session has just counted, which `start` and `end` enclose."""
         end_s = time.perf_counter()  # with the meters, which are the step's
         before, in_loop = self._before or start, self._before is not None
         wall_s = end_s - before.host_s
@@ -181,7 +181,7 @@ class Measuring:
 
 
 def _device_watch(device: torch.device) -> DeviceWatch | None:
-    """Power, clock and throttling of a GPU become columns of the records, read once a second by a thread."""
+    """Make power, clock and throttling of a GPU columns of the records, read once a second by a thread."""
     if device.type != "cuda":
         return None
     from surokit.profiler.monitoring.device import DeviceWatch

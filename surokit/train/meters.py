@@ -67,7 +67,7 @@ class Sample:
     rows: tuple[Row, ...]
 
     def worst(self, n: int = 3) -> list[Row]:
-        """The rows that are bad as the data reaches them, then those furthest below the usual SQNR of their kind."""
+        """Return the rows that are bad as the data reaches them, then those furthest below the usual SQNR of their kind."""
         usual = _usual(self.rows)
         return sorted(self.rows, key=lambda row: -math.inf if row.bad else _key(row.sqnr_db) - usual[row[:2]].sqnr_db)[
             :n
@@ -75,12 +75,12 @@ class Sample:
 
     @property
     def first_bad(self) -> str:
-        """The first row that is not finite, else the first that is bad, as a sentence; "" where none is."""
+        """Return the first row that is not finite, else the first that is bad, as a sentence; "" where none is."""
         bad = sorted((r for r in self.rows if r.bad), key=lambda r: r.bad != NOT_FINITE)
         return f"{bad[0].layer} {bad[0].gemm}, step {self.step:,}: {bad[0].bad}" if bad else ""
 
     def first_bad_after(self, before: str) -> str:
-        """What went bad first of all where `before` did so earlier: that stays, unless only now something is not finite."""
+        """Return what went bad first of all where `before` did so earlier: that stays, unless only now something is not finite."""
         graver = self.first_bad.endswith(NOT_FINITE) and not before.endswith(NOT_FINITE)
         return self.first_bad if graver or not before else before
 
@@ -107,7 +107,7 @@ class Numerics:
         return Watcher(self)
 
     def judged(self, step: int, rows: list[Row]) -> Sample:
-        """The rows with what is wrong with them."""
+        """Return the rows with what is wrong with them."""
         usual = _usual(rows)
         return Sample(step, tuple(row._replace(bad=self._why(row, usual[row[:2]])) for row in rows))
 
@@ -135,7 +135,7 @@ def numerics(
     underflow: float = 0.1,
     keep: int = 100,
 ) -> Numerics:
-    """A meter for Session(meters=...): SQNR, clipped and underflow share, amax and scale spread of each quantized layer's
+    """Return a meter for Session(meters=...): SQNR, clipped and underflow share, amax and scale spread of each quantized layer's
     products, every n-th step.
 
     layers: a pattern of their names. tokens: how many of the step's first tokens are judged; what a scale over the whole tensor
@@ -208,7 +208,7 @@ class Watcher:
         }
 
     def arrived(self, step: int) -> Sample | None:
-        """The sample of `step`, whose record has arrived; None where it was not sampled."""
+        """Return the sample of `step`, whose record has arrived; None where it was not sampled."""
         while self._pending and self._pending[0][0] <= step:
             at, names, table = self._pending.popleft()
             if at < step:
@@ -329,5 +329,5 @@ def _medians(rows: Sequence[Row]) -> tuple[float, float]:
 
 
 def _key(sqnr_db: float) -> float:
-    """A number that sorts and has a median: exact is best of all, what is not a number worst."""
+    """Return a number that sorts and has a median: exact is best of all, what is not a number worst."""
     return -1e3 if math.isnan(sqnr_db) else max(-1e3, min(sqnr_db, 1e3))

@@ -32,7 +32,7 @@ class Prefetch:
         self._launched: deque[torch.cuda.Event] = deque()
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch on the device, for what is launched from now on; nothing waits here."""
+        """Return the batch on the device, for what is launched from now on; nothing waits here."""
         if self._stream is None:
             return {
                 name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in batch.items()

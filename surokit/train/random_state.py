@@ -40,7 +40,7 @@ class RandomState:
 
     @staticmethod
     def capture(device: torch.device, torch_only: bool = False) -> RandomState:
-        """The states now in force; copies, no device work. Torch's alone take 2 us, all of them 50 us."""
+        """Return the states now in force; copies, no device work. Torch's alone take 2 us, all of them 50 us."""
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         if torch_only:
             return RandomState(device, None, None, torch.get_rng_state(), cuda)
@@ -50,7 +50,7 @@ class RandomState:
 
     @staticmethod
     def seeded(seed: int, device: torch.device) -> RandomState:
-        """The states that `seed` gives; those in force stay."""
+        """Return the states that `seed` gives; those in force stay."""
         with kept(device):
             random.seed(seed)
             np.random.seed(seed % 2**32)  # noqa: NPY002
@@ -70,7 +70,7 @@ class RandomState:
             torch.cuda.set_rng_state(self.cuda, self.device)
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers, strings, tuples and tensors only: what torch.load(weights_only=True) reads."""
+        """Return numbers, strings, tuples and tensors only: what torch.load(weights_only=True) reads."""
         assert self.numpy is not None, "only a whole state is kept"
         state = self.numpy["state"]
         numpy = {
@@ -81,7 +81,7 @@ class RandomState:
 
     @staticmethod
     def from_dict(data: dict[str, Any], device: torch.device) -> RandomState:
-        """Inverse of `to_dict`; a CUDA state is dropped where `device` is a CPU, and missing in the other direction."""
+        """Return the inverse of `to_dict`; a CUDA state is dropped where `device` is a CPU, and missing in the other direction."""
         key = data["numpy"]["state"]["key"].numpy().astype(np.uint32)
         numpy = {**data["numpy"], "state": {"key": key, "pos": data["numpy"]["state"]["pos"]}}
         cuda = data["cuda"] if device.type == "cuda" else None
@@ -103,12 +103,12 @@ class Turn:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody waits for it."""
+        """Return whether somebody waits for it."""
         return bool(self._waiting)
 
     @property
     def mine(self) -> bool:
-        """Whether this thread has it."""
+        """Return whether this thread has it."""
         return self._owner == threading.get_ident()
 
     def __enter__(self) -> None:
@@ -126,7 +126,7 @@ class Turn:
             raise
 
     def enter(self) -> BaseException | None:
-        """Waits for the turn, whatever comes; an interrupt that came meanwhile."""
+        """Wait for the turn, whatever comes; an interrupt that came meanwhile."""
         place, interrupt = self._come(), None
         while place is not None and not self.mine:
             try:
@@ -136,7 +136,7 @@ class Turn:
         return interrupt
 
     def _come(self) -> tuple[int, threading.Lock] | None:
-        """A place among those that wait, None where the turn is taken at once."""
+        """Return a place among those that wait, None where the turn is taken at once."""
         me = threading.get_ident()
         with self._lock:
             if self._owner in (me, None):

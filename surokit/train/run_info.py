@@ -24,7 +24,7 @@ class Light(NamedTuple):
 
 
 def describe(session: Session, total: int | None, started: float, light: Light, resumes: bool) -> RunInfo:
-    """total: the step that the run is planned to end at. started: seconds since 1970. resumes: by the next run()."""
+    """Return total: the step that the run is planned to end at. started: seconds since 1970. resumes: by the next run()."""
     recipe = session.recipe
     return RunInfo(
         title=title_of(session),
@@ -48,17 +48,17 @@ def describe(session: Session, total: int | None, started: float, light: Light, 
 
 
 def title_of(session: Session) -> str:
-    """The recipe's name, or the model's class."""
+    """Return the recipe's name, or the model's class."""
     return session.recipe.name if session.recipe else type(session.model).__name__
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or "cpu"."""
+    """Return the GPU's name, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def gpus_of(device: torch.device) -> int:
-    """How many GPUs work on a run that this process is part of; 0 on a CPU."""
+    """Return how many GPUs work on a run that this process is part of; 0 on a CPU."""
     if device.type == "cpu":
         return 0
     sharded = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -66,7 +66,7 @@ def gpus_of(device: torch.device) -> int:
 
 
 def light_of(session: Session) -> Light:
-    """The model's work a token at the length last trained on, against the device's bf16 peak, whatever the recipe."""
+    """Return the model's work a token at the length last trained on, against the device's bf16 peak, whatever the recipe."""
     if session.device.type != "cuda":
         return Light(None, None, f"no peak rate is known for {session.device.type}")
     from surokit.planner import count_flops, find_gpu, read_shape
@@ -83,7 +83,7 @@ def light_of(session: Session) -> Light:
 
 
 def plan_arguments(session: Session) -> dict[str, Any]:
-    """What a session knows of its steps; batch and length by its last step, or by its data before there is one."""
+    """Return what a session knows of its steps; batch and length by its last step, or by its data before there is one."""
     found: dict[str, Any] = {"optimizer": session.optimizer, "accumulate": session.accumulate}
     if session.graphs.state in ("on", "waiting"):
         found["graphs"] = True
@@ -94,7 +94,7 @@ def plan_arguments(session: Session) -> dict[str, Any]:
 
 
 def batch_sizes(source: Any) -> dict[str, int]:
-    """Rows and length of the batches of a source that tells them, by attributes or by its first batch; else nothing."""
+    """Return rows and length of the batches of a source that tells them, by attributes or by its first batch; else nothing."""
     batch, length = getattr(source, "batch", None), getattr(source, "length", None)
     if isinstance(source, Sequence) and len(source) and isinstance(source[0], Mapping):
         sizes: Any = getattr(source[0].get("input_ids"), "shape", ())

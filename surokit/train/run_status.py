@@ -143,7 +143,7 @@ class Journal:
 
     @property
     def phase(self) -> Phase:
-        """How the run is doing, by the records that have arrived."""
+        """Return how the run is doing, by the records that have arrived."""
         return self._health.phase
 
     def judge(self, record: Record) -> Verdict:
@@ -183,7 +183,7 @@ class Journal:
         self._conditions = tuple(conditions)
 
     def _fulfilled(self, condition: Condition, record: Record, verdict: Verdict) -> str:
-        """Why the run shall end, "" where it shall not. A function that raises is dropped with a warning."""
+        """Return why the run shall end, "" where it shall not. A function that raises is dropped with a warning."""
         if isinstance(condition, str):
             text = next((event.text for event in verdict.events if event.kind in NAMES[condition]), None)
             if text is None and verdict.entered != condition:

@@ -204,7 +204,7 @@ class Session(Trainer):
     def run(
         self, steps: int | None = None, minutes: float | None = None, *, thread: bool | None = None
     ) -> Running | None:
-        """Trains for so many more steps, or minutes, whichever ends first; with neither, to the end of the schedule.
+        """Train for so many more steps, or minutes, whichever ends first; with neither, to the end of the schedule.
 
         An interrupt (Ctrl-C, the notebook's stop button), `stop()` from another thread or a file named "stop" in the
         run directory ends it between two steps; the next run() goes on. A second interrupt ends it at once, and the
@@ -272,11 +272,11 @@ class Session(Trainer):
 
     @property
     def run_s(self) -> float:
-        """Seconds in run() so far, with evaluations and checkpoints."""
+        """Return the seconds in run() so far, with evaluations and checkpoints."""
         return self._run_s + (0.0 if self._began is None else time.monotonic() - self._began)
 
     def step(self, batch: Batch | Sequence[Batch]) -> Record:
-        """One optimizer step on a batch: a dict, which is split in `accumulate` equal parts along B, or a list of dicts.
+        """Take one optimizer step on a batch: a dict, which is split in `accumulate` equal parts along B, or a list of dicts.
 
         Nothing waits here; reading `.loss` of the record does. An interrupt undoes the step, or comes at its end where weights
         change already. eval_every, save_every and the files that end or pause a run belong to run(): a loop of your own calls
@@ -351,7 +351,7 @@ class Session(Trainer):
         return record
 
     def to_device(self, batch: Batch) -> Batch:
-        """The batch on the device, with what the model is told beside it."""
+        """Return the batch on the device, with what the model is told beside it."""
         return self.prefetch({**batch, **self._for_documents} if "position_ids" in batch else batch)
 
     # -- looking
@@ -394,7 +394,7 @@ class Session(Trainer):
 
     @property
     def info(self) -> RunInfo:
-        """What the run is, as far as it is known now."""
+        """Return what the run is, as far as it is known now."""
         return self.journal.describe()
 
     def note(self, text: str) -> None:
@@ -413,7 +413,7 @@ class Session(Trainer):
 
     @at_a_boundary
     def evaluate(self, data: Iterable[Batch] | None = None) -> float:
-        """Mean held-out loss over the labels that count, on `data` or the session's `eval`; waits for the device.
+        """Return the mean held-out loss over the labels that count, on `data` or the session's `eval`; waits for the device.
 
         Leaves training mode, random states, gradients and delayed scales as they were.
         """
@@ -478,13 +478,13 @@ class Session(Trainer):
 
     @at_a_boundary
     def summary(self, usd_per_gpu_hour: float | None = None) -> Summary:
-        """Sustained tokens/s with spread and drift, idle share, utilisation, memory, cost; see Summary."""
+        """Return the sustained tokens/s with spread and drift, idle share, utilisation, memory, cost; see Summary."""
         self.arrivals.drain(wait=True)
         return summarize(self, usd_per_gpu_hour)
 
     @at_a_boundary
     def layers(self) -> pd.DataFrame:
-        """What surokit.numerics() measured, one row a sampled step, layer and product: step, layer, gemm, sqnr_db, clipped,
+        """Return what surokit.numerics() measured, one row a sampled step, layer and product: step, layer, gemm, sqnr_db, clipped,
         underflow, amax_a, amax_b, scale_spread, in_force_a, in_force_b, bad. Waits for what is on its way.
         """
         if not self.measuring.watchers:
@@ -511,12 +511,12 @@ class Session(Trainer):
 
     @property
     def first_bad(self) -> str:
-        """The layer that went bad first, with the step and the reason; "" where none did or nothing is measured."""
+        """Return the layer that went bad first, with the step and the reason; "" where none did or nothing is measured."""
         return next((watcher.first_bad for watcher in self.measuring.watchers if watcher.first_bad), "")
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe that was applied to the model, None for a model as given."""
+        """Return the recipe that was applied to the model, None for a model as given."""
         return recipe_of(self.model)
 
     @property
@@ -527,7 +527,7 @@ class Session(Trainer):
 
     @property
     def graphs(self) -> Capture:
-        """Whether steps run as CUDA graphs ("on", "waiting", "off"), and why."""
+        """Return whether steps run as CUDA graphs ("on", "waiting", "off"), and why."""
         return self.engine.capture
 
     def __repr__(self) -> str:
@@ -562,7 +562,7 @@ class Session(Trainer):
         recipe: Recipe | str | None = None,
         **changes: Any,
     ) -> Session:
-        """The session of a run directory's latest checkpoint, or of one checkpoint, ready to go on bit for bit.
+        """Return the session of a run directory's latest checkpoint, or of one checkpoint, ready to go on bit for bit.
 
         model: a fresh one of the same shape; None rebuilds a surokit.Decoder from the checkpoint. data: what the run was
         started with. recipe: the checkpoint's, which is applied where `model` has none yet, and so is its fusion. changes:
@@ -598,7 +598,7 @@ class Session(Trainer):
         run_dir: str | Path | None = None,
         meters: Sequence[Meter | Attachable] | None = None,
     ) -> Session:
-        """A twin that goes on from here with copies of its own: same weights, optimizer state, step, schedule, seed and
+        """Return a twin that goes on from here with copies of its own: same weights, optimizer state, step, schedule, seed and
         random states, same next batch; only the recipe differs. With the same recipe it does bit for bit the same.
 
         Optimizer state stays with every parameter that `recipe` still trains; new ones (adapters) start without. Delayed

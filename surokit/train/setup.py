@@ -71,7 +71,7 @@ def check_settings(
 
 
 def _check_forward(model: nn.Module) -> None:
-    """TypeError for a model whose forward does not take what a batch holds; who looks at the call first is trusted."""
+    """Raise TypeError for a model whose forward does not take what a batch holds; who looks at the call first is trusted."""
     if type(model).__call__ is not nn.Module.__call__ or forward_pre_hooks(model):
         return
     try:
@@ -88,7 +88,7 @@ def _check_forward(model: nn.Module) -> None:
 
 
 def planned_steps(steps: int | None, minutes: float | None, schedule: Any, done: int) -> int | None:
-    """Steps that a run shall take, to the end of the schedule where neither is given; None where minutes decide."""
+    """Return the steps that a run shall take, to the end of the schedule where neither is given; None where minutes decide."""
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
         raise ValueError(f"run(steps={steps!r}): the number of further steps is a whole number >= 0.")
     if minutes is not None and not 0 <= minutes < math.inf:
@@ -108,7 +108,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def check_place(model: nn.Module, device: torch.device) -> None:
-    """RuntimeError where the model computes elsewhere now than when its session was made."""
+    """Raise RuntimeError where the model computes elsewhere now than when its session was made."""
     here = next(model.parameters()).device
     if here != device and (here := device_of(model)) != device:
         raise RuntimeError(
@@ -127,7 +127,8 @@ class Vocabulary:
 
     @staticmethod
     def of(model: nn.Module) -> Vocabulary:
-        """A Decoder's, or as a model of transformers says where its tokens come in and go out; any number without embeddings."""
+        """Return a Decoder's, or as a model of transformers says where its tokens come in and go out; any number without
+        embeddings."""
         if isinstance(size := getattr(getattr(model, "config", None), "vocab", None), int):
             return Vocabulary(size, stated=True)
         ends = []
@@ -140,7 +141,7 @@ class Vocabulary:
         return Vocabulary(max(sizes, default=sys.maxsize), stated=False)
 
     def check(self, batch: Any) -> None:
-        """ValueError or TypeError where this is no batch, or has numbers outside of what the model states."""
+        """Raise ValueError or TypeError where this is no batch, or has numbers outside of what the model states."""
         check_batch(batch, self.size if self.stated else None)
 
     @contextmanager
@@ -157,8 +158,8 @@ class Vocabulary:
 
 
 def options_for_documents(model: nn.Module) -> dict[str, Any]:
-    """What forward is told beside a batch with position_ids: a model of transformers that keeps keys and values, as it does unless
-    told not to, takes a packed row for one document. Told not to, it looks for documents, which waits for the device.
+    """Return what forward is told beside a batch with position_ids: a model of transformers that keeps keys and values, as it does
+    unless told not to, takes a packed row for one document. Told not to, it looks for documents, which waits for the device.
     """
     caches = getattr(getattr(model, "config", None), "use_cache", False)
     return {"use_cache": False} if caches and "use_cache" in inspect.signature(model.forward).parameters else {}
@@ -186,7 +187,7 @@ def build_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def claim_folder(run_dir: str | Path | None, exist: str) -> tuple[Path | None, checkpoints.Checkpoint | None]:
-    """The folder to write in, and the checkpoint to go on from."""
+    """Return the folder to write in, and the checkpoint to go on from."""
     if exist not in ("new", "resume", "error"):
         raise ValueError(f"Session(exist={exist!r}): 'new', 'resume' or 'error'.")
     if run_dir is None:
@@ -208,7 +209,7 @@ def claim_folder(run_dir: str | Path | None, exist: str) -> tuple[Path | None, c
 
 
 def rebuild_model(found: checkpoints.Checkpoint) -> nn.Module:
-    """A Decoder with the checkpoint's configuration, dtype and frozen parameters, on the GPU if there is one."""
+    """Return a Decoder with the checkpoint's configuration, dtype and frozen parameters, on the GPU if there is one."""
     from surokit.models.decoder import Decoder, DecoderConfig
 
     config = found.config()
@@ -229,7 +230,7 @@ def rebuild_model(found: checkpoints.Checkpoint) -> nn.Module:
 
 
 def check_recipe(saved: Recipe | None, given: Recipe | None) -> None:
-    """ResumeError where a checkpoint's recipe computes other numbers than the one that it is resumed with."""
+    """Raise ResumeError where a checkpoint's recipe computes other numbers than the one that it is resumed with."""
     if (saved and saved.numbers) != (given and given.numbers):
         raise ResumeError(
             f"The checkpoint was trained with {saved or 'no recipe'} and this session has {given or 'no recipe'}: "
@@ -259,12 +260,13 @@ def parts_of(batch: Batch | Sequence[Batch], accumulate: int) -> Sequence[Batch]
 
 
 def targets_in(batch: Batch) -> Tensor:
-    """Number of labels that count, on the device: the first of a sequence is nobody's target."""
+    """Return the number of labels that count, on the device: the first of a sequence is nobody's target."""
     return (batch["labels"][:, 1:] != -100).sum()
 
 
 def mean_over(loss: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss over `targets` labels that count; NaN over none, which masks the update as any loss that is not finite does.
+    """Return the mean loss over `targets` labels that count; NaN over none, which masks the update as any loss that is not finite
+    does.
 
     Models disagree about the mean of nothing, ours say 0 and those of transformers NaN.
     """
@@ -290,7 +292,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Highest memory so far: of the device's allocator on CUDA, of the process elsewhere (NaN where that is unknown)."""
+    """Return the highest memory so far: of the device's allocator on CUDA, of the process elsewhere (NaN where that is unknown)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     try:

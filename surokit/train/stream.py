@@ -56,16 +56,16 @@ class Stream:
 
     @property
     def epoch(self) -> int:
-        """Epochs begun before this one."""
+        """Return the number of epochs begun before this one."""
         return self._at.epoch
 
     @property
     def index(self) -> int:
-        """Batches taken from this epoch."""
+        """Return the number of batches taken from this epoch."""
         return self._at.taken
 
     def draw(self) -> list[Batch]:
-        """The next `accumulate` batches, which `on_draw` is shown; starts a new epoch where one ends."""
+        """Return the next `accumulate` batches, which `on_draw` is shown; starts a new epoch where one ends."""
         batches = self._group(ends=False)
         if self.on_draw is not None:
             try:
@@ -81,7 +81,7 @@ class Stream:
         self._taken, self._at = [], self._before
 
     def __iter__(self) -> Iterator[Batch]:
-        """The rest of the current epoch, `accumulate` batches joined to one dict."""
+        """Yield the rest of the current epoch, `accumulate` batches joined to one dict."""
         with self._loop():
             while True:
                 epoch = self.epoch
@@ -94,7 +94,7 @@ class Stream:
                     return
 
     def __len__(self) -> int:
-        """Optimizer steps an epoch, where the source knows its length."""
+        """Return optimizer steps an epoch, where the source knows its length."""
         return len(self.source) // self.accumulate
 
     @property
@@ -103,7 +103,7 @@ class Stream:
 
     @property
     def chat_template(self) -> str | None:
-        """What the data's conversations were rendered with; None where it holds none, or does not say."""
+        """Return what the data's conversations were rendered with; None where it holds none, or does not say."""
         return getattr(self.source, "chat_template", None)
 
     @cached_property
@@ -111,7 +111,7 @@ class Stream:
         return fingerprint(self.source)
 
     def _group(self, ends: bool) -> list[Batch]:
-        """`accumulate` batches; with `ends`, none where the epoch is over."""
+        """Return `accumulate` batches; with `ends`, none where the epoch is over."""
         began = time.perf_counter()
         self._before, self._taken, self._begun = self._at, [], None
         try:
@@ -134,7 +134,7 @@ class Stream:
         return [batch for batch, _ in self._taken]
 
     def _from_source(self) -> tuple[Batch, _Position] | None:
-        """The next batch of this epoch and the position after it; None where the epoch ends, and the next one begins."""
+        """Return the next batch of this epoch and the position after it; None where the epoch ends, and the next one begins."""
         epoch, index, start = self._at
         if self._broken:
             self._iterate_again()
@@ -173,7 +173,7 @@ class Stream:
     # -- position
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch taken."""
+        """Return the position after the last batch taken."""
         exact = _stateful(self.source) and not self._returned
         return {**self._at._asdict(), "source": self.source.state_dict() if exact else None}
 
@@ -240,7 +240,7 @@ class _Position(NamedTuple):
 
 
 def check_source(source: Any) -> None:
-    """TypeError for what cannot be iterated again and again."""
+    """Raise TypeError for what cannot be iterated again and again."""
     if isinstance(source, Iterator):
         raise TypeError(
             "The data is an iterator that can be read only once, so it can neither start a second epoch nor be resumed: "
@@ -253,7 +253,7 @@ def check_source(source: Any) -> None:
 
 
 def check_batch(batch: Any, vocabulary: int | None = None) -> None:
-    """ValueError or TypeError that says what a batch must look like; host work only.
+    """Raise ValueError or TypeError that says what a batch must look like; host work only.
 
     vocabulary: of the model, against which token ids and labels are held where they are on the host. On a GPU they are not looked
     at, since that would wait for it.
@@ -295,7 +295,7 @@ def _check_range(what: str, values: Tensor, vocabulary: int, remedy: str) -> Non
 
 
 def join(batches: list[Batch]) -> Batch:
-    """One dict with the batches along B; ValueError where their other sizes differ."""
+    """Return one dict with the batches along B; ValueError where their other sizes differ."""
     if len(batches) == 1:
         return batches[0]
     try:
@@ -309,7 +309,7 @@ def join(batches: list[Batch]) -> Batch:
 
 
 def fingerprint(source: Any) -> str | None:
-    """What identifies the data: its own `fingerprint`, or a hash of a list's batches; None where that is not known."""
+    """Return what identifies the data: its own `fingerprint`, or a hash of a list's batches; None where that is not known."""
     own = getattr(source, "fingerprint", None)
     if isinstance(own, str):
         return own

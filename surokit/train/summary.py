@@ -79,7 +79,7 @@ class Summary:
     graphs: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Every field; plain numbers and strings."""
+        """Return every field; plain numbers and strings."""
         return asdict(self)
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -129,7 +129,7 @@ class Summary:
 
 
 def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summary:
-    """The summary of the steps that `session.records` holds; ValueError before the first step."""
+    """Return the summary of the steps that `session.records` holds; ValueError before the first step."""
     from surokit.profiler.monitoring.sustained import sustain
 
     columns = {name: session.records.column(name) for name in session.records.names}
@@ -185,6 +185,6 @@ def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summar
 
 
 def _utilisation(session: Session, tokens_per_s: float) -> tuple[float | None, str]:
-    """(model FLOPs utilisation, the peak's name), or (None, why there is none). Always against bf16, whatever the recipe."""
+    """Return (model FLOPs utilisation, the peak's name), or (None, why there is none). Always against bf16, whatever the recipe."""
     flops, tflops, peak = light_of(session)
     return (None if flops is None or tflops is None else tokens_per_s * flops / (tflops * 1e12)), peak

@@ -25,7 +25,8 @@ _NAMED_LAYERS = 20  # up to so many, each has its name below the axis
 
 
 def plot_runs(runs: Mapping[str, Any], baseline: str | None = "bf16", smooth: int | None = None) -> Figure:
-    """Left: smoothed loss by step, each step's own faint behind it. Right: the gap to the baseline, in percent of it.
+    """Plot on the left the smoothed loss by step, each step's own faint behind it. Right: the gap to the baseline, in percent of
+    it.
 
     runs: name -> Session, Live, pandas frame (columns step and loss) or anything with `.records.frame()` or `.frame()`.
     baseline: name of the run that the others are held against; None leaves the right picture out. smooth: steps in the
@@ -101,7 +102,7 @@ def plot_runs(runs: Mapping[str, Any], baseline: str | None = "bf16", smooth: in
 
 
 def plot_errors(frame: Any, title: str = "") -> Figure:
-    """Error against layer: SQNR in dB of each recipe's products, one panel a product, the worst layer of each by name.
+    """Raise Error against layer: SQNR in dB of each recipe's products, one panel a product, the worst layer of each by name.
 
     frame: what `surokit.compare` returns, or anything with the columns layer, gemm, recipe and sqnr_db; layers stand in the
     frame's order. A product that is exact has no error to draw. Of every recipe the worst layer is ringed. Returns the figure,
@@ -182,7 +183,7 @@ def plot_errors(frame: Any, title: str = "") -> Figure:
 
 
 def plot_front(front: Sequence[Any], best: Any, max_gap: float, unit: str) -> Figure:
-    """Loss gap against planned time, for `surokit.tune`: predicted as a line, measured as dots, the chosen one by name."""
+    """Return loss gap against planned time, for `surokit.tune`: predicted as a line, measured as dots, the chosen one by name."""
     from matplotlib import pyplot as plt
 
     figure, ax = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
@@ -242,14 +243,14 @@ def _name_layers(axes: Any, layers: Sequence[str]) -> None:
 
 
 def _common(names: Sequence[str]) -> str:
-    """The path that all names begin with, up to a dot."""
+    """Return the path that all names begin with, up to a dot."""
     first, last = min(names), max(names)
     same = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
     return first[: first.rfind(".", 0, same) + 1]
 
 
 def _curve(name: str, run: Any) -> tuple[NDArray[np.float64], ...]:
-    """step, loss, and step, value of the held-out points."""
+    """Return the step, loss, and step, value of the held-out points."""
     source = getattr(run, "records", run)
     frame = source.frame() if hasattr(source, "frame") else source
     columns = getattr(frame, "columns", frame)
@@ -267,7 +268,8 @@ def _curve(name: str, run: Any) -> tuple[NDArray[np.float64], ...]:
 
 
 def _smooth(values: NDArray[np.float64], steps: int | None) -> NDArray[np.float64]:
-    """Bias-corrected exponential average over about `steps`, by default as `LossMean` has it; NaN where the value is not finite."""
+    """Return bias-corrected exponential average over about `steps`, by default as `LossMean` has it; NaN where the value is not
+    finite."""
     out, mean = np.full(len(values), np.nan), LossMean()
     total = weight = 0.0
     new = 1.0 / max(1.0, steps or 1.0)

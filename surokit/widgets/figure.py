@@ -103,7 +103,7 @@ def nice_ticks(low: float, high: float, target: int = 5) -> list[float]:
 
 
 def plain(text: str) -> str:
-    """The text without what cannot be shown: colour codes, other control characters, halves of characters."""
+    """Return the text without what cannot be shown: colour codes, other control characters, halves of characters."""
     return _UNFIT.sub("", text)
 
 
@@ -112,7 +112,7 @@ def _escaped(text: str) -> str:
 
 
 def short(value: float, digits: int = 3) -> str:
-    """A number as people read it: 950, 18.2k, 1.25M, 3.41, 0.00021 as 2.1e-4; non-finite values by name."""
+    """Return a number as people read it: 950, 18.2k, 1.25M, 3.41, 0.00021 as 2.1e-4; non-finite values by name."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -140,7 +140,7 @@ def _trim(text: str) -> str:
 
 
 def _tick_labels(ticks: Sequence[float], percent: bool) -> list[str]:
-    """Labels of one axis share their number of decimals, so that 3, 3.5, 4 reads 3.0, 3.5, 4.0."""
+    """Return labels of one axis share their number of decimals, so that 3, 3.5, 4 reads 3.0, 3.5, 4.0."""
     scale, unit = (100.0, "%") if percent else (1.0, "")
     top = max((abs(t) * scale for t in ticks), default=0.0)
     for bound, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -177,7 +177,7 @@ def thin(x: Sequence[float], y: Sequence[float], limit: int) -> tuple[list[float
 
 
 def _limits(pane: Pane) -> tuple[float, float]:
-    """The y range: what the pane fixes, else the data's own with a little air; a robust pane may cut the highest
+    """Return the y range: what the pane fixes, else the data's own with a little air; a robust pane may cut the highest
     percent off.
     """
     finite = [v for line in pane.lines for v in line.y if abs(v) < _HUGE]
@@ -199,7 +199,7 @@ def _limits(pane: Pane) -> tuple[float, float]:
 
 
 def _path(points: Iterable[tuple[float, float] | None]) -> str:
-    """An SVG path in tenths of a pixel, relative after each move: the shortest plain text for a line. None lifts the
+    """Return an SVG path in tenths of a pixel, relative after each move: the shortest plain text for a line. None lifts the
     pen.
     """
     parts: list[str] = []
@@ -225,7 +225,7 @@ def _text(x: float, y: float, text: str, kind: str, anchor: str = "") -> str:
 
 
 def draw_pane(pane: Pane, width: float) -> str:
-    """The SVG group of one pane in a figure `width` px wide."""
+    """Return the SVG group of one pane in a figure `width` px wide."""
     margin_left, margin_right, head, foot = 44.0, 12.0, 30.0, 18.0
     left = pane.left * width + margin_left
     right = (pane.left + pane.width) * width - margin_right
@@ -335,7 +335,7 @@ def _draw_mark(mark: Mark, frame: tuple[float, float, float, float], x_map: tupl
 def _table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], colors: Sequence[int], top: float, width: float
 ) -> str:
-    """Cells as text: the first column on the left behind its run's colour, the others flush right, spread over the width."""
+    """Return cells as text: the first column on the left behind its run's colour, the others flush right, spread over the width."""
     sizes = [max(map(len, column)) * 6.6 for column in zip(columns, *rows)]
     gap = (width - 28 - 16 - sum(sizes)) / max(len(columns) - 1, 1)
     ends = [30 + sum(sizes[: i + 1]) + gap * i for i in range(len(columns))]
@@ -352,7 +352,7 @@ def _table(
 
 
 def _legend(lines: Sequence[Line], right: float, y: float) -> str:
-    """Names of the lines, right-aligned in the pane's head; one line needs none."""
+    """Return names of the lines, right-aligned in the pane's head; one line needs none."""
     shown = [line for line in lines if len(line.x)]
     if len(shown) < 2:
         return ""
@@ -369,7 +369,7 @@ def _legend(lines: Sequence[Line], right: float, y: float) -> str:
 
 
 def _css(theme: Theme) -> str:
-    """Colours in layers, see the top of this file. Every rule starts with `.sk`, so that an inline picture leaves its
+    """Return colours in layers, see the top of this file. Every rule starts with `.sk`, so that an inline picture leaves its
     page alone.
     """
 
@@ -425,7 +425,7 @@ def figure(
     width: int = 560,
     theme: Theme = "auto",
 ) -> str:
-    """A whole picture as SVG text.
+    """Return a whole picture as SVG text.
 
     panes: placed by their own `top` and `left`, below the head line. head: (name, more about it, how it stands) on top, the last
     as a warning if `alarm`. sub: a second row under it, left and right. progress: 0..1 for a thin bar under the head, None for no

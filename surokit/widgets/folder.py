@@ -58,7 +58,7 @@ class RunFolder:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to be expected: the run has ended, or its process has, and all of its records are here."""
+        """Return whether nothing more is to be expected: the run has ended, or its process has, and all of its records are here."""
         if self.status is None:
             return bool(self.ended) and not self.reader.behind
         ended = self.status.over or (self._gone and self._silent_s > GONE_S)
@@ -66,7 +66,7 @@ class RunFolder:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is a run that could be asked to stop; one that is silent may still hear."""
+        """Return whether there is a run that could be asked to stop; one that is silent may still hear."""
         return not self.over and not (self.status is not None and self.status.over)
 
     def look(self, budget_s: float = math.inf) -> bool:
@@ -110,12 +110,12 @@ class RunFolder:
 
     @property
     def _silent(self) -> bool:
-        """A step that takes long is silence too, so five of them have to have passed."""
+        """Return a step that takes long is silence too, so five of them have to have passed."""
         return self._silent_s > max(SILENT_S, 5 * self.reader.step_s)
 
     @property
     def _process_gone(self) -> bool:
-        """Whether the run's process is known to have ended; False on another machine, which cannot be asked."""
+        """Return whether the run's process is known to have ended; False on another machine, which cannot be asked."""
         info = self.status.info if self.status is not None else None
         if info is None or info.pid <= 0 or info.host != socket.gethostname() or os.name != "posix":
             return False
@@ -129,7 +129,7 @@ class RunFolder:
 
     @property
     def _run_s(self) -> float:
-        """The run's wall time at the last step: what run.json says, and the steps since; NaN where it does not say."""
+        """Return the run's wall time at the last step: what run.json says, and the steps since; NaN where it does not say."""
         status = self.status
         if status is None or status.run_s is None or not 0 <= status.run_s < math.inf:
             return math.nan
@@ -173,7 +173,7 @@ class RunFolder:
 
 
 def _is_zombie(pid: int) -> bool:
-    """Whether a process has ended and nobody has taken note, as happens in a container without an init; Linux."""
+    """Return whether a process has ended and nobody has taken note, as happens in a container without an init; Linux."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2]
     except OSError:
@@ -182,7 +182,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def _about(seconds: float) -> str:
-    """A span in words that change as seldom as they can."""
+    """Return a span in words that change as seldom as they can."""
     for unit, length in (("days", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds // length:.0f} {unit}"
@@ -204,7 +204,7 @@ def _is_run(path: Path) -> bool:
 
 
 def begun(path: Path) -> bool:
-    """Whether a path says what it is: a file, the folder of a run or of a race, or a folder that has such a folder."""
+    """Return whether a path says what it is: a file, the folder of a run or of a race, or a folder that has such a folder."""
     if not path.is_dir():
         return path.exists()
     inside = [path, *path.iterdir()]
@@ -212,7 +212,7 @@ def begun(path: Path) -> bool:
 
 
 def runs_in(path: Path) -> list[Path]:
-    """The folders of runs that a folder has, in order of their names; the folder itself where it is a run's or has none."""
+    """Return the folders of runs that a folder has, in order of their names; the folder itself where it is a run's or has none."""
     if not path.is_dir() or _is_run(path):
         return [path]
     runs = [inside for inside in path.iterdir() if (inside / RECORDS).exists() or (inside / FILE).exists()]
@@ -256,14 +256,14 @@ class RaceFolder:
         self.state, self.round, self.turn = str(state), int(round), str(turn)
 
     def words(self, states: Iterable[PanelState]) -> str:
-        """The headline of its picture."""
+        """Return the headline of its picture."""
         reasons = [state.reason or "" for state in states]
         lost = self.goes_on and bool(reasons) and all(reason.startswith("lost") for reason in reasons)
         return race_words("lost" if lost else self.state, self.round, self.turn)
 
 
 def race_words(state: str, round: int, turn: str) -> str:
-    """A race in a line: what goes on in it, or how it ended."""
+    """Return a race in a line: what goes on in it, or how it ended."""
     where = f"round {round}" if round else "warm-up"
     if state == "running":
         return " · ".join(["race", where, *([f"{turn}'s turn"] if turn else [])])

@@ -60,14 +60,14 @@ class Watch:
 
     @property
     def over(self) -> bool:
-        """Whether every run is over: it has said so, or its process is known to have ended; `reasons` tells which."""
+        """Return whether every run is over: it has said so, or its process is known to have ended; `reasons` tells which."""
         begins = any(race.goes_on and not path.exists() for race in self.races.values() for path in race.runs.values())
         return not begins and all(folder.over for folder in self.folders.values())
 
     @property
     def reasons(self) -> dict[str, str | None]:
-        """How each run stands, by its name: None while it goes on; "done", "interrupted", "stopped: ..." or "failed: ..." where it
-        said so itself; "lost: ..." where there is no sign of life or its process or folder is gone."""
+        """Return how each run stands, by its name: None while it goes on; "done", "interrupted", "stopped: ..." or "failed: ..."
+        where it said so itself; "lost: ..." where there is no sign of life or its process or folder is gone."""
         return {name: state.reason for name, state in self.states.items()}
 
     @property
@@ -113,7 +113,7 @@ class Watch:
         return news
 
     def _who_races(self, label: str, race: RaceFolder) -> list[str]:
-        """The names of a race's runs, which may begin while it is watched, and what the race says of them."""
+        """Return the names of a race's runs, which may begin while it is watched, and what the race says of them."""
         found = []
         for title, path in race.runs.items():
             name = f"{label}/{title}" if label else title
@@ -159,14 +159,14 @@ class Watch:
 
 
 def _cell() -> int | None:
-    """The number of the cell that runs; None outside a notebook."""
+    """Return the number of the cell that runs; None outside a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return None if shell is None else int(shell.execution_count)
 
 
 def watch(*folders: str | Path, follow: bool = True, every_s: float = EVERY_S, view: View | ViewName = "auto") -> Watch:
-    """A panel of the runs in these folders, written by whichever kernel, process or machine: `sk.watch("runs/a", "runs/b")`.
+    """Return a panel of the runs in these folders, written by whichever kernel, process or machine: `sk.watch("runs/a", "runs/b")`.
     A race's folder stands for its runs, under the names that they have there, and a line says how the race stands; any other that
     has folders of runs, for those that are in it now.
 
@@ -208,7 +208,7 @@ def _is_race(path: Path) -> bool:
 
 
 def _names(paths: Iterable[Path]) -> list[str]:
-    """The ends of the paths that tell them apart."""
+    """Return the ends of the paths that tell them apart."""
     parts = [path.parts for path in paths]
     if not parts:
         return []

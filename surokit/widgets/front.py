@@ -54,7 +54,7 @@ class Controls(Protocol):
 
 
 def draws_widgets() -> bool:
-    """Whether the cell that runs came from JupyterLab or Notebook 7, and anywidget is here to draw in it.
+    """Return whether the cell that runs came from JupyterLab or Notebook 7, and anywidget is here to draw in it.
 
     Told by what they write into a request, the cell's id; nbclient and consoles do not. VS Code and Colab do, or something like
     it, but fetch widgets' scripts from elsewhere.
@@ -118,7 +118,7 @@ class WidgetView:
             self.widget = self._wire = self._output = self._picture = None
 
     def _send(self, final: bool) -> bool:
-        """One message. Whether it holds a keyframe, so that there may be more to tell."""
+        """Return one message. Whether it holds a keyframe, so that there may be more to tell."""
         texts = self._wire.next(final) if self._wire is not None else {}
         with self.widget.hold_sync():  # one message
             for name, text in texts.items():
@@ -141,7 +141,7 @@ class WidgetView:
         self._picture = self._display(self._drawn(states), raw=True, display_id=True)
 
     def _drawn(self, states: Mapping[str, PanelState]) -> Bundle:
-        """The picture as it is now, with a mark by which the page's part knows its own."""
+        """Return the picture as it is now, with a mark by which the page's part knows its own."""
         self._pictured = self._standings(states)
         self._picture_due_s = self._clock() + PICTURE_S
         message = bundle(shown(states), self.theme)
@@ -176,7 +176,7 @@ class WidgetView:
 
 
 def shown(states: Mapping[str, PanelState]) -> Any:
-    """What a picture is drawn of: the one state, or all of them by name."""
+    """Return what a picture is drawn of: the one state, or all of them by name."""
     return next(iter(states.values())) if len(states) == 1 else states
 
 
@@ -194,7 +194,7 @@ def answer_where_asked(comm: Any) -> None:
 
 @cache
 def _widget_class() -> type:
-    """The widget: one synchronized text for each name of the wire's, what the buttons can do, and the mark."""
+    """Return the widget: one synchronized text for each name of the wire's, what the buttons can do, and the mark."""
     import anywidget
     import traitlets
 

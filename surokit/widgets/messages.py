@@ -136,8 +136,8 @@ class Wire:
         self._gens = self._n = 0
 
     def next(self, final: bool = False) -> dict[str, str]:
-        """The texts of the next message by the names of their traits: `head`, `delta`, and those keys that changed. Never more
-        than MESSAGE_BYTES together. final: nothing more comes for now; the message is complete either way.
+        """Return the texts of the next message by the names of their traits: `head`, `delta`, and those keys that changed. Never
+        more than MESSAGE_BYTES together. final: nothing more comes for now; the message is complete either way.
         """
         self._n += 1
         states = dict(list(self._states.items())[:RUNS])
@@ -193,7 +193,7 @@ class Wire:
         return limit
 
     def _due(self, limit: int) -> list[_Slot]:
-        """The curves whose keyframes are due: the oldest first, of equals the most important."""
+        """Return the curves whose keyframes are due: the oldest first, of equals the most important."""
         now = self._clock()
 
         def is_due(slot: _Slot) -> bool:
@@ -301,7 +301,7 @@ class Wire:
 
 
 def weight(name: str, text: str) -> int:
-    """Bytes of a trait in a message: JSON text within JSON."""
+    """Return the bytes of a trait in a message: JSON text within JSON."""
     return len(json.dumps({name: text}, ensure_ascii=False).encode())
 
 
@@ -311,7 +311,7 @@ def _left(out: Mapping[str, str]) -> int:
 
 
 def _known(state: PanelState) -> list[str]:
-    """The curves of a state that have points, most important first."""
+    """Return the curves of a state that have points, most important first."""
     return [name for name in NAMES if getattr(state, name).last is not None]
 
 

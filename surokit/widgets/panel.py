@@ -121,7 +121,7 @@ class Run:
         self._panel.refresh()
 
     def run_s(self) -> float:
-        """Seconds that the run has run so far."""
+        """Return the seconds that the run has run so far."""
         return self._ran_s + (0.0 if self._began_s is None else self._panel.clock() - self._began_s)
 
     @property
@@ -187,11 +187,11 @@ class Panel:
 
     @property
     def state(self) -> PanelState:
-        """The first run's."""
+        """Return the first run's."""
         return next(iter(self.states.values()))
 
     def run(self, name: str) -> Run:
-        """The subscriber of the run of that name."""
+        """Return the subscriber of the run of that name."""
         run = self._runs.get(name)
         if run is None or run.state is not self.states[name]:
             run = self._runs[name] = Run(self, self.states[name])
@@ -272,7 +272,7 @@ def front_end() -> Literal["notebook", "text"]:
 
 
 def best_view(every_s: float = 0.25, theme: Theme = "auto", control: Controls | None = None) -> View:
-    """The widget where the front end draws widgets, the SVG view in other notebooks, the text view elsewhere."""
+    """Return the widget where the front end draws widgets, the SVG view in other notebooks, the text view elsewhere."""
     if front_end() == "text":
         return TextView()
     return WidgetView(control, every_s, theme) if draws_widgets() else SvgView(every_s, theme)

@@ -96,7 +96,7 @@ class Figure(NamedTuple):
 
 
 def figures(state: PanelState) -> list[Figure]:
-    """The figures of a run that are known, most important first."""
+    """Return the figures of a run that are known, most important first."""
     out = []
     if state.loss_mean.last or state.loss.last:
         held_out = [f"held out {_loss(state.held_out)}"] if state.held_out.last else []
@@ -124,12 +124,12 @@ def figures(state: PanelState) -> list[Figure]:
 
 
 def smoothing_words(state: PanelState) -> str:
-    """What the loss that is told is: the mean over how many steps, or without a finite one the last step's."""
+    """Return what the loss that is told is: the mean over how many steps, or without a finite one the last step's."""
     return ema_words(state.smoothing.over_steps) if state.loss_mean.last else "last step"
 
 
 def phase_words(state: PanelState) -> str:
-    """The health's phase while a run goes on, else how it stands."""
+    """Return the health's phase while a run goes on, else how it stands."""
     return state.health.phase if state.standing == "running" and state.health.phase else state.standing
 
 
@@ -148,14 +148,14 @@ def dollars(usd: float) -> str:
 
 
 def suggestion(state: PanelState) -> str:
-    """What can be done about the worst that happened; of equals the latest. "" where there is nothing to say."""
+    """Return what can be done about the worst that happened; of equals the latest. "" where there is nothing to say."""
     ranks = list(KINDS)
     told = [event for event in state.events if event.suggestion and event.kind in ranks]
     return min(reversed(told), key=lambda event: ranks.index(event.kind)).suggestion if told else ""
 
 
 def run_table(states: Mapping[str, PanelState]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the figures of several runs, a row a run; columns that no run has are left out."""
+    """Return columns and rows of the figures of several runs, a row a run; columns that no run has are left out."""
     wanted = [
         ("step", lambda s: f"{s.step:,}"),
         ("loss (EMA)", lambda s: _loss(s.loss_mean)),
@@ -176,14 +176,15 @@ def run_table(states: Mapping[str, PanelState]) -> tuple[list[str], list[list[st
 
 
 def bundle(states: States, theme: Theme = "auto") -> Bundle:
-    """The states as one display message: the picture and the same facts in words. At most MESSAGE_BYTES long."""
+    """Return the states as one display message: the picture and the same facts in words. At most MESSAGE_BYTES long."""
     words = plain(summary_text(states))
     return {"text/plain": words, "image/svg+xml": picture(states, theme, MESSAGE_BYTES - len(words.encode()))}
 
 
 def picture(states: States, theme: Theme = "auto", room: int = MESSAGE_BYTES) -> str:
-    """The panel as SVG: loss with its events on top, tokens/s and idle share below, warnings and the reason of the end at the foot;
-    of several runs their losses and rates over each other, and a table. room: bytes it may take; curves get coarser to fit.
+    """Return the panel as SVG: loss with its events on top, tokens/s and idle share below, warnings and the reason of the end at
+    the foot; of several runs their losses and rates over each other, and a table. room: bytes it may take; curves get coarser to
+    fit.
     """
     if not isinstance(states, PanelState) and len(states) == 1:
         states = next(iter(states.values()))
@@ -195,7 +196,7 @@ def picture(states: States, theme: Theme = "auto", room: int = MESSAGE_BYTES) ->
 
 
 def _span(states: Sequence[PanelState], ended: bool) -> tuple[float, float]:
-    """The steps that the axis shows."""
+    """Return the steps that the axis shows."""
     first = min((float(s.first_step) for s in states if s.first_step is not None), default=0.0)
     first = 0.0 if first == 1.0 else first  # so that the axis starts with a label
     step, total = max((s.step for s in states), default=0), max((s.total or 0 for s in states), default=0)
@@ -331,7 +332,7 @@ def _several(states: Mapping[str, PanelState], theme: Theme, points: int) -> str
 
 
 def headline(states: Mapping[str, PanelState]) -> str:
-    """What several runs are together, and how that stands; "" for runs that are nothing together."""
+    """Return what several runs are together, and how that stands; "" for runs that are nothing together."""
     return cut(states.headline, 60) if isinstance(states, Runs) else ""
 
 
@@ -341,7 +342,7 @@ def _line(curve: Curve, series: Series, color: int, limit: int) -> Line:
 
 
 def _marks(state: PanelState) -> list[Mark]:
-    """The worst and latest events."""
+    """Return the worst and latest events."""
     marks: dict[tuple[int, bool], Mark] = {}  # of one step the worst, and the words
     for event in worst((event for event in state.events if event.kind != "phase"), SHOWN_EVENTS):
         if event.kind == "note":
@@ -356,7 +357,7 @@ def _marks(state: PanelState) -> list[Mark]:
 
 
 def cut(text: str, length: int) -> str:
-    """The text in one line of at most `length` characters; what is left out leaves an ellipsis."""
+    """Return the text in one line of at most `length` characters; what is left out leaves an ellipsis."""
     text = " ".join(plain(text).split())
     return text if len(text) <= length else text[: max(length - 1, 0)].rstrip() + "…" * (length > 0)
 
@@ -366,7 +367,7 @@ def _share(share: float) -> str:
 
 
 def _loss(series: Series) -> str:
-    """The last loss with three decimals, so that its digits stay in place while it moves."""
+    """Return the last loss with three decimals, so that its digits stay in place while it moves."""
     if series.last is None:
         return NONE
     value = series.last[1]
@@ -382,7 +383,7 @@ def _percent(series: Series) -> str:
 
 
 def progress_words(state: PanelState) -> str:
-    """Step, time and time left; before the first step what was noted last, as that the model is compiled."""
+    """Return the step, time and time left; before the first step what was noted last, as that the model is compiled."""
     if state.first_step is None:
         notes = [cut(event.text, 50) for event in state.events if event.kind == "note"]
         return " · ".join(["waiting for the first step", *notes[-1:]])
@@ -395,7 +396,7 @@ def progress_words(state: PanelState) -> str:
 
 
 def money_words(state: PanelState) -> str:
-    """GPU hours and dollars so far, as far as they are known."""
+    """Return GPU hours and dollars so far, as far as they are known."""
     words = [] if state.gpu_hours is None else [f"{hours(state.gpu_hours)} GPU h"]
     return " · ".join(words + ([] if state.usd is None else [dollars(state.usd)]))
 
@@ -410,7 +411,7 @@ def idle_lines(state: PanelState) -> list[str]:
 
 
 def clock_time(seconds: float) -> str:
-    """Seconds as 0:07, 12:30, 3:05:00 or 2 d 03:05."""
+    """Return the seconds as 0:07, 12:30, 3:05:00 or 2 d 03:05."""
     whole = int(seconds + 0.5)
     minutes, second = divmod(whole, 60)
     hours, minute = divmod(minutes, 60)
@@ -421,7 +422,7 @@ def clock_time(seconds: float) -> str:
 
 
 def ending(state: PanelState) -> str:
-    """One line on why the run ended."""
+    """Return one line on why the run ended."""
     reason = state.reason or ""
     at = f"step {state.step:,}"
     if reason == "done":
@@ -441,7 +442,7 @@ def ending(state: PanelState) -> str:
 
 
 def summary_line(state: PanelState) -> str:
-    """The state in one line: for terminals, logs and screen readers."""
+    """Return the state in one line: for terminals, logs and screen readers."""
     words = [" ".join(part for part in (state.title, state.recipe) if part)] if state.title or state.recipe else []
     words.append(progress_words(state))
     if state.loss_mean.last:
@@ -467,7 +468,7 @@ def summary_line(state: PanelState) -> str:
 
 
 def summary_text(states: States) -> str:
-    """The states as plain text of a few lines: the loss as a row of blocks, or of several runs a table."""
+    """Return the states as plain text of a few lines: the loss as a row of blocks, or of several runs a table."""
     if not isinstance(states, PanelState) and len(states) != 1:
         columns, rows = run_table(states)
         table = text_table(rows, header=columns, right=range(1, len(columns)), indent="")
@@ -488,7 +489,8 @@ def summary_text(states: States) -> str:
 
 
 def sustained_lines(state: PanelState) -> list[str]:
-    """Rates over the last second, minute and ten minutes and over all, goodput and lost time where known, in a line; [] before."""
+    """Return rates over the last second, minute and ten minutes and over all, goodput and lost time where known, in a line; []
+    before."""
     rates = {name: recent.rate for name, recent in state.recent.items()} | {"all": state.overall_rate}
     told = [f"{name} {short(rate)}" for name, rate in rates.items() if rate is not None]
     if not told:
@@ -504,7 +506,7 @@ def _lost(seconds: float) -> str:
 
 
 def layer_lines(state: PanelState) -> list[str]:
-    """The layers with the least accurate products in the last sample, one line each under a heading; [] without a meter."""
+    """Return the layers with the least accurate products in the last sample, one line each under a heading; [] without a meter."""
     if not state.layers:
         return []
     lines = [f"Least accurate products, step {state.layers_step:,}"]
@@ -517,7 +519,7 @@ def layer_lines(state: PanelState) -> list[str]:
 
 
 def sparkline(values: list[float], width: int = 48) -> str:
-    """Values as at most `width` block characters, low to high."""
+    """Return values as at most `width` block characters, low to high."""
     count = min(width, len(values))
     chunks = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
     means = [sum(chunk) / len(chunk) for chunk in chunks]

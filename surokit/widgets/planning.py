@@ -57,7 +57,7 @@ _FILLS = {
 
 
 def explore(plan: Plan, theme: Theme = "auto") -> Explorer:
-    """A plan with sliders for batch, length and GPUs, and choices of recipe, GPU, recompute, optimizer and ZeRO stage.
+    """Return a plan with sliders for batch, length and GPUs, and choices of recipe, GPU, recompute, optimizer and ZeRO stage.
 
     In a notebook the returned Explorer shows itself as the last expression of a cell, and `.plan` is what its controls say.
     Anywhere else the plan is printed.
@@ -106,7 +106,7 @@ class Explorer:
         return made
 
     def bundle(self) -> Bundle:
-        """What is shown: the picture, and the plan in words."""
+        """Return what is shown: the picture, and the plan in words."""
         words = repr(self.plan)
         if self.error is not None:
             words = f"{self.error}\nThe last plan that could be made:\n\n{words}"
@@ -143,7 +143,7 @@ class Explorer:
 
 
 def _options(plan: Plan) -> dict[str, dict[str, Any]]:
-    """label -> argument of every control; the plan's own argument is among them, as the first where it has no place."""
+    """Return label -> argument of every control; the plan's own argument is among them, as the first where it has no place."""
     from surokit.recipe import BF16, recipes
 
     options: dict[str, dict[str, Any]] = {}
@@ -166,7 +166,7 @@ def _options(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def _own(plan: Plan) -> dict[str, Any]:
-    """The arguments of the choices as the plan has them, resolved from names."""
+    """Return the arguments of the choices as the plan has them, resolved from names."""
     from surokit.recipe import BF16
 
     of_session = plan.subject.own.arguments.get("optimizer", plan.setup.optimizer)
@@ -202,7 +202,7 @@ def _controls(options: Mapping[str, Mapping[str, Any]], plan: Plan) -> dict[str,
 
 
 def _controls_bundle(controls: Mapping[str, Any]) -> dict[str, Any]:
-    """The controls in two columns; where no kernel draws them, a line of text in their place."""
+    """Return the controls in two columns; where no kernel draws them, a line of text in their place."""
     import ipywidgets as widgets
 
     sliders = widgets.VBox([control for name, control in controls.items() if name in _POWERS])
@@ -216,7 +216,8 @@ def _controls_bundle(controls: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def picture(plan: Plan, error: str | None = None, theme: Theme = "auto", width: int = 640) -> str:
-    """A plan as SVG: the bar of memory against the GPU's, its parts by name, what a step and the run take, and what to know."""
+    """Return a plan as SVG: the bar of memory against the GPU's, its parts by name, what a step and the run take, and what to
+    know."""
     y = 22.0
     out: list[str] = []
     if error is not None:
@@ -256,7 +257,7 @@ def _how(line: Line) -> str:
 
 
 def _bar(plan: Plan, out: list[str], y: float, width: int) -> float:
-    """Name, arguments, verdict and the bar; returns where the next line stands."""
+    """Draw name, arguments, verdict and the bar; returns where the next line stands."""
     memory, setup = plan.memory, plan.setup
     words, warning = verdict(plan)
     recipe = "bf16" if plan.recipe is None else str(getattr(plan.recipe, "name", plan.recipe))
@@ -296,7 +297,7 @@ def _box(part: BarPart, box: str, inside: str = "") -> list[str]:
 
 
 def _parts(memory: Memory, out: list[str], y: float, width: int) -> float:
-    """The bar's legend: each part with its memory, in three columns; returns where the next line stands."""
+    """Return the bar's legend: each part with its memory, in three columns; returns where the next line stands."""
     parts, columns = parts_of(memory), 3
     for number, part in enumerate(parts):
         row, column = divmod(number, columns)

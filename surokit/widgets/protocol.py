@@ -20,7 +20,7 @@ STALE_S = 20.0  # without news: from then on a page that was heard says hello ag
 
 
 def to_page() -> str:
-    """The values as a line of JavaScript."""
+    """Return the values as a line of JavaScript."""
     values = {name: value for name, value in globals().items() if name.isupper()}
     return f"const PROTOCOL = {json.dumps(values)};\n"
 
@@ -32,5 +32,5 @@ def question(content: Any) -> tuple[str, Any]:
 
 
 def answer(n: Any, error: str) -> dict[str, Any]:
-    """The answer to the question of that number. error: why it cannot be done, "" where it is."""
+    """Return the answer to the question of that number. error: why it cannot be done, "" where it is."""
     return {"n": n, "error": error}

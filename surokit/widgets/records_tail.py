@@ -93,14 +93,14 @@ class Reader:
 
     @property
     def behind(self) -> bool:
-        """Whether the file has something that has not been looked at."""
+        """Return whether the file has something that has not been looked at."""
         try:
             return self.path.stat().st_size != self._size
         except OSError:
             return False
 
     def _block(self, file: Any) -> bytes:
-        """The next whole lines, none of which stands on the other side of a cut."""
+        """Return the next whole lines, none of which stands on the other side of a cut."""
         file.seek(self.offset)
         most = min([cut for cut, _ in self._cuts if cut > self.offset], default=math.inf) - self.offset
         data: bytes = file.read(int(min(most, BLOCK_BYTES if self.offset else FIRST_BYTES)))
@@ -144,7 +144,7 @@ class Reader:
         self._set(self.copies[-1] if self.copies else _Copy())
 
     def _in_order(self, columns: Columns, void: float) -> bool:
-        """Whether every step is above the one before it and none is void."""
+        """Return whether every step is above the one before it and none is void."""
         import numpy as np
 
         steps = columns["step"][~np.isnan(columns["wall_ms"])]
@@ -195,8 +195,8 @@ COLUMNS = (
 
 
 def _columns(data: bytes) -> Columns | None:
-    """Lines as columns, NaN where a value is missing; None where they have to be read one by one: without pyarrow, and where a
-    line is broken or a value is no number (NaN is written as a string)."""
+    """Return lines as columns, NaN where a value is missing; None where they have to be read one by one: without pyarrow, and where
+    a line is broken or a value is no number (NaN is written as a string)."""
     try:
         import pyarrow as pa
         import pyarrow.json as pj
@@ -216,13 +216,13 @@ def _columns(data: bytes) -> Columns | None:
 
 
 def _rows(columns: Mapping[str, NDArray[Any]]) -> Iterable[dict[str, Any]]:
-    """The lines that columns were made of."""
+    """Return the lines that columns were made of."""
     for values in zip(*(column.tolist() for column in columns.values())):
         yield {name: value for name, value in zip(columns, values) if value == value}
 
 
 def _merged(columns: Columns) -> tuple[Columns, Columns]:
-    """The steps, with what later lines add to them, and the lines that add to none of these."""
+    """Return the steps, with what later lines add to them, and the lines that add to none of these."""
     import numpy as np
 
     is_step = ~np.isnan(columns["wall_ms"])

@@ -113,14 +113,14 @@ class Series:
 
     @property
     def count(self) -> int:
-        """Points ever appended."""
+        """Return the number of points ever appended."""
         return (len(self._runs) - 1) * self._span + self._open if self._runs else 0
 
     def __len__(self) -> int:
         return self._kept
 
     def points(self) -> tuple[list[float], list[float]]:
-        """(x, y) of the points kept, in order of x; at most `limit`."""
+        """Return (x, y) of the points kept, in order of x; at most `limit`."""
         kept = [p for run in self._runs for p in run]
         return [p[0] for p in kept], [p[1] for p in kept]
 
@@ -229,14 +229,14 @@ class Ruler:
             self._left = self._span
 
     def since(self, after: float = -math.inf) -> list[tuple[float, float, float]]:
-        """The knots of steps above `after`, and the last step's."""
+        """Return the knots of steps above `after`, and the last step's."""
         kept = self._knots[bisect_right(self._knots, after, key=_x) :]
         if self.last is not None and self.last[0] > (kept[-1][0] if kept else after):
             kept.append(self.last)
         return kept
 
     def at(self, step: float) -> tuple[float, float]:
-        """(tokens, seconds) at a step; before the first and after the last knot those of the knot. (0, 0) without any."""
+        """Return (tokens, seconds) at a step; before the first and after the last knot those of the knot. (0, 0) without any."""
         knots = self.since()
         if not knots:
             return 0.0, 0.0
@@ -324,7 +324,7 @@ class PanelState:
 
     @classmethod
     def from_records(cls, records: Any, title: str = "", **options: Any) -> PanelState:
-        """The state of a run that is over: from a pandas DataFrame or an iterable of mappings with the columns of
+        """Return the state of a run that is over: from a pandas DataFrame or an iterable of mappings with the columns of
         `records.frame()`; missing ones are left out.
         """
         state = cls(title, **options)
@@ -546,34 +546,35 @@ class PanelState:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds left at the present pace; None without a total, a pace, or once the run has ended."""
+        """Return the seconds left at the present pace; None without a total, a pace, or once the run has ended."""
         if self.total is None or self.reason is not None or self._steps_sum == 0.0:
             return None
         return max(self.total - self.step, 0) * self._seconds_sum / self._steps_sum
 
     @property
     def overall_rate(self) -> float | None:
-        """Work a second over all steps but the first."""
+        """Return the work a second over all steps but the first."""
         return self._rate_work / self._rate_s if self._rate_s else None
 
     @property
     def goodput(self) -> float | None:
-        """Time of steps that count, without waiting for data or offload, over the wall time of the run; None before the first."""
+        """Return the time of steps that count, without waiting for data or offload, over the wall time of the run; None before the
+        first."""
         return self._good_s / max(self.run_s, self._step_s) if self._step_s and self._accounted else None
 
     @property
     def lost_s(self) -> float | None:
-        """Wall time of the run less the busy time of the steps that count; at least. None where `goodput` is."""
+        """Return the wall time of the run less the busy time of the steps that count; at least. None where `goodput` is."""
         return None if self.goodput is None else max(self.run_s, self._step_s) - self._busy_s
 
     @property
     def _accounted(self) -> bool:
-        """Whether it is known where the run's time went."""
+        """Return whether it is known where the run's time went."""
         return self._waits and self.run_s == self.run_s
 
     @property
     def standing(self) -> Standing:
-        """How the run stands, in a word."""
+        """Return how the run stands, in a word."""
         if self.reason is None:
             return "paused" if self.paused else "waiting" if self.first_step is None else "running"
         for word in ("done", "interrupted", "failed", "lost", "replaced"):
@@ -583,8 +584,8 @@ class PanelState:
 
     @property
     def idle_causes(self) -> dict[str, float]:
-        """Shares of the time at present, 0..1, by cause: "data", waiting for a batch; "offload", waiting for an optimizer whose
-        state is on the host; "between steps", other gaps between them, where idle time is measured; "inside steps", between
+        """Return shares of the time at present, 0..1, by cause: "data", waiting for a batch; "offload", waiting for an optimizer
+        whose state is on the host; "between steps", other gaps between them, where idle time is measured; "inside steps", between
         kernels, where a meter samples it. What is not known is not there.
         """
         causes: dict[str, float] = {}
@@ -602,7 +603,7 @@ class PanelState:
 
     @property
     def light_per_rate(self) -> float | None:
-        """What a token a second is as a share of the devices' peak; None where one of the two is not known."""
+        """Return what a token a second is as a share of the devices' peak; None where one of the two is not known."""
         info = self.info
         if info is None or not info.flops_per_token or not info.peak_tflops or not self.tokens:
             return None
@@ -610,20 +611,20 @@ class PanelState:
 
     @property
     def light(self) -> float | None:
-        """The sustained rate as a share of the devices' peak (the speed of light; with a model's operations an MFU)."""
+        """Return the sustained rate as a share of the devices' peak (the speed of light; with a model's operations an MFU)."""
         factor, rate = self.light_per_rate, self.rate_sustained.last
         return None if factor is None or rate is None else factor * rate[1]
 
     @property
     def gpu_hours(self) -> float | None:
-        """Wall time of the run times the GPUs it holds; None where they are not known, or on a CPU."""
+        """Return the wall time of the run times the GPUs it holds; None where they are not known, or on a CPU."""
         if self.info is None or not self.info.gpus:
             return None
         return self.info.gpus * max(self.elapsed_s, self.run_s) / 3600
 
     @property
     def usd_per_s(self) -> float | None:
-        """What a second of this run costs; None without a price."""
+        """Return what a second of this run costs; None without a price."""
         price = None if self.info is None else self.info.usd_per_gpu_hour
         if self.info is None or price is None or not math.isfinite(price) or not self.info.gpus:
             return None
@@ -631,12 +632,12 @@ class PanelState:
 
     @property
     def usd(self) -> float | None:
-        """GPU hours times their price; None without one."""
+        """Return GPU hours times their price; None without one."""
         price = self.usd_per_s
         return None if price is None else price * max(self.elapsed_s, self.run_s)  # of a number and NaN the first
 
     def warning_lines(self) -> list[str]:
-        """The warnings as sentences, worst first."""
+        """Return the warnings as sentences, worst first."""
         out = [f"first to go bad: {self.first_bad}"] if self.first_bad else []
         for kind, text in KINDS.items():
             count = self.warnings.get(kind)
@@ -651,7 +652,7 @@ class PanelState:
 
 
 def worst(events: Iterable[Event], count: int) -> list[Event]:
-    """The worst of them, of equals the latest, at most `count`; in order of their steps, the worst first."""
+    """Return the worst of them, of equals the latest, at most `count`; in order of their steps, the worst first."""
     ranked = sorted(events, key=lambda event: (_RANK[event.kind], -event.step))[:count]
     return sorted(ranked, key=lambda event: (event.step, _RANK[event.kind]))
 

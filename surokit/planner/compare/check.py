@@ -82,7 +82,7 @@ class CheckRow:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over expected; None where either is not known."""
+        """Return measured over expected; None where either is not known."""
         return (
             None
             if self.expected is None or self.measured is None or not self.expected
@@ -119,7 +119,8 @@ class Check:
 
     @property
     def worst(self) -> CheckRow | None:
-        """The prediction that was missed by most; a bound where nothing was predicted; None where nothing can be compared."""
+        """Return the prediction that was missed by most; a bound where nothing was predicted; None where nothing can be
+        compared."""
         rows = [row for row in self.rows if row.ratio is not None]
         return next((row for row in rows if row.kind not in _LAST), rows[0] if rows else None)
 
@@ -151,12 +152,12 @@ class Check:
 
     @property
     def tflops_per_gpu(self) -> float | None:
-        """Model TFLOPS that one GPU reached; None where no speed was measured."""
+        """Return the model TFLOPS that one GPU reached; None where no speed was measured."""
         return _rate(self.plan, self.measured)
 
     @property
     def slack(self) -> float | None:
-        """The slack at which the plan's memory would be what was measured; None where that cannot be said."""
+        """Return the slack at which the plan's memory would be what was measured; None where that cannot be said."""
         plan, m = self.plan, self.measured
         tensors = _tensors_gib(plan)
         if tensors is None:
@@ -169,7 +170,7 @@ class Check:
 
     @cached_property
     def recalibrated(self) -> Plan:
-        """The plan at the measured rate and slack, so that its days, cost and memory follow what was measured.
+        """Return the plan at the measured rate and slack, so that its days, cost and memory follow what was measured.
 
         Memory beyond twice the predicted is a miss that no slack explains, and leaves the slack as it is. Raises ValueError where
         neither can be said, or where another device was measured than is planned.
@@ -192,7 +193,7 @@ class Check:
         return self.plan.but(**changes)
 
     def table(self) -> pd.DataFrame:
-        """The rows as a DataFrame: group ("run" or "module"), term, expected, measured, ratio, unit, kind, how."""
+        """Return the rows as a DataFrame: group ("run" or "module"), term, expected, measured, ratio, unit, kind, how."""
         columns = ("term", "expected", "measured", "ratio", "unit", "kind", "how")
         groups = (("run", self.rows), ("module", self.modules))
         rows = [[group, *(getattr(row, c) for c in columns)] for group, those in groups for row in those]
@@ -241,7 +242,7 @@ _HEADER = ("", "expected", "measured", "ratio", "kind", "")
 
 
 def check(plan: Plan, measured: Any) -> Check:
-    """A plan beside a Session, a Profile, or a dict of figures of one GPU.
+    """Return a plan beside a Session, a Profile, or a dict of figures of one GPU.
 
     A dict may hold step_ms, tokens (of a step), tokens_per_s, peak_gib (tensors), reserved_gib (the allocator), flops (of a step),
     idle_frac, parameters, loss and device (a GPU's name, or "cpu").
@@ -266,7 +267,7 @@ def check(plan: Plan, measured: Any) -> Check:
 
 
 def _completed(plan: Plan, m: Measured) -> Measured:
-    """Step and speed follow from one another where the tokens of a step are known."""
+    """Return the speed and the step, which follow from one another where the tokens of a step are known."""
     tokens = m.tokens or _tokens(plan)
     if tokens is None:
         return m
@@ -278,7 +279,7 @@ def _completed(plan: Plan, m: Measured) -> Measured:
 
 
 def _same_model(plan: Plan, m: Measured, measured: Any) -> None:
-    """ValueError where the measurement is of another model, or of another step."""
+    """Raise ValueError where the measurement is of another model, or of another step."""
     planned = _tokens(plan)
     tokens = m.tokens
     if tokens is None and m.step_ms and m.tokens_per_s:
@@ -304,7 +305,7 @@ def _same_model(plan: Plan, m: Measured, measured: Any) -> None:
 
 
 def _tokens(plan: Plan) -> int | None:
-    """Tokens of a step on one GPU."""
+    """Return the tokens of a step on one GPU."""
     s = plan.setup
     return None if s.batch is None or s.length is None else s.batch * s.length * s.accumulate
 
@@ -372,8 +373,8 @@ def _rows(plan: Plan, m: Measured) -> Iterator[CheckRow]:
 
 
 def _executed(plan: Plan) -> float | None:
-    """FLOPs of a step on one GPU as operators count them: attention sees every key, and fused attention forms its scores again in
-    the backward. None without shapes or the tokens of a step."""
+    """Return FLOPs of a step on one GPU as operators count them: attention sees every key, and fused attention forms its scores
+    again in the backward. None without shapes or the tokens of a step."""
     tokens, full = _tokens(plan), _every_key(plan).compute
     if tokens is None or full is None:
         return None
@@ -386,7 +387,7 @@ def _every_key(plan: Plan) -> Plan:
 
 
 def _module_rows(plan: Plan, m: Measured) -> list[CheckRow]:
-    """The device's time by module: an estimate's beside a profile's own times, which leave the modules inside out."""
+    """Return the device's time by module: an estimate's beside a profile's own times, which leave the modules inside out."""
     estimate = getattr(plan, "estimate", None)
     if estimate is None or not m.modules:
         return []
@@ -449,7 +450,8 @@ def _memory_rows(plan: Plan, m: Measured) -> Iterator[CheckRow]:
 
 
 def _tensors_gib(plan: Plan) -> float | None:
-    """Predicted peak of what tensors take; None where activations are left out, which is most of what would be compared."""
+    """Return the predicted peak of what tensors take; None where activations are left out, which is most of what would be
+    compared."""
     if plan.memory.left_out:
         return None
     peak = getattr(plan.memory, "peak_gib", None)
@@ -483,7 +485,7 @@ def _is(device: str, gpu: Gpu) -> bool:
 
 
 def _why(result: Check, row: CheckRow) -> str:
-    """The likeliest reason of a miss, from what else was measured; empty where nothing points to one."""
+    """Return the likeliest reason of a miss, from what else was measured; empty where nothing points to one."""
     plan, m = result.plan, result.measured
     assert row.ratio is not None
     if other := _other_device(plan, m):
@@ -502,7 +504,7 @@ def _why(result: Check, row: CheckRow) -> str:
 
 
 def _given_tflops(plan: Plan, row: CheckRow) -> float | None:
-    """The rate that the user gave, where it is what the row expects."""
+    """Return the rate that the user gave, where it is what the row expects."""
     expects = row.kind == "prediction" and row.term != "step, estimated"
     return plan.time.rate_tflops if expects and plan.time.rate_kind == "given" else None
 

@@ -70,7 +70,7 @@ class Measured:
 
 
 def read_measured(measured: Any, gpu: Gpu | None = None) -> Measured:
-    """A measurement as `check` takes it; at the rates of `gpu` a profile knows its speed of light.
+    """Return a measurement as `check` takes it; at the rates of `gpu` a profile knows its speed of light.
 
     Raises TypeError for anything else, ValueError for figures that cannot be meant.
     """
@@ -124,7 +124,7 @@ def _figure(name: str, value: Any) -> float:
 
 
 def _of_summary(s: Any, source: str) -> Measured:
-    """A Session's own summary: rates without warm-up, memory that ever was."""
+    """Return a Session's own summary: rates without warm-up, memory that ever was."""
     tokens = s.tokens / s.steps if s.steps else None
     rate = _known(s.tokens_per_s)
     return Measured(
@@ -143,7 +143,7 @@ def _of_summary(s: Any, source: str) -> Measured:
 
 
 def _of_profile(s: Mapping[str, Any]) -> Measured:
-    """A Profile's summary. The step is the one without the profiler where that was measured too."""
+    """Return a Profile's summary. The step is the one without the profiler where that was measured too."""
     wall, plain = _known(s.get("wall_ms")), _known(s.get("unprofiled_ms"))
     if wall is None:
         raise ValueError("check() found no steps in this profile: profile a few, with prof.step() after each.")
@@ -172,7 +172,8 @@ def _of_profile(s: Mapping[str, Any]) -> Measured:
 
 
 def _modules(profile: Any, gpu: Gpu | None) -> tuple[ModuleCost | None, tuple[ModuleCost, ...]]:
-    """(the whole step at the speed of light, a profile's rows by path); nothing where it has none, or pandas is not there."""
+    """Return (the whole step at the speed of light, a profile's rows by path); nothing where it has none, or pandas is not
+    there."""
     try:
         table = profile.modules
     except (AttributeError, ModuleNotFoundError):

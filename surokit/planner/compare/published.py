@@ -52,7 +52,7 @@ class Verdict:
 
 
 def published() -> tuple[Case, ...]:
-    """The published cases."""
+    """Return the published cases."""
 
     def figure(text: str) -> float | None:
         return float(text) if text else None

@@ -120,7 +120,7 @@ def replay(
     most_kept: float | None = None,
     layers: type[Ours],
 ) -> Activations:
-    """Forward and, in training, backward of `batch` sequences of `length` tokens, weights and activations of `width` bytes.
+    """Return forward and, in training, backward of `batch` sequences of `length` tokens, weights and activations of `width` bytes.
 
     layers: whose: ours, ours fused, or transformers'. most_kept: bytes of activations that stay where others wait on the host.
     """
@@ -205,7 +205,7 @@ class _Model:
 
     @property
     def mask(self) -> float:
-        """Bytes of a mask over all keys, as the numbers that attention adds to its scores."""
+        """Return the bytes of a mask over all keys, as the numbers that attention adds to its scores."""
         return float(self.length * self.length * self.w)
 
     @property
@@ -219,7 +219,7 @@ class _Model:
         return self.block(x, kind)
 
     def block(self, x: Value, kind: BlockKind) -> Value:
-        """x + attention(norm(x)), then x + mlp(norm(x)); with four norms, each part's output is normalized too."""
+        """Return x + attention(norm(x)), then x + mlp(norm(x)); with four norms, each part's output is normalized too."""
         for part in (self.attention, self.experts if kind.routed else self.mlp):
             y = part(self.norm(x, self.shape.width, keep_name=True), kind)
             if self.shape.norms == 4:
@@ -247,7 +247,7 @@ class _Model:
     def product(
         self, name: str, x: Value, kind: BlockKind, n: int, k: int, *, times: float = 1.0, count: int = 1
     ) -> Value:
-        """x w' with the adapter that the recipe puts there. `times`: of each token, `count`: matrices that share them."""
+        """Return x w' with the adapter that the recipe puts there. `times`: of each token, `count`: matrices that share them."""
         tape = self.tape
         place = next((self.places[at] for at in (name, *_TOGETHER.get(name, ())) if at in self.places), None)
         found = place.weight.name if place is not None else name
@@ -269,7 +269,7 @@ class _Model:
     def adapted_by_peft(
         self, x: Value, y: Value, rank: int, n: int, k: int, times: float, count: int, dtype: str
     ) -> Value:
-        """y + scale * B A x in the adapter's dtype, for which each adapter makes, and keeps, an x of its own."""
+        """Return y + scale * B A x in the adapter's dtype, for which each adapter makes, and keeps, an x of its own."""
         tape, w = self.tape, 4 if dtype == "fp32" else 2
         other, rows = w != self.w, self.tokens * times * w
         own = tape.run((x,), rows * k) if other else x
@@ -284,7 +284,7 @@ class _Model:
         return self.tape.run((x,), self.of(n * times), keeps=(x,) if self.trains else (), weight=weight)
 
     def quantized(self, x: Value, n: int, k: int, times: float, count: int) -> Value:
-        """A product of quantized operands, or of a stored weight that is decoded on the way."""
+        """Return a product of quantized operands, or of a stored weight that is decoded on the way."""
         t = round(self.tokens * times)
         forward, back = self.temporaries(n, k, t)
         kept = weight = 0.0
@@ -316,7 +316,7 @@ class _Model:
         return forward, back
 
     def _scratch(self, gemm: Any, a: float, b: float) -> float:
-        """Codes of both operands; where a CPU stands in for tensor cores, their values in bf16 or a copy on the way too."""
+        """Return codes of both operands; where a CPU stands in for tensor cores, their values in bf16 or a copy on the way too."""
         both = ((a, gemm.a), (b, gemm.b))
         codes = sum(size * int(q.format.bits) / 8 for size, q in both if q is not None)
         if not self.on_cpu:
@@ -341,7 +341,7 @@ class _Model:
 
     @cached_property
     def small(self) -> float:
-        """Gradients of a layer's biases and other small parameters that no operation here counts."""
+        """Return gradients of a layer's biases and other small parameters that no operation here counts."""
         s = self.shape
         counted = s.norms * s.width + (2 * s.head_dim if s.qk_norm else 0)
         return max(0.0, (s.small_parameters - s.width) / s.layers - counted) * self.w
@@ -356,11 +356,11 @@ class _Model:
 
     @cached_property
     def context(self) -> int:
-        """Width of attention's output."""
+        """Return the width of attention's output."""
         return self.shape.context_width
 
     def feed_forward(self, root: str, x: Value, kind: BlockKind, ffn: int, times: float = 1.0, count: int = 1) -> Value:
-        """down(act(gate x) up x), or without a gate down(act(up x)); `x` keeps its name."""
+        """Return down(act(gate x) up x), or without a gate down(act(up x)); `x` keeps its name."""
         s, tape = self.shape, self.tape
 
         def product(name: str, x: Value, n: int, k: int) -> Value:
@@ -398,11 +398,11 @@ class _Model:
         return out
 
     def gated(self, product: Callable[[str], Value]) -> Value:
-        """act(gate) up, from the two products."""
+        """Return act(gate) up, from the two products."""
         raise NotImplementedError
 
     def fused(self, x: Value) -> Value:
-        """Linear and cross-entropy in one, in chunks of tokens (kernels/reference/loss.py)."""
+        """Return linear and cross-entropy in one, in chunks of tokens (kernels/reference/loss.py)."""
         s, tape = self.shape, self.tape
         head = self.places.get("lm_head")
         rows = loss_rows(self.tokens, s.vocab, self.step.device, self.w, head)
@@ -452,7 +452,7 @@ class _Model:
         )
 
     def whole(self, x: Value) -> Value:
-        """Logits of all tokens, and cross-entropy on them in float32."""
+        """Count the logits of all tokens, and cross-entropy on them in float32."""
         s, tape = self.shape, self.tape
         logits = self.tape.run(
             (x,),
@@ -500,7 +500,7 @@ class Ours(_Model):
         return self._attended(x, (q, k, v), kind)
 
     def _attended(self, x: Value, qkv: tuple[Value, Value, Value], kind: BlockKind) -> Value:
-        """The block's attention and its last product; nothing of x, q, k and v is needed in forward behind it."""
+        """Return the block's attention and its last product; nothing of x, q, k and v is needed in forward behind it."""
         y = self._attend(*qkv, kind.masked)
         for value in qkv:
             self.tape.drop(value)
@@ -546,7 +546,7 @@ class Ours(_Model):
         *,
         cached: bool = False,
     ) -> Value:
-        """Attention with keys and values repeated for every query head; a cache still holds them as they were."""
+        """Return attention with keys and values repeated for every query head; a cache still holds them as they were."""
         pairs = ((k, self.shape.query_width), (v, self.context))
         k, v = (self.tape.run((z,), self.of(n), keeps=(z,) if cached else ()) for z, n in pairs)
         y = attend(q, k, v, masked)
@@ -555,7 +555,7 @@ class Ours(_Model):
         return y
 
     def fused_attention(self, q: Value, k: Value, v: Value, masked: bool) -> Value:
-        """torch's scaled_dot_product_attention: keeps its output, the log-sum-exp, and a mask as numbers."""
+        """Return torch's scaled_dot_product_attention: keeps its output, the log-sum-exp, and a mask as numbers."""
         s, tape = self.shape, self.tape
         back = 0.0
         if not self.on_cpu:

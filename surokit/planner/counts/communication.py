@@ -57,7 +57,7 @@ def communicate(
     between_gb_s: float | None = None,
     gpus_a_node: int = GPUS_A_NODE,
 ) -> Communication:
-    """The communication of data-parallel training on `gpus` GPUs.
+    """Return the communication of data-parallel training on `gpus` GPUs.
 
     forward_ms, backward_ms     of the whole step on one GPU, all micro-batches
     peer_gb_s       rate of a GPU's link within the node, GB/s in one direction
@@ -104,13 +104,13 @@ def communicate(
 
 
 def efficiency(rates: Mapping[int, float]) -> dict[int, float]:
-    """rate(n) / (n rate(1)) for measured rates (tokens/s) by number of GPUs, which must hold one GPU's."""
+    """Return rate(n) / (n rate(1)) for measured rates (tokens/s) by number of GPUs, which must hold one GPU's."""
     rates = _checked(rates)
     return {n: rate / (n * rates[1]) for n, rate in rates.items()}
 
 
 def loss_at_doublings(rates: Mapping[int, float]) -> dict[int, float]:
-    """Share of the rate that each doubling loses: 1 - rate(2n) / (2 rate(n)) by 2n, where both were measured."""
+    """Return the share of the rate that each doubling loses: 1 - rate(2n) / (2 rate(n)) by 2n, where both were measured."""
     rates = _checked(rates)
     return {2 * n: 1 - rates[2 * n] / (2 * rate) for n, rate in rates.items() if 2 * n in rates}
 
@@ -128,13 +128,13 @@ class Speedup:
     worst: float
 
     def rate(self, gpus: int) -> float:
-        """Predicted rate on so many GPUs."""
+        """Return the predicted rate on so many GPUs."""
         n = arguments.integer("gpus", gpus)
         return n * self.one / (1 + self.serial * (n - 1) + self.crosstalk * n * (n - 1))
 
     @property
     def best(self) -> int | None:
-        """GPUs beyond which more are slower; None where there is no such number."""
+        """Return GPUs beyond which more are slower; None where there is no such number."""
         if self.crosstalk <= 0:
             return None
         n = max(1, int((max(0.0, 1 - self.serial) / self.crosstalk) ** 0.5))

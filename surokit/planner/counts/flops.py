@@ -64,7 +64,7 @@ class Product:
 
     @property
     def passes(self) -> Iterator[tuple[int, Kind | None]]:
-        """(hardware FLOPs a token, kind) of forward, grad_input and grad_weight."""
+        """Yield (hardware FLOPs a token, kind) of forward, grad_input and grad_weight."""
         return zip((self.forward + self.recompute, self.grad_input, self.grad_weight), self.kinds)
 
 
@@ -90,17 +90,17 @@ class Compute:
 
     @property
     def model(self) -> int:
-        """Model FLOPs a token: forward and backward."""
+        """Return model FLOPs a token: forward and backward."""
         return self.forward + self.backward
 
     @property
     def hardware(self) -> int:
-        """Hardware FLOPs a token: model FLOPs and what is recomputed."""
+        """Return hardware FLOPs a token: model FLOPs and what is recomputed."""
         return self.model + self.recompute
 
     @property
     def attention_share(self) -> float:
-        """Share of the model FLOPs in attention's two products."""
+        """Return the share of the model FLOPs in attention's two products."""
         return sum(p.forward + p.backward for p in self.products if p.module.startswith("attention")) / self.model
 
 
@@ -115,7 +115,7 @@ class Placement:
 
     @property
     def adapter_parameters(self) -> int:
-        """Parameters of the adapters on every such weight."""
+        """Return parameters of the adapters on every such weight."""
         return self.rank * (self.weight.n + self.weight.k) * self.weight.count
 
 
@@ -150,7 +150,7 @@ def placements(shape: Shape, recipe: Any) -> tuple[Placement, ...]:
 
 
 def _quantized(weight: Weight, shape: Shape, recipe: Any) -> frozenset[int]:
-    """The layers in which `recipe` quantizes this kind of weight."""
+    """Return the layers in which `recipe` quantizes this kind of weight."""
     if (
         recipe is None
         or weight.kind == "other"
@@ -173,7 +173,7 @@ def frozen(recipe: Any) -> bool:
 
 
 def on_gpu(recipe: Any, gpu: Gpu | None) -> Any:
-    """The recipe as the GPU carries it out: a stored weight's native products where it has them (`Recipe.where_native`)."""
+    """Return the recipe as the GPU carries it out: a stored weight's native products where it has them (`Recipe.where_native`)."""
     if gpu is None or not getattr(recipe, "where_native", ""):
         return recipe
     native = recipe.natively()
@@ -181,25 +181,25 @@ def on_gpu(recipe: Any, gpu: Gpu | None) -> Any:
 
 
 def operand_bits(gemm: Any) -> int:
-    """Width of a product's operands: the wider of the two where both are quantized, else 16."""
+    """Return the width of a product's operands: the wider of the two where both are quantized, else 16."""
     a, b = getattr(gemm, "a", None), getattr(gemm, "b", None)
     return 16 if a is None or b is None else max(int(a.format.bits), int(b.format.bits))
 
 
 def gemms_of(recipe: Any) -> tuple[Any, Any, Any]:
-    """A recipe's three products: forward, grad_input, grad_weight."""
+    """Return a recipe's three products: forward, grad_input, grad_weight."""
     return getattr(recipe, "forward", None), getattr(recipe, "grad_input", None), getattr(recipe, "grad_weight", None)
 
 
 def trained_parameters(shape: Shape | None, parameters: float, recipe: Any) -> float:
-    """Parameters with a gradient and an optimizer's state: all, or an adapter's, which need a shape to be counted."""
+    """Return the parameters with a gradient and an optimizer's state: all, or an adapter's, which need a shape to be counted."""
     if not frozen(recipe):
         return parameters
     return float(sum(p.adapter_parameters for p in placements(shape, recipe))) if shape is not None else 0.0
 
 
 def product_kinds(recipe: Any) -> Kinds:
-    """The kinds of a recipe's three products."""
+    """Return the kinds of a recipe's three products."""
     forward, grad_input, grad_weight = (getattr(gemm, "kind", None) for gemm in gemms_of(recipe))
     return forward, grad_input, grad_weight
 
@@ -213,7 +213,7 @@ def count_flops(
     recompute: Recompute = "none",
     training: bool = True,
 ) -> Compute:
-    """FLOPs a token of `shape` at sequence length `length`; without a length attention's products are left out.
+    """Return the FLOPs a token of `shape` at sequence length `length`; without a length attention's products are left out.
 
     `recompute` "full" repeats each layer's forward in the backward, "selective" attention's two products only (arXiv
     2205.05198).
@@ -230,7 +230,8 @@ def count_flops(
 def gradients(
     shape: Shape, places: tuple[Placement, ...], *, base_trains: bool, training: bool = True
 ) -> Mapping[str, frozenset[int]]:
-    """The layers in which a tensor has a gradient, by its name: all where the base trains, else those with an adapter before it."""
+    """Return the layers in which a tensor has a gradient, by its name: all where the base trains, else those with an adapter before
+    it."""
     weights = [(p.weight, set(p.weight.layers), p.rank > 0) for p in places if p.weight.kind != "head"]
     found: dict[str, set[int]] = {name: set() for w, _, _ in weights for name in (w.reads, *w.writes)}
     found |= {"stream": set(), "context": set()}
@@ -325,7 +326,8 @@ def _attention(
 
 
 def _twice_the_keys(length: int, window: int | None, convention: Attention, width: int) -> int:
-    """FLOPs a token and layer of one of attention's products: twice the keys that a token sees on average, times `width`."""
+    """Return the FLOPs a token and layer of one of attention's products: twice the keys that a token sees on average, times
+    `width`."""
     if window is None:
         return (length if convention == "causal" else 2 * length) * width
     if convention == "full":

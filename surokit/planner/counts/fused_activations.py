@@ -93,7 +93,7 @@ class FusedLayers(Ours):
         kind: BlockKind,
         source: str = "",
     ) -> tuple[Value, ...]:
-        """The layers `names`, of so many output features, that read one input of `columns` features."""
+        """Return the layers `names`, of so many output features, that read one input of `columns` features."""
         places = [self.places[name] for name in names]
         quantizes = [name in kind.quantized and self.recipe is not None for name in names]
         x_t = getattr(getattr(self.recipe, "grad_weight", None), "b", None)

@@ -80,7 +80,7 @@ class FusedStep(Step):
         return any(place.rank for place in self.groups[reads]) or (self.base_trains and not from_codes)
 
     def _written(self, reads: str) -> tuple[float, float]:
-        """(share of the blocks in which codes of this tensor are made with it, share in which its values are)."""
+        """Return (share of the blocks in which codes of this tensor are made with it, share in which its values are)."""
         share = [place.quantized / place.weight.count for place in self.groups[reads]]
         codes = max(share) if self._writes_codes(reads) else 0.0
         return codes, 1.0 if self._wants_values(reads) or not codes else 1.0 - min(share)
@@ -113,7 +113,7 @@ class FusedStep(Step):
         yield from self._sums()
 
     def _source(self, reads: str, width: int, forward: int, backward: int, blind: int = 0) -> Iterator[Load]:
-        """A norm or gate with the quantization after it; forward and backward: elements that it reads and writes beside x."""
+        """Yield a norm or gate with the quantization after it; forward and backward: elements that it reads and writes beside x."""
         e, blocks, normed = self.width, self.shape.layers, reads != "mlp product"
         name = f"norm of {reads}" if normed else "swiglu"
         codes, values = self._written(reads)
@@ -138,7 +138,7 @@ class FusedStep(Step):
         launches: tuple[float, float],
         blind: int = 0,
     ) -> Iterator[Load]:
-        """An operation of its own each way, over `width` elements a token of all its instances; bytes an element."""
+        """Yield an operation of its own each way, over `width` elements a token of all its instances; bytes an element."""
         elements, share = self.tokens * width, (count - blind) / count
 
         def load(step: Pass, each: float, launches: float) -> Load:
@@ -193,7 +193,7 @@ class FusedStep(Step):
             yield kernel
 
     def _like(self, reads: str, quantized: bool) -> list[Placement]:
-        """The layers that read this tensor and are quantized somewhere, or somewhere are not."""
+        """Return the layers that read this tensor and are quantized somewhere, or somewhere are not."""
         return [o for o in self.groups[reads] if (o.quantized > 0 if quantized else o.quantized < o.weight.count)]
 
     def _adds(self, part: str, quantized: bool) -> bool:
@@ -249,7 +249,8 @@ class FusedStep(Step):
     def _adapter(
         self, which: str, place: Placement, p: Product, rows: float, kernels: Iterator[Kernel]
     ) -> Iterator[Kernel]:
-        """One product for the A of all layers with one input; what is written before B, or A's gradient, is read and added to."""
+        """Yield one product for the A of all layers with one input; what is written before B, or A's gradient, is read and added
+        to."""
         reads, e, blocks = place.weight.reads, self.width, place.weight.count
         leads = next(other for other in self.groups[reads] if other.rank) is place
         after = {True: place.quantized, False: blocks - place.quantized}
@@ -266,7 +267,7 @@ class FusedStep(Step):
                     yield kernel
 
     def _after_dx(self, reads: str) -> float:
-        """Share of the blocks in which the first product of backward cannot add: it is of the layers that come last."""
+        """Return the share of the blocks in which the first product of backward cannot add: it is of the layers that come last."""
         places, count = self.groups[reads], 0
         blocks = range(self.blind if reads == "attention" else 0, self.shape.layers)
         for block in blocks:

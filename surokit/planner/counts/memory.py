@@ -117,7 +117,7 @@ class Memory:
 
     @property
     def host_gib(self) -> float:
-        """GiB of the host's memory, for each GPU."""
+        """Return GiB of the host's memory, for each GPU."""
         return sum(t.gib for t in self.host)
 
     @property
@@ -135,17 +135,17 @@ class Memory:
 
     @property
     def peak_gib(self) -> float:
-        """GiB without slack: what torch.cuda.max_memory_allocated is predicted to say."""
+        """Return GiB without slack: what torch.cuda.max_memory_allocated is predicted to say."""
         return sum(t.gib for t in self.terms if t.counted and t.name != "slack")
 
     @property
     def peak_phase(self) -> str | None:
-        """The phase in which the peak falls; None where none is known."""
+        """Return the phase in which the peak falls; None where none is known."""
         return max(self.phases, key=lambda p: p.bytes).name if self.phases else None
 
     @property
     def largest(self) -> Term:
-        """The term that binds."""
+        """Return the term that binds."""
         return max((t for t in self.terms if t.counted), key=lambda t: t.bytes)
 
     def __getitem__(self, name: str) -> Term:
@@ -203,13 +203,13 @@ class Setup:
 
     @property
     def trained_width(self) -> float:
-        """Bytes of a parameter that trains, and of its gradient."""
+        """Return the bytes of a parameter that trains, and of its gradient."""
         return DTYPE_BYTES[self.dtype] if self.trained is None else self.trained.bytes / self.trained.parameters
 
 
 def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Setup) -> Memory:
-    """Memory of one GPU. A number of parameters has that of a typical shape (typical.py) where batch and length are given; without
-    them only the states are counted, and a recipe's storage applies to every parameter."""
+    """Return memory of one GPU. A number of parameters has that of a typical shape (typical.py) where batch and length are given;
+    without them only the states are counted, and a recipe's storage applies to every parameter."""
     if shape is None and setup.batch and setup.length and (typical := typical_shape(parameters)) is not None:
         return _as_typical(typical[0], parameters, recipe, setup)
     places = placements(shape, recipe) if shape is not None else ()
@@ -245,7 +245,7 @@ def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Set
 
 
 def _as_typical(shape: Shape, parameters: float, recipe: Any, setup: Setup) -> Memory:
-    """The memory of a shape that is near, scaled to the number of parameters; nothing of it is exact."""
+    """Return the memory of a shape that is near, scaled to the number of parameters; nothing of it is exact."""
     found, ratio = count_memory(shape, shape.parameters, recipe, setup), parameters / shape.parameters
 
     def scaled(terms: tuple[Term, ...]) -> tuple[Term, ...]:
@@ -268,7 +268,7 @@ def blocks_of(
 
 
 def _streamed(terms: list[Term], blocks: Blocks, setup: Setup) -> list[Term]:
-    """The terms of weights where blocks are streamed: what is outside of them, and those that are here at a time."""
+    """Return the terms of weights where blocks are streamed: what is outside of them, and those that are here at a time."""
     own = [t for t in terms if t.name.partition(",")[0] == "weights"]
     outside, here = sum(t.bytes for t in own) - sum(blocks.bytes), blocks.resident(setup.prefetch)
     n = min(len(blocks.bytes), setup.prefetch + 1)
@@ -294,7 +294,7 @@ def _block_gradients(terms: list[Term], blocks: Blocks, setup: Setup) -> list[Te
 
 
 def _blocks_on_host(blocks: Blocks, setup: Setup) -> list[Term]:
-    """Weights of the blocks and, where they train, gradients and what the optimizer keeps of them."""
+    """Return weights of the blocks and, where they train, gradients and what the optimizer keeps of them."""
     found = [Term("weights of the blocks", sum(blocks.bytes), True, "as they are stored")]
     if trained := sum(blocks.trained):
         found.append(Term("their gradients", trained * setup.trained_width, True, f"{trained:,.0f} parameters"))
@@ -311,14 +311,14 @@ def _states_on_host(trained: float, setup: Setup) -> Term:
 
 
 def stored_bytes(quantizer: Any, n: int, k: int) -> float:
-    """Bytes of a quantized weight [n, k]: codes and scales."""
+    """Return the bytes of a quantized weight [n, k]: codes and scales."""
     return float(quantizer.nbytes(n, k))
 
 
 def _weights(
     shape: Shape | None, parameters: float, recipe: Any, setup: Setup, places: tuple[Placement, ...]
 ) -> tuple[list[Term], float]:
-    """The terms of weights, and the number of trained parameters."""
+    """Return the terms of weights, and the number of trained parameters."""
     width = DTYPE_BYTES[setup.dtype]
     shard, sharded = _shards(setup, 3)
     storage = getattr(recipe, "storage", None)
@@ -412,7 +412,7 @@ def _codes(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, ...
 
 
 def _history(recipe: Any) -> int:
-    """Steps of amaxes that a recipe's delayed scales remember; 0 where none do."""
+    """Return the steps of amaxes that a recipe's delayed scales remember; 0 where none do."""
     gemms = (getattr(recipe, name, None) for name in ("forward", "grad_input", "grad_weight"))
     quantizers = (getattr(gemm, operand, None) for gemm in gemms for operand in ("a", "b"))
     return max((int(getattr(q.scaling, "history", 0)) for q in quantizers if q is not None), default=0)
@@ -486,7 +486,8 @@ def _offloaded(trained: float, setup: Setup) -> Term:
 def _with_step(
     terms: list[Term], shape: Shape, trained: float, recipe: Any, setup: Setup, places: tuple[Placement, ...]
 ) -> tuple[list[Term], tuple[Phase, ...], float]:
-    """The terms at the fullest moment of a step, what passes with it included, the phases, and bytes of activations on the host."""
+    """Return the terms at the fullest moment of a step, what passes with it included, the phases, and bytes of activations on the
+    host."""
     # gradients of streamed blocks come and go, and are counted as if they were there all along
     there = setup.training and (setup.accumulate > 1 or setup.prefetch > 0)
     passing, on_host = _replayed(shape, recipe, setup, places, there), 0.0
@@ -540,8 +541,8 @@ def _replayed(
 
 
 def _kept_here(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, ...]) -> float:
-    """Bytes of activations that the device has at most where they wait on the host: a block's, and what is on its way: inputs of
-    blocks that are computed again, else as much as a block's."""
+    """Return the bytes of activations that the device has at most where they wait on the host: a block's, and what is on its way:
+    inputs of blocks that are computed again, else as much as a block's."""
     assert setup.batch is not None
     assert setup.length is not None
     block = _replayed(shape, recipe, replace(setup, recompute="none"), places, False).kept / shape.layers
@@ -551,14 +552,14 @@ def _kept_here(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement,
 
 
 def _layers_of(setup: Setup) -> type[Ours]:
-    """Whose forward a step replays; layers that PEFT wraps are no part of a fused operation."""
+    """Return whose forward a step replays; layers that PEFT wraps are no part of a fused operation."""
     if not setup.fusion.fuses:
         return Theirs if setup.layers == "transformers" else Ours
     return Ours if setup.trained is not None and setup.trained.peft else FusedLayers
 
 
 def _with_gradients(moment: Moment, gradients: float) -> Moment:
-    """The moment of a later micro-batch: the sum of the gradients so far is there all along."""
+    """Return the moment of a later micro-batch: the sum of the gradients so far is there all along."""
     made_of = {**moment.made_of, GRADIENTS: moment.made_of[GRADIENTS] + gradients}
     return Moment(moment.phase, moment.bytes + gradients, made_of)
 
@@ -614,7 +615,7 @@ def _optimizer_scratch(shape: Shape, trained: float, setup: Setup) -> float:
 
 
 def _cache(shape: Shape, setup: Setup) -> Term:
-    """The KV cache of generation, which training does not hold."""
+    """Return the KV cache of generation, which training does not hold."""
     assert setup.batch is not None
     assert setup.length is not None
     elements, width = shape.cache_width, DTYPE_BYTES[setup.dtype]

@@ -84,7 +84,7 @@ class Tape:
     # -- forward
 
     def new(self, size: float, *, kind: str = KEPT, needs: bool = False) -> Value:
-        """A tensor that comes from outside."""
+        """Return a tensor that comes from outside."""
         value = Value(size, kind, needs, 1)
         self._add(kind, size)
         return value
@@ -104,7 +104,7 @@ class Tape:
         kind: str = KEPT,
         drops: Iterable[Value] = (),
     ) -> Value:
-        """One operation: reads `inputs`, makes an output of `size` bytes.
+        """Return one operation: reads `inputs`, makes an output of `size` bytes.
 
         keeps: of its inputs what backward reads; extra: bytes made for backward alone; weight: bytes of a weight's gradient;
         trains: it has a weight that trains, counted elsewhere; scratch, back_scratch: temporaries; passes: backward hands its
@@ -125,7 +125,7 @@ class Tape:
         back_scratch: float = 0.0,
         drops: Iterable[Value] = (),
     ) -> tuple[Value, ...]:
-        """One operation with several outputs, whose gradients its backward takes together."""
+        """Return one operation with several outputs, whose gradients its backward takes together."""
         return self._run(inputs, sizes, keeps, extra, weight, scratch, back_scratch, False, False, KEPT, drops)
 
     def _run(
@@ -184,7 +184,7 @@ class Tape:
             self._add(value.kind, -value.bytes)
 
     def recomputed(self, layer: Callable[[Value], Value], x: Value) -> Value:
-        """A layer of which only the input is kept; backward runs it again first."""
+        """Return a layer of which only the input is kept; backward runs it again first."""
         if not self._records:
             return layer(x)
         x.holders += 1

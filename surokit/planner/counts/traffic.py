@@ -188,7 +188,7 @@ class Step:
                 yield replace(load, step="recompute", flop=parts[0], bytes=parts[1], launches=parts[2])
 
     def _kernels(self, p: Product, quantized: bool, rows: float) -> Iterator[Kernel]:
-        """The kernels of one of a product's matrices for `rows` tokens."""
+        """Yield the kernels of one of a product's matrices for `rows` tokens."""
         stored = quantized and getattr(self.recipe, "storage", None) is not None
         return linear_kernels(
             self.recipe if quantized else None,
@@ -203,7 +203,7 @@ class Step:
 
     @staticmethod
     def _share(kernel: Kernel, p: Product) -> float:
-        """Share of a product's matrices that launch this kernel: the first layer's input may want no gradient."""
+        """Return the share of a product's matrices that launch this kernel: the first layer's input may want no gradient."""
         if kernel.step == "forward":
             return 1.0
         wanted = p.grad_weight if kernel.part == "grad_weight" else p.grad_input
@@ -251,7 +251,7 @@ class Step:
     def _moved(
         self, kind: str, module: str, count: int, width: float, *, layered: bool = True, blind: int = 0
     ) -> Iterator[Load]:
-        """A data-moving operation over `width` elements a token, all its `count` instances together."""
+        """Yield a data-moving operation over `width` elements a token, all its `count` instances together."""
         move, elements = self.moves[kind], self.tokens * width
 
         def load(step: Pass, each: float, launches: int) -> Load:
@@ -266,7 +266,7 @@ class Step:
             yield load("backward", trained * share, move.launches[1])
 
     def _sums(self) -> Iterator[Load]:
-        """Residual sums, sums of gradients that meet, and what an adapter adds: each reads two tensors and writes one."""
+        """Yield residual sums, sums of gradients that meet, and what an adapter adds: each reads two tensors and writes one."""
         s = self.shape
         sums = 2 * s.layers
         yield from self._sum("residual", "elementwise", "forward", sums, sums * s.width)
@@ -294,7 +294,7 @@ class Step:
             yield from self._sum("adapter's scale", "adapter", "backward", calls, small, moves=2)
 
     def _sum(self, module: str, group: str, step: Pass, count: int, width: float, moves: int = 3) -> Iterator[Load]:
-        """`count` operations on `width` elements a token in all, each element read or written `moves` times."""
+        """Yield `count` operations on `width` elements a token in all, each element read or written `moves` times."""
         if not count or (step == "backward" and not self.backward):
             return
         load = Load(module, group, step, "sum", count, 0.0, moves * self.width * self.tokens * width, count)
@@ -314,7 +314,7 @@ class Step:
             yield Load("embedding", "elementwise", "backward", "scatter", 1, 0.0, moved, 5)
 
     def loss(self) -> Iterator[Load]:
-        """The cross-entropy on the logits; the head's products are among the products."""
+        """Yield the cross-entropy on the logits; the head's products are among the products."""
         s, e, t = self.shape, self.width, self.tokens
         if not self.backward:
             return
@@ -338,7 +338,7 @@ class Step:
 
 
 def _update(shape: Shape, setup: Setup, trained: float, tensors: int) -> Iterator[Load]:
-    """Gradients of further micro-batches are added to the first's; then their norm, and the optimizer."""
+    """Yield gradients of further micro-batches are added to the first's; then their norm, and the optimizer."""
     e, state = DTYPE_BYTES[setup.dtype], DTYPE_BYTES[setup.state_dtype]
     foreach = max(-(-tensors // _TENSORS_A_LAUNCH), int(trained / _ELEMENTS_A_LAUNCH) + 1)
     if setup.accumulate > 1:

@@ -105,7 +105,7 @@ class Theirs(Ours):
         return self.with_repeated_keys(attend, q, k, v, masked, cached=cached)
 
     def _plain_attention(self, q: Value, k: Value, v: Value, masked: bool) -> Value:
-        """Written out in the model: what each of its operations on the scores keeps."""
+        """Count attention written out in the model: what each of its operations on the scores keeps."""
         own, wide = _PLAIN_ATTENTION[self.shape.family]
         each = self.tokens * self.shape.heads * self.length  # scores
         kept = each * (own * self.w + wide * 4.0 * (self.w < 4))
@@ -117,7 +117,7 @@ class Theirs(Ours):
         return self.tape.run((y,), size, drops=(y,))  # as [B, T, H, D]
 
     def latent_attention(self, x: Value, kind: BlockKind) -> Value:
-        """DeepSeek's: query and key-values by way of a normalized latent, then expanded for every head."""
+        """Return DeepSeek's: query and key-values by way of a normalized latent, then expanded for every head."""
         s, tape, m = self.shape, self.tape, self.shape.latent
         assert m is not None
 
@@ -146,7 +146,7 @@ class Theirs(Ours):
         return out
 
     def _all_scores(self, q: Value, k: Value, v: Value, masked: bool) -> Value:
-        """torch's attention without a fused kernel: keeps all scores in float32."""
+        """Return torch's attention without a fused kernel: keeps all scores in float32."""
         tape, wide = self.tape, 4 / self.w
         scores = self.wide(self.shape.heads * self.length)
         extra = scores + (q.bytes + k.bytes) * wide + self.wide(self.context) if self.w < 4 else scores

@@ -47,13 +47,13 @@ class Known:
 
 @cache
 def known() -> Mapping[str, Known]:
-    """Every known model by its name on the Hub, in the order of models.csv."""
+    """Return every known model by its name on the Hub, in the order of models.csv."""
     text = files("surokit.planner.inputs").joinpath("models.csv").read_text(encoding="utf-8")
     return MappingProxyType({row["name"]: _read(row) for row in csv.DictReader(io.StringIO(text))})
 
 
 def find(name: str) -> Known | None:
-    """The model of a name as on the Hub, in any case and with or without the organisation; None where it is not known."""
+    """Return the model of a name as on the Hub, in any case and with or without the organisation; None where it is not known."""
     organisation, _, _ = name.rpartition("/")
     for each in known().values():
         owner, _, _ = each.name.rpartition("/")
@@ -63,7 +63,7 @@ def find(name: str) -> Known | None:
 
 
 def nearest(name: str) -> str:
-    """The known name that is most like this one, "" where none is."""
+    """Return the known name that is most like this one, "" where none is."""
     keys = {_key(each): each for each in reversed(list(known()))}
     near = difflib.get_close_matches(_key(name), keys, n=1, cutoff=0.75)
     return keys[near[0]] if near else ""

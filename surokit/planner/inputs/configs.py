@@ -39,7 +39,7 @@ class _Fields:
         self.where, self.config, self.defaults = where, config, defaults
 
     def __call__(self, *names: str, default: Any = None) -> Any:
-        """The value under the first of `names` that the config has: families call one thing by several names."""
+        """Return the value under the first of `names` that the config has: families call one thing by several names."""
         for source in (self.config, self.defaults):
             for name in names:
                 if name in source:
@@ -47,14 +47,14 @@ class _Fields:
         return default
 
     def integer(self, *names: str) -> int:
-        """A whole number of at least one; ValueError or TypeError in a sentence otherwise."""
+        """Return a whole number of at least one; ValueError or TypeError in a sentence otherwise."""
         value = self(*names)
         if value is None:
             raise ValueError(f"{self.where} lacks {names[0]}: add it, or plan with the number of parameters.")
         return arguments.integer(f"{names[0]} of {self.where}", value)
 
     def whole(self, *names: str) -> int:
-        """A whole number of at least zero, zero where there is none."""
+        """Return a whole number of at least zero, zero where there is none."""
         value = self(*names)
         return self.integer(*names) if value else 0
 
@@ -114,7 +114,7 @@ def _without_rope(get: _Fields, layers: int) -> tuple[int, ...]:
 
 
 def _every_block(get: _Fields, layers: int) -> Experts | None:
-    """Mixtral and gpt-oss: every block is routed."""
+    """Return Mixtral and gpt-oss: every block is routed."""
     return Experts(
         get.integer("num_local_experts", "num_experts"),
         get.integer("num_experts_per_tok", "experts_per_token"),
@@ -126,7 +126,8 @@ def _every_block(get: _Fields, layers: int) -> Experts | None:
 
 
 def _every_nth_block(get: _Fields, layers: int) -> Experts | None:
-    """Qwen's: every decoder_sparse_step-th block but the mlp_only_layers, with a gated shared expert in the second generation."""
+    """Return Qwen's: every decoder_sparse_step-th block but the mlp_only_layers, with a gated shared expert in the second
+    generation."""
     count = get.whole("num_experts", "num_local_experts")
     step, dense = get.integer("decoder_sparse_step"), get("mlp_only_layers") or ()
     if isinstance(dense, str) or not isinstance(dense, Sequence):
@@ -147,7 +148,8 @@ def _every_nth_block(get: _Fields, layers: int) -> Experts | None:
 
 
 def _after_the_first(get: _Fields, layers: int) -> Experts | None:
-    """DeepSeek's and GLM's: every block after the first first_k_dense_replace, with shared experts that every token passes."""
+    """Return DeepSeek's and GLM's: every block after the first first_k_dense_replace, with shared experts that every token
+    passes."""
     routed = tuple(range(min(layers, get.whole("first_k_dense_replace")), layers))
     count = get.whole("n_routed_experts", "num_local_experts", "num_experts")
     if not count or not routed:
@@ -307,7 +309,7 @@ _OTHER = Family({}, mlp_bias="mlp_bias", windows=_all_blocks)
 
 
 def read_shape(what: Any) -> tuple[Shape, str]:
-    """(shape, where it came from) of a Shape, a config dict, a path, a Hub id, a config object or a live model.
+    """Return (shape, where it came from) of a Shape, a config dict, a path, a Hub id, a config object or a live model.
 
     A name of the catalogue ("llama-3.1-8b") needs nothing else. Of another Hub id ("org/name") the config.json is read, from the
     local cache where it has it. Raises ValueError for a
@@ -377,7 +379,7 @@ def _looks_like_count(text: str) -> bool:
 
 
 def _fetched(repo_id: str) -> Path:
-    """The local path of a Hub repository's config.json. The cache is asked first: a config's sizes do not change."""
+    """Return the local path of a Hub repository's config.json. The cache is asked first: a config's sizes do not change."""
     try:
         from huggingface_hub.errors import HfHubHTTPError
 
@@ -410,7 +412,7 @@ def _fetched(repo_id: str) -> Path:
 
 
 def _from_config(config: Mapping[str, Any], where: str) -> tuple[Shape, str]:
-    """The shape, and words on what part of the config it is."""
+    """Return the shape, and words on what part of the config it is."""
     part = ""
     text = config.get("text_config")
     if "hidden_size" not in config and isinstance(text, Mapping):
@@ -473,7 +475,7 @@ def _flag(get: _Fields, says: bool | str) -> bool:
 
 
 def _windows(get: _Fields, family: Family, layers: int) -> tuple[int | None, tuple[int, ...] | None]:
-    """(sliding window, the blocks that have it or None for all), (None, None) without."""
+    """Return (sliding window, the blocks that have it or None for all), (None, None) without."""
     window = get("sliding_window")
     if family.windows is None or not window or not get("use_sliding_window", default=True):
         return None, None
@@ -490,7 +492,7 @@ def _windows(get: _Fields, family: Family, layers: int) -> tuple[int | None, tup
 
 
 def _a_layer_each(get: _Fields, name: str, layers: int) -> Sequence[Any]:
-    """A field that lists something of every layer; ValueError where it lists another number of them."""
+    """Return a field that lists something of every layer; ValueError where it lists another number of them."""
     values = get(name)
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise ValueError(f"{name} of {get.where} is {values!r}: give a list of one entry a layer.")
@@ -510,7 +512,7 @@ def _latent(get: _Fields) -> Latent:
 
 
 def _from_decoder(config: Any) -> Shape:
-    """The shape of a config of ours."""
+    """Return the shape of a config of ours."""
     window = getattr(config, "sliding_window", None)
     blocks = getattr(config, "window_layers", None)
     return _checked(

@@ -43,7 +43,7 @@ NOTHING = LiveArguments()
 
 
 def model_in(what: Any) -> Any:
-    """The model of a session; anything else as it is."""
+    """Return the model of a session; anything else as it is."""
     return what.model if isinstance(what, Trainer) else what
 
 
@@ -138,7 +138,7 @@ def _trained(named: Sequence[tuple[str, Any]], adapters: _Adapters) -> Trained:
 
 
 def dtype_of(p: Any) -> str | None:
-    """A parameter's dtype as a plan names it; None for what holds no numbers to train."""
+    """Return a parameter's dtype as a plan names it; None for what holds no numbers to train."""
     name = str(getattr(p, "dtype", "")).rpartition(".")[2]
     short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
     return short.get(name) if name in DTYPE_BYTES else None

@@ -72,7 +72,7 @@ class Question:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The arguments that are not None, by name."""
+        """Return the arguments that are not None, by name."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "what"}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -112,22 +112,22 @@ class Asked:
 
     @property
     def carried(self) -> Any:
-        """The recipe as the GPU carries it out."""
+        """Return the recipe as the GPU carries it out."""
         return on_gpu(self.recipe, self.gpu)
 
     @property
     def counted_recipe(self) -> Any:
-        """The recipe whose memory is counted: a fused step keeps what the GPU's own products take."""
+        """Return the recipe whose memory is counted: a fused step keeps what the GPU's own products take."""
         return self.carried if self.setup.fusion.fuses else self.recipe
 
     @property
     def factor(self) -> int:
-        """FLOPs of a parameter and token, as a rule of thumb has it."""
+        """Return FLOPs of a parameter and token, as a rule of thumb has it."""
         return 2 if not self.setup.training else 4 if frozen(self.recipe) else 6
 
     @property
     def trained_parameters(self) -> float:
-        """Parameters with a gradient and an optimizer's state."""
+        """Return the parameters with a gradient and an optimizer's state."""
         if not self.setup.training:
             return 0.0
         if self.setup.trained is not None:

@@ -54,7 +54,7 @@ class Weight:
         return self.active // (len(self.layers) or 1)
 
     def path(self, layer: int) -> str:
-        """The full name in block `layer`, as the rules of a recipe read it; the first expert stands for all."""
+        """Return the full name in block `layer`, as the rules of a recipe read it; the first expert stands for all."""
         return f"model.layers.{layer}.{self.name.replace('experts.', 'experts.0.') if self.kind == 'expert' else self.name}"
 
 
@@ -77,7 +77,7 @@ class Experts:
 
     @property
     def idle(self) -> int:
-        """Experts of a block that a token does not pass."""
+        """Return experts of a block that a token does not pass."""
         return self.count - self.chosen
 
 
@@ -131,7 +131,7 @@ class Shape:
 
     @property
     def words(self) -> str:
-        """The sizes in a line."""
+        """Return the sizes in a line."""
         over = f"a latent of {self.cache_width}" if self.latent else self.kv_heads
         said = f"{self.layers} layers, width {self.width}, {self.heads} heads over {over}, ffn {self.ffn}"
         if (e := self.experts) is not None:
@@ -144,7 +144,7 @@ class Shape:
 
     @property
     def query_width(self) -> int:
-        """heads x head_dim, the width of attention's products (d_attn)."""
+        """Return heads x head_dim, the width of attention's products (d_attn)."""
         return self.heads * self.head_dim
 
     @property
@@ -153,17 +153,17 @@ class Shape:
 
     @property
     def value_dim(self) -> int:
-        """Width of a head's value, and of its output."""
+        """Return the width of a head's value, and of its output."""
         return self.latent.value if self.latent else self.head_dim
 
     @property
     def context_width(self) -> int:
-        """heads x value_dim: attention's output, which the output projection reads."""
+        """Return heads x value_dim: attention's output, which the output projection reads."""
         return self.heads * self.value_dim
 
     @property
     def cache_width(self) -> int:
-        """Elements of the KV cache a token and layer: keys and values, or the latent that both are made of."""
+        """Return elements of the KV cache a token and layer: keys and values, or the latent that both are made of."""
         return (
             self.latent.kv_rank + self.latent.rope if self.latent else self.kv_heads * (self.head_dim + self.value_dim)
         )
@@ -175,16 +175,17 @@ class Shape:
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """Blocks whose feed-forward every token passes."""
+        """Return blocks whose feed-forward every token passes."""
         routed = set(self.expert_layers)
         return tuple(i for i in range(self.layers) if i not in routed)
 
     def window_of(self, layer: int) -> int | None:
-        """Keys that a query of block `layer` sees at most, None where it sees everything before it."""
+        """Return keys that a query of block `layer` sees at most, None where it sees everything before it."""
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else None
 
     def ffn_of(self, layer: int) -> int:
-        """Inner width of the feed-forward that a token passes in block `layer`: of the chosen experts and the shared ones."""
+        """Return inner width of the feed-forward that a token passes in block `layer`: of the chosen experts and the shared
+        ones."""
         e = self.experts
         return self.ffn if e is None or layer not in e.layers else e.chosen * e.ffn + e.shared_ffn
 
@@ -192,7 +193,7 @@ class Shape:
 
     @property
     def projections(self) -> tuple[Weight, ...]:
-        """The matrices of the blocks in the order of the data, which recipes quantize and adapters go on."""
+        """Return the matrices of the blocks in the order of the data, which recipes quantize and adapters go on."""
         return (*self._attention(), *self._feed_forward())
 
     def _attention(self) -> Iterator[Weight]:
@@ -260,7 +261,7 @@ class Shape:
         count: int = 1,
         active: int = 1,
     ) -> Iterator[Weight]:
-        """The matrices of a feed-forward of inner width `ffn`, `count` in each of `layers`."""
+        """Yield the matrices of a feed-forward of inner width `ffn`, `count` in each of `layers`."""
         if not layers:
             return
         names = names or {"gate": "gate_proj", "up": "up_proj", "fused": "gate_up_proj", "down": "down_proj"}
@@ -288,7 +289,7 @@ class Shape:
 
     @property
     def head(self) -> Weight:
-        """The output matrix; the embedding itself where they are tied."""
+        """Return the output matrix; the embedding itself where they are tied."""
         return Weight("lm_head", self.vocab, self.width, 1, reads="stream", kind="head")
 
     # -- parameters
@@ -308,7 +309,7 @@ class Shape:
 
     @property
     def small_parameters(self) -> int:
-        """Norm weights, biases and attention sinks."""
+        """Return norm weights, biases and attention sinks."""
         return sum(map(self.small_of, range(self.layers))) + self._norm
 
     @property
@@ -332,7 +333,7 @@ class Shape:
 
     @property
     def _expert_bias(self) -> int:
-        """Bias elements of one routed expert."""
+        """Return bias elements of one routed expert."""
         return 2 * self.experts.ffn + self.width if self.experts and self.experts.bias else 0
 
     @property
@@ -344,7 +345,7 @@ class Shape:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that a token passes: all but those of the experts it is not routed to. The N of 6ND."""
+        """Return the number of parameters that a token passes: all but those of the experts it is not routed to. The N of 6ND."""
         if self.experts is None:
             return self.parameters
         idle = sum(w.n * w.k * (w.count - w.active) for w in self.projections)

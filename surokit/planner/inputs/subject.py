@@ -36,12 +36,12 @@ class Subject:
 
     @property
     def active(self) -> float:
-        """Parameters that a token passes: the N of 6ND."""
+        """Return the number of parameters that a token passes: the N of 6ND."""
         return self.parameters if self.shape is None else float(self.shape.active_parameters)
 
 
 def read_subject(what: Any) -> Subject:
-    """The subject of anything that `plan` takes; a Subject as it is."""
+    """Return the subject of anything that `plan` takes; a Subject as it is."""
     if isinstance(what, Subject):
         return what
     if isinstance(what, str) and not Path(what).exists():
@@ -73,7 +73,7 @@ def read_subject(what: Any) -> Subject:
 
 
 def _own_layers(what: Any, shape: Shape) -> Layers:
-    """Whose layers compute: a live model's own, transformers' for what ours cannot build, else ours.
+    """Return whose layers compute: a live model's own, transformers' for what ours cannot build, else ours.
 
     A model's are transformers' where its class, or the one that an adapter wraps, is theirs.
     """
@@ -85,7 +85,7 @@ def _own_layers(what: Any, shape: Shape) -> Layers:
 
 
 def _own_dtype(what: Any) -> str | None:
-    """The dtype of a live model's first high-precision parameter."""
+    """Return the dtype of a live model's first high-precision parameter."""
     parameters = getattr(what, "parameters", None)
     if not callable(parameters):
         return None

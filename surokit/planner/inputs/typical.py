@@ -19,7 +19,7 @@ NEAR = 0.1
 
 @cache
 def typical_shape(parameters: float) -> tuple[Shape, str] | None:
-    """(the shape, the name of the model that it follows); None where no known model is near."""
+    """Return (the shape, the name of the model that it follows); None where no known model is near."""
     shapes = {name: read_shape(dict(each.config))[0] for name, each in catalogue.known().items()}
     dense = {name: shape for name, shape in shapes.items() if shape.experts is None and built_here(shape)}
     name, known = min(dense.items(), key=lambda item: abs(math.log(item[1].parameters / parameters)))

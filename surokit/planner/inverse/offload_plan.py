@@ -134,7 +134,7 @@ def _host(plan: Plan, host: Any, asks: str) -> Host:
 
 
 def _no_host(plan: Plan, asks: str) -> str:
-    """Why the host beside the plan's GPU is not known, and what to do."""
+    """Return why the host beside the plan's GPU is not known, and what to do."""
     give = "planner.Host(link_gb_s=50, adam_params_s=2e9)"
     if plan.setup.device == "cpu":
         return f"A CPU has no link to itself: {asks}() is about a GPU and its host, give gpu='H100' or the like, and {give}."
@@ -176,7 +176,7 @@ def _no_time(plan: Plan) -> str:
 
 
 def _rates(plan: Plan) -> tuple[str, str]:
-    """(kind of a time that the plan's step gives, the rates that it rests on): as the plan labels its own."""
+    """Return (kind of a time that the plan's step gives, the rates that it rests on): as the plan labels its own."""
     if plan.time.rate_kind == "given" and plan.time.step_ms is not None:
         return "prediction", ""
     assert plan.estimate is not None, "its time was asked before"

@@ -41,7 +41,7 @@ TOKENS_PER_PARAMETER = 20
 
 
 def largest(plan: Plan, what: str, *, gib: float | None = None, multiple: int = 1) -> int:
-    """The largest batch, length, number of layers or of parameters whose memory one GPU has.
+    """Return the largest batch, length, number of layers or of parameters whose memory one GPU has.
 
     what        "batch" (sequences on one GPU), "length" (tokens of each), "layers" (of the config, all else as it is), or
                 "parameters", for plans of a number: their weights, gradients and optimizer states alone, so leave
@@ -86,7 +86,7 @@ def gpus_for(
     multiple: int = 1,
     efficiency: Callable[[int], float] | Speedup | None = None,
 ) -> int:
-    """The fewest GPUs that are done within `days`, whose memory of `gib` each suffices, or both.
+    """Return the fewest GPUs that are done within `days`, whose memory of `gib` each suffices, or both.
 
     usd         a budget that the run must also keep; at a constant rate, cost does not depend on the number of GPUs
     multiple    only multiples of this: 8 for whole nodes
@@ -112,7 +112,7 @@ def gpus_for(
 def tokens_for(
     plan: Plan, *, days: float | None = None, gpu_hours: float | None = None, usd: float | None = None
 ) -> int:
-    """The most tokens whose run stays within each budget given; a range of prices counts at its middle.
+    """Return the most tokens whose run stays within each budget given; a range of prices counts at its middle.
 
     Raises ValueError without a budget, or where the plan has no rate (or, for usd, no price) to spend it at.
     """
@@ -141,7 +141,7 @@ def tokens_for(
 def rate_for(
     plan: Plan, *, days: float | None = None, gpu_hours: float | None = None, usd: float | None = None
 ) -> float:
-    """Model TFLOPS that each GPU must achieve for the run to stay within each budget given.
+    """Return the model TFLOPS that each GPU must achieve for the run to stay within each budget given.
 
     Raises ValueError where that is more than the dense peaks of the plan's products allow: no rate then does.
     """
@@ -165,7 +165,7 @@ def rate_for(
 
 
 def _most_tflops(plan: Plan) -> float | None:
-    """Model TFLOPS of one GPU with each product at its own dense peak; None where that is not known."""
+    """Return the model TFLOPS of one GPU with each product at its own dense peak; None where that is not known."""
     if plan.flops is None or plan.time.floor_gpu_hours is None:
         return None
     return plan.flops / (plan.time.floor_gpu_hours * 3600) / 1e12
@@ -193,7 +193,7 @@ def parameters_for(
     usd: float | None = None,
     law: Any = None,
 ) -> Optimal:
-    """The compute-optimal model of a budget: all of it spent on training once, counted as 6ND.
+    """Return the compute-optimal model of a budget: all of it spent on training once, counted as 6ND.
 
     `law` is a scaling law with .optimal(flops) -> (parameters, tokens); without one, 20 tokens a parameter (Hoffmann et
     al., arXiv 2203.15556). A model that will be used a lot is better smaller and trained for longer than that.
@@ -230,7 +230,7 @@ def parameters_for(
 
 
 def _varied(plan: Plan, what: str) -> Callable[[int], Plan]:
-    """n -> the plan with n of `what`."""
+    """Return n -> the plan with n of `what`."""
     if what not in _MOST:
         raise ValueError(f"largest() does not know {what!r}: ask for {', '.join(map(repr, _MOST))}.")
     shape = plan.shape
@@ -256,7 +256,7 @@ def _varied(plan: Plan, what: str) -> Callable[[int], Plan]:
 
 
 def _in_layers(shape: Shape, n: int) -> Shape:
-    """The shape with n blocks; which of them have experts or a window goes on as it did in the second half."""
+    """Return the shape with n blocks; which of them have experts or a window goes on as it did in the second half."""
 
     def go_on(layers: tuple[int, ...]) -> tuple[int, ...]:
         has = [layer in layers for layer in range(shape.layers)]
@@ -293,7 +293,7 @@ def _why_not(plan: Plan, room: float) -> str:
 
 
 def _last_within(value: Callable[[int], float], room: float, low: int, high: int) -> int:
-    """The last n up to `high` with value(n) <= room, where value(low) is and value never falls.
+    """Return the last n up to `high` with value(n) <= room, where value(low) is and value never falls.
 
     Memory is close to a straight line, so the line through the two nearest points soon finds the place; every third step halves
     or doubles, which keeps the number of steps small for any other curve.
@@ -317,7 +317,7 @@ def _last_within(value: Callable[[int], float], room: float, low: int, high: int
 
 
 def _first(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The first n for which `holds`: false at `low`, true at `high`, and once true it stays so."""
+    """Return the first n for which `holds`: false at `low`, true at `high`, and once true it stays so."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
@@ -343,7 +343,7 @@ def _days(value: Any) -> float:
 
 
 def _budgets(days: float | None, gpu_hours: float | None, usd: float | None) -> dict[str, float]:
-    """The budgets given, by the name of the plan's figure."""
+    """Return the budgets given, by the name of the plan's figure."""
     budgets = {}
     if days is not None:
         budgets["days"] = _days(days)
@@ -373,7 +373,7 @@ def _has(plan: Plan, names: Mapping[str, float] | tuple[str, ...]) -> None:
 
 
 def _spending(plan: Plan, budgets: Mapping[str, float]) -> Plan:
-    """The plan of a run to scale to the budgets, with the figures that they are compared with."""
+    """Return the plan of a run to scale to the budgets, with the figures that they are compared with."""
     trial = plan.but(tokens=1e12)
     _has(trial, budgets)
     return trial
@@ -389,7 +389,7 @@ def _run(plan: Plan, names: tuple[str, ...]) -> None:
 
 
 def _share(efficiency: Callable[[int], float] | Speedup | None) -> Callable[[int], float]:
-    """n -> the share of the rate that each of n GPUs keeps."""
+    """Return n -> the share of the rate that each of n GPUs keeps."""
     if efficiency is None:
         return lambda n: 1.0
     if isinstance(efficiency, Speedup):
@@ -423,7 +423,7 @@ def _nodes_in_time(plan: Plan, days: float, unit: int, share: Callable[[int], fl
 
     @cache
     def takes(nodes: int) -> float:
-        """Days; they fall with the GPUs, and may rise again where they wait for each other."""
+        """Return days; they fall with the GPUs, and may rise again where they wait for each other."""
         alone = plan.but(gpus=nodes * unit).days
         assert alone is not None
         return alone / share(nodes * unit)
@@ -451,7 +451,7 @@ def _nodes_in_time(plan: Plan, days: float, unit: int, share: Callable[[int], fl
 
 
 def _nodes_that_hold(plan: Plan, room: float, unit: int, least: int) -> int:
-    """The fewest nodes, `least` at least, whose GPUs hold their share."""
+    """Return the fewest nodes, `least` at least, whose GPUs hold their share."""
 
     def fits(nodes: int) -> bool:
         return plan.but(gpus=nodes * unit).memory.gib <= room

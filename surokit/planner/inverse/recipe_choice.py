@@ -49,7 +49,7 @@ class RecipeChoice:
 
 
 def recipes(plan: Plan, names: Iterable[str | Recipe] | None = None, *, gib: float | None = None) -> pd.DataFrame:
-    """Every recipe on the plan's model, GPU, batch and length, one a row: time, speedup, memory, native or emulated.
+    """Return every recipe on the plan's model, GPU, batch and length, one a row: time, speedup, memory, native or emulated.
 
     names       recipes or their names; all named ones without it, and bfloat16 with an adapter where any freezes the base
     gib         memory to fit into, GiB; the GPU's own without it
@@ -63,7 +63,7 @@ def recipes(plan: Plan, names: Iterable[str | Recipe] | None = None, *, gib: flo
 def compare_recipes(
     plan: Plan, names: Iterable[str | Recipe] | None = None, *, gib: float | None = None
 ) -> tuple[RecipeChoice, ...]:
-    """The rows of `recipes`, without pandas."""
+    """Return the rows of `recipes`, without pandas."""
     room = known_memory_budget(plan, gib)
     rows = []
     bases: dict[Recipe, tuple[float | None, str]] = {}
@@ -99,7 +99,7 @@ def compare_recipes(
 
 
 def _candidates(plan: Plan, names: Iterable[str | Recipe] | None) -> list[tuple[Recipe, Recipe]]:
-    """The recipes to compare, each with bfloat16 of the same trained parameters."""
+    """Return the recipes to compare, each with bfloat16 of the same trained parameters."""
     from surokit.recipe import BF16, Lora, Recipe, find_recipe
     from surokit.recipe import recipes as named
 
@@ -137,7 +137,7 @@ def _label(recipe: Recipe) -> str:
 
 
 def _step(plan: Plan) -> tuple[float | None, str]:
-    """(milliseconds of one step, what kind of figure that is)."""
+    """Return (milliseconds of one step, what kind of figure that is)."""
     if (estimate := plan.estimate) is not None:
         return estimate.step_ms, estimate.kind
     floor = plan.time.floor_step_ms

@@ -84,7 +84,7 @@ class Fitting:
         return self.plan is not None and not self.path
 
     def table(self) -> pd.DataFrame:
-        """A row a remedy: remedy, gib, fits, host_gib, hosted, costs."""
+        """Return a row a remedy: remedy, gib, fits, host_gib, hosted, costs."""
         columns = ["remedy", "gib", "fits", "host_gib", "hosted", "costs"]
         return data_frame([(r.how, r.gib, r.fits, r.host_gib, r.hosted, r.costs) for r in self.remedies], columns)
 
@@ -148,7 +148,7 @@ def _space(plan: Plan, gib: float | None, host: Host | None) -> _Space:
 
 
 def _no_way(plan: Plan, tries: Sequence[Remedy], together: Plan, space: _Space) -> str:
-    """Why no remedy suffices, and what else might."""
+    """Return why no remedy suffices, and what else might."""
     cure = "take a smaller model, shorter sequences or a GPU with more memory"
     if plan.setup.training and not (plan.setup.zero == 3 and plan.setup.gpus > 1):
         cure += ", or more GPUs with zero=3"
@@ -183,7 +183,7 @@ def _without(plan: Plan) -> str:
 
 
 def _merged(remedies: Sequence[Remedy]) -> dict[str, Any]:
-    """Changes together; a later remedy of the same kind (zero=2 after zero=1) replaces the earlier."""
+    """Return changes together; a later remedy of the same kind (zero=2 after zero=1) replaces the earlier."""
     changes: dict[str, Any] = {}
     for remedy in remedies:
         changes.update(remedy.changes)
@@ -191,7 +191,7 @@ def _merged(remedies: Sequence[Remedy]) -> dict[str, Any]:
 
 
 def _path(plan: Plan, remedies: Sequence[Remedy], space: _Space) -> tuple[Remedy, ...]:
-    """The first remedy that suffices, or the first that do together, none of which could be left out."""
+    """Return the first remedy that suffices, or the first that do together, none of which could be left out."""
 
     def fits(some: Sequence[Remedy]) -> bool:
         return space.holds(plan.but(**_merged(some)).memory)
@@ -212,7 +212,8 @@ def _path(plan: Plan, remedies: Sequence[Remedy], space: _Space) -> tuple[Remedy
 
 
 def _together(remedies: Sequence[Remedy], fits: Callable[[Sequence[Remedy]], bool]) -> list[Remedy]:
-    """The first remedies that suffice together, a later one in place of an earlier of its kind; none where all are too few."""
+    """Return the first remedies that suffice together, a later one in place of an earlier of its kind; none where all are too
+    few."""
     taken: list[Remedy] = []
     for remedy in remedies:
         taken = [r for r in taken if not set(r.changes) <= set(remedy.changes)] + [remedy]
@@ -222,7 +223,7 @@ def _together(remedies: Sequence[Remedy], fits: Callable[[Sequence[Remedy]], boo
 
 
 def _remedies(plan: Plan, space: _Space) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(how to write it, the changes, what it costs), in the order of this file's opening."""
+    """Yield (how to write it, the changes, what it costs), in the order of this file's opening."""
     s = plan.setup
     if s.training and s.logits == "whole" and s.layers == "surokit" and plan.shape is not None:
         yield "logits='fused'", {"logits": "fused"}, "nothing: the loss takes the logits a part at a time"
@@ -285,7 +286,7 @@ def _written(changes: Mapping[str, Any]) -> str:
 
 
 def _smaller_batch(plan: Plan, space: _Space) -> tuple[str, dict[str, Any], str]:
-    """The largest micro-batch that fits and divides the batch, or one sequence; as many tokens a step."""
+    """Return the largest micro-batch that fits and divides the batch, or one sequence; as many tokens a step."""
     s = plan.setup
     assert s.batch is not None
     for batch in (n for n in range(s.batch // 2, 0, -1) if s.batch % n == 0):
@@ -302,7 +303,7 @@ def _smaller_batch(plan: Plan, space: _Space) -> tuple[str, dict[str, Any], str]
 
 
 def _eased(plan: Plan, path: tuple[Remedy, ...], space: _Space) -> tuple[Remedy, ...]:
-    """The path with no smaller a batch than its other remedies ask for."""
+    """Return the path with no smaller a batch than its other remedies ask for."""
     others = _merged([remedy for remedy in path if "batch" not in remedy.changes])
     if len(path) < 2 or not any("batch" in remedy.changes for remedy in path):
         return path
@@ -312,7 +313,7 @@ def _eased(plan: Plan, path: tuple[Remedy, ...], space: _Space) -> tuple[Remedy,
 
 
 def _smaller_weights(plan: Plan) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """A frozen base under an adapter, and that base stored in fewer bits."""
+    """Yield a frozen base under an adapter, and that base stored in fewer bits."""
     from surokit.recipe import BF16, QFP8, QNF4, Lora, Recipe
     from surokit.recipe import recipes as named
 
@@ -346,7 +347,7 @@ def _smaller_weights(plan: Plan) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def _lora_text(adapter: Lora) -> str:
-    """`.lora(...)` as one writes it, defaults left out."""
+    """Return `.lora(...)` as one writes it, defaults left out."""
     plain = type(adapter)()
     fields = {name: value for name, value in adapter.__dict__.items() if value != getattr(plain, name)}
     return f".lora({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
@@ -386,7 +387,7 @@ class Binds:
 
 
 def binds(plan: Plan) -> Binds:
-    """The term that binds the memory of one GPU, and what binds a step's time, each with its share and a remedy."""
+    """Return the term that binds the memory of one GPU, and what binds a step's time, each with its share and a remedy."""
     return Binds(_memory_binding(plan), _time_binding(plan))
 
 
@@ -439,7 +440,7 @@ def _time_binding(plan: Plan) -> Binding | None:
 
 
 def _longest(times: Mapping[str, float]) -> str:
-    """The module with the most time: mlp, of mlp.gate_proj and mlp.up_proj and the rest."""
+    """Return the module with the most time: mlp, of mlp.gate_proj and mlp.up_proj and the rest."""
     sums: dict[str, float] = {}
     for name, time in times.items():
         module = name.partition(".")[0]
@@ -448,7 +449,7 @@ def _longest(times: Mapping[str, float]) -> str:
 
 
 def _at_peak(plan: Plan, gpu: Gpu) -> dict[str, float]:
-    """Seconds a token of each kind of product at its dense peak."""
+    """Return the seconds a token of each kind of product at its dense peak."""
     assert plan.compute is not None
     seconds: dict[str, float] = {}
     for p in plan.compute.products:

@@ -40,7 +40,7 @@ class FasterWay:
 
     @property
     def words(self) -> str:
-        """The way in a line: W' cached: + 6.9 GiB, - 13.8 ms."""
+        """Return the way in a line: W' cached: + 6.9 GiB, - 13.8 ms."""
         return f"{self.how}: {self.adds_gib:+.1f} GiB, {-self.saves_ms:+.1f} ms"
 
 
@@ -63,7 +63,7 @@ class Faster:
         return f"{', '.join(taken)}: {self.step_ms:,.4g} ms to {last.step_ms:,.4g} ms ({self.kind}), {gain:.2f} times as fast"
 
     def table(self) -> pd.DataFrame:
-        """A row a way: way, step_ms, saves_ms, gib, adds_gib, taken, why."""
+        """Return a row a way: way, step_ms, saves_ms, gib, adds_gib, taken, why."""
         columns = ("step_ms", "saves_ms", "gib", "adds_gib", "taken", "why")
         return data_frame([{"way": w.how, **{c: getattr(w, c) for c in columns}} for w in self.ways])
 
@@ -115,7 +115,7 @@ def faster(plan: Plan, *, gib: float | None = None) -> Faster:
 
 
 def _ways(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(how to write it, the changes), what asks least first; what the plan has already is left out."""
+    """Yield (how to write it, the changes), what asks least first; what the plan has already is left out."""
     setup = plan.setup
     if setup.training and setup.device == "cuda":
         if not setup.fusion.fuses:

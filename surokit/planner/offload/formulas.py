@@ -117,7 +117,7 @@ def _plausible_rate(name: str, value: float) -> None:
 
 
 def host_of(gpu: Gpu, memory_gib: float | None = None) -> Host | None:
-    """The host beside a GPU as a calibration measured it, with the datasheet's link where only that is known.
+    """Return the host beside a GPU as a calibration measured it, with the datasheet's link where only that is known.
 
     None where AdamW's rate was not measured, or neither knows the link.
     """
@@ -128,8 +128,8 @@ def host_of(gpu: Gpu, memory_gib: float | None = None) -> Host | None:
 
 
 def asked_host(asks: str, host: object, gpu: Gpu | None) -> Host | None:
-    """The host given, or the one beside the GPU where that is known. asks: the method that was called; TypeError for what is no
-    host."""
+    """Return the host given, or the one beside the GPU where that is known. asks: the method that was called; TypeError for what is
+    no host."""
     if host is None:
         return None if gpu is None else host_of(gpu)
     if isinstance(host, Host):
@@ -205,7 +205,7 @@ class Offload:
 
     @property
     def use(self) -> str:
-        """The optimizer to take, as it is written; "" where there is no choice."""
+        """Return the optimizer to take, as it is written; "" where there is no choice."""
         return "" if self.choice is None else self._optimizers[self.choice]
 
     @property
@@ -238,7 +238,7 @@ class Offload:
         return self.synchronous_ms / self.zenflow_ms
 
     def table(self) -> pd.DataFrame:
-        """One row a way: step_ms, speed against no offload, gpu_gib of the step and whether it fits, device_gib of what the
+        """Return one row a way: step_ms, speed against no offload, gpu_gib of the step and whether it fits, device_gib of what the
         optimizer keeps of that, host_gib and whether the host has it, chosen, kind of the times."""
         columns = ["way", "step_ms", "speed", "gpu_gib", "fits", "device_gib", "host_gib", "hosted", "chosen", "kind"]
         rows = [
@@ -309,7 +309,7 @@ def predict_offload(
     states_gib: float | None = None,
     without: str = "surokit.AdamW",
 ) -> Offload:
-    """A step's time by way, and the way to take.
+    """Return a step's time by way, and the way to take.
 
     compute_ms      of a step without offload (an Estimate's step_ms)
     parameters      that train; `gradient_bytes` of each of their gradients
@@ -380,7 +380,7 @@ def predict_offload(
 
 
 def _choose(o: Offload, most: float, room: Room | None) -> tuple[Way | None, str]:
-    """The way to take, and why. `most` parameters are what one of the two could train on this host."""
+    """Return the way to take, and why. `most` parameters are what one of the two could train on this host."""
     if o.fits["none"]:
         return "none", _suffices(room)
     choice, why = _choose_offload(o, most, room)
@@ -446,7 +446,8 @@ def _choose_offload(o: Offload, most: float, room: Room | None) -> tuple[Way | N
 
 
 def stall_gain(stalled: float, removed: float) -> float:
-    """1 / (1 - x f): how much faster a step becomes that is `stalled` for a share f when a share x of the stall is `removed`."""
+    """Return 1 / (1 - x f): how much faster a step becomes that is `stalled` for a share f when a share x of the stall is
+    `removed`."""
     for name, value in (("stalled", stalled), ("removed", removed)):
         if not 0 <= value <= 1:
             raise ValueError(f"{name}={value:g} must be a share between 0 and 1.")
@@ -456,8 +457,8 @@ def stall_gain(stalled: float, removed: float) -> float:
 
 
 def device_bytes(parameters: float, topk_ratio: float | None, gradient_bytes: int = 2) -> float:
-    """Bytes of the GPU that ZenFlow takes for so many trained parameters: states of hot columns, gradients of cold ones, which
-    leave beside the next step, and what stages weights that go up; with topk_ratio=None the synchronous way's transfers."""
+    """Return the bytes of the GPU that ZenFlow takes for so many trained parameters: states of hot columns, gradients of cold ones,
+    which leave beside the next step, and what stages weights that go up; with topk_ratio=None the synchronous way's transfers."""
     if topk_ratio is None:
         return _rings(parameters, gradient_bytes)
     cold = parameters * (1 - topk_ratio) * gradient_bytes
@@ -471,8 +472,8 @@ def host_bytes(
     slots: int = SLOTS,
     overlap: bool = True,
 ) -> float:
-    """Bytes of host memory for so many trained parameters of `gradient_bytes`, as ZenFlow allocates them; with topk_ratio=None as
-    the synchronous way does. Columns that change sides take up to 128 MiB more."""
+    """Return the bytes of host memory for so many trained parameters of `gradient_bytes`, as ZenFlow allocates them; with
+    topk_ratio=None as the synchronous way does. Columns that change sides take up to 128 MiB more."""
     if topk_ratio is None:
         return parameters * 12 + _rings(parameters, gradient_bytes)
     sums = 2 if overlap else 1  # one is filled while the other is worked on
@@ -480,7 +481,7 @@ def host_bytes(
 
 
 def _rings(parameters: float, gradient_bytes: int) -> float:
-    """Bytes of the synchronous way's transfers, on the host and again on the device."""
+    """Return the bytes of the synchronous way's transfers, on the host and again on the device."""
     return _RING * min(parameters * gradient_bytes / TRANSFERS, _TRANSFER_BYTES)
 
 
@@ -491,7 +492,7 @@ def largest_on_host(
     slots: int = SLOTS,
     overlap: bool = True,
 ) -> float:
-    """The most trained parameters that a host of so much memory serves; topk_ratio as for `host_bytes`."""
+    """Return the most trained parameters that a host of so much memory serves; topk_ratio as for `host_bytes`."""
     room = arguments.number("memory_gib", memory_gib) * GIB
     if topk_ratio is None:
         rings = _RING * _TRANSFER_BYTES

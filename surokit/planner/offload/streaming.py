@@ -38,12 +38,12 @@ class Blocks:
     trained: tuple[int, ...]
 
     def resident(self, prefetch: int) -> float:
-        """Bytes of the largest prefetch + 1 blocks in a row."""
+        """Return the bytes of the largest prefetch + 1 blocks in a row."""
         n = min(len(self.bytes), prefetch + 1)
         return max(sum(self.bytes[i : i + n]) for i in range(len(self.bytes) - n + 1))
 
     def up(self, prefetch: int, *, training: bool = True) -> float:
-        """Bytes that a pass over the model fetches."""
+        """Return bytes that a pass over the model fetches."""
         once = sum(self.bytes)
         return 2 * once - sum(self.bytes[-(prefetch + 1) :]) if training else once
 
@@ -51,7 +51,8 @@ class Blocks:
 def read_blocks(
     shape: Shape, recipe: Any, places: Sequence[Placement], width: int, *, base_trains: bool, trained: Trained | None
 ) -> Blocks:
-    """The blocks of a shape in a recipe's storage, weights of `width` bytes elsewhere; adapters are not among what streams."""
+    """Return the blocks of a shape in a recipe's storage, weights of `width` bytes elsewhere; adapters are not among what
+    streams."""
     storage: Any = getattr(recipe, "storage", None)
     if trained is not None and trained.parameters < shape.parameters:
         base_trains = False  # beside frozen matrices, what trains stays on the device
@@ -156,7 +157,7 @@ def predict_streamed(
     fits: bool | None = None,
     name: str = "",
 ) -> Streamed:
-    """The formulas above: gradients of `width` bytes a parameter, `accumulate` micro-batches a step."""
+    """Return the formulas above: gradients of `width` bytes a parameter, `accumulate` micro-batches a step."""
     passing, trained = host.link_gb_s * 1e6, sum(blocks.trained)  # bytes a millisecond
     up = accumulate * blocks.up(prefetch, training=training)
     down = accumulate * trained * width

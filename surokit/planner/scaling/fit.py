@@ -56,7 +56,7 @@ class Run:
 
     @property
     def flops(self) -> float:
-        """6 N D."""
+        """Return 6 N D."""
         return 6 * self.parameters * self.tokens
 
 
@@ -139,23 +139,23 @@ class ScalingFit:
 
     @property
     def constants(self) -> dict[str, float]:
-        """The fitted constants by name; a term that was not fitted has none."""
+        """Return the fitted constants by name; a term that was not fitted has none."""
         return {name: value for name, value in self.law.constants.items() if name in self._fitted}
 
     def interval(self, name: str) -> tuple[float, float]:
-        """The interval of a constant."""
+        """Return the interval of a constant."""
         if name not in self._fitted:
             raise ValueError(f"There is no constant {name!r} in this fit; it has {', '.join(self._fitted)}.")
         return self._interval(getattr(self.drawn, name))
 
     def loss(self, parameters: Any = None, tokens: float | None = None) -> Predicted:
-        """The predicted loss in nats a token; as `ScalingLaw.loss`, with its interval."""
+        """Return the predicted loss in nats a token; as `ScalingLaw.loss`, with its interval."""
         value = self.law.loss(parameters, tokens)
         n = None if parameters is None else self.law.count(parameters)[0]
         return self._with_interval(value, self.drawn.loss(n, tokens))
 
     def optimal(self, flops: Any) -> Optimum:
-        """The split of a budget with the lowest loss; as `ScalingLaw.optimal`, with intervals."""
+        """Return the split of a budget with the lowest loss; as `ScalingLaw.optimal`, with intervals."""
         best = self.law.optimal(flops)
         n, d, loss = self.drawn.optimal(6 * best.parameters * best.tokens)
         return Optimum(
@@ -169,22 +169,22 @@ class ScalingFit:
         )
 
     def parameters_for(self, loss: float, tokens: float | None = None) -> Predicted:
-        """The parameters that reach a loss; as `ScalingLaw.parameters_for`, with their interval."""
+        """Return the parameters that reach a loss; as `ScalingLaw.parameters_for`, with their interval."""
         value = self.law.parameters_for(loss, tokens)
         return self._with_interval(value, self._inverse(self.drawn.parameters_for, loss, tokens))
 
     def tokens_for(self, loss: float, parameters: Any = None) -> Predicted:
-        """The tokens on which a loss is reached; as `ScalingLaw.tokens_for`, with their interval."""
+        """Return the tokens on which a loss is reached; as `ScalingLaw.tokens_for`, with their interval."""
         value = self.law.tokens_for(loss, parameters)
         n = None if parameters is None else self.law.count(parameters)[0]
         return self._with_interval(value, self._inverse(self.drawn.tokens_for, loss, n))
 
     def table(self) -> pd.DataFrame:
-        """The constants as a DataFrame: constant, value, low, high, what."""
+        """Return the constants as a DataFrame: constant, value, low, high, what."""
         return data_frame(list(self._table()))
 
     def runs_table(self) -> pd.DataFrame:
-        """The runs beside the law: name, parameters, tokens, loss, predicted, error (of the loss, as a share)."""
+        """Return the runs beside the law: name, parameters, tokens, loss, predicted, error (of the loss, as a share)."""
         return data_frame(
             [
                 {
@@ -200,7 +200,7 @@ class ScalingFit:
         )
 
     def plot(self) -> Figure:
-        """The runs and the law with its interval; where both terms were fitted, also the best loss for a budget of FLOPs.
+        """Return the runs and the law with its interval; where both terms were fitted, also the best loss for a budget of FLOPs.
 
         Returns the figure, not yet shown.
         """
@@ -272,7 +272,7 @@ class ScalingFit:
 
 
 def _read(runs: Any) -> tuple[list[Run], list[str]]:
-    """(the runs, what to know about them), each number checked."""
+    """Return (the runs, what to know about them), each number checked."""
     if isinstance(runs, ScalingFit):
         return list(runs.runs), []
     columns = getattr(runs, "columns", None)
@@ -327,7 +327,7 @@ def _run(name: str, parameters: Any, tokens: Any, loss: Any) -> Run:
 
 
 def _final_loss(name: str, records: Any) -> tuple[float, bool]:
-    """(final loss, whether it is held out) of a session's records."""
+    """Return (final loss, whether it is held out) of a session's records."""
     import numpy as np
 
     for column, held_out in (("eval_loss", True), ("loss", False)):
@@ -394,7 +394,7 @@ def _together(runs: Sequence[Run]) -> bool:
 
 
 def _constants(t: Array, names: Sequence[str], center: Array) -> dict[str, Any]:
-    """E, A, alpha, B, beta [sets] of unknowns about the center; a term that was not fitted is zero."""
+    """Return E, A, alpha, B, beta [sets] of unknowns about the center; a term that was not fitted is zero."""
     import numpy as np
 
     zero, one = np.zeros(len(t)), np.ones(len(t))

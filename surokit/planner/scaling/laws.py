@@ -160,7 +160,7 @@ class Additive:
         return loss if tokens is None or not self.has_tokens else loss + self.B / tokens**self.beta
 
     def optimal(self, flops: float) -> tuple[float, float, float]:
-        """(parameters, tokens, loss) with the lowest loss where 6 N D = flops: eq. 4 of arXiv 2203.15556."""
+        """Return (parameters, tokens, loss) with the lowest loss where 6 N D = flops: eq. 4 of arXiv 2203.15556."""
         both = self.alpha + self.beta
         ratio = (self.alpha * self.A / (self.beta * self.B)) ** (1 / both)
         parameters = ratio * (flops / 6) ** (self.beta / both)
@@ -168,11 +168,11 @@ class Additive:
         return parameters, tokens, self.loss(parameters, tokens)
 
     def parameters_for(self, loss: float, tokens: float | None) -> float:
-        """Infinite where the loss is out of reach."""
+        """Return the value that reaches a loss, infinite where it is out of reach."""
         return _invert((loss - self.loss(None, tokens)) / self.A, self.alpha)
 
     def tokens_for(self, loss: float, parameters: float | None) -> float:
-        """Infinite where the loss is out of reach."""
+        """Return the value that reaches a loss, infinite where it is out of reach."""
         return _invert((loss - self.loss(parameters, None)) / self.B, self.beta)
 
 
@@ -209,19 +209,19 @@ class Joint:
         return ((self.N_c / parameters) ** (self.alpha_N / self.alpha_D) + self.D_c / tokens) ** self.alpha_D
 
     def optimal(self, flops: float) -> tuple[float, float, float]:
-        """(parameters, tokens, loss) on the measured frontier; the tokens are what 6 N D = flops leaves."""
+        """Return (parameters, tokens, loss) on the measured frontier; the tokens are what 6 N D = flops leaves."""
         days = flops / PETAFLOP_DAY
         parameters = self.frontier_N[0] * days ** self.frontier_N[1]
         return parameters, flops / 6 / parameters, (self.frontier_L[0] / days) ** self.frontier_L[1]
 
     def parameters_for(self, loss: float, tokens: float | None) -> float:
-        """Infinite where the loss is out of reach."""
+        """Return the value that reaches a loss, infinite where it is out of reach."""
         if tokens is None:
             return self.alone_N[0] * _invert(loss, self.alone_N[1])
         return self.N_c * _invert(loss ** (1 / self.alpha_D) - self.D_c / tokens, self.alpha_N / self.alpha_D)
 
     def tokens_for(self, loss: float, parameters: float | None) -> float:
-        """Infinite where the loss is out of reach."""
+        """Return the value that reaches a loss, infinite where it is out of reach."""
         if parameters is None:
             return self.alone_D[0] * _invert(loss, self.alone_D[1])
         return self.D_c * _invert(
@@ -248,16 +248,16 @@ class ScalingLaw:
 
     @property
     def form(self) -> str:
-        """The formula."""
+        """Return the formula."""
         return self.surface.formula
 
     @property
     def constants(self) -> dict[str, Any]:
-        """The constants by name."""
+        """Return the constants by name."""
         return asdict(self.surface)
 
     def loss(self, parameters: Any = None, tokens: float | None = None) -> Predicted:
-        """The predicted loss, in nats a token; a number that is left out is without limit.
+        """Return the predicted loss, in nats a token; a number that is left out is without limit.
 
         `parameters` is a number as the law counts it (`counts`), or a Plan or a Shape, whose parameters are then counted
         so. Raises ValueError for numbers that cannot be meant.
@@ -278,7 +278,7 @@ class ScalingLaw:
         return Predicted(self.surface.loss(n, d), _LOSS, note=_join(note, self.outside(n, d)))
 
     def optimal(self, flops: Any) -> Optimum:
-        """The parameters and tokens with the lowest predicted loss where 6 N D = flops; `flops` is a number or a Plan.
+        """Return the parameters and tokens with the lowest predicted loss where 6 N D = flops; `flops` is a number or a Plan.
 
         Raises ValueError where the law lacks one of the two terms.
         """
@@ -290,7 +290,7 @@ class ScalingLaw:
         return Optimum(n, d, Predicted(loss, _LOSS, note=note), note=note)
 
     def parameters_for(self, loss: float, tokens: float | None = None) -> Predicted:
-        """The parameters that reach `loss` (nats a token) on so many tokens; without a number, on tokens without limit.
+        """Return the parameters that reach `loss` (nats a token) on so many tokens; without a number, on tokens without limit.
 
         Raises ValueError for a loss that no number of parameters reaches.
         """
@@ -302,7 +302,7 @@ class ScalingLaw:
         return Predicted(n, "parameters", note=self.outside(n, d))
 
     def tokens_for(self, loss: float, parameters: Any = None) -> Predicted:
-        """The tokens on which so many parameters reach `loss` (nats a token); without a number, parameters without limit.
+        """Return the tokens on which so many parameters reach `loss` (nats a token); without a number, parameters without limit.
 
         Raises ValueError for a loss that no number of tokens reaches.
         """
@@ -314,7 +314,7 @@ class ScalingLaw:
         return Predicted(d, "tokens", note=_join(note, self.outside(n, d)))
 
     def count(self, what: Any) -> tuple[float, str]:
-        """(N as this law counts it, what to know about it) of a number, a Plan or a Shape."""
+        """Return (N as this law counts it, what to know about it) of a number, a Plan or a Shape."""
         shape = getattr(what, "shape", what)
         if hasattr(shape, "embedding_parameters"):
             total = getattr(shape, "active_parameters", shape.parameters)
@@ -332,12 +332,12 @@ class ScalingLaw:
         return self._size(what, arguments.parameters, self.parameters), ""
 
     def count_tokens(self, tokens: Any) -> float:
-        """D as a number."""
+        """Return D as a number."""
         return self._size(tokens, arguments.tokens, self.tokens)
 
     @staticmethod
     def _size(value: Any, check: Callable[[Any], float], measured: Range) -> float:
-        """A number that was measured is meant, however small; any other is checked for its unit."""
+        """Return the number: one that was measured is meant, however small; any other is checked for its unit."""
         size = float(value) if isinstance(value, Real) else 0.0
         return size if measured[0] <= size <= measured[1] else check(value)
 
@@ -444,7 +444,7 @@ CHINCHILLA_REPLICATED = ScalingLaw(
 
 
 def read_flops(what: Any) -> float:
-    """FLOPs of a budget: a number, or a Plan's own. Raises ValueError where it cannot be meant."""
+    """Return FLOPs of a budget: a number, or a Plan's own. Raises ValueError where it cannot be meant."""
     if hasattr(what, "flops_per_token"):
         if what.flops is None:
             raise ValueError("The plan has no FLOPs to split: plan with tokens=, or give the FLOPs.")
@@ -458,7 +458,7 @@ def read_flops(what: Any) -> float:
 
 
 def read_loss(value: Any) -> float:
-    """A loss in nats a token. Raises ValueError for one that looks like a perplexity."""
+    """Return a loss in nats a token. Raises ValueError for one that looks like a perplexity."""
     loss = arguments.number("loss", value)
     if loss > 20:
         hint = f": did you mean {math.log(loss):.4g}, the logarithm of a perplexity of {loss:.12g}?"
@@ -467,7 +467,7 @@ def read_loss(value: Any) -> float:
 
 
 def _invert(room: Any, exponent: Any) -> Any:
-    """x with x^-exponent = room; infinite where there is no room. Also for arrays."""
+    """Return x with x^-exponent = room; infinite where there is no room. Also for arrays."""
     if hasattr(room, "clip"):
         return room.clip(0) ** (-1 / exponent)
     try:

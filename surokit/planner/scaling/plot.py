@@ -25,7 +25,7 @@ _INK, _SOFT, _GRID, _ACCENT = "#1c1f23", "#5f6670", "#e4e7eb", "#D55E00"
 
 
 def draw(fit: ScalingFit) -> Figure:
-    """One panel for a law of one number, two for a law of both; the figure is not yet shown."""
+    """Return one panel for a law of one number, two for a law of both; the figure is not yet shown."""
     import numpy as np
     from matplotlib import pyplot as plt
 

@@ -37,7 +37,7 @@ class Problem:
     y: Array  # [runs]
 
     def model(self, t: Array) -> tuple[Array, Array]:
-        """(log losses [sets, runs], their derivatives [sets, runs, unknowns])."""
+        """Return (log losses [sets, runs], their derivatives [sets, runs, unknowns])."""
         import numpy as np
 
         exponents = np.exp(t[:, 2::2, None])  # [sets, terms, 1]
@@ -54,7 +54,8 @@ class Problem:
         return log_loss, slopes
 
     def bounds(self) -> tuple[Array, Array]:
-        """A thousandth of the loss is no E any more, a ten-thousandth no term, and no exponent lies beyond these."""
+        """Drop terms that were not found: a thousandth of the loss is no E any more, a ten-thousandth no term, and no exponent lies
+        beyond these."""
         import numpy as np
 
         terms, middle = len(self.x), float(self.y.mean())
@@ -64,7 +65,7 @@ class Problem:
         return np.array(low), np.array(high)
 
     def minimum(self, threshold: float | None) -> tuple[Array, float]:
-        """(the best set, the Huber threshold), over a grid of starts; the threshold from a first fit where None is given."""
+        """Return (the best set, the Huber threshold), over a grid of starts; the threshold from a first fit where None is given."""
         import numpy as np
 
         starts = self._starts()
@@ -81,7 +82,7 @@ class Problem:
         return found[cost.argmin()], threshold
 
     def drawn(self, best: Array, threshold: float, samples: int, seed: int) -> Array:
-        """The best set of each of many draws of the runs with replacement: a run's weight is how often it was drawn."""
+        """Return the best set of each of many draws of the runs with replacement: a run's weight is how often it was drawn."""
         import numpy as np
 
         runs = len(self.y)
@@ -95,7 +96,7 @@ class Problem:
         )
 
     def descend(self, t: Array, weights: Array, threshold: float, steps: int = 80) -> tuple[Array, Array]:
-        """(sets, costs) after Levenberg and Marquardt's descent of the weighted Huber loss, all sets at once."""
+        """Return (sets, costs) after Levenberg and Marquardt's descent of the weighted Huber loss, all sets at once."""
         import numpy as np
 
         low, high = self.bounds()
@@ -129,7 +130,7 @@ class Problem:
         return t, cost
 
     def _starts(self) -> Array:
-        """Exponents from a tenth to six tenths, and shares of the loss for E and the terms."""
+        """Return exponents from a tenth to six tenths, and shares of the loss for E and the terms."""
         import numpy as np
 
         middle, terms = float(self.y.mean()), len(self.x)
@@ -154,7 +155,8 @@ def _huber(residuals: Array, threshold: float) -> Array:
 
 
 def robust_scatter(residuals: Array, constants: int) -> float:
-    """Robust standard deviation: the median size over 0.6745, without the smallest, one for each constant fitted through."""
+    """Return the robust standard deviation: the median size over 0.6745, without the smallest, one for each constant fitted
+    through."""
     import numpy as np
 
     sizes = np.sort(np.abs(residuals))[min(constants, len(residuals) - 1) :]

@@ -19,7 +19,7 @@ from surokit.planner.times.roofline import Estimate
 
 
 def exact(value: float) -> Fraction:
-    """The decimal number that was typed, so that 0.4 is four tenths."""
+    """Return the decimal number that was typed, so that 0.4 is four tenths."""
     return Fraction(repr(float(value)))
 
 
@@ -50,7 +50,7 @@ class Price:
 
 
 def read_price(value: Any) -> Price:
-    """A price as it may be given: a number, a pair (low, high), or a Price."""
+    """Return a price as it may be given: a number, a pair (low, high), or a Price."""
     if isinstance(value, Price):
         return value
     if isinstance(value, tuple | list):
@@ -78,7 +78,8 @@ def expected_goodput(
     restart_minutes: float,
     save_every_minutes: float | None = None,
 ) -> Goodput:
-    """Predicted goodput of a synchronous run that any failing GPU stops: `plan(..., goodput=expected_goodput(...).share)`.
+    """Return the predicted goodput of a synchronous run that any failing GPU stops: `plan(...,
+    goodput=expected_goodput(...).share)`.
 
     gpu_mtbf_hours   mean time between failures of one GPU with its share of host and network; the run's is 1 / gpus of it
     save_minutes     that a checkpoint holds the training up
@@ -234,7 +235,7 @@ def count_time(
 
 
 def _floor(compute: Compute | None, gpu: Gpu | None, kinds: Kinds) -> tuple[float | None, str]:
-    """(GPU seconds a model FLOP, in words) with every product at its own dense peak: nothing is faster than that."""
+    """Return (GPU seconds a model FLOP, in words) with every product at its own dense peak: nothing is faster than that."""
     if gpu is None or gpu.plain_tflops is None:
         return None, ""
     if compute is None:

@@ -7,7 +7,7 @@ from surokit.hardware.gpus import Gpu
 
 
 def energy_kwh(gpu_hours: float, watts: float | Gpu | None, utilisation: float = 1.0) -> float | None:
-    """kWh that GPUs draw in so many hours; None where nobody vouched for the watts.
+    """Return kWh that GPUs draw in so many hours; None where nobody vouched for the watts.
 
     watts           of one GPU: what was measured, or a Gpu, whose power limit makes an upper bound
     utilisation     mean draw as a share of `watts`

@@ -120,12 +120,12 @@ class Estimate:
 
     @property
     def exposed_ms(self) -> float | None:
-        """Communication that no computing hides; None where the link's rate is not known."""
+        """Return communication that no computing hides; None where the link's rate is not known."""
         return self.communication.exposed_ms
 
     @property
     def step_ms(self) -> float:
-        """An optimizer step: the device or the host, whichever takes longer, and what communication is known to add.
+        """Return an optimizer step: the device or the host, whichever takes longer, and what communication is known to add.
 
         On a processor, which is both, their sum.
         """
@@ -144,17 +144,17 @@ class Estimate:
 
     @property
     def tflops(self) -> float:
-        """Model TFLOPS of one GPU."""
+        """Return the model TFLOPS of one GPU."""
         return self.model_flop / self.step_ms / 1e9
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs over what the dense BF16 peak could compute in the step; None without a known peak."""
+        """Return model FLOPs over what the dense BF16 peak could compute in the step; None without a known peak."""
         return None if self.peak_tflops is None else self.tflops / self.peak_tflops
 
     @property
     def speed_of_light(self) -> float:
-        """Share of the step that its products would take with each at its own rate (the peak, where it is known)."""
+        """Return the share of the step that its products would take with each at its own rate (the peak, where it is known)."""
         return self.floor_ms / self.step_ms
 
     @property
@@ -163,22 +163,23 @@ class Estimate:
         return max(self.by_bound().items(), key=lambda item: item[1])[0]
 
     def by_bound(self) -> dict[str, float]:
-        """ms of the step by what bounds it: compute, memory, launch (gaps, or what the host adds), communication; their sum."""
+        """Return the ms of the step by what bounds it: compute, memory, launch (gaps, or what the host adds), communication; their
+        sum."""
         sums = {"compute": 0.0, "memory": 0.0}
         for row in self.rows:
             sums["compute" if row.compute_ms >= row.memory_ms else "memory"] += row.device_ms
         return {**sums, "launch": self._added_ms, "communication": self.exposed_ms or 0.0}
 
     def by_group(self) -> dict[str, float]:
-        """Device ms by group: products, attention, head and loss, elementwise, adapter, quantization, optimizer."""
+        """Return the device ms by group: products, attention, head and loss, elementwise, adapter, quantization, optimizer."""
         return self._sums(lambda row: row.group, GROUPS)
 
     def by_pass(self) -> dict[str, float]:
-        """Device ms by pass: forward, recompute, backward, optimizer."""
+        """Return the device ms by pass: forward, recompute, backward, optimizer."""
         return self._sums(lambda row: row.step, ("forward", "recompute", "backward", "optimizer"))
 
     def by_module(self) -> dict[str, float]:
-        """Device ms by module, longest first."""
+        """Return the device ms by module, longest first."""
         return dict(sorted(self._sums(lambda row: row.module, ()).items(), key=lambda item: -item[1]))
 
     def _sums(self, key: Callable[[KernelRow], str], order: Iterable[str]) -> dict[str, float]:
@@ -188,7 +189,7 @@ class Estimate:
         return sums
 
     def table(self) -> pd.DataFrame:
-        """One row a module, pass and part: what it asks, and ms of each resource, of the step's tokens on one GPU."""
+        """Return one row a module, pass and part: what it asks, and ms of each resource, of the step's tokens on one GPU."""
         import pandas as pd
 
         columns = (
@@ -198,7 +199,7 @@ class Estimate:
         return pd.DataFrame([[getattr(row, c) for c in columns] for row in self.rows], columns=list(columns))
 
     def lines(self) -> list[tuple[str, float, str, str, str]]:
-        """(term, value, unit, kind, how) of a plan's table."""
+        """Return (term, value, unit, kind, how) of a plan's table."""
         rows: list[tuple[str, float, str, str, str]] = [("step, estimated", self.step_ms, "ms", self.kind, self.how)]
         device = self.device_ms
         for group, ms in self.by_group().items():
@@ -246,7 +247,7 @@ def estimate_step(
     between_gb_s: float | None = None,
     gpus_a_node: int = GPUS_A_NODE,
 ) -> Estimate | None:
-    """The planned time of an optimizer step; None where something is missing, which `why_no_estimate` names.
+    """Return the planned time of an optimizer step; None where something is missing, which `why_no_estimate` names.
 
     trained_parameters are those that have a gradient and an optimizer's state. between_gb_s: GB/s that one GPU has between nodes,
     wanted beyond `gpus_a_node` GPUs.
@@ -325,7 +326,7 @@ def _row(load: Load, rates: Rates) -> KernelRow:
 
 
 def _floor_ms(compute: Compute, gpu: Gpu, rates: Rates) -> float:
-    """ms of a token's products, each at its own peak; at the measured rate where there is no peak."""
+    """Return the ms of a token's products, each at its own peak; at the measured rate where there is no peak."""
     total = 0.0
     for p in compute.products:
         for flop, kind in p.passes:
@@ -335,7 +336,7 @@ def _floor_ms(compute: Compute, gpu: Gpu, rates: Rates) -> float:
 
 
 def _weight_bytes(shape: Shape, recipe: Any, width: int) -> float:
-    """Bytes of all weights as they are held, adapters included: what ZeRO 3 gathers."""
+    """Return the bytes of all weights as they are held, adapters included: what ZeRO 3 gathers."""
     storage = getattr(recipe, "storage", None)
     total = float(shape.parameters * width)
     for place in placements(shape, recipe):
