@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CAUSES = ("slot", "adam", "landing", "selection")
 # setup: of states, as they are made. adopted: of weights that somebody wrote by hand. The others: of steps.
 KINDS = ("gradients", "weights", "migration", "setup", "adopted")
-# How waits are marked in a profile: RANGE and the cause. profiler/observed.py knows it by this name.
+# How waits are marked in a profile: RANGE and the cause. profiler/analysis/roles.py knows it by this name.
 RANGE = "surokit.offload.wait "
 _STEPS = 4096  # whose waits are held one by one
 _CHOICES = 256  # of each weight

@@ -6,7 +6,7 @@
     a file           stop, pause or save in the run's folder, from any process that sees it (requests.py)
 
 The driver calls `poll_requests` between two pieces of work: steps of a session, turns of a race. A loop that is not ours looks when
-it likes. What only one of them does is in its subclass: train/control.py, racing/control.py, live.py.
+it likes. What only one of them does is in its subclass: train/control.py, racing/scheduler.py, live.py.
 """
 
 from __future__ import annotations

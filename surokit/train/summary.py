@@ -1,7 +1,7 @@
 """A run in one table: sustained speed with its spread and drift, goodput, what was lost, utilisation of a named peak, cost.
 
 The first steps (caches, allocator, compilation) are left out of every rate, and how many they are is said. The arithmetic of
-sustained figures is the profiler's (profiler/sustained.py), which has them for any loop.
+sustained figures is the profiler's (profiler/monitoring/sustained.py), which has them for any loop.
 """
 
 from __future__ import annotations

@@ -268,10 +268,10 @@ class PanelState:
     `health` has the run's phase and gives the `events`, of which the worst and the latest are kept. It judges the steps that are
     added, unless whoever trains the run judges them and says so (`take_health`): a step is judged once.
 
-    The smoothed loss is that of train/smoothing.py: an EMA over `smoothing.over_steps` steps. The sustained rates divide two
+    The smoothed loss is that of runs/smoothing.py: an EMA over `smoothing.over_steps` steps. The sustained rates divide two
     decaying sums (half-life `half_life_s` of run time), work over seconds, so a pause counts in full.
 
-    Goodput and lost time are those of profiler/sustained.py, step by step: of the run's wall time (`run_s`, where somebody
+    Goodput and lost time are those of profiler/monitoring/sustained.py, step by step: of the run's wall time (`run_s`, where somebody
     says it, else the steps'), what was neither skipped nor waiting for a batch, and what was not busy work that counts. They are
     None where no step ever said how long it waited, and where `run_s` is known to be unknown (NaN).
     """
