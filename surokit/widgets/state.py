@@ -271,9 +271,9 @@ class PanelState:
     The smoothed loss is that of runs/smoothing.py: an EMA over `smoothing.over_steps` steps. The sustained rates divide two
     decaying sums (half-life `half_life_s` of run time), work over seconds, so a pause counts in full.
 
-    Goodput and lost time are those of profiler/monitoring/sustained.py, step by step: of the run's wall time (`run_s`, where somebody
-    says it, else the steps'), what was neither skipped nor waiting for a batch, and what was not busy work that counts. They are
-    None where no step ever said how long it waited, and where `run_s` is known to be unknown (NaN).
+    Goodput and lost time are those of profiler/monitoring/sustained.py, step by step: of the run's wall time (`run_s`, where
+    somebody says it, else the steps'), what was neither skipped nor waiting for a batch, and what was not busy work that counts.
+    They are None where no step ever said how long it waited, and where `run_s` is known to be unknown (NaN).
     """
 
     def __init__(
