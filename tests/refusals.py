@@ -123,7 +123,7 @@ class _Refusals:
         message = re.sub(rf"{re.escape(str(self.item.config.stash[TEMPORARY]))}/[^/\s'\"`,;:)]+", "<tmp>", message)
         message = re.sub(rf"{re.escape(tempfile.gettempdir())}/tmp\w{{8}}", "<tmp>", message)
         message = message.replace(own.name, "<tmp>") if own else message
-        message = re.sub(r"\bweights [0-9a-f]{8}\b", "weights <digest>", message.replace(str(ROOT), "<root>"))
+        message = re.sub(r"\b(weights?) [0-9a-f]{8}\b", r"\1 <digest>", message.replace(str(ROOT), "<root>"))
         return re.sub(r"\b0x[0-9a-f]{8,}", "<address>", message)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

@@ -86,11 +86,13 @@ class TestThread:
         session = make_session()
         run = session.run(ENDLESS, thread=True)
         until(lambda: session.steps)
-        with refused(RuntimeError):
+        with pytest.raises(
+            RuntimeError, match=r"running already, \d+ steps? done: wait for the run that goes on, or end it"
+        ):
             session.run(1)
-        with refused(RuntimeError):
+        with pytest.raises(RuntimeError, match="running already"):
             session.step(make_batches(1)[0])
-        with refused(RuntimeError):
+        with pytest.raises(RuntimeError, match="running already"):
             next(iter(session.data))
         session.stop()
         run.wait()
