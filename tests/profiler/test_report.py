@@ -276,7 +276,7 @@ def test_what_the_page_quotes_is_what_profiles_say():
     root = Path(__file__).parents[2]
     table = (root / "docs/profiling.md").read_text().partition("| what the profile says |")[2]
     quoted = [row.split("|")[1].strip() for row in table.splitlines()[2:] if row.startswith("|")]
-    code = " ".join(path.read_text() for path in (root / "surokit/profiler").glob("*.py"))
+    code = " ".join(path.read_text() for path in (root / "surokit/profiler").rglob("*.py"))
     said = re.sub(r'"\s*f?"', "", code)  # texts that are written over several lines
     assert len(quoted) >= 8
     for words in quoted:
