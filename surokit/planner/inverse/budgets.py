@@ -1,12 +1,15 @@
-"""The memory that an answer has to fit into."""
+"""This module says into which memory an answer has to fit."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from surokit import arguments
 
 if TYPE_CHECKING:
+    from surokit.planner.counts.memory import Memory
     from surokit.planner.planning import Plan
 
 
@@ -27,3 +30,17 @@ def memory_budget(plan: Plan, gib: float | None) -> float:
 def known_memory_budget(plan: Plan, gib: float | None) -> float | None:
     """Return the memory to fit into, None where it is not known."""
     return plan.room_gib if gib is None else memory_budget(plan, gib)
+
+
+@dataclass(frozen=True)
+class Space:
+    """A space holds what fits into the memory of one GPU, and of its host where that is known; GiB."""
+
+    gib: float
+    host_gib: float = math.inf
+
+    def holds(self, memory: Memory) -> bool:
+        return memory.gib <= self.gib and self.hosts(memory)
+
+    def hosts(self, memory: Memory) -> bool:
+        return memory.host_gib <= self.host_gib

@@ -65,13 +65,10 @@ def largest(plan: Plan, what: str, *, gib: float | None = None, multiple: int = 
     if smallest.memory.left_out and what != "parameters":
         raise ValueError(f"The largest {what} cannot be told, the plan lacks {smallest.memory.left_out[0]}.")
 
-    def gib_of(n: int) -> float:
-        return at(n * unit).memory.gib
-
-    if gib_of(first) > room:
+    if smallest.memory.gib > room:
         least = f"{what}={first * unit:,}"
         raise ValueError(f"Not even {least} fits into {units.gib(room)}: {_why_not(smallest, room)}")
-    found = _last_within(gib_of, room, first, last)
+    found = solve(lambda n: at(n * unit).memory.gib - room, first, last)
     if found == last and not positions:
         raise ValueError(f"{units.gib(room)} set no limit to {what}: even {last * unit:,} fit; check gib=.")
     return unit * found
@@ -126,16 +123,12 @@ def tokens_for(
         much = "hardly any" if tokens < 1000 else "more than there is text"
         raise ValueError(f"{given} would pay for {tokens:.3g} tokens, {much}: check its unit.")
 
-    def within(n: int) -> bool:
+    def excess(n: int) -> float:
         again = plan.but(tokens=n)
-        return all(getattr(again, name) <= budget for name, budget in budgets.items())
+        return max(getattr(again, name) - budget for name, budget in budgets.items())
 
     # the guess is right but for rounding
-    while not within(tokens):
-        tokens -= 1
-    while tokens < 10**16 and within(tokens + 1):
-        tokens += 1
-    return tokens
+    return solve(excess, max(1000, tokens - tokens // 10**6 - 1), 10**16)
 
 
 def rate_for(
@@ -292,36 +285,29 @@ def _why_not(plan: Plan, room: float) -> str:
 # -- searches over whole numbers
 
 
-def _last_within(value: Callable[[int], float], room: float, low: int, high: int) -> int:
-    """Return the last n up to `high` with value(n) <= room, where value(low) is and value never falls.
+def solve(excess: Callable[[int], float], low: int, high: int, beyond: float = math.inf) -> int:
+    """Return the last n up to `high` with excess(n) <= 0, where excess(low) is and the excess never falls.
 
-    Memory is close to a straight line, so the line through the two nearest points soon finds the place; every third step halves
-    or doubles, which keeps the number of steps small for any other curve.
+    `beyond` is the excess at high + 1 where it is known. The fewest n that suffice are the last -n. Memory and time are close to
+    straight lines, so the line through the two nearest points soon finds the place; every third step halves or doubles, which keeps
+    the number of steps small for any other curve.
     """
-    at_low, above, at_above = value(low), high + 1, math.inf
+    at_low, above, at_above = excess(low), high + 1, beyond
     slope, steps = 0.0, 0
     while above - low > 1:
         steps += 1
         if at_above < math.inf:
             slope = (at_above - at_low) / (above - low)
-        far = low + (room - at_low) / slope if slope > 0 else math.inf
+        far = low - at_low / slope if slope > 0 else math.inf
         if steps % 3 == 0 or far == math.inf:
             far = (low + above) // 2 if at_above < math.inf else 2 * low
         n = min(max(low + 1, math.floor(far)), above - 1)
-        if (new := value(n)) <= room:
+        if (new := excess(n)) <= 0:
             slope = (new - at_low) / (n - low)
             low, at_low = n, new
         else:
             above, at_above = n, new
     return low
-
-
-def _first(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the first n for which `holds`: false at `low`, true at `high`, and once true it stays so."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
 
 
 def _lowest(value: Callable[[int], float], low: int, high: int) -> int:
@@ -428,12 +414,9 @@ def _nodes_in_time(plan: Plan, days: float, unit: int, share: Callable[[int], fl
         assert alone is not None
         return alone / share(nodes * unit)
 
-    def in_time(nodes: int) -> bool:
-        return takes(nodes) <= days
-
     # more GPUs help up to a point; the first few may also lose to one, by a communication that hardly grows with more
     last, fastest = 1, 1
-    while not in_time(last):
+    while takes(last) > days:
         if 2 * last * unit > _MOST_GPUS:
             raise ValueError(
                 f"No number of GPUs is done in {units.days(days)} at this efficiency, the fastest being {fastest * unit:,}: "
@@ -441,26 +424,27 @@ def _nodes_in_time(plan: Plan, days: float, unit: int, share: Callable[[int], fl
             )
         if takes(2 * last) >= takes(last):
             best = _lowest(takes, max(1, last // 2), 2 * last)
-            if in_time(best):
+            if takes(best) <= days:
                 last = best
                 break
             fastest = min(fastest, best, key=takes)
         last *= 2
         fastest = min(fastest, last, key=takes)
-    return 1 if last == 1 else _first(in_time, max(1, last // 2), last)
+    too_few = max(1, last // 2)
+    return -solve(lambda n: takes(-n) - days, -last, -too_few - 1, takes(too_few) - days)
 
 
 def _nodes_that_hold(plan: Plan, room: float, unit: int, least: int) -> int:
     """Return the fewest nodes, `least` at least, whose GPUs hold their share."""
 
-    def fits(nodes: int) -> bool:
-        return plan.but(gpus=nodes * unit).memory.gib <= room
+    def excess(less: int) -> float:
+        return plan.but(gpus=-less * unit).memory.gib - room
 
-    if fits(least):
+    if (too_much := excess(-least)) <= 0:
         return least
     most, zero = _MOST_GPUS // unit, plan.setup.zero
-    if zero and fits(most):
-        return _first(fits, least, most)
+    if zero and excess(-most) <= 0:
+        return -solve(excess, -most, -least - 1, too_much)
     held = plan.but(gpus=most * unit)
     reason = f"zero={zero} leaves {units.gib(held.memory.gib)} on each"
     if not zero:

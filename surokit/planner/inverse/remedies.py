@@ -1,20 +1,19 @@
 """Find what would make a plan fit, and what binds it: each answer plans again with other arguments, and shows what that gives.
 
-Remedies come in a fixed order: smaller parts of the same step, the optimizer's state, what is computed again, what waits on the
-host, masters, and last an adapter and a stored base, which change what is trained. What a remedy puts on
-the host has to fit there too, where the host's memory is known.
+The remedies are the changes that save memory (changes.py), in their order. What a remedy puts on the host has to fit there too,
+where the host's memory is known.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surokit import units
-from surokit.planner.counts.flops import frozen
-from surokit.planner.inverse.budgets import known_memory_budget, memory_budget
+from surokit.planner.inverse.budgets import Space, known_memory_budget, memory_budget
+from surokit.planner.inverse.changes import Change, merged, saving_memory, smaller_batch
 from surokit.planner.inverse.recipe_choice import compare_recipes
 from surokit.planner.offload.formulas import Host, asked_host
 from surokit.tables import data_frame, html_table, text_table
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from surokit.hardware.gpus import Gpu
     from surokit.planner.counts.memory import Memory, Term
     from surokit.planner.planning import Plan
-    from surokit.recipe import Lora
 
 #: A remedy is shown where it alone takes this share of the memory away, or is part of the path.
 NOTICEABLE = 0.01
@@ -45,20 +43,6 @@ class Remedy:
     fits: bool
     host_gib: float = 0.0
     hosted: bool = True
-
-
-@dataclass(frozen=True)
-class _Space:
-    """Memory of one GPU, and of its host where that is known, GiB."""
-
-    gib: float
-    host_gib: float = math.inf
-
-    def holds(self, memory: Memory) -> bool:
-        return memory.gib <= self.gib and self.hosts(memory)
-
-    def hosts(self, memory: Memory) -> bool:
-        return memory.host_gib <= self.host_gib
 
 
 @dataclass(frozen=True, repr=False)
@@ -125,10 +109,10 @@ def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -
     """
     space = _space(plan, gib, host)
     memory, host_room = plan.memory, None if math.isinf(space.host_gib) else space.host_gib
-    tries = tuple(_remedy(plan, space, *each) for each in _remedies(plan, space))
+    tries = tuple(_remedy(plan, space, change) for change in saving_memory(plan, space))
     path = () if space.holds(memory) else _eased(plan, _path(plan, tries, space), space)
     eased = {tuple(remedy.changes): remedy for remedy in path}
-    better = plan.but(**_merged(path or tries))
+    better = plan.but(**merged(r.changes for r in path or tries))
     if space.holds(memory):
         better, sentence = plan, f"it fits as it is{_without(plan)}"
     elif path:
@@ -142,12 +126,12 @@ def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -
     return Fitting(space.gib, memory.gib, helping, path, enough, sentence, host_room)
 
 
-def _space(plan: Plan, gib: float | None, host: Host | None) -> _Space:
+def _space(plan: Plan, gib: float | None, host: Host | None) -> Space:
     host = asked_host("fitting", host, plan.gpu)
-    return _Space(memory_budget(plan, gib), (host and host.memory_gib) or math.inf)
+    return Space(memory_budget(plan, gib), (host and host.memory_gib) or math.inf)
 
 
-def _no_way(plan: Plan, tries: Sequence[Remedy], together: Plan, space: _Space) -> str:
+def _no_way(plan: Plan, tries: Sequence[Remedy], together: Plan, space: Space) -> str:
     """Return why no remedy suffices, and what else might."""
     cure = "take a smaller model, shorter sequences or a GPU with more memory"
     if plan.setup.training and not (plan.setup.zero == 3 and plan.setup.gpus > 1):
@@ -163,12 +147,14 @@ def _takes(plan: Plan) -> str:
     return units.gib(plan.memory.gib) + host
 
 
-def _remedy(plan: Plan, space: _Space, how: str, changes: Mapping[str, Any], costs: str) -> Remedy:
-    again = plan.but(**changes)
+def _remedy(plan: Plan, space: Space, change: Change) -> Remedy:
+    again, costs = change.of(plan), change.costs
     memory, waits_ms = again.memory, again.time.waits_ms
     if waits_ms is not None and again.setup.offloads != plan.setup.offloads:
         costs += f"; {units.value(waits_ms, 'ms')} more a step"
-    return Remedy(how, changes, costs, memory.gib, space.holds(memory), memory.host_gib, space.hosts(memory))
+    return Remedy(
+        change.how, change.arguments, costs, memory.gib, space.holds(memory), memory.host_gib, space.hosts(memory)
+    )
 
 
 def _largest(plan: Plan) -> str:
@@ -182,19 +168,11 @@ def _without(plan: Plan) -> str:
     return f", without {left_out[0].partition(':')[0]}" if left_out else ""
 
 
-def _merged(remedies: Sequence[Remedy]) -> dict[str, Any]:
-    """Return changes together; a later remedy of the same kind (zero=2 after zero=1) replaces the earlier."""
-    changes: dict[str, Any] = {}
-    for remedy in remedies:
-        changes.update(remedy.changes)
-    return changes
-
-
-def _path(plan: Plan, remedies: Sequence[Remedy], space: _Space) -> tuple[Remedy, ...]:
+def _path(plan: Plan, remedies: Sequence[Remedy], space: Space) -> tuple[Remedy, ...]:
     """Return the first remedy that suffices, or the first that do together, none of which could be left out."""
 
     def fits(some: Sequence[Remedy]) -> bool:
-        return space.holds(plan.but(**_merged(some)).memory)
+        return space.holds(plan.but(**merged(r.changes for r in some)).memory)
 
     # together, remedies that leave the recipe come before one that changes it, and with it perhaps what trains
     leaving = [r for r in remedies if "recipe" not in r.changes]
@@ -222,135 +200,13 @@ def _together(remedies: Sequence[Remedy], fits: Callable[[Sequence[Remedy]], boo
     return []
 
 
-def _remedies(plan: Plan, space: _Space) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield (how to write it, the changes, what it costs), in the order of this file's opening."""
-    s = plan.setup
-    if s.training and s.logits == "whole" and s.layers == "surokit" and plan.shape is not None:
-        yield "logits='fused'", {"logits": "fused"}, "nothing: the loss takes the logits a part at a time"
-    if s.batch is not None and s.batch > 1:
-        yield _smaller_batch(plan, space)
-    if s.training and s.gpus > 1:
-        for stage in range(s.zero + 1, 3):
-            yield f"zero={stage}", {"zero": stage}, "no more traffic between GPUs (arXiv 1910.02054)"
-    if s.training and s.optimizer == "adamw":
-        yield "optimizer='adamw8bit'", {"optimizer": "adamw8bit"}, "precision: moments in 8 bits (arXiv 2110.02861)"
-    if s.training and s.gpus > 1 and s.zero < 3:
-        traffic = "half as much traffic between GPUs again (arXiv 1910.02054)"
-        if frozen(plan.recipe):
-            traffic = "traffic between GPUs: the frozen weights too, gathered in every pass"
-        yield "zero=3", {"zero": 3}, traffic
-    if s.training and s.recompute == "none" and s.fusion.fuses:
-        yield "recompute='selective'", {"recompute": "selective"}, "time: norms and SwiGLU again"
-    if s.training and s.recompute != "full" and plan.shape is not None:
-        again = plan.but(recompute="full")
-        share = again.compute.recompute / again.compute.model if again.compute else 0.0
-        costs = f"time: {share:.0%} more FLOPs"
-        if s.layers == "surokit":
-            costs += "; sk.fuse(model, recompute='full')"
-        yield "recompute='full'", {"recompute": "full"}, costs
-    yield from _on_the_host(plan, space)
-    if s.training and s.master and not frozen(plan.recipe):
-        yield "master=False", {"master": False}, "precision: updates below the weights' own step are rounded away"
-    yield from _smaller_weights(plan)
-
-
-def _on_the_host(plan: Plan, space: _Space) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield what may wait on the host of a GPU: the optimizer's states, activations, weights."""
-    s, trains = plan.setup, plan.setup.training and not frozen(plan.recipe)
-    if s.device == "cpu":
-        return
-    if s.training and plan.shape is not None and not s.offload_activations:
-        yield "offload_activations=True", {"offload_activations": True}, "time, where the link is slower than computing"
-    if trains and not s.prefetch and s.optimizer in ("adamw", "adamw8bit"):
-        yield "optimizer='offloadadamw'", {"optimizer": "offloadadamw"}, "time: the host's AdamW (plan.offload)"
-        deferred = {"optimizer": "zenflow"}
-        if plan.but(**deferred).memory.gib < plan.memory.gib:
-            yield (
-                "optimizer='zenflow'",
-                deferred,
-                "loss: deferred columns learn differently",
-            )
-    if s.training and plan.shape is not None and not s.prefetch and s.gpus == 1:
-        changes: dict[str, Any] = {"offload_weights": True}
-        costs = "time: the link, and blocks computed again (plan.streamed)"
-        if trains:  # they are updated where they are
-            changes["optimizer"] = s.optimizer if s.optimizer in ("adamw8bit", "none") else "adamw"
-        yield _written(changes), changes, costs
-        if changes.get("optimizer") == "adamw" and not space.hosts(plan.but(**changes).memory):
-            changes = {**changes, "optimizer": "adamw8bit"}
-            yield _written(changes), changes, f"{costs}; precision: moments in 8 bits"
-
-
-def _written(changes: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in changes.items())
-
-
-def _smaller_batch(plan: Plan, space: _Space) -> tuple[str, dict[str, Any], str]:
-    """Return the largest micro-batch that fits and divides the batch, or one sequence; as many tokens a step."""
-    s = plan.setup
-    assert s.batch is not None
-    for batch in (n for n in range(s.batch // 2, 0, -1) if s.batch % n == 0):
-        changes: dict[str, Any] = {"batch": batch}
-        if s.training:
-            changes["accumulate"] = s.accumulate * s.batch // batch
-        if batch == 1 or space.holds(plan.but(**changes).memory):
-            break
-    return (
-        _written(changes),
-        changes,
-        "launches: the same step in smaller parts" if s.training else "fewer sequences at a time",
-    )
-
-
-def _eased(plan: Plan, path: tuple[Remedy, ...], space: _Space) -> tuple[Remedy, ...]:
+def _eased(plan: Plan, path: tuple[Remedy, ...], space: Space) -> tuple[Remedy, ...]:
     """Return the path with no smaller a batch than its other remedies ask for."""
-    others = _merged([remedy for remedy in path if "batch" not in remedy.changes])
+    others = merged(r.changes for r in path if "batch" not in r.changes)
     if len(path) < 2 or not any("batch" in remedy.changes for remedy in path):
         return path
-    how, changes, costs = _smaller_batch(plan.but(**others), space)
-    eased = _remedy(plan, space, how, changes, costs)
+    eased = _remedy(plan, space, smaller_batch(plan.but(**others), space))
     return tuple(eased if "batch" in remedy.changes else remedy for remedy in path)
-
-
-def _smaller_weights(plan: Plan) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield a frozen base under an adapter, and that base stored in fewer bits."""
-    from surokit.recipe import BF16, QFP8, QNF4, Lora, Recipe
-    from surokit.recipe import recipes as named
-
-    own = BF16 if plan.recipe is None else plan.recipe
-    if not isinstance(own, Recipe):
-        return
-    # the named recipe whose products these are, to which adapter and storage are added again
-    base = named.get(own.name.partition("+")[0], own)
-    if replace(base, name="-", storage=None, adapter=None) != replace(own, name="-", storage=None, adapter=None):
-        base = own
-    name = "sk.BF16" if base == BF16 else f"sk.recipes[{base.name!r}]" if named.get(base.name) == base else "yours"
-    if plan.setup.training and not frozen(own):
-        adapted = own.lora()
-        yield f"recipe={name}.lora()", {"recipe": adapted}, "what trains: an adapter in place of all weights"
-    adapter = own.adapter or Lora()
-    bits = 16.0 if own.storage is None else own.storage.bits
-    for storage, stored in (("QFP8", QFP8), ("QNF4", QNF4)):
-        assert stored.storage is not None
-        if stored.storage.bits >= bits - 1:
-            continue
-        lora = _lora_text(adapter) if adapter != Lora() else ""
-        if own.quantized_products:
-            recipe = base.store(stored).lora(adapter.rank, adapter.alpha, adapter.targets)
-            how = f"{name}.store(sk.{storage}){lora or '.lora()'}"
-        else:
-            recipe = stored.lora(adapter.rank, adapter.alpha, adapter.targets)
-            how = f"sk.{storage}{lora or ('.lora()' if plan.setup.training else '')}"
-        costs = f"precision: the frozen weights in {stored.storage.bits:.3g} bits"
-        trains = plan.setup.training and not frozen(own)
-        yield f"recipe={how}", {"recipe": recipe}, f"{costs}; an adapter trains" if trains else costs
-
-
-def _lora_text(adapter: Lora) -> str:
-    """Return `.lora(...)` as one writes it, defaults left out."""
-    plain = type(adapter)()
-    fields = {name: value for name, value in adapter.__dict__.items() if value != getattr(plain, name)}
-    return f".lora({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
 # -- what binds
@@ -395,11 +251,11 @@ def _memory_binding(plan: Plan) -> Binding:
     m = plan.memory
     term = m.largest
     loosens = ""
-    for how, changes, costs in _remedies(plan, _Space(known_memory_budget(plan, None) or 0.0)):
-        less = plan.but(**changes).memory
+    for change in saving_memory(plan, Space(known_memory_budget(plan, None) or 0.0)):
+        less = change.of(plan).memory
         left, (what, there) = _kind(less, term)[1], _kind(m, term)
         if left <= 0.8 * there and less.gib < m.gib:
-            loosens = f"{how} leaves {units.gib(left)} of {what} ({costs})"
+            loosens = f"{change.how} leaves {units.gib(left)} of {what} ({change.costs})"
             break
     share = term.gib / m.gib if m.gib else 0.0
     phase = f", in its {m.peak_phase} phase" if m.peak_phase else ""

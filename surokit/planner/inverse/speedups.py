@@ -9,11 +9,12 @@ still fits. Times are those of the plan's estimate, so they are as good as its r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from surokit.planner.inverse.budgets import known_memory_budget
+from surokit.planner.inverse.changes import saving_time
 from surokit.planner.times.roofline import why_no_estimate
 from surokit.tables import data_frame, html_table, text_table
 
@@ -92,10 +93,11 @@ def faster(plan: Plan, *, gib: float | None = None) -> Faster:
     if missing := why_no_estimate(plan.shape, plan.compute, plan.setup, plan.gpu):
         raise ValueError(f"faster() cannot tell: {missing}")
     ways = []
-    for how, changes in _ways(plan):
+    for change in saving_time(plan):
+        how, changes = change.how, change.arguments
         if "transposed" in changes and not now.setup.fusion.fuses:
             continue  # only a fused step keeps W'
-        tried = now.but(**changes)
+        tried = change.of(now)
         before, after = now.estimate, tried.estimate
         assert before is not None
         assert after is not None
@@ -112,17 +114,3 @@ def faster(plan: Plan, *, gib: float | None = None) -> Faster:
     first = plan.estimate
     assert first is not None
     return Faster(first.step_ms, tuple(ways), now, first.kind)
-
-
-def _ways(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (how to write it, the changes), what asks least first; what the plan has already is left out."""
-    setup = plan.setup
-    if setup.training and setup.device == "cuda":
-        if not setup.fusion.fuses:
-            yield "fusion='fused'", {"fusion": "fused"}
-        if not setup.graphs:
-            yield "graphs=True", {"graphs": True}
-    if setup.training and setup.recompute != "none":
-        yield "recompute='none'", {"recompute": "none"}
-    if setup.training and setup.device == "cuda" and setup.fusion.frozen != "transposed":
-        yield "transposed='cached'", {"transposed": "cached"}

@@ -1,0 +1,168 @@
+"""This module holds the changes to a plan that take less memory or less time, for remedies and speedups.
+
+A change is written as the arguments of `plan`, and tried by planning again with them; several are combined by their arguments.
+Those for memory come in a fixed order: smaller parts of the same step, the optimizer's state, what is computed again, what waits on
+the host, masters, and last an adapter and a stored base, which change what is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from surokit.planner.counts.flops import frozen
+from surokit.planner.inverse.budgets import Space
+
+if TYPE_CHECKING:
+    from surokit.planner.planning import Plan
+    from surokit.recipe import Lora
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change holds arguments of a plan, what they cost (`costs`), and how they are `written` where not as name=value."""
+
+    arguments: Mapping[str, Any]
+    costs: str = ""
+    written: str = ""
+
+    @property
+    def how(self) -> str:
+        """Return the change as one types it."""
+        return self.written or ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
+
+    def of(self, plan: Plan) -> Plan:
+        """Plan again with this change."""
+        return plan.but(**self.arguments)
+
+
+def merged(changes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the arguments of several changes; a later one of the same kind (zero=2 after zero=1) replaces the earlier."""
+    return {name: value for change in changes for name, value in change.items()}
+
+
+def saving_memory(plan: Plan, space: Space) -> Iterator[Change]:
+    """Yield the changes that may take less memory, what asks least first."""
+    s = plan.setup
+    if s.training and s.logits == "whole" and s.layers == "surokit" and plan.shape is not None:
+        yield Change({"logits": "fused"}, "nothing: the loss takes the logits a part at a time")
+    if s.batch is not None and s.batch > 1:
+        yield smaller_batch(plan, space)
+    if s.training and s.gpus > 1:
+        for stage in range(s.zero + 1, 3):
+            yield Change({"zero": stage}, "no more traffic between GPUs (arXiv 1910.02054)")
+    if s.training and s.optimizer == "adamw":
+        yield Change({"optimizer": "adamw8bit"}, "precision: moments in 8 bits (arXiv 2110.02861)")
+    if s.training and s.gpus > 1 and s.zero < 3:
+        traffic = "half as much traffic between GPUs again (arXiv 1910.02054)"
+        if frozen(plan.recipe):
+            traffic = "traffic between GPUs: the frozen weights too, gathered in every pass"
+        yield Change({"zero": 3}, traffic)
+    if s.training and s.recompute == "none" and s.fusion.fuses:
+        yield Change({"recompute": "selective"}, "time: norms and SwiGLU again")
+    if s.training and s.recompute != "full" and plan.shape is not None:
+        again = plan.but(recompute="full")
+        share = again.compute.recompute / again.compute.model if again.compute else 0.0
+        costs = f"time: {share:.0%} more FLOPs"
+        if s.layers == "surokit":
+            costs += "; sk.fuse(model, recompute='full')"
+        yield Change({"recompute": "full"}, costs)
+    yield from _on_the_host(plan, space)
+    if s.training and s.master and not frozen(plan.recipe):
+        yield Change({"master": False}, "precision: updates below the weights' own step are rounded away")
+    yield from _smaller_weights(plan)
+
+
+def _on_the_host(plan: Plan, space: Space) -> Iterator[Change]:
+    """Yield what may wait on the host of a GPU: the optimizer's states, activations, weights."""
+    s, trains = plan.setup, plan.setup.training and not frozen(plan.recipe)
+    if s.device == "cpu":
+        return
+    if s.training and plan.shape is not None and not s.offload_activations:
+        yield Change({"offload_activations": True}, "time, where the link is slower than computing")
+    if trains and not s.prefetch and s.optimizer in ("adamw", "adamw8bit"):
+        yield Change({"optimizer": "offloadadamw"}, "time: the host's AdamW (plan.offload)")
+        deferred = Change({"optimizer": "zenflow"}, "loss: deferred columns learn differently")
+        if deferred.of(plan).memory.gib < plan.memory.gib:
+            yield deferred
+    if s.training and plan.shape is not None and not s.prefetch and s.gpus == 1:
+        changes: dict[str, Any] = {"offload_weights": True}
+        costs = "time: the link, and blocks computed again (plan.streamed)"
+        if trains:  # they are updated where they are
+            changes["optimizer"] = s.optimizer if s.optimizer in ("adamw8bit", "none") else "adamw"
+        yield Change(changes, costs)
+        if changes.get("optimizer") == "adamw" and not space.hosts(plan.but(**changes).memory):
+            changes = {**changes, "optimizer": "adamw8bit"}
+            yield Change(changes, f"{costs}; precision: moments in 8 bits")
+
+
+def smaller_batch(plan: Plan, space: Space) -> Change:
+    """Return the largest micro-batch that fits and divides the batch, or one sequence; as many tokens a step."""
+    s = plan.setup
+    assert s.batch is not None
+    for batch in (n for n in range(s.batch // 2, 0, -1) if s.batch % n == 0):
+        changes: dict[str, Any] = {"batch": batch}
+        if s.training:
+            changes["accumulate"] = s.accumulate * s.batch // batch
+        if batch == 1 or space.holds(plan.but(**changes).memory):
+            break
+    costs = "launches: the same step in smaller parts" if s.training else "fewer sequences at a time"
+    return Change(changes, costs)
+
+
+def _smaller_weights(plan: Plan) -> Iterator[Change]:
+    """Yield a frozen base under an adapter, and that base stored in fewer bits."""
+    from surokit.recipe import BF16, QFP8, QNF4, Lora, Recipe
+    from surokit.recipe import recipes as named
+
+    own = BF16 if plan.recipe is None else plan.recipe
+    if not isinstance(own, Recipe):
+        return
+    # the named recipe whose products these are, to which adapter and storage are added again
+    base = named.get(own.name.partition("+")[0], own)
+    if replace(base, name="-", storage=None, adapter=None) != replace(own, name="-", storage=None, adapter=None):
+        base = own
+    name = "sk.BF16" if base == BF16 else f"sk.recipes[{base.name!r}]" if named.get(base.name) == base else "yours"
+    if plan.setup.training and not frozen(own):
+        costs = "what trains: an adapter in place of all weights"
+        yield Change({"recipe": own.lora()}, costs, f"recipe={name}.lora()")
+    adapter = own.adapter or Lora()
+    bits = 16.0 if own.storage is None else own.storage.bits
+    for storage, stored in (("QFP8", QFP8), ("QNF4", QNF4)):
+        assert stored.storage is not None
+        if stored.storage.bits >= bits - 1:
+            continue
+        lora = _lora_text(adapter) if adapter != Lora() else ""
+        if own.quantized_products:
+            recipe = base.store(stored).lora(adapter.rank, adapter.alpha, adapter.targets)
+            how = f"{name}.store(sk.{storage}){lora or '.lora()'}"
+        else:
+            recipe = stored.lora(adapter.rank, adapter.alpha, adapter.targets)
+            how = f"sk.{storage}{lora or ('.lora()' if plan.setup.training else '')}"
+        costs = f"precision: the frozen weights in {stored.storage.bits:.3g} bits"
+        trains = plan.setup.training and not frozen(own)
+        yield Change({"recipe": recipe}, f"{costs}; an adapter trains" if trains else costs, f"recipe={how}")
+
+
+def _lora_text(adapter: Lora) -> str:
+    """Write `.lora(...)` as one types it, defaults left out."""
+    plain = type(adapter)()
+    fields = {name: value for name, value in adapter.__dict__.items() if value != getattr(plain, name)}
+    return f".lora({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
+
+
+def saving_time(plan: Plan) -> Iterator[Change]:
+    """Yield the changes that may take less time, what asks least first; what the plan has already is left out."""
+    setup = plan.setup
+    if not setup.training:
+        return
+    on_gpu = setup.device == "cuda"
+    if on_gpu and not setup.fusion.fuses:
+        yield Change({"fusion": "fused"})
+    if on_gpu and not setup.graphs:
+        yield Change({"graphs": True})
+    if setup.recompute != "none":
+        yield Change({"recompute": "none"})
+    if on_gpu and setup.fusion.frozen != "transposed":
+        yield Change({"transposed": "cached"})
