@@ -17,6 +17,7 @@ def fusion_for(chosen: Fusion | None, x: torch.Tensor) -> Fusion:
     tensors without data.
     """
     fusion = chosen if chosen is not None else _ALL if x.is_cuda else OFF
-    if fusion is OFF or x.is_meta or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+    off = fusion is OFF or fusion == OFF  # a value: one that was read from a checkpoint is another object
+    if off or x.is_meta or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return OFF
     return fusion

@@ -1,4 +1,4 @@
-"""What a session's run is, in plain values: for panels, run.json and the summary."""
+"""Describe a session's run in plain values: for panels, run.json and the summary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Light(NamedTuple):
 
 
 def describe(session: Session, total: int | None, started: float, light: Light, resumes: bool) -> RunInfo:
-    """Return total: the step that the run is planned to end at. started: seconds since 1970. resumes: by the next run()."""
+    """Return the RunInfo of a session. total: the step that the run is planned to end at. started: seconds since 1970. resumes: by
+    the next run()."""
     recipe = session.recipe
     return RunInfo(
         title=title_of(session),
