@@ -26,9 +26,11 @@ SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 def wheel(tmp_path_factory):
     """The wheel, built in a copy of the tree without what a build leaves behind."""
     tree = tmp_path_factory.mktemp("tree")
-    ignored = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "checkpoint", "adapter", "runs", "*.egg-info")
+    left_behind = ["__pycache__", ".ipynb_checkpoints", "*.egg-info"]
+    of_notebooks = ["checkpoint", "adapter", "runs"]  # what they write; surokit has a package called runs
     for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
+        ignored = left_behind + of_notebooks * (folder == "notebooks")
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns(*ignored))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, tree)
     run(
