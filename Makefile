@@ -29,7 +29,7 @@ lab: $(VENV)/.lab ## the notebooks in JupyterLab
 # one thread a process: where other work takes a core, a team of threads waits for its slowest at every small operation
 test: $(VENV)/.test ## all tests: lint, types, units, notebooks
 	@echo "== ruff and mypy"
-	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy surokit kernels tests docs/notebooks.py
+	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy surokit kernels tests docs
 	@echo "== tests"
 	@OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 --dist loadfile --timeout 300 -m "not gpu and not soak"
 	@echo "== notebooks"
@@ -75,7 +75,7 @@ same-answers: $(VENV)/.test ## whether every answer is the one of an earlier rev
 	@$(PY) -m tests.answers $(BASE) $(ANSWERS)
 
 lint: $(VENV)/.test ## ruff and mypy, fixing what can be fixed
-	@$(VENV)/bin/ruff check --fix . && $(VENV)/bin/ruff format . && $(VENV)/bin/mypy surokit kernels tests docs/notebooks.py
+	@$(VENV)/bin/ruff check --fix . && $(VENV)/bin/ruff format . && $(VENV)/bin/mypy surokit kernels tests docs
 
 docs: $(VENV)/.test ## the documentation as a site in site/, links checked; runs the notebooks that changed
 	@$(PY) docs/notebooks.py

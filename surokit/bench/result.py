@@ -171,8 +171,7 @@ def _table_for(data: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
         "spans",
     ):
         if part in data:
-            module = import_module(f"surokit.bench.{part}")
-            return cast("Callable[[Mapping[str, Any]], str]", module.table)
+            return cast("Callable[[Mapping[str, Any]], str]", _module(part).table)
     return table
 
 
@@ -192,5 +191,11 @@ def pictures(text: str, folder: Path) -> dict[Path, dict[str, Any]]:
 
 def drawn_by(data: Mapping[str, Any]) -> Any:
     """Return the module whose `draw` makes the picture of a raw file, by the keys it holds; `digest` is the fingerprint in it."""
-    part = next((part for part in ("peers", "deferral", "spans", "predicted") if part in data), "study")
-    return import_module(f"surokit.bench.{part}")
+    return _module(next((part for part in ("peers", "deferral", "spans", "predicted") if part in data), "study"))
+
+
+STUDIES = ("deferral", "front_ends", "study")  # finished: each lies in a clone beside its raw file
+
+
+def _module(part: str) -> Any:
+    return import_module(f"docs.measurements.{part}" if part in STUDIES else f"surokit.bench.{part}")

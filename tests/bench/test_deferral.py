@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from surokit.bench import deferral
+from docs.measurements import deferral
 from tests.soak import test_offload as soak
 
 

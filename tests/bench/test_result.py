@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from surokit.bench import result, study
+from docs.measurements import study
+from surokit.bench import result
 from surokit.bench.__main__ import main
 
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,7 @@
 One study of two models: one with random weights, and one that AdamW trained on another text before. Each trains at the rate that
 is AdamW's best on a seed of its own. A seed gives every way the same weights and batches. A result is in the raw file when it is
 there, and an interrupted study goes on where it stopped. It has no gate but that OffloadAdamW is AdamW: what deferral costs is
-told, not promised (surokit/bench/deferral.py makes tables and pictures).
+told, not promised (docs/measurements/deferral.py makes tables and pictures).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import surokit as sk
+from docs.measurements.deferral import BASELINE, NAMES, options_of, tuned_rate
 from surokit import texts
-from surokit.bench.deferral import BASELINE, NAMES, options_of, tuned_rate
 from surokit.bench.result import write
 from surokit.environment import environment
 
