@@ -1,5 +1,5 @@
-"""Define `%surogate_profile` and `%%surogate_profile`, which profile a line or a cell in a notebook. No other file of the
-profiler knows IPython.
+"""Define `%surogate_profile` and `%%surogate_profile`, which profile a line or a cell in a notebook, and their other name,
+`surokit_profile`. No other file of the profiler knows IPython.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -24,7 +24,7 @@ from surokit.profiler.record import capture, watch
 from surokit.profiler.report.profile import BY, Profile
 
 _WORD = re.compile(r"""\s*((?:"[^"]*"|'[^']*'|\S)+)""")
-_MAGIC = re.compile(r"[^%]*%%?surogate_profile\s")
+_MAGIC = re.compile(r"[^%]*%%?(?:surogate|surokit)_profile\s")
 
 
 @magics_class
@@ -50,6 +50,7 @@ class ProfileMagics(Magics):
     @argument("--eager", action="store_true", help="run compiled regions eagerly, so that their modules get rows")
     @argument("-q", "--quiet", action="store_true", help="do not show the Profile")
     @argument("statement", nargs="*", help="%%surogate_profile only: the statement, after the options or --")
+    @line_cell_magic("surokit_profile")
     @line_cell_magic
     def surogate_profile(self, line: str, cell: str | None = None) -> Profile | None:
         """Profile a statement or a cell: where its time goes, by module, and what time is lost to.

@@ -50,6 +50,15 @@ def test_a_cell_keeps_its_variables_and_returns_the_profile(shell):
     assert (p.summary["steps"], p.summary["warmup"]) == (3, 3)
 
 
+@pytest.mark.parametrize("cell", ["%%surokit_profile -o other\nx = '{y} $y'", "%surokit_profile -o other x = '{y} $y'"])
+def test_the_magic_has_a_second_name(shell, cell):
+    """An alias made by IPython would fill in {y} before the magic sees it."""
+    run(shell, cell)
+    assert isinstance(shell.user_ns["other"], Profile)
+    assert shell.user_ns["x"] == "{y} $y"
+    assert "--steps" in offered(shell, "%%surokit_profile --st")
+
+
 def test_lines_are_those_of_the_cell(shell, capsys):
     cell = "%%surogate_profile -o p\nx = torch.ones(3)\n\ny = x.sum().item()\n"
     p = run(shell, cell)
