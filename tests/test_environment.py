@@ -179,8 +179,8 @@ def test_packages_beside_ours_are_named_where_they_are(monkeypatch):
     ],
 )
 def test_a_torch_that_was_not_tried_is_named(torch_version: str, state: str, monkeypatch):
-    real = module._version
-    monkeypatch.setattr(module, "_version", lambda name: torch_version if name == "torch" else real(name))
+    real = module.installed_version
+    monkeypatch.setattr(module, "installed_version", lambda name: torch_version if name == "torch" else real(name))
     found = doctor()
     assert found["torch"].state == state
     assert found.ok

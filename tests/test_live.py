@@ -12,7 +12,7 @@ import torch
 
 import surokit.live
 from surokit.live import Live
-from surokit.runs import status
+from surokit.runs import control, status
 from surokit.runs.control import RunControl
 from surokit.runs.jsonl import read
 from surokit.train import NoTargetsError
@@ -48,7 +48,8 @@ class Clock:
 def time(monkeypatch):
     """Passes only while a loop waits."""
     clock = clocks.Clock()
-    monkeypatch.setattr(surokit.live, "time", clock)
+    for module in (surokit.live, control):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 

@@ -218,16 +218,27 @@ def _adapter(layer: Linear, like: Tensor) -> tuple[Tensor, Tensor] | tuple[None,
 # -- the plan
 
 
+KEPT_PLANS = 4  # in turns: training and evaluation, with gradients and without, as when backward computes forward again
+
+
 def plan_for(keeper: Linear, key: PlanKey, held: Sequence[Held]) -> Plan:
-    """Return the plan that the first layer keeps if it is of this key and the weights lie as they did, else a new one."""
+    """Return the plan of this key that the first layer keeps if the weights lie as they did, else a new one, which it keeps.
+
+    The list stays the same object, so that what rests on the layer's attributes, as a CUDA graph does, sees no change.
+    """
 
     def lie(members: Members) -> bool:
         return lie_side_by_side([held[i].w for i in members])
 
-    plan = keeper.plan  # other threads may put another one there
-    if plan is None or plan.key != key or any(lie(members) != was for members, was in plan.lies.items()):
-        plan = keeper.plan = plan_of(key, lie)
-    return plan
+    if keeper.plans is None:
+        keeper.plans = []
+    plans = keeper.plans
+    for plan in plans:
+        if plan.key == key and all(lie(members) == was for members, was in plan.lies.items()):
+            return plan
+    made = plan_of(key, lie)
+    plans[:] = [made, *(plan for plan in plans if plan.key != key)][:KEPT_PLANS]  # at once: other threads may do so too
+    return made
 
 
 def plan_of(key: PlanKey, lie: Callable[[Members], bool]) -> Plan:

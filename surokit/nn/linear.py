@@ -108,7 +108,7 @@ class Linear(nn.Linear):
     _before: _BeforeMerging | None = None
     frozen: Frozen | None = None  # codes of its weight and its siblings', where a stage keeps them
     kept: Kept | None = None  # its stored weight, decoded
-    plan: Plan | None = None  # of the stage whose first layer it is
+    plans: list[Plan] | None = None  # of the stage whose first layer it is, one for each way to call it
     # submodules that are there only with an adapter; a class-level default would hide them
     lora_A: AdapterMatrix
     lora_B: AdapterMatrix
@@ -125,7 +125,7 @@ class Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what is kept belongs to this layer's weight alone."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("frozen", "kept", "plan")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("frozen", "kept", "plans")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

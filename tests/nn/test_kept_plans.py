@@ -22,7 +22,7 @@ from surokit.convert import roll_scales, scaling_state
 from surokit.nn import grouping, stages
 from surokit.nn.delayed import banks_of
 from surokit.nn.fusion import OFF, Fusion
-from surokit.nn.grouping import LayerState, PlanKey
+from surokit.nn.grouping import KEPT_PLANS, LayerState, PlanKey
 from surokit.nn.joint import lay_layers, lie_side_by_side
 from surokit.nn.linear import Linear
 from surokit.nn.norm import RMSNorm
@@ -56,7 +56,8 @@ class Readers(nn.Module):
 
     @property
     def plan(self):
-        return self.both[0].plan
+        plans = self.both[0].plans
+        return plans[0] if plans else None
 
     def forward(self, step=0):
         """Outputs and gradients of one forward and backward."""
@@ -280,7 +281,7 @@ def test_a_change_makes_another_plan_and_nothing_else_does(change, made):
     assert differences(old, readers.plan) == set(change.differs)
     assert (readers.plan is old) == (not change.differs)
     now = readers.plan
-    readers.q.plan = None
+    readers.q.plans = None
     readers(2)
     assert readers.plan == now  # a fresh one is the same
 
@@ -304,6 +305,33 @@ def test_the_old_plan_would_be_wrong(change, monkeypatch):
     assert not same(wrong, right)
 
 
+def test_each_way_to_call_it_has_its_own(made):
+    """Training, evaluation between its steps, and the forward without gradients that backward computes again."""
+    readers = Readers(DELAYED)
+    ways = [(True, True), (False, False), (True, False)]
+
+    def called(training, grad):
+        readers.train(training)
+        readers.grad = grad
+        readers()
+        return readers.q.plans
+
+    kept = called(*ways[0])
+    assert all(called(*way) is kept for _ in range(3) for way in ways)
+    assert len(made) == len(set(made)) == len(ways)
+
+
+def test_few_are_kept(made):
+    readers = Readers(DELAYED)
+    for fusion in (
+        Fusion(adapters=a, joint=j, frozen=f) for a in (True, False) for j in (True, False) for f in ("no", "codes")
+    ):
+        readers.fusion = fusion
+        readers()
+    assert len(made) == 8
+    assert [plan.key for plan in readers.q.plans] == made[: -KEPT_PLANS - 1 : -1]
+
+
 # -- what a plan holds, and who has it
 
 
@@ -323,8 +351,8 @@ def test_a_plan_holds_no_memory():
 def test_no_copy_has_it(copied):
     readers = Readers(DELAYED)
     readers()
-    assert readers.q.plan is not None
-    assert copied(readers.q).plan is None
+    assert readers.plan is not None
+    assert copied(readers.q).plans is None
     assert not any("plan" in name for name in readers.state_dict())
 
 
@@ -347,8 +375,10 @@ def test_recomputed_activations_are_the_same(reentrant):
     assert same(found[1], found[3])
 
 
-def test_threads_that_call_one_layer_each_in_its_way():
+@pytest.mark.parametrize("most", [1, KEPT_PLANS])
+def test_threads_that_call_one_layer_each_in_its_way(most, monkeypatch):
     """With gradients and without, by turns: each thread makes its plan anew or finds its own, and computes by it."""
+    monkeypatch.setattr(grouping, "KEPT_PLANS", most)
     readers, rounds = Readers(BLOCK), 20
     x = torch.randn(6, K)
     start, wrong = threading.Barrier(4), []
@@ -380,7 +410,7 @@ def test_a_step_plans_nothing(made):
     config = sk.DecoderConfig(layers=2, width=64, heads=2, kv_heads=1, vocab=32, ffn=128, qk_norm=True)
     ids = torch.randint(32, (1, 8))
     for recipe in (sk.BF16, sk.FP8.keep_small(0), sk.QFP8.keep_small(0).lora(4), sk.FP4.keep_small(0)):
-        for fusion, plans in ((Fusion(), 2 * 4), (OFF, 0)):
+        for fusion, plans in ((Fusion(), 2 * 4), (Fusion(recompute="full"), 2 * 4), (OFF, 0)):
             model = sk.Decoder(config, dtype=torch.bfloat16)
             sk.apply(model, recipe)
             sk.fuse(model, fusion)

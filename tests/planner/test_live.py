@@ -210,16 +210,16 @@ def test_checkpointing_of_transformers_is_recompute():
 
 def test_a_decoder_on_a_gpu_is_fused_unless_it_was_told_otherwise():
     model = decoder()
-    assert not plan(model, **RUN).setup.fusion
+    assert not plan(model, **RUN).setup.fusion.fuses
     found = plan(model, gpu="H100", **RUN)
-    assert found.setup.fusion
+    assert found.setup.fusion.fuses
     assert "fused (as a Decoder on CUDA is)" in found.source
     sk.fuse(model, sk.Fusion.OFF)
     off = plan(model, gpu="H100", **RUN)
-    assert not off.setup.fusion
+    assert not off.setup.fusion.fuses
     assert "not fused" in off.source
-    assert not plan(theirs(), gpu="H100", **RUN).setup.fusion
-    assert not plan(CONFIG, gpu="H100", **RUN).setup.fusion
+    assert not plan(theirs(), gpu="H100", **RUN).setup.fusion.fuses
+    assert not plan(CONFIG, gpu="H100", **RUN).setup.fusion.fuses
 
 
 class Batches(list[Any]):
@@ -290,11 +290,11 @@ def test_what_is_compiled_is_planned_with_nothing_fused(how):
     )
     for gpu in ("cpu", "H100"):
         found = plan(what, gpu=gpu, **RUN)
-        assert not found.setup.fusion
+        assert not found.setup.fusion.fuses
         assert found.notes[0].startswith("torch.compile is not planned")
-        assert plan(what, gpu=gpu, fusion="fused", **RUN).setup.fusion
+        assert plan(what, gpu=gpu, fusion="fused", **RUN).setup.fusion.fuses
     eager = plan(sk.Session(model, [], schedule=None), gpu="H100", **RUN)
-    assert eager.setup.fusion
+    assert eager.setup.fusion.fuses
     assert not any("torch.compile" in note for note in eager.notes)
 
 

@@ -21,6 +21,7 @@ import surokit as sk
 from surokit.racing import scheduler
 from surokit.racing.model_swap import storages_of
 from surokit.racing.runs import rounds_of
+from surokit.runs import control
 from surokit.runs.health import Event, Health
 from surokit.runs.status import read_status
 from tests.clocks import JumpingClock, until
@@ -282,7 +283,8 @@ def test_pause_holds_the_race_between_turns_and_costs_nobody_time(make, monkeypa
         clock.ahead_s += 1000.0
         race.resume()
 
-    monkeypatch.setattr(scheduler, "time", SimpleNamespace(perf_counter=clock, monotonic=clock, sleep=sleep))
+    for module in (scheduler, control):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock, monotonic=clock, sleep=sleep))
     race.sessions["fp8"].subscribe(StopAt(9, race.pause))
     race.go_on(steps=8)
     assert race.reason == "done"
