@@ -44,9 +44,8 @@ class TestThread:
             wait_for_step(session, step)
             losses.append(session.evaluate())
         frames = []
-        while run.running:
+        while not run.wait(timeout=0.001):  # which leaves the interpreter to the run
             frames.append(session.records.frame())
-        run.wait()
         assert all((frame["step"].diff().dropna() == 1).all() for frame in frames)
         assert_same_state(session, whole(40))
         assert [e.step for e in session.evaluations] == [2, 5, 9]
