@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
 MIN_FREE_GIB ?= 4
 PYTEST := $(PY) -m pytest
 
-.PHONY: help quickstart lab test test-plain-cpu test-oldest test-gpu gpu-hour soak same-answers lint docs clean
+.PHONY: help quickstart lab check test test-plain-cpu test-oldest test-gpu gpu-hour soak same-answers lint docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,13 +27,19 @@ lab: $(VENV)/.lab ## the notebooks in JupyterLab
 	@$(PY) -m jupyterlab notebooks/01_quickstart.ipynb
 
 # one thread a process: where other work takes a core, a team of threads waits for its slowest at every small operation
+RUFF_AND_MYPY := $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy surokit kernels tests docs
+UNITS := OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 --dist loadfile --timeout 300 -m "not gpu and not soak"
 test: $(VENV)/.test ## all tests: lint, types, units, notebooks
 	@echo "== ruff and mypy"
-	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy surokit kernels tests docs
+	@$(RUFF_AND_MYPY)
 	@echo "== tests"
-	@OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 --dist loadfile --timeout 300 -m "not gpu and not soak"
+	@$(UNITS)
 	@echo "== notebooks"
 	@OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 --dist loadfile --nbval-lax notebooks
+
+check: $(VENV)/.test ## before each commit: lint, types, and the half of the tests that is fast; two or three minutes
+	@$(RUFF_AND_MYPY)
+	@$(UNITS) --fast
 
 # numbers must not depend on what the author's processor can do: without bf16 instructions and AMX, which oneDNN is told not to use
 PLAIN_CPU := tests/nn tests/models tests/kernels tests/planner/test_memory.py tests/test_quantizer.py tests/test_accuracy.py tests/test_convert.py \

@@ -3,6 +3,7 @@
 import os
 import signal
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write the messages that tests hear into their tables; every case runs",
     )
+    parser.addoption("--fast", action="store_true", help="leave out the files and folders of tests/slow.txt")
     parser.addoption("--present", action="store_true", help="leave out what only compiles for GPUs that are not here")
     parser.addoption(
         "--book", type=Path, help="keep each outcome in this JSON file, and go on behind those that it has"
@@ -66,6 +68,22 @@ def _of_what_is_present(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
         why = "it compiles for GPUs that are not here: `make test` does so"
         monkeypatch.setattr(Compiled, "of", lambda *_: pytest.skip(why))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what is slow where only the fast half is wanted, before it is imported."""
+    named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    return (
+        True
+        if config.getoption("--fast") and collection_path in slow_tests() and collection_path not in named
+        else None
+    )
+
+
+@cache
+def slow_tests() -> frozenset[Path]:
+    lines = Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").splitlines()
+    return frozenset(Path(__file__).parents[1] / line for line in lines if not line.startswith("#"))
 
 
 @pytest.hookimpl(tryfirst=True)
