@@ -1,6 +1,6 @@
-"""surokit: train, watch and compare low-precision recipes in a notebook.
+"""Train, watch and compare low-precision recipes in a notebook.
 
-Importing it changes nothing and loads nothing but this table: a name is imported from its module when it is first used.
+Importing surokit changes nothing and loads nothing but this table: a name is imported from its module when it is first used.
 """
 
 from __future__ import annotations
@@ -76,5 +76,5 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """`%load_ext surokit`: registers %surogate_profile and %%surogate_profile."""
+    """Register %surogate_profile and %%surogate_profile: `%load_ext surokit` calls this."""
     import_module("surokit.profiler.magic").load_ipython_extension(ipython)

@@ -21,12 +21,10 @@ VERBS = ROOT / "tests" / "verbs.txt"
 # docstrings that do not open with a plain sentence yet, by part: make it shorter, and never longer
 CEILINGS: dict[str, int] = {
     "kernels/triton": 53,
-    "surokit/__init__.py": 2,
     "surokit/live.py": 4,
-    "surokit/planner": 109,
+    "surokit/planner": 91,
     "surokit/racing": 48,
     "surokit/runs": 23,
-    "surokit/texts": 1,
     "surokit/train": 100,
     "surokit/widgets": 57,
 }

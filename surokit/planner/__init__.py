@@ -1,4 +1,4 @@
-"""The planner: FLOPs, memory, time and money of a run, before a GPU is touched. No torch here.
+"""The planner predicts FLOPs, memory, time and cost of a run before a GPU is touched; it does not import torch.
 
 planning.py  plan() and Plan: reads the question, counts, and puts the answer together
 inputs/      what is planned: a number of parameters, a config, a live model or its session, read as a Shape

@@ -1,10 +1,10 @@
-"""A plan's memory as a picture: one stacked bar a plan, with matplotlib.
+"""Draw the memory of plans with matplotlib, one stacked bar for each.
 
     plot_memory({"all weights": plan, "LoRA": plan.but(recipe="qfp8")}, gib=80)
 
 Terms are gathered into a few groups so that plans of different recipes can be compared by colour; what follows exactly from
-shapes and dtypes is solid, what is approximate is hatched, and the length of a bar is the memory that `plan.fits` compares: what
-is there at the fullest moment of a step, so that a term which comes later is short or missing. The line is the GPU's memory.
+shapes and dtypes is solid, what is approximate is hatched. The length of a bar is the memory that `plan.fits` compares, at the
+fullest moment of a step, so a term that comes later is short or missing. The line is the GPU's memory.
 Colours are Okabe and Ito's (2008) as far as they go, which stay apart for the common kinds of colour blindness.
 
 `parts_of` gives the same groups as numbers, for any other view.
@@ -46,7 +46,7 @@ _NAMED = 0.06  # of the axis: a narrower part carries no figure of its own
 
 @dataclass(frozen=True)
 class BarPart:
-    """The exact or the approximate bytes of one group of terms."""
+    """A BarPart holds the GiB of one group of terms, the exact or the approximate ones."""
 
     group: str
     exact: bool
@@ -54,7 +54,7 @@ class BarPart:
 
 
 def parts_of(memory: Memory) -> tuple[BarPart, ...]:
-    """Return the counted terms by group, exact before approximate, in the order of a bar; empty parts are left out."""
+    """Sum the counted terms by group, exact before approximate, in the order of a bar; empty parts are left out."""
     sums: dict[tuple[str, bool], float] = {}
     for term in memory.terms:
         if term.counted and term.bytes > 0:
@@ -68,12 +68,12 @@ def _group(name: str) -> str:
 
 
 def plot_memory(plans: Mapping[str, Plan] | Plan, gib: float | Sequence[float] | None = None) -> Figure:
-    """Return a bar of memory for each plan: exact terms solid, approximate ones hatched, the total beside it.
+    """Draw a bar of memory for each plan: exact terms solid, approximate ones hatched, the total beside it.
 
     plans: name -> Plan, drawn from top to bottom; or one plan. gib: the memory of one GPU in GiB, drawn as a line, or several;
     without it that of the plans' own GPUs. A bar beyond the only line is marked as too large. Returns the figure, not yet shown.
 
-    Raises ValueError for no plans or a memory that is not above zero, TypeError for what is no plan.
+    Raises ValueError for no plans or a memory that is not above zero, TypeError for anything that is not a plan.
     """
     named = plans if isinstance(plans, Mapping) else {"": plans}
     if not named:
@@ -120,7 +120,7 @@ def plot_memory(plans: Mapping[str, Plan] | Plan, gib: float | Sequence[float] |
 
 
 def _limits(named: Mapping[str, Plan], gib: float | Sequence[float] | None) -> dict[int, float]:
-    """Return the memory that each bar is held against, by row; with several given ones only their number matters."""
+    """Return the memory in GiB that each bar is compared with, by row; several given ones are lines through all bars."""
     if gib is None:
         own = {row: plan.room_gib for row, plan in enumerate(named.values())}
         return {row: limit for row, limit in own.items() if limit is not None}
@@ -147,7 +147,7 @@ def _draw_bar(ax: Any, row: int, memory: Memory, scale: float, reach: float) -> 
 
 
 def _name_total(ax: Any, row: int, memory: Memory, limit: float | None, scale: float, reach: float) -> None:
-    """The memory to be found, beside the bar, and whether that is there."""
+    """Write the total beside the bar, and whether it fits."""
     total = memory.gib
     words = units.gib(total)
     if memory.left_out:
@@ -172,7 +172,7 @@ def _name_total(ax: Any, row: int, memory: Memory, limit: float | None, scale: f
 def _draw_limits(
     ax: Any, limits: Mapping[int, float], gib: float | Sequence[float] | None, scale: float, reach: float, rows: int
 ) -> None:
-    """One line through all bars for a memory that holds for all, else a mark at each bar's own."""
+    """Draw one line through all bars for a memory that all have, else a mark at each bar's own."""
     line: dict[str, Any] = {"color": _INK, "linewidth": 1.2, "linestyle": (0, (4, 3)), "zorder": 3}
     values = sorted(set(limits.values()))
     if gib is not None or (len(values) == 1 and len(limits) == rows):

@@ -1,4 +1,4 @@
-"""`plan`: what a run computes, holds, takes and costs, before a GPU is touched.
+"""`plan` predicts the FLOPs, the memory, the time and the cost of a run before a GPU is touched.
 
     plan = sk.plan(405e9, tokens=15.6e12, gpus=16000, gpu="H100", tflops_per_gpu=400, usd_per_gpu_hour=2.0)
     plan.flops, plan.days, plan.gpu_hours, plan.usd        3.7908e25, 68.55, 26.325e6, 52.65e6
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Expectations of a run. Figures that need an argument that was not given are None, and `notes` say which.
+    """A Plan holds what is expected of a run. Figures that need an argument that was not given are None, and `notes` say which.
 
     flops               model FLOPs of the whole run
     days, gpu_hours, usd    predictions; None without a rate (tflops_per_gpu, or mfu with gpu) and, for usd, a price
@@ -71,17 +71,17 @@ class Plan:
     asked: Asked = field(compare=False)
 
     def but(self, **changes: Any) -> Plan:
-        """Plan the same with other arguments: `plan.but(batch=4)`; an argument that is None is taken back."""
+        """Plan the same run with other arguments, as in `plan.but(batch=4)`; an argument that is None is taken back."""
         return answer(self.asked.question.but(**changes))
 
     @property
     def subject(self) -> Subject:
-        """Return the subject of the plan, as it was read."""
+        """Return what is planned, as it was read: its shape or its number of parameters, and what a live model has."""
         return self.asked.subject
 
     @property
     def given(self) -> Mapping[str, Any]:
-        """Return the arguments that were given, and those with a default."""
+        """Return the arguments of `plan` that are not None: those that were given, and those with a default."""
         return self.asked.question.given
 
     @property
@@ -106,29 +106,29 @@ class Plan:
 
     @property
     def kwh(self) -> float | None:
-        """Return the most energy that the GPUs can draw: their hours at the power limit they are sold with; None without either."""
+        """Return the most energy in kWh that the GPUs can draw: GPU hours times the power limit; None where either is not known."""
         return None if self.gpu is None or self.gpu_hours is None else energy_kwh(self.gpu_hours, self.gpu)
 
     @cached_property
     def estimate(self) -> Estimate | None:
-        """Return a step's time, row by row; None where shape, batch, length or the rates of the GPU are missing."""
+        """Estimate the time of a step, row by row; None where shape, batch, length or the rates of the GPU are missing."""
         return _estimate(self.asked, self.compute)
 
     @property
     def trained_parameters(self) -> float:
-        """Return the parameters with a gradient and an optimizer's state."""
+        """Return the number of parameters that train, and so have a gradient and optimizer states."""
         return self.asked.trained_parameters
 
     @property
     def room_gib(self) -> float | None:
-        """Return the memory to fit into: the GPU's own; on a CPU that of the Gpu given for it, or of this machine. None where
-        unknown."""
+        """Return the GiB that the plan has to fit into: the memory of the GPU; on a CPU, of the Gpu given for it or of this
+        machine. None where it is not known."""
         if self.gpu is not None and self.gpu.memory_gib is not None:
             return self.gpu.memory_gib
         return machine_gib() if self.setup.device == "cpu" else None
 
     def fits(self, gib: float | None = None) -> bool:
-        """Return whether the memory of one GPU suffices: all terms, exact and approximate, against `gib` (`room_gib` without it).
+        """True if the memory of one GPU suffices: all terms, exact and approximate, within `gib` (`room_gib` without it).
 
         Raises ValueError where the answer needs a term that could not be counted.
         """
@@ -139,88 +139,92 @@ class Plan:
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """Does it fit, how long, how much: a line each, where it is known; the first lines of what is printed."""
+        """Say whether the plan fits, how long it takes and what it costs, a line each where it is known; they are printed first."""
         return tuple(plan_answers(self))
 
     # -- asked backwards; see inverse/ for arguments and errors
 
     def largest(self, what: str, *, gib: float | None = None, multiple: int = 1) -> int:
-        """Return the largest "batch", "length", number of "layers", or of "parameters" of a plan of a number, that fits one GPU."""
+        """Return the largest "batch", "length" or number of "layers" that fits one GPU, or of "parameters" where a number is
+        planned."""
         return questions.largest(self, what, gib=gib, multiple=multiple)
 
     def gpus_for(self, **goals: Any) -> int:
-        """Return the fewest GPUs that are done in `days=`, hold the model in `gib=` each, keep to `usd=`."""
+        """Return the fewest GPUs that finish in `days=`, hold the model with `gib=` each, and cost no more than `usd=`."""
         return questions.gpus_for(self, **goals)
 
     def tokens_for(self, **budgets: float) -> int:
-        """Return the most tokens within `days=`, `gpu_hours=`, `usd=`."""
+        """Return the most tokens that can be trained on within `days=`, `gpu_hours=` and `usd=`."""
         return questions.tokens_for(self, **budgets)
 
     def rate_for(self, **budgets: float) -> float:
-        """Return the model TFLOPS that each GPU must achieve for `days=`, `gpu_hours=`, `usd=`."""
+        """Return the model TFLOPS that each GPU must achieve to finish within `days=`, `gpu_hours=` and `usd=`."""
         return questions.rate_for(self, **budgets)
 
     def parameters_for(self, *, law: Any = None, **budgets: float) -> questions.Optimal:
-        """Return the model, and its tokens, that make most of `days=`, `gpu_hours=`, `usd=` by a scaling law."""
+        """Return the number of parameters, and of tokens, that make the most of `days=`, `gpu_hours=`, `usd=` by a scaling law."""
         return questions.parameters_for(self, law=law, **budgets)
 
     def recipes(self, names: Any = None, *, gib: float | None = None) -> pd.DataFrame:
-        """This plan in every recipe: step, speedup, memory, native or emulated; of those that fit, the one predicted fastest."""
+        """Compare the plan in every recipe: step, speedup, memory, native or emulated, and which is predicted fastest of those
+        that fit."""
         return recipe_choice.recipes(self, names, gib=gib)
 
     def fitting(self, *, gib: float | None = None, host: Host | None = None) -> remedies.Fitting:
-        """Return what would make the plan fit, and what each leaves; on the host too, where `host` has a `memory_gib`."""
+        """Find the changes that make the plan fit, and the memory that each leaves: the host's too, where `host` has a
+        `memory_gib`."""
         return remedies.fitting(self, gib=gib, host=host)
 
     def faster(self, *, gib: float | None = None) -> speedups.Faster:
-        """Return what fusing, CUDA graphs, less recompute and a cached W' are planned to give, and which of them to choose."""
+        """Predict what fusing, CUDA graphs, less recompute and a cached W' save of a step, and choose among them."""
         return speedups.faster(self, gib=gib)
 
     def binds(self) -> remedies.Binds:
-        """Return the term that memory depends on most, what takes the most time, and what to do about either."""
+        """Name the largest term of memory and of time, and what makes either smaller."""
         return remedies.binds(self)
 
     def offload(self, host: Host | None = None, **options: Any) -> Offload:
-        """Return a step with the optimizer's states on the host, synchronously and as ZenFlow, beside one without, and which to
-        take: each way is held against the GPU's memory and the host's.
+        """Predict a step with the optimizer's states on the host, synchronously and as ZenFlow, beside one without, and choose:
+        each way is compared with the memory of the GPU and of the host.
 
-        host is what a calibration of the plan's GPU measured, without one. Options are those of `predict_offload`; without them
-        ZenFlow's are the plan's own optimizer's. Raises ValueError where host or a step's time is not known, TypeError for a host
-        that is none.
+        Without `host`, it is what a calibration of the plan's GPU measured. Options are those of `predict_offload`; those that are
+        not given are the plan's own optimizer's. Raises ValueError where the host or a step's time is not known, TypeError for a
+        host that is not a Host.
         """
         return offload_plan.offload(self, host, **options)
 
     def streamed(self, host: Host | None = None, *, prefetch: int | None = None) -> Streamed:
-        """Return a step whose blocks' weights stay on the host (sk.offload_weights), so many fetched ahead: memory, bytes, time.
+        """Predict memory, bytes and time of a step whose blocks' weights stay on the host (sk.offload_weights).
 
-        host as for `offload`; prefetch is the plan's own, or 1, without it. Raises ValueError for a number of parameters, which has
-        no blocks, and where host or a step's time is not known.
+        `prefetch` blocks are fetched ahead; without it as many as the plan's own, or 1. `host` is as for `offload`. Raises
+        ValueError for a number of parameters, which has no blocks, and where the host or a step's time is not known.
         """
         return offload_plan.streamed(self, host, prefetch=prefetch)
 
     @property
     def deferral(self) -> dict[str, Any]:
-        """Return ZenFlow's settings that a prediction asks for, where the plan's optimizer is one."""
+        """Return ZenFlow's settings that `predict_offload` takes, where the plan's optimizer is a ZenFlow; {} otherwise."""
         return self.asked.deferral
 
     # -- beside a measurement, and shown
 
     def check(self, measured: Any) -> Check:
-        """This plan beside a Session, a Profile or a dict of figures, the misses first; `.recalibrated` follows the measured."""
+        """Compare the plan with a Session, a Profile or a dict of figures, the misses first; `.recalibrated` is the plan at the
+        measured rate and slack."""
         return checking.check(self, measured)
 
     def plot(self, gib: float | None = None) -> Figure:
-        """Return memory as a bar, exact terms solid, approximate ones hatched; `sk.plot_memory` draws several plans."""
+        """Draw memory as a bar, exact terms solid, approximate ones hatched; `sk.plot_memory` draws several plans."""
         return picture.plot_memory(self, gib)
 
     def explore(self) -> Any:
-        """This plan with sliders, in a notebook; printed elsewhere."""
+        """Show the plan with sliders in a notebook; print it elsewhere."""
         from surokit.widgets.planning import explore
 
         return explore(self)
 
     def lines(self) -> tuple[Line, ...]:
-        """Return the table's lines, in order."""
+        """Return the lines of the table, in order."""
         return tuple(plan_lines(self))
 
     def table(self) -> pd.DataFrame:
@@ -228,8 +232,8 @@ class Plan:
         return data_frame([line.__dict__ for line in self.lines()])
 
     def gemms(self) -> pd.DataFrame:
-        """Return the FLOPs a token of every kind of product: module, n, k, count, forward, backward, recompute, share of the model
-        FLOPs."""
+        """Return the FLOPs a token of every kind of product as a DataFrame: module, n, k, count, forward, grad_input, grad_weight,
+        recompute, share of the model FLOPs."""
         compute = self._counted()
         columns = ("module", "n", "k", "count", "forward", "grad_input", "grad_weight", "recompute")
         return data_frame(
@@ -240,7 +244,8 @@ class Plan:
         )
 
     def modules(self) -> pd.DataFrame:
-        """Return the FLOPs a token by module: module, forward, backward, recompute, share; the rows sum to the plan's own."""
+        """Return the FLOPs a token by module as a DataFrame: module, forward, backward, recompute, share; the rows sum to the
+        plan's own."""
         compute = self._counted()
         sums: dict[str, list[int]] = {}
         for p in compute.products:
@@ -261,7 +266,7 @@ class Plan:
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """Return notes beside the figures, those of a step's estimate included."""
+        """Return the notes, those of the step's estimate included."""
         return (*self.notes, *(self.estimate.notes if self.estimate else ()))
 
     def __repr__(self) -> str:
@@ -310,11 +315,11 @@ def plan(
     """Plan a run: FLOPs, time, cost, and the memory of one GPU.
 
     what        number of parameters (405e9), a config (dict as in config.json, folder, path, DecoderConfig), a live model
-                with a .config, or a Session. What a live one has is planned where no argument says otherwise: its recipe and
+                with a .config, or a Session. A live one is planned as it is where no argument says otherwise: its recipe and
                 adapters, what trains, fusion and recompute, dtype and device; a session's optimizer, steps and CUDA graphs too
     tokens      of the whole run; `batch` (sequences on one GPU) x `length` (tokens) x `gpus` is one step
-    gpu         a name in the hardware table, "cpu", or a Gpu; gives peaks and memory, and whose kernels run (a GPU's without
-                it, those of the device that a live model is on)
+    gpu         a name in the hardware table, "cpu", or a Gpu; gives peaks and memory, and decides whether a CPU's or a GPU's
+                kernels run (without it, those of the device that a live model is on, or a GPU's)
     tflops_per_gpu, mfu     the achieved rate of one GPU in model TFLOPS, or as a share of its dense BF16 peak: one of
                 them, or neither
     goodput     share of the hours that makes progress (restarts and evaluation do not)
@@ -337,8 +342,8 @@ def plan(
     training    False counts a forward pass, and the KV cache in place of training's states
     fusion      "none", "fused" or a Fusion: which operations are computed together (sk.fuse)
     graphs      True: a step is captured as CUDA graphs, and the host launches nothing; the gaps between kernels stay
-    transposed  W' of a frozen weight that is quantized for its products: "cached", or turned "on the fly"; without it, as
-                `fusion` says
+    transposed  W' of a frozen weight that is quantized for its products: "cached", or transposed "on the fly"; without it,
+                `fusion` decides
     offload_weights     True, or how many are fetched ahead: the weights of blocks wait on the host (sk.offload_weights), and each
                 block is computed again in backward
     offload_activations     True: what backward needs waits on the host (sk.offload_activations)
@@ -391,7 +396,7 @@ def answer(question: Question) -> Plan:
 
 
 def _as_a_session_decodes(asked: Asked) -> Asked:
-    """Decide on a CPU, where the recipe leaves it open, whether stored weights are decoded once: as a session there does."""
+    """Decide as a session on a CPU does whether stored weights are decoded once, where the recipe leaves that open."""
     recipe, setup = asked.recipe, asked.setup
     if setup.device != "cpu" or recipe == asked.subject.own.arguments.get("recipe"):
         return asked

@@ -1,6 +1,6 @@
-"""A plan in words: the answers first, then every term with its kind (exact, approximate, bound, predicted), then the notes.
+"""Say a plan in words: the answers first, then every term with its kind (exact, approximate, bound, predicted), then the notes.
 
-What is printed is short, the first clause of how a figure comes about; `plan.table()` has all of it.
+Of how a figure comes about only the first clause is printed; `plan.table()` has all of it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BRIEF = 72  # characters
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a plan's table. `kind` is given, exact, approximate, prediction or bound."""
+    """A Line is one row of a plan's table. `kind` is given, exact, approximate, prediction or bound."""
 
     group: str
     term: str
@@ -56,7 +56,7 @@ class Line:
 
 
 def verdict(plan: Plan) -> tuple[str, bool]:
-    """Say whether the plan fits, in words, and whether it surely does not."""
+    """Return a sentence that says whether the plan fits, and True if it does not fit."""
     memory = plan.memory
     needed = units.gib(memory.gib)
     if memory.left_out:
@@ -77,7 +77,7 @@ def verdict(plan: Plan) -> tuple[str, bool]:
 
 
 def plan_source(question: Question, setup: Setup, recipe: Any) -> str:
-    """Say in a line what was taken from a live model or session and not given; "" where nothing live is planned."""
+    """Say in a line what was taken from a live model or session because it was not given; "" where nothing live is planned."""
     own, given = question.what.own, question.given
     if not own.source:
         return ""
@@ -112,7 +112,7 @@ def plan_source(question: Question, setup: Setup, recipe: Any) -> str:
 
 
 def _other_than_live(plan: Plan) -> Iterator[str]:
-    """Where what was given is another than what the live model or session has, and what of it no plan follows."""
+    """Yield where a given argument differs from what the live model or session has, and what of it a plan cannot follow."""
     own, setup = plan.subject.own, plan.setup
     if "recipe" in plan.given and own.source and not own.has(plan.recipe):
         yield f"recipe {plan.recipe.name} is planned as given; {own.source} has {_with_rank(own.arguments.get('recipe'))}"
@@ -136,7 +136,7 @@ def _with_rank(recipe: Any) -> str:
 
 
 def plan_answers(plan: Plan) -> Iterator[str]:
-    """Does it fit, how long, how much: a line each, where it is known."""
+    """Yield whether the plan fits, how long it takes and what it costs, a line each where it is known."""
     words, too_large = verdict(plan)
     if too_large and plan.setup.gpus > 1 and not plan.setup.zero:
         words = words.replace("Does not fit", "Does not fit unsharded")
@@ -158,7 +158,7 @@ def plan_answers(plan: Plan) -> Iterator[str]:
 
 
 def plan_lines(plan: Plan) -> Iterator[Line]:
-    """Yield model, compute, time and cost, memory."""
+    """Yield the lines of the table: model, compute, time and cost, memory."""
     how, kind = "as given", "given"
     if (s := plan.shape) is not None:
         kind = _counted(plan)
@@ -173,7 +173,7 @@ def plan_lines(plan: Plan) -> Iterator[Line]:
 
 
 def _counted(plan: Plan) -> str:
-    """Say what counts from shapes are: exact for a family that is read as it is built."""
+    """Return the kind of what is counted from shapes: exact for a family whose configs are read as its models are built."""
     return "exact" if plan.shape is not None and plan.shape.family in FAMILIES else "approximate"
 
 
@@ -327,7 +327,7 @@ def plan_notes(plan: Plan) -> Iterator[str]:
 
 
 def _without_bf16(gpu: Gpu, setup: Setup) -> Iterator[str]:
-    """Yield what a GPU that does not multiply bf16 asks for."""
+    """Yield what has to be known of a GPU that does not multiply bf16."""
     older = f"{gpu.name} does not multiply bf16 (compute capability {_dotted(gpu.capability)}; from {_dotted(BF16_FROM)} on)"
     if setup.dtype == "fp16":
         yield f"{older}: fp16 is planned, and training in it needs loss scaling; dtype='fp32' plans float32"
@@ -341,7 +341,7 @@ def _dotted(capability: tuple[int, int] | None) -> str:
 
 
 def _offloaded(plan: Plan) -> Iterator[str]:
-    """Yield what a time says of the part that waits on the host."""
+    """Yield whether the times count what a step waits for the host, and how to predict it where they do not."""
     setup, time = plan.setup, plan.time
     asks = "streamed" if setup.prefetch else "offload"
     if time.waits_ms is not None:
@@ -362,14 +362,14 @@ def _offloaded(plan: Plan) -> Iterator[str]:
 
 
 def _too_fast(time: Time) -> bool:
-    """Return whether the rate is beyond what the products can reach; a thousandth for rounding."""
+    """True if the rate is beyond what the products can reach, by more than a thousandth, which rounding may make."""
     run = None if time.days is None else time.days * time.goodput
     pairs = ((run, time.floor_days), (time.step_ms, time.floor_step_ms))
     return any(own is not None and least is not None and own < 0.999 * least for own, least in pairs)
 
 
 def _peaks(recipe: Any, gpu: Gpu) -> Iterator[str]:
-    """At which peaks the quantized products of a recipe count."""
+    """Yield the peaks that the quantized products of a recipe are counted at."""
     emulated: dict[str, dict[str, None]] = {}
     unknown, known = set(), set()
     for gemm in gemms_of(recipe):

@@ -1,6 +1,6 @@
-"""Two public-domain texts that ship with the package, so that everything can be tried without a download.
+"""This package holds two public-domain texts, so that everything can be tried without a download.
 
-Where they come from and their checksums: PROVENANCE.md beside this file.
+PROVENANCE.md beside this file says where they come from, and gives their checksums.
 """
 
 from pathlib import Path

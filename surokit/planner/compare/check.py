@@ -1,16 +1,16 @@
-"""`check`: what a plan expected beside what was measured, the worst misses first, and a plan that learned from it.
+"""`check` puts what a plan expected beside what was measured, the worst misses first, and makes a plan that learned from it.
 
     plan.check(session)            a Session, a Profile, or figures of your own as a dict
     plan.check(session).recalibrated.days
 
-A profile that recorded shapes knows the FLOPs that its operators executed. That is another convention than a plan's: attention over
-every key, scores that fused attention forms again, recompute; they are compared in that one. And it knows what its operators would
-take at the planned device's rates, the speed of light, which stands beside what the modules took.
+A profile that recorded shapes knows the FLOPs that its operators executed. They are counted by another convention than a plan's:
+attention over every key, scores that fused attention computes again, recompute; the comparison uses that convention. And it knows
+what its operators would take at the planned device's rates, the speed of light, which stands beside what the modules took.
 
 Rows compare one GPU: its share of the step, its tokens a second, its memory. An expectation keeps the kind that it has in the
 plan: a prediction should be met, a bound and an optimistic estimate cannot be, and a miss of them says how far from ideal the run
-was. Sessions and profiles know the memory of tensors on CUDA, and on a CPU of the whole process, Python and its libraries included:
-only the first is compared, and corrects the plan's slack.
+was. On CUDA, sessions and profiles know the memory of tensors; on a CPU, that of the whole process, Python and its libraries
+included. Only the first is compared, and corrects the plan's slack.
 
 A recalibrated plan takes the achieved rate in place of the given one. Its slack is the old one, scaled by how much more (or less)
 the tensors took than predicted: what the allocator loses to fragmentation is not in the measurement, and is kept.
@@ -40,9 +40,9 @@ CLOSE = 0.10  # a miss under this share is none to speak of
 _SAME = 0.02  # tokens and FLOPs of a step are counted, so they agree but for an incomplete batch
 _IDLE = 0.10
 _MOST_SLACK = 1.0  # what a plan takes as slack; beyond it the prediction itself is wrong
-_LAST = ("bound", "optimistic", "measured")  # what a run cannot meet, or nobody expected, stands below the predictions
-#: Where the device's time of an estimate is found in a profile: a name for both, the estimate's modules, and what the path
-#: of the profile's module ends with. The first that fits takes a path; a model's own time, "" here, is its loss (and a fused head).
+_LAST = ("bound", "optimistic", "measured")  # rows that a run cannot meet, or nobody expected: below the predictions
+#: Modules of an estimate and of a profile that are compared: a name for both, the estimate's modules, and the ends of the paths of
+#: the profile's modules. The first that fits takes a path; a model's own time, "" here, is its loss (and a fused head).
 _PLACES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     *(
         (name, (name,), (name,))
@@ -68,7 +68,7 @@ _OTHER = "all else"
 
 @dataclass(frozen=True)
 class CheckRow:
-    """One term: expected and measured in `unit`, and measured over expected.
+    """A CheckRow holds one term: expected and measured in `unit`, and their ratio.
 
     `kind` is that of the expectation, "measured" where there is none.
     """
@@ -82,7 +82,7 @@ class CheckRow:
 
     @property
     def ratio(self) -> float | None:
-        """Return measured over expected; None where either is not known."""
+        """Return measured / expected; None where either is not known."""
         return (
             None
             if self.expected is None or self.measured is None or not self.expected
@@ -91,17 +91,18 @@ class CheckRow:
 
     @property
     def miss(self) -> float:
-        """Return how far off, the same for half and double; 0 where nothing can be compared."""
+        """Return |log(ratio)|, which is the same for half and for double; 0 where nothing can be compared."""
         return 0.0 if not self.ratio else abs(math.log(self.ratio))
 
 
 @dataclass(frozen=True, repr=False)
 class Check:
-    """A plan beside a measurement. Prints as a table; `table()` is a DataFrame; `recalibrated` is the plan at what was measured.
+    """A Check puts a plan beside a measurement. It prints as a table; `table()` is a DataFrame; `recalibrated` is the plan at what
+    was measured.
 
     rows      the worst misses of predictions first; then bounds, and what was measured and not expected
     modules   of a profile beside an estimated step: the device's ms by module, the most ms missed first
-    verdict   what is most off, and why that is likely
+    verdict   a sentence: what is most off, and the likely reason
     """
 
     plan: Plan
@@ -119,19 +120,19 @@ class Check:
 
     @property
     def worst(self) -> CheckRow | None:
-        """Return the prediction that was missed by most; a bound where nothing was predicted; None where nothing can be
+        """Return the row whose prediction was missed by most; a bound's where nothing was predicted, None where nothing can be
         compared."""
         rows = [row for row in self.rows if row.ratio is not None]
         return next((row for row in rows if row.kind not in _LAST), rows[0] if rows else None)
 
     @property
     def ok(self) -> bool:
-        """Return whether every prediction was met within a tenth."""
+        """True if every prediction was met within a tenth."""
         return all(row.miss <= math.log1p(CLOSE) for row in self.rows if row.kind not in _LAST)
 
     @property
     def verdict(self) -> str:
-        """One sentence: what is most off, and why that is likely."""
+        """Say in one sentence what is most off, and the likely reason."""
         worst = self.worst
         if worst is None or worst.ratio is None:
             return (
@@ -242,7 +243,7 @@ _HEADER = ("", "expected", "measured", "ratio", "kind", "")
 
 
 def check(plan: Plan, measured: Any) -> Check:
-    """Return a plan beside a Session, a Profile, or a dict of figures of one GPU.
+    """Compare a plan with a Session, a Profile, or a dict of figures of one GPU.
 
     A dict may hold step_ms, tokens (of a step), tokens_per_s, peak_gib (tensors), reserved_gib (the allocator), flops (of a step),
     idle_frac, parameters, loss and device (a GPU's name, or "cpu").
@@ -267,7 +268,7 @@ def check(plan: Plan, measured: Any) -> Check:
 
 
 def _completed(plan: Plan, m: Measured) -> Measured:
-    """Return the speed and the step, which follow from one another where the tokens of a step are known."""
+    """Return the measurement with tokens a second or step time filled in from one another, where a step's tokens are known."""
     tokens = m.tokens or _tokens(plan)
     if tokens is None:
         return m
@@ -373,8 +374,8 @@ def _rows(plan: Plan, m: Measured) -> Iterator[CheckRow]:
 
 
 def _executed(plan: Plan) -> float | None:
-    """Return FLOPs of a step on one GPU as operators count them: attention sees every key, and fused attention forms its scores
-    again in the backward. None without shapes or the tokens of a step."""
+    """Return the FLOPs of a step on one GPU as operators count them: attention sees every key, and fused attention computes its
+    scores again in the backward. None without shapes or the tokens of a step."""
     tokens, full = _tokens(plan), _every_key(plan).compute
     if tokens is None or full is None:
         return None
@@ -387,7 +388,7 @@ def _every_key(plan: Plan) -> Plan:
 
 
 def _module_rows(plan: Plan, m: Measured) -> list[CheckRow]:
-    """Return the device's time by module: an estimate's beside a profile's own times, which leave the modules inside out."""
+    """Return rows of the device's time by module: the estimate's beside the profile's own times, without the modules inside."""
     estimate = getattr(plan, "estimate", None)
     if estimate is None or not m.modules:
         return []
@@ -409,7 +410,7 @@ def _module_rows(plan: Plan, m: Measured) -> list[CheckRow]:
 
 
 def _work(rows: list[ModuleCost], planned_flop: float) -> str:
-    """Say what these modules computed beside what was planned, and the share of the speed of light that they reached."""
+    """Say how much these modules computed and how much was planned, and the share of the speed of light that they reached."""
     light, ms = sum(own.light_ms or 0.0 for own in rows), sum(own.ms for own in rows if own.light_ms)
     if not light or not ms:
         return ""
@@ -450,8 +451,8 @@ def _memory_rows(plan: Plan, m: Measured) -> Iterator[CheckRow]:
 
 
 def _tensors_gib(plan: Plan) -> float | None:
-    """Return the predicted peak of what tensors take; None where activations are left out, which is most of what would be
-    compared."""
+    """Return the GiB that tensors are predicted to take at the peak; None where activations are left out, which are most of
+    them."""
     if plan.memory.left_out:
         return None
     peak = getattr(plan.memory, "peak_gib", None)
@@ -466,7 +467,7 @@ def _rate(plan: Plan, m: Measured) -> float | None:
 
 
 def _other_device(plan: Plan, m: Measured) -> str:
-    """In words, where another device was measured than is planned; empty where it is the same or one is not known."""
+    """Say that another device was measured than is planned; "" where it is the same, or either is not known."""
     gpu = plan.gpu
     if gpu is None or m.device is None:
         return ""
@@ -485,7 +486,7 @@ def _is(device: str, gpu: Gpu) -> bool:
 
 
 def _why(result: Check, row: CheckRow) -> str:
-    """Return the likeliest reason of a miss, from what else was measured; empty where nothing points to one."""
+    """Return the likeliest reason of a miss, by what else was measured; "" where nothing points to one."""
     plan, m = result.plan, result.measured
     assert row.ratio is not None
     if other := _other_device(plan, m):
@@ -504,7 +505,7 @@ def _why(result: Check, row: CheckRow) -> str:
 
 
 def _given_tflops(plan: Plan, row: CheckRow) -> float | None:
-    """Return the rate that the user gave, where it is what the row expects."""
+    """Return the rate that the user gave, if the row's expectation is made from it; None otherwise."""
     expects = row.kind == "prediction" and row.term != "step, estimated"
     return plan.time.rate_tflops if expects and plan.time.rate_kind == "given" else None
 
@@ -543,7 +544,7 @@ def _why_memory(plan: Plan, m: Measured, ratio: float) -> str:
 
 
 def _too_fast(gpu: Gpu | None, rate: float | None) -> str:
-    """In words, where a rate is above every peak of the GPU; empty otherwise."""
+    """Say that a rate is above every peak of the GPU; "" where it is not."""
     if gpu is None or rate is None or gpu.fastest_tflops is None or rate <= gpu.fastest_tflops:
         return ""
     return (
@@ -553,7 +554,7 @@ def _too_fast(gpu: Gpu | None, rate: float | None) -> str:
 
 
 def _outlook(result: Check) -> Iterator[str]:
-    """Yield what the run comes to at the measured rate."""
+    """Yield notes: what the whole run takes and costs at the measured rate, or why that cannot be said."""
     plan = result.plan
     if (slack := result.slack) is not None and slack > _MOST_SLACK:
         yield "tensors took more than any slack explains, so a recalibrated plan keeps its own: the run holds what is not planned"

@@ -32,7 +32,8 @@ _KEYS = {
 
 
 class ModuleCost(NamedTuple):
-    """A module's own cost, those inside it left out: ms and GFLOP a step, and ms at the speed of light (None: not known)."""
+    """A ModuleCost holds a module's own cost, without the modules inside it: ms and GFLOP a step, and ms at the speed of light
+    (None: not known)."""
 
     path: str
     ms: float
@@ -42,9 +43,10 @@ class ModuleCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """The measured figures of one GPU, or None; `source` is what they were read from, `modules` a profile's own rows by path.
+    """A Measured holds the figures of one GPU, None where not measured; `source` names what they were read from.
 
-    `of_process`: `peak_gib` is that of the whole process, as sessions and profiles on a CPU know it. `flops` are model FLOPs,
+    `modules` are a profile's own rows by path. Where `of_process`, `peak_gib` is that of the whole process, which is what sessions
+    and profiles on a CPU know. `flops` are model FLOPs,
     `executed` those of the operators that a profile saw: attention over every key, and what is recomputed.
     """
 
@@ -70,7 +72,7 @@ class Measured:
 
 
 def read_measured(measured: Any, gpu: Gpu | None = None) -> Measured:
-    """Return a measurement as `check` takes it; at the rates of `gpu` a profile knows its speed of light.
+    """Read a Session, a Profile or a dict of figures as a Measured; at the rates of `gpu` a profile knows its speed of light.
 
     Raises TypeError for anything else, ValueError for figures that cannot be meant.
     """
@@ -124,7 +126,7 @@ def _figure(name: str, value: Any) -> float:
 
 
 def _of_summary(s: Any, source: str) -> Measured:
-    """Return a Session's own summary: rates without warm-up, memory that ever was."""
+    """Read a Session's summary: its rates are those after warm-up, its memory is the most that ever was."""
     tokens = s.tokens / s.steps if s.steps else None
     rate = _known(s.tokens_per_s)
     return Measured(
@@ -143,7 +145,7 @@ def _of_summary(s: Any, source: str) -> Measured:
 
 
 def _of_profile(s: Mapping[str, Any]) -> Measured:
-    """Return a Profile's summary. The step is the one without the profiler where that was measured too."""
+    """Read a Profile's summary. The step is the one without the profiler where that was measured too."""
     wall, plain = _known(s.get("wall_ms")), _known(s.get("unprofiled_ms"))
     if wall is None:
         raise ValueError("check() found no steps in this profile: profile a few, with prof.step() after each.")
@@ -172,8 +174,8 @@ def _of_profile(s: Mapping[str, Any]) -> Measured:
 
 
 def _modules(profile: Any, gpu: Gpu | None) -> tuple[ModuleCost | None, tuple[ModuleCost, ...]]:
-    """Return (the whole step at the speed of light, a profile's rows by path); nothing where it has none, or pandas is not
-    there."""
+    """Return (the whole step with its time at the speed of light, a profile's rows by path), and (None, ()) where the profile has
+    no modules or pandas is not installed."""
     try:
         table = profile.modules
     except (AttributeError, ModuleNotFoundError):

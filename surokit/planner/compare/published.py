@@ -1,6 +1,6 @@
-"""Published runs, against which a plan is judged: what share of the peak did their GPU hours amount to?
+"""This module holds published runs, by which a plan is judged: their GPU hours amount to a share of the GPUs' peak.
 
-That is 6 x parameters x tokens / (GPU hours x dense BF16 peak). Llama 3 and 3.1 8B lie far below the other runs; why was not
+That share is 6 x parameters x tokens / (GPU hours x dense BF16 peak). Llama 3 and 3.1 8B lie far below the other runs; why was not
 published, so no rate is taken from them. The cases are data with their sources, in published.csv.
 """
 
@@ -24,7 +24,7 @@ PLAUSIBLE_MFU = (0.20, 0.65)
 
 @dataclass(frozen=True)
 class Case:
-    """A published run; figures that were not published are None."""
+    """A Case is a published run; figures that were not published are None."""
 
     model: str
     parameters: float
@@ -40,7 +40,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgment of GPU hours: `mfu` against `peak`, whether they can be one training run, and why, in a sentence."""
+    """A Verdict says of GPU hours what `mfu` of `peak` they imply, whether they can be one training run, and why, in a sentence."""
 
     mfu: float
     peak: str
@@ -52,7 +52,7 @@ class Verdict:
 
 
 def published() -> tuple[Case, ...]:
-    """Return the published cases."""
+    """Read the published cases."""
 
     def figure(text: str) -> float | None:
         return float(text) if text else None
