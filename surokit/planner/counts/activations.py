@@ -1,13 +1,13 @@
-"""Replay what a forward and a backward hold, operation by operation: our layers; transformers_activations.py has transformers'.
+"""Replay the memory of a forward and a backward of our layers, one operation after the other.
 
-Each function below is a module's forward as the tape sees it: which tensors it makes, which of them its backward reads, and
-which names Python lets go. The tape (tape.py) does the rest. Sizes are bytes of all tokens of one micro-batch; every constant is
-what the code does, and the tests hold it against the tensors that torch really keeps.
+transformers_activations.py has transformers' layers. Each function below is a module's forward as the tape sees it: the tensors it
+makes, which of them its backward reads, and which Python variables end. The tape (tape.py) does the rest. Sizes are bytes of all
+tokens of one micro-batch; every constant follows the code, and tests compare it with the tensors that torch really keeps.
 
-Ours (surokit/nn): a norm keeps its input and one float32 a row; a product keeps x, or the codes of x that grad_weight reads, or
-nothing under a frozen weight; rotary positions keep nothing; attention keeps query, key, value, and where torch's fused kernel
-does the gradient its output and the float32 log-sum-exp; SwiGLU keeps gate and up; the loss makes both its gradients in forward
-and keeps these, never the logits.
+In our layers (surokit/nn) a norm keeps its input and one float32 a row; a product keeps x, or the codes of x that grad_weight
+reads, or nothing under a frozen weight; rotary positions keep nothing; attention keeps query, key, value, and where torch's fused
+kernel computes the gradient its output and the float32 log-sum-exp; SwiGLU keeps gate and up; the loss computes both its gradients
+in forward and keeps these, never the logits.
 
 What attention keeps depends on the kernel that torch chooses. A sliding window shorter than the sequence is a mask, and each
 layer keeps it as numbers; on a GPU no fused kernel takes grouped heads with a mask or in float32: ours and transformers then
@@ -38,7 +38,7 @@ NORM_ELEMENTS = 64 * 1024
 # Bytes an element that the reference takes beside the result, on a CPU: to decode a stored weight, to encode an operand.
 _DECODING = {"NFBlock": 15.0, "NV": 13.0, "Block": 8.0}
 _ENCODING = {"NV": 12.0, "MX": 10.0}
-# Where a family has several matrices in one.
+# Weights that some families have as one matrix: the names of that matrix.
 _TOGETHER = {
     "self_attn.q_proj": ("self_attn.qkv_proj", "self_attn.q_b_proj"),
     "self_attn.k_proj": ("self_attn.qkv_proj", "self_attn.kv_b_proj"),
@@ -50,14 +50,14 @@ QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def is_fused_with_loss(head: Placement | None) -> bool:
-    """Return whether the head is a weight and nothing else, so that its product and the loss are one operation (nn/loss.py)."""
+    """True if the head is neither quantized nor adapted, so that its product and the loss are one operation (nn/loss.py)."""
     return head is None or not (head.quantized or head.rank)
 
 
 def loss_rows(tokens: int, vocabulary: int, device: str, width: float, head: Placement | None) -> int:
-    """Tokens whose logits are held at once: `chunk_rows` of kernels/reference/loss.py, as nn/loss.py asks for it.
+    """Return the number of tokens whose logits are held at once: `chunk_rows` of kernels/reference/loss.py, as nn/loss.py calls it.
 
-    width: bytes of a number of the weights.
+    width: bytes an element of the weights.
     """
     itemsize = 4 if device == "cpu" else int(width) if is_fused_with_loss(head) else 12
     rows = max(LOSS_MIN_ROWS, LOSS_BYTES[device] // (vocabulary * itemsize))
@@ -67,7 +67,7 @@ def loss_rows(tokens: int, vocabulary: int, device: str, width: float, head: Pla
 
 
 class BlockKind(NamedTuple):
-    """The kind of several blocks in a row: the products that are quantized, routed experts, a window that needs a mask."""
+    """A BlockKind says what decides a block's memory: its quantized products, whether experts are routed, whether it has a mask."""
 
     quantized: frozenset[str]
     routed: bool
@@ -75,7 +75,7 @@ class BlockKind(NamedTuple):
 
 
 class StepSetup(Protocol):
-    """The fields of a plan's Setup that decide here."""
+    """A StepSetup has the fields of a plan's Setup that activations depend on."""
 
     @property
     def recompute(self) -> Recompute: ...
@@ -95,9 +95,9 @@ class StepSetup(Protocol):
 
 @dataclass(frozen=True)
 class Activations:
-    """The bytes that pass in one step: kept at the end of the forward, of the loss, and at the fullest moment of each phase.
+    """Activations holds bytes of one step: `kept` at the end of the forward, those of the loss, and each phase's fullest moment.
 
-    `scores` says that attention keeps all of its scores.
+    `scores` is True if attention keeps all of its scores.
     """
 
     kept: float
@@ -120,16 +120,17 @@ def replay(
     most_kept: float | None = None,
     layers: type[Ours],
 ) -> Activations:
-    """Return forward and, in training, backward of `batch` sequences of `length` tokens, weights and activations of `width` bytes.
+    """Replay the forward and, in training, the backward of `batch` sequences of `length` tokens, with `width` bytes an element.
 
-    layers: whose: ours, ours fused, or transformers'. most_kept: bytes of activations that stay where others wait on the host.
+    layers: the layers that are replayed: ours, ours fused, or transformers'. most_kept: bytes of activations that stay on the
+    device where the others wait on the host.
     """
     tape = Tape(gradients_there=gradients_there, weight_share=weight_share, records=step.training, most_kept=most_kept)
     return layers(tape, shape, recipe, step, places, batch, length, width).replay()
 
 
 class _Model:
-    """The part that both kinds of layers share: sizes, products, embedding, the order of things."""
+    """A _Model has what all kinds of layers share: sizes, products, embedding, loss, and the order of operations."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class _Model:
     # -- sizes in bytes
 
     def of(self, features: float) -> float:
-        """All tokens, so many elements each, in the model's dtype."""
+        """Return the bytes of a tensor of so many features a token, in the model's dtype."""
         return self.tokens * features * self.w
 
     @property
@@ -159,7 +160,7 @@ class _Model:
         return self.step.device == "cpu"
 
     def wide(self, features: float) -> float:
-        """Return the bytes of a tensor of so many features in float32."""
+        """Return the bytes of a tensor of so many features a token, in float32."""
         return self.tokens * features * 4.0
 
     @cached_property
@@ -192,7 +193,7 @@ class _Model:
         return Activations(kept, at_loss, tuple(tape.moments.values()), self.keeps_scores)
 
     def runs(self) -> list[tuple[int, BlockKind]]:
-        """Like layers in a row: how many, and of what kind."""
+        """Group the layers into runs of equal ones; return (how many, their kind) of each run, in order."""
         return [(len(list(like)), kind) for kind, like in groupby(map(self.kind, range(self.shape.layers)))]
 
     def kind(self, layer: int) -> BlockKind:
@@ -210,7 +211,7 @@ class _Model:
 
     @property
     def keeps_scores(self) -> bool:
-        """Return whether attention keeps all of its scores, for want of a fused kernel."""
+        """True if attention keeps all of its scores because no fused kernel computes it."""
         return False
 
     def layer(self, x: Value, kind: BlockKind) -> Value:
@@ -219,7 +220,7 @@ class _Model:
         return self.block(x, kind)
 
     def block(self, x: Value, kind: BlockKind) -> Value:
-        """Return x + attention(norm(x)), then x + mlp(norm(x)); with four norms, each part's output is normalized too."""
+        """Replay x + attention(norm(x)), then x + mlp(norm(x)); with four norms, each part's output is normalized too."""
         for part in (self.attention, self.experts if kind.routed else self.mlp):
             y = part(self.norm(x, self.shape.width, keep_name=True), kind)
             if self.shape.norms == 4:
@@ -247,7 +248,8 @@ class _Model:
     def product(
         self, name: str, x: Value, kind: BlockKind, n: int, k: int, *, times: float = 1.0, count: int = 1
     ) -> Value:
-        """Return x w' with the adapter that the recipe puts there. `times`: of each token, `count`: matrices that share them."""
+        """Replay x w' with the adapter that the recipe puts there. times: rows for each token; count: matrices that share the
+        rows."""
         tape = self.tape
         place = next((self.places[at] for at in (name, *_TOGETHER.get(name, ())) if at in self.places), None)
         found = place.weight.name if place is not None else name
@@ -269,7 +271,7 @@ class _Model:
     def adapted_by_peft(
         self, x: Value, y: Value, rank: int, n: int, k: int, times: float, count: int, dtype: str
     ) -> Value:
-        """Return y + scale * B A x in the adapter's dtype, for which each adapter makes, and keeps, an x of its own."""
+        """Replay y + scale * B A x in the adapter's dtype; where that is not x's, each adapter makes and keeps its own copy of x."""
         tape, w = self.tape, 4 if dtype == "fp32" else 2
         other, rows = w != self.w, self.tokens * times * w
         own = tape.run((x,), rows * k) if other else x
@@ -284,7 +286,7 @@ class _Model:
         return self.tape.run((x,), self.of(n * times), keeps=(x,) if self.trains else (), weight=weight)
 
     def quantized(self, x: Value, n: int, k: int, times: float, count: int) -> Value:
-        """Return a product of quantized operands, or of a stored weight that is decoded on the way."""
+        """Replay a product of quantized operands, or of a stored weight that is decoded for it."""
         t = round(self.tokens * times)
         forward, back = self.temporaries(n, k, t)
         kept = weight = 0.0
@@ -301,7 +303,7 @@ class _Model:
         )
 
     def temporaries(self, n: int, k: int, rows: int) -> tuple[float, float]:
-        """Return what quantizing the operands, or decoding a stored weight, takes in forward and in backward."""
+        """Return the bytes that quantizing the operands, or decoding a stored weight, takes in forward and in backward."""
         recipe, storage = self.recipe, getattr(self.recipe, "storage", None)
         forward = back = 0.0
         if storage is not None and self.on_cpu:  # beside the decoded weight, which is a term of its own
@@ -316,7 +318,7 @@ class _Model:
         return forward, back
 
     def _scratch(self, gemm: Any, a: float, b: float) -> float:
-        """Return codes of both operands; where a CPU stands in for tensor cores, their values in bf16 or a copy on the way too."""
+        """Return the bytes of both operands' codes; where a CPU emulates tensor cores, of their values in bf16 or a copy too."""
         both = ((a, gemm.a), (b, gemm.b))
         codes = sum(size * int(q.format.bits) / 8 for size, q in both if q is not None)
         if not self.on_cpu:
@@ -326,7 +328,7 @@ class _Model:
         )
         return codes + max(making, 2 * (a + b) + max(a, b) * 2.0)
 
-    # -- what differs
+    # -- the part that differs between kinds of layers
 
     def norm(self, x: Value, features: int, *, keep_name: bool = False, heads: int = 1) -> Value:
         raise NotImplementedError
@@ -341,14 +343,14 @@ class _Model:
 
     @cached_property
     def small(self) -> float:
-        """Return gradients of a layer's biases and other small parameters that no operation here counts."""
+        """Return the bytes of the gradients of a layer's biases and other small parameters that no operation here counts."""
         s = self.shape
         counted = s.norms * s.width + (2 * s.head_dim if s.qk_norm else 0)
         return max(0.0, (s.small_parameters - s.width) / s.layers - counted) * self.w
 
     @cached_property
     def widths(self) -> tuple[int, int, int]:
-        """Return the sizes of query, key and value as attention reads them: a latent is expanded for every head."""
+        """Return the widths of query, key and value as attention reads them: a latent is expanded for every head."""
         s = self.shape
         if s.latent is not None:
             return s.query_width, s.query_width, s.context_width
@@ -360,7 +362,7 @@ class _Model:
         return self.shape.context_width
 
     def feed_forward(self, root: str, x: Value, kind: BlockKind, ffn: int, times: float = 1.0, count: int = 1) -> Value:
-        """Return down(act(gate x) up x), or without a gate down(act(up x)); `x` keeps its name."""
+        """Replay down(act(gate x) up x), or without a gate down(act(up x)); x stays alive afterwards."""
         s, tape = self.shape, self.tape
 
         def product(name: str, x: Value, n: int, k: int) -> Value:
@@ -377,7 +379,7 @@ class _Model:
         return out
 
     def experts(self, x: Value, kind: BlockKind) -> Value:
-        """Each token gathered for its experts, theirs and the shared ones' outputs weighed and summed."""
+        """Replay routed experts: gather each token for its experts, then sum their weighted outputs and those of shared ones."""
         e, s, tape = self.shape.experts, self.shape, self.tape
         assert e is not None
         # the router in float32: scores, and its softmax
@@ -398,11 +400,11 @@ class _Model:
         return out
 
     def gated(self, product: Callable[[str], Value]) -> Value:
-        """Return act(gate) up, from the two products."""
+        """Replay act(gate) up, from the two products."""
         raise NotImplementedError
 
     def fused(self, x: Value) -> Value:
-        """Return linear and cross-entropy in one, in chunks of tokens (kernels/reference/loss.py)."""
+        """Replay linear and cross-entropy as one operation, in chunks of tokens (kernels/reference/loss.py)."""
         s, tape = self.shape, self.tape
         head = self.places.get("lm_head")
         rows = loss_rows(self.tokens, s.vocab, self.step.device, self.w, head)
@@ -431,7 +433,7 @@ class _Model:
         )
 
     def through_the_head(self, x: Value, rows: int, head: Placement) -> Value:
-        """Replay the loss through a quantized or adapted head: a chunk's logits are made again in backward (nn/loss.py)."""
+        """Replay the loss through a quantized or adapted head: a chunk's logits are computed again in backward (nn/loss.py)."""
         s, logits = self.shape, rows * self.shape.vocab
         forward, back = self.temporaries(s.vocab, s.width, rows) if head.quantized else (0.0, 0.0)
         weight = self.head_gradient + head.rank * (s.vocab + s.width) * self.w
@@ -452,7 +454,7 @@ class _Model:
         )
 
     def whole(self, x: Value) -> Value:
-        """Count the logits of all tokens, and cross-entropy on them in float32."""
+        """Replay the logits of all tokens, and cross-entropy on them in float32."""
         s, tape = self.shape, self.tape
         logits = self.tape.run(
             (x,),
@@ -476,7 +478,7 @@ class _Model:
 
 
 class Ours(_Model):
-    """surokit/models/decoder.py and surokit/nn."""
+    """Ours replays surokit's own layers: surokit/models/decoder.py and surokit/nn."""
 
     def norm(self, x: Value, features: int, *, keep_name: bool = False, heads: int = 1) -> Value:
         buffer = 4.0 * min(self.tokens * features * heads, NORM_ELEMENTS) if self.step.device == "cpu" else 0.0
@@ -500,7 +502,7 @@ class Ours(_Model):
         return self._attended(x, (q, k, v), kind)
 
     def _attended(self, x: Value, qkv: tuple[Value, Value, Value], kind: BlockKind) -> Value:
-        """Return the block's attention and its last product; nothing of x, q, k and v is needed in forward behind it."""
+        """Replay attention and the output projection; forward needs x, q, k and v no longer afterwards."""
         y = self._attend(*qkv, kind.masked)
         for value in qkv:
             self.tape.drop(value)
@@ -510,7 +512,7 @@ class Ours(_Model):
         return out
 
     def _pair(self, change: Any, q: Value, k: Value) -> tuple[Value, Value]:
-        """Both names are bound anew together."""
+        """Apply `change` to q and k, and free both inputs only when both results are there, as q, k = f(q), f(k) does."""
         changed = change(q, self.shape.heads), change(k, self.shape.kv_heads)
         self.tape.drop(q)
         self.tape.drop(k)
@@ -546,7 +548,7 @@ class Ours(_Model):
         *,
         cached: bool = False,
     ) -> Value:
-        """Return attention with keys and values repeated for every query head; a cache still holds them as they were."""
+        """Replay attention with keys and values repeated for every query head; where `cached`, a cache also holds the originals."""
         pairs = ((k, self.shape.query_width), (v, self.context))
         k, v = (self.tape.run((z,), self.of(n), keeps=(z,) if cached else ()) for z, n in pairs)
         y = attend(q, k, v, masked)
@@ -555,7 +557,7 @@ class Ours(_Model):
         return y
 
     def fused_attention(self, q: Value, k: Value, v: Value, masked: bool) -> Value:
-        """Return torch's scaled_dot_product_attention: keeps its output, the log-sum-exp, and a mask as numbers."""
+        """Replay torch's scaled_dot_product_attention, which keeps its output, the log-sum-exp, and a mask as numbers."""
         s, tape = self.shape, self.tape
         back = 0.0
         if not self.on_cpu:

@@ -1,4 +1,4 @@
-"""Count what GPUs send each other in a step, how much of it hides behind computing, and how well a measured run scales.
+"""Count what GPUs send each other in a step and how much of it overlaps with compute; fit how well a measured run scales.
 
 Bytes that one of n GPUs sends in an optimizer step, with G bytes of gradients, P of weights and A micro-batches, by ring
 algorithms (Patarasuk and Yuan, 2009) and the stages of ZeRO (arXiv 1910.02054, section 7):
@@ -12,10 +12,10 @@ Between nodes the same bytes go around a ring of nodes, and the GPUs of a node s
 card of its own: with N nodes of m GPUs, (N-1)/N / m of the payload takes the place of (n-1)/n. Both links carry their part at
 the same time, so the slower one counts.
 
-What can hide: gradients behind the backward that makes them (of the last micro-batch where they are sent once), ZeRO 3's gathers
-behind the pass they serve. The all-gather after the optimizer's step hides behind nothing. This is the most that can hide: the
-last bucket, contention for the memory and the latency of short messages are left out, so exposed time is a lower bound. Data
-parallelism is all there is: no tensor, pipeline or expert parallelism.
+Gradients can overlap with the backward that makes them (of the last micro-batch where they are sent once), and ZeRO 3's gathers
+with the pass they serve. The all-gather after the optimizer's step overlaps with nothing. This is the most that can overlap: the
+last bucket, contention for the memory and the latency of short messages are left out, so exposed time is a lower bound. Only data
+parallelism is counted: no tensor, pipeline or expert parallelism.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ GPUS_A_NODE = 8
 
 @dataclass(frozen=True)
 class Communication:
-    """The bytes that a GPU sends in one optimizer step, the time at `link_gb_s`, and what no computing hides.
+    """A Communication holds the bytes that a GPU sends in one optimizer step, their time at `link_gb_s`, and the part of it that
+    does not overlap with compute (`exposed_ms`).
 
     Times are None where the link's rate is not known, and `how` says what is missing.
     """
@@ -57,11 +58,11 @@ def communicate(
     between_gb_s: float | None = None,
     gpus_a_node: int = GPUS_A_NODE,
 ) -> Communication:
-    """Return the communication of data-parallel training on `gpus` GPUs.
+    """Count the communication of data-parallel training on `gpus` GPUs.
 
     forward_ms, backward_ms     of the whole step on one GPU, all micro-batches
     peer_gb_s       rate of a GPU's link within the node, GB/s in one direction
-    between_gb_s    share of the node's network that one GPU has, 50 for a card of 400 Gbit/s; wanted beyond `gpus_a_node` GPUs
+    between_gb_s    share of the node's network that one GPU has, 50 for a card of 400 Gbit/s; needed beyond `gpus_a_node` GPUs
     """
     if gpus == 1:
         return Communication()
@@ -104,7 +105,7 @@ def communicate(
 
 
 def efficiency(rates: Mapping[int, float]) -> dict[int, float]:
-    """Return rate(n) / (n rate(1)) for measured rates (tokens/s) by number of GPUs, which must hold one GPU's."""
+    """Return rate(n) / (n rate(1)) by number of GPUs, for measured rates (tokens/s), which must include that of one GPU."""
     rates = _checked(rates)
     return {n: rate / (n * rates[1]) for n, rate in rates.items()}
 
@@ -117,7 +118,8 @@ def loss_at_doublings(rates: Mapping[int, float]) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Speedup:
-    """rate(n) = n rate(1) / (1 + serial (n-1) + crosstalk n (n-1)): Amdahl's law, with Gunther's term for what all exchange.
+    """A Speedup is the law rate(n) = n rate(1) / (1 + serial (n-1) + crosstalk n (n-1)): Amdahl's, with Gunther's term for what
+    all GPUs exchange.
 
     `worst` is the largest relative miss of a measured rate. Gunther's universal scalability law: arXiv 0808.1431.
     """
@@ -134,7 +136,7 @@ class Speedup:
 
     @property
     def best(self) -> int | None:
-        """Return GPUs beyond which more are slower; None where there is no such number."""
+        """Return the number of GPUs beyond which more are slower; None where there is no such number."""
         if self.crosstalk <= 0:
             return None
         n = max(1, int((max(0.0, 1 - self.serial) / self.crosstalk) ** 0.5))
@@ -142,7 +144,7 @@ class Speedup:
 
 
 def fit_speedup(rates: Mapping[int, float]) -> Speedup:
-    """Fit `Speedup` to measured rates by number of GPUs: at least one GPU's and another; crosstalk from three on."""
+    """Fit a `Speedup` to measured rates by number of GPUs: that of one and at least one other; crosstalk needs three rates."""
     rates = _checked(rates)
     # n rate(1) / rate(n) - 1 = serial (n-1) + crosstalk n (n-1): least squares, linear in both
     points = [(n - 1.0, float(n * (n - 1)), n * rates[1] / rate - 1) for n, rate in rates.items() if n > 1]

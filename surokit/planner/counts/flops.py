@@ -1,4 +1,4 @@
-"""FLOPs a token of a decoder, product by product, forward and backward.
+"""Count the FLOPs a token of a decoder, product by product, forward and backward.
 
 A matrix product of a token with a weight [n, k] takes 2 n k FLOPs (a multiply and an add), the gradient of its input
 the same again, the gradient of its weight the same again: that is the 6 of 6ND. Attention's two products, q k' and p v,
@@ -8,8 +8,8 @@ Conventions, since published figures differ in them:
 - `attention="causal"` counts the keys that a token sees, on average length / 2, and w - w^2 / (2 length) behind a sliding
   window of w keys (the area of the band that the mask leaves); "full" counts length, as PaLM, torchtitan and torch's
   FlopCounterMode do, or the window where it is shorter.
-- Model FLOPs are what the mathematics asks for. Recompute, and the scores that fused attention forms again in its
-  backward, are no model FLOPs; `recompute` is counted apart and makes hardware FLOPs.
+- Model FLOPs are those of the mathematics. Recompute, and the scores that fused attention computes again in its backward, are no
+  model FLOPs; `recompute` is counted apart, and with it they are hardware FLOPs.
 - Norms, rotary positions, activations, softmax and the optimizer are not counted: they are no matrix products.
 - A looked-up embedding multiplies nothing; the head multiplies, tied or not.
 - Of experts, those that a token is routed to multiply; the router multiplies too. Attention over a latent (DeepSeek) is
@@ -29,18 +29,18 @@ from surokit.hardware.gpus import Gpu
 from surokit.planner.inputs.shape import Shape, Weight
 
 Attention = Literal["causal", "full"]
-#: How tensor cores call forward, grad_input and grad_weight; None where they stay bf16 or no tensor cores compute them.
+#: Tensor cores' kinds of forward, grad_input and grad_weight; None where they stay bf16 or no tensor cores compute them.
 Kinds = tuple[Kind | None, Kind | None, Kind | None]
 _ATTENDED = ("query", "key", "value")
-_HEAD = -1  # where the head stands among the layers
+_HEAD = -1  # the head's number among the layers
 
 
 @dataclass(frozen=True)
 class Product:
-    """One kind of matrix product. `n` x `k` is the weight (keys x head_dim for attention), present `count` times.
+    """A Product is one kind of matrix product. `n` x `k` is the weight (keys x head_dim for attention), present `count` times.
 
-    `forward`, `grad_input`, `grad_weight` and `recompute` are FLOPs a token over the `active` of them that it passes, all
-    `count` without a router; `kinds` say which peak the three products have.
+    `forward`, `grad_input`, `grad_weight` and `recompute` are FLOPs a token, summed over the `active` matrices that it passes (all
+    `count` without a router); `kinds` decide the peak of the three products.
     """
 
     module: str
@@ -70,7 +70,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Compute:
-    """FLOPs a token: the products, and the convention that attention is counted by."""
+    """A Compute holds the FLOPs a token: the products, and the convention that attention is counted by."""
 
     products: tuple[Product, ...]
     attention: Attention
@@ -90,23 +90,24 @@ class Compute:
 
     @property
     def model(self) -> int:
-        """Return model FLOPs a token: forward and backward."""
+        """Return the model FLOPs a token: forward and backward."""
         return self.forward + self.backward
 
     @property
     def hardware(self) -> int:
-        """Return hardware FLOPs a token: model FLOPs and what is recomputed."""
+        """Return the hardware FLOPs a token: model FLOPs and recompute."""
         return self.model + self.recompute
 
     @property
     def attention_share(self) -> float:
-        """Return the share of the model FLOPs in attention's two products."""
+        """Return the share of the model FLOPs that attention's two products take."""
         return sum(p.forward + p.backward for p in self.products if p.module.startswith("attention")) / self.model
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A recipe on a kind of weight: how many of its `weight.count` it quantizes, in which layers; the adapter's rank."""
+    """A Placement says what a recipe does to a kind of weight: how many of its `weight.count` it quantizes, in which layers, and
+    the adapter's rank."""
 
     weight: Weight
     quantized: int
@@ -115,15 +116,15 @@ class Placement:
 
     @property
     def adapter_parameters(self) -> int:
-        """Return parameters of the adapters on every such weight."""
+        """Return the number of parameters of all adapters on this kind of weight."""
         return self.rank * (self.weight.n + self.weight.k) * self.weight.count
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The trained part of a live model, as it is held: parameters, bytes, their dtype where they have one.
+    """A Trained describes the part of a live model that trains: parameters, bytes, and their dtype where all have the same.
 
-    `adapter_bytes` are those of adapters, frozen ones too; `peft` the dtype of adapters that PEFT computes, None where ours do.
+    `adapter_bytes` are those of adapters, frozen ones too; `peft` is the dtype of PEFT's adapters, None where they are ours.
     """
 
     parameters: int
@@ -134,7 +135,7 @@ class Trained:
 
 
 def placements(shape: Shape, recipe: Any) -> tuple[Placement, ...]:
-    """Return what `recipe` does to the matrices of the layers and the head; the head last.
+    """Place `recipe` on every kind of matrix of the layers and on the head, which comes last.
 
     Experts are taken to be linear layers of their own, each quantized and each with its adapter. A router and the modules that
     are no linear layers (GPT-2's Conv1D) are left alone, as `surokit.apply` leaves them.
@@ -168,12 +169,12 @@ def _quantized(weight: Weight, shape: Shape, recipe: Any) -> frozenset[int]:
 
 
 def frozen(recipe: Any) -> bool:
-    """Return whether the base model does not train: its weights are stored quantized, or there is an adapter."""
+    """True if the base model does not train: its weights are stored quantized, or there is an adapter."""
     return getattr(recipe, "storage", None) is not None or getattr(recipe, "adapter", None) is not None
 
 
 def on_gpu(recipe: Any, gpu: Gpu | None) -> Any:
-    """Return the recipe as the GPU carries it out: a stored weight's native products where it has them (`Recipe.where_native`)."""
+    """Return the recipe as the GPU executes it: with native products of a stored weight if it has them (`Recipe.where_native`)."""
     if gpu is None or not getattr(recipe, "where_native", ""):
         return recipe
     native = recipe.natively()
@@ -181,7 +182,7 @@ def on_gpu(recipe: Any, gpu: Gpu | None) -> Any:
 
 
 def operand_bits(gemm: Any) -> int:
-    """Return the width of a product's operands: the wider of the two where both are quantized, else 16."""
+    """Return the bits of a product's operands: the wider of the two where both are quantized, else 16."""
     a, b = getattr(gemm, "a", None), getattr(gemm, "b", None)
     return 16 if a is None or b is None else max(int(a.format.bits), int(b.format.bits))
 
@@ -192,14 +193,14 @@ def gemms_of(recipe: Any) -> tuple[Any, Any, Any]:
 
 
 def trained_parameters(shape: Shape | None, parameters: float, recipe: Any) -> float:
-    """Return the parameters with a gradient and an optimizer's state: all, or an adapter's, which need a shape to be counted."""
+    """Return the number of parameters that train: all, or the adapter's where the base is frozen (0 without a shape)."""
     if not frozen(recipe):
         return parameters
     return float(sum(p.adapter_parameters for p in placements(shape, recipe))) if shape is not None else 0.0
 
 
 def product_kinds(recipe: Any) -> Kinds:
-    """Return the kinds of a recipe's three products."""
+    """Return the tensor cores' kinds of a recipe's three products: forward, grad_input, grad_weight."""
     forward, grad_input, grad_weight = (getattr(gemm, "kind", None) for gemm in gemms_of(recipe))
     return forward, grad_input, grad_weight
 
@@ -213,7 +214,7 @@ def count_flops(
     recompute: Recompute = "none",
     training: bool = True,
 ) -> Compute:
-    """Return the FLOPs a token of `shape` at sequence length `length`; without a length attention's products are left out.
+    """Count the FLOPs a token of `shape` at sequence length `length`; without a length attention's products are left out.
 
     `recompute` "full" repeats each layer's forward in the backward, "selective" attention's two products only (arXiv
     2205.05198).
@@ -230,8 +231,8 @@ def count_flops(
 def gradients(
     shape: Shape, places: tuple[Placement, ...], *, base_trains: bool, training: bool = True
 ) -> Mapping[str, frozenset[int]]:
-    """Return the layers in which a tensor has a gradient, by its name: all where the base trains, else those with an adapter before
-    it."""
+    """Return the layers in which a tensor has a gradient, by the tensor's name: all where the base trains, else those with an
+    adapter before it."""
     weights = [(p.weight, set(p.weight.layers), p.rank > 0) for p in places if p.weight.kind != "head"]
     found: dict[str, set[int]] = {name: set() for w, _, _ in weights for name in (w.reads, *w.writes)}
     found |= {"stream": set(), "context": set()}
@@ -326,7 +327,7 @@ def _attention(
 
 
 def _twice_the_keys(length: int, window: int | None, convention: Attention, width: int) -> int:
-    """Return the FLOPs a token and layer of one of attention's products: twice the keys that a token sees on average, times
+    """Return the FLOPs a token and layer of one of attention's two products: twice the keys that a token sees on average, times
     `width`."""
     if window is None:
         return (length if convention == "causal" else 2 * length) * width

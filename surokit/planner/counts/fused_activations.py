@@ -1,8 +1,9 @@
-"""Replay what a fused forward and backward hold (surokit/nn/stages.py): activations.py's, where stages take the place of layers.
+"""Replay the memory of a fused forward and backward (surokit/nn/stages.py), as activations.py does for layers.
 
-A stage is one operation of autograd: it keeps the stream as normed and a float32 a row, or gate and up; x itself where a gradient
-of an adapter or of an unquantized weight reads it, unless it is computed again (recompute "selective"); the codes of x once for all
-its layers where gradients of quantized weights read these. Its backward holds the gradients of all its outputs until it is done.
+A stage takes the place of the layers that read one tensor, and is one operation of autograd. It keeps the residual stream that its
+norm reads and a float32 a row, or gate and up. It keeps x itself where a gradient of an adapter or of an unquantized weight reads
+it, unless x is computed again (recompute "selective"), and the codes of x once for all its layers where gradients of quantized
+weights read these. Its backward holds the gradients of all its outputs until it is done.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _GATED = ("mlp.gate_proj", "mlp.up_proj")
 
 
 class FusedLayers(Ours):
-    """surokit/models/decoder.py with a fusion."""
+    """FusedLayers replays surokit/models/decoder.py with a fusion."""
 
     def block(self, x: Value, kind: BlockKind) -> Value:
         tape, s = self.tape, self.shape
@@ -93,7 +94,10 @@ class FusedLayers(Ours):
         kind: BlockKind,
         source: str = "",
     ) -> tuple[Value, ...]:
-        """Return the layers `names`, of so many output features, that read one input of `columns` features."""
+        """Replay as one operation the layers `names`, of `sizes` output features, that read one input of `columns` features.
+
+        `source` is what the operation computes the input from: "norm", "gate", or "" where it is `inputs` itself.
+        """
         places = [self.places[name] for name in names]
         quantizes = [name in kind.quantized and self.recipe is not None for name in names]
         x_t = getattr(getattr(self.recipe, "grad_weight", None), "b", None)
@@ -134,7 +138,7 @@ class FusedLayers(Ours):
         )
 
     def joins(self, names: Sequence[str], sizes: Sequence[int], kind: BlockKind) -> bool:
-        """Return whether these layers are one product."""
+        """True if these layers are computed as one product."""
         quantized = [name in kind.quantized for name in names]
         if not self.step.fusion.joint or len(names) == 1 or len(set(quantized)) > 1:
             return False

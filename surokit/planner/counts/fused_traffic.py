@@ -1,4 +1,4 @@
-"""Count what a fused micro-batch asks of one GPU: traffic.py's, with what `Setup.fusion` (surokit/fusion.py) computes together.
+"""Count FLOPs, bytes and launches of a micro-batch of which `Setup.fusion` (surokit/fusion.py) computes operations together.
 
     norm + residual         forward: stream delta, sum x codes      backward: dy sum dresidual, dx
     SwiGLU                  forward: gate up, x codes               backward: dy gate up, dgate dup
@@ -6,12 +6,12 @@
     layers of one input     it is quantized once for all of them; one product where the recipe quantizes them as one
     adapter                 the A of these in one product; B writes y and A's gradient dx, and the products add onto them;
                             one of codes adds onto nothing, and there B is added into y, and A's gradient into dx
-    frozen quantized W      its codes are kept; W' is turned for each product, or kept too
+    frozen quantized W      its codes are kept; W' is transposed for each product, or kept too
 
-x itself is written where an adapter, a product or a gradient wants values, its codes where one wants these. A product that the
-GPU computes itself reads both operands along the sum: codes of a transpose come so from the kernel that makes the codes, which
-writes them twice and reads nothing twice; only W that is kept as codes, or stored so, is turned for its product.
-Products compute what they compute unfused; what changes is how often an operand is read, and how many kernels there are.
+x itself is written where an adapter, a product or a gradient reads values, its codes where one reads codes. Tensor cores read both
+operands along the dimension that is summed: the kernel that makes codes writes those of the transpose too, and reads nothing
+twice; only a W that is kept or stored as codes is transposed for its product. Products compute the same as unfused (traffic.py);
+what changes is how often an operand is read, and how many kernels there are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PRODUCTS = ("forward", "grad_input", "grad_weight")
 
 
 class FusedStep(Step):
-    """One micro-batch with what `setup.fusion` computes together."""
+    """A FusedStep counts one micro-batch in which `setup.fusion` computes operations together."""
 
     def __init__(self, shape: Shape, compute: Compute, recipe: Any, setup: Setup, gpu: Gpu) -> None:
         super().__init__(shape, compute, recipe, setup, gpu)
@@ -45,21 +45,22 @@ class FusedStep(Step):
         self.x_codes: Any = getattr(getattr(recipe, "forward", None), "a", None)
         self.x_bytes = self.x_codes.bits / 8 if self.x_codes is not None else float(self.width)
         x_t: Any = getattr(getattr(recipe, "grad_weight", None), "b", None)
-        # whether the gradient of a weight takes the codes of x that forward had, turned; or codes that only a gate gives too
+        # turns_x: a weight's gradient reads forward's codes of x, transposed; gate_gives_both: it reads codes with scales of their
+        # own, which the gate's kernel writes as well
         self.turns_x = x_t is not None and x_t == self.x_codes and x_t.transposable
         both = x_t is not None and x_t == self.x_codes and x_t.both_in_one_pass
         self.gate_gives_both = both and 0 < x_t.scaling.tile()[1] <= 128
         self.codes_come = comes_quantized(self.x_codes) and (not self.base_trains or x_t is None or self.turns_x)
 
-    # -- what norm and SwiGLU write
+    # -- outputs of norm and SwiGLU
 
     def _together(self, reads: str) -> bool:
-        """Return whether the operation that makes this tensor is one with what reads it."""
+        """True if the operation that makes this tensor is fused with the layers that read it."""
         f = self.fusion
         return {"attention": f.norm, "mlp": f.norm, "mlp product": f.gate}.get(reads, False)
 
     def _staged(self, reads: str) -> bool:
-        """Return whether the layers that read this tensor are one operation of autograd."""
+        """True if the layers that read this tensor are one operation of autograd."""
         f = self.fusion
         return self._together(reads) or f.joint or f.adapters or f.frozen != "no"
 
@@ -67,20 +68,20 @@ class FusedStep(Step):
         return self._together(reads) and (self.codes_come or self._writes_both_scales(reads))
 
     def _writes_both_scales(self, reads: str) -> bool:
-        """Return whether x is made with codes of it and of its transpose that have scales of their own."""
+        """True if x is made together with codes of x and of its transpose, which have scales of their own."""
         return self.gate_gives_both and reads == "mlp product" and comes_quantized(self.x_codes) and self.base_trains
 
     def _in_rows(self, product: str) -> bool:
-        """Return whether codes of a transpose for this product are written where the codes are made."""
+        """True if the kernel that makes codes for this product writes those of the transpose too."""
         return self.gpu.multiplies(getattr(getattr(self.recipe, product, None), "kind", None))
 
     def _wants_values(self, reads: str) -> bool:
-        """Return whether an adapter or a weight's gradient reads values where products read codes."""
+        """True if an adapter or a weight's gradient reads values of this tensor, although products read its codes."""
         from_codes = self.turns_x or self._writes_both_scales(reads)
         return any(place.rank for place in self.groups[reads]) or (self.base_trains and not from_codes)
 
     def _written(self, reads: str) -> tuple[float, float]:
-        """Return (share of the blocks in which codes of this tensor are made with it, share in which its values are)."""
+        """Return (share of the blocks in which this tensor's codes are written with it, share in which its values are written)."""
         share = [place.quantized / place.weight.count for place in self.groups[reads]]
         codes = max(share) if self._writes_codes(reads) else 0.0
         return codes, 1.0 if self._wants_values(reads) or not codes else 1.0 - min(share)
@@ -113,7 +114,8 @@ class FusedStep(Step):
         yield from self._sums()
 
     def _source(self, reads: str, width: int, forward: int, backward: int, blind: int = 0) -> Iterator[Load]:
-        """Yield a norm or gate with the quantization after it; forward and backward: elements that it reads and writes beside x."""
+        """Yield the loads of a norm or gate with the quantization after it. forward, backward: elements that it reads and writes
+        beside x."""
         e, blocks, normed = self.width, self.shape.layers, reads != "mlp product"
         name = f"norm of {reads}" if normed else "swiglu"
         codes, values = self._written(reads)
@@ -138,7 +140,8 @@ class FusedStep(Step):
         launches: tuple[float, float],
         blind: int = 0,
     ) -> Iterator[Load]:
-        """Yield an operation of its own each way, over `width` elements a token of all its instances; bytes an element."""
+        """Yield the loads of an operation with a kernel each way, over `width` elements a token of all its instances. forward,
+        backward: bytes an element."""
         elements, share = self.tokens * width, (count - blind) / count
 
         def load(step: Pass, each: float, launches: float) -> Load:
@@ -193,27 +196,28 @@ class FusedStep(Step):
             yield kernel
 
     def _like(self, reads: str, quantized: bool) -> list[Placement]:
-        """Return the layers that read this tensor and are quantized somewhere, or somewhere are not."""
+        """Return the layers that read this tensor and are quantized in some block, or with quantized=False those that in some are
+        not."""
         return [o for o in self.groups[reads] if (o.quantized > 0 if quantized else o.quantized < o.weight.count)]
 
     def _adds(self, part: str, quantized: bool) -> bool:
-        """Return whether a product adds onto a tensor in itself: one of codes does not, whoever computes it."""
+        """True if a product can add onto a tensor: one whose operands are both codes cannot, native or emulated."""
         gemm = getattr(self.recipe, part, None)
         return not quantized or getattr(gemm, "a", None) is None or getattr(gemm, "b", None) is None
 
     def _adds_onto_dx(self, reads: str, quantized: bool, leads: bool) -> bool:
-        """Return whether this product adds onto dx: onto that of the product before it, or of the adapters."""
+        """True if this product adds onto dx, which the product before it or the adapters have written."""
         adapted = self.fusion.adapters and any(place.rank for place in self.groups[reads])
         return self._adds("grad_input", quantized) and (adapted or not leads)
 
     def _adds_onto_y(self, place: Placement, quantized: bool) -> bool:
-        """Return whether the adapters of all layers in this product have written y before it, and it adds onto that."""
+        """True if this product adds onto y, which the adapters of all its layers have written before it."""
         like = self._like(place.weight.reads, quantized)
         members = like if self._joins("forward", quantized, like) else [place]
         return self.fusion.adapters and self._adds("forward", quantized) and all(o.rank for o in members)
 
     def _kept(self, kernel: Kernel) -> bool:
-        """Return whether what this kernel makes of a frozen weight is kept from step to step (surokit/nn/frozen.py)."""
+        """True if the codes that this kernel makes of a frozen weight are kept from step to step (surokit/nn/frozen.py)."""
         kept = self.fusion.frozen
         if self.base_trains or kept == "no" or not getattr(self.recipe, "quantized_products", False):
             return False
@@ -226,12 +230,12 @@ class FusedStep(Step):
         return b is not None
 
     def _turns_kept(self, kernel: Kernel) -> bool:
-        """Return whether codes that are kept are turned in place of this kernel, which would have written those of W' in rows."""
+        """True if codes that are kept are transposed in place of this kernel, which would have written those of W'."""
         made = kernel.part == "quantize" and kernel.step == "backward" and self.fusion.frozen == "codes"
         return made and not self.recipe.grad_input.b.packed and self._in_rows("grad_input")
 
     def _joins(self, part: str, quantized: bool, like: list[Placement]) -> bool:
-        """Return whether layers that read one input are one product: what quantizes them must not reach from one into another."""
+        """True if layers that read one input are one product: no block of a scale may reach from one layer into another."""
         if not self.fusion.joint or len(like) == 1:
             return False
         sizes = [place.weight.n for place in like]
@@ -249,8 +253,8 @@ class FusedStep(Step):
     def _adapter(
         self, which: str, place: Placement, p: Product, rows: float, kernels: Iterator[Kernel]
     ) -> Iterator[Kernel]:
-        """Yield one product for the A of all layers with one input; what is written before B, or A's gradient, is read and added
-        to."""
+        """Yield the kernels of an adapter: one product computes the A of all layers with one input. B reads and adds onto a y that
+        is written before it, and A's gradient likewise onto dx."""
         reads, e, blocks = place.weight.reads, self.width, place.weight.count
         leads = next(other for other in self.groups[reads] if other.rank) is place
         after = {True: place.quantized, False: blocks - place.quantized}
@@ -267,7 +271,7 @@ class FusedStep(Step):
                     yield kernel
 
     def _after_dx(self, reads: str) -> float:
-        """Return the share of the blocks in which the first product of backward cannot add: it is of the layers that come last."""
+        """Return the share of the blocks in which A's gradient adds onto dx, because the product of codes before it cannot add."""
         places, count = self.groups[reads], 0
         blocks = range(self.blind if reads == "attention" else 0, self.shape.layers)
         for block in blocks:
