@@ -271,7 +271,7 @@ class _Model:
     def adapted_by_peft(
         self, x: Value, y: Value, rank: int, n: int, k: int, times: float, count: int, dtype: str
     ) -> Value:
-        """Replay y + scale * B A x in the adapter's dtype; where that is not x's, each adapter makes and keeps its own copy of x."""
+        """Replay y + scale * B A x in the adapter's dtype; where that is not x's, each adapter makes and keeps a copy of x."""
         tape, w = self.tape, 4 if dtype == "fp32" else 2
         other, rows = w != self.w, self.tokens * times * w
         own = tape.run((x,), rows * k) if other else x

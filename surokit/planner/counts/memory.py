@@ -1,6 +1,6 @@
-"""Bytes of one GPU, term by term: what is exact from the shapes, what is approximate, and at which moment of a step they peak.
+"""Count the memory of one GPU, term by term, exact or approximate, at the moment of a step at which it peaks.
 
-Exact terms follow from shapes and dtypes: weights, gradients, optimizer state, the adapter, the KV cache. What passes with
+Exact terms follow from shapes and dtypes: weights, gradients, optimizer state, the adapter, the KV cache. What comes and goes with
 a step (activations, the loss, gradients of activations, temporaries) is replayed operation by operation: activations.py says
 what our layers and transformers' keep, tape.py which tensors live at each moment. So the terms are those of one moment, the
 fullest one, and sum to the total; `Term.most` is what a term takes at its own fullest. Gradients grow while activations go: a
@@ -25,7 +25,7 @@ product and not kept.
 A plan without training replays the forward alone: one layer's tensors at a time, the KV cache, and logits of every token
 ("whole") or of the last one of each sequence ("fused"), as generation takes them.
 
-The replay of a GPU's kernels is read off their code; what is measured so far is a CPU's (docs/measurements/memory-cpu.json).
+The replay of a GPU's kernels follows their code; so far it is measured on a CPU alone (docs/measurements/memory-cpu.json).
 
 Under ZeRO 2 and 3 a layer's gradient is whole until it is reduced; under 3 two layers' weights are gathered, the one that
 computes and the next, and with them the embeddings, which FSDP2 holds in the root's group.
@@ -59,15 +59,16 @@ ON_THEIR_WAY = 3
 #: The phases of a step, in order.
 PHASES = ("forward", "loss", "backward", "optimizer")
 
-#: Whose layers compute: what they keep for the backward differs.
+#: The library whose layers compute: they differ in what they keep for the backward.
 Layers = Literal["surokit", "transformers"]
 
 
 @dataclass(frozen=True)
 class Term:
-    """One term: bytes on one GPU at the step's fullest moment, whether exact, how they come about, whether training holds them.
+    """A Term holds its bytes on one GPU at the step's fullest moment, whether they are exact, and how they come about.
 
-    `most` is what the term takes at its own fullest moment, where that is another one.
+    `counted` is False for bytes that training does not hold. `most` is what the term takes at its own fullest moment, where that is
+    another one.
     """
 
     name: str
@@ -92,7 +93,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Phase:
-    """The fullest moment of one phase of a step: forward, loss, backward or optimizer."""
+    """A Phase holds the bytes at the fullest moment of one phase of a step: forward, loss, backward or optimizer."""
 
     name: str
     bytes: float
@@ -104,7 +105,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Memory:
-    """The terms of one GPU at the fullest moment, the phases, and what is left out for want of an argument.
+    """A Memory holds the terms of one GPU at the fullest moment, the phases, and what is left out for want of an argument.
 
     Without batch and length there are no phases, and the terms are what a step holds in any case. `host` is what waits on the
     host, where anything does.
@@ -117,7 +118,7 @@ class Memory:
 
     @property
     def host_gib(self) -> float:
-        """Return GiB of the host's memory, for each GPU."""
+        """Return the GiB of the host's memory that each GPU needs."""
         return sum(t.gib for t in self.host)
 
     @property
@@ -130,22 +131,22 @@ class Memory:
 
     @property
     def gib(self) -> float:
-        """All terms that training holds at the fullest moment, exact and approximate, slack included."""
+        """Return the GiB of all counted terms at the fullest moment, exact and approximate, slack included."""
         return self.exact_gib + self.approximate_gib
 
     @property
     def peak_gib(self) -> float:
-        """Return GiB without slack: what torch.cuda.max_memory_allocated is predicted to say."""
+        """Return the GiB without slack, which predict torch.cuda.max_memory_allocated."""
         return sum(t.gib for t in self.terms if t.counted and t.name != "slack")
 
     @property
     def peak_phase(self) -> str | None:
-        """Return the phase in which the peak falls; None where none is known."""
+        """Return the name of the phase in which memory peaks; None without phases."""
         return max(self.phases, key=lambda p: p.bytes).name if self.phases else None
 
     @property
     def largest(self) -> Term:
-        """Return the term that binds."""
+        """Return the counted term with the most bytes."""
         return max((t for t in self.terms if t.counted), key=lambda t: t.bytes)
 
     def __getitem__(self, name: str) -> Term:
@@ -157,13 +158,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Setup:
-    """The step whose memory is counted: everything that memory depends on besides shape and recipe.
+    """A Setup describes the step that is planned: everything that its memory depends on besides shape and recipe.
 
-    `zero` is the ZeRO stage over `gpus`: 1 shards optimizer states, 2 gradients too, 3 weights too. `batch` is
-    sequences on one GPU, `length` tokens of each. `fusion` is what is computed together, `graphs` whether a step is captured as
-    CUDA graphs. `hot` is the share of the trained parameters whose states ZenFlow keeps on the device, `overlap` and `slots` are
-    its settings. `prefetch` is how many blocks are fetched ahead where weights are streamed (0: they are not). `trained` is what
-    trains of a live model; without it what the recipe says.
+    `zero` is the ZeRO stage over `gpus`: 1 shards optimizer states, 2 gradients too, 3 weights too. `batch` is the number of
+    sequences on one GPU, `length` that of tokens of each. `fusion` says which operations are computed together, `graphs` whether a
+    step is captured as CUDA graphs. `hot` is the share of the trained parameters whose states ZenFlow keeps on the device,
+    `overlap` and `slots` are its settings. `prefetch` is how many blocks are fetched ahead where weights are streamed (0: they are
+    not). `trained` is the part of a live model that trains; without it the recipe decides.
     """
 
     dtype: str = "bf16"
@@ -192,7 +193,7 @@ class Setup:
 
     @property
     def offloads(self) -> str:
-        """Say what of a step waits on the host, in words; "" nothing."""
+        """Say in words what of a step is kept on the host; "" where nothing is."""
         states = {"zenflow": "ZenFlow's states", "offloadadamw": "OffloadAdamW's states"} if self.training else {}
         parts = [
             states.get(self.optimizer, ""),
@@ -203,12 +204,12 @@ class Setup:
 
     @property
     def trained_width(self) -> float:
-        """Return the bytes of a parameter that trains, and of its gradient."""
+        """Return the bytes of one parameter that trains, which are also those of its gradient."""
         return DTYPE_BYTES[self.dtype] if self.trained is None else self.trained.bytes / self.trained.parameters
 
 
 def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Setup) -> Memory:
-    """Return memory of one GPU. A number of parameters has that of a typical shape (typical.py) where batch and length are given;
+    """Count the memory of one GPU. A number of parameters has that of a typical shape (typical.py) if batch and length are given;
     without them only the states are counted, and a recipe's storage applies to every parameter."""
     if shape is None and setup.batch and setup.length and (typical := typical_shape(parameters)) is not None:
         return _as_typical(typical[0], parameters, recipe, setup)
@@ -245,7 +246,7 @@ def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Set
 
 
 def _as_typical(shape: Shape, parameters: float, recipe: Any, setup: Setup) -> Memory:
-    """Return the memory of a shape that is near, scaled to the number of parameters; nothing of it is exact."""
+    """Return the memory of a shape of nearly as many parameters, scaled to their number; no term of it is exact."""
     found, ratio = count_memory(shape, shape.parameters, recipe, setup), parameters / shape.parameters
 
     def scaled(terms: tuple[Term, ...]) -> tuple[Term, ...]:
@@ -259,7 +260,7 @@ def _as_typical(shape: Shape, parameters: float, recipe: Any, setup: Setup) -> M
 def blocks_of(
     shape: Shape | None, recipe: Any, setup: Setup, places: tuple[Placement, ...] | None = None
 ) -> Blocks | None:
-    """Return what of each block is streamed; None where nothing is."""
+    """Return the blocks whose weights are streamed from the host; None where none are."""
     if shape is None or not setup.prefetch:
         return None
     places = placements(shape, recipe) if places is None else places
@@ -268,7 +269,8 @@ def blocks_of(
 
 
 def _streamed(terms: list[Term], blocks: Blocks, setup: Setup) -> list[Term]:
-    """Return the terms of weights where blocks are streamed: what is outside of them, and those that are here at a time."""
+    """Return the terms with those of weights replaced, as blocks are streamed: weights outside the blocks, and of the blocks that
+    are on the device at a time."""
     own = [t for t in terms if t.name.partition(",")[0] == "weights"]
     outside, here = sum(t.bytes for t in own) - sum(blocks.bytes), blocks.resident(setup.prefetch)
     n = min(len(blocks.bytes), setup.prefetch + 1)
@@ -282,7 +284,7 @@ def _streamed(terms: list[Term], blocks: Blocks, setup: Setup) -> list[Term]:
 
 
 def _block_gradients(terms: list[Term], blocks: Blocks, setup: Setup) -> list[Term]:
-    """With those of blocks on their way to the host."""
+    """Return the terms with gradients of blocks that are on their way to the host added to the gradients."""
     passing = min(GRADIENT_BLOCKS, len(blocks.trained)) * max(blocks.trained) * setup.trained_width
     how = f"; and {GRADIENT_BLOCKS} blocks' on their way to the host"
     return [
@@ -294,7 +296,7 @@ def _block_gradients(terms: list[Term], blocks: Blocks, setup: Setup) -> list[Te
 
 
 def _blocks_on_host(blocks: Blocks, setup: Setup) -> list[Term]:
-    """Return weights of the blocks and, where they train, gradients and what the optimizer keeps of them."""
+    """Return the host's terms: weights of the blocks and, where they train, their gradients and optimizer states."""
     found = [Term("weights of the blocks", sum(blocks.bytes), True, "as they are stored")]
     if trained := sum(blocks.trained):
         found.append(Term("their gradients", trained * setup.trained_width, True, f"{trained:,.0f} parameters"))
@@ -318,7 +320,7 @@ def stored_bytes(quantizer: Any, n: int, k: int) -> float:
 def _weights(
     shape: Shape | None, parameters: float, recipe: Any, setup: Setup, places: tuple[Placement, ...]
 ) -> tuple[list[Term], float]:
-    """Return the terms of weights, and the number of trained parameters."""
+    """Return the terms of weights, their copies and adapters, and the number of trained parameters."""
     width = DTYPE_BYTES[setup.dtype]
     shard, sharded = _shards(setup, 3)
     storage = getattr(recipe, "storage", None)
@@ -392,7 +394,7 @@ def _weights(
 
 
 def _codes(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, ...]) -> list[Term]:
-    """Return what a fused step keeps of frozen weights that are quantized for their products: their codes, those of W' too."""
+    """Return the terms of codes that a fused step keeps of frozen weights that are quantized for their products, of W' too."""
     found = []
     for name, product in (("codes of frozen weights", "forward"), ("codes of W'", "grad_input")):
         q = getattr(getattr(recipe, product, None), "b", None)
@@ -412,14 +414,14 @@ def _codes(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, ...
 
 
 def _history(recipe: Any) -> int:
-    """Return the steps of amaxes that a recipe's delayed scales remember; 0 where none do."""
+    """Return how many steps of amaxes a recipe's delayed scales remember; 0 where it has none."""
     gemms = (getattr(recipe, name, None) for name in ("forward", "grad_input", "grad_weight"))
     quantizers = (getattr(gemm, operand, None) for gemm in gemms for operand in ("a", "b"))
     return max((int(getattr(q.scaling, "history", 0)) for q in quantizers if q is not None), default=0)
 
 
 def _gathered(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, ...]) -> Term | None:
-    """Return what is whole on every GPU for a moment although it is sharded."""
+    """Return the term of sharded weights and gradients that are whole on every GPU for a moment; None where there are none."""
     width, storage = DTYPE_BYTES[setup.dtype], getattr(recipe, "storage", None)
     layer = sum(p.weight.n * p.weight.k * p.weight.count for p in places if p.weight.name != "lm_head") / shape.layers
     held, how = 0.0, []
@@ -434,7 +436,7 @@ def _gathered(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, 
 
 
 def _shards(setup: Setup, stage: int) -> tuple[int, str]:
-    """Over how many GPUs a term is divided that ZeRO shards from `stage` on, and that in words."""
+    """Return the number of GPUs that a term is divided over if ZeRO shards it from `stage` on, and a phrase that says so."""
     shared = setup.gpus > 1 and setup.zero >= stage
     return (setup.gpus, f" / {setup.gpus} (ZeRO {setup.zero})") if shared else (1, "")
 
@@ -471,7 +473,7 @@ def _states(trained: float, setup: Setup) -> list[Term]:
 
 
 def _offloaded(trained: float, setup: Setup) -> Term:
-    """Return what an offloading optimizer has on the device; a CPU holds the host's as well, and copies nothing to itself."""
+    """Return the term of an offloading optimizer on the device; on a CPU it holds the host's states too, without transfers."""
     deferred = setup.optimizer == "zenflow"
     if setup.device == "cpu":
         size = 12 * setup.hot * trained * deferred + _states_on_host(trained, replace(setup, gpus=1)).bytes
@@ -486,8 +488,8 @@ def _offloaded(trained: float, setup: Setup) -> Term:
 def _with_step(
     terms: list[Term], shape: Shape, trained: float, recipe: Any, setup: Setup, places: tuple[Placement, ...]
 ) -> tuple[list[Term], tuple[Phase, ...], float]:
-    """Return the terms at the fullest moment of a step, what passes with it included, the phases, and bytes of activations on the
-    host."""
+    """Return the terms at the fullest moment of a step, activations and temporaries included, the phases, and the bytes of
+    activations on the host."""
     # gradients of streamed blocks come and go, and are counted as if they were there all along
     there = setup.training and (setup.accumulate > 1 or setup.prefetch > 0)
     passing, on_host = _replayed(shape, recipe, setup, places, there), 0.0
@@ -541,7 +543,7 @@ def _replayed(
 
 
 def _kept_here(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, ...]) -> float:
-    """Return the bytes of activations that the device has at most where they wait on the host: a block's, and what is on its way:
+    """Return the most bytes of activations on the device where they are offloaded: a block's, and those on their way, which are
     inputs of blocks that are computed again, else as much as a block's."""
     assert setup.batch is not None
     assert setup.length is not None
@@ -552,20 +554,20 @@ def _kept_here(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement,
 
 
 def _layers_of(setup: Setup) -> type[Ours]:
-    """Return whose forward a step replays; layers that PEFT wraps are no part of a fused operation."""
+    """Return the class that replays the step's layers; layers that PEFT wraps are no part of a fused operation."""
     if not setup.fusion.fuses:
         return Theirs if setup.layers == "transformers" else Ours
     return Ours if setup.trained is not None and setup.trained.peft else FusedLayers
 
 
 def _with_gradients(moment: Moment, gradients: float) -> Moment:
-    """Return the moment of a later micro-batch: the sum of the gradients so far is there all along."""
+    """Return the moment as a later micro-batch has it, which holds the sum of the gradients so far all along."""
     made_of = {**moment.made_of, GRADIENTS: moment.made_of[GRADIENTS] + gradients}
     return Moment(moment.phase, moment.bytes + gradients, made_of)
 
 
 def _passing(shape: Shape, passing: Activations, peak: Moment, setup: Setup, head: Placement | None) -> list[Term]:
-    """Return what comes and goes with a step."""
+    """Return the terms that come and go with a step: activations, logits, workspace."""
     assert setup.batch is not None
     assert setup.length is not None
     tokens = setup.batch * setup.length
@@ -605,7 +607,7 @@ def _passing(shape: Shape, passing: Activations, peak: Moment, setup: Setup, hea
 
 
 def _optimizer_scratch(shape: Shape, trained: float, setup: Setup) -> float:
-    """Return what the optimizer's step takes beside weights, gradients and states."""
+    """Return the bytes that the optimizer's step takes beside weights, gradients and states."""
     mine = trained / (setup.gpus if setup.zero >= 1 else 1)
     if setup.optimizer == "adamw8bit":
         return min(mine, CHUNK_8BIT) * CHUNK_8BIT_BYTES if setup.device == "cpu" else 0.0
@@ -615,7 +617,7 @@ def _optimizer_scratch(shape: Shape, trained: float, setup: Setup) -> float:
 
 
 def _cache(shape: Shape, setup: Setup) -> Term:
-    """Return the KV cache of generation, which training does not hold."""
+    """Return the term of the KV cache, which generation holds and training does not."""
     assert setup.batch is not None
     assert setup.length is not None
     elements, width = shape.cache_width, DTYPE_BYTES[setup.dtype]

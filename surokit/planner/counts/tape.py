@@ -1,11 +1,11 @@
-"""A tape: which tensors live at each moment of a forward and a backward, by size alone.
+"""A Tape keeps account of the tensors that live at each moment of a forward and a backward, by size alone.
 
-Autograd keeps what a backward needs, Python keeps what a function still names, and a gradient lives from the operation that makes
-it to the one that takes it. The tape replays just that. An operation is run once forward, which makes its output and keeps
+Autograd keeps what a backward needs, Python keeps what a variable still holds, and a gradient lives from the operation that makes
+it to the one that reads it. The tape replays just that. An operation is run once forward, which makes its output and keeps
 what its backward reads, and once backward, in reverse order: gradients of its inputs appear, then the gradient of its output and
-what was kept go. The most that was held at any moment is the peak, and what it was made of is remembered.
+what was kept are freed. The most that was held at any moment is the peak, and its parts are remembered.
 
-Like layers in a row are not replayed one by one: each adds the same, so the most is held at the first or at the last of them.
+Equal layers in a row are not replayed one by one: each adds the same, so the most is held at the first or at the last of them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-#: What a moment's bytes are made of.
+#: The kinds of bytes that a moment's memory consists of.
 KEPT, LOGITS, GRADIENTS, PASSING = "activations", "logits", "gradients", "workspace"
 
 
 @dataclass(eq=False)
 class Value:
-    """A tensor: its bytes, what it counts as, whether it needs a gradient, and how many hold it."""
+    """A Value is a tensor: its bytes, the kind they count as, whether it needs a gradient, and how many references hold it."""
 
     bytes: float
     kind: str = KEPT
@@ -29,7 +29,7 @@ class Value:
 
 @dataclass(eq=False)
 class _Gradient:
-    """The gradient of a value; two values share one where an addition passes it on."""
+    """A _Gradient is the gradient of a value; two values share one where an addition passes it on."""
 
     bytes: float
     holders: int = 1
@@ -37,7 +37,7 @@ class _Gradient:
 
 @dataclass(eq=False)
 class _Step:
-    """One operation that backward will undo."""
+    """A _Step is one operation whose backward will run."""
 
     outputs: tuple[Value, ...]
     inputs: tuple[Value, ...]
@@ -51,7 +51,7 @@ class _Step:
 
 @dataclass
 class Moment:
-    """The most that a phase held, and what of; the states that stay are not in it."""
+    """A Moment holds the most bytes of a phase, and the parts that they consist of; states that always stay are not in it."""
 
     phase: str
     bytes: float = -1.0
@@ -59,8 +59,8 @@ class Moment:
 
 
 class Tape:
-    """Replays allocations. `gradients_there` says that weight gradients are summed into ones that exist already, `records` that
-    there will be a backward."""
+    """A Tape replays allocations. `gradients_there` says that weight gradients are added to ones that exist already, `records` that
+    a backward follows."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Tape:
     # -- forward
 
     def new(self, size: float, *, kind: str = KEPT, needs: bool = False) -> Value:
-        """Return a tensor that comes from outside."""
+        """Allocate a tensor that no operation made."""
         value = Value(size, kind, needs, 1)
         self._add(kind, size)
         return value
@@ -104,11 +104,11 @@ class Tape:
         kind: str = KEPT,
         drops: Iterable[Value] = (),
     ) -> Value:
-        """Return one operation: reads `inputs`, makes an output of `size` bytes.
+        """Run one operation that reads `inputs`, and return its output of `size` bytes.
 
-        keeps: of its inputs what backward reads; extra: bytes made for backward alone; weight: bytes of a weight's gradient;
-        trains: it has a weight that trains, counted elsewhere; scratch, back_scratch: temporaries; passes: backward hands its
-        gradient on without a copy; drops: what Python names no longer afterwards.
+        keeps: inputs that backward reads; extra: bytes made for backward alone; weight: bytes of a weight's gradient; trains: it
+        has a weight that trains, counted elsewhere; scratch, back_scratch: temporaries; passes: backward hands its gradient on
+        without a copy; drops: values that Python no longer refers to afterwards.
         """
         sizes = (size,)
         return self._run(inputs, sizes, keeps, extra, weight, scratch, back_scratch, trains, passes, kind, drops)[0]
@@ -125,7 +125,7 @@ class Tape:
         back_scratch: float = 0.0,
         drops: Iterable[Value] = (),
     ) -> tuple[Value, ...]:
-        """Return one operation with several outputs, whose gradients its backward takes together."""
+        """Run one operation with several outputs, whose gradients its backward takes together."""
         return self._run(inputs, sizes, keeps, extra, weight, scratch, back_scratch, False, False, KEPT, drops)
 
     def _run(
@@ -165,26 +165,26 @@ class Tape:
         return out
 
     def keep(self, value: Value) -> None:
-        """The operation that made `value` last keeps it too: its backward reads its own output."""
+        """Keep `value` for the backward of the operation that ran last and made it: it reads its own output."""
         step = self._steps[-1] if self._steps and self._records else None
         if step is not None and value in step.outputs:
             value.holders += 1
             step.kept = (*step.kept, value)
 
     def also(self, weight: float) -> None:
-        """The operation that ran last has more weights: bytes of their gradients."""
+        """Add to the operation that ran last more weights, by the bytes of their gradients."""
         self._seen_weight += weight
         if self._records and self._steps:
             self._steps[-1].weight += weight
 
     def drop(self, value: Value) -> None:
-        """Python names it no longer."""
+        """Release one reference to a value; its bytes are freed with the last one."""
         value.holders -= 1
         if value.holders == 0:
             self._add(value.kind, -value.bytes)
 
     def recomputed(self, layer: Callable[[Value], Value], x: Value) -> Value:
-        """Return a layer of which only the input is kept; backward runs it again first."""
+        """Run a layer of which only the input is kept; backward runs it again first."""
         if not self._records:
             return layer(x)
         x.holders += 1
@@ -198,7 +198,7 @@ class Tape:
         return out
 
     def repeated(self, layer: Callable[[Value], Value], x: Value, times: int) -> Value:
-        """So many like layers in a row: `layer` takes the input, whose name it lets go, and gives the output."""
+        """Run so many equal layers in a row: `layer` takes the input, whose reference it releases, and returns the output."""
         alone = times if times <= 3 else 2
         for _ in range(alone):
             before, weight = dict(self.held), self._seen_weight
@@ -222,7 +222,7 @@ class Tape:
     # -- backward
 
     def backward(self, output: Value, size: float = 0.0) -> None:
-        """From the gradient of `output`, of `size` bytes, back to the start."""
+        """Run the backward from the gradient of `output`, of `size` bytes, to the start."""
         self.phase = "backward"
         self._gradients[output] = _Gradient(size)
         self._add(PASSING, size)
@@ -288,7 +288,7 @@ class Tape:
             self._hand_on(x, found)
 
     def _hand_on(self, value: Value, gradient: _Gradient) -> None:
-        """The gradient of a value arrives; a second one is added, in place where nobody else holds the first."""
+        """Give a value its gradient; a second one is added to the first, in place where nothing else holds that."""
         first = self._gradients.get(value)
         if first is None:
             self._gradients[value] = gradient
@@ -323,7 +323,7 @@ class Tape:
 
     @property
     def here(self) -> dict[str, float]:
-        """Return what is held, less the activations that wait on the host."""
+        """Return the bytes that are held by kind, without the activations that wait on the host."""
         if self._most_kept is None or self.held[KEPT] <= self._most_kept:
             return self.held
         return {**self.held, KEPT: self._most_kept}

@@ -1,4 +1,4 @@
-"""Count what one optimizer step asks of one GPU: FLOPs, bytes and launches, module by module and pass by pass. No rates here.
+"""Count FLOPs, bytes and launches of one optimizer step on one GPU, module by module and pass by pass; rates are not used here.
 
 Products come from flops.py, one to one; layers.py says what quantization adds to them. Between the products stand kernels that
 compute almost nothing and move bytes; these are counted here, in elements of the model's dtype that each reads or writes:
@@ -18,7 +18,7 @@ operators; their bytes an element were counted through torch's dispatcher, and a
 That is the eager step, one operation after the other; fused_traffic.py has the one that `Setup.fusion` computes together. CUDA
 graphs change what a launch costs, not how many kernels there are (roofline.py); torch.compile is not planned.
 
-Fused attention reads query, key and value and writes its output; its backward forms the scores again, one product more than
+Fused attention reads query, key and value and writes its output; its backward computes the scores again, one product more than
 model FLOPs count (FlashAttention, arXiv 2205.14135), so its FLOPs here are 5/4 of these.
 """
 
@@ -48,7 +48,8 @@ _TENSORS_8BIT = 32  # of our own 8-bit kernel (kernels/triton/adamw8bit.py)
 
 @dataclass(frozen=True)
 class Load:
-    """Work of one kind in one pass, summed over the step: FLOPs, bytes, launches. `count` matrices or blocks share it."""
+    """A Load holds work of one kind in one pass, summed over the step: FLOPs, bytes, launches. `count` matrices or blocks share
+    it."""
 
     module: str
     group: str
@@ -63,7 +64,8 @@ class Load:
 
 @dataclass(frozen=True)
 class _Elementwise:
-    """Bytes an element and launches of an operation that only moves data; `trained` where its own weight has a gradient."""
+    """An _Elementwise holds bytes an element and launches, (forward, backward), of an operation that only moves data; `trained` are
+    the backward's bytes where its own weight has a gradient."""
 
     forward: float
     backward: float
@@ -99,7 +101,8 @@ def loads(
     trained_parameters: float,
     kind: type[Step] | None = None,
 ) -> Iterator[Load]:
-    """Everything that one optimizer step launches on one GPU, its micro-batches together; `kind` is that of the micro-batch."""
+    """Yield everything that one optimizer step launches on one GPU, summed over its micro-batches; `kind` is the class that counts
+    one (Step without it)."""
     step = (kind or Step)(shape, compute, recipe, setup, gpu)
     every = [*step.products(), *step.attention(), *step.between(), *step.embedding(), *step.loss()]
     for load in every:
@@ -111,7 +114,7 @@ def loads(
 
 
 class Step:
-    """One micro-batch: forward and backward of `batch` x `length` tokens."""
+    """A Step counts one micro-batch: forward and backward of `batch` x `length` tokens."""
 
     def __init__(self, shape: Shape, compute: Compute, recipe: Any, setup: Setup, gpu: Gpu) -> None:
         assert setup.batch is not None
@@ -134,7 +137,7 @@ class Step:
 
     @property
     def tensors(self) -> int:
-        """Return how many tensors train, about: a launch takes a few dozen."""
+        """Return about how many tensors train, of which one launch of the optimizer takes a few dozen."""
         matrices = sum(p.weight.count * (2 if p.rank else 0) for p in self.places.values())
         if self.base_trains:
             matrices += sum(p.weight.count for p in self.places.values()) + 2 * self.shape.layers
@@ -188,7 +191,7 @@ class Step:
                 yield replace(load, step="recompute", flop=parts[0], bytes=parts[1], launches=parts[2])
 
     def _kernels(self, p: Product, quantized: bool, rows: float) -> Iterator[Kernel]:
-        """Yield the kernels of one of a product's matrices for `rows` tokens."""
+        """Return the kernels of one of a product's matrices for `rows` tokens."""
         stored = quantized and getattr(self.recipe, "storage", None) is not None
         return linear_kernels(
             self.recipe if quantized else None,
@@ -203,7 +206,7 @@ class Step:
 
     @staticmethod
     def _share(kernel: Kernel, p: Product) -> float:
-        """Return the share of a product's matrices that launch this kernel: the first layer's input may want no gradient."""
+        """Return the share of a product's matrices that launch this kernel: the first layer's input may need no gradient."""
         if kernel.step == "forward":
             return 1.0
         wanted = p.grad_weight if kernel.part == "grad_weight" else p.grad_input
@@ -232,7 +235,7 @@ class Step:
             # the sum of dy y, the gradients, and the query's gradient to the model's dtype
             yield load("backward", sum(p.backward for p in parts) * t * 5 / 4, backward, 3)
 
-    # -- what stands between the products
+    # -- operations between the products
 
     def between(self) -> Iterator[Load]:
         s = self.shape
@@ -251,7 +254,7 @@ class Step:
     def _moved(
         self, kind: str, module: str, count: int, width: float, *, layered: bool = True, blind: int = 0
     ) -> Iterator[Load]:
-        """Yield a data-moving operation over `width` elements a token, all its `count` instances together."""
+        """Yield the loads of an operation that only moves data, over `width` elements a token of all its `count` instances."""
         move, elements = self.moves[kind], self.tokens * width
 
         def load(step: Pass, each: float, launches: int) -> Load:
@@ -266,7 +269,8 @@ class Step:
             yield load("backward", trained * share, move.launches[1])
 
     def _sums(self) -> Iterator[Load]:
-        """Yield residual sums, sums of gradients that meet, and what an adapter adds: each reads two tensors and writes one."""
+        """Yield the loads of residual sums, of sums of gradients of one tensor, and of an adapter's sums, which all read two tensors
+        and write one."""
         s = self.shape
         sums = 2 * s.layers
         yield from self._sum("residual", "elementwise", "forward", sums, sums * s.width)
@@ -294,7 +298,7 @@ class Step:
             yield from self._sum("adapter's scale", "adapter", "backward", calls, small, moves=2)
 
     def _sum(self, module: str, group: str, step: Pass, count: int, width: float, moves: int = 3) -> Iterator[Load]:
-        """Yield `count` operations on `width` elements a token in all, each element read or written `moves` times."""
+        """Yield the load of `count` operations on `width` elements a token in all, each read or written `moves` times."""
         if not count or (step == "backward" and not self.backward):
             return
         load = Load(module, group, step, "sum", count, 0.0, moves * self.width * self.tokens * width, count)
@@ -314,7 +318,7 @@ class Step:
             yield Load("embedding", "elementwise", "backward", "scatter", 1, 0.0, moved, 5)
 
     def loss(self) -> Iterator[Load]:
-        """Yield the cross-entropy on the logits; the head's products are among the products."""
+        """Yield the loads of the cross-entropy on the logits; the head's products are among the products."""
         s, e, t = self.shape, self.width, self.tokens
         if not self.backward:
             return
@@ -338,7 +342,7 @@ class Step:
 
 
 def _update(shape: Shape, setup: Setup, trained: float, tensors: int) -> Iterator[Load]:
-    """Yield gradients of further micro-batches are added to the first's; then their norm, and the optimizer."""
+    """Yield the loads at the end of a step: sums of the micro-batches' gradients, the gradients' norm, the optimizer."""
     e, state = DTYPE_BYTES[setup.dtype], DTYPE_BYTES[setup.state_dtype]
     foreach = max(-(-tensors // _TENSORS_A_LAUNCH), int(trained / _ELEMENTS_A_LAUNCH) + 1)
     if setup.accumulate > 1:

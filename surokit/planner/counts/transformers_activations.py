@@ -1,4 +1,4 @@
-"""Replay what a forward and a backward of transformers' own layers hold: activations.py's, where theirs differ from ours.
+"""Replay the memory of a forward and a backward of transformers' own layers, where they differ from ours (activations.py).
 
 A norm computes in float32 of its own, so it keeps that copy (4 bytes an element of a bf16 model) and the normalized input that its
 weight multiplies; rotary positions keep nothing; SwiGLU keeps gate, silu(gate), up; the loss keeps float32 log-probabilities of all
@@ -21,7 +21,7 @@ _PLAIN_ATTENTION = {"gemma2": (2, 1), "gpt_oss": (1, 0)}
 
 
 class Theirs(Ours):
-    """transformers' own: Llama's layers, and where other families differ."""
+    """Theirs replays transformers' own layers: Llama's, and other families' where they differ."""
 
     def norm(self, x: Value, features: int, *, keep_name: bool = False, heads: int = 1) -> Value:
         tape, size = self.tape, features * heads
@@ -105,7 +105,7 @@ class Theirs(Ours):
         return self.with_repeated_keys(attend, q, k, v, masked, cached=cached)
 
     def _plain_attention(self, q: Value, k: Value, v: Value, masked: bool) -> Value:
-        """Count attention written out in the model: what each of its operations on the scores keeps."""
+        """Replay attention that the model computes in plain operations on the scores, with what each of them keeps."""
         own, wide = _PLAIN_ATTENTION[self.shape.family]
         each = self.tokens * self.shape.heads * self.length  # scores
         kept = each * (own * self.w + wide * 4.0 * (self.w < 4))
@@ -117,7 +117,7 @@ class Theirs(Ours):
         return self.tape.run((y,), size, drops=(y,))  # as [B, T, H, D]
 
     def latent_attention(self, x: Value, kind: BlockKind) -> Value:
-        """Return DeepSeek's: query and key-values by way of a normalized latent, then expanded for every head."""
+        """Replay DeepSeek's attention: query and key-values through a normalized latent, then expanded for every head."""
         s, tape, m = self.shape, self.tape, self.shape.latent
         assert m is not None
 
@@ -130,7 +130,7 @@ class Theirs(Ours):
             latent = self.norm(product("q_a_proj", x, m.query_rank, s.width), m.query_rank)
             q = product("q_b_proj", latent, s.query_width, m.query_rank)
             tape.drop(latent)
-        q = tape.run((q,), q.bytes, scratch=q.bytes, back_scratch=q.bytes, drops=(q,))  # turned, and put together again
+        q = tape.run((q,), q.bytes, scratch=q.bytes, back_scratch=q.bytes, drops=(q,))  # rotated and concatenated again
         both = product("kv_a_proj_with_mqa", x, m.kv_rank + m.rope, s.width)
         latent = self.norm(both, m.kv_rank)
         expanded = product("kv_b_proj", latent, s.heads * (m.nope + m.value), m.kv_rank)
@@ -146,7 +146,7 @@ class Theirs(Ours):
         return out
 
     def _all_scores(self, q: Value, k: Value, v: Value, masked: bool) -> Value:
-        """Return torch's attention without a fused kernel: keeps all scores in float32."""
+        """Replay torch's attention without a fused kernel, which keeps all scores in float32."""
         tape, wide = self.tape, 4 / self.w
         scores = self.wide(self.shape.heads * self.length)
         extra = scores + (q.bytes + k.bytes) * wide + self.wide(self.context) if self.w < 4 else scores
