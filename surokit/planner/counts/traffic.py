@@ -269,8 +269,8 @@ class Step:
             yield load("backward", trained * share, move.launches[1])
 
     def _sums(self) -> Iterator[Load]:
-        """Yield the loads of residual sums, of sums of gradients of one tensor, and of an adapter's sums, which all read two tensors
-        and write one."""
+        """Yield the loads of residual sums, of sums of gradients of one tensor, and of an adapter's sums: each reads two tensors,
+        and writes one."""
         s = self.shape
         sums = 2 * s.layers
         yield from self._sum("residual", "elementwise", "forward", sums, sums * s.width)

@@ -1,4 +1,4 @@
-"""Well-known models by their names on the Hub, so that a plan of one needs no network: models.csv.
+"""This module knows well-known models by their names on the Hub (models.csv), so that a plan of one needs no network.
 
 The shapes are those of each repository's config.json, and each row names where its parameters were published; a test counts every
 one of them again. Tuned variants (-Instruct, -it, -chat, -Base) have the shape of the model that they come from.
@@ -17,7 +17,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
-_WORDS = {  # a column and the field of a config.json that it is; the second for a mixture of experts
+_WORDS = {  # column of models.csv: field of a config.json
     "layers": "num_hidden_layers",
     "width": "hidden_size",
     "heads": "num_attention_heads",
@@ -30,14 +30,14 @@ _WORDS = {  # a column and the field of a config.json that it is; the second for
     "chosen": "num_experts_per_tok",
     "expert_ffn": "moe_intermediate_size",
 }
-# what a name may have more or less and still mean the same shape
+# parts of a name that do not change the shape
 _VARIANT = re.compile(r"-(?:instruct|it|chat|base|hf|pt)(?=-|$)|^meta-")
 
 
 @dataclass(frozen=True)
 class Known:
-    """A model whose shape is known: its name on the Hub, the fields of its config.json that a plan reads, the parameters that were
-    published, and the source of both."""
+    """A Known is a model whose shape is known: its name on the Hub, the fields of its config.json that a plan reads, the number of
+    parameters that was published, and the source of both."""
 
     name: str
     config: Mapping[str, Any]
@@ -63,7 +63,7 @@ def find(name: str) -> Known | None:
 
 
 def nearest(name: str) -> str:
-    """Return the known name that is most like this one, "" where none is."""
+    """Return the known name that is most similar to this one; "" where none is similar."""
     keys = {_key(each): each for each in reversed(list(known()))}
     near = difflib.get_close_matches(_key(name), keys, n=1, cutoff=0.75)
     return keys[near[0]] if near else ""

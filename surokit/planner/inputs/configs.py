@@ -1,7 +1,7 @@
-"""Reading a shape: from a config.json as a dict, file, folder or Hub id, from a config object, from a live model.
+"""Read a shape: from a config.json as a dict, file, folder or Hub id, from a config object, from a live model.
 
-Each family is a row of FAMILIES: what transformers takes where a config.json is silent, which matrices have biases, which blocks
-have the sliding window, and how experts and latents are named. The rows were read off the model code of transformers 5 and are
+Each family is a row of FAMILIES: transformers' defaults for fields that a config.json lacks, which matrices have biases, which
+blocks have the sliding window, and how experts and latents are named. The rows follow the model code of transformers 5 and are
 tested against its models' own parameters and FLOPs; modules that only some trainers add, such as DeepSeek-V3's prediction of
 further tokens, are no part of these models and are not counted. A model_type that has no row is counted as if it were a Llama,
 and the plan says so; one that routes to experts in a way not known here is refused.
@@ -33,13 +33,13 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class _Fields:
-    """The fields of one config: its own, where it has them (null included), else the family's."""
+    """A _Fields looks up the fields of one config: its own, where it has them (null included), else the family's defaults."""
 
     def __init__(self, where: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self.where, self.config, self.defaults = where, config, defaults
 
     def __call__(self, *names: str, default: Any = None) -> Any:
-        """Return the value under the first of `names` that the config has: families call one thing by several names."""
+        """Return the value of the first of `names` that the config or the defaults have, since families differ in names."""
         for source in (self.config, self.defaults):
             for name in names:
                 if name in source:
@@ -47,24 +47,24 @@ class _Fields:
         return default
 
     def integer(self, *names: str) -> int:
-        """Return a whole number of at least one; ValueError or TypeError in a sentence otherwise."""
+        """Return a field that is a whole number of at least one; raise ValueError or TypeError, in a sentence, otherwise."""
         value = self(*names)
         if value is None:
             raise ValueError(f"{self.where} lacks {names[0]}: add it, or plan with the number of parameters.")
         return arguments.integer(f"{names[0]} of {self.where}", value)
 
     def whole(self, *names: str) -> int:
-        """Return a whole number of at least zero, zero where there is none."""
+        """Return a field that is a whole number of at least zero; 0 where it is missing."""
         value = self(*names)
         return self.integer(*names) if value else 0
 
 
 @dataclass(frozen=True)
 class Family:
-    """The way to read configs of one model_type.
+    """A Family says how configs of one model_type are read.
 
-    The biases and `qk_norm` say it themselves or name the field that does; `windows` how the blocks with the sliding
-    window follow where layer_types does not name them; `experts` and `latent` read what is there of them.
+    The biases and `qk_norm` are a bool, or the name of the field that holds it. `windows` returns the blocks with the sliding
+    window where layer_types does not name them, `experts` the routed experts; `latent` says whether attention has a latent.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def _without_rope(get: _Fields, layers: int) -> tuple[int, ...]:
 
 
 def _every_block(get: _Fields, layers: int) -> Experts | None:
-    """Return Mixtral and gpt-oss: every block is routed."""
+    """Read the experts of Mixtral and gpt-oss, where every block is routed."""
     return Experts(
         get.integer("num_local_experts", "num_experts"),
         get.integer("num_experts_per_tok", "experts_per_token"),
@@ -126,8 +126,8 @@ def _every_block(get: _Fields, layers: int) -> Experts | None:
 
 
 def _every_nth_block(get: _Fields, layers: int) -> Experts | None:
-    """Return Qwen's: every decoder_sparse_step-th block but the mlp_only_layers, with a gated shared expert in the second
-    generation."""
+    """Read Qwen's experts: every decoder_sparse_step-th block is routed but the mlp_only_layers, with a gated shared expert in the
+    second generation."""
     count = get.whole("num_experts", "num_local_experts")
     step, dense = get.integer("decoder_sparse_step"), get("mlp_only_layers") or ()
     if isinstance(dense, str) or not isinstance(dense, Sequence):
@@ -148,8 +148,8 @@ def _every_nth_block(get: _Fields, layers: int) -> Experts | None:
 
 
 def _after_the_first(get: _Fields, layers: int) -> Experts | None:
-    """Return DeepSeek's and GLM's: every block after the first first_k_dense_replace, with shared experts that every token
-    passes."""
+    """Read the experts of DeepSeek and GLM: every block after the first first_k_dense_replace is routed, with shared experts that
+    every token passes."""
     routed = tuple(range(min(layers, get.whole("first_k_dense_replace")), layers))
     count = get.whole("n_routed_experts", "num_local_experts", "num_experts")
     if not count or not routed:
@@ -309,12 +309,11 @@ _OTHER = Family({}, mlp_bias="mlp_bias", windows=_all_blocks)
 
 
 def read_shape(what: Any) -> tuple[Shape, str]:
-    """Return (shape, where it came from) of a Shape, a config dict, a path, a Hub id, a config object or a live model.
+    """Read a Shape, a config dict, a path, a Hub id, a config object or a live model; return (shape, where it came from).
 
     A name of the catalogue ("llama-3.1-8b") needs nothing else. Of another Hub id ("org/name") the config.json is read, from the
-    local cache where it has it. Raises ValueError for a
-    config that lacks a field or describes another architecture, FileNotFoundError for a path without a config.json or an id that
-    cannot be had, TypeError for anything else.
+    local cache where that has it. Raises ValueError for a config that lacks a field or describes another architecture,
+    FileNotFoundError for a path without a config.json or an id that cannot be had, TypeError for anything else.
     """
     if isinstance(what, Shape):
         return what, "as given"
@@ -344,7 +343,7 @@ def read_shape(what: Any) -> tuple[Shape, str]:
 
 
 def _read_text(what: str | Path) -> tuple[str, Mapping[str, Any]]:
-    """(where it was found, the config) of a path, a name of the catalogue or a Hub id."""
+    """Return (where it was found, the config) of a path, a name of the catalogue or a Hub id."""
     path = Path(what).expanduser()
     where = ""
     if path.is_dir():
@@ -379,7 +378,7 @@ def _looks_like_count(text: str) -> bool:
 
 
 def _fetched(repo_id: str) -> Path:
-    """Return the local path of a Hub repository's config.json. The cache is asked first: a config's sizes do not change."""
+    """Fetch a Hub repository's config.json and return its path. The cache comes first, since a config's sizes do not change."""
     try:
         from huggingface_hub.errors import HfHubHTTPError
 
@@ -412,7 +411,7 @@ def _fetched(repo_id: str) -> Path:
 
 
 def _from_config(config: Mapping[str, Any], where: str) -> tuple[Shape, str]:
-    """Return the shape, and words on what part of the config it is."""
+    """Return (the shape, a phrase that says which part of the config it is, "" for all of it)."""
     part = ""
     text = config.get("text_config")
     if "hidden_size" not in config and isinstance(text, Mapping):
@@ -475,7 +474,7 @@ def _flag(get: _Fields, says: bool | str) -> bool:
 
 
 def _windows(get: _Fields, family: Family, layers: int) -> tuple[int | None, tuple[int, ...] | None]:
-    """Return (sliding window, the blocks that have it or None for all), (None, None) without."""
+    """Return (sliding window, the blocks that have it or None for all); (None, None) where there is no window."""
     window = get("sliding_window")
     if family.windows is None or not window or not get("use_sliding_window", default=True):
         return None, None
@@ -492,7 +491,7 @@ def _windows(get: _Fields, family: Family, layers: int) -> tuple[int | None, tup
 
 
 def _a_layer_each(get: _Fields, name: str, layers: int) -> Sequence[Any]:
-    """Return a field that lists something of every layer; ValueError where it lists another number of them."""
+    """Return a field that has an entry for every layer; raise ValueError where it has another number of entries."""
     values = get(name)
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise ValueError(f"{name} of {get.where} is {values!r}: give a list of one entry a layer.")
@@ -512,7 +511,7 @@ def _latent(get: _Fields) -> Latent:
 
 
 def _from_decoder(config: Any) -> Shape:
-    """Return the shape of a config of ours."""
+    """Return the shape of our own DecoderConfig, or of an object with its fields."""
     window = getattr(config, "sliding_window", None)
     blocks = getattr(config, "window_layers", None)
     return _checked(

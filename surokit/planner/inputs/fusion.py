@@ -1,4 +1,4 @@
-"""Which operations of a step are planned as one: a Fusion, or a word for one.
+"""Read which operations of a step are planned as fused: from a Fusion, or from a word for one.
 
 sk.plan(config, fusion="fused", transposed="cached")
 sk.plan(config, fusion=sk.Fusion().without("gate"))
@@ -12,15 +12,15 @@ from typing import Any, Literal
 from surokit.fusion import OFF, Fusion, Recompute
 
 _WORDS = {"none": OFF, "fused": Fusion()}
-#: What W' of a frozen quantized weight is: kept from step to step, or turned for each product.
+#: W' of a frozen quantized weight is kept from step to step ("cached"), or transposed for each product ("on the fly").
 Transposed = Literal["cached", "on the fly"]
 
 
 def read_fusion(fusion: Any, transposed: Transposed | None, recompute: Recompute | None) -> tuple[Fusion, Recompute]:
-    """Return what a plan's `fusion` and `transposed` mean, and what is computed again.
+    """Return (the Fusion that a plan's `fusion` and `transposed` mean, what is computed again).
 
-    The latter is the Fusion's own word where `recompute` is None, and stands beside the Fusion that is returned, not in it. Raises
-    ValueError for words that are unknown, and for a W' that is to be cached where nothing is fused.
+    Where `recompute` is None the Fusion's own is taken; the Fusion that is returned has recompute "none". Raises ValueError for
+    words that are unknown, and for transposed="cached" where nothing is fused; TypeError for anything that is not a Fusion.
     """
     if isinstance(fusion, str):
         if fusion not in _WORDS:
@@ -40,10 +40,7 @@ def read_fusion(fusion: Any, transposed: Transposed | None, recompute: Recompute
 
 
 def comes_quantized(quantizer: Any) -> bool:
-    """Return whether norm and SwiGLU can write these codes themselves.
-
-    They can with a delayed scale, a scale a row, or one a block of a row.
-    """
+    """True if norm and SwiGLU can write these codes themselves: with a delayed scale, a scale a row, or one a block of a row."""
     if quantizer is None or quantizer.rounding != "nearest" or quantizer.hadamard or quantizer.format.bits != 8:
         return False
     kind = type(quantizer.scaling).__name__  # the classes are the recipe's side, which the planner does not import

@@ -1,12 +1,12 @@
-"""Read what a live model, or the session that trains it, says of itself: a plan's arguments where none are given.
+"""Read a plan's arguments from a live model or the session that trains it, for those that are not given.
 
-    recipe          what `sk.apply` gave it, with the adapters that its layers have (ours or PEFT's)
-    fusion          what `sk.fuse` gave it; recompute as that says, or as transformers' gradient checkpointing
+    recipe          the one that `sk.apply` applied, with the adapters that its layers have (ours or PEFT's)
+    fusion          the one of `sk.fuse`; recompute is the Fusion's, or transformers' gradient checkpointing
     on the host     weights and activations, by `sk.offload_weights` and `sk.offload_activations`
     what trains     the parameters that require a gradient, with their dtypes
-    a session's     optimizer, micro-batches, batch and length where a step or its data tells them, whether it records CUDA graphs
+    of a session    optimizer, micro-batches, batch and length where a step or its data tells them, whether it records CUDA graphs
 
-Models are read by what they offer, and by what is noted of them in surokit/applied.py.
+Models are read by their attributes, and by what surokit/applied.py notes of them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from surokit.recipe import BF16, Lora
 
 @dataclass(frozen=True)
 class LiveArguments:
-    """Arguments of `plan` that a model or session has itself; `source` in words, "" where nothing live is planned.
+    """A LiveArguments holds the arguments of `plan` that a model or session itself has; `source` names it, "" where none is live.
 
-    `trained` is what trains, as it is held. `notes` say what of the model a plan cannot follow.
+    `trained` describes the part that trains. `notes` say what of the model a plan cannot follow.
     """
 
     source: str = ""
@@ -35,7 +35,7 @@ class LiveArguments:
     notes: tuple[str, ...] = ()
 
     def has(self, recipe: Any) -> bool:
-        """Return whether this is its recipe; BF16 is none."""
+        """True if this is the model's recipe; None and BF16 are the same."""
         return bool((recipe or BF16) == (self.arguments.get("recipe") or BF16))
 
 
@@ -43,12 +43,12 @@ NOTHING = LiveArguments()
 
 
 def model_in(what: Any) -> Any:
-    """Return the model of a session; anything else as it is."""
+    """Return the model of a session, and anything else unchanged."""
     return what.model if isinstance(what, Trainer) else what
 
 
 def read_own(what: Any) -> LiveArguments:
-    """Return what a live model or a session says of itself; NOTHING of anything else."""
+    """Read the arguments that a live model or a session has; return NOTHING for anything else."""
     model = model_in(what)
     if not all(callable(getattr(model, name, None)) for name in ("named_parameters", "modules")):
         return NOTHING
@@ -94,7 +94,8 @@ def _is_adapter(name: str) -> bool:
 
 @dataclass(frozen=True)
 class _Adapters:
-    """Low-rank adapters by their parameters: ours are `q_proj.lora_A.weight`, PEFT's `q_proj.lora_A.default.weight`."""
+    """An _Adapters describes low-rank adapters, found by their parameters' names: ours are `q_proj.lora_A.weight`, PEFT's
+    `q_proj.lora_A.default.weight`."""
 
     rank: int = 0
     targets: tuple[str, ...] = ()
@@ -138,14 +139,15 @@ def _trained(named: Sequence[tuple[str, Any]], adapters: _Adapters) -> Trained:
 
 
 def dtype_of(p: Any) -> str | None:
-    """Return a parameter's dtype as a plan names it; None for what holds no numbers to train."""
+    """Return a parameter's dtype as a plan names it; None for a dtype that does not train."""
     name = str(getattr(p, "dtype", "")).rpartition(".")[2]
     short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
     return short.get(name) if name in DTYPE_BYTES else None
 
 
 def _recipe(model: Any, adapters: _Adapters) -> Any:
-    """Return what was applied last, with the adapters that are there: they outlive a recipe, may be merged, or another's."""
+    """Return the recipe that was applied last, with the adapters that the model has now: they may outlive it, be merged, or come
+    from elsewhere."""
     recipe = next((found for module in model.modules() if (found := recipe_of(module)) is not None), None)
     if recipe is not None and any(getattr(module, "keeps_decoded", False) for module in model.modules()):
         recipe = recipe.decode_once()  # as a session on a CPU decides
@@ -166,7 +168,7 @@ def _fusion(model: Any) -> dict[str, Any]:
 
 
 def _on_the_host(model: Any) -> dict[str, Any]:
-    """Return what `sk.offload_weights` and `sk.offload_activations` keep there."""
+    """Return the arguments for what `sk.offload_weights` and `sk.offload_activations` keep on the host."""
     kept = {stream.keeps: stream.prefetch for stream in host_streams(model)}
     found: dict[str, Any] = {"offload_activations": True} if "activations" in kept else {}
     return {**found, "offload_weights": kept["weights"], "recompute": "full"} if "weights" in kept else found

@@ -1,10 +1,10 @@
-"""The question that a plan answers, and how it is read.
+"""Read the question that a plan answers.
 
     Question    the arguments of `plan`, as they were given
     Asked       what they mean: model, run, machine, and the Setup of a step
 
-Reading takes what nobody said from the live model or session, turns names into values, and refuses what contradicts itself. It
-counts nothing.
+Reading takes arguments that are not given from the live model or session, turns names into values, and refuses arguments that
+contradict each other. It counts nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FLAGS = ("graphs", "master", "training", "offload_activations")
 
 @dataclass(frozen=True)
 class Question:
-    """The arguments of `plan` as they were given; `plan` says what each of them means."""
+    """A Question holds the arguments of `plan` as they were given; `plan` says what each of them means."""
 
     what: Subject
     tokens: float | None = None
@@ -88,7 +88,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Asked:
-    """The meaning of a question; `question` says it as it was given.
+    """An Asked holds the meaning of a question; `question` holds the arguments as they were given.
 
     recipe      of the model, with what a live one has
     gpu         the machine's, None where none was named
@@ -112,22 +112,22 @@ class Asked:
 
     @property
     def carried(self) -> Any:
-        """Return the recipe as the GPU carries it out."""
+        """Return the recipe as the GPU executes it, with native products of stored weights if it has them."""
         return on_gpu(self.recipe, self.gpu)
 
     @property
     def counted_recipe(self) -> Any:
-        """Return the recipe whose memory is counted: a fused step keeps what the GPU's own products take."""
+        """Return the recipe whose memory is counted: for a fused step the one that the GPU executes, else the one asked for."""
         return self.carried if self.setup.fusion.fuses else self.recipe
 
     @property
     def factor(self) -> int:
-        """Return FLOPs of a parameter and token, as a rule of thumb has it."""
+        """Return the FLOPs of a parameter and token by rule of thumb: 6 in training, 4 with a frozen base, 2 without training."""
         return 2 if not self.setup.training else 4 if frozen(self.recipe) else 6
 
     @property
     def trained_parameters(self) -> float:
-        """Return the parameters with a gradient and an optimizer's state."""
+        """Return the number of parameters that train, and so have a gradient and optimizer states."""
         if not self.setup.training:
             return 0.0
         if self.setup.trained is not None:
@@ -188,7 +188,7 @@ def _read_run(q: Question, gpu: Gpu | None) -> RunSpec:
 
 
 def _with_own(q: Question, device: str) -> Question:
-    """Return the question with what a live model, or its session, has wherever nothing is said."""
+    """Return the question with arguments that are not given taken from the live model or its session."""
     own = q.what.own.arguments
     layers = q.layers or q.what.layers
     takes = ["recipe", "batch", "length", "accumulate", "optimizer"]
@@ -205,7 +205,7 @@ def _with_own(q: Question, device: str) -> Question:
 
 
 def _own_fusion(subject: Subject, layers: Layers, device: str) -> Any:
-    """Return what a live model computes together: as it was fused, and a Decoder on CUDA everything."""
+    """Return a live model's fusion: as `sk.fuse` left it; otherwise "fused" for a Decoder on CUDA, and "none" for others."""
     if subject.shape is None or not built_here(subject.shape):
         return "none"
     by_default = "fused" if subject.own.source and layers == "surokit" and device == "cuda" else "none"
@@ -213,7 +213,7 @@ def _own_fusion(subject: Subject, layers: Layers, device: str) -> Any:
 
 
 def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setup:
-    """Read a step of a question that has what a live model adds."""
+    """Read the Setup of a step from a question that a live model has completed."""
     subject, shape, optimizer = q.what, q.what.shape, read_optimizer("adamw" if q.optimizer is None else q.optimizer)
     fusion, recompute = read_fusion(q.fusion, q.transposed, q.recompute)
     if fusion.fuses and shape is not None and not built_here(shape):
@@ -281,7 +281,7 @@ def _read_prefetch(asked: bool | int | None, shape: Shape | None, device: str, t
 
 
 def read_dtype(value: Any) -> str:
-    """Read a dtype that training holds weights or moments in; bf16 for None."""
+    """Return the plan's name of a dtype that training holds weights or moments in; bf16 for None."""
     name = str(value if value is not None else "bf16").rpartition(".")[2]
     if name not in DTYPE_BYTES:
         raise ValueError(f"dtype {name!r} is none that training holds: use 'bf16', 'fp16' or 'fp32'.")
@@ -289,7 +289,7 @@ def read_dtype(value: Any) -> str:
 
 
 def read_optimizer(value: Any) -> str:
-    """Read an optimizer, its class, its spec or its name, as a plan calls it."""
+    """Return the plan's name of an optimizer, given as an object, a class, a spec or a name."""
     value = getattr(value, "optimizer", value)  # a spec names its class
     kind = value if isinstance(value, type) else type(value)
     name = (value if isinstance(value, str) else kind.__name__).lower()
@@ -300,7 +300,7 @@ def read_optimizer(value: Any) -> str:
 
 
 def read_deferral(optimizer: Any) -> dict[str, Any]:
-    """Read ZenFlow's settings that memory and time depend on, as `predict_offload` takes them; {} of another optimizer."""
+    """Return ZenFlow's settings that memory and time depend on, as `predict_offload` takes them; {} for another optimizer."""
     if optimizer is None or read_optimizer(optimizer) != "zenflow":
         return {}
     found = {name: _option(optimizer, name) for name in ("topk_ratio", "update_interval", "overlap_step", "slots")}

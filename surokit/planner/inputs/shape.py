@@ -1,4 +1,4 @@
-"""The shape of a decoder as the planner sees it: the numbers that decide FLOPs and bytes, and the matrices they make.
+"""A Shape describes a decoder by the numbers that decide FLOPs and bytes, and lists its matrices.
 
 One description covers the families that configs.py reads: attention with grouped queries or over a compressed latent (DeepSeek-V2,
 arXiv 2405.04434), feed-forward of three matrices or two, dense or routed to a few of many experts, with or without biases, norms
@@ -12,17 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-#: What holds a matrix: "linear" a layer that recipes reach; "expert" one of many, taken as linear layers of their own;
-#: "other" a parameter or module that recipes do not reach (a router, GPT-2's Conv1D); "head" the output matrix.
+#: A matrix belongs to a "linear" layer, which recipes reach; to one "expert" of many, each taken as linear layers of its own;
+#: to an "other" parameter or module, which recipes do not reach (a router, GPT-2's Conv1D); or it is the output matrix ("head").
 Kind = Literal["linear", "expert", "other", "head"]
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One kind of weight matrix [n, k], present `count` times, of which a token passes `active` (all without a router).
+    """A Weight is one kind of weight matrix [n, k], present `count` times, of which a token passes `active` (all without a router).
 
-    `layers` are the blocks that have it, each as many as the others. `reads` names the tensor that it multiplies, shared by the
-    weights that read the same; `writes` the tensors that its output goes into.
+    `layers` are the blocks that have it, all the same number. `reads` names the tensor that it multiplies, which weights of one
+    input share; `writes` names the tensors that its output goes into.
     """
 
     name: str
@@ -45,24 +45,26 @@ class Weight:
 
     @property
     def a_layer(self) -> int:
-        """Return how many of them one block holds."""
+        """Return how many of these matrices one block has."""
         return self.count // (len(self.layers) or 1)
 
     @property
     def active_a_layer(self) -> int:
-        """Return how many of one block's a token passes."""
+        """Return how many of one block's matrices a token passes."""
         return self.active // (len(self.layers) or 1)
 
     def path(self, layer: int) -> str:
-        """Return the full name in block `layer`, as the rules of a recipe read it; the first expert stands for all."""
+        """Return the full module name in block `layer`, which a recipe's rules match; the first expert stands for all."""
         return f"model.layers.{layer}.{self.name.replace('experts.', 'experts.0.') if self.kind == 'expert' else self.name}"
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The routed experts of the blocks `layers`: `count` in each, of which a token passes `chosen`, each of inner width `ffn`.
+    """An Experts describes the routed experts of the blocks `layers`: `count` in each, of inner width `ffn`; a token passes
+    `chosen` of them.
 
-    `shared_ffn` is the inner width of what every token passes beside them (0 without), `shared_gate` whether a gate weighs it.
+    `shared_ffn` is the inner width of the shared experts that every token passes too (0 without), `shared_gate` says whether a gate
+    weighs them.
     """
 
     count: int
@@ -77,15 +79,16 @@ class Experts:
 
     @property
     def idle(self) -> int:
-        """Return experts of a block that a token does not pass."""
+        """Return the number of a block's experts that a token does not pass."""
         return self.count - self.chosen
 
 
 @dataclass(frozen=True)
 class Latent:
-    """Attention over a compressed latent (MLA): ranks of the query's (None: not compressed) and the key-values' latent.
+    """A Latent describes attention over a compressed latent (MLA), by the ranks of the query's latent (None: not compressed) and
+    of the key-values'.
 
-    A head's query and key are `nope` elements without position and `rope` with, its value `value` wide.
+    A head's query and key have `nope` elements without position and `rope` with, its value has `value`.
     """
 
     query_rank: int | None
@@ -97,12 +100,12 @@ class Latent:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder.
+    """A Shape holds the sizes of a decoder.
 
     `width` is the hidden size, `ffn` the inner size of a dense feed-forward, `kv_heads` the key and value heads of grouped-query
     attention, `head_dim` the width of a head's query and key. `sliding_window` holds in the blocks `window_layers` (None: in
-    all). `norms` are a block's norms over `width`. `layout` says which matrices are one: "split" none, "fused" q, k, v and
-    gate, up (Phi-3), "gpt2" q, k, v. `positions` are learned ones.
+    all). `norms` is the number of a block's norms over `width`. `layout` says which matrices are one: "split" none, "fused" q, k,
+    v and gate, up (Phi-3), "gpt2" q, k, v. `positions` is the number of learned positions.
     """
 
     layers: int
@@ -131,7 +134,7 @@ class Shape:
 
     @property
     def words(self) -> str:
-        """Return the sizes in a line."""
+        """Say the sizes in a line."""
         over = f"a latent of {self.cache_width}" if self.latent else self.kv_heads
         said = f"{self.layers} layers, width {self.width}, {self.heads} heads over {over}, ffn {self.ffn}"
         if (e := self.experts) is not None:
@@ -163,29 +166,29 @@ class Shape:
 
     @property
     def cache_width(self) -> int:
-        """Return elements of the KV cache a token and layer: keys and values, or the latent that both are made of."""
+        """Return the elements of the KV cache a token and layer: keys and values, or the latent that both are made of."""
         return (
             self.latent.kv_rank + self.latent.rope if self.latent else self.kv_heads * (self.head_dim + self.value_dim)
         )
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """Blocks whose feed-forward is routed."""
+        """Return the blocks whose feed-forward is routed."""
         return self.experts.layers if self.experts else ()
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """Return blocks whose feed-forward every token passes."""
+        """Return the blocks whose feed-forward is dense: every token passes it."""
         routed = set(self.expert_layers)
         return tuple(i for i in range(self.layers) if i not in routed)
 
     def window_of(self, layer: int) -> int | None:
-        """Return keys that a query of block `layer` sees at most, None where it sees everything before it."""
+        """Return the most keys that a query of block `layer` sees; None where it sees everything before it."""
         return self.sliding_window if self.window_layers is None or layer in self.window_layers else None
 
     def ffn_of(self, layer: int) -> int:
-        """Return inner width of the feed-forward that a token passes in block `layer`: of the chosen experts and the shared
-        ones."""
+        """Return the inner width of the feed-forward that a token passes in block `layer`, summed over chosen and shared
+        experts."""
         e = self.experts
         return self.ffn if e is None or layer not in e.layers else e.chosen * e.ffn + e.shared_ffn
 
@@ -193,7 +196,7 @@ class Shape:
 
     @property
     def projections(self) -> tuple[Weight, ...]:
-        """Return the matrices of the blocks in the order of the data, which recipes quantize and adapters go on."""
+        """Return the matrices of the blocks in the order in which data flows; recipes quantize them, and adapters go on them."""
         return (*self._attention(), *self._feed_forward())
 
     def _attention(self) -> Iterator[Weight]:
@@ -304,12 +307,12 @@ class Shape:
 
     @property
     def lookup_parameters(self) -> int:
-        """Parameters that are only looked up, never multiplied: learned positions, and the embedding unless the head is tied."""
+        """Return the number of parameters that are only looked up: learned positions, and the embedding unless the head is tied."""
         return self.positions * self.width + (0 if self.tied else self.embedding_parameters)
 
     @property
     def small_parameters(self) -> int:
-        """Return norm weights, biases and attention sinks."""
+        """Return the number of parameters in norms, biases and attention sinks."""
         return sum(map(self.small_of, range(self.layers))) + self._norm
 
     @property
@@ -317,7 +320,7 @@ class Shape:
         return self.width * (2 if self.norm_bias else 1)
 
     def small_of(self, layer: int) -> int:
-        """Return the parameters of norms and the like that one block has."""
+        """Return the number of parameters in one block's norms, biases and attention sinks."""
         found = self.norms * self._norm + (2 * self.head_dim if self.qk_norm else 0) + (self.heads if self.sinks else 0)
         if self.latent:
             rank = self.latent.query_rank or 0
@@ -333,19 +336,19 @@ class Shape:
 
     @property
     def _expert_bias(self) -> int:
-        """Return bias elements of one routed expert."""
+        """Return the number of bias elements of one routed expert."""
         return 2 * self.experts.ffn + self.width if self.experts and self.experts.bias else 0
 
     @property
     def parameters(self) -> int:
-        """All parameters, a tied matrix counted once."""
+        """Return the number of all parameters, a tied matrix counted once."""
         heads = 1 if self.tied else 2
         embeddings = heads * self.embedding_parameters + self.positions * self.width
         return self.projection_parameters + embeddings + self.small_parameters
 
     @property
     def active_parameters(self) -> int:
-        """Return the number of parameters that a token passes: all but those of the experts it is not routed to. The N of 6ND."""
+        """Return the number of parameters that a token passes, the N of 6ND: all but those of experts it is not routed to."""
         if self.experts is None:
             return self.parameters
         idle = sum(w.n * w.k * (w.count - w.active) for w in self.projections)
@@ -357,5 +360,5 @@ BUILT_HERE = ("llama", "mistral", "qwen2", "qwen3", "decoder")
 
 
 def built_here(shape: Shape) -> bool:
-    """Return whether our own layers compute such a shape; else transformers' do."""
+    """True if our own layers compute such a shape; otherwise transformers' do."""
     return shape.family in BUILT_HERE

@@ -1,4 +1,4 @@
-"""Read what a plan is about, once: a number of parameters, or the shape of a config or a model."""
+"""Read what is planned into a Subject: a number of parameters, or the shape of a config or a model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _DROPS = ("gpt2", "seed_oss")
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a plan: a shape, or a number of parameters alone.
+    """A Subject is what is planned: a shape, or a number of parameters alone.
 
-    One that is live has a `dtype`, `layers`, a `device`, and its `own` arguments.
+    A live model's has its `dtype`, `layers` and `device`, and its `own` arguments.
     """
 
     parameters: float
@@ -41,7 +41,7 @@ class Subject:
 
 
 def read_subject(what: Any) -> Subject:
-    """Return the subject of anything that `plan` takes; a Subject as it is."""
+    """Read anything that `plan` takes as a Subject; a Subject is returned unchanged."""
     if isinstance(what, Subject):
         return what
     if isinstance(what, str) and not Path(what).exists():
@@ -73,9 +73,10 @@ def read_subject(what: Any) -> Subject:
 
 
 def _own_layers(what: Any, shape: Shape) -> Layers:
-    """Return whose layers compute: a live model's own, transformers' for what ours cannot build, else ours.
+    """Return whose layers compute: "transformers" for shapes that ours cannot build and for transformers' live models, else
+    "surokit".
 
-    A model's are transformers' where its class, or the one that an adapter wraps, is theirs.
+    A model is transformers' where its class, or the one that an adapter wraps, is theirs.
     """
     if not built_here(shape):
         return "transformers"
@@ -85,7 +86,7 @@ def _own_layers(what: Any, shape: Shape) -> Layers:
 
 
 def _own_dtype(what: Any) -> str | None:
-    """Return the dtype of a live model's first high-precision parameter."""
+    """Return the dtype of a live model's first parameter that is in bf16, fp16 or fp32; None where there is none."""
     parameters = getattr(what, "parameters", None)
     if not callable(parameters):
         return None
@@ -93,7 +94,7 @@ def _own_dtype(what: Any) -> str | None:
 
 
 def _own_device(what: Any) -> Literal["cpu", "cuda"]:
-    """Where a live model's first parameter is; a GPU for what is on none yet."""
+    """Return the kind of device of a live model's first parameter; "cuda" for a model that is on none yet."""
     parameters = getattr(what, "parameters", None)
     first = next(iter(parameters()), None) if callable(parameters) else None
     return "cpu" if getattr(getattr(first, "device", None), "type", None) == "cpu" else "cuda"

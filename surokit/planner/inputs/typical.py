@@ -1,6 +1,6 @@
-"""The shape that a model of so many parameters typically has, for what a number alone does not tell: activations, logits, a cache.
+"""Find a typical shape for a number of parameters, which alone does not tell activations, logits and a KV cache.
 
-It is that of the dense model of the catalogue whose size is nearest, with as many layers as come nearest to the number.
+It is the shape of the catalogue's dense model whose size is nearest, with as many layers as come nearest to the number.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from surokit.planner.inputs import catalogue
 from surokit.planner.inputs.configs import read_shape
 from surokit.planner.inputs.shape import Shape, built_here
 
-#: What the parameters of the shape may be off by, as a share; beyond it no shape is called typical.
+#: Largest relative difference between the shape's parameters and the number; beyond it no shape is called typical.
 NEAR = 0.1
 
 
 @cache
 def typical_shape(parameters: float) -> tuple[Shape, str] | None:
-    """Return (the shape, the name of the model that it follows); None where no known model is near."""
+    """Return (a shape of about so many parameters, the name of the model that it follows); None where no known model is near."""
     shapes = {name: read_shape(dict(each.config))[0] for name, each in catalogue.known().items()}
     dense = {name: shape for name, shape in shapes.items() if shape.experts is None and built_here(shape)}
     name, known = min(dense.items(), key=lambda item: abs(math.log(item[1].parameters / parameters)))
