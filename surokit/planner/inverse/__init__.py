@@ -1,1 +1,1 @@
-"""A plan asked backwards: what fits, what would make it fit, what is faster. Each answer is planned again."""
+"""Ask a plan backwards: what fits, what would make it fit, what is faster. Each answer is found by planning again."""

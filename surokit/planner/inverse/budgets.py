@@ -1,4 +1,4 @@
-"""This module says into which memory an answer has to fit."""
+"""This module finds the memory that an answer has to fit into."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def memory_budget(plan: Plan, gib: float | None) -> float:
-    """Return the memory to fit into, GiB: as given, or the GPU's own, or a CPU's machine's."""
+    """Return the GiB to fit into: as given, or the plan's `room_gib`. Raises ValueError where neither is known, or `gib` is in
+    another unit."""
     if gib is None:
         if plan.room_gib is None:
             raise ValueError("The memory to fit into is not known: give gib=80, or the plan a gpu= that has it.")
@@ -28,13 +29,13 @@ def memory_budget(plan: Plan, gib: float | None) -> float:
 
 
 def known_memory_budget(plan: Plan, gib: float | None) -> float | None:
-    """Return the memory to fit into, None where it is not known."""
+    """Return the GiB to fit into as `memory_budget` does; None where it is not known."""
     return plan.room_gib if gib is None else memory_budget(plan, gib)
 
 
 @dataclass(frozen=True)
 class Space:
-    """A space holds what fits into the memory of one GPU, and of its host where that is known; GiB."""
+    """A Space holds the memory that there is, GiB: of one GPU, and of its host (infinite where that is not known)."""
 
     gib: float
     host_gib: float = math.inf

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Change:
-    """A change holds arguments of a plan, what they cost (`costs`), and how they are `written` where not as name=value."""
+    """A Change holds arguments of a plan, what they cost (`costs`), and how they are `written` where not as name=value."""
 
     arguments: Mapping[str, Any]
     costs: str = ""
@@ -29,7 +29,7 @@ class Change:
 
     @property
     def how(self) -> str:
-        """Return the change as one types it."""
+        """Return the change as a user types it."""
         return self.written or ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
 
     def of(self, plan: Plan) -> Plan:
@@ -43,7 +43,7 @@ def merged(changes: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def saving_memory(plan: Plan, space: Space) -> Iterator[Change]:
-    """Yield the changes that may take less memory, what asks least first."""
+    """Yield the changes that may take less memory, the least costly first."""
     s = plan.setup
     if s.training and s.logits == "whole" and s.layers == "surokit" and plan.shape is not None:
         yield Change({"logits": "fused"}, "nothing: the loss takes the logits a part at a time")
@@ -75,7 +75,7 @@ def saving_memory(plan: Plan, space: Space) -> Iterator[Change]:
 
 
 def _on_the_host(plan: Plan, space: Space) -> Iterator[Change]:
-    """Yield what may wait on the host of a GPU: the optimizer's states, activations, weights."""
+    """Yield the changes that keep something on the GPU's host: the optimizer's states, activations, weights."""
     s, trains = plan.setup, plan.setup.training and not frozen(plan.recipe)
     if s.device == "cpu":
         return
@@ -98,7 +98,8 @@ def _on_the_host(plan: Plan, space: Space) -> Iterator[Change]:
 
 
 def smaller_batch(plan: Plan, space: Space) -> Change:
-    """Return the largest micro-batch that fits and divides the batch, or one sequence; as many tokens a step."""
+    """Return the change to the largest micro-batch that fits and divides the batch, or to one sequence, with as many tokens a step
+    as before."""
     s = plan.setup
     assert s.batch is not None
     for batch in (n for n in range(s.batch // 2, 0, -1) if s.batch % n == 0):
@@ -112,7 +113,7 @@ def smaller_batch(plan: Plan, space: Space) -> Change:
 
 
 def _smaller_weights(plan: Plan) -> Iterator[Change]:
-    """Yield a frozen base under an adapter, and that base stored in fewer bits."""
+    """Yield the changes to a frozen base under an adapter, and to that base stored in fewer bits."""
     from surokit.recipe import BF16, QFP8, QNF4, Lora, Recipe
     from surokit.recipe import recipes as named
 
@@ -146,14 +147,14 @@ def _smaller_weights(plan: Plan) -> Iterator[Change]:
 
 
 def _lora_text(adapter: Lora) -> str:
-    """Write `.lora(...)` as one types it, defaults left out."""
+    """Write `.lora(...)` as a user types it, without arguments that are defaults."""
     plain = type(adapter)()
     fields = {name: value for name, value in adapter.__dict__.items() if value != getattr(plain, name)}
     return f".lora({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
 def saving_time(plan: Plan) -> Iterator[Change]:
-    """Yield the changes that may take less time, what asks least first; what the plan has already is left out."""
+    """Yield the changes that may take less time, the least demanding first; those that the plan has already are left out."""
     setup = plan.setup
     if not setup.training:
         return

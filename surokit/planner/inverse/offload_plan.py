@@ -1,7 +1,7 @@
-"""A plan with something of it on the host: which optimizer to take, a step with streamed weights, and what offload adds to a step.
+"""Predict a plan's step with optimizer states, weights or activations on the host, and choose the optimizer to take.
 
-The formulas are those of planner/offload. Here they get what the plan knows: what a step takes of the GPU's memory by
-way, counted term by term as for any plan; a step's computing; the settings of the plan's own optimizer.
+The formulas are those of planner/offload. Here they get what the plan knows: the GPU's memory that a step takes in each way,
+counted term by term as for any plan; a step's time without offload; the settings of the plan's own optimizer.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 #: The optimizer of each way, as a plan calls it; without offload it is the plan's own.
 _OPTIMIZERS: dict[Way, str] = {"synchronous": "offloadadamw", "zenflow": "zenflow"}
-_NOTHING = 1e4  # parameters: what fewer take is not worth a prediction
+_NOTHING = 1e4  # parameters: fewer are not worth a prediction
 _CLASSES = {"adamw": "surokit.AdamW", "adamw8bit": "surokit.AdamW8bit", "none": "torch.optim.SGD"}
 
 
 def offload(plan: Plan, host: Host | None = None, **options: Any) -> Offload:
-    """See `Plan.offload`."""
+    """Predict a step with the optimizer's states on the host; see `Plan.offload`."""
     host = _host(plan, host, "offload")
     if plan.setup.prefetch and not frozen(plan.recipe):
         raise ValueError(
@@ -71,7 +71,7 @@ def offload(plan: Plan, host: Host | None = None, **options: Any) -> Offload:
 
 
 def streamed(plan: Plan, host: Host | None = None, *, prefetch: int | None = None) -> Streamed:
-    """See `Plan.streamed`."""
+    """Predict a step whose blocks' weights stay on the host; see `Plan.streamed`."""
     host = _host(plan, host, "streamed")
     if plan.shape is None:
         raise ValueError("A number of parameters has no blocks to stream: plan with a config or a model.")
@@ -100,7 +100,7 @@ def streamed(plan: Plan, host: Host | None = None, *, prefetch: int | None = Non
 
 
 def with_offload(asked: Asked, memory: Memory, compute_ms: float, host: Host) -> float:
-    """Return the milliseconds of a step that computes for `compute_ms`, with what of it waits on the host."""
+    """Return the milliseconds of a step that computes for `compute_ms`, with what its parts on the host add."""
     setup, width, step_ms = asked.setup, asked.setup.trained_width, compute_ms
     activations = sum(t.bytes for t in memory.host if t.name == "activations") * setup.accumulate
     blocks = blocks_of(asked.subject.shape, asked.recipe, setup)
@@ -134,7 +134,7 @@ def _host(plan: Plan, host: Any, asks: str) -> Host:
 
 
 def _no_host(plan: Plan, asks: str) -> str:
-    """Return why the host beside the plan's GPU is not known, and what to do."""
+    """Say why the host beside the plan's GPU is not known, and what to do."""
     give = "planner.Host(link_gb_s=50, adam_params_s=2e9)"
     if plan.setup.device == "cpu":
         return f"A CPU has no link to itself: {asks}() is about a GPU and its host, give gpu='H100' or the like, and {give}."
@@ -149,9 +149,9 @@ def _no_host(plan: Plan, asks: str) -> str:
 
 
 def _computing_ms(plan: Plan, at_rate_of: Plan | None = None) -> float:
-    """Return the milliseconds of a step without what the host adds.
+    """Return the milliseconds of a step without offload.
 
-    A given rate is taken to be that of `at_rate_of`, which may compute less again.
+    A given rate is taken to be that of the plan `at_rate_of`, which may recompute less.
     """
     given = at_rate_of or plan
     if given.time.step_ms is not None and given.time.rate_kind == "given":
@@ -176,7 +176,7 @@ def _no_time(plan: Plan) -> str:
 
 
 def _rates(plan: Plan) -> tuple[str, str]:
-    """Return (kind of a time that the plan's step gives, the rates that it rests on): as the plan labels its own."""
+    """Return (kind of the plan's step time, the rates that it is based on), with the plan's own labels."""
     if plan.time.rate_kind == "given" and plan.time.step_ms is not None:
         return "prediction", ""
     assert plan.estimate is not None, "its time was asked before"
@@ -184,7 +184,7 @@ def _rates(plan: Plan) -> tuple[str, str]:
 
 
 def _again(plan: Plan) -> float:
-    """FLOPs that are computed again over the model's own."""
+    """Return the FLOPs that are recomputed, as a share of the model FLOPs."""
     return plan.compute.recompute / plan.compute.model if plan.compute else 0.0
 
 
@@ -193,7 +193,7 @@ def _shards(setup: Setup) -> int:
 
 
 def _memory(plan: Plan, **changes: Any) -> Memory:
-    """Return the memory of the plan with another setup."""
+    """Return the memory of the plan with changes to its setup."""
     return count_memory(plan.shape, plan.parameters, plan.asked.counted_recipe, replace(plan.setup, **changes))
 
 
@@ -212,7 +212,7 @@ def _room(plan: Plan, takes: Mapping[Way, float], memory: Memory, host: Host) ->
 
 
 def _left(plan: Plan, found: Fitting) -> str:
-    """Say what else makes room, in words; nothing that the host has no memory for."""
+    """Say what else makes room, without anything that the host has no memory for."""
     hosted = {name for r in found.remedies if r.hosted or r in found.path for name in r.changes}
     refused = {name for remedy in found.remedies for name in remedy.changes} - hosted
     offloads = (

@@ -1,16 +1,15 @@
-"""A plan asked backwards: what is the most that fits, how many GPUs, how many tokens, what rate, which model?
+"""Ask a plan backwards for the most that fits, for GPUs, tokens, a rate or a model.
 
     largest(plan, "batch")               the largest batch whose memory one GPU has
     gpus_for(plan, days=30)              the fewest GPUs that are done in time
     tokens_for(plan, usd=100_000)        the tokens that a budget pays for
-    parameters_for(plan, usd=100_000)    the model, and its tokens, that make most of a budget
-    rate_for(plan, days=30)              what each GPU must achieve for it
+    parameters_for(plan, usd=100_000)    the model, and its tokens, that make the most of a budget
+    rate_for(plan, days=30)              the TFLOPS that each GPU must achieve for it
 
 Nothing here has a formula of its own. Every answer is found by planning again (`Plan.but`), so it is the inverse of the
 plan by construction: the answer meets what was asked and the next whole number does not. That needs a plan that only
-grows: more sequences, tokens, layers or parameters never take less memory, and more GPUs never more time. What a plan
-does not know, its inverse does not either: at a given rate, GPUs keep it in any number, unless `efficiency` says how it
-falls.
+grows: more sequences, tokens, layers or parameters never take less memory, and more GPUs never more time. The inverse
+knows no more than the plan: at a given rate, GPUs keep it in any number, unless `efficiency` says how it falls.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _MOST = {"batch": 10**9, "length": 10**9, "layers": 1024, "parameters": 10**14}
 _MOST_GPUS = 10**7
 # arguments.parameters takes nothing smaller for a model
 _LEAST = {"parameters": 10**4}
-#: Tokens a parameter that make most of a training budget, by the rule of thumb from Hoffmann et al. (arXiv 2203.15556).
+#: Tokens a parameter that make the most of a training budget, by the rule of thumb from Hoffmann et al. (arXiv 2203.15556).
 TOKENS_PER_PARAMETER = 20
 
 
@@ -49,9 +48,9 @@ def largest(plan: Plan, what: str, *, gib: float | None = None, multiple: int = 
     gib         memory to use, GiB; the GPU's own without it
     multiple    only multiples of this, as lengths of 128
 
-    A length ends at the positions that a model has learned; up to which length one with rotary positions is any good, its
-    config says. Raises ValueError where not even the smallest fits (names the term that binds and a remedy), and where the
-    plan lacks a figure that memory needs.
+    A length ends at the positions that a model has learned; with rotary positions it is not limited here, although the model may
+    not work beyond the length in its config. Raises ValueError where not even the smallest fits (it names the largest term and a
+    remedy), and where the plan lacks a figure that memory needs.
     """
     room = memory_budget(plan, gib)
     at = _varied(plan, what)
@@ -83,14 +82,14 @@ def gpus_for(
     multiple: int = 1,
     efficiency: Callable[[int], float] | Speedup | None = None,
 ) -> int:
-    """Return the fewest GPUs that are done within `days`, whose memory of `gib` each suffices, or both.
+    """Return the fewest GPUs that finish within `days`, whose memory of `gib` each suffices, or both.
 
-    usd         a budget that the run must also keep; at a constant rate, cost does not depend on the number of GPUs
+    usd         a budget that the run must also keep to; at a constant rate, cost does not depend on the number of GPUs
     multiple    only multiples of this: 8 for whole nodes
     efficiency  the share of the plan's rate that each of n GPUs keeps: a function of n, or a `fit_speedup` to measured
                 rates; 1 without it
 
-    Raises ValueError where no number of GPUs does, with what would.
+    Raises ValueError where no number of GPUs suffices, with what would help.
     """
     unit = arguments.integer("multiple", multiple)
     share = _share(efficiency)
@@ -109,7 +108,7 @@ def gpus_for(
 def tokens_for(
     plan: Plan, *, days: float | None = None, gpu_hours: float | None = None, usd: float | None = None
 ) -> int:
-    """Return the most tokens whose run stays within each budget given; a range of prices counts at its middle.
+    """Return the most tokens with which the run stays within each budget given; a range of prices counts at its middle.
 
     Raises ValueError without a budget, or where the plan has no rate (or, for usd, no price) to spend it at.
     """
@@ -136,7 +135,7 @@ def rate_for(
 ) -> float:
     """Return the model TFLOPS that each GPU must achieve for the run to stay within each budget given.
 
-    Raises ValueError where that is more than the dense peaks of the plan's products allow: no rate then does.
+    Raises ValueError where that is more than the dense peaks of the plan's products allow.
     """
     budgets = _budgets(days, gpu_hours, usd)
     if plan.tokens is None:
@@ -166,7 +165,7 @@ def _most_tflops(plan: Plan) -> float | None:
 
 @dataclass(frozen=True)
 class Optimal:
-    """The model, and the tokens to train it on, that a budget of `flops` makes most of; `how` names the law."""
+    """An Optimal holds the number of parameters and of tokens that make the most of a budget of `flops`; `how` names the law."""
 
     parameters: float
     tokens: float
@@ -186,7 +185,7 @@ def parameters_for(
     usd: float | None = None,
     law: Any = None,
 ) -> Optimal:
-    """Return the compute-optimal model of a budget: all of it spent on training once, counted as 6ND.
+    """Return the compute-optimal numbers of parameters and tokens for a budget, all spent on one training run, counted as 6ND.
 
     `law` is a scaling law with .optimal(flops) -> (parameters, tokens); without one, 20 tokens a parameter (Hoffmann et
     al., arXiv 2203.15556). A model that will be used a lot is better smaller and trained for longer than that.
@@ -223,7 +222,7 @@ def parameters_for(
 
 
 def _varied(plan: Plan, what: str) -> Callable[[int], Plan]:
-    """Return n -> the plan with n of `what`."""
+    """Return a function that takes n and returns the plan with n of `what`."""
     if what not in _MOST:
         raise ValueError(f"largest() does not know {what!r}: ask for {', '.join(map(repr, _MOST))}.")
     shape = plan.shape
@@ -249,7 +248,7 @@ def _varied(plan: Plan, what: str) -> Callable[[int], Plan]:
 
 
 def _in_layers(shape: Shape, n: int) -> Shape:
-    """Return the shape with n blocks; which of them have experts or a window goes on as it did in the second half."""
+    """Return the shape with n blocks; the pattern of blocks with experts or a window continues as in the second half."""
 
     def go_on(layers: tuple[int, ...]) -> tuple[int, ...]:
         has = [layer in layers for layer in range(shape.layers)]
@@ -269,7 +268,7 @@ def _in_layers(shape: Shape, n: int) -> Shape:
 
 
 def _of(plan: Plan, **subject: Any) -> Plan:
-    """Return the same plan of another subject."""
+    """Plan the same question for another subject."""
     other = replace(plan.subject, **subject)
     asked = replace(plan.asked, question=replace(plan.asked.question, what=other))
     return replace(plan, asked=asked).but()
@@ -286,11 +285,11 @@ def _why_not(plan: Plan, room: float) -> str:
 
 
 def solve(excess: Callable[[int], float], low: int, high: int, beyond: float = math.inf) -> int:
-    """Return the last n up to `high` with excess(n) <= 0, where excess(low) is and the excess never falls.
+    """Return the largest n up to `high` with excess(n) <= 0, where excess(low) <= 0 and the excess never falls.
 
-    `beyond` is the excess at high + 1 where it is known. The fewest n that suffice are the last -n. Memory and time are close to
-    straight lines, so the line through the two nearest points soon finds the place; every third step halves or doubles, which keeps
-    the number of steps small for any other curve.
+    `beyond` is excess(high + 1) where it is known. The smallest n that suffices is found by searching over -n. Memory and time are
+    close to straight lines, so the line through the two nearest points soon finds the place; every third step halves or doubles,
+    which keeps the number of steps small for any other curve.
     """
     at_low, above, at_above = excess(low), high + 1, beyond
     slope, steps = 0.0, 0
@@ -311,7 +310,7 @@ def solve(excess: Callable[[int], float], low: int, high: int, beyond: float = m
 
 
 def _lowest(value: Callable[[int], float], low: int, high: int) -> int:
-    """Where a `value` that falls and then rises is lowest."""
+    """Return the n at which a `value` that falls and then rises is lowest."""
     while high > low:
         middle = (low + high) // 2
         low, high = (middle + 1, high) if value(middle) > value(middle + 1) else (low, middle)
@@ -329,7 +328,7 @@ def _days(value: Any) -> float:
 
 
 def _budgets(days: float | None, gpu_hours: float | None, usd: float | None) -> dict[str, float]:
-    """Return the budgets given, by the name of the plan's figure."""
+    """Return the budgets that were given, by the name of the plan's figure."""
     budgets = {}
     if days is not None:
         budgets["days"] = _days(days)
@@ -347,7 +346,7 @@ def _budget_text(name: str, budget: float) -> str:
 
 
 def _has(plan: Plan, names: Mapping[str, float] | tuple[str, ...]) -> None:
-    """Checks that the plan has these figures, which are None without a rate or a price."""
+    """Raise ValueError where the plan lacks one of these figures, which are None without a rate or a price."""
     for name in names:
         if getattr(plan, name) is not None:
             continue
@@ -359,7 +358,7 @@ def _has(plan: Plan, names: Mapping[str, float] | tuple[str, ...]) -> None:
 
 
 def _spending(plan: Plan, budgets: Mapping[str, float]) -> Plan:
-    """Return the plan of a run to scale to the budgets, with the figures that they are compared with."""
+    """Plan a run of 1e12 tokens that is scaled to the budgets, and check that it has the figures they are compared with."""
     trial = plan.but(tokens=1e12)
     _has(trial, budgets)
     return trial
@@ -375,7 +374,7 @@ def _run(plan: Plan, names: tuple[str, ...]) -> None:
 
 
 def _share(efficiency: Callable[[int], float] | Speedup | None) -> Callable[[int], float]:
-    """Return n -> the share of the rate that each of n GPUs keeps."""
+    """Return a function that takes n and returns the share of the rate that each of n GPUs keeps."""
     if efficiency is None:
         return lambda n: 1.0
     if isinstance(efficiency, Speedup):
@@ -409,7 +408,7 @@ def _nodes_in_time(plan: Plan, days: float, unit: int, share: Callable[[int], fl
 
     @cache
     def takes(nodes: int) -> float:
-        """Return days; they fall with the GPUs, and may rise again where they wait for each other."""
+        """Return the days on so many nodes, which fall with more GPUs, and may rise again where these wait for each other."""
         alone = plan.but(gpus=nodes * unit).days
         assert alone is not None
         return alone / share(nodes * unit)
@@ -435,7 +434,7 @@ def _nodes_in_time(plan: Plan, days: float, unit: int, share: Callable[[int], fl
 
 
 def _nodes_that_hold(plan: Plan, room: float, unit: int, least: int) -> int:
-    """Return the fewest nodes, `least` at least, whose GPUs hold their share."""
+    """Return the fewest nodes, `least` or more, whose GPUs hold their share of the model in `room` GiB each."""
 
     def excess(less: int) -> float:
         return plan.but(gpus=-less * unit).memory.gib - room

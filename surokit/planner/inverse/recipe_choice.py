@@ -1,4 +1,4 @@
-"""Which recipe to choose: each is planned on the same model and GPU, and the one predicted fastest that fits is named.
+"""Choose a recipe: plan each on the same model and GPU, and name the one predicted fastest of those that fit.
 
 Times of recipes are those of the plan's estimate of a step (roofline.py), where it has one. Without one they are bounds,
 every product at its own dense peak: an emulated recipe then looks as fast as bfloat16, so none is called the fastest.
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecipeChoice:
-    """One recipe on a plan; what cannot be known is None.
+    """A RecipeChoice holds one recipe on a plan; figures that are not known are None.
 
     kind        of `step_ms`: "prediction" at measured rates, "optimistic" at a datasheet's, or "bound"
-    speedup     against the recipe that `against` names, bfloat16 with the same parameters trained; times of one kind only
+    speedup     against the recipe that `against` names, bfloat16 with the same parameters trained; None where the kinds differ
     products    "bf16", "native", "partly native" or "emulated" on the plan's GPU, "" without one; `why` in words
-    fastest     the least time of those that fit and train what the plan trains, everything or an adapter
+    fastest     True for the least time of those that fit and train as much as the plan, everything or an adapter
     """
 
     name: str
@@ -49,7 +49,7 @@ class RecipeChoice:
 
 
 def recipes(plan: Plan, names: Iterable[str | Recipe] | None = None, *, gib: float | None = None) -> pd.DataFrame:
-    """Return every recipe on the plan's model, GPU, batch and length, one a row: time, speedup, memory, native or emulated.
+    """Compare recipes on the plan's model, GPU, batch and length, one a row: time, speedup, memory, native or emulated.
 
     names       recipes or their names; all named ones without it, and bfloat16 with an adapter where any freezes the base
     gib         memory to fit into, GiB; the GPU's own without it
@@ -63,7 +63,7 @@ def recipes(plan: Plan, names: Iterable[str | Recipe] | None = None, *, gib: flo
 def compare_recipes(
     plan: Plan, names: Iterable[str | Recipe] | None = None, *, gib: float | None = None
 ) -> tuple[RecipeChoice, ...]:
-    """Return the rows of `recipes`, without pandas."""
+    """Compare recipes as `recipes` does, and return its rows without pandas."""
     room = known_memory_budget(plan, gib)
     rows = []
     bases: dict[Recipe, tuple[float | None, str]] = {}
@@ -87,7 +87,7 @@ def compare_recipes(
             why=why,
         )
         rows.append(choice)
-    # what trains only an adapter is no rival of what trains everything
+    # a recipe that trains only an adapter is not compared with one that trains everything
     alike = [c for c in rows if c.recipe.frozen_base == frozen(plan.recipe)] or rows
     timed = [c for c in alike if c.step_ms and c.fits is not False]
     # a bound does not know what emulation costs
@@ -99,7 +99,7 @@ def compare_recipes(
 
 
 def _candidates(plan: Plan, names: Iterable[str | Recipe] | None) -> list[tuple[Recipe, Recipe]]:
-    """Return the recipes to compare, each with bfloat16 of the same trained parameters."""
+    """Return the recipes to compare, each with its baseline: bfloat16 with the same parameters trained."""
     from surokit.recipe import BF16, Lora, Recipe, find_recipe
     from surokit.recipe import recipes as named
 
@@ -125,7 +125,7 @@ def _candidates(plan: Plan, names: Iterable[str | Recipe] | None) -> list[tuple[
 
 
 def _fits(plan: Plan, room: float | None) -> bool | None:
-    """Return whether the plan fits; None where that cannot be told."""
+    """Return whether the plan fits into `room` GiB; None where that is not known."""
     if room is None:
         return None
     fits = plan.memory.gib <= room
@@ -137,7 +137,7 @@ def _label(recipe: Recipe) -> str:
 
 
 def _step(plan: Plan) -> tuple[float | None, str]:
-    """Return (milliseconds of one step, what kind of figure that is)."""
+    """Return (milliseconds of one step, the kind of that figure)."""
     if (estimate := plan.estimate) is not None:
         return estimate.step_ms, estimate.kind
     floor = plan.time.floor_step_ms
@@ -145,7 +145,7 @@ def _step(plan: Plan) -> tuple[float | None, str]:
 
 
 def _products(recipe: Recipe, gpu: Gpu | None) -> tuple[str, str]:
-    """Return how the GPU computes a recipe's products, in a word and in words."""
+    """Return (a word for how the GPU computes a recipe's products, the reason in a sentence)."""
     gemms = gemms_of(on_gpu(recipe, gpu))
     # a frozen weight has no gradient
     quantized = [gemm for gemm in (gemms[:2] if frozen(recipe) else gemms) if gemm.quantized]

@@ -1,7 +1,7 @@
-"""Find what would make a plan fit, and what binds it: each answer plans again with other arguments, and shows what that gives.
+"""Find the changes that make a plan fit, and its largest terms of memory and time; each change is planned, and its effect shown.
 
-The remedies are the changes that save memory (changes.py), in their order. What a remedy puts on the host has to fit there too,
-where the host's memory is known.
+The remedies are the changes that save memory (changes.py), in their order. Whatever a remedy puts on the host has to fit there
+too, where the host's memory is known.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ NOTICEABLE = 0.01
 
 @dataclass(frozen=True)
 class Remedy:
-    """One thing to change: `how` to write it, what it `costs`, the memory that it alone leaves, and what it takes of the host's.
+    """A Remedy is one change: `how` to write it, what it `costs`, the GiB that the plan takes with it alone, and the host's GiB.
 
-    `fits` says whether GPU and host have that much, `hosted` whether the host has; of a host whose memory is not known anything.
+    `fits` says whether GPU and host have that much, `hosted` whether the host has; a host whose memory is not known has room for
+    everything.
     """
 
     how: str
@@ -47,7 +48,7 @@ class Remedy:
 
 @dataclass(frozen=True, repr=False)
 class Fitting:
-    """The remedies that would make a plan fit into `room_gib`: each alone, and in `path` the first that do it together.
+    """A Fitting holds the remedies that help a plan fit into `room_gib`: each alone, and in `path` the first that suffice together.
 
     `plan` is the plan with the path taken, itself where it fits already, None where nothing here is enough. A remedy that saves
     nothing alone may still help beside another, as the peak moves from one part of a step to the next: it is listed only in a path.
@@ -64,11 +65,11 @@ class Fitting:
 
     @property
     def already(self) -> bool:
-        """Return whether it fits as it is."""
+        """True if the plan fits as it is."""
         return self.plan is not None and not self.path
 
     def table(self) -> pd.DataFrame:
-        """Return a row a remedy: remedy, gib, fits, host_gib, hosted, costs."""
+        """Return the remedies as a DataFrame, one a row: remedy, gib, fits, host_gib, hosted, costs."""
         columns = ["remedy", "gib", "fits", "host_gib", "hosted", "costs"]
         return data_frame([(r.how, r.gib, r.fits, r.host_gib, r.hosted, r.costs) for r in self.remedies], columns)
 
@@ -102,10 +103,10 @@ class Fitting:
 
 
 def fitting(plan: Plan, *, gib: float | None = None, host: Host | None = None) -> Fitting:
-    """Return what would make the plan fit into `gib` (the GPU's own memory without it) and, where its memory is known, the host's.
+    """Find the changes that make the plan fit into `gib` (the GPU's own memory without it) and into the host's, where it is known.
 
-    host is the one that a calibration of the plan's GPU measured, without one. Raises ValueError where the
-    memory to fit into is not known, TypeError for a host that is none.
+    Without `host`, it is the one that a calibration of the plan's GPU measured. Raises ValueError where the memory to fit into is
+    not known, TypeError for a host that is not a Host.
     """
     space = _space(plan, gib, host)
     memory, host_room = plan.memory, None if math.isinf(space.host_gib) else space.host_gib
@@ -132,7 +133,7 @@ def _space(plan: Plan, gib: float | None, host: Host | None) -> Space:
 
 
 def _no_way(plan: Plan, tries: Sequence[Remedy], together: Plan, space: Space) -> str:
-    """Return why no remedy suffices, and what else might."""
+    """Say why no remedy suffices, and what else might."""
     cure = "take a smaller model, shorter sequences or a GPU with more memory"
     if plan.setup.training and not (plan.setup.zero == 3 and plan.setup.gpus > 1):
         cure += ", or more GPUs with zero=3"
@@ -163,13 +164,13 @@ def _largest(plan: Plan) -> str:
 
 
 def _without(plan: Plan) -> str:
-    """Say what the memory leaves out, to be said beside an answer that rests on it."""
+    """Say what the memory leaves out, for an answer that depends on it; "" where nothing is left out."""
     left_out = plan.memory.left_out
     return f", without {left_out[0].partition(':')[0]}" if left_out else ""
 
 
 def _path(plan: Plan, remedies: Sequence[Remedy], space: Space) -> tuple[Remedy, ...]:
-    """Return the first remedy that suffices, or the first that do together, none of which could be left out."""
+    """Return the first remedy that suffices, or the first that suffice together, without any that is not needed."""
 
     def fits(some: Sequence[Remedy]) -> bool:
         return space.holds(plan.but(**merged(r.changes for r in some)).memory)
@@ -190,8 +191,8 @@ def _path(plan: Plan, remedies: Sequence[Remedy], space: Space) -> tuple[Remedy,
 
 
 def _together(remedies: Sequence[Remedy], fits: Callable[[Sequence[Remedy]], bool]) -> list[Remedy]:
-    """Return the first remedies that suffice together, a later one in place of an earlier of its kind; none where all are too
-    few."""
+    """Return the first remedies that suffice together, where a later one replaces an earlier of its kind; none where all together
+    do not suffice."""
     taken: list[Remedy] = []
     for remedy in remedies:
         taken = [r for r in taken if not set(r.changes) <= set(remedy.changes)] + [remedy]
@@ -201,7 +202,7 @@ def _together(remedies: Sequence[Remedy], fits: Callable[[Sequence[Remedy]], boo
 
 
 def _eased(plan: Plan, path: tuple[Remedy, ...], space: Space) -> tuple[Remedy, ...]:
-    """Return the path with no smaller a batch than its other remedies ask for."""
+    """Return the path with the largest batch that still fits with its other remedies."""
     others = merged(r.changes for r in path if "batch" not in r.changes)
     if len(path) < 2 or not any("batch" in remedy.changes for remedy in path):
         return path
@@ -214,7 +215,7 @@ def _eased(plan: Plan, path: tuple[Remedy, ...], space: Space) -> tuple[Remedy, 
 
 @dataclass(frozen=True)
 class Binding:
-    """A term that binds, its share of the whole, and what loosens it, "" where nothing is known."""
+    """A Binding names the largest term of memory or of time, its share of the whole, and a remedy, "" where none is known."""
 
     what: str
     term: str
@@ -229,7 +230,7 @@ class Binding:
 
 @dataclass(frozen=True, repr=False)
 class Binds:
-    """The terms that bind a plan's memory and its time; `time` is None without a GPU and a step."""
+    """A Binds holds the largest terms of a plan's memory and of its time; `time` is None without a GPU and a step."""
 
     memory: Binding
     time: Binding | None
@@ -243,7 +244,7 @@ class Binds:
 
 
 def binds(plan: Plan) -> Binds:
-    """Return the term that binds the memory of one GPU, and what binds a step's time, each with its share and a remedy."""
+    """Name the largest term of one GPU's memory, and what a step's time mostly goes to, each with its share and a remedy."""
     return Binds(_memory_binding(plan), _time_binding(plan))
 
 
@@ -264,7 +265,7 @@ def _memory_binding(plan: Plan) -> Binding:
 
 
 def _kind(memory: Memory, term: Term) -> tuple[str, float]:
-    """(what a term is of, GiB of all terms of it): weights, where they are weights, stored quantized."""
+    """Return (the kind of a term, GiB of all terms of that kind): "weights, stored quantized" is of the kind weights."""
     kind = term.name.partition(",")[0]
     return kind, sum(t.gib for t in memory.terms if t.counted and t.name.partition(",")[0] == kind)
 
@@ -296,7 +297,7 @@ def _time_binding(plan: Plan) -> Binding | None:
 
 
 def _longest(times: Mapping[str, float]) -> str:
-    """Return the module with the most time: mlp, of mlp.gate_proj and mlp.up_proj and the rest."""
+    """Return the module with the most time, summed over its parts: mlp for mlp.gate_proj, mlp.up_proj and the rest."""
     sums: dict[str, float] = {}
     for name, time in times.items():
         module = name.partition(".")[0]

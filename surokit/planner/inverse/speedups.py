@@ -1,7 +1,7 @@
-"""Ways to make a step faster, and what each takes: fusing, CUDA graphs, less recompute, W' cached.
+"""Find ways to make a step faster, and the memory that each takes: fusing, CUDA graphs, less recompute, W' cached.
 
-Each way is planned on top of those taken before it, in the order of what they ask of a user; one is taken where it saves time and
-still fits. Times are those of the plan's estimate, so they are as good as its rates.
+Each way is planned on top of those taken before it, the least demanding first; one is taken where it saves time and still fits.
+Times are those of the plan's estimate, so they are as good as its rates.
 
     fusion='fused'             853.6 ms    -76.3 ms    +0.0 GiB  taken
     transposed='cached'        597.1 ms    -13.8 ms    +6.9 GiB  taken
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
     from surokit.planner.planning import Plan
 
-_LEAST_MS = 0.0005  # of a step; what saves less is not worth its memory
+_LEAST_MS = 0.0005  # of a step; a way that saves less is not worth its memory
 
 
 @dataclass(frozen=True)
 class FasterWay:
-    """One way: how to write it, the step and the memory with it, what it changes of both, and whether it is taken, or why not."""
+    """A FasterWay is one change: how to write it, the step and the memory with it, the difference that it makes to both, and
+    whether it is taken, or why not."""
 
     how: str
     changes: Mapping[str, Any]
@@ -41,13 +42,14 @@ class FasterWay:
 
     @property
     def words(self) -> str:
-        """Return the way in a line: W' cached: + 6.9 GiB, - 13.8 ms."""
+        """Say the way in a line, as in "transposed='cached': +6.9 GiB, -13.8 ms"."""
         return f"{self.how}: {self.adds_gib:+.1f} GiB, {-self.saves_ms:+.1f} ms"
 
 
 @dataclass(frozen=True, repr=False)
 class Faster:
-    """The ways, one after the other, and the plan with those that are taken; `kind` is that of the times."""
+    """A Faster holds the ways, each on top of those taken before it, and the plan with all that are taken; `kind` is that of the
+    times."""
 
     step_ms: float
     ways: tuple[FasterWay, ...]
@@ -64,7 +66,7 @@ class Faster:
         return f"{', '.join(taken)}: {self.step_ms:,.4g} ms to {last.step_ms:,.4g} ms ({self.kind}), {gain:.2f} times as fast"
 
     def table(self) -> pd.DataFrame:
-        """Return a row a way: way, step_ms, saves_ms, gib, adds_gib, taken, why."""
+        """Return the ways as a DataFrame, one a row: way, step_ms, saves_ms, gib, adds_gib, taken, why."""
         columns = ("step_ms", "saves_ms", "gib", "adds_gib", "taken", "why")
         return data_frame([{"way": w.how, **{c: getattr(w, c) for c in columns}} for w in self.ways])
 
@@ -85,7 +87,7 @@ class Faster:
 
 
 def faster(plan: Plan, *, gib: float | None = None) -> Faster:
-    """Return what would make a plan's step faster within `gib` (the GPU's own memory without it; unlimited where neither is known).
+    """Find what makes a plan's step faster within `gib` (the GPU's own memory without it; unlimited where neither is known).
 
     Raises ValueError where a step's time cannot be estimated, with what is missing.
     """

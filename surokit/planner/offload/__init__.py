@@ -1,4 +1,4 @@
-"""Predict what a step takes when optimizer states or weights are on the host: the formulas, and those of streamed weights."""
+"""Predict by formulas what a step takes when the optimizer's states or the weights are on the host."""
 
 from surokit.planner.offload.formulas import Host, Offload, largest_on_host, predict_offload, stall_gain
 

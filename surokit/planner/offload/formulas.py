@@ -1,4 +1,4 @@
-"""Predict what a step takes when the optimizer's states live on the host: three formulas, and which of them to take.
+"""Predict what a step takes when the optimizer's states are on the host, by three formulas, and choose among the three ways.
 
     none           C                                                                   surokit.AdamW
     synchronous    C + pipelined(M/B, N/r, M/B)                                        surokit.OffloadAdamW
@@ -6,20 +6,20 @@
       no overlap   max(C, h) + (min(C, h) + (1-k) N/r + (1-k) M/B) / S                 overlap_step=False
                    h = max((1-k) M/B, (1-k) N/q)
 
-C computing of a step, M bytes of the trained weights in the gradients' dtype, N their number, B the link's rate in one direction, r
-and q the host's rates of AdamW and of adding gradients up.
+C is the compute time of a step, M the bytes of the trained weights in the gradients' dtype, N their number, B the link's rate in
+one direction, r and q the host's rates of AdamW and of adding gradients up.
 
-Synchronous: gradients go down, the host's AdamW, weights go up, while the GPU waits. They do so in n transfers, 16 or more, of
+Synchronous: gradients go down, the host's AdamW runs, weights go up, while the GPU waits. They do so in n transfers, 16 or more, of
 which one travels while another is worked on: pipelined(...) is the slowest of the three, and an nth of the other two. One after
 the other they would be C + 2 M/B + N/r.
 
 ZenFlow (arXiv 2505.12242) updates the share k of columns with the largest gradients on the GPU at once, and the others on the
-host every S steps, beside the GPU's work. So a step waits for whatever takes longest, and besides for its share of the weights
-that land: they are ordered before a forward pass and nothing hides them. Both directions together are (1-k)(1+1/S) M.
+host every S steps, beside the GPU's work. So a step waits for whatever takes longest, and also for its share of the weights that
+come back: they come before a forward pass and overlap with nothing. Both directions together are (1-k)(1+1/S) M.
 
 Without overlap the device waits at each window's end for all of the host's update. The gradients of S steps come down and are added
 beside the S - 1 computations after the first, C + (S-1) max(C, h) + h in all; then AdamW updates all cold columns, and then they
-land, none of it beside the device's work.
+come back, none of it beside the device's work.
 
 Where the synchronous step is stalled for a share f of its time and a share x of the stall is removed, the gain is 1 / (1 - x f).
 
@@ -27,7 +27,8 @@ r and q are those of the threads that they were measured with; a worker that has
 
 Host memory, bytes of an element that is not hot, with gradients and weights of b bytes: weights and moments in float32 12, two
 accumulators 8 (without overlap one, 4), slots b each, updated weights that wait b. For the synchronous way 12, and three transfers
-each way, which are on the device too; ZenFlow has there 12 of an element that is hot, b of one that is not, and three transfers up.
+each way, which are on the device too; on the device ZenFlow takes 12 of an element that is hot, b of one that is not, and three
+transfers up.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ WAYS: tuple[Way, ...] = ("none", "synchronous", "zenflow")
 # writes the weight in 16 bits; adding up reads 16 bits and reads and writes the sum.
 _ADAM_BYTES, _ACCUMULATE_BYTES = 3 * 8 + 4 + 2, 2 + 8
 OFFLOADING = ("zenflow", "offloadadamw")  # optimizers, as a plan calls them
-HOT = 0.1  # ZenFlow's topk_ratio where nobody says another
-INTERVAL = 4  # its update_interval, and what one by the "auto" rule is taken to be
+HOT = 0.1  # ZenFlow's topk_ratio where none is given
+INTERVAL = 4  # its update_interval where none is given, or the "auto" rule decides
 SLOTS = 3
 TRANSFERS = 16  # of a synchronous step, at least
 # Memory of the synchronous way, on the host and on the device: so many transfers, each no larger.
 _RING, _TRANSFER_BYTES = 2 * 3, 64 * 2**20
-_STAGED = 3  # ZenFlow's buffers on the device that what goes up takes turns with
+_STAGED = 3  # ZenFlow's buffers on the device, which weights that go up use in turn
 # A step of which this share of the GPU's memory is known to be taken is said to fit, whatever its activations take.
 AMPLE = 0.5
 # Beyond these a Host was given in other units: GB/s of a link, GiB, parameters a second.
@@ -70,10 +71,10 @@ WORTH_DEFERRING = 1.05
 
 @dataclass(frozen=True)
 class Host:
-    """The host that one GPU has: `link_gb_s` of pinned copies in one direction, parameters a second that its AdamW updates, memory.
+    """A Host describes the host of one GPU: GB/s of pinned copies in one direction, parameters a second that AdamW updates, GiB.
 
-    `accumulate_params_s` is how fast it adds gradients up; without it AdamW's rate times the bytes that AdamW moves over those
-    that adding moves, which is 3. Where several GPUs share a host, each has its part of it.
+    `accumulate_params_s` is how many gradients a second it adds up; without it, 3 times AdamW's rate, since AdamW moves 3 times
+    the bytes. Where several GPUs share a host, each has its part of it.
     """
 
     link_gb_s: float = math.nan
@@ -128,8 +129,8 @@ def host_of(gpu: Gpu, memory_gib: float | None = None) -> Host | None:
 
 
 def asked_host(asks: str, host: object, gpu: Gpu | None) -> Host | None:
-    """Return the host given, or the one beside the GPU where that is known. asks: the method that was called; TypeError for what is
-    no host."""
+    """Return the host that was given, or the one beside the GPU where that is known. asks: the method that was called. Raises
+    TypeError for anything that is not a Host."""
     if host is None:
         return None if gpu is None else host_of(gpu)
     if isinstance(host, Host):
@@ -142,9 +143,9 @@ def asked_host(asks: str, host: object, gpu: Gpu | None) -> Host | None:
 
 @dataclass(frozen=True)
 class Room:
-    """Memory of one GPU: `gib` that there is (None: not known), and what a step `takes` of it by way, GiB.
+    """A Room holds the memory of one GPU, `gib` (None: not known), and the GiB of it that a step `takes` in each way.
 
-    left_out    of what it takes, "" nothing; a way then fits for sure only where it takes little
+    left_out    what `takes` leaves out, "" nothing; otherwise a way surely fits only where it takes little
     cure        what helps where no way fits, in words
     """
 
@@ -154,7 +155,7 @@ class Room:
     cure: str = ""
 
     def fits(self, way: Way) -> bool | None:
-        """None where it is not known."""
+        """Return whether a step fits in this way; None where that is not known."""
         if self.gib is None:
             return None
         if self.takes[way] > self.gib:
@@ -164,20 +165,21 @@ class Room:
 
 @dataclass(frozen=True, repr=False)
 class Offload:
-    """Predicted times of a step and bytes, by way; `choice` is the one to take, and `why` says why in a sentence.
+    """An Offload holds predicted times and memory of a step by way: without offload ("none"), "synchronous" and "zenflow".
 
+    choice          the way to take, None where none fits; why says the reason in a sentence
     stalled         f: share of the synchronous step in which the GPU waits
     removed         x: share of that stall that ZenFlow removes; below 0 where its step takes longer
     gain            of ZenFlow over the synchronous way, 1 / (1 - x f)
     binds           what takes most of ZenFlow's step: compute, link, AdamW or adding
-    landing_ms      that ZenFlow's step takes besides, for weights that come back
-    update_ms       and without overlap, for the window's last gradients and the host's AdamW; 0 with it
+    landing_ms      the milliseconds that ZenFlow's step takes in addition, for weights that come back
+    update_ms       and without overlap, for the window's last gradients and the host's AdamW; 0 with overlap
     traffic         bytes ZenFlow moves in a step over the model's; 2 without deferral
-    host_gib        host memory by way, and hosted whether that is there; device_gib what the optimizer keeps on the GPU:
+    host_gib        host memory by way, and hosted whether the host has that much; device_gib what the optimizer keeps on the GPU:
                     states, and ZenFlow's cold gradients until they have left
-    gpu_gib         what all of the step takes of the GPU by way, and fits whether that is there; None where not known
+    gpu_gib         the GPU's memory that the whole step takes by way, and fits whether it has that much; None where not known
     without         the optimizer of the way without offload
-    kind            of the times, "prediction" or "optimistic", and `rates` that they rest on, "" those that were given
+    kind            of the times, "prediction" or "optimistic"; rates says what they are based on, "" for rates that were given
     """
 
     parameters: float
@@ -205,7 +207,7 @@ class Offload:
 
     @property
     def use(self) -> str:
-        """Return the optimizer to take, as it is written; "" where there is no choice."""
+        """Return the optimizer to take, as a user writes it; "" where no way can be taken."""
         return "" if self.choice is None else self._optimizers[self.choice]
 
     @property
@@ -220,7 +222,7 @@ class Offload:
 
     @property
     def hosted(self) -> dict[Way, bool | None]:
-        """Return whether the host has the memory, by way; None where its memory is not known."""
+        """Return by way whether the host has the memory; None where its memory is not known."""
         limit = self.host.memory_gib
         return {way: None if limit is None else gib <= limit for way, gib in self.host_gib.items()}
 
@@ -238,8 +240,8 @@ class Offload:
         return self.synchronous_ms / self.zenflow_ms
 
     def table(self) -> pd.DataFrame:
-        """Return one row a way: step_ms, speed against no offload, gpu_gib of the step and whether it fits, device_gib of what the
-        optimizer keeps of that, host_gib and whether the host has it, chosen, kind of the times."""
+        """Return the ways as a DataFrame, one a row: step_ms, speed against no offload, gpu_gib of the step and whether it fits,
+        device_gib that the optimizer keeps of it, host_gib and whether the host has it, chosen, kind of the times."""
         columns = ["way", "step_ms", "speed", "gpu_gib", "fits", "device_gib", "host_gib", "hosted", "chosen", "kind"]
         rows = [
             (
@@ -309,15 +311,15 @@ def predict_offload(
     states_gib: float | None = None,
     without: str = "surokit.AdamW",
 ) -> Offload:
-    """Return a step's time by way, and the way to take.
+    """Predict a step's time and memory by way, and choose the way to take.
 
-    compute_ms      of a step without offload (an Estimate's step_ms)
-    parameters      that train; `gradient_bytes` of each of their gradients
-    topk_ratio, update_interval, overlap_step, slots    ZenFlow's own; k below 1, since at 1 nothing is offloaded. How long windows
-                    by the "auto" rule are is not known before a run: S is taken to be 4, and `why` says so
-    fits            whether the GPU's memory suffices without offload; None: as `room` says, or not known
+    compute_ms      the time of a step without offload (an Estimate's step_ms)
+    parameters      the number that train; `gradient_bytes` are the bytes of each of their gradients
+    topk_ratio, update_interval, overlap_step, slots    ZenFlow's settings; topk_ratio below 1, since at 1 nothing is offloaded. The
+                    length of windows by the "auto" rule is not known before a run: S is taken to be 4, and `why` says so
+    fits            whether the GPU's memory suffices without offload; None: `room` decides, or it is not known
     room            memory of the GPU, and what a step takes of it by way; `plan.offload` knows it
-    states_gib      what the optimizer keeps on the GPU without offload, `without` its name; float32 AdamW's 12 bytes a parameter
+    states_gib      GiB that the optimizer `without` offload keeps on the GPU; None: float32 AdamW's 12 bytes a parameter
     """
     c, n = arguments.number("compute_ms", compute_ms), arguments.parameters(parameters)
     s = INTERVAL if update_interval == "auto" else arguments.integer("update_interval", update_interval, most=1e6)
@@ -380,7 +382,8 @@ def predict_offload(
 
 
 def _choose(o: Offload, most: float, room: Room | None) -> tuple[Way | None, str]:
-    """Return the way to take, and why. `most` parameters are what one of the two could train on this host."""
+    """Return (the way to take, the reason). `most` is the number of parameters that the better of the two ways that offload could
+    train on this host."""
     if o.fits["none"]:
         return "none", _suffices(room)
     choice, why = _choose_offload(o, most, room)
@@ -408,7 +411,7 @@ def _taken(room: Room) -> str:
 
 
 def _choose_offload(o: Offload, most: float, room: Room | None) -> tuple[Way | None, str]:
-    """Return the better of the two ways that offload, and why."""
+    """Return (the better of the two ways that offload, the reason); None where neither can be taken."""
     limit, hosted = o.host.memory_gib, {way: there is not False for way, there in o.hosted.items()}
     if room is not None and room.gib is not None and o.fits["synchronous"] is False and o.fits["zenflow"] is False:
         least = min(room.takes["synchronous"], room.takes["zenflow"])
@@ -446,7 +449,7 @@ def _choose_offload(o: Offload, most: float, room: Room | None) -> tuple[Way | N
 
 
 def stall_gain(stalled: float, removed: float) -> float:
-    """Return 1 / (1 - x f): how much faster a step becomes that is `stalled` for a share f when a share x of the stall is
+    """Return 1 / (1 - x f), the speedup of a step that is `stalled` for a share f of its time when a share x of the stall is
     `removed`."""
     for name, value in (("stalled", stalled), ("removed", removed)):
         if not 0 <= value <= 1:
@@ -458,7 +461,7 @@ def stall_gain(stalled: float, removed: float) -> float:
 
 def device_bytes(parameters: float, topk_ratio: float | None, gradient_bytes: int = 2) -> float:
     """Return the bytes of the GPU that ZenFlow takes for so many trained parameters: states of hot columns, gradients of cold ones,
-    which leave beside the next step, and what stages weights that go up; with topk_ratio=None the synchronous way's transfers."""
+    which leave beside the next step, and buffers of weights that go up; with topk_ratio=None those of the synchronous transfers."""
     if topk_ratio is None:
         return _rings(parameters, gradient_bytes)
     cold = parameters * (1 - topk_ratio) * gradient_bytes
@@ -472,8 +475,8 @@ def host_bytes(
     slots: int = SLOTS,
     overlap: bool = True,
 ) -> float:
-    """Return the bytes of host memory for so many trained parameters of `gradient_bytes`, as ZenFlow allocates them; with
-    topk_ratio=None as the synchronous way does. Columns that change sides take up to 128 MiB more."""
+    """Return the bytes of host memory that ZenFlow allocates for so many trained parameters of `gradient_bytes`, with
+    topk_ratio=None those of the synchronous way. Columns that turn hot or cold take up to 128 MiB more."""
     if topk_ratio is None:
         return parameters * 12 + _rings(parameters, gradient_bytes)
     sums = 2 if overlap else 1  # one is filled while the other is worked on
@@ -492,7 +495,7 @@ def largest_on_host(
     slots: int = SLOTS,
     overlap: bool = True,
 ) -> float:
-    """Return the most trained parameters that a host of so much memory serves; topk_ratio as for `host_bytes`."""
+    """Return the most trained parameters for which a host has enough memory; topk_ratio as for `host_bytes`."""
     room = arguments.number("memory_gib", memory_gib) * GIB
     if topk_ratio is None:
         rings = _RING * _TRANSFER_BYTES
@@ -510,6 +513,6 @@ def _hot(topk_ratio: Any) -> float:
 
 
 def _pipelined(transfers: float, *stages_ms: float) -> float:
-    """Return the time of work in so many equal transfers, each of which passes one stage after the other."""
+    """Return the time of work that passes the stages one after the other, split into so many equal transfers."""
     slowest = max(stages_ms)
     return slowest + (sum(stages_ms) - slowest) / transfers

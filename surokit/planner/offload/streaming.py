@@ -1,14 +1,14 @@
-"""A step whose blocks' weights stay on the host (surokit.offload_weights): bytes, memory and time by formulas.
+"""Predict bytes, memory and time of a step whose blocks' weights stay on the host (surokit.offload_weights), by formulas.
 
     up      (2 sum of W - those of the last min(L, p+1)) bytes of a micro-batch: forward and backward fetch each block, and
             backward begins with the blocks that forward ended with; a forward alone fetches each once
-    down    L G: gradients of what trains in the blocks; nothing where an adapter trains, which stays on the device
-    step    max(C, up/B, down/B) + (W + G)/B + the host's AdamW of what trains in the blocks, N/r
+    down    L G: gradients of parameters that train in the blocks; nothing where an adapter trains, which stays on the device
+    step    max(C, up/B, down/B) + (W + G)/B + the host's AdamW of the N parameters that train in the blocks, N/r
 
-L blocks of W bytes, stored as the recipe says, p of them fetched ahead; G bytes of a block's gradients; C computing of a step, in
-which each block is computed once again; B the link's rate in one direction, r the host's rate of AdamW. Nothing hides the first
-block of a forward, the gradients of the last one of backward, and AdamW on the host, which surokit.AdamW updates there. Further
-micro-batches add to gradients on the host, at its rate of adding up.
+L blocks of W bytes, stored as the recipe says, p of them fetched ahead; G bytes of a block's gradients; C the compute time of a
+step, in which each block is computed once again; B the link's rate in one direction, r the host's rate of AdamW. Three things
+overlap with nothing: the first block of a forward, the gradients of the last block of backward, and surokit.AdamW's update on the
+host. Further micro-batches add to gradients on the host, at its rate of adding up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ GRADIENT_BLOCKS = 3
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks that are streamed: bytes of each one's weights as they are stored, and the parameters of it that train."""
+    """A Blocks holds the blocks that are streamed: the bytes of each one's weights as they are stored, and its parameters that
+    train."""
 
     bytes: tuple[float, ...]
     trained: tuple[int, ...]
@@ -43,7 +44,7 @@ class Blocks:
         return max(sum(self.bytes[i : i + n]) for i in range(len(self.bytes) - n + 1))
 
     def up(self, prefetch: int, *, training: bool = True) -> float:
-        """Return bytes that a pass over the model fetches."""
+        """Return the bytes that one micro-batch fetches: forward and backward, or a forward alone without training."""
         once = sum(self.bytes)
         return 2 * once - sum(self.bytes[-(prefetch + 1) :]) if training else once
 
@@ -51,8 +52,7 @@ class Blocks:
 def read_blocks(
     shape: Shape, recipe: Any, places: Sequence[Placement], width: int, *, base_trains: bool, trained: Trained | None
 ) -> Blocks:
-    """Return the blocks of a shape in a recipe's storage, weights of `width` bytes elsewhere; adapters are not among what
-    streams."""
+    """Return the blocks of a shape, weights in the recipe's storage or of `width` bytes an element; adapters are not streamed."""
     storage: Any = getattr(recipe, "storage", None)
     if trained is not None and trained.parameters < shape.parameters:
         base_trains = False  # beside frozen matrices, what trains stays on the device
@@ -72,12 +72,12 @@ def read_blocks(
 
 @dataclass(frozen=True, repr=False)
 class Streamed:
-    """Predicted bytes and times of a step with streamed weights, one GPU's; a formula's, not measured.
+    """A Streamed holds predicted bytes and times of a step with streamed weights on one GPU, by a formula and not measured.
 
     bytes_up, bytes_down    over the link in a step; `block_bytes` are the largest block's
-    compute_ms      of a step in which blocks are computed `again`, as in training; link_ms what the busier direction takes
-    exposed_ms      of the link that nothing hides, and adam_ms of the host's AdamW
-    kind            of the times, "prediction" or "optimistic", and `rates` that they rest on, "" those that were given
+    compute_ms      time of a step in which blocks are computed `again`, as in training; link_ms that of the link's busier direction
+    exposed_ms      time of the link that does not overlap with compute; adam_ms that of the host's AdamW
+    kind            of the times, "prediction" or "optimistic"; rates says what they are based on, "" for rates that were given
     gpu_gib, host_gib   memory of one GPU at the step's fullest moment, and of the host; fits: whether the GPU has it, None where
                     that is not known
     """
@@ -157,7 +157,7 @@ def predict_streamed(
     fits: bool | None = None,
     name: str = "",
 ) -> Streamed:
-    """Return the formulas above: gradients of `width` bytes a parameter, `accumulate` micro-batches a step."""
+    """Predict a step by the formulas above, with gradients of `width` bytes a parameter and `accumulate` micro-batches a step."""
     passing, trained = host.link_gb_s * 1e6, sum(blocks.trained)  # bytes a millisecond
     up = accumulate * blocks.up(prefetch, training=training)
     down = accumulate * trained * width

@@ -1,4 +1,4 @@
-"""Time and money: exact arithmetic on what the user gives, and a bound from the peaks where a rate is not given.
+"""Count time and cost of a run: exact arithmetic on what the user gives, and a bound from the peaks where no rate is given.
 
     time = FLOPs / (GPUs x rate x goodput)      cost = GPU hours x price
 
@@ -19,13 +19,13 @@ from surokit.planner.times.roofline import Estimate
 
 
 def exact(value: float) -> Fraction:
-    """Return the decimal number that was typed, so that 0.4 is four tenths."""
+    """Return a float as the decimal number that was typed, so that 0.4 is four tenths."""
     return Fraction(repr(float(value)))
 
 
 @dataclass(frozen=True)
 class Price:
-    """US dollars of one GPU hour, as a range with the month it was seen in and where. The planner has no price of its own."""
+    """A Price holds US dollars of one GPU hour, as a range, with the month it was seen in and where. The planner assumes none."""
 
     low: float
     high: float
@@ -50,7 +50,7 @@ class Price:
 
 
 def read_price(value: Any) -> Price:
-    """Return a price as it may be given: a number, a pair (low, high), or a Price."""
+    """Read a Price from a number, a pair (low, high), or a Price."""
     if isinstance(value, Price):
         return value
     if isinstance(value, tuple | list):
@@ -63,7 +63,8 @@ def read_price(value: Any) -> Price:
 
 @dataclass(frozen=True)
 class Goodput:
-    """The share of the hours that makes progress, and what it rests on: time between failures, and between checkpoints."""
+    """A Goodput holds the share of the hours that makes progress, the run's hours between failures, and minutes between
+    checkpoints."""
 
     share: float
     mtbf_hours: float
@@ -78,13 +79,12 @@ def expected_goodput(
     restart_minutes: float,
     save_every_minutes: float | None = None,
 ) -> Goodput:
-    """Return the predicted goodput of a synchronous run that any failing GPU stops: `plan(...,
-    goodput=expected_goodput(...).share)`.
+    """Predict the goodput of a synchronous run that any failing GPU stops, for `plan(..., goodput=expected_goodput(...).share)`.
 
     gpu_mtbf_hours   mean time between failures of one GPU with its share of host and network; the run's is 1 / gpus of it
-    save_minutes     that a checkpoint holds the training up
-    restart_minutes  from a failure to the first new step
-    save_every_minutes   between checkpoints; without it sqrt(2 save MTBF), which loses least
+    save_minutes     time that a checkpoint holds the training up
+    restart_minutes  time from a failure to the first new step
+    save_every_minutes   time between checkpoints; without it sqrt(2 save MTBF), which loses least
 
     A failure loses half an interval and the restart. Young, CACM 17 (1974); Daly, FGCS 22 (2006). Raises ValueError where nothing
     would be left.
@@ -105,7 +105,7 @@ def expected_goodput(
 
 @dataclass(frozen=True)
 class Time:
-    """Predicted time; a figure that cannot be known from what was given is None.
+    """A Time holds the predicted time and cost of a run; a figure that does not follow from what was given is None.
 
     `rate_tflops` are model TFLOPS of one GPU, `rate_how` says where it comes from, `mfu` is its share of `peak_tflops`
     (`peak` names it) and `hfu` the share with recompute. `usd` is at the middle of a price's range. `floor_*` are lower
@@ -135,7 +135,7 @@ class Time:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The run around the steps: its tokens, the rate that somebody expects of a GPU, and what an hour gives and costs."""
+    """A RunSpec holds what was said of the run: its tokens, the rate of a GPU, the goodput, and the price of a GPU hour."""
 
     tokens: float | None = None
     tflops_per_gpu: float | None = None
@@ -145,13 +145,13 @@ class RunSpec:
 
     @property
     def has_rate(self) -> bool:
-        """Return whether somebody said how fast a GPU is."""
+        """True if a rate was given: `tflops_per_gpu` or `mfu`."""
         return self.tflops_per_gpu is not None or self.mfu is not None
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Model FLOPs of a token, of the run and of one step over all GPUs, and the tokens of that step."""
+    """A ModelFlops holds the model FLOPs of a token, of the run and of one step over all GPUs, and the tokens of that step."""
 
     token: Fraction
     run: Fraction | None
@@ -171,10 +171,10 @@ def count_time(
     estimate: Estimate | None = None,
     waits_ms: float | None = None,
 ) -> Time:
-    """Return the time, GPU hours and cost of `flops` in a run.
+    """Count the time, the GPU hours and the cost of `flops` in a run.
 
-    Without a given rate, that of an `estimate` at measured rates is taken, whose step waits for `waits_ms` besides; a datasheet's
-    are no prediction. Without `compute`, the bound takes every FLOP at the highest peak of `kinds`.
+    Without a given rate, that of an `estimate` at measured rates is taken, whose step also waits for `waits_ms`; an estimate at a
+    datasheet's rates is no prediction. Without `compute`, the bound takes every FLOP at the highest peak of `kinds`.
     """
     peak_tflops, peak = gpu.peak() if gpu else (None, "")
     rate: Fraction | None = None
@@ -235,7 +235,7 @@ def count_time(
 
 
 def _floor(compute: Compute | None, gpu: Gpu | None, kinds: Kinds) -> tuple[float | None, str]:
-    """Return (GPU seconds a model FLOP, in words) with every product at its own dense peak: nothing is faster than that."""
+    """Return (GPU seconds a model FLOP, the peaks in words) with every product at its own dense peak, which nothing exceeds."""
     if gpu is None or gpu.plain_tflops is None:
         return None, ""
     if compute is None:

@@ -1,4 +1,4 @@
-"""Energy of a run: GPU hours times watts. A datasheet's watts are a limit, so that what follows from them is an upper bound."""
+"""Count the energy of a run, GPU hours times watts. A datasheet's watts are a limit, so the energy is then an upper bound."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from surokit.hardware.gpus import Gpu
 
 
 def energy_kwh(gpu_hours: float, watts: float | Gpu | None, utilisation: float = 1.0) -> float | None:
-    """Return kWh that GPUs draw in so many hours; None where nobody vouched for the watts.
+    """Return the kWh that GPUs draw in so many hours; None where the watts are not known.
 
     watts           of one GPU: what was measured, or a Gpu, whose power limit makes an upper bound
     utilisation     mean draw as a share of `watts`

@@ -1,18 +1,18 @@
 """Estimate how long a step takes: each kernel the larger of its FLOPs over a rate and its bytes over a bandwidth.
 
-traffic.py says what one GPU computes, moves and launches; here it meets rates. Where the GPU was calibrated (`Gpu.ceilings`) these
-are rates that the machine reached, and the estimate is a prediction. Elsewhere they are the datasheet's, which few runs reach,
-and the estimate is optimistic; it says so.
+traffic.py counts what one GPU computes, moves and launches; rates are applied here. Where the GPU was calibrated (`Gpu.ceilings`)
+these are rates that the machine reached, and the estimate is a prediction. Elsewhere they are the datasheet's, which few runs
+reach, and the estimate is optimistic; it says so.
 
     row     max(FLOPs / rate, bytes / bandwidth, launches x launch time)       which of the three is the row's bound
     step    max(sum of max(FLOPs, bytes) + gaps, sum of launches) + exposed communication
 
 The host launches ahead of the device, so a row whose launches take longer than its kernels delays a step only where that holds for
-the step as a whole: rows are what each part takes alone, and may sum to more than the step. A processor computes what it calls
-itself, so there both sums add up; and there quantizing is arithmetic, slower than the copy that it is taken for, so that a
-quantized recipe's estimate is optimistic at measured rates too.
+the step as a whole: rows are what each part takes alone, and may sum to more than the step. A CPU launches and computes itself, so
+there both sums add up; and there quantizing is arithmetic, slower than the copy that it is taken for, so that a quantized recipe's
+estimate is optimistic at measured rates too.
 
-A GPU waits about a microsecond from one kernel to the next (`GAP_US`, assumed and not measured), whoever launched them. In a step
+A GPU waits about a microsecond from one kernel to the next (`GAP_US`, assumed and not measured), with graphs and without. In a step
 that is captured as CUDA graphs the host launches nothing, and the gaps are all that launching costs. They are counted where
 launching is: with graphs, or where a launch was calibrated.
 
@@ -45,7 +45,7 @@ _PROCESSOR_QUANTIZES = "quantizing is taken at the memory's bandwidth, which a p
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One kind of work in one pass of a step, on one GPU: what it asks, and what each resource takes for it alone.
+    """A KernelRow is one kind of work in one pass of a step on one GPU: FLOPs, bytes, launches, and the time that each takes alone.
 
     `ms` is the largest of the three times and `bound` names it; `device_ms` leaves the launches out. `launch_ms` is None where
     the cost of a launch is not known. `count` matrices or blocks share the row.
@@ -80,7 +80,7 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step's time on one GPU, row by row; see the module's text for how rows make a step.
+    """An Estimate holds a step's time on one GPU, row by row; the module's docstring says how rows make a step.
 
     kind    "prediction" at rates that a calibration reached; "optimistic" at a datasheet's, and where a processor quantizes
     tokens  of an optimizer step, over all GPUs
@@ -105,51 +105,52 @@ class Estimate:
 
     @property
     def device_ms(self) -> float:
-        """Return what the device computes and moves."""
+        """Return the ms that the device computes and moves bytes."""
         return sum(row.device_ms for row in self.rows)
 
     @property
     def launch_ms(self) -> float | None:
-        """Return what the host takes to launch it; None where a launch's cost is not known."""
+        """Return the ms that the host takes for all launches; None where a launch's cost is not known."""
         return None if self.rates.launch_us is None else sum(row.launch_ms or 0.0 for row in self.rows)
 
     @property
     def gaps_ms(self) -> float:
-        """Return what the device waits from kernel to kernel."""
+        """Return the ms that the device waits between kernels."""
         return sum(row.launches for row in self.rows) * self.rates.gap_us / 1e3
 
     @property
     def exposed_ms(self) -> float | None:
-        """Return communication that no computing hides; None where the link's rate is not known."""
+        """Return the ms of communication that does not overlap with compute; None where the link's rate is not known."""
         return self.communication.exposed_ms
 
     @property
     def step_ms(self) -> float:
-        """Return an optimizer step: the device or the host, whichever takes longer, and what communication is known to add.
+        """Return the ms of an optimizer step: the device's or the host's time, whichever is longer, and communication where it is
+        known.
 
-        On a processor, which is both, their sum.
+        On a CPU, which is both device and host, their sum counts.
         """
         return self.device_ms + self._added_ms + (self.exposed_ms or 0.0)
 
     @property
     def _added_ms(self) -> float:
-        """Return what launching adds to the device's time: gaps, or the host's time where that is longer."""
+        """Return the ms that launching adds to the device's time: gaps, or the host's excess where that is longer."""
         launch = self.launch_ms or 0.0
         return max(self.gaps_ms, launch - self.device_ms) if self.rates.ahead else launch
 
     @property
     def tokens_per_s(self) -> float:
-        """Over all GPUs."""
+        """Return the tokens a second over all GPUs."""
         return self.tokens / self.step_ms * 1e3
 
     @property
     def tflops(self) -> float:
-        """Return the model TFLOPS of one GPU."""
+        """Return the model TFLOPS that one GPU reaches."""
         return self.model_flop / self.step_ms / 1e9
 
     @property
     def mfu(self) -> float | None:
-        """Return model FLOPs over what the dense BF16 peak could compute in the step; None without a known peak."""
+        """Return the model FLOPs as a share of what the dense BF16 peak could compute in the step; None where no peak is known."""
         return None if self.peak_tflops is None else self.tflops / self.peak_tflops
 
     @property
@@ -163,8 +164,8 @@ class Estimate:
         return max(self.by_bound().items(), key=lambda item: item[1])[0]
 
     def by_bound(self) -> dict[str, float]:
-        """Return the ms of the step by what bounds it: compute, memory, launch (gaps, or what the host adds), communication; their
-        sum."""
+        """Return the ms of the step by what bounds it: compute, memory, launch (gaps, or what the host adds), communication. They
+        sum to the step."""
         sums = {"compute": 0.0, "memory": 0.0}
         for row in self.rows:
             sums["compute" if row.compute_ms >= row.memory_ms else "memory"] += row.device_ms
@@ -189,7 +190,7 @@ class Estimate:
         return sums
 
     def table(self) -> pd.DataFrame:
-        """Return one row a module, pass and part: what it asks, and ms of each resource, of the step's tokens on one GPU."""
+        """Return the rows as a DataFrame, one a module, pass and part: FLOPs, bytes, launches, and the ms of each, on one GPU."""
         import pandas as pd
 
         columns = (
@@ -199,7 +200,7 @@ class Estimate:
         return pd.DataFrame([[getattr(row, c) for c in columns] for row in self.rows], columns=list(columns))
 
     def lines(self) -> list[tuple[str, float, str, str, str]]:
-        """Return (term, value, unit, kind, how) of a plan's table."""
+        """Return the rows (term, value, unit, kind, how) of a plan's table."""
         rows: list[tuple[str, float, str, str, str]] = [("step, estimated", self.step_ms, "ms", self.kind, self.how)]
         device = self.device_ms
         for group, ms in self.by_group().items():
@@ -247,10 +248,10 @@ def estimate_step(
     between_gb_s: float | None = None,
     gpus_a_node: int = GPUS_A_NODE,
 ) -> Estimate | None:
-    """Return the planned time of an optimizer step; None where something is missing, which `why_no_estimate` names.
+    """Estimate the time of an optimizer step; None where something is missing, which `why_no_estimate` names.
 
-    trained_parameters are those that have a gradient and an optimizer's state. between_gb_s: GB/s that one GPU has between nodes,
-    wanted beyond `gpus_a_node` GPUs.
+    trained_parameters: the number that have a gradient and optimizer states. between_gb_s: GB/s that one GPU has between nodes,
+    needed beyond `gpus_a_node` GPUs.
     """
     if why_no_estimate(shape, compute, setup, gpu):
         return None
@@ -326,7 +327,7 @@ def _row(load: Load, rates: Rates) -> KernelRow:
 
 
 def _floor_ms(compute: Compute, gpu: Gpu, rates: Rates) -> float:
-    """Return the ms of a token's products, each at its own peak; at the measured rate where there is no peak."""
+    """Return the ms that a token's products take, each at its own peak, or at the measured rate where there is no peak."""
     total = 0.0
     for p in compute.products:
         for flop, kind in p.passes:
@@ -336,7 +337,7 @@ def _floor_ms(compute: Compute, gpu: Gpu, rates: Rates) -> float:
 
 
 def _weight_bytes(shape: Shape, recipe: Any, width: int) -> float:
-    """Return the bytes of all weights as they are held, adapters included: what ZeRO 3 gathers."""
+    """Return the bytes of all weights as they are held, adapters included, which ZeRO 3 gathers."""
     storage = getattr(recipe, "storage", None)
     total = float(shape.parameters * width)
     for place in placements(shape, recipe):
@@ -361,10 +362,10 @@ def _notes(rates: Rates, sent: Communication, rows: Iterable[KernelRow]) -> Iter
 
 
 def recipe_gain(step_ms: float, gemm_ms: float, speedup: float, quantize_ms: float = 0.0) -> float:
-    """Return how much faster a step becomes when `gemm_ms` of it run `speedup` times as fast and quantizing adds `quantize_ms`.
+    """Return the gain of a step when `gemm_ms` of it run `speedup` times as fast and quantizing adds `quantize_ms`.
 
-    T' = T - t_gemm (1 - 1/s) + t_quantize, from shares of *time*; the gain is T / T'. Shares of FLOPs promise more, since what is
-    no product takes time too.
+    T' = T - t_gemm (1 - 1/s) + t_quantize, from shares of *time*; the gain is T / T'. Shares of FLOPs promise more, since work that
+    is no product takes time too.
     """
     step, gemm = arguments.number("step_ms", step_ms), arguments.number("gemm_ms", gemm_ms)
     faster = arguments.number("speedup", speedup)
