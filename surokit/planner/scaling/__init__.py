@@ -1,4 +1,4 @@
-"""Scaling laws: published ones, and a fit to runs of your own."""
+"""This package holds published scaling laws, and fits a law to runs of your own."""
 
 from surokit.planner.scaling.fit import ScalingFit, fit_scaling
 from surokit.planner.scaling.laws import CHINCHILLA, CHINCHILLA_REPLICATED, KAPLAN, ScalingLaw

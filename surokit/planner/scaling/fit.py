@@ -1,16 +1,16 @@
-"""`fit_scaling`: a scaling law from your own small runs, with how far it can be trusted.
+"""Fit a scaling law to your own small runs, with intervals that say how far it can be trusted.
 
     fit = sk.fit_scaling(runs)                    runs: parameters, tokens and final loss of each
     fit.loss(1e9, 20e9)                           a predicted loss with its interval, marked where it is extrapolated
-    fit.optimal(1e20)                             the parameters and tokens that make most of a budget of FLOPs
+    fit.optimal(1e20)                             the parameters and tokens that make the most of a budget of FLOPs
 
 The law is L = E + A / N^alpha + B / D^beta (Hoffmann et al., arXiv 2203.15556, approach 3), or with one of the two
-terms where only one of the numbers varies. As there, log losses are compared and a Huber loss takes the weight from runs
+terms where only one of the numbers varies. As there, log losses are compared, and a Huber loss gives less weight to runs
 that went wrong; its threshold is 1.345 robust standard deviations of the residuals unless you give one (theirs is
 1e-3). `solver.py` finds the minimum, `plot.py` draws the picture.
 
 Intervals come from fitting again to runs drawn with replacement. They say how the law would differ with other runs of
-the same kind, not that the law holds beyond them, and they are a little narrow: on made-up runs with 0.3 % noise, 90 %
+the same kind, not that the law holds beyond them, and they are a little narrow: on synthetic runs with 0.3 % noise, 90 %
 intervals, of constants and of predictions, held the truth in 83 to 88 of 100 fits to nine runs and in 86 to 89 of 100
 fits to 25.
 """
@@ -47,7 +47,7 @@ _SAME = 0.02  # numbers closer than this share count as one
 
 @dataclass(frozen=True)
 class Run:
-    """One finished run: its parameters, the tokens it saw, and its final loss in nats a token."""
+    """A Run is one finished run: its parameters, the tokens it saw, and its final loss in nats a token."""
 
     parameters: float
     tokens: float
@@ -56,7 +56,7 @@ class Run:
 
     @property
     def flops(self) -> float:
-        """Return 6 N D."""
+        """Return the FLOPs of the run, counted as 6 N D."""
         return 6 * self.parameters * self.tokens
 
 
@@ -80,7 +80,7 @@ def fit_scaling(
     samples  runs are drawn with replacement and fitted again so many times, from `seed`
 
     The same runs and seed give the same fit. Raises ValueError for too few runs, numbers that do not vary or vary only
-    together, and losses that do not fall; TypeError for what is no run.
+    together, and losses that do not fall; TypeError for anything that is not a run.
     """
     read, notes = _read(runs)
     level = arguments.share("level", level)
@@ -118,12 +118,12 @@ def fit_scaling(
 
 @dataclass(frozen=True, repr=False)
 class ScalingFit:
-    """A law fitted to runs, with intervals. Prints as a table and shows itself in a notebook.
+    """A ScalingFit holds a law fitted to runs, with intervals. It prints as a table, in a notebook too.
 
     law       the fitted law; `loss`, `optimal` and the others are its own, with intervals of probability `level`
-    runs      what it was fitted to
-    scatter   robust standard deviation of the runs about the law, as a share of the loss: what a single run differs by,
-              which the intervals of the law do not contain
+    runs      the runs that it was fitted to
+    scatter   robust standard deviation of the runs about the law, as a share of the loss: a single run differs by it, and the
+              intervals of the law do not contain it
     """
 
     law: ScalingLaw
@@ -143,19 +143,19 @@ class ScalingFit:
         return {name: value for name, value in self.law.constants.items() if name in self._fitted}
 
     def interval(self, name: str) -> tuple[float, float]:
-        """Return the interval of a constant."""
+        """Return the interval of a fitted constant, (low, high). Raises ValueError for a constant that was not fitted."""
         if name not in self._fitted:
             raise ValueError(f"There is no constant {name!r} in this fit; it has {', '.join(self._fitted)}.")
         return self._interval(getattr(self.drawn, name))
 
     def loss(self, parameters: Any = None, tokens: float | None = None) -> Predicted:
-        """Return the predicted loss in nats a token; as `ScalingLaw.loss`, with its interval."""
+        """Predict the loss in nats a token as `ScalingLaw.loss` does, with its interval."""
         value = self.law.loss(parameters, tokens)
         n = None if parameters is None else self.law.count(parameters)[0]
         return self._with_interval(value, self.drawn.loss(n, tokens))
 
     def optimal(self, flops: Any) -> Optimum:
-        """Return the split of a budget with the lowest loss; as `ScalingLaw.optimal`, with intervals."""
+        """Return the split of a budget with the lowest loss as `ScalingLaw.optimal` does, with intervals."""
         best = self.law.optimal(flops)
         n, d, loss = self.drawn.optimal(6 * best.parameters * best.tokens)
         return Optimum(
@@ -169,12 +169,12 @@ class ScalingFit:
         )
 
     def parameters_for(self, loss: float, tokens: float | None = None) -> Predicted:
-        """Return the parameters that reach a loss; as `ScalingLaw.parameters_for`, with their interval."""
+        """Return the number of parameters that reach a loss as `ScalingLaw.parameters_for` does, with its interval."""
         value = self.law.parameters_for(loss, tokens)
         return self._with_interval(value, self._inverse(self.drawn.parameters_for, loss, tokens))
 
     def tokens_for(self, loss: float, parameters: Any = None) -> Predicted:
-        """Return the tokens on which a loss is reached; as `ScalingLaw.tokens_for`, with their interval."""
+        """Return the number of tokens on which a loss is reached as `ScalingLaw.tokens_for` does, with its interval."""
         value = self.law.tokens_for(loss, parameters)
         n = None if parameters is None else self.law.count(parameters)[0]
         return self._with_interval(value, self._inverse(self.drawn.tokens_for, loss, n))
@@ -184,7 +184,7 @@ class ScalingFit:
         return data_frame(list(self._table()))
 
     def runs_table(self) -> pd.DataFrame:
-        """Return the runs beside the law: name, parameters, tokens, loss, predicted, error (of the loss, as a share)."""
+        """Return the runs and the law's predictions as a DataFrame: name, parameters, tokens, loss, predicted, error (a share)."""
         return data_frame(
             [
                 {
@@ -200,7 +200,7 @@ class ScalingFit:
         )
 
     def plot(self) -> Figure:
-        """Return the runs and the law with its interval; where both terms were fitted, also the best loss for a budget of FLOPs.
+        """Draw the runs and the law with its interval; where both terms were fitted, also the best loss for a budget of FLOPs.
 
         Returns the figure, not yet shown.
         """
@@ -272,7 +272,7 @@ class ScalingFit:
 
 
 def _read(runs: Any) -> tuple[list[Run], list[str]]:
-    """Return (the runs, what to know about them), each number checked."""
+    """Read the runs and check each number; return (the runs, notes about them)."""
     if isinstance(runs, ScalingFit):
         return list(runs.runs), []
     columns = getattr(runs, "columns", None)
@@ -327,7 +327,7 @@ def _run(name: str, parameters: Any, tokens: Any, loss: Any) -> Run:
 
 
 def _final_loss(name: str, records: Any) -> tuple[float, bool]:
-    """Return (final loss, whether it is held out) of a session's records."""
+    """Return (the final loss of a session's records, whether it is a held-out loss)."""
     import numpy as np
 
     for column, held_out in (("eval_loss", True), ("loss", False)):
@@ -351,7 +351,7 @@ def _terms(runs: Sequence[Run], form: Form) -> tuple[str, ...]:
 
 
 def _check_spread(runs: Sequence[Run], names: Sequence[str]) -> None:
-    """Raise where the runs cannot tell the constants apart, with what would."""
+    """Raise ValueError where the runs cannot tell the constants apart, and say which runs would."""
     terms = len(names)
     needed, different = _FEWEST[terms], _DISTINCT[terms]
     if len(runs) < needed:
@@ -383,7 +383,7 @@ def _distinct(runs: Sequence[Run], name: str) -> int:
 
 
 def _together(runs: Sequence[Run]) -> bool:
-    """Return whether a straight line in logs gives the tokens from the parameters, to a tenth of their spread."""
+    """True if a straight line in logs predicts the tokens from the parameters, to a tenth of their spread."""
     import numpy as np
 
     n, d = (np.log([getattr(run, name) for run in runs]) for name in ("parameters", "tokens"))
@@ -394,7 +394,8 @@ def _together(runs: Sequence[Run]) -> bool:
 
 
 def _constants(t: Array, names: Sequence[str], center: Array) -> dict[str, Any]:
-    """Return E, A, alpha, B, beta [sets] of unknowns about the center; a term that was not fitted is zero."""
+    """Return E, A, alpha, B, beta, each [sets], for sets of unknowns that are relative to the center; a term that was not fitted is
+    zero."""
     import numpy as np
 
     zero, one = np.zeros(len(t)), np.ones(len(t))
@@ -407,7 +408,7 @@ def _constants(t: Array, names: Sequence[str], center: Array) -> dict[str, Any]:
 
 
 def _judge(runs: Sequence[Run], names: Sequence[str], best: Array, problem: Problem, scatter: float) -> list[str]:
-    """Return what to know about a fit. Raises ValueError where the loss does not fall at all."""
+    """Return notes about a fit. Raises ValueError where the loss does not fall at all."""
     import numpy as np
 
     notes = []

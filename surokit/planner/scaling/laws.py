@@ -1,4 +1,4 @@
-"""Scaling laws: the loss that a number of parameters and tokens should reach, and how best to spend a budget of FLOPs.
+"""This module holds scaling laws: they predict the loss of a number of parameters and tokens, and how best to split a budget.
 
 Two forms are in use, with N parameters and D tokens:
 
@@ -10,8 +10,8 @@ Besiroglu et al. (arXiv 2404.10102) to the points of Hoffmann's own figure. Loss
 with the tokenizer of the paper: their differences and the split of a budget carry over to another text, the level does
 not. For that, fit your own runs (`fit.py`).
 
-A law was measured over a range of N and D. Outside of it an answer is still given, marked as extrapolated: it prints
-so, and `outside` and `note` say it to a program. Kaplan's N leaves embeddings out, Hoffmann's counts them.
+A law was measured over a range of N and D. Outside of it an answer is still given, marked as extrapolated: in print, and
+by `outside` and `note`. Kaplan's N leaves embeddings out, Hoffmann's counts them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PETAFLOP_DAY = 8.64e19  # FLOPs, the unit of compute in Kaplan et al.
 
 
 class Predicted(float):
-    """A predicted number: a float that also knows its unit, its interval and whether the law was measured there.
+    """A Predicted is a float that also has a unit, an interval and a note where it is extrapolated.
 
     `low` and `high` bound it with probability `level`, where the law was fitted to runs; None for a published law.
     `note` says what lies outside the measured range, and is empty inside.
@@ -60,7 +60,7 @@ class Predicted(float):
 
     @property
     def outside(self) -> bool:
-        """Return whether the law was not measured there: the number is extrapolated."""
+        """True if the number is extrapolated: the law was not measured there."""
         return bool(self.note)
 
     def __repr__(self) -> str:
@@ -78,7 +78,7 @@ class _Pair(NamedTuple):
 
 
 class Optimum(_Pair):
-    """The split of a budget with the lowest loss: a pair (parameters, tokens), with the loss that is predicted for it.
+    """An Optimum is the split of a budget with the lowest loss: a pair (parameters, tokens), with the loss predicted for it.
 
     Where the law was fitted to runs, `parameters_range` and `tokens_range` are intervals with probability `level`.
     """
@@ -107,7 +107,7 @@ class Optimum(_Pair):
 
     @property
     def outside(self) -> bool:
-        """Return whether the law was not measured there: the split is extrapolated."""
+        """True if the split is extrapolated: the law was not measured there."""
         return bool(self.note)
 
     @property
@@ -127,9 +127,9 @@ class Optimum(_Pair):
 
 @dataclass(frozen=True)
 class Additive:
-    """L = E + A / N^alpha + B / D^beta. A or B is zero where that number did not vary.
+    """An Additive is the law L = E + A / N^alpha + B / D^beta. A or B is zero where that number did not vary.
 
-    Only arithmetic, so that each field may also be an array: one law a sample.
+    It does only arithmetic, so that each field may also be an array: one law a sample.
     """
 
     E: float
@@ -154,13 +154,13 @@ class Additive:
         return not _is_zero(self.B)
 
     def loss(self, parameters: float | None, tokens: float | None) -> float:
-        """None is without limit: of that number, the loss does not shrink any further."""
+        """Return the loss in nats a token; None stands for parameters or tokens without limit, whose term is then zero."""
         loss = self.E
         loss = loss if parameters is None or not self.has_parameters else loss + self.A / parameters**self.alpha
         return loss if tokens is None or not self.has_tokens else loss + self.B / tokens**self.beta
 
     def optimal(self, flops: float) -> tuple[float, float, float]:
-        """Return (parameters, tokens, loss) with the lowest loss where 6 N D = flops: eq. 4 of arXiv 2203.15556."""
+        """Return (parameters, tokens, loss) with the lowest loss where 6 N D = flops, by eq. 4 of arXiv 2203.15556."""
         both = self.alpha + self.beta
         ratio = (self.alpha * self.A / (self.beta * self.B)) ** (1 / both)
         parameters = ratio * (flops / 6) ** (self.beta / both)
@@ -168,20 +168,20 @@ class Additive:
         return parameters, tokens, self.loss(parameters, tokens)
 
     def parameters_for(self, loss: float, tokens: float | None) -> float:
-        """Return the value that reaches a loss, infinite where it is out of reach."""
+        """Return the number of parameters that reaches a loss; infinite where none does."""
         return _invert((loss - self.loss(None, tokens)) / self.A, self.alpha)
 
     def tokens_for(self, loss: float, parameters: float | None) -> float:
-        """Return the value that reaches a loss, infinite where it is out of reach."""
+        """Return the number of tokens that reaches a loss; infinite where none does."""
         return _invert((loss - self.loss(parameters, None)) / self.B, self.beta)
 
 
 @dataclass(frozen=True)
 class Joint:
-    """L = ((N_c / N)^(alpha_N / alpha_D) + D_c / D)^alpha_D, for training that stops before it overfits D tokens.
+    """A Joint is the law L = ((N_c / N)^(alpha_N / alpha_D) + D_c / D)^alpha_D, of training that stops before it overfits D tokens.
 
-    With one of the two without limit, the laws that were measured for that case alone: L = (N_c / N)^alpha_N with
-    `alone_N` = (N_c, alpha_N), and `alone_D`. A budget is not split by minimizing L over 6 N D = C: it holds for
+    With one of the two without limit, the laws count that were measured for that case alone: L = (N_c / N)^alpha_N with
+    `alone_N` = (N_c, alpha_N), and `alone_D`. A budget is not split by minimizing L over 6 N D = C, since L holds for
     training to the end, many times over the data if need be. It is split by the measured frontier, with C the FLOPs in
     PF-days at a batch far below the critical one: N = `frontier_N`[0] C^`frontier_N`[1], and L = (C_c / C)^alpha_C with
     `frontier_L` = (C_c, alpha_C).
@@ -200,7 +200,7 @@ class Joint:
     has_parameters = has_tokens = True
 
     def loss(self, parameters: float | None, tokens: float | None) -> float:
-        """None is without limit."""
+        """Return the loss in nats a token; None stands for parameters or tokens without limit."""
         if tokens is None:
             assert parameters is not None, "ScalingLaw.loss has checked it"
             return (self.alone_N[0] / parameters) ** self.alone_N[1]
@@ -209,19 +209,19 @@ class Joint:
         return ((self.N_c / parameters) ** (self.alpha_N / self.alpha_D) + self.D_c / tokens) ** self.alpha_D
 
     def optimal(self, flops: float) -> tuple[float, float, float]:
-        """Return (parameters, tokens, loss) on the measured frontier; the tokens are what 6 N D = flops leaves."""
+        """Return (parameters, tokens, loss) on the measured frontier; the tokens follow from 6 N D = flops."""
         days = flops / PETAFLOP_DAY
         parameters = self.frontier_N[0] * days ** self.frontier_N[1]
         return parameters, flops / 6 / parameters, (self.frontier_L[0] / days) ** self.frontier_L[1]
 
     def parameters_for(self, loss: float, tokens: float | None) -> float:
-        """Return the value that reaches a loss, infinite where it is out of reach."""
+        """Return the number of parameters that reaches a loss; infinite where none does."""
         if tokens is None:
             return self.alone_N[0] * _invert(loss, self.alone_N[1])
         return self.N_c * _invert(loss ** (1 / self.alpha_D) - self.D_c / tokens, self.alpha_N / self.alpha_D)
 
     def tokens_for(self, loss: float, parameters: float | None) -> float:
-        """Return the value that reaches a loss, infinite where it is out of reach."""
+        """Return the number of tokens that reaches a loss; infinite where none does."""
         if parameters is None:
             return self.alone_D[0] * _invert(loss, self.alone_D[1])
         return self.D_c * _invert(
@@ -231,7 +231,7 @@ class Joint:
 
 @dataclass(frozen=True, repr=False)
 class ScalingLaw:
-    """A law with its constants, where they come from, and where they were measured.
+    """A ScalingLaw is a law with its constants, their source, and the range in which they were measured.
 
     surface             the form and its constants
     parameters, tokens  the range of N and D that was measured
@@ -248,16 +248,16 @@ class ScalingLaw:
 
     @property
     def form(self) -> str:
-        """Return the formula."""
+        """Return the formula of the law as text."""
         return self.surface.formula
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Return the constants by name."""
+        """Return the constants of the law by name."""
         return asdict(self.surface)
 
     def loss(self, parameters: Any = None, tokens: float | None = None) -> Predicted:
-        """Return the predicted loss, in nats a token; a number that is left out is without limit.
+        """Predict the loss in nats a token; parameters or tokens that are left out are without limit.
 
         `parameters` is a number as the law counts it (`counts`), or a Plan or a Shape, whose parameters are then counted
         so. Raises ValueError for numbers that cannot be meant.
@@ -290,7 +290,7 @@ class ScalingLaw:
         return Optimum(n, d, Predicted(loss, _LOSS, note=note), note=note)
 
     def parameters_for(self, loss: float, tokens: float | None = None) -> Predicted:
-        """Return the parameters that reach `loss` (nats a token) on so many tokens; without a number, on tokens without limit.
+        """Return the number of parameters that reaches `loss` (nats a token) on so many tokens; without `tokens`, without limit.
 
         Raises ValueError for a loss that no number of parameters reaches.
         """
@@ -302,7 +302,7 @@ class ScalingLaw:
         return Predicted(n, "parameters", note=self.outside(n, d))
 
     def tokens_for(self, loss: float, parameters: Any = None) -> Predicted:
-        """Return the tokens on which so many parameters reach `loss` (nats a token); without a number, parameters without limit.
+        """Return the number of tokens on which so many parameters (without limit, where not given) reach `loss` (nats a token).
 
         Raises ValueError for a loss that no number of tokens reaches.
         """
@@ -314,7 +314,7 @@ class ScalingLaw:
         return Predicted(d, "tokens", note=_join(note, self.outside(n, d)))
 
     def count(self, what: Any) -> tuple[float, str]:
-        """Return (N as this law counts it, what to know about it) of a number, a Plan or a Shape."""
+        """Return (N as this law counts it, a note or "") for a number, a Plan or a Shape."""
         shape = getattr(what, "shape", what)
         if hasattr(shape, "embedding_parameters"):
             total = getattr(shape, "active_parameters", shape.parameters)
@@ -332,17 +332,17 @@ class ScalingLaw:
         return self._size(what, arguments.parameters, self.parameters), ""
 
     def count_tokens(self, tokens: Any) -> float:
-        """Return D as a number."""
+        """Return D as a checked number. Raises ValueError for one that cannot be meant."""
         return self._size(tokens, arguments.tokens, self.tokens)
 
     @staticmethod
     def _size(value: Any, check: Callable[[Any], float], measured: Range) -> float:
-        """Return the number: one that was measured is meant, however small; any other is checked for its unit."""
+        """Return the value as a number; one in the measured range is taken, however small, any other is checked for its unit."""
         size = float(value) if isinstance(value, Real) else 0.0
         return size if measured[0] <= size <= measured[1] else check(value)
 
     def outside(self, parameters: float | None, tokens: float | None) -> str:
-        """Say what of this lies outside the measured range, in words; "" inside."""
+        """Say which of the numbers lie outside the measured range; "" where none does."""
         parts = []
         for value, (low, high), word in ((parameters, self.parameters, "parameters"), (tokens, self.tokens, "tokens")):
             if value is None:
@@ -444,7 +444,7 @@ CHINCHILLA_REPLICATED = ScalingLaw(
 
 
 def read_flops(what: Any) -> float:
-    """Return FLOPs of a budget: a number, or a Plan's own. Raises ValueError where it cannot be meant."""
+    """Read the FLOPs of a budget: a number, or those of a Plan. Raises ValueError for a number that cannot be meant."""
     if hasattr(what, "flops_per_token"):
         if what.flops is None:
             raise ValueError("The plan has no FLOPs to split: plan with tokens=, or give the FLOPs.")
@@ -458,7 +458,7 @@ def read_flops(what: Any) -> float:
 
 
 def read_loss(value: Any) -> float:
-    """Return a loss in nats a token. Raises ValueError for one that looks like a perplexity."""
+    """Read a loss in nats a token. Raises ValueError for one that looks like a perplexity."""
     loss = arguments.number("loss", value)
     if loss > 20:
         hint = f": did you mean {math.log(loss):.4g}, the logarithm of a perplexity of {loss:.12g}?"
@@ -467,7 +467,7 @@ def read_loss(value: Any) -> float:
 
 
 def _invert(room: Any, exponent: Any) -> Any:
-    """Return x with x^-exponent = room; infinite where there is no room. Also for arrays."""
+    """Return x with x^-exponent = room, infinite where room is not above zero; room may be an array."""
     if hasattr(room, "clip"):
         return room.clip(0) ** (-1 / exponent)
     try:
@@ -477,7 +477,7 @@ def _invert(room: Any, exponent: Any) -> Any:
 
 
 def _is_zero(value: Any) -> bool:
-    """Also for an array, of which all are zero or none is."""
+    """True if a value is zero, or an array of zeros; an array has zeros alone or none."""
     return not (value.any() if hasattr(value, "any") else value)
 
 

@@ -1,6 +1,6 @@
-"""The picture of a fitted scaling law: the runs over the curves with their intervals, and the best loss for a budget.
+"""Draw a fitted scaling law: the runs over the curves with their intervals, and the best loss for a budget.
 
-Dashed where the law is extrapolated. Sizes go from dark to light in a scale that stays in order without colours.
+Curves are dashed where the law is extrapolated. Sizes go from dark to light, so that their order shows without colours too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INK, _SOFT, _GRID, _ACCENT = "#1c1f23", "#5f6670", "#e4e7eb", "#D55E00"
 
 
 def draw(fit: ScalingFit) -> Figure:
-    """Return one panel for a law of one number, two for a law of both; the figure is not yet shown."""
+    """Draw one panel for a law of one number, two for a law of both; return the figure, not yet shown."""
     import numpy as np
     from matplotlib import pyplot as plt
 
@@ -74,7 +74,7 @@ def draw(fit: ScalingFit) -> Figure:
 
 
 def _draw_one(fit: ScalingFit, axes: Any) -> None:
-    """The only term that was fitted, to ten times the largest run."""
+    """Draw the only term that was fitted, up to ten times the largest run."""
     import numpy as np
 
     word = "parameters" if fit.law.surface.has_parameters else "tokens"
@@ -96,7 +96,7 @@ def _draw_one(fit: ScalingFit, axes: Any) -> None:
 
 
 def _band(axes: Any, fit: ScalingFit, x: Array, losses: Sequence[Predicted], color: Any, dashed: Any = None) -> None:
-    """A curve with its interval; dashed where it is extrapolated."""
+    """Draw a curve with its interval, dashed where it is extrapolated."""
     import numpy as np
 
     y = np.array([float(loss) for loss in losses])
