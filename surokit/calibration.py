@@ -1,4 +1,4 @@
-"""Measure what this machine really reaches, in seconds, so that a plan's times need no guess: `calibrate`.
+"""Measure in seconds the rates that this machine really reaches, so that a plan's times need no guess: `calibrate`.
 
     gpu = sk.calibrate()                          # measured once, then read from the user's cache folder
     sk.plan(model, gpu=gpu, batch=8, length=2048)
@@ -14,7 +14,7 @@ A datasheet's peak is a bound that no program reaches. A few short measurements 
     host sums          bfloat16 gradients added to float32 sums: what it pays in the steps between two updates
 
 Each figure is the median of repeated measurements; of a product the best over sizes. A part that fails or is interrupted is
-None and said, in a warning and in `ceilings.measured`. The clock's state, the power limit and other programs are part of
+None, which a warning and `ceilings.measured` say. The clock's state, the power limit and other programs are part of
 what is measured, so calibrate on the machine as it will train.
 
 The torch half of surokit/hardware/gpus.py, whose values it makes; the planner itself knows no torch.
@@ -61,7 +61,7 @@ Measure = Callable[[torch.device, float], float]
 
 @dataclass(frozen=True)
 class Part:
-    """A Part is one measurement: the field of Ceilings that it fills, what it is called, and where it has a meaning."""
+    """A Part is one measurement: the field of Ceilings that it fills, its name, and the devices that it applies to."""
 
     field: str
     words: str
@@ -87,8 +87,8 @@ def calibrate(
     progress    shows one line while it measures
 
     A CPU's name is "cpu: <its model>, <n> cores"; it and a GPU that the table does not know have no peaks, so no MFU: their
-    ceilings only. An interrupt ends the measuring, keeps what was measured and is not cached. Raises ValueError for a device that
-    is not there or a time that is none.
+    ceilings only. An interrupt ends the measuring; what was measured until then is returned, and not cached. Raises ValueError for
+    a device that is not there, or seconds that are not above zero.
     """
     where = _device(device)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
@@ -103,11 +103,11 @@ def calibrate(
     return gpu
 
 
-# -- what is measured
+# -- the measurements
 
 
 def _measure(row: Gpu, where: torch.device, seconds: float, progress: bool) -> tuple[Gpu, bool]:
-    """Return (the row with its ceilings, whether nothing cut the measuring short)."""
+    """Measure all parts; return (the row with its ceilings, False if the measuring was cut short)."""
     parts = [part for part in PARTS if part.applies(where)]
     figures: dict[str, float] = {}
     missing: list[str] = []
@@ -155,7 +155,7 @@ def _product(dtype: torch.dtype) -> Measure:
 
 
 def _fp8(device: torch.device, seconds: float) -> float:
-    """Return the product of two E4M3 matrices with a scale each, result in bfloat16."""
+    """Multiply two E4M3 matrices with a scale each, result in bfloat16."""
 
     def multiply(n: int) -> Callable[[], object]:
         a_nn, b_nn = (_normal(n, device).to(torch.float8_e4m3fn) for _ in range(2))
@@ -166,12 +166,12 @@ def _fp8(device: torch.device, seconds: float) -> float:
 
 
 def _normal(n: int, device: torch.device) -> Tensor:
-    """Return normal numbers, as training has them: a chip's clock depends on the bits that flip. From a generator of its own."""
+    """Draw normal numbers, which training has too, from an own generator: a chip's clock depends on the bits that flip."""
     return torch.randn(n, n, device=device, generator=torch.Generator(device).manual_seed(0))
 
 
 def best_product(multiply: Callable[[int], Callable[[], object]], device: torch.device, seconds: float) -> float:
-    """Return the TFLOPS of the size that is fastest; larger sizes are left out where one product would take the time of all."""
+    """Measure products of several sizes and return the best TFLOPS; sizes whose one product would take all the time are skipped."""
     sizes = SIZES[device.type]
     best, left = 0.0, seconds
     for n in sizes:
@@ -237,7 +237,7 @@ def _peer_link(device: torch.device, seconds: float) -> float:
 def _host_adam(device: torch.device, seconds: float) -> float:
     """Return the parameters a second of torch's fused AdamW on the host, everything in float32.
 
-    The kernel itself: torch.optim loads its compiler before the first step.
+    It calls the kernel itself, since torch.optim loads its compiler before the first step.
     """
     p, grad, m, v = (torch.full((ADAM_PARAMS,), 1e-3) for _ in range(4))
     step = torch.ones(())
@@ -296,7 +296,7 @@ PARTS = (
 def median_s(call: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Return the median seconds of one call, after one that does not count, for `seconds` and at least a few times.
 
-    On a GPU several calls stand between two waits, so that a wait's own time does not count.
+    On a GPU it makes several calls between two waits, so that a wait's own time does not count.
     """
     call()
     _wait(device)
@@ -346,7 +346,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def row_of(where: torch.device) -> Gpu:
-    """Return the device as the hardware table has it, with the memory that it really offers, or with what torch says of it."""
+    """Return the device's row of the hardware table, with the memory that it really has; without a row, what torch says of it."""
     if where.type == "cpu":
         n = cores()
         name = f"cpu: {cpu_model()}, {n} core{'' if n == 1 else 's'}"
@@ -369,7 +369,7 @@ def row_of(where: torch.device) -> Gpu:
 
 
 def _key(where: torch.device) -> dict[str, Any]:
-    """Return what a kept result depends on; another value of any means measuring again."""
+    """Return everything that a kept result depends on; where any of it changes, the device is measured again."""
     key = {
         "version": _VERSION,
         "machine": platform.node(),
@@ -385,7 +385,7 @@ def _key(where: torch.device) -> dict[str, Any]:
 
 
 def cache_folder() -> Path:
-    """Return the user's cache folder, where the platform has it."""
+    """Return surokit's folder in the user's cache folder, whose place depends on the platform."""
     system = platform.system()
     if system == "Windows":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
@@ -403,7 +403,7 @@ def _file(folder: Path, key: dict[str, Any]) -> Path:
 
 
 def read_kept(file: Path, key: dict[str, Any], seconds: float) -> Gpu | None:
-    """Return the kept result, if it is one of this key that was measured at least as long; a damaged file counts as none.
+    """Read the kept result; None where it is of another key, was measured for less time, or its file is damaged.
 
     The datasheet's row is today's, so that a corrected table reaches a machine that was calibrated before.
     """
@@ -419,7 +419,7 @@ def read_kept(file: Path, key: dict[str, Any], seconds: float) -> Gpu | None:
 
 
 def write_kept(file: Path, key: dict[str, Any], seconds: float, gpu: Gpu) -> None:
-    """Keep a result; whole or not at all. A folder that cannot be written is said and harms nothing."""
+    """Write a result, whole or not at all. Warns where the folder cannot be written."""
     text = json.dumps({"key": key, "seconds": seconds, "gpu": gpu.to_json()}, indent=1)
     part = file.with_suffix(f".{os.getpid()}.part")
     try:
@@ -435,7 +435,7 @@ def write_kept(file: Path, key: dict[str, Any], seconds: float, gpu: Gpu) -> Non
 
 @contextmanager
 def _line(text: str, progress: bool) -> Iterator[None]:
-    """One line on the screen while a part is measured, gone afterwards; nothing where no one looks."""
+    """Show one line while a part is measured, and clear it afterwards; show nothing where no terminal or notebook is."""
     shown = progress and (sys.stderr.isatty() or front_end() != "terminal")
     if not shown:
         yield

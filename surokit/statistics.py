@@ -1,4 +1,4 @@
-"""Estimate from few values, and say how far that can be trusted: intervals by drawing again, Student's t, means of ratios.
+"""Estimate from few values, with intervals: by drawing again (bootstrap), Student's t, means of ratios.
 
 Nothing here draws a random number that a seed does not give.
 """
@@ -22,14 +22,14 @@ RESAMPLES = 4000
 
 
 class Interval(NamedTuple):
-    """An estimate between the ends of its interval; nan ends where there are too few values for one."""
+    """An Interval holds an estimate and the ends of its interval, nan where there are too few values for one."""
 
     low: float
     mid: float
     high: float
 
     def holds(self, value: float) -> bool:
-        """Return whether the interval has this value inside; False where there is no interval."""
+        """True if the interval has this value inside; False where there is no interval."""
         return self.low <= value <= self.high
 
     @property
@@ -44,14 +44,14 @@ class Interval(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return lowest, median, highest. Raises ValueError for none."""
+    """Return (lowest, median, highest) of the values. Raises ValueError where there are none."""
     if not len(values):
         raise ValueError("spread() needs at least one value.")
     return float(min(values)), float(np.median(values)), float(max(values))
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Return the geometric mean, nan of no values. Of ratios it does not depend on which of the two stands below."""
+    """Return the geometric mean of the values, nan of none. For ratios it does not matter which number is the denominator."""
     return math.exp(float(np.mean(np.log(values)))) if len(values) else math.nan
 
 
@@ -79,11 +79,11 @@ def bootstrap_interval(
 ) -> Interval:
     """Return the geometric mean of positive ratios and its bootstrap interval.
 
-    Percentiles of the mean of resampled logarithms. Of n values these lie too near to the mean, by sqrt((n - 1) / n), and as far
-    as if the spread were known (Hesterberg, 2015, section 4.1): so their distances from the mean are stretched by the inverse, and
-    by Student's t over the normal quantile. A simulation in the tests finds the truth inside as often as `level` says, from 5 on.
-    From fewer than ROUNDS values there is no interval. Raises ValueError for values that are not positive, and a level outside
-    (0, 1).
+    Its ends are percentiles of the mean of resampled logarithms. For n values these lie too near to the mean, by sqrt((n - 1) / n),
+    and as far as if the spread were known (Hesterberg, 2015, section 4.1): so their distances from the mean are stretched by the
+    inverse, and by Student's t over the normal quantile. A simulation in the tests finds the truth inside as often as `level` says,
+    from 5 values on. From fewer than ROUNDS values there is no interval. Raises ValueError for values that are not positive, and a
+    level outside (0, 1).
     """
     if not 0 < level < 1:
         raise ValueError(f"bootstrap_interval(level={level}): a share between 0 and 1, for example 0.95.")
@@ -104,8 +104,8 @@ def bootstrap_interval(
 def student_t(share: float, degrees: int) -> float:
     """Return the quantile of Student's t: the value below which `share` of it lies.
 
-    By bisection of the series for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4); beyond 100 degrees by the
-    expansion about the normal quantile (26.7.5), which is off by less than 1e-9 of a 97.5 % quantile there.
+    It is found by bisection of the series for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4); beyond 100
+    degrees by the expansion about the normal quantile (26.7.5), which is off by less than 1e-9 of a 97.5 % quantile there.
     """
     if degrees > 100:
         z = NormalDist().inv_cdf(share)

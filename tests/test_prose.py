@@ -22,7 +22,6 @@ VERBS = ROOT / "tests" / "verbs.txt"
 CEILINGS: dict[str, int] = {
     "kernels/triton": 53,
     "surokit/live.py": 4,
-    "surokit/planner": 5,
     "surokit/racing": 48,
     "surokit/runs": 23,
     "surokit/train": 100,

@@ -1,4 +1,4 @@
-"""Describe hardware: GPUs and this machine, the rates that they reach, and the time of one linear layer on them. No torch here.
+"""Describe hardware without torch: GPUs and this machine, the rates that they reach, the time of one linear layer on them.
 
 gpus.py     Gpu, the table of GPUs with its sources (gpus.csv), Ceilings: what a calibration reached
 machine.py  the memory that this process may have

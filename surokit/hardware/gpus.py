@@ -106,12 +106,12 @@ class Gpu:
 
     @property
     def has_bf16(self) -> bool:
-        """Return whether its tensor cores multiply bf16; of a GPU whose compute capability is not known it is taken so."""
+        """True if its tensor cores multiply bf16, which is assumed where the compute capability is not known."""
         return self.device == "cpu" or self.capability is None or self.capability >= BF16_FROM
 
     @property
     def plain_tflops(self) -> float | None:
-        """Return the dense peak of the products that no recipe quantizes."""
+        """Return the dense peak, TFLOPS, of products that no recipe quantizes; None where it is not known."""
         return {"BF16": self.bf16_tflops, "FP16": self.fp16_tflops, "FP32": self.fp32_tflops}[self.plain]
 
     def multiplying(self, dtype: str) -> Gpu:
@@ -120,7 +120,7 @@ class Gpu:
         return self if self.has_bf16 else replace(self, plain="FP16" if dtype == "fp16" else "FP32")
 
     def multiplies(self, kind: Kind | None) -> bool:
-        """Return whether its tensor cores compute products of this kind; None is a quantized product that has no kind."""
+        """True if its tensor cores compute products of this kind; None is a quantized product that has no kind."""
         if kind is None or self.device == "cpu":
             return False
         if self.capability is None:
@@ -128,8 +128,8 @@ class Gpu:
         return TENSOR_CORES[kind].on(self.capability)
 
     def peak(self, kind: Kind | None = None) -> tuple[float | None, str]:
-        """Return (dense TFLOPS, name of the peak) of products of a kind; of plain ones where they are not native or nobody
-        vouched."""
+        """Return (dense TFLOPS, name of the peak) of products of a kind; those of plain products where the kind is not native or
+        its peak is not known."""
         if kind is not None and self.multiplies(kind):
             tflops, name = self._quantized(kind)
             if tflops is not None:
@@ -145,7 +145,7 @@ class Gpu:
 
     @classmethod
     def from_json(cls, text: str) -> Gpu:
-        """Return what `to_json` wrote. Raises ValueError for anything else, in one sentence."""
+        """Read a GPU from the text that `to_json` returned. Raises ValueError for anything else, in one sentence."""
         try:
             values = json.loads(text)
             if not isinstance(values, dict):

@@ -1,5 +1,4 @@
-"""List what a linear layer's step asks of a GPU, kernel by kernel: its products, the quantization of their operands, the decoding
-of a stored weight.
+"""List the kernels of a linear layer's step: its products, the quantization of their operands, the decoding of a stored weight.
 
     y_TN = x_TK w_NK'     dx_TK = dy_TN w_NK     dw_NK = dy_TN' x_TK
 
@@ -8,15 +7,14 @@ passes over an operand, is that of surokit/nn/products.py and of the kernels beh
 
 - a scale that is known before (delayed scaling) or that one tile decides takes one read of the operand; a scale of the whole
   tensor two; scales of rows and columns two, where both orientations are wanted;
-- an operand whose codes are the same in both orientations is quantized once. Where the GPU computes the product itself, what makes
-  8-bit codes writes those of the transpose too, in rows of their own; else, and in 4 bits, they are turned for the product that
-  contracts the other dimension;
+- an operand whose codes are the same in both orientations is quantized once. Where the GPU computes the product itself, the kernel
+  that makes 8-bit codes writes those of the transpose too; else, and in 4 bits, they are transposed for the product that contracts
+  the other dimension;
 - x is quantized in forward, in both orientations where the weight trains; dy in backward, likewise; the weight in both passes;
 - a product that the GPU does not compute itself is emulated: both operands are decoded into 16 bits and multiplied there;
 - a stored weight is decoded before each product, unless the product takes its codes as they are.
 
-`linear_seconds` is the yardstick for whether a format pays for a layer: planned, never measured. T tokens, K in_features, N
-out_features.
+`linear_seconds` says by planning, never by measuring, whether a format pays for a layer. T tokens, K in_features, N out_features.
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ Pass = Literal["forward", "recompute", "backward", "optimizer"]
 
 @dataclass(frozen=True)
 class Kernel:
-    """A Kernel is one kind of kernel: model FLOPs and bytes of one launch or group of launches, and what kind of product it is.
+    """A Kernel is one kind of kernel: model FLOPs and bytes of one launch or group of launches, and the kind of its product.
 
-    `part` is forward, grad_input or grad_weight for a product; quantize, turn or decode for what comes around it, of the operand
-    `role`: x, w or dy ("" where both are meant).
+    `part` is forward, grad_input or grad_weight for a product; quantize, turn (transpose codes) or decode for a kernel around it,
+    which works on the operand `role`: x, w or dy ("" where both are meant).
     """
 
     step: Pass
@@ -63,8 +61,7 @@ def linear_kernels(
 def linear_seconds(recipe: Any, n: int, k: int, tokens: int, *, trains: bool, gpu: Gpu) -> float:
     """Return the seconds of a layer's kernels on `gpu`, each the larger of FLOPs over its dense peak and bytes over its bandwidth.
 
-    Launches, and the fusion of quantization into other kernels, are left out. Raises ValueError where nobody vouched for the
-    GPU's peak.
+    Launches, and the fusion of quantization into other kernels, are left out. Raises ValueError where the GPU's peak is not known.
     """
     if gpu.plain_tflops is None:
         raise ValueError(f"Nobody vouched for a peak of {gpu.name}: give Gpu({gpu.name!r}, bf16_tflops=...).")
@@ -126,7 +123,7 @@ class _Layer:
         yield Kernel(step, part, flop, read + out * self.width, kind=gemm.kind if native else None)
 
     def _both_ways(self, step: Pass, role: str, q: Any, q_t: Any) -> Iterator[Kernel]:
-        """Yield an operand as one product wants it, and where the weight trains its transpose as another does."""
+        """Yield the kernels that quantize an operand for one product and, where the weight trains, its transpose for another."""
         size, same = self.elements(role), q is not None and q == q_t
         in_rows = same and self._in_rows(q, "grad_weight")
         if self.trains and same and (q.both_in_one_pass or in_rows):
@@ -141,7 +138,7 @@ class _Layer:
                 yield quantize(step, role, q_t, size, self.width)
 
     def _in_rows(self, q: Any, product: str) -> bool:
-        """Return whether codes of a transpose for this product are written in rows of their own by what makes the codes."""
+        """True if the kernel that makes codes for this product writes those of the transpose too."""
         return q.transposable and not q.packed and self._native(self._gemm(product))
 
     def _weight(self, step: Pass, q: Any, *, transposed: bool) -> Iterator[Kernel]:
@@ -163,7 +160,7 @@ class _Layer:
 
 
 def quantize(step: Pass, role: str, q: Any, elements: float, width: int, ways: int = 1) -> Kernel:
-    """Return one operand's codes and scales, in `ways` orientations."""
+    """Return the kernel that makes one operand's codes and scales, in `ways` orientations."""
     reads = _reads(q, ways)
     # a delayed scale's first launch reads the operand only where no amax is in force yet (kernels/triton/delayed.py)
     launches = 2 if q.delayed else reads + _clears(q, ways)
@@ -171,7 +168,7 @@ def quantize(step: Pass, role: str, q: Any, elements: float, width: int, ways: i
 
 
 def _reads(q: Any, ways: int) -> int:
-    """Passes over an operand: a second one where a scale for more than a program's tile must be known first."""
+    """Return the number of passes over an operand: 2 where a scale for more than a program's tile must be known first."""
     match type(q.scaling).__name__:  # the classes are the recipe's side, which the planner does not import
         case "PerTensor":
             return 1 if q.delayed else 2
@@ -191,5 +188,5 @@ def _clears(q: Any, ways: int) -> int:
 
 
 def turn(step: Pass, role: str, q: Any, elements: float) -> Kernel:
-    """Return the transposed copy of codes: read and written once, in their own width."""
+    """Return the kernel that transposes codes, which reads and writes them once, in their own width."""
     return Kernel(step, "turn", 0.0, elements * 2 * q.format.bits / 8, role=role)

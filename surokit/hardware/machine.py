@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def machine_gib() -> float | None:
-    """Return the memory that this process may have, GiB: the machine's, or its control group's limit where that is less; None where
-    the system does not say."""
+    """Return the GiB that this process may have: the machine's, or its control group's limit where that is less; None where the
+    system does not say."""
     try:
         held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not on every system
@@ -20,6 +20,6 @@ def machine_gib() -> float | None:
 
 
 def room_for_decoded(gib: float | None = None) -> float:
-    """Return the bytes that decoded weights may take on a CPU, those of all sessions together: a quarter of the machine's memory,
-    GiB, or of what this process may have."""
+    """Return the bytes that decoded weights of all sessions together may take on a CPU: a quarter of `gib`, the machine's memory,
+    or of the memory that this process may have."""
     return 0.25 * (gib or machine_gib() or 0.0) * 2**30

@@ -1,4 +1,4 @@
-"""Find the rates that a GPU is taken to reach: those that a calibration measured where there is one, else its datasheet's.
+"""Find the rates that a GPU is assumed to reach: those that a calibration measured where there is one, else its datasheet's.
 
 Fused attention reaches less than products do, by a published share of the dense peak: FlashAttention-2, which torch takes, 35 % on
 an H100 (arXiv 2407.08608) and 50 to 73 % on an A100 (arXiv 2307.08691).
@@ -21,12 +21,12 @@ GAP_US = 1.0
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates are what a GPU is taken to reach: TFLOPS of products by kind and of attention, TB/s, and microseconds a launch (None:
-    unknown).
+    """Rates holds the rates that a GPU is assumed to reach: TFLOPS of products by kind and of attention, TB/s, and microseconds a
+    launch (None: unknown).
 
-    `measured` says whether products and bandwidth were calibrated; `ahead` whether the host launches ahead of what computes, as a
-    GPU's does; `how` is where they come from, in words. With `graphs` a launch costs the host nothing. `gap_us` is what the device
-    waits from one kernel to the next.
+    `measured` says whether products and bandwidth were calibrated; `ahead` whether the host launches ahead of the device, as a
+    GPU's does; `how` says in words where they come from. With `graphs` a launch costs the host nothing. `gap_us` is the time that
+    the device waits from one kernel to the next.
     """
 
     products: dict[Kind | None, float]
@@ -44,7 +44,7 @@ class Rates:
 
 
 def rates_of(gpu: Gpu, dtype: str = "bf16") -> Rates | str:
-    """Return what `gpu` is taken to reach in a model of `dtype`, or one sentence on which figure is missing."""
+    """Return the rates that `gpu` is assumed to reach in a model of `dtype`, or a sentence that says which figure is missing."""
     c = gpu.ceilings
     full = dtype in ("fp32", "float32")
     measured = {"BF16": "bf16_tflops", "FP32": "fp32_tflops"}.get("FP32" if full else gpu.plain)
@@ -91,7 +91,7 @@ def rates_of(gpu: Gpu, dtype: str = "bf16") -> Rates | str:
 
 
 def _own_rate(gpu: Gpu, kind: Kind) -> tuple[float | None, bool]:
-    """Return (rate of products of a kind, whether it is its peak times the share of the peak that bf16 was measured to reach).
+    """Return (TFLOPS of products of a kind, True if they are their peak times the share of its peak that bf16 was measured at).
 
     A whole peak beside a measured rate would make a format look faster than it can be.
     """

@@ -478,7 +478,7 @@ class _Model:
 
 
 class Ours(_Model):
-    """Ours replays surokit's own layers: surokit/models/decoder.py and surokit/nn."""
+    """Ours stands for surokit's own layers: surokit/models/decoder.py and surokit/nn."""
 
     def norm(self, x: Value, features: int, *, keep_name: bool = False, heads: int = 1) -> Value:
         buffer = 4.0 * min(self.tokens * features * heads, NORM_ELEMENTS) if self.step.device == "cpu" else 0.0

@@ -18,7 +18,7 @@ _GATED = ("mlp.gate_proj", "mlp.up_proj")
 
 
 class FusedLayers(Ours):
-    """FusedLayers replays surokit/models/decoder.py with a fusion."""
+    """FusedLayers stands for the layers of surokit/models/decoder.py with a fusion."""
 
     def block(self, x: Value, kind: BlockKind) -> Value:
         tape, s = self.tape, self.shape

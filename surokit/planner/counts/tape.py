@@ -59,8 +59,8 @@ class Moment:
 
 
 class Tape:
-    """A Tape replays allocations. `gradients_there` says that weight gradients are added to ones that exist already, `records` that
-    a backward follows."""
+    """A Tape keeps account of allocations. `gradients_there` says that weight gradients are added to ones that exist already,
+    `records` that a backward follows."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ _PLAIN_ATTENTION = {"gemma2": (2, 1), "gpt_oss": (1, 0)}
 
 
 class Theirs(Ours):
-    """Theirs replays transformers' own layers: Llama's, and other families' where they differ."""
+    """Theirs stands for transformers' own layers: Llama's, and other families' where they differ."""
 
     def norm(self, x: Value, features: int, *, keep_name: bool = False, heads: int = 1) -> Value:
         tape, size = self.tape, features * heads

@@ -215,7 +215,7 @@ def _eased(plan: Plan, path: tuple[Remedy, ...], space: Space) -> tuple[Remedy, 
 
 @dataclass(frozen=True)
 class Binding:
-    """A Binding names the largest term of memory or of time, its share of the whole, and a remedy, "" where none is known."""
+    """A Binding holds the largest term of memory or of time, its share of the whole, and a remedy, "" where none is known."""
 
     what: str
     term: str
