@@ -115,8 +115,8 @@ class Gpu:
         return {"BF16": self.bf16_tflops, "FP16": self.fp16_tflops, "FP32": self.fp32_tflops}[self.plain]
 
     def multiplying(self, dtype: str) -> Gpu:
-        """Return the same GPU for a model of this dtype. Without bf16 products its tensor cores multiply fp16, and bf16 counts as
-        fp32."""
+        """Return the GPU with the peak of plain products for a model of this dtype. Without bf16 products its tensor cores multiply
+        fp16, and bf16 counts as fp32."""
         return self if self.has_bf16 else replace(self, plain="FP16" if dtype == "fp16" else "FP32")
 
     def multiplies(self, kind: Kind | None) -> bool:
@@ -163,7 +163,7 @@ class Gpu:
         return (self.fp4_tflops, "FP4") if TENSOR_CORES[kind].bits == 4 else (self.fp8_tflops, "FP8")
 
 
-# what no device reaches, the unit, and what a slip of the unit is most likely off by
+# (a figure that no device reaches, its unit, the likely factor of a figure in a wrong unit), by the end of a field's name
 _LIMITS = {
     "_tflops": (1e8, "TFLOPS", 1e12),
     "_tb_s": (200.0, "TB/s", 1e3),

@@ -1,1 +1,1 @@
-"""A plan beside a measurement, or beside published runs."""
+"""Compare a plan with a measurement, or with published runs."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 CLOSE = 0.10  # a miss under this share is none to speak of
 _SAME = 0.02  # tokens and FLOPs of a step are counted, so they agree but for an incomplete batch
 _IDLE = 0.10
-_MOST_SLACK = 1.0  # what a plan takes as slack; beyond it the prediction itself is wrong
+_MOST_SLACK = 1.0  # the largest slack that a plan accepts; beyond it the prediction itself is wrong
 _LAST = ("bound", "optimistic", "measured")  # rows that a run cannot meet, or nobody expected: below the predictions
 #: Modules of an estimate and of a profile that are compared: a name for both, the estimate's modules, and the ends of the paths of
 #: the profile's modules. The first that fits takes a path; a model's own time, "" here, is its loss (and a fused head).

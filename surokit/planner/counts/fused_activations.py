@@ -44,7 +44,7 @@ class FusedLayers(Ours):
             q, k = self._pair(lambda z, heads: tape.run((z,), self.of(heads * s.head_dim)), q, k)
         elif len(parts) == 1:
             v_bytes = self.of(s.kv_width)
-            # with norms v stays a part of what the product made, which is kept; its gradient is one of its own all the same
+            # with norms v stays a view of the product's output, which is kept; its gradient is a tensor of its own
             shared = v_bytes if s.qk_norm else 0.0
             q, k, v = tape.run_many(
                 parts,

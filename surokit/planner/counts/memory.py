@@ -401,7 +401,8 @@ def _codes(shape: Shape, recipe: Any, setup: Setup, places: tuple[Placement, ...
         turned = product == "grad_input"
         if q is None or (turned and setup.fusion.frozen != "transposed"):
             continue
-        storage = recipe.storage  # whose codes are there; others would cost the memory that storing it saved
+        # the codes of a stored weight are there already; codes of another format would take the memory that storing it saves
+        storage = recipe.storage
         if storage is not None and not (turned and storage.same_codes(q) and storage.transposable):
             continue
         live = gradients(shape, places, base_trains=False) if turned else {}

@@ -150,7 +150,7 @@ class Tape:
         if needs:
             self._seen_weight += weight
         keeps_now = needs and self._records
-        # what is made for backward alone is made without one too, and goes at once
+        # the forward makes tensors for backward even where none follows, and then frees them at once
         self._touch(scratch + extra, kind if kind == LOGITS else PASSING)
         if keeps_now:
             kept = tuple(keeps)
@@ -246,7 +246,7 @@ class Tape:
             self._run_again(step, gradient)
         elif step.lump is not None:
             kept, weight = step.lump
-            # what each of them adds at its fullest lies between the first's and the last's: here only the sums move
+            # their peaks lie between those of the first and the last layer, so only the sums are changed here
             self._add(KEPT, -kept)
             if not self._there:
                 self._add(GRADIENTS, weight * self._share)

@@ -129,7 +129,7 @@ class Step:
         self.again = self.backward and setup.recompute == "full"
         # below a frozen first block nothing wants a gradient: its norm and its skip have none
         self.blind = int(self.backward and not self.base_trains)
-        # what a calibration measured may be a processor, whatever the plan was made for
+        # a calibration may have measured a CPU although the setup is for CUDA
         self.device = "cpu" if gpu.device == "cpu" else setup.device
         self.moves = data_moves(setup.layers, self.width)
         rows = loss_rows(self.tokens, shape.vocab, self.device, self.width, self.places.get("lm_head"))

@@ -77,7 +77,7 @@ class Question:
         return {name: value for name, value in values.items() if value is not None}
 
     def but(self, **changes: Any) -> Question:
-        """Return the same question with other arguments; one that is None gets its default again."""
+        """Return the question with other arguments; an argument that is None gets its default again."""
         defaults: dict[str, Any] = {f.name: f.default for f in fields(self)}
         for name in changes:
             if defaults.get(name, MISSING) is MISSING:
@@ -228,7 +228,7 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
         )
     if q.offload_activations and device == "cpu":
         raise ValueError("offload_activations needs a GPU: leave it out, or give gpu='H100' or the like.")
-    # what trains of the model as it is says nothing of another recipe, or of other dtypes
+    # the parameters that train are those of the model as it is: with another recipe or dtype they are not known
     as_it_is = q.training and subject.own.has(q.recipe) and dtype == read_dtype(subject.dtype)
     trained = subject.own.trained if as_it_is else None
     state_dtype = q.state_dtype or _option(q.optimizer, "state_dtype") or (trained and trained.dtype) or dtype

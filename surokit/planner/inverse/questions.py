@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from surokit.planner.inputs.shape import Shape
     from surokit.planner.planning import Plan
 
-#: Where a search ends: beyond these nothing was ever trained, and an answer would say that the room sets no limit.
+#: The largest numbers that a search tries: nothing larger was ever trained, so the room sets no limit where even these fit.
 _MOST = {"batch": 10**9, "length": 10**9, "layers": 1024, "parameters": 10**14}
 _MOST_GPUS = 10**7
 # arguments.parameters takes nothing smaller for a model
