@@ -1,4 +1,4 @@
-"""`sk.Live`: the panel around a training loop that is not ours.
+"""`sk.Live` shows a panel around a training loop that is not ours.
 
     with sk.Live("my model", total=1000) as live:
         for batch in loader:
@@ -50,9 +50,9 @@ EMPTY_STEPS = 5  # in a row, in which no label counts
 
 
 class LoopControl(RunControl):
-    """What is asked of a loop, from any thread or by a file, until the loop looks. A panel's buttons call it.
+    """A LoopControl keeps what is asked of a loop, from any thread or by a file, until the loop looks. A panel's buttons call it.
 
-    What the loop has never looked for cannot be done: RuntimeError says which line it takes, and it stays asked for.
+    What the loop has never looked for cannot be done: RuntimeError names the line that the loop needs, and the request stays.
     """
 
     def __init__(self, live: Live) -> None:
@@ -82,7 +82,7 @@ class LoopControl(RunControl):
     # -- for the loop
 
     def again(self) -> None:
-        """Another loop begins."""
+        """Begin another loop."""
         self.end()
         self.begin()
 
@@ -91,7 +91,7 @@ class LoopControl(RunControl):
         return bool(self._reason)
 
     def save_wanted(self) -> bool:
-        """Return True once for each time it was asked."""
+        """Return True once for each checkpoint that was asked for."""
         self._look_for(SAVE)
         return self.take_save()
 
@@ -112,7 +112,7 @@ class LoopControl(RunControl):
 
 
 class Live:
-    """A live panel that is fed by hand, and the numbers it was given.
+    """A Live is a panel that is fed by hand; it keeps the numbers that it was given.
 
     title: first words of the panel. every: shortest time between two pictures, in seconds. total: number of steps
     planned, for progress and time left. usd_per_gpu_hour: what a GPU costs, for dollars so far; never assumed. run_dir: folder for
@@ -192,7 +192,7 @@ class Live:
         targets: float | torch.Tensor | None = None,
         **more: float | torch.Tensor | None,
     ) -> None:
-        """One step's numbers: floats, or tensors of one element on any device; None is left out. Never waits.
+        """Log one step's numbers: floats, or tensors of one element on any device; None is left out. Never waits.
 
         step: its number, by default one more than the last. The same number again adds to that step, after the end too, as an
         evaluation does (which then waits for its value). tokens: trained on in this step. targets: how many of its labels count,
@@ -239,7 +239,7 @@ class Live:
 
     @property
     def stop_asked(self) -> bool:
-        """Return whether the loop shall end: `if live.stop_asked: break`. Asked by a button, `control.stop()` or a file
+        """Return whether the loop shall end: `if live.stop_asked: break`. It is asked by a button, `control.stop()` or a file
         `run_dir`/stop."""
         return self.control.stop_wanted()
 
@@ -249,14 +249,14 @@ class Live:
         return self.control.save_wanted()
 
     def wait_while_paused(self) -> None:
-        """Returns at once, or once a pause is over that a button, `control.pause()` or a file "pause" in `run_dir` asked for.
+        """Wait while the loop is paused, by a button, `control.pause()` or a file "pause" in `run_dir`; else return at once.
 
-        The time between is no step's. `stop_asked` ends it too.
+        The wait counts as no step's time. A stop ends it too.
         """
         self.control.wait_while_paused()
 
     def _tell_pause(self, paused: bool) -> None:
-        """The loop waits, with all that it has logged told and written, or goes on."""
+        """Show that the loop waits, once all that it has logged is told and written, or that it goes on."""
         if paused:
             self._paused_at_s = self._clock()
             self._drain(wait=True)
@@ -268,7 +268,7 @@ class Live:
         self._beat("paused" if paused else "running")
 
     def note(self, text: str) -> None:
-        """Puts a word of yours beside the step that was logged last: on the panel and, with a `run_dir`, in run.json."""
+        """Put a word of yours beside the step that was logged last: on the panel and, with a `run_dir`, in run.json."""
         self._panel.on_note(self._step, text)
         self._beat(now=True)
 
@@ -333,7 +333,7 @@ class Live:
         self._panel.tick()
 
     def _arrived(self, row: dict[str, float], news: dict[str, float]) -> None:
-        """Passes on what has come of a step, whose row has it already."""
+        """Pass on what has come of a step, whose row has it already."""
         if row.get("targets") == 0:  # said now, or earlier of the same step
             for values in (row, news):
                 values.pop("loss", None)
@@ -354,13 +354,13 @@ class Live:
             self._records.update(int(news["step"]), **values)
 
     def _find_device(self) -> None:
-        """By now a loop on a GPU has touched it, and asking wakes none that it leaves alone."""
+        """Find the loop's device: by now a loop on a GPU has touched it, and asking wakes none that it leaves alone."""
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         self.info = replace(self.info, device=device_name(device), gpus=gpus_of(device))
         self._panel.on_info(self.info)
 
     def _beat(self, state: str | None = None, now: bool = False) -> None:
-        """Into run.json: a new state at once, a sign of life at most every two seconds."""
+        """Write run.json: a new state at once, a sign of life at most every two seconds or `now`."""
         if self._status is None:
             return
         seconds = time.monotonic()
@@ -396,14 +396,14 @@ class Live:
 
 
 def ending_of(error: BaseException) -> str:
-    """Return what the panel says of a loop that `error` ended."""
+    """Return the reason that the panel shows for a loop that `error` ended."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return f"failed: {type(error).__name__}: {error}"
 
 
 def count_targets(count: torch.Tensor | None, labels: Any) -> torch.Tensor | None:
-    """Adds to `count` how many of `labels` are not -100, on their device; leaves it as it was where these are no class labels.
+    """Return `count` plus the number of `labels` that are not -100, on their device; `count` itself if these are no class labels.
 
     A causal model also leaves out the first column. Whether the user's model does is not known here.
     """

@@ -1,6 +1,6 @@
-"""Recipes raced on one device: in turns, with equal work enforced, and figures that say how far they can be trusted.
+"""Recipes are raced on one device: in turns, with equal work enforced, and figures that say how far they can be trusted.
 
-start.py          race() and Race: from what a user gives to a race that has been run, and the way to go on
+start.py          race() and Race: a race is made from what a user gives, run, and gone on with
 entries.py        the sessions of a race, all from the same weights, data and settings
 comparability.py  whether they do the same work
 scheduler.py      whose turn it is, and what is asked of a race meanwhile

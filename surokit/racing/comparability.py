@@ -1,4 +1,5 @@
-"""Equal work: what two runs have to share so that their speeds and losses may be compared, and every difference in a sentence.
+"""This module checks for equal work: what two runs must share before their speeds and losses may be compared. Every difference
+is put in a sentence.
 
 Only the recipe may differ, which is the question. Whatever else does is refused by name, unless it is allowed by that name; then
 the table says so. What is compared before the first step stands in `Work`; tokens a step and the batches themselves are compared
@@ -29,8 +30,11 @@ _FACTORS = (*range(200), *range(200, 5000, 100), 10_000, 100_000)  # steps at wh
 
 @dataclass(frozen=True)
 class Work:
-    """What a session is about to do in each step. weights: a digest of what it trains, before the first step. frozen: digests of
-    what it does not, by parameter and how that is stored: only what two models store alike can be compared."""
+    """A Work describes what a session is about to do in each step.
+
+    weights: a digest of what it trains, before the first step. frozen: digests of what it does not train, by parameter and how
+    that is stored: only what two models store alike can be compared.
+    """
 
     device: str
     model: str
@@ -56,7 +60,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that a run and the baseline do not share. name: how `allow` calls it."""
+    """A Difference is one thing that a run and the baseline do not share. name: the one that `allow` takes."""
 
     name: str
     text: str
@@ -112,7 +116,7 @@ class UnequalWork(ValueError):
 
 
 def work_of(session: Session) -> Work:
-    """Return what is there to compare before a step is done; waits for the device."""
+    """Return what can be compared of a session before it makes a step; waits for the device."""
     trained = [p for p in session.model.parameters() if p.requires_grad]
     fusion = fusion_of(session.model)
     config = getattr(session.model, "config", None)
@@ -143,7 +147,7 @@ def work_of(session: Session) -> Work:
 
 
 def differences(name: str, own: Work, base_name: str, base: Work) -> list[Difference]:
-    """Everything in which `own` differs from the baseline's work."""
+    """Return everything in which `own` differs from the baseline's work."""
     found = []
     for field in fields(Work):
         a, b = getattr(own, field.name), getattr(base, field.name)
@@ -168,7 +172,7 @@ def differences(name: str, own: Work, base_name: str, base: Work) -> list[Differ
 
 
 def not_as_before(name: str, own: Work, before: Mapping[str, Any]) -> list[Difference]:
-    """Return weights and data that are not those of a saved race."""
+    """Return the differences of weights and data from those of a saved race."""
     now = work_to_dict(own)
     return [
         difference(what, name, now[what], f"{name} in the saved race", before.get(what))
@@ -183,7 +187,7 @@ def difference(what: str, name: str, own: Any, base_name: str, base: Any) -> Dif
 
 
 def check_allowed(allow: Iterable[str]) -> tuple[str, ...]:
-    """Raise ValueError for a name that no difference has."""
+    """Return the allowed names as a tuple; ValueError for a name that no difference has."""
     if isinstance(allow, str):
         allow = (allow,)
     names = tuple(allow)
@@ -193,14 +197,14 @@ def check_allowed(allow: Iterable[str]) -> tuple[str, ...]:
 
 
 def refuse(found: Sequence[Difference], allow: Sequence[str]) -> list[str]:
-    """Raises UnequalWork for what is not allowed; what is comes back as sentences for the table."""
+    """Raise UnequalWork for differences that are not allowed; return the others as sentences for the table."""
     if refused := [d for d in found if d.name not in allow]:
         raise UnequalWork(refused)
     return [d.text for d in found]
 
 
 def work_to_dict(work: Work) -> dict[str, Any]:
-    """As it is kept in a folder: one digest of all that is frozen."""
+    """Return the work as a folder keeps it: with one digest of all that is frozen."""
     kept = {name: value for name, value in asdict(work).items() if name != "schedule"}
     return kept | {"frozen": hashlib.blake2b(repr(sorted(work.frozen.items())).encode(), digest_size=4).hexdigest()}
 
@@ -209,21 +213,21 @@ def work_to_dict(work: Work) -> dict[str, Any]:
 
 
 class Order:
-    """The batches that runs get, by digest, compared step by step with those of whoever was there first.
+    """An Order keeps digests of the batches that runs get: each step is compared with that of the run that came to it first.
 
     A batch on the device is looked at in the first `looks` steps of each run only, because that waits.
     """
 
     def __init__(self, looks: int) -> None:
         self.looks = looks
-        self._seen: dict[int, tuple[str, str, int]] = {}  # step -> who was there first, digest and tokens
+        self._seen: dict[int, tuple[str, str, int]] = {}  # step -> the run that came to it first, digest and tokens
         self._own: dict[str, dict[int, tuple[str, int]]] = {}
         self._looked: dict[str, int] = {}  # steps
         self.combined: dict[str, str] = {}  # a digest of all batches so far
 
     @contextmanager
     def following(self, name: str, session: Session) -> Iterator[None]:
-        """While it lasts, what the session draws is noted; a step that did not happen draws its batches again."""
+        """Note the batches that the session draws in the block; a step that did not happen draws its batches again."""
 
         def note(batches: Sequence[Batch]) -> None:
             for batch in batches:
@@ -242,7 +246,7 @@ class Order:
             stream.on_draw = None
 
     def check(self, name: str, done: int) -> list[Difference]:
-        """After a turn, up to step `done`: where the batches differ from those of another run, at the first step that does."""
+        """Return how the batches of a turn, up to step `done`, differ from another run's, at the first step where they do."""
         found: list[Difference] = []
         for step, (digest, tokens) in sorted(self._own.pop(name, {}).items()):
             if step > done:
@@ -259,7 +263,7 @@ class Order:
         return found
 
     def forget(self, before: int) -> None:
-        """What lies behind all runs is not needed any more."""
+        """Forget the steps up to `before`, which every run has made."""
         for step in [step for step in self._seen if step <= before]:
             del self._seen[step]
 
@@ -312,7 +316,7 @@ def _name(meter: Any) -> str:
 
 
 def optimizer_words(optimizer: torch.optim.Optimizer, rates: Sequence[float]) -> str:
-    """Return class and options, of every kind of group once. rates: of the groups, as they began."""
+    """Return the optimizer's class and its groups' options, equal groups once. rates: learning rates of the groups at the start."""
     own = {name: getattr(optimizer, name) for name in ("state_dtype", "rounding", "seed") if hasattr(optimizer, name)}
     own |= getattr(
         optimizer, "settings", {}
@@ -327,8 +331,7 @@ def optimizer_words(optimizer: torch.optim.Optimizer, rates: Sequence[float]) ->
 
 
 def _options_that_differ(own: str, base: str) -> str:
-    """Return "lr: 0.001 against 0.002" of two `optimizer_words`; "" where the optimizers, or their numbers of groups, are
-    others."""
+    """Return how two `optimizer_words` differ, such as "lr: 0.001 against 0.002"; "" if their classes or numbers of groups do."""
     (kind, groups), (base_kind, base_groups) = (
         (kind, rest.removesuffix(")").split("; ")) for kind, _, rest in (words.partition("(") for words in (own, base))
     )

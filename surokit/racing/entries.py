@@ -1,4 +1,5 @@
-"""The sessions of a race, from recipes or as given: every one from the same weights, data and settings, and the baseline twice."""
+"""This module builds the sessions of a race, from recipes or as given: all from the same weights, data and settings, and the
+baseline twice."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ Made = Callable[[str, Session], None]
 
 @dataclass(frozen=True)
 class Grid:
-    """Who races: names in order, the baseline first, its twin (A/A control) last if there is one."""
+    """A Grid says who races: names in order, the baseline first, its twin (A/A control) last if there is one."""
 
     entries: Mapping[str, Entry]
     twin: str | None
@@ -43,7 +44,7 @@ class Grid:
 
 
 def grid(entries: Any, control: bool) -> Grid:
-    """Return names and recipes of what was given. ValueError or TypeError for what is no entry."""
+    """Return the Grid of the entries that were given. ValueError or TypeError for what is no entry."""
     if isinstance(entries, Recipe | str | Session):
         entries = [entries]
     if isinstance(entries, Mapping):
@@ -86,7 +87,7 @@ def grid(entries: Any, control: bool) -> Grid:
 
 
 def folder_of(name: str) -> str:
-    """Return a name as a folder's."""
+    """Return the name of a run's folder: its own, with what a file system may refuse replaced."""
     return re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "run"
 
 
@@ -107,18 +108,18 @@ def fresh_model(source: Source) -> nn.Module:
 
 
 def own_data(source: Iterable[Batch]) -> Iterable[Batch]:
-    """Return the source as one more run reads it: a copy, where its order is drawn from a generator of its own or it keeps its
-    position, and it makes no reader for each by itself (`fork`, as ours does)."""
+    """Return the data source for one more run: a copy where the source draws its order from a generator of its own or keeps its
+    position, unless it makes a reader for each run itself (`fork`, as ours does)."""
     keeps = hasattr(source, "load_state_dict") or isinstance(getattr(source, "generator", None), torch.Generator)
     return copy.deepcopy(source) if keeps and not hasattr(source, "fork") else source
 
 
 @dataclass(frozen=True)
 class Builder:
-    """Makes the sessions of a grid one after the other.
+    """A Builder makes the sessions of a grid one after the other.
 
     model, data, settings: for entries that are recipes. together: whether all stay on the device; None: if they fit. run_dir:
-    where each gets a folder.
+    where each session gets a folder.
     """
 
     grid: Grid
@@ -143,8 +144,11 @@ class Builder:
             )
 
     def build(self, made: Made, started: Made) -> tuple[dict[str, Session], Parking, bool]:
-        """Return the sessions, where they park, and whether all stay. `made` is called with each as soon as it is there, `started`
-        when it shall make its first step; where all stay, that is when all are there."""
+        """Build the sessions; return them, where they park, and whether all stay on the device.
+
+        `made` is called with each session as soon as it is there, `started` when it shall make its first step; where all stay,
+        that is when all are there.
+        """
         together = self.together
         if together is not False:
             sessions: dict[str, Session] = {}
@@ -165,7 +169,7 @@ class Builder:
         return self._build_parked(made, started)
 
     def _build_parked(self, made: Made, started: Made) -> tuple[dict[str, Session], Parking, bool]:
-        """Each makes its first step before the next is there, which then finds memories as they stay."""
+        """Build sessions that park: each makes its first step before the next is built, which then finds memories as they stay."""
         sessions: dict[str, Session] = {}
         parking = Parking(sessions)
         for name in self.grid.names:

@@ -1,5 +1,5 @@
-"""A race as a folder that another person can read, and run again: race.json, a records.jsonl of each run, rerun.py; and turn.json,
-how it stands just now.
+"""This module writes and reads a race as a folder that another person can read, and run again: race.json, a records.jsonl of
+each run, rerun.py; and turn.json, how the race stands just now.
 
 race.json holds the settings, the environment, and of each run its recipe, its work, every turn as it was timed, the prediction and
 the held-out losses: all that the table is computed from. Models and data are not in it; digests of both are, so that a rerun says
@@ -33,7 +33,7 @@ _KEPT = ("accumulate", "seed", "control", "turn_s", "target_loss", "usd_per_gpu_
 
 
 def write(race: RaceResult, where: Path) -> Path:
-    """Return the folder, with what is there replaced file by file."""
+    """Write the race into the folder `where`, replacing what is there file by file; return the folder."""
     make_folder(where, "folder of the race")
     for name, run in race.runs.items():
         own = where / folder_of(name)
@@ -59,26 +59,26 @@ def write(race: RaceResult, where: Path) -> Path:
 
 
 def tell_turn(where: Path, runs: Iterable[str], state: str, round: int, turn: str) -> None:
-    """turn.json: how a race stands that goes on, for `surokit.watch`; a disk that does not take it is no reason to stop."""
+    """Write turn.json, how a race that goes on stands, for `surokit.watch`; a disk that does not take it is no reason to stop."""
     said = {"runs": {name: folder_of(name) for name in runs}, "state": state, "round": round, "turn": turn}
     with suppress(OSError):
         _replace(where / TURN, json.dumps(said))
 
 
 def _replace(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Replace a file's text, whole or not at all."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
 
 
 def _table(race: RaceResult) -> list[str]:
-    """For readers of the file; a loaded race computes its own."""
+    """Return the table for people who read the file; a loaded race computes its own."""
     return race.text().splitlines()
 
 
 def read(kind: type[R], where: Path) -> R:
-    """Returns the race of a folder. FileNotFoundError or ValueError where there is none."""
+    """Read the race of a folder. FileNotFoundError or ValueError where there is none."""
     path = where / "race.json"
     if not path.is_file():
         raise FileNotFoundError(f"{where} holds no race: there is no race.json in it, which race.save() writes.")
@@ -107,7 +107,7 @@ def read(kind: type[R], where: Path) -> R:
 
 
 def arguments_of(race: RaceResult, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `race` that run the same race again, with `changes`; all but its model and data.
+    """Return the arguments of `race` that run the same race again, with `changes`; all but its model and data.
 
     ValueError where the folder does not hold one of them and `changes` does not give it.
     """
@@ -142,13 +142,13 @@ def arguments_of(race: RaceResult, changes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _turn_s(race: RaceResult) -> float | None:
-    """About as long as the turns were."""
+    """Return the median time of the turns; None where there are none."""
     seconds = sorted(turn.seconds for run in race.runs.values() for turn in run.whole_turns)
     return seconds[len(seconds) // 2] if seconds else None
 
 
 def script(race: RaceResult) -> str:
-    """Return rerun.py: the exact command where there was one, else what to fill in."""
+    """Return the text of rerun.py: the exact command where there was one, else a script to fill in."""
     if race.command:
         return _command_again(race.command)
     work = race.runs[race.baseline].work
@@ -165,8 +165,8 @@ def script(race: RaceResult) -> str:
 
 
 def _command_again(command: list[str]) -> str:
-    """It can be started anywhere, writes beside the folder that it lies in (Session's rule for one that is taken), and a picture
-    under a name that is free."""
+    """Return a script that gives the command again. It can be started anywhere, writes beside the folder that it lies in (Session's
+    rule for one that is taken), and a picture under a name that is free."""
     rest, pictures = _without(command, "--plot")
     rest, _ = _without(rest, "--run-dir")
     words = textwrap.wrap(" ".join(["surokit", *command]), 110, break_long_words=False, break_on_hyphens=False)
@@ -203,7 +203,7 @@ def _one_line(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a setting as JSON has it; of anything else its name."""
+    """Return a setting as JSON can hold it: what it cannot is told by its repr."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple) and not value:
@@ -212,7 +212,7 @@ def plain(value: Any) -> Any:
 
 
 def optimizer_to_dict(optimizer: Any) -> dict[str, Any]:
-    """Return a specification of ours as data; any other by its name."""
+    """Return a specification of one of our optimizers as data; anything else by its name."""
     if isinstance(optimizer, Spec) and is_ours(optimizer.optimizer):
         return spec_to_dict(optimizer, None)  # type: ignore[arg-type]  # that one is asked for a name only
     return {"name": getattr(optimizer, "__name__", repr(optimizer)), "custom": True}

@@ -1,9 +1,9 @@
-"""Models that take turns on a device they do not fit on together: what a session holds there waits on the host between its turns.
+"""Models take turns on a device on which they do not fit together: what a session holds there waits on the host between its turns.
 
-Parked are the memories (storages) of parameters, buffers, optimizer state and delayed scales: copied into pinned host memory, then
+The memories (storages) of parameters, buffers, optimizer state and delayed scales are parked: copied into pinned host memory, then
 given back to the allocator; the tensors stay the objects they are, so that views, tied weights and whoever holds them see no
-difference. Coming back, every memory gets its bytes again. So no number changes; addresses do, and CUDA graphs, which rest on them,
-would have to be recorded anew each turn: a race that parks does without.
+difference. When a session comes back, every memory gets its bytes again. So no number changes; addresses do, and CUDA graphs, which
+rest on them, would have to be recorded anew each turn: a race that parks does without.
 
 Frozen weights that two sessions hold with the same bits are held once (`share_frozen`), and such memory is never parked. What an
 offloading optimizer has on the host stays there; between turns nobody works on it.
@@ -29,8 +29,8 @@ SHARE_OF_DEVICE = (
 
 
 class Parking:
-    """The sessions of a race, of which `bring` has one on its device and parks the others; `sessions` may gain entries later.
-    `Parking({})` parks nothing."""
+    """A Parking holds the sessions of a race: `bring` has one on its device and parks the others; `sessions` may gain entries
+    later. `Parking({})` parks nothing."""
 
     def __init__(self, sessions: Mapping[str, Session]) -> None:
         self._sessions = sessions
@@ -42,7 +42,7 @@ class Parking:
         return tuple(self._host)
 
     def bring(self, name: str) -> None:
-        """This session is on its device afterwards, and no other is. Waits for the device."""
+        """Bring this session to its device, and park all others. Waits for the device."""
         for other, session in self._sessions.items():
             if other != name and other not in self._host:
                 self._park(other, session)
@@ -80,7 +80,7 @@ class Parking:
 
 
 def tensors_of(session: Session) -> Iterator[Tensor]:
-    """Everything that stays on the device between two steps: parameters, buffers, optimizer state, delayed scales."""
+    """Yield everything that stays on the device between two steps: parameters, buffers, optimizer state, delayed scales."""
     yield from session.model.parameters()
     yield from session.model.buffers()
     for state in session.optimizer.state.values():
@@ -89,7 +89,7 @@ def tensors_of(session: Session) -> Iterator[Tensor]:
 
 
 def storages_of(session: Session) -> dict[int, Storage]:
-    """Return the memories of these on the session's device, each once."""
+    """Return the memories of a session's tensors on its device, each once."""
     found: dict[int, Storage] = {}
     for tensor in tensors_of(session):
         if tensor.device == session.device and type(tensor) in (Tensor, nn.Parameter):
@@ -99,8 +99,8 @@ def storages_of(session: Session) -> dict[int, Storage]:
 
 
 def bytes_of(sessions: Iterable[Session], planned: bool = True) -> int:
-    """Return bytes on the device, what is shared counted once. planned: with gradients, and two moments where there are none yet,
-    unless the optimizer keeps them on the host."""
+    """Return the sessions' bytes on the device, what is shared counted once. planned: with gradients, and two moments where there
+    are none yet, unless the optimizer keeps them on the host."""
     memories: dict[int, int] = {}
     later = 0
     for session in sessions:
@@ -121,7 +121,7 @@ def fits(sessions: Sequence[Session]) -> bool:
 
 @torch.no_grad()
 def share_frozen(session: Session, others: Iterable[Session]) -> int:
-    """Lets frozen parameters take the memory of another session's that have the same name, kind and bits; bytes that are saved.
+    """Let frozen parameters take the memory of another session's with the same name, kind and bits; return the bytes saved.
 
     Nobody writes a frozen weight, so all compute as before. Looks at bits only where the memory is not shared yet.
     """
@@ -152,7 +152,7 @@ def _as_bytes(storage: Storage) -> Tensor:
 
 
 def _host_memory(storage: Storage) -> Tensor:
-    """Pinned, where there is a device to copy from and memory to pin; else ordinary."""
+    """Return host memory for a storage: pinned, where there is a device to copy from and memory to pin; else ordinary."""
     if storage.device.type != "cuda":
         return torch.empty(storage.nbytes(), dtype=torch.uint8)
     try:

@@ -24,7 +24,7 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Row:
-    """One run's figures; None or nan where there is nothing to say. Times are the run's own (`Run.warm_seconds`).
+    """A Row holds one run's figures; None or nan where there is nothing to say. Times are the run's own (`Run.warm_seconds`).
 
     loss: smoothed, after the last step. loss_at: smoothed, when `at_s` of its own time had passed, which is as long as every run
     has. loss_hour: after an hour of its own time, where it ran that long. to_target: (steps, tokens, seconds, USD).
@@ -51,7 +51,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The whole result: rows in the order of the entries (the baseline first, its twin last), and what it rests on."""
+    """An Outcome holds the whole result: rows in the order of the entries (the baseline first, its twin last), and what it rests
+    on."""
 
     rows: tuple[Row, ...]
     rounds: int
@@ -72,7 +73,7 @@ class Outcome:
         return None if self.control is None or not self.control.known else self.control.holds(1.0)
 
     def control_words(self) -> str:
-        """Says how far the ratios can be trusted: by the number of rounds, and by the A/A control."""
+        """Say how far the ratios can be trusted: by the number of rounds, and by the A/A control."""
         if self.rounds < ROUNDS:
             few = (
                 f"{counted(self.rounds, 'round')} of turns {'is' if self.rounds == 1 else 'are'} too few to trust a ratio (an "
@@ -101,7 +102,7 @@ def outcome(
     usd_per_hour: float | None = None,
     seed: int = 0,
 ) -> Outcome:
-    """Computes the figures of the runs so far; nan or None where a run has had no turn yet."""
+    """Compute the figures of the runs so far; nan or None where a run has had no turn yet."""
     names = list(runs)
     rounds = rounds_of(list(runs.values()))
     rates = {name: [turn.rate for turn in _of_rounds(runs[name], rounds)] for name in names}
@@ -169,7 +170,7 @@ def _at(mean: Floats, seconds: Floats, at_s: float) -> float:
 
 
 def _idle(run: Run) -> float:
-    """Return idle share of the step time, over the steps that were timed; at least."""
+    """Return a lower bound of the idle share of the step time, over the steps that were timed."""
     step, wall, idle = run.steps["step"], run.steps["wall_ms"], run.steps["idle_frac"]
     timed = np.zeros(len(step), bool)
     for turn in run.turns:
@@ -208,7 +209,7 @@ COLUMNS = {
 
 
 def record_of(row: Row) -> dict[str, Any]:
-    """Return a row with the columns of the table; None where there is nothing."""
+    """Return a row as a dict with the columns of the table; None where there is nothing."""
     matched = row.matched or Interval(math.nan, math.nan, math.nan)
     steps, tokens, seconds, usd = row.to_target or (None, None, None, None)
     return {

@@ -1,4 +1,4 @@
-"""The picture of a race, with matplotlib: loss against steps, tokens, own time or dollars; and each turn's speed beside it."""
+"""This module draws a race with matplotlib: loss against steps, tokens, own time or dollars; and each turn's speed beside it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def plot(race: RaceResult, x: str) -> Figure:
 
 
 def _say(axes: Any, words: str) -> None:
-    """Writes what is missing into the lower left corner of a picture, where a falling loss leaves room."""
+    """Write what is missing into the lower left corner of a picture, where a falling loss leaves room."""
     axes.text(0.02, 0.03, words, transform=axes.transAxes, va="bottom", color=_SOFT, fontsize=9)
 
 
@@ -115,7 +115,7 @@ def _along(run: Run, x: str, size: float, price: float | None) -> Floats:
 
 
 def _turns(race: RaceResult, runs: Mapping[str, Run], found: Outcome, axes: Any, drawn: list[str]) -> None:
-    """Draws every round's ratio as a dot, its mean and interval at the right; the twin in grey."""
+    """Draw every round's ratio as a dot, its mean and interval at the right; the twin in grey."""
     rounds = rounds_of(list(runs.values()))
     base = {turn.round: turn.rate for turn in runs[race.baseline].whole_turns}
     axes.axhline(1.0, color=PALETTE_LIGHT[0], linewidth=4.5, alpha=0.45)

@@ -1,4 +1,5 @@
-"""How much faster a recipe is expected to be than the baseline, so that a measured gain can be understood: why 1.1 x and not 2 x.
+"""This module predicts how much faster a recipe is than the baseline, so that a measured gain can be understood: why 1.1 x and
+not 2 x.
 
     ratio = 1 / (1 - share + share / products + quantization)
 
@@ -45,7 +46,8 @@ _REPEATS = 3  # at least
 
 
 class Shares:
-    """What the baseline's profile says: how much of a step goes into matrix products. Read it after the with block."""
+    """A Shares object keeps what the baseline's profile says: how much of a step goes into matrix products. Read it after the with
+    block."""
 
     def __init__(self) -> None:
         self.why = "no step of the baseline was profiled"
@@ -55,7 +57,7 @@ class Shares:
 
     @contextmanager
     def of(self, steps: int) -> Iterator[None]:
-        """Profiles the block, which makes so many steps, the first of them for the profiler's own warm-up."""
+        """Profile the block, which makes `steps` steps, the first of them for the profiler's own warm-up."""
         with profile(steps=max(1, steps - 1), warmup=min(1, steps - 1), sample=False) as found:
             yield
         try:
@@ -87,8 +89,8 @@ def _is_product(name: str, kernel: bool) -> bool:
 
 
 class Layers:
-    """The linear layers of a model: what kind each is, its FLOPs, and how long each kind takes with so many tokens, measured when
-    it is asked for. bring: called before, to have the model on its device."""
+    """A Layers object describes the linear layers of a model: what kind each is, its FLOPs, and how long each kind takes with
+    `tokens` tokens, measured when it is asked for. bring: called before, to have the model on its device."""
 
     def __init__(self, model: nn.Module, tokens: int, bring: Callable[[], object] = lambda: None) -> None:
         self._layers = dict(linear_layers(model))
@@ -99,7 +101,7 @@ class Layers:
         self.flops = {name: _flops(layer) for name, layer in self._layers.items()}
 
     def seconds(self, names: Iterable[str]) -> tuple[float, float]:
-        """Of the layers of these names together: forward and backward, and quantizing their operands alone."""
+        """Return the seconds of the named layers together: of forward and backward, and of quantizing their operands alone."""
         self._bring()
         total = quantizing = 0.0
         for name in names:
@@ -112,7 +114,7 @@ class Layers:
 
 
 def predict(own: Layers, base: Layers, shares: Shares, step_s: float, parts: int = 1) -> Prediction:
-    """Return the gain of one model over the baseline, whose step takes `step_s` in so many micro-batches; both are left as they
+    """Predict the gain of one model over the baseline, whose step takes `step_s` in `parts` micro-batches; both are left as they
     are."""
     products = shares.products(step_s)
     if products is None:
@@ -135,7 +137,7 @@ def _shape(layer: nn.Linear) -> tuple[int, int]:
 
 
 def _kind(layer: nn.Linear) -> Any:
-    """Return what its time depends on, besides the number of tokens."""
+    """Return what a layer's time depends on, besides the number of tokens."""
     if not isinstance(layer, Linear):
         return _shape(layer), layer.weight.requires_grad, None, None, 0, False
     recipe = layer.precision.recipe if layer.precision is not None else None
@@ -144,13 +146,14 @@ def _kind(layer: nn.Linear) -> Any:
 
 
 def _flops(layer: nn.Linear) -> int:
-    """Of forward and backward, a token: 2 a multiply-add; the weight's gradient only where it trains. With an adapter's own."""
+    """Return the FLOPs of forward and backward for each token, 2 a multiply-add: the weight's gradient only if it trains, and an
+    adapter's own with them."""
     adapter = 6 * layer.lora_rank * (layer.in_features + layer.out_features) if isinstance(layer, Linear) else 0
     return (6 if layer.weight.requires_grad else 4) * layer.in_features * layer.out_features + adapter
 
 
 def _layer_seconds(layer: nn.Linear, tokens: int) -> float:
-    """Return forward and backward of a copy, whatever it trains."""
+    """Return the seconds of forward and backward of a copy of the layer, whatever it trains."""
     sample = copy.deepcopy(layer).train()
     for parameter in sample.parameters():
         parameter.grad = None
@@ -166,7 +169,7 @@ def _layer_seconds(layer: nn.Linear, tokens: int) -> float:
 
 
 def _quantize_seconds(layer: nn.Linear, tokens: int) -> float:
-    """Each operand of the layer's products quantized alone, in every orientation that a product needs."""
+    """Return the seconds of quantizing each operand of the layer's products alone, in every orientation that a product needs."""
     if not isinstance(layer, Linear) or layer.precision is None:
         return 0.0
     total = 0.0
@@ -180,7 +183,7 @@ def _quantize_seconds(layer: nn.Linear, tokens: int) -> float:
 
 
 def _quantizers(recipe: Recipe, trains: bool) -> Iterator[list[Quantizer]]:
-    """Of x, w and dy: one for each orientation, unless the codes of one can be turned into the other's."""
+    """Yield the quantizers of x, w and dy: one for each orientation, unless the codes of one can be turned into the other's."""
     forward, grad_input, grad_weight = recipe.gemms
     roles = (
         (forward.a, grad_weight.b if trains else None),
@@ -200,7 +203,7 @@ def _random(rows: int, columns: int, layer: nn.Linear) -> Tensor:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median of repeated calls, each waited for; on CUDA of a graph of the call, where it can be one."""
+    """Return the median time of repeated calls, each waited for; on CUDA of a graph of the call, if it can be captured."""
     if device.type == "cuda":
         work = _as_graph(work)
     taken: list[float] = []
@@ -216,8 +219,8 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _as_graph(work: Callable[[], object]) -> Callable[[], object]:
-    """Return a replay of what the work launches, which takes the time that it takes within a step; the work itself if it waits for
-    the device. Runs it a few times before, for what is made or tuned on first use."""
+    """Return a replay of what the work launches, which takes as long as it does within a step; the work itself if it cannot be
+    captured because it waits for the device. Runs it a few times before, for what is made or tuned on first use."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

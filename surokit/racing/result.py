@@ -1,4 +1,4 @@
-"""RaceResult: what happened in a race so far, and what follows from it. It knows nothing of what makes a race go on."""
+"""A RaceResult holds what happened in a race so far, and what follows from it. It knows nothing of what makes a race go on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SO_FAR = ("run", "steps", "last loss")
 
 
 class RaceResult:
-    """What happened in a race so far, and the figures, tables and pictures that follow from it.
+    """A RaceResult holds what happened in a race so far, and the figures, tables and pictures that follow from it.
 
     runs: every run's turns, steps and losses by name. reason: why the race ended last, "" while it goes on.
     """
@@ -70,7 +70,7 @@ class RaceResult:
 
     @property
     def outcome(self) -> Outcome:
-        """All figures as values. ValueError before every run has had a turn."""
+        """Return all figures as values. ValueError before every run has had a turn."""
         runs = self.runs
         if not runs or any(not run.turns for run in runs.values()):
             raise ValueError(
@@ -99,7 +99,7 @@ class RaceResult:
         )
 
     def words(self) -> list[str]:
-        """Return what has to be said beside the table, a sentence each: how it was raced, what may be trusted, what differs."""
+        """Return the sentences that belong beside the table: how it was raced, what may be trusted, what differs."""
         found = self.outcome
         first = self.runs[self.baseline]
         sizes = sorted({turn.steps for turn in first.whole_turns})
@@ -149,7 +149,7 @@ class RaceResult:
         return f"Loss after {elapsed(found.at_s)} of own time: {losses} (nothing is extrapolated to an hour)."
 
     def _how_far(self) -> list[str]:
-        """Return a sentence on how far a race is that goes on."""
+        """Return a sentence that says how far the race is, in a list; an empty list where it does not go on."""
         return []
 
     @property
@@ -166,7 +166,7 @@ class RaceResult:
         return f"The race has no result before every run has had a turn: {missing}. {self._way_on()}"
 
     def _way_on(self) -> str:
-        """Return what can be done after an early end."""
+        """Return a sentence that says what can be done after an early end."""
         ended = f"The race ended {self._when_it_ended} ({self.reason})"
         if self.command is None:
             return f"{ended}: race.rerun() races again from the start."
@@ -181,12 +181,12 @@ class RaceResult:
         return "early"
 
     def _so_far(self) -> list[tuple[str, ...]]:
-        """Return what there is without a result, under _SO_FAR."""
+        """Return the table's rows for a race without a result yet, under _SO_FAR."""
         losses = {name: run.steps["loss"] for name, run in self.runs.items()}
         return [(name, str(len(loss)), f"{loss[-1]:.4f}" if len(loss) else "") for name, loss in losses.items()]
 
     def plot(self, x: Axis = "time") -> Figure:
-        """Draws loss against "steps", "tokens", "time" (a run's own) or "usd", and each turn's ratio to the baseline beside it.
+        """Draw loss against "steps", "tokens", "time" (a run's own) or "usd", and each turn's ratio to the baseline beside it.
 
         Before every run has had a turn it draws what is known, and says what is missing.
         """
@@ -198,7 +198,7 @@ class RaceResult:
         return self.text()
 
     def text(self) -> str:
-        """Return the table and what has to be said beside it."""
+        """Return the table and the sentences beside it."""
         try:
             found = self.outcome
         except ValueError as error:
@@ -221,7 +221,7 @@ class RaceResult:
     # -- a folder
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Writes the race as a folder: race.json, each run's records.jsonl, rerun.py. None: its run_dir."""
+        """Write the race as a folder: race.json, each run's records.jsonl, rerun.py. None: its run_dir."""
         where = Path(path) if path is not None else self.run_dir
         if where is None:
             raise ValueError("There is nowhere to save to: race.save(folder), or race(run_dir=...).")

@@ -1,4 +1,5 @@
-"""What a race is made of, as plain values: the turns and steps of each run, kept while it runs, written to a folder and read back.
+"""This module holds what a race is made of, as plain values: the turns and steps of each run, kept while it runs, written to a
+folder and read back.
 
 The clock of a run is its own: `warm_seconds` counts the time that its steps take, not the other runs' turns. Steps that were not
 timed (the warm-up, and the first of each turn, in which the machine changes over) count as the mean of the timed ones next to them,
@@ -26,9 +27,11 @@ COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", "wall_ms", "idle_frac", 
 
 @dataclass(frozen=True)
 class Turn:
-    """Steps of one run without a break: `untimed` ones, then `steps` that took `seconds` and `tokens`; `last` is the number of the
-    last one. at_s: when it began, in seconds of the race. whole: False where a stop cut it short, or it had no untimed step, so
-    that it is in no ratio."""
+    """A Turn describes steps of one run without a break: `untimed` ones, then `steps` that took `seconds` and `tokens`.
+
+    last: the number of the last step. at_s: when it began, in seconds of the race. whole: False where a stop cut it short, or it
+    had no untimed step, so that it is in no ratio.
+    """
 
     round: int
     untimed: int
@@ -47,8 +50,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What came before the first turn: steps, how long they took, the first of them alone (what a user waits for), and how long a
-    step took at its end."""
+    """A WarmUp tells of the steps before the first turn: their number, how long they took, the first of them alone (which a user
+    waits for), and how long a step took at the end."""
 
     steps: int
     first_step_s: float
@@ -58,9 +61,9 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class Prediction:
-    """How much faster than the baseline a recipe is expected to be, and why; None where it could not be told, with `why`.
+    """A Prediction says how much faster than the baseline a recipe is expected to be; None where it could not be told, with `why`.
 
-    share: of the baseline's step, spent in the products that the two compute differently. products: how many times as fast these
+    share: the part of the baseline's step in products that the two compute differently. products: how many times as fast these
     are, quantization left out. quantization: what it takes, as a share of the baseline's step. All three measured apart.
     """
 
@@ -80,7 +83,7 @@ class Prediction:
 
 
 class Steps:
-    """One row a step, in the order of the steps; everything of a run of any length."""
+    """A Steps object holds one row a step, in order, for all steps of a run of any length."""
 
     def __init__(self, columns: Mapping[str, Iterable[float]] | None = None) -> None:
         self._columns = {name: array("d", (columns or {}).get(name, ())) for name in COLUMNS}
@@ -91,7 +94,7 @@ class Steps:
             column.append(row.get(name, float("nan")))
 
     def copy(self) -> Steps:
-        """Return the rows that are there, also while another thread adds one: its last column is the last to grow."""
+        """Return a copy of the rows that are there, also while another thread adds one: its last column is the last to grow."""
         count = len(self._columns[COLUMNS[-1]])
         return Steps({name: column[:count] for name, column in self._columns.items()})
 
@@ -105,8 +108,8 @@ class Steps:
 
 @dataclass
 class Run:
-    """One entry of a race. algebra: its recipe in a line. numerics: "native", what is emulated, or "". work: what it does, as
-    `Work` has it. held_out: (step, loss). peak_gib: of the device memory, its own; None on a CPU."""
+    """A Run is one entry of a race. algebra: its recipe in a line. numerics: "native", what is emulated, or "". work: what it
+    does, as `Work` has it. held_out: (step, loss). peak_gib: its own peak of device memory; None on a CPU."""
 
     name: str
     algebra: str = ""
@@ -122,7 +125,8 @@ class Run:
     steps: Steps = field(default_factory=Steps)
 
     def copy(self) -> Run:
-        """As it is now, also while another thread makes it go on: turns first, whose steps are there before them."""
+        """Return a copy as it is now, also while another thread makes the run go on: turns are read first, since a turn's steps
+        are there before it."""
         turns, held_out = list(self.turns), list(self.held_out)
         return replace(self, turns=turns, held_out=held_out, steps=self.steps.copy())
 
@@ -149,7 +153,7 @@ class Run:
     # -- as data
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the steps."""
+        """Return everything but the steps as plain values."""
         plain = ("name", "algebra", "numerics", "recipe", "work", "peak_gib", "batches")
         return {
             **{name: getattr(self, name) for name in plain},
@@ -173,7 +177,7 @@ class Run:
 
 
 def write_steps(steps: Steps, path: Path) -> None:
-    """As records.jsonl, which `read_steps` and every other reader of records takes."""
+    """Write the steps as a records.jsonl, which `read_steps` and every other reader of records takes."""
     columns = {name: steps[name].tolist() for name in COLUMNS}
     whole = ("step", "tokens")
     with path.open("w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Who goes when: the turns of a race, and what is asked of it meanwhile.
+"""This module decides whose turn it is in a race, and does what is asked of the race meanwhile.
 
     warm-up of every run -> rounds: every run has one turn of equally many steps, in balanced order -> held-out loss
 
@@ -47,7 +47,8 @@ _UNTIMED_FIELDS = ("step", "loss", "tokens")
 
 
 class _Follower:
-    """Subscribes to a session for good, and listens only while the race lets it run: it may be used for other things between."""
+    """A _Follower subscribes to a session for good, and listens only while the race lets it run: it may be used for other things
+    between."""
 
     def __init__(self, driver: Driver, name: str, panel: Any) -> None:
         self._driver, self._name, self._panel = driver, name, panel
@@ -61,7 +62,7 @@ class _Follower:
             self._driver.control.stop_turn()
             run = self._driver.race.runs[self._name]
             run.steps.add(record)
-            if self._panel is not None:  # of the warm-up no times: it is in no rate
+            if self._panel is not None:  # without times for the warm-up, which is in no rate
                 self._panel.on_step(
                     record if run.warm_up else {name: getattr(record, name) for name in _UNTIMED_FIELDS}
                 )
@@ -79,7 +80,7 @@ class _Follower:
 
 
 class RaceControl(RunControl):
-    """What is asked of a race: looked at between turns, but for a stop, which ends the turn that goes on."""
+    """A RaceControl holds what is asked of a race: it is looked at between turns, but for a stop, which ends the present turn."""
 
     look_every_s = 0.0
 
@@ -92,12 +93,12 @@ class RaceControl(RunControl):
         self._driver.race.reason = ""
 
     def stop(self, reason: str = "stopped: by race.stop()") -> None:
-        """Nothing where the race does not go on. The first reason that is given holds."""
+        """Ask the race to stop; does nothing where it does not go on. The first reason that is given holds."""
         super().stop(reason)
         self.stop_turn()
 
     def stop_turn(self) -> None:
-        """Ends the turn that goes on, where the race shall stop; looked at again at each step: a stop may come before the first."""
+        """End the turn that goes on, if the race shall stop; called again at each step, since a stop may come before the first."""
         if self._reason and (session := self._driver.session) is not None:
             session.control.stop(self._reason)
 
@@ -124,7 +125,7 @@ class RaceControl(RunControl):
 
 
 class Driver:
-    """What makes a race go: its sessions, their turns, and what is asked meanwhile."""
+    """A Driver makes a race go: its sessions, their turns, and what is asked meanwhile."""
 
     def __init__(
         self, of: RaceResult, builder: Builder, allowed: Sequence[str], live: bool, like: RaceResult | None
@@ -152,20 +153,20 @@ class Driver:
 
     @property
     def left(self) -> int:
-        """Return the steps of each run that are missing to those that the race was given, after what is due already; 0 without a
-        number."""
+        """Return how many steps each run still needs for the number that the race was given, beyond those that are due already; 0
+        without a number."""
         return max(0, (self.race.settings["steps"] or 0) - self._made)
 
     @property
     def _made(self) -> int:
-        """Return the steps of each run, with those that are due already."""
+        """Return how many steps the run that is furthest has, with those that are due already."""
         due = {due.name: due.untimed + due.timed for due in self._pending}
         return max(len(run.steps) + due.get(name, 0) for name, run in self.race.runs.items())
 
     # -- who drives
 
     def words(self) -> str:
-        """Return how far the race is that goes on, a sentence."""
+        """Return a sentence that says how far the race is."""
         where = f"in round {self._round}" if self._round else "in its warm-up"
         whose = f", {self.running}'s turn" if self.running else ""
         made = min(len(run.steps) for run in self.race.runs.values())
@@ -184,16 +185,17 @@ class Driver:
         return self._aim is not None and len(self.race.runs[name].steps) >= self._aim
 
     def _ending(self, name: str, reason: str) -> str:
-        """Of a run, where the race ends for this reason: one that has all its steps is done, whatever stopped the race then."""
+        """Return why a run ended, where the race ends for `reason`: a run that has all its steps is done, whatever stopped the
+        race."""
         return "done" if self._has_all(name) and not reason.startswith("failed") else reason
 
     def drive(self, work: Callable[[], None]) -> None:
-        """Does it in this thread."""
+        """Do the work in this thread."""
         self.control.begin()
         self._do(work)
 
     def start(self, work: Callable[[], None]) -> Running:
-        """Does it in a thread of its own."""
+        """Start the work in a thread of its own."""
 
         def stoppable() -> None:
             try:
@@ -218,7 +220,7 @@ class Driver:
     # -- warm-up
 
     def warm_up(self, steps: int | None) -> None:
-        """Makes the sessions, checks that they do equal work, and takes their first steps."""
+        """Make the sessions, check that they do equal work, and take their first steps."""
         count = WARM_UP if steps is None else max(1, min(WARM_UP, steps // 4))
         first_s: dict[str, float] = {}
         if count < PREDICTED_FROM // 4:
@@ -262,7 +264,7 @@ class Driver:
             ends.reason = ""
 
     def _join(self, name: str, session: Session) -> None:
-        """What a session does has to be what the baseline does, and what was done in the race that is run again."""
+        """Add a session to the race; its work must equal the baseline's, and that of the saved race if one is run again."""
         race, run = self.race, self.race.runs[name]
         own = self._works[name] = comparability.work_of(session)
         found = comparability.differences(name, own, race.baseline, self._works[race.baseline])
@@ -314,7 +316,7 @@ class Driver:
         return sum(map(self._step_s, self.sessions))
 
     def _step_s(self, name: str) -> float:
-        """Return the seconds a step, by the last turn or the end of the warm-up."""
+        """Return the seconds of a run's step, by its last turn or the end of its warm-up."""
         run = self.race.runs[name]
         if run.whole_turns:
             return run.whole_turns[-1].seconds / run.whole_turns[-1].steps
@@ -322,8 +324,8 @@ class Driver:
         return run.warm_up.step_s
 
     def _plan(self, minutes: float | None, left: float) -> tuple[int, int]:
-        """Return the steps of a turn, the untimed ones with them; and where their number is given, in how many rounds they are
-        made."""
+        """Return the steps of a turn, untimed ones included, and the number of rounds; 0 rounds where no number of steps is
+        given."""
         wanted_s = self.race.settings["turn_s"]
         if wanted_s is None:
             total_s = min(left * self._all_step_s, math.inf if minutes is None else 60 * minutes)
@@ -332,7 +334,7 @@ class Driver:
         return size, 0 if left == math.inf else max(1, int(left // size))
 
     def _next_round(self, size: int) -> list[_Due]:
-        """Return every run once: in an order that is drawn, and in the next round backwards."""
+        """Return a turn of every run: in an order that is drawn, and in the next round backwards."""
         self._round += 1
         order = self._last_order[::-1]
         if self._round % 2:
@@ -343,7 +345,7 @@ class Driver:
         return [_Due(self._round, name, untimed, size - untimed) for name in order]
 
     def _turns_of_round(self) -> bool:
-        """Return whether all turns of this round were taken; what a stop leaves is taken first when the race goes on."""
+        """Take the turns of this round and return whether all were; what a stop leaves is taken first when the race goes on."""
         while self._pending:
             if self.control.poll_requests():
                 return False
@@ -384,7 +386,7 @@ class Driver:
             run.turns.append(turn)
 
     def _bring(self, name: str) -> None:
-        """What is half moved is lost: an interrupt waits."""
+        """Bring a run's model to the device; an interrupt waits meanwhile, since a model that is half moved is lost."""
         self.sign()
         self._tell(name)
         self.moving = True
@@ -394,12 +396,12 @@ class Driver:
             self.moving = False
 
     def sign(self, state: str | None = None) -> None:
-        """Of life, in run.json of every run, between turns: the runs that wait have not gone."""
+        """Write a sign of life into run.json of every run, between turns: the runs that wait have not gone."""
         for session in self.sessions.values():
             session.journal.beat(state)
 
     def _tell(self, turn: str, state: str = "") -> None:
-        """How the race stands, to the panel and to whoever reads its folder: a new state at once, another turn if that is due."""
+        """Tell the panel and whoever reads the folder how the race stands: a new state at once, another turn if that is due."""
         state = state or self.control.state
         if self._view:
             self._view.headline(race_words(state, self._round, turn))
@@ -409,14 +411,14 @@ class Driver:
             folder.tell_turn(self.race.run_dir, self.race.runs, state, self._round, turn)
 
     def _enter(self, name: str) -> None:
-        """What this session runs from now on are parts of the race, unless it is in it already, since its warm-up."""
+        """Make what this session runs from now on a part of the race, unless it has been one since its warm-up."""
         session = self.sessions[name]
         if not session.control.is_nested:
             made = len(self.race.runs[name].steps)
             session.journal.begin_group(None if self._aim is None else session.steps - made + self._aim)
 
     def _take(self, name: str, session: Session, steps: int) -> int:
-        """So many steps of a run; how many were made. Its batches are compared with those of the others."""
+        """Take so many steps of a run; return how many were made. Its batches are compared with those of the others."""
         if steps <= 0 or self.control.reason:
             return 0
         before, evaluates, saves = session.steps, session.eval_every, session.save_every
@@ -439,7 +441,7 @@ class Driver:
         return session.steps - before
 
     def _finish(self) -> bool:
-        """After the last round: held-out losses, and what was to be expected. Whether all of it was done."""
+        """Measure held-out losses and predict gains after the last round; return whether all of it was done."""
         for name, session in self.sessions.items():
             run = self.race.runs[name]
             if session.eval is not None and (not run.held_out or run.held_out[-1][0] < session.steps):
@@ -485,7 +487,7 @@ class Driver:
                 )
 
     def tell_pause(self, paused: bool) -> None:
-        """Shows that a pause begins, or is over."""
+        """Show that a pause begins, or is over."""
         self.sign(self.control.state)
         if paused:
             self._tell("")  # a turn that begins tells of itself
@@ -494,7 +496,7 @@ class Driver:
 
     @contextmanager
     def _driving(self, reason: str) -> Iterator[_End]:
-        """While it lasts an interrupt asks for a stop and a second one raises. At the end everything is told and kept; an error
+        """Let an interrupt in the block ask for a stop, and a second one raise. At the end everything is told and kept; an error
         carries the race."""
         self._began_s = time.monotonic()
         ends = _End(reason)
@@ -539,7 +541,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class _Due:
-    """A turn that is to be taken."""
+    """A _Due is a turn that is to be taken."""
 
     round: int
     name: str
@@ -547,7 +549,7 @@ class _Due:
     timed: int
 
     def without(self, made: int) -> list[_Due]:
-        """Return what is left of it after so many steps, or nothing."""
+        """Return what is left of the turn after `made` steps, in a list that is empty where nothing is."""
         untimed = max(0, self.untimed - made)
         timed = self.untimed + self.timed - made - untimed
         return [replace(self, untimed=untimed, timed=timed)] if untimed + timed > 0 else []
@@ -555,13 +557,13 @@ class _Due:
 
 @dataclass
 class _End:
-    """Why the race ends; "" where it goes on at once."""
+    """An _End says why the race ends; "" where it goes on at once."""
 
     reason: str
 
 
 class _View:
-    """The panel of all runs. What fails in it costs a warning, never the race."""
+    """A _View is the panel of all runs. What fails in it costs a warning, never the race."""
 
     def __init__(self, of: RaceResult, control: Any) -> None:
         from surokit.widgets.panel import Panel
@@ -573,7 +575,7 @@ class _View:
         self._names = list(of.runs)
 
     def wait(self) -> None:
-        """Shows the runs that are not there yet."""
+        """Show the runs that are not there yet."""
         from surokit.widgets.state import PanelState
 
         for name in self._names:
@@ -599,7 +601,7 @@ class _View:
             self._panel.run(name).on_pause(paused)
 
     def end(self, reasons: dict[str, str]) -> None:
-        """Leaves the final picture, if anything was shown. reasons: why each run ended."""
+        """Leave the final picture, if anything was shown. reasons: why each run ended."""
         for name in self._states:
             self._panel.run(name).state.reason = reasons[name]
         if self._states:

@@ -1,4 +1,4 @@
-"""`race`: from what a user gives to a race that has been run; and `Race`, by which it goes on."""
+"""`race` makes a race of what a user gives and runs it; `Race` holds the result, and goes on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NOT_HERE = (
 
 
 class Race(RaceResult):
-    """What happened so far, and the sessions that go on, where it was not loaded from a folder.
+    """A Race holds what happened so far, and the sessions that go on, where it was not loaded from a folder.
 
     runs: every run's turns, steps and losses by name. sessions: by name, ready to be used between calls; `bring(name)` first where
     models are parked. reason: why it ended last, "" while it goes on. `await race`, or race.wait(): until one that goes on in a
@@ -48,7 +48,7 @@ class Race(RaceResult):
     # -- going on
 
     def driven_by(self, driver: Driver) -> None:
-        """From now on the race can go on."""
+        """Give the race its driver, with which it can go on."""
         self._driver = driver
 
     def go_on(self, minutes: float | None = None, steps: int | None = None, *, thread: bool = False) -> Race:
@@ -67,7 +67,7 @@ class Race(RaceResult):
         return self
 
     def go(self, work: Callable[[], None], thread: bool) -> None:
-        """What `race` and `go_on` do, in this thread or in one of its own."""
+        """Do the work of `race` or `go_on`, in this thread or in one of its own."""
         driver = self._drive()
         if thread:
             self._running = driver.start(work)
@@ -81,24 +81,24 @@ class Race(RaceResult):
         return self._driver is not None and not self._driver.control.is_idle
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end of a race that goes on in a thread, at most `timeout` seconds; whether it has ended.
+        """Wait for the end of a race that goes on in a thread, at most `timeout` seconds; return whether it has ended.
 
         Raises what ended it. An interrupt of the waiting asks the race to stop and waits on; a second one gives up waiting.
         """
         return self._running is None or self._running.wait(timeout)
 
     def __await__(self) -> Generator[Any, None, Race]:
-        """Yield the race, when it is over; the same as `wait` where other work of the event loop shall go on."""
+        """Return the race when it is over, as `wait` does, but let other work of the event loop go on."""
         if self._running is not None:
             yield from self._running.__await__()
         return self
 
     def stop(self) -> None:
-        """Ends the race from another thread, at the end of a step; `go_on` goes on. Nothing where it does not go on."""
+        """End the race from another thread, at the end of a step; `go_on` goes on. Does nothing where the race does not run."""
         self._drive().control.stop()
 
     def pause(self) -> None:
-        """The race waits before the next turn; the wait is nobody's time."""
+        """Let the race wait before the next turn; the wait counts as no run's time."""
         self._drive().control.pause()
 
     def resume(self) -> None:
@@ -122,7 +122,7 @@ class Race(RaceResult):
         return driver.sessions[name]
 
     def _free(self) -> Driver:
-        """Return the driver, where its sessions are nobody's at the moment: what they do within a turn would count as its time."""
+        """Return the driver; RuntimeError while another thread drives: what sessions did within a turn would count as its time."""
         driver = self._drive()
         if driver.control.elsewhere:
             raise RuntimeError(
@@ -157,7 +157,7 @@ class Race(RaceResult):
 
     @classmethod
     def load(cls, path: str | Path) -> Race:
-        """Returns a race that was saved: the same table and plots. FileNotFoundError or ValueError for what is none."""
+        """Load a race that was saved: the same table and plots. FileNotFoundError or ValueError for what is none."""
         return folder.read(cls, Path(path))
 
     def rerun(self, *, model: Source, data: Iterable[Batch], **changes: Any) -> Race:

@@ -1,4 +1,5 @@
-"""Figures of systems that took turns: ratios turn by turn, drift, what was needed to a loss. Plain functions of numbers.
+"""This module computes figures of systems that took turns: ratios turn by turn, drift, steps to a loss. Plain functions of
+numbers.
 
 A machine's speed wanders: clocks, heat, other programs. Two systems that take turns share most of it, so a ratio is taken within a
 round of turns, and how much it varies from round to round says how well it is known (`surokit.statistics`).
@@ -18,12 +19,12 @@ Floats = NDArray[np.float64]
 
 
 def ratios(rates: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    """Each turn's rate over the baseline's of the same round; as many as both have."""
+    """Return each turn's rate over the baseline's of the same round, for as many rounds as both have."""
     return [a / b for a, b in zip(rates, baseline)]
 
 
 def drift(rates: Sequence[float]) -> float:
-    """Return mean of the last third of the rates over that of the first third, less 1; nan for fewer than three."""
+    """Return the mean of the last third of the rates over that of the first third, less 1; nan for fewer than three."""
     third = len(rates) // 3
     return float(np.mean(rates[-third:]) / np.mean(rates[:third])) - 1 if third else math.nan
 
@@ -32,7 +33,7 @@ def drift(rates: Sequence[float]) -> float:
 
 
 def smoothing(steps: int) -> int:
-    """Over how many steps losses are averaged in a run of so many: a tenth, at least 4, at most 50."""
+    """Return the number of steps over which losses are averaged in a run of `steps`: a tenth, at least 4, at most 50."""
     return max(4, min(50, steps // 10))
 
 
@@ -50,7 +51,7 @@ def smoothed(losses: Sequence[float] | Floats, span: int) -> Floats:
 
 
 def steps_to(losses: Sequence[float] | Floats, level: float, span: int) -> int | None:
-    """Return the steps until the mean of the last `span` losses is at the level for the first time; None where it never is."""
+    """Return after how many steps the mean of the last `span` losses first is at or below the level; None where it never is."""
     below = np.flatnonzero(smoothed(losses, span)[span - 1 :] <= level)
     return int(below[0]) + span if len(below) else None
 

@@ -1,4 +1,4 @@
-"""Holds what is asked of a run while it goes on (to stop, to wait, to save) until the one who drives it looks.
+"""This module keeps what is asked of a run while it goes on (to stop, to wait, to save) until the one who drives it looks.
 
     another thread   control.stop(), .pause(), .resume(), .save(): a cell, a panel's button
     an interrupt     of the main thread, while it drives (Ctrl-C, the notebook's stop button): the first asks for a stop, the
@@ -26,9 +26,9 @@ State = Literal["idle", "running", "paused"]
 
 
 class RunControl:
-    """The state of a run and what is asked of it, from any thread; nothing here waits but `poll_requests`.
+    """A RunControl holds a run's state and what is asked of it, from any thread; nothing here waits but `poll_requests`.
 
-    What is asked while nothing runs is not done: the next run goes its way.
+    What is asked while nothing runs is dropped: the next run begins without it.
     owner: whoever knows the run's folder, which may change.
     """
 
@@ -44,7 +44,7 @@ class RunControl:
         self._forget()
 
     def _forget(self) -> None:
-        """Forgets what was asked of an earlier run."""
+        """Forget what was asked of an earlier run."""
         self._news = False  # no lock: stop() may be called where a signal came in, whatever that thread was doing
         self._reason = ""
         self._pause_asked = self._pause_file = self._save_asked = False
@@ -65,7 +65,7 @@ class RunControl:
 
     @property
     def paused_s(self) -> float:
-        """Return the seconds that this run has waited."""
+        """Return how many seconds this run has been paused."""
         return self._paused_s
 
     @property
@@ -78,30 +78,30 @@ class RunControl:
         return not self.is_idle and self._worker != threading.get_ident()
 
     def stop(self, reason: str = "stopped") -> None:
-        """Asks the run that goes on to end. The first reason that is given holds."""
+        """Ask the run that goes on to end. The first reason that is given holds."""
         if not self.is_idle:
             self._reason = self._reason or reason
             self._news = True
 
     def pause(self) -> None:
-        """Asks the run that goes on to wait until `resume` or `stop`."""
+        """Ask the run that goes on to wait until `resume` or `stop`."""
         if not self.is_idle:
             self._pause_asked = self._news = True
 
     def resume(self) -> None:
-        """Ends a pause, whoever asked for it."""
+        """End a pause, whoever asked for it."""
         self._pause_asked = self._pause_file = False
         self.files.remove(PAUSE)
         self._news = True
 
     def save(self) -> None:
-        """Asks the run that goes on for a checkpoint."""
+        """Ask the run that goes on for a checkpoint."""
         self._save_asked = self._news = True
 
     # -- from the one who drives
 
     def begin(self) -> None:
-        """Begins a run, in this thread or in one that is started now. RuntimeError where one goes on."""
+        """Begin a run, in this thread or in one that is started now. RuntimeError where one goes on."""
         with self._lock:
             if not self.is_idle:
                 raise self._busy()
@@ -111,15 +111,15 @@ class RunControl:
             self._state = "running"  # last: what is asked from now on holds
 
     def enter(self) -> None:
-        """Says that this is the thread that drives."""
+        """Note that this is the thread that drives."""
         self._worker = threading.get_ident()
 
     def end(self) -> None:
-        """Ends the run."""
+        """End the run."""
         self._state, self._worker = "idle", None
 
     def poll_requests(self) -> str:
-        """Does what is asked, and waits while the run is paused. Returns why it shall end, "" where it goes on.
+        """Do what is asked, and wait while the run is paused. Return why it shall end, "" where it goes on.
 
         Costs a look at one attribute and at the time where nothing is asked.
         """
@@ -132,7 +132,7 @@ class RunControl:
         return self._reason
 
     def take_save(self) -> bool:
-        """Return whether a checkpoint was asked for; True once for each time."""
+        """Take a request for a checkpoint: True once for each that was made."""
         asked, self._save_asked = self._save_asked, False
         if asked:
             self.files.remove(SAVE)
@@ -142,7 +142,7 @@ class RunControl:
         return (self._pause_asked or self._pause_file) and not self._reason
 
     def _look(self) -> None:
-        """Looks at the files where it is time."""
+        """Look at the files if it is time."""
         if (now := time.monotonic()) < self._look_at:
             return
         self._look_at = now + self.look_every_s
@@ -170,7 +170,7 @@ class RunControl:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """While it lasts the first interrupt asks for a stop, the second raises. Only the main thread receives signals."""
+        """Let the first interrupt in the block ask for a stop, and the second raise. Only the main thread receives signals."""
         previous = signal.getsignal(signal.SIGINT)
         main = threading.current_thread() is threading.main_thread() and previous not in (None, signal.SIG_IGN)
         if not main or self.is_nested:
@@ -199,19 +199,19 @@ class RunControl:
         return RuntimeError(f"The run is {self._state} already.")
 
     def _serve(self) -> None:
-        """Does what is asked and can be done now; called again and again in a pause."""
+        """Do what is asked and can be done now; called again and again in a pause."""
 
     def _aside(self) -> AbstractContextManager[None]:
-        """Return what holds while the run waits."""
+        """Return a context manager that is in force while the run waits."""
         return nullcontext()
 
     def _tell_pause(self, paused: bool) -> None:
-        """Tells whoever follows the run that a pause begins or is over."""
+        """Tell whoever follows the run that a pause begins or is over."""
 
     def _may_raise(self) -> bool:
-        """Return whether nothing is left half done where an interrupt raises now."""
+        """Return whether an interrupt can raise now and leave nothing half done."""
         return True
 
     def _stopping(self) -> str:
-        """Return what an interrupt is answered."""
+        """Return the message that answers an interrupt."""
         return "stopping"

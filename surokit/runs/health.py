@@ -1,4 +1,4 @@
-"""How a run is doing: its phase, and what went wrong, from the numbers that every step has anyway.
+"""This module says how a run is doing: its phase, and what went wrong, from the numbers that every step has anyway.
 
     health = Health()
     for record in records:
@@ -16,7 +16,7 @@ nonfinite, skipped   a loss or a gradient norm that is NaN or infinite, a step t
 spike       a loss above its mean by 7 standard deviations, or the third in a row above it by 4; and by a tenth of the mean.
             Deviations are taken from the running mean, corrected for its lag, not from that of a window, so that the fall at the
             start of a short run hides nothing. What is further than 4 enters mean and variance as if it were at 4.
-grad_spike  the same of the logarithm of the gradient norm, and at least twice its mean.
+grad_spike  the same rule for the logarithm of the gradient norm, and at least twice its mean.
 unstable    3 such events within 200 steps; over when 200 steps had none.
 diverging   20 losses in a row whose mean over 10 steps is above the lowest mean so far, or the start's, by a fifth and by 3
             standard deviations; over when half of that distance is left. A loss counts as at most four times as far. Also 3
@@ -70,7 +70,7 @@ ZEROS = 5
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened at `step`, in a sentence, and what can be done about it ("" where nothing need be)."""
+    """An Event tells in a sentence what happened at `step`, and what can be done about it ("" where nothing need be)."""
 
     step: int
     kind: Kind
@@ -82,7 +82,7 @@ class Event:
 
 
 class Health:
-    """One run's. Fed a step at a time, in order; values that are not known are left out."""
+    """A Health follows one run. It is fed a step at a time, in order; values that are not known are left out."""
 
     def __init__(self) -> None:
         self.phase: Phase = ""
@@ -108,7 +108,7 @@ class Health:
         skipped: bool = False,
         targets: float | None = None,
     ) -> Sequence[Event]:
-        """Takes in what step `step` measured and gives what is to be said about it, mostly nothing."""
+        """Take in what step `step` measured and return the events that it causes, mostly none."""
         events: list[Event] = []
         if targets == 0:
             loss = grad_norm = None
@@ -159,7 +159,7 @@ class Health:
         return "plateau" if self._plateau else "converging"
 
     def _episode(self, kind: str, step: int) -> bool:
-        """Return whether this is the first of its kind for a while."""
+        """Note an event and return whether it is the first of its kind for more than APART steps."""
         last = self._last.get(kind)
         self._last[kind] = step
         return last is None or step - last > APART
@@ -197,7 +197,7 @@ class Health:
             events.append(Event(step, "no_targets", text, advice))
 
     def _shaken(self, events: list[Event], step: int) -> None:
-        """One more thing that a steady run does not do."""
+        """Count one more thing that a steady run does not do."""
         if self._episodes and step - self._episodes[-1] <= APART:
             return  # a spike of the loss and of the gradient are one
         self._episodes.append(step)
@@ -236,7 +236,7 @@ class Health:
             self._close(events, step)
 
     def _rise(self, events: list[Event], step: int, loss: float) -> None:
-        """The loss is not close to its best, or was not: does it stay up?"""
+        """Follow a loss that is not close to its best, or was not: does it stay up?"""
         best = self._best
         far = max(DIVERGED_SHARE * abs(best), DIVERGED_SIGMAS * (self._best_sd or math.sqrt(self._loss.variance)))
         # capped, so that one loss out of all bounds is a spike and no more
@@ -251,7 +251,7 @@ class Health:
             self._diverge(events, step, f"loss {loss:.4g}, at best {best:.4g}, for {self._above} steps")
 
     def _close(self, events: list[Event], step: int) -> None:
-        """A block of losses is full: is there still progress?"""
+        """Close a block of losses that is full, and test whether there is still progress."""
         blocks = self._blocks
         blocks.append((self._open, self._sum, self._squares))
         self._open, self._sum, self._squares = 0, 0.0, 0.0
@@ -277,17 +277,18 @@ class Health:
 
 
 class _Usual:
-    """Running mean and variance of a value, and whether the next one is far above."""
+    """A _Usual keeps the running mean and variance of a value, and says whether the next one is far above."""
 
     __slots__ = ("before", "count", "lag", "mean", "row", "variance")
 
     def __init__(self) -> None:
         self.count = self.row = 0  # row: how many in a row are above by ROW_SIGMAS
         self.mean = self.variance = self.before = 0.0
-        self.lag = 0.0  # what values are above the mean on average: below zero while they fall
+        self.lag = 0.0  # how far values are above the mean on average: below zero while they fall
 
     def add(self, value: float, least: float) -> bool:
-        """Takes in a finite value; whether it is above the mean by `least` and by SIGMAS standard deviations, or one of ROW."""
+        """Take in a finite value; return whether it is above the mean by `least` and by SIGMAS standard deviations, or is the
+        ROW-th or a later one in a row that is above by ROW_SIGMAS."""
         self.count = n = self.count + 1
         above = value - self.mean - self.lag
         far = False
@@ -324,7 +325,7 @@ def _moments(blocks: Sequence[tuple[int, float, float]]) -> tuple[int, float, fl
 
 
 def _slope(blocks: Sequence[tuple[int, float, float]]) -> float:
-    """Of the straight line through the means of blocks of one size, by least squares: its rise from one to the next."""
+    """Return the rise from one block to the next of the least-squares line through the means of blocks of one size."""
     count = len(blocks)
     middle = (count - 1) / 2
     return sum((i - middle) * total / n for i, (n, total, _) in enumerate(blocks)) * 12 / (count**3 - count)

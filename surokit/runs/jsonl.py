@@ -1,4 +1,4 @@
-"""The lines of a run's records.jsonl: how they are written, and read back as columns. No torch here.
+"""This module writes the lines of a run's records.jsonl, and reads them back as columns. No torch here.
 
 A line with "wall_ms" is a step; a line without adds to a step, an evaluation for example. A step at or before one already
 read replaces it and all after it, which is what resuming from a checkpoint means. A file is read line by line into columns of
@@ -40,12 +40,12 @@ _KNOWN = frozenset(COLUMNS)
 
 
 def written(values: Mapping[str, float]) -> str:
-    """Return a line, without its end."""
+    """Return the line that holds these values, without the newline."""
     return json.dumps({name: _plain(name, value) for name, value in values.items()})
 
 
 def _plain(name: str, value: Any) -> int | float | str:
-    """JSON has no NaN: numbers that are not finite become the strings that float() reads back."""
+    """Return a value as JSON can hold it: there is no NaN in JSON, so it and infinities become strings that float() reads."""
     if name in INTEGERS:
         return int(value)
     number = float(value)
@@ -62,7 +62,7 @@ def parsed(line: bytes) -> dict[str, float] | None:
 
 
 def append(path: Path, lines: list[str]) -> None:
-    """Moves lines to the end of a file, behind one that a kill cut short."""
+    """Move lines to the end of a file, on a new line where a kill cut the last one short."""
     torn = path.exists() and not _ends_with_newline(path)
     with path.open("a", encoding="utf-8") as file:
         file.write("\n" * torn + "\n".join(lines) + "\n")
@@ -79,7 +79,10 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 class Table:
-    """Lines as columns, NaN where a value is missing: a row a step, steps ascending. void_ms: time of steps that were replaced."""
+    """A Table holds lines as columns: a row a step, steps ascending, NaN where a value is missing.
+
+    void_ms: time of steps that were replaced.
+    """
 
     def __init__(self) -> None:
         self.void_ms = 0.0
@@ -87,7 +90,7 @@ class Table:
         self._first: dict[str, int] = {}  # the first row that has a value of a further name
 
     def add(self, row: Mapping[str, float]) -> None:
-        """Takes in a line that `parsed` gave."""
+        """Add a line that `parsed` gave."""
         steps, step = self._columns["step"], row["step"]
         at = len(steps)
         if at and step <= steps[-1]:
@@ -104,7 +107,7 @@ class Table:
                 self._columns[name][at] = value
 
     def _cut(self, at: int) -> None:
-        """Rows from `at` on never happened, nor did names that only they have."""
+        """Remove the rows from `at` on, and the names that only they have: their steps are taken again."""
         self.void_ms += sum(self._columns["wall_ms"][at:])
         for name in [name for name, first in self._first.items() if first >= at]:
             del self._columns[name], self._first[name]
@@ -112,7 +115,7 @@ class Table:
             del column[at:]
 
     def _name(self, row: Mapping[str, float], at: int) -> None:
-        """Columns for the names that only some files have."""
+        """Add columns for the names that only some files have."""
         for name in row:
             if name not in _KNOWN:
                 if name not in self._columns:
@@ -120,14 +123,14 @@ class Table:
                 self._first[name] = min(self._first.get(name, at), at)
 
     def columns(self) -> dict[str, NDArray[np.float64]]:
-        """Each column as an array on the same memory; take no more lines in afterwards."""
+        """Return each column as an array on the same memory; add no more lines afterwards."""
         import numpy as np
 
         return {name: np.asarray(column, np.float64) for name, column in self._columns.items()}
 
 
 def table(path: Path) -> Table:
-    """Return a records file, line by line; what is no record is passed over."""
+    """Read a records file into a Table, line by line; what is no record is passed over."""
     rows = Table()
     with path.open("rb") as file:
         for line in file:

@@ -1,4 +1,4 @@
-"""A lock for values that are copied."""
+"""This module holds a lock for values that are copied."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import threading
 
 
 class Lock:
-    """A threading.RLock for `with`. A copy of what holds one, by copy.deepcopy or pickle, has a lock of its own, which is free."""
+    """A Lock is used as threading.RLock in `with`. A copy of what holds one, by copy.deepcopy or pickle, has a free lock of
+    its own."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -1,11 +1,11 @@
-"""What each step measured: a Record a step, a bounded ring of them in memory, an append-only file beside it.
+"""This module keeps what each step measured: a Record a step, a bounded ring of them in memory, an append-only file beside it.
 
 Reading them is safe from any thread while another trains.
 
 Loss, gradient norm and the like are produced on the device and arrive on the host some steps later; nothing here waits
 for them except `Record.loss` and its siblings. On a CPU they are there at once.
 
-What the lines of the file mean is jsonl.py's business.
+jsonl.py defines what the lines of the file mean.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _LATE = ("loss", "grad_norm", "skipped", "targets")
 
 
 def without_means_of_nothing(values: Mapping[str, float]) -> dict[str, float]:
-    """Return a step's values; where no label counted, without the loss and the gradient norm, which then stand for nothing."""
+    """Return a step's values, without the loss and the gradient norm where no label counted: there they mean nothing."""
     return {name: v for name, v in values.items() if name not in ("loss", "grad_norm") or values.get("targets") != 0}
 
 
 def pinned(values: Tensor) -> Tensor:
-    """Return values on their way to the host, without waiting; on a CPU the tensor itself."""
+    """Copy values from a GPU to pinned host memory without waiting; a tensor on the CPU is returned as it is."""
     if values.device.type != "cuda":
         return values
     there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -51,7 +51,7 @@ def pinned(values: Tensor) -> Tensor:
 
 
 class Deferred:
-    """Values of one step on their way from the device: 0-d tensors in, floats out.
+    """A Deferred holds the values of one step on their way from the device: 0-d tensors in, floats out.
 
     On CUDA the values are copied to pinned memory without waiting, followed by an event; `start` and `end` are timing
     events around the step's device work and `before` the `end` of the step before it, where there was one.
@@ -81,7 +81,7 @@ class Deferred:
         return self._arrived is None or self._arrived.query()
 
     def wait(self) -> dict[str, float]:
-        """Return the values, after waiting for them if need be. idle_frac is among them where it was measured by events."""
+        """Return the values, waiting for them if need be. idle_frac is among them where it was measured by events."""
         if self._values is None:
             if self._arrived is not None:
                 self._arrived.synchronize()
@@ -97,7 +97,8 @@ class Deferred:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """One optimizer step's measurements. `loss`, `grad_norm`, `skipped`, `targets`, `idle_frac` and `meters` may wait.
+    """A Record holds one optimizer step's measurements. Reading `loss`, `grad_norm`, `skipped`, `targets`, `idle_frac` and `meters`
+    may wait.
 
     step: number of steps done, from 1. lr: of the first parameter group. tokens: elements of input_ids, accumulation
     included. targets: labels that count. wall_ms: host time since the end of the step before (or since run() began).
@@ -150,16 +151,16 @@ class Record:
         return {name: value for name, value in self.late.wait().items() if name not in COLUMNS}
 
     def known(self) -> dict[str, float]:
-        """Return what the host knows without waiting."""
+        """Return the values that the host knows without waiting."""
         return {name: getattr(self, name) for name in _HOST}
 
     def to_dict(self) -> dict[str, float]:
-        """Return every column; waits."""
+        """Return every column; waits for late values."""
         return {**self.known(), **self.late.wait()}
 
 
 class Records:
-    """The last `capacity` steps in memory as one array a column, all of them in `path` where one is given."""
+    """A Records keeps the last `capacity` steps in memory, one array a column, and all of them in the file `path`, if given."""
 
     def __init__(self, path: Path | None = None, capacity: int = 1 << 16, flush_s: float = 1.0) -> None:
         if capacity < 1:
@@ -178,7 +179,7 @@ class Records:
         self._keeper: weakref.finalize[..., Records] | None = None
 
     def __len__(self) -> int:
-        """Return the steps in memory."""
+        """Return the number of steps in memory."""
         return min(self._count, self._capacity)
 
     @overload
@@ -223,13 +224,13 @@ class Records:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the columns, meters last."""
+        """Return the names of the columns, meters last."""
         return tuple(self._columns)
 
     # -- in
 
     def append(self, record: Record) -> None:
-        """Takes a step's record; its late values follow through `drain`."""
+        """Add a step's record; its late values follow through `drain`."""
         with self._lock:
             if self._count == self._size < self._capacity:
                 self._grow()
@@ -241,7 +242,7 @@ class Records:
             self._pending.append((index, record))
 
     def drain(self, wait: bool = False) -> Iterator[Record]:
-        """Records whose values have arrived since the last call, in order; `wait=True` waits for all."""
+        """Yield the records whose values have arrived since the last call, in order; `wait=True` waits for all."""
         while self._pending and (wait or self._pending[0][1].late.ready()):
             index, record = self._pending[0]
             values = record.late.wait()
@@ -253,7 +254,7 @@ class Records:
             yield record
 
     def update(self, step: int, **values: float) -> None:
-        """Adds values to a step that is there already, for example eval_loss."""
+        """Add values to a step that is there already, for example eval_loss."""
         with self._lock:
             for index in range(self._count - 1, max(-1, self._count - self._size - 1), -1):
                 if self._columns["step"][index % self._size] == step:
@@ -262,7 +263,7 @@ class Records:
             self._line({"step": step, **values})
 
     def restore(self, rows: Mapping[str, NDArray[np.float64]]) -> None:
-        """Fills the ring with rows read from a file; writes nothing."""
+        """Fill the ring with rows read from a file; writes nothing."""
         with self._lock:
             self._count = count = len(rows.get("step", ()))
             self._size = min(max(count, self._size), self._capacity)
@@ -273,7 +274,7 @@ class Records:
                     self._columns[name][kept % self._size] = rows[name][kept]
 
     def resume(self, step: int) -> tuple[float, float]:
-        """Fills the ring with the steps of the file up to `step`; milliseconds of all these, and of those that are taken again."""
+        """Fill the ring with the file's steps up to `step`; return the milliseconds of these, and of those that are taken again."""
         if self.path is None:
             raise ValueError("Records without a path have no file to resume from.")
         found = table(self.path)
@@ -310,7 +311,7 @@ class Records:
             self.flush()
 
     def flush(self) -> None:
-        """Writes the lines that wait. A full disk costs one warning; the lines are kept and tried again."""
+        """Write the lines that wait. A full disk costs one warning; the lines are kept and tried again."""
         with self._lock:
             self._flush()
 
@@ -365,7 +366,7 @@ class Records:
 
 
 def _write_last(path: Path, lines: list[str], lock: Lock, pid: int) -> None:
-    """What waits when the records go, or the program ends; not in a process that was forked from theirs."""
+    """Write the lines that wait when the records go, or the program ends; not in a process that was forked from theirs."""
     if lines and os.getpid() == pid:
         with suppress(OSError), lock:
             append(path, lines)

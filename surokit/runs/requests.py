@@ -1,4 +1,4 @@
-"""What is asked of a run from any process: the files stop, pause and save in its folder.
+"""This module reads the files by which any process asks something of a run: stop, pause and save in its folder.
 
     stop     the run ends; the file's first line says why, or where the file was says it
     pause    the run waits for as long as the file is there
@@ -24,14 +24,15 @@ class HasFolder(Protocol):
 
 
 class Files:
-    """Those in the owner's folder, wherever that is at the time; nothing is asked where it has none."""
+    """A Files object reads and removes the files in the owner's folder, wherever that is at the time; without a folder nothing
+    is asked."""
 
     def __init__(self, owner: HasFolder) -> None:
         self._owner = owner
         self._deaf: set[str] = set()
 
     def forget(self) -> None:
-        """What was asked of an earlier run does not hold for the one that begins."""
+        """Remove what was asked of an earlier run: it does not hold for the one that begins."""
         self._deaf.clear()
         for name in (STOP, PAUSE, SAVE):
             self.remove(name)
@@ -53,7 +54,7 @@ class Files:
         return self._there(SAVE)
 
     def take_stop(self) -> str:
-        """Return why the run shall end, once for each file; "" where it goes on."""
+        """Return why the run shall end and remove the file that says so; "" where it goes on."""
         folder = self._owner.run_dir
         if folder is None or not self._there(STOP):
             return ""
@@ -69,7 +70,7 @@ class Files:
 
 
 def reason_in(file: Path) -> str:
-    """Return what a run is told to have ended for by the file `stop`: its first line, or where it was."""
+    """Return the reason of an end that the file `stop` asked for: its first line, or where the file was."""
     line = ""
     with suppress(OSError), file.open(encoding="utf-8", errors="replace") as text:
         line = "".join(filter(str.isprintable, text.readline(200))).strip()

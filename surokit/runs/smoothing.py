@@ -1,4 +1,4 @@
-"""The smoothed loss that is told of a run: one rule for the panel, for printed lines and for the summary. No torch here."""
+"""This module computes the smoothed loss of a run: one rule for the panel, for printed lines and for the summary. No torch here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ MEAN_SHARE, EARLY_SHARE = 1 / 40, 1 / 5
 
 
 class LossMean:
-    """An exponential moving average (EMA) over about a fortieth of the losses so far, at least ten and at most a thousand, but
-    never over more than a fifth of them, which would lag behind a loss that falls fast.
+    """A LossMean is an exponential moving average (EMA) over about a fortieth of the losses so far, at least ten and at most a
+    thousand, but never over more than a fifth of them, which would lag behind a loss that falls fast.
 
     m <- m + a (loss - m) with a = 1 / that number, so that it begins with the first loss (a = 1). Losses that are not finite are
     left out. value: NaN before the first. losses: how many there were.
@@ -21,7 +21,7 @@ class LossMean:
         self._mean = 0.0
 
     def add(self, loss: float, steps: int = 1) -> None:
-        """Takes in a loss, or the mean loss of so many steps."""
+        """Add a loss, or the mean loss of so many steps."""
         if loss - loss != 0.0:  # NaN or infinite; faster than a call of math
             return
         self.losses += steps
@@ -33,7 +33,7 @@ class LossMean:
 
     @property
     def over_steps(self) -> int:
-        """Over how many steps it is, rounded."""
+        """Return the number of steps that the mean is over, rounded."""
         return max(1, round(self._over))
 
     @property
@@ -42,5 +42,5 @@ class LossMean:
 
 
 def ema_words(over_steps: int) -> str:
-    """Return what stands beside a smoothed loss."""
+    """Return the words that stand beside a smoothed loss."""
     return f"EMA over {over_steps:,} step{'s' * (over_steps != 1)}"

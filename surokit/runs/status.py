@@ -1,4 +1,5 @@
-"""run.json in a run's folder: what the run is, how it stands, and a heartbeat, for whoever has nothing but the folder.
+"""This module reads and writes run.json in a run's folder: what the run is, how it stands, and a heartbeat, for whoever has
+nothing but the folder.
 
     {"info": {...}, "state": "running", "heartbeat": 1789000000.0, "step": 120, "run_s": 61.5,
      "events": [{"step": 80, "kind": "note", ...}]}
@@ -35,7 +36,7 @@ EVENTS = 100
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a run is, in plain values.
+    """A RunInfo says what a run is, in plain values.
 
     title: its name on a panel. recipe: the algebra or the name of its recipe, "" for a model as given. numerics: "native", or
     what is emulated; "" for bf16. model: the class of the model. device: a GPU's name, or "cpu". gpus: how many work on it, 0 on
@@ -64,19 +65,19 @@ class RunInfo:
     started: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field; plain numbers and strings."""
+        """Return every field as plain numbers and strings."""
         return asdict(self)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> RunInfo:
-        """Return the inverse of `to_dict`; unknown names are ignored, missing ones take defaults. TypeError for a value of another
-        type."""
+        """Make a RunInfo of what `to_dict` gave; unknown names are ignored, missing ones take defaults. TypeError for a value of
+        another type."""
         return RunInfo(**_known(RunInfo, data))
 
 
 @dataclass(frozen=True)
 class Status:
-    """The content of run.json."""
+    """A Status holds the content of run.json."""
 
     info: RunInfo = field(default_factory=RunInfo)
     state: str = "running"
@@ -95,15 +96,15 @@ class Status:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Status:
-        """Return the inverse of `to_dict`; unknown names are ignored, missing ones take defaults. TypeError for a value of another
-        type."""
+        """Make a Status of what `to_dict` gave; unknown names are ignored, missing ones take defaults. TypeError for a value of
+        another type."""
         found: dict[str, Any] = {name: value for name, value in data.items() if name != "events"}
         found["info"] = RunInfo.from_dict(found.get("info") or {})
         return Status(**_known(Status, found), events=tuple(dict(event) for event in data.get("events") or ()))
 
 
 def _known(kind: type[RunInfo | Status], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a class's fields; TypeError where one is of another type than its field."""
+    """Return the values in `data` that a class has fields for; TypeError where one is of another type than its field."""
     found, hints = {f.name: data[f.name] for f in fields(kind) if f.name in data}, get_type_hints(kind)
     for name, value in found.items():
         whole_for_real = isinstance(value, int) and isinstance(0.0, hints[name])
@@ -113,7 +114,7 @@ def _known(kind: type[RunInfo | Status], data: Mapping[str, Any]) -> dict[str, A
 
 
 def read_status(run_dir: str | Path) -> Status | None:
-    """Return what a run's folder says of it; None where there is no run.json or what is there is none."""
+    """Read run.json in a run's folder; None where there is no such file, or it holds no status."""
     try:
         data = json.loads((Path(run_dir) / FILE).read_text(encoding="utf-8"))
         return Status.from_dict(data)
@@ -122,7 +123,7 @@ def read_status(run_dir: str | Path) -> Status | None:
 
 
 class StatusFile:
-    """Keeps run.json of one run. A disk that does not take it costs one warning; training goes on.
+    """A StatusFile keeps run.json of one run. A disk that does not take it costs one warning; training goes on.
 
     clock: seconds since 1970.
     """
@@ -144,7 +145,7 @@ class StatusFile:
         *,
         run_s: float | None = None,
     ) -> None:
-        """Writes what is given if that is due, or `now`."""
+        """Write what is given if that is due, or `now`."""
         with self._lock:
             self._beat(info, state, step, events, now, run_s)
 
