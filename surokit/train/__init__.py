@@ -1,15 +1,15 @@
-"""Training: a Session owns a run. Optimizers are in surokit/optim, what a run writes in surokit/runs.
+"""This package trains models: a Session owns a run. Optimizers are in surokit/optim, what a run writes in surokit/runs.
 
 session.py           Session: the step, run, evaluate, save, resume, fork
 setup.py             what a session is made from and fed with
 stream.py            data as an endless stream with a position; prefetch.py: batches to the device while it computes
 engine.py            forward, backward and update of a step, on the device alone
-capture.py           the same as CUDA graphs, or why not; fingerprint.py, cuda_graphs.py
+capture.py           steps as CUDA graphs, or why not; fingerprint.py, cuda_graphs.py
 compiling.py         a step that torch's compiler makes
 control.py           stop, pause, save, work between two steps: what others ask of a run
 background.py        a run in a thread of its own
 random_state.py      the random generators' state as a value
-measuring.py         what each step measured: meters, time, the device's state
+measuring.py         measures each step: meters, time, the device's state
 meters.py            numerics: each layer's quantization, measured during training
 events.py            subscribers, told of each step once its values have arrived
 run_status.py        what else is told of a run: what it is, how it stands, what ends it; run_info.py

@@ -1,6 +1,6 @@
-"""A run in a thread of its own, so that the notebook's other cells, and a panel's buttons, go on meanwhile.
+"""This module runs a training in a thread of its own, so that a notebook's other cells, and a panel's buttons, work meanwhile.
 
-What torch keeps for each thread is taken over from the caller: default device, CUDA device and stream, autocast. Gradients are on
+The thread takes over what torch keeps for each: the caller's default device, CUDA device and stream, and autocast. Gradients are on
 there, whatever the caller has switched off. The random generators are the process's: random_state.py says what that means.
 """
 
@@ -24,7 +24,7 @@ from surokit.train.random_state import turn
 
 
 class Running:
-    """A run that goes on. Wait for it with `wait()`, or with `await` where other work of the event loop shall go on.
+    """A Running is a run that goes on. Wait for it with `wait()`, or with `await` where other work of the event loop shall go on.
 
     Either raises what ended the run. An interrupt of the waiting (a cancellation, of `await`) asks the run to stop at the end of
     its step and waits on; a second one gives up waiting. A program that ends without waiting stops the run in the same way.
@@ -76,7 +76,7 @@ class Running:
         self._over.set()
 
     def _leave(self) -> None:
-        """The program ends. One that was forked has no such thread."""
+        """Stop the run when the program ends. A forked process has no such thread."""
         if self._thread.is_alive():
             self._control.stop("stopped: the program ended")
             self._over.wait()
@@ -86,7 +86,7 @@ class Running:
         return not self._over.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the run, at most `timeout` seconds; whether it has ended."""
+        """Wait for the end of the run, at most `timeout` seconds; return whether it has ended."""
         if threading.current_thread() is self._thread:
             raise RuntimeError(f"{self._what.capitalize()} cannot wait for itself: call wait() from another thread.")
         if turn.mine and self.running:
@@ -143,7 +143,7 @@ class Running:
 
 
 def _callers(device: torch.device) -> Callable[[], ExitStack]:
-    """Return what this thread has set for itself alone; called in another thread, a context with it."""
+    """Return a function that another thread calls for a context with the torch settings of this thread."""
     settings: list[Callable[[], Any]] = []
     default = torch.get_default_device()
     if default.type != "cpu":

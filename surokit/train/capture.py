@@ -1,7 +1,8 @@
-"""A step as CUDA graphs: recorded once, checked against the eager step, then launched whole; or a reason why not.
+"""This module runs a step as CUDA graphs: recorded once, checked against the eager step, then launched whole. Where that cannot
+be, it says why.
 
     first    forward and backward of a step's first part: gradients are written
-    next     the same for each further part: gradients are added
+    next     forward and backward of each further part: gradients are added
     update   norm, clip, mask, optimizer, and the roll of delayed scales
 
 A graph is kernels with their addresses, so everything a step reads or writes stays where it is: batches are copied into
@@ -59,7 +60,10 @@ SMALL = 1 << 28  # bytes of gradients that may be there twice
 
 @dataclass(frozen=True)
 class Capture:
-    """Whether a session's steps run as CUDA graphs ("on"), will ("waiting") or do not ("off"), and why; in `session.graphs`."""
+    """A Capture says whether a session's steps run as CUDA graphs ("on"), will ("waiting") or do not ("off"), and why.
+
+    It is in `session.graphs`.
+    """
 
     state: Literal["off", "waiting", "on"]
     why: str
@@ -69,25 +73,25 @@ class Capture:
 
 
 class DeviceGraphs(Protocol):
-    """What capturing needs of a device. `mended` counts what puts an end to all graphs that were recorded before."""
+    """A DeviceGraphs does what capturing needs of a device. `mended` counts the repairs that make all earlier graphs useless."""
 
     mended: int
 
     def rehearsal(self) -> AbstractContextManager[None]:
-        """Work in here is carried out where it will be recorded, and raises where it waits for the device."""
+        """Run the block's work on the stream on which it will be recorded; work that waits for the device raises."""
 
     def record(self, work: Callable[[], Any]) -> Callable[[], None]:
-        """Records what `work` does on the device, without doing it; the result does it."""
+        """Record what `work` does on the device, without doing it; the function returned does it."""
 
     def free_bytes(self) -> int:
-        """Memory that is left."""
+        """Return the bytes of memory that are left."""
 
     def clear(self) -> None:
-        """Nothing that was recorded will be replayed again."""
+        """Release what was recorded: none of it will be replayed again."""
 
 
 def why_not(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
-    """Return what keeps a model's steps from ever being graphs; "" where nothing is known to. An optimizer can say so itself, in
+    """Return why a model's steps can never be graphs; "" where no reason is known. An optimizer can say so itself, in
     `not_recorded`."""
     devices = {p.device for p in model.parameters()}
     if len(devices) > 1:
@@ -103,7 +107,8 @@ def why_not(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 
 
 class Graphs:
-    """The graphs of one engine. `ready` before each step says whether they compute it; then `gradients`, and `update`."""
+    """A Graphs object holds the graphs of one engine. `ready` before each step says whether they compute it; then `gradients`, and
+    `update`."""
 
     def __init__(self, engine: Engine, device: DeviceGraphs) -> None:
         self._engine, self._device = engine, device
@@ -149,7 +154,7 @@ class Graphs:
     # -- a step
 
     def ready(self, parts: Sequence[Batch]) -> bool:
-        """Return whether graphs compute this step's gradients. Records them where it is time to, which leaves no trace in the
+        """Return whether graphs compute this step's gradients. Records the graphs when it is time to, which leaves no trace in the
         run."""
         self._replayed = False
         if self._refused:
@@ -173,7 +178,8 @@ class Graphs:
         return not missing or self._try_to_record(parts, {graph: wanted[graph] for graph in missing})
 
     def gradients(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """As the engine's: mean loss and number of labels that count; the gradients are in the parameters. Valid for one step."""
+        """Return mean loss and number of labels that count, as the engine does; the gradients are in the parameters. They are valid
+        for one step."""
         targets, weights = self._engine.weights(parts)
         for i, part in enumerate(parts):
             key = _shape(part)
@@ -187,14 +193,14 @@ class Graphs:
         return self._loss, targets
 
     def update(self) -> tuple[Tensor, Tensor] | None:
-        """Return norm and mask after the update of what `gradients` gave; None where that is the engine's to do."""
+        """Update by the gradients that `gradients` gave; return their norm and the mask, or None where the engine has to update."""
         if not self._replayed or self._change is None:
             return None
         self._change()
         return self._changed
 
     def make_room(self) -> bool:
-        """Gives up graphs that leave no memory for an eager step; False where there are none."""
+        """Give up graphs that leave no memory for an eager step; False where there are none."""
         if not self._parts:
             return False
         self._refuse("they left no memory for a step that had to be eager")
@@ -205,7 +211,8 @@ class Graphs:
         return False
 
     def _anew(self, why: str) -> bool:
-        """Graphs are recorded again after as many eager steps as at first, unless that was done too often."""
+        """Forget the graphs and let them be recorded again after as many eager steps as at first; refuse where that was too
+        often."""
         self._times += 1
         if self._times > ANEW:
             self._refuse(f"{why}, {self._times} times")
@@ -239,7 +246,7 @@ class Graphs:
         return False
 
     def _look(self) -> Fingerprint:
-        """Return what the graphs rest on, as it is now."""
+        """Return the present fingerprint of what the graphs rest on."""
         if self._rests_on is not None and self._rests_on.unchanged():
             return self._rests_on
         return Fingerprint(self._engine.model, None if self._change is None else self._engine.optimizer)
@@ -290,7 +297,7 @@ class Graphs:
         return True
 
     def _rehearsed(self, parts: Sequence[Batch]) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
-        """Return loss and gradients of an eager step, which may do nothing that a recorded one may not."""
+        """Return loss and gradients of an eager step, which may do only what a recorded one may."""
         engine = self._engine
         before = _host_random(engine.device)
         with self._device.rehearsal():
@@ -300,8 +307,8 @@ class Graphs:
         return loss, {p: p.grad for p in engine.parameters() if p.grad is not None}
 
     def _record_part(self, key: Hashable, first: bool, part: Batch) -> Callable[[], None]:
-        """Record the graphs: the first makes the gradients, which all others write or add to: small ones together, in few launches,
-        large ones where they come about, since there is no room for them twice."""
+        """Record one graph. The first makes the gradients, which all others write or add to: small ones together, in few launches,
+        large ones where backward makes them, since there is no room for them twice."""
         engine = self._engine
         if key not in self._inputs:
             self._inputs[key] = {name: v.clone() for name, v in part.items() if isinstance(v, Tensor)}
@@ -333,7 +340,7 @@ class Graphs:
         return replay
 
     def _record_update(self) -> None:
-        """As for the gradients, bit by bit: nothing in an update takes another order."""
+        """Record the update, and compare it with an eager one bit by bit: nothing in an update takes another order."""
         engine = self._engine
         optimizer = engine.optimizer
         if why := _no_update(optimizer):
@@ -376,7 +383,7 @@ class Graphs:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """What forward and backward leave behind is taken back: buffers, delayed scales, random states, gradients."""
+        """Undo what forward and backward leave behind: buffers, delayed scales, random states, gradients."""
         model = self._engine.model
         buffers = list(model.buffers())
         before = [t.clone() for t in buffers]
@@ -392,7 +399,7 @@ class Graphs:
 
 
 def _shape(part: Mapping[str, Any]) -> Hashable:
-    """Return what a graph fixes of a batch: shapes, dtypes, and entries that are no tensors."""
+    """Return the parts of a batch that a graph fixes: shapes, dtypes, and entries that are no tensors."""
     entries: list[Hashable] = []
     for name, value in part.items():
         if isinstance(value, Tensor):
@@ -403,7 +410,7 @@ def _shape(part: Mapping[str, Any]) -> Hashable:
 
 
 def _in_force(device: torch.device) -> str:
-    """Return what the caller has switched on that a graph would keep or pass by; "" where there is nothing."""
+    """Return why a mode that the caller has switched on rules out graphs; "" where none does."""
     if torch.is_autocast_enabled(device.type):
         return "autocast is on, whose copies of weights a graph would keep"
     if torch.is_anomaly_enabled():
@@ -440,9 +447,10 @@ def _host_random(device: torch.device) -> list[Any]:
 def _gaps(
     found: tuple[Tensor, Mapping[nn.Parameter, Tensor]], expected: tuple[Tensor, Mapping[nn.Parameter, Tensor]]
 ) -> tuple[float, float]:
-    """Return how far a loss is from the one expected, and the gradient that is farthest from its own; 0: every bit is the same.
+    """Return how far a loss is from the one expected, and how far the worst gradient is; 0 where every bit is the same.
 
-    As a share of the norm; of a gradient far below the others, a share of a thousandth of all. Expected ones may be on the host.
+    Gaps are shares of the expected norm; for a gradient far below the others, of a thousandth of the norm of all. Expected values
+    may be on the host.
     """
     if expected[1].keys() != found[1].keys():
         return torch.inf, torch.inf
@@ -460,7 +468,7 @@ def _gaps(
 
 
 def _beyond(gaps: tuple[float, float], noise: tuple[float, float]) -> str:
-    """Return which of a replay's gaps (loss, gradients) is more than noise, in words; "" where none is."""
+    """Return a clause that names the gap of a replay (loss or gradient) that is more than noise; "" where none is."""
     for what, gap, between in zip(("loss", "gradient"), gaps, noise):
         if not gap <= max(TOLERANCE, NOISE * between):  # a NaN is too
             return f"the {what} of a replay is off by {gap:.1g} of its norm, where eager steps differ by {between:.1g}"

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written whole or not at all, found by looking.
+"""Checkpoints are written to disk whole or not at all, and found by looking.
 
     run_dir/checkpoints/step-000123/
         model.safetensors   every tensor of the model's state_dict, adapters included, tied ones once
@@ -36,7 +36,7 @@ _SESSION, _MODEL, _STATE, _CONFIG = "session.json", "model.safetensors", "state.
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: its folder and the content of session.json."""
+    """A Checkpoint is a complete one: its folder and the content of session.json."""
 
     path: Path
     meta: dict[str, Any]
@@ -68,7 +68,7 @@ def save(
     config: Mapping[str, Any] | None,
     keep: int | None,
 ) -> Path:
-    """Writes folder/step-N and then removes the oldest beyond `keep` (None keeps all).
+    """Write folder/step-N and then remove the oldest beyond `keep` (None keeps all).
 
     state: tensors, numbers, strings and containers of them. meta: JSON data with "step".
     Raises CheckpointError for a sharded model and when the disk does not take it; nothing that was there before is lost.
@@ -127,7 +127,7 @@ def complete(folder: Path) -> list[Checkpoint]:
 
 
 def _sorted(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
-    """Return the complete checkpoints of a folder in the order they were written, and the damaged ones in that of their steps."""
+    """Return the complete checkpoints of a folder in the order in which they were written, and the damaged ones by step."""
     candidates = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name)) if folder.is_dir() else []
     found = [_read(path) for path in candidates]
     whole = [c for c in found if isinstance(c, Checkpoint)]
@@ -136,8 +136,8 @@ def _sorted(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
 
 
 def latest(folder: Path) -> Checkpoint | None:
-    """Return the complete checkpoint written last, which says of damaged ones of later steps that they were passed over; None where
-    there is none."""
+    """Return the complete checkpoint written last, None where there is none. Its `passed_over` names damaged ones of later
+    steps."""
     whole, damaged = _sorted(folder)
     if not whole:
         return None
@@ -189,7 +189,7 @@ def find(path: Path) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Damaged:
-    """A checkpoint that cannot be used, and why."""
+    """A Damaged is a checkpoint that cannot be used, and says why."""
 
     path: Path
     why: str
@@ -249,7 +249,7 @@ def distinct_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str
 
 
 def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Copies the checkpoint's tensors into `model`, one at a time.
+    """Copy the checkpoint's tensors into `model`, one at a time.
 
     ResumeError names every tensor that is missing, left over, or of another shape or dtype; nothing is copied then.
     """
@@ -303,7 +303,7 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def _put_in_place(unfinished: Path, target: Path) -> None:
-    """Renames; an older checkpoint of the same step stays readable as step-N.old until the new one is there."""
+    """Rename the new checkpoint; an older checkpoint of the same step stays readable as step-N.old until the new one is there."""
     old = target.with_name(target.name + ".old")
     if target.exists():
         _remove(old)
@@ -313,7 +313,7 @@ def _put_in_place(unfinished: Path, target: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Out of sight first, so that a kill cannot leave half a checkpoint under a good name."""
+    """Remove a checkpoint: it is renamed out of sight first, so that a kill cannot leave half a checkpoint under a good name."""
     if path.exists():
         hidden = path.with_name(f"{_UNFINISHED}{path.name}-removed")
         shutil.rmtree(hidden, ignore_errors=True)
@@ -327,7 +327,7 @@ def _clear_unfinished(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """To the disk itself; a folder's entry as well as a file's content."""
+    """Flush to the disk itself, a folder's entries as well as a file's content."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,7 +1,7 @@
-"""What outlasts a run or leaves it: checkpoints of a session, a session from a checkpoint, a twin.
+"""This module saves sessions as checkpoints, makes sessions from them, and forks twins.
 
 A checkpoint holds all that the next step depends on. Settings that it cannot hold (data, evaluation, meters, functions of your
-own) are given again. How it gets to the disk, whole or not at all, is checkpoint_files.py's business.
+own) are given again. checkpoint_files.py writes it to the disk, whole or not at all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SETTINGS = ("accumulate", "clip", "seed", "eval_every", "save_every", "keep", "m
 
 
 def save(session: Session) -> Path:
-    """Writes a checkpoint of the session as it is now, between two steps; its folder."""
+    """Write a checkpoint of the session as it is now, between two steps; return its folder."""
     if session.run_dir is None:
         raise ValueError("There is nowhere to save to: give Session(run_dir=...).")
     state = {
@@ -84,7 +84,7 @@ def model_of(found: checkpoints.Checkpoint, model: nn.Module | None, recipe: Rec
     if model is None:
         model = rebuild_model(found)
     own = recipe_of(model)
-    # one that differs only in what is kept of decoded weights gives way to the one that was asked for
+    # a recipe that differs only in what is kept of decoded weights gives way to the one that was asked for
     if given is not None and (own is None or (recipe is not None and own != given and own.numbers == given.numbers)):
         convert.apply(model, given)
     if meta.get("fusion") and fusion_of(model) is None:
@@ -93,7 +93,7 @@ def model_of(found: checkpoints.Checkpoint, model: nn.Module | None, recipe: Rec
 
 
 def settings_in(found: checkpoints.Checkpoint, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of Session: the checkpoint's, and `changes`."""
+    """Return the arguments of Session: the checkpoint's, with `changes` in their place."""
     meta = found.meta
     settings = {**meta["settings"], "compile": meta["compile"] is True, "graphs": meta.get("graphs", "auto"), **changes}
     try:
@@ -105,7 +105,7 @@ def settings_in(found: checkpoints.Checkpoint, changes: dict[str, Any]) -> dict[
 
 
 def load(session: Session, found: checkpoints.Checkpoint) -> None:
-    """Takes on a checkpoint's state. Everything is checked before anything changes, except what the parts refuse."""
+    """Load a checkpoint's state into the session. Everything is checked before anything changes, except what the parts refuse."""
     meta = found.meta
     saved = Recipe.from_dict(meta["recipe"]) if meta["recipe"] else None
     check_recipe(saved, session.recipe)
@@ -142,7 +142,8 @@ def load(session: Session, found: checkpoints.Checkpoint) -> None:
 
 
 def begin_anew(session: Session) -> None:
-    """There is no checkpoint to go on from; where there are damaged ones, what the run had written is moved out of the way."""
+    """Begin a run without a checkpoint to go on from; where there are damaged ones, move what the run had written out of the
+    way."""
     folder = session.run_dir
     if folder is None or not (why := checkpoints.damage(folder / "checkpoints")):
         return

@@ -1,12 +1,12 @@
-"""A step that compiles takes a minute or more, most of it in C++ compilers: how it is given up at once, and what is said where it
-fails.
+"""This module gives up at once a step that compiles, where that is asked, and says why a compilation failed. Compiling takes a
+minute or more, most of it in C++ compilers.
 
     compilation = Compilation()
     with compilation:               # in the thread that trains
         model(**batch)
     compilation.give_up()           # from a signal's handler or any thread: GivenUp is raised in the block above
 
-What works for it is ended too: torch's worker processes and the compilers that it has started.
+Processes that work for the compilation are ended too: torch's workers and the compilers that it has started.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ COMPILERS = {"g++", "gcc", "c++", "cc", "clang", "clang++", "nvcc", "cc1plus", "
 
 
 class GivenUp(KeyboardInterrupt):
-    """Somebody did not want to wait for the compiler."""
+    """A GivenUp is raised where somebody did not want to wait for the compiler."""
 
 
 class Compilation:
-    """A piece of a step that may compile. Outside of it there is nothing to give up."""
+    """A Compilation is a piece of a step that may compile. Outside of it there is nothing to give up."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -65,7 +65,7 @@ class Compilation:
         return self._thread is not None and not self._given_up
 
     def give_up(self) -> None:
-        """Ends the block that goes on, if one does, with GivenUp; in the block's own thread that is raised here."""
+        """End the block that goes on, if one does, with GivenUp; in the block's own thread that is raised here."""
         with self._lock:
             if not self.goes_on:
                 return
@@ -77,7 +77,7 @@ class Compilation:
 
 
 def _raise_in(thread: int | None, kind: type[BaseException] | None) -> None:
-    """Raises in another thread at its next line of Python; None takes back what has not come yet."""
+    """Raise an exception in another thread at its next line of Python; None takes back what has not come yet."""
     if thread is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread), None if kind is None else ctypes.py_object(kind)
@@ -85,7 +85,7 @@ def _raise_in(thread: int | None, kind: type[BaseException] | None) -> None:
 
 
 def end_workers() -> None:
-    """Ends torch's compile workers, and the compilers that this process has started. Nothing where nobody has compiled."""
+    """End torch's compile workers, and the compilers that this process has started. Does nothing where nobody has compiled."""
     workers = sys.modules.get("torch._inductor.async_compile")
     if workers is None:
         return
@@ -124,7 +124,7 @@ def _compilers() -> list[int]:
 
 
 def why_it_failed(error: BaseException) -> str:
-    """Return what the compiler says, in a line: torch wraps it and adds how to read more."""
+    """Return the compiler's own words in a line, without what torch puts around them."""
     inner = getattr(error, "inner_exception", None) or error
     lines = [
         line.strip()[:200] for line in str(inner).splitlines() if line.strip() and not line.startswith("Set TORCH")

@@ -1,7 +1,7 @@
-"""What others ask of a session's run, as of any run (runs/control.py): done between two steps, never inside one.
+"""This module does what others ask of a session's run, as of any run (runs/control.py): between two steps, never inside one.
 
-Of its own it has `between_steps(f)`, a piece of work that another thread lets the run's thread do there. An interrupt that raises
-undoes the step in the making; a step that compiles is given up at the first one.
+A session's control also has `between_steps(f)`, by which another thread lets the run's thread do a piece of work there. An
+interrupt that raises undoes the step in the making; a step that compiles is given up at the first one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ P = ParamSpec("P")
 
 
 class _Asked(Generic[T]):
-    """A piece of work for another thread, and what became of it."""
+    """An _Asked is a piece of work for another thread, and what became of it."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work: Callable[[], T] | None = work
@@ -38,7 +38,7 @@ class _Asked(Generic[T]):
 
     def do(self) -> None:
         work, self._work = self._work, None
-        if work is None:  # who asked has gone
+        if work is None:  # whoever asked has gone
             return
         try:
             self._value = work()
@@ -50,7 +50,7 @@ class _Asked(Generic[T]):
             self._over.set()
 
     def result(self) -> T:
-        """Wait for it."""
+        """Wait until the work is done, and return what it gave or raise its error."""
         try:
             self._over.wait()
         except BaseException:
@@ -62,10 +62,9 @@ class _Asked(Generic[T]):
 
 
 class Control(RunControl):
-    """What is asked of the runs of one session, from any thread; nothing here waits but `between_steps`.
+    """A Control keeps what is asked of the runs of one session, from any thread; nothing here waits but `between_steps`.
 
-    `stop` and `pause` are asked of the run that goes on. Where none does they do nothing: the next run() goes
-    its way.
+    `stop` and `pause` are asked of the run that goes on. Where none does they do nothing, to the next run() neither.
     """
 
     def __init__(self, session: Session) -> None:
@@ -79,7 +78,7 @@ class Control(RunControl):
     # -- from any thread
 
     def stop(self, reason: str = "stopped: by session.control.stop()") -> None:
-        """Ends the run that is going on at the end of its step. Nothing where none goes on.
+        """End the run that is going on at the end of its step. Does nothing where none goes on.
 
         reason: what subscribers and run.json are told, "stopped: " and who asked or why; the first one that is given holds.
         """
@@ -88,14 +87,14 @@ class Control(RunControl):
             self.compilation.give_up()
 
     def pause(self) -> None:
-        """The run waits from the end of its step until `resume` or `stop`. Its clock, and minutes=, stand still meanwhile.
+        """Let the run wait from the end of its step until `resume` or `stop`. Its clock, and minutes=, stand still meanwhile.
 
-        Nothing where none goes on.
+        Does nothing where none goes on.
         """
         super().pause()
 
     def save(self) -> None:
-        """A checkpoint at the end of the step; where nothing runs, at once. One that fails in a run costs a warning.
+        """Save a checkpoint at the end of the step; where nothing runs, at once. One that fails in a run costs a warning.
 
         ValueError without a run_dir.
         """
@@ -108,7 +107,7 @@ class Control(RunControl):
         self._session.save()
 
     def between_steps(self, f: Callable[[], T]) -> T:
-        """Return what `f` gives, called between two steps, in the thread that trains; at once where nothing runs. Waits for it.
+        """Call `f` between two steps, in the thread that trains, and wait for what it returns; where nothing runs, call it at once.
 
         An exception of f is the caller's, and the run goes on. f draws from random states that are not the run's. No other
         session takes a step meanwhile, so f must not wait for one.
@@ -117,7 +116,7 @@ class Control(RunControl):
             if threading.get_ident() == self._worker:
                 return self._now(f)
             if self.is_idle:
-                with turn, self._lock:  # who takes steps by hand has the turn for each
+                with turn, self._lock:  # whoever takes steps by hand has the turn for each
                     if self.is_idle:
                         return self._now(f)
             if turn.mine:
@@ -155,11 +154,11 @@ class Control(RunControl):
     # -- from the run
 
     def finish(self) -> None:
-        """The last step is done; what was asked until now is done too."""
+        """Do what was asked until now, after the last step."""
         self._serve()
 
     def end(self) -> None:
-        """The run is over. What was asked while its end was told is done before another can begin."""
+        """End the run. What was asked while its end was told is done before another can begin."""
         self.enter()  # a run that did not come to begin has no other
         try:
             while not self._rests():
@@ -194,7 +193,7 @@ class Control(RunControl):
         session.subscribers.emit("on_pause", paused)
 
     def _serve(self) -> None:
-        """Does what others wait for, and saves where that was asked. The random state is theirs meanwhile."""
+        """Do what others wait for, and save where that was asked. The random state is theirs meanwhile."""
         if self._asked:
             with self._session.random.aside(), turn:  # what they draw is no other session's either
                 while self._asked:
@@ -218,7 +217,7 @@ class Control(RunControl):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step, which says itself how far it is, in `midway` and `final`."""
+        """Mark the block as a step: `midway` is True in it, and the step itself sets `final`."""
         self.midway = True
         try:
             yield
@@ -227,7 +226,7 @@ class Control(RunControl):
 
     @contextmanager
     def by_hand(self) -> Iterator[None]:
-        """Around a step that the user's own loop takes: an interrupt that comes while weights change is raised once they have."""
+        """Let an interrupt wait in the block, a step of the user's own loop, while weights change: it is raised once they have."""
         previous = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or not callable(previous):
             yield
@@ -260,7 +259,7 @@ class Control(RunControl):
 def at_a_boundary(
     method: Callable[Concatenate[Session, P], T],
 ) -> Callable[Concatenate[Session, P], T]:
-    """Return a method of Session that, called while another thread trains, happens between two of its steps."""
+    """Wrap a method of Session: called while another thread trains, it runs between two of that thread's steps."""
 
     @wraps(method)
     def between(session: Session, /, *args: P.args, **options: P.kwargs) -> T:

@@ -1,7 +1,8 @@
-"""CUDA's part of capturing (capture.py): a stream and a pool to rehearse and record on, and what is left of a capture that fails.
+"""This module does CUDA's part of capturing (capture.py): it has a stream and a pool to rehearse and record on, and clears up
+after a capture that fails.
 
-A capture forbids what waits for the device, and work of other streams that it did not fork. A rehearsal finds both before, where
-nothing is lost by it: a capture that fails can take a step's memory with it, or leave torch's generator in capture.
+A capture forbids calls that wait for the device, and work of other streams that it did not fork. A rehearsal finds both before,
+where nothing is lost by it: a capture that fails can take a step's memory with it, or leave torch's generator in capture.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ STALE = "The AccumulateGrad node's stream does not match"  # as torch begins to 
 
 
 class Refused(Exception):
-    """Why a step cannot be a graph."""
+    """A Refused says why a step cannot be a graph."""
 
 
 class Stale(Refused):
-    """Why it cannot be one now, though later perhaps."""
+    """A Stale says why a step cannot be a graph now, though later perhaps."""
 
 
 class CudaGraphs:
-    """CUDA graphs of one device, recorded on a stream of their own and in one memory pool."""
+    """CudaGraphs makes the CUDA graphs of one device, recorded on a stream of their own and in one memory pool."""
 
     mended = 0
 
@@ -88,9 +89,9 @@ class CudaGraphs:
         torch.cuda.empty_cache()
 
     def _mend(self, graph: torch.cuda.CUDAGraph, begun: bool, state: Tensor) -> None:
-        """A capture that fails can leave torch's allocator and generator as if it went on: they are told that it does not.
+        """Tell torch's allocator and generator that a failed capture is over: it can leave them as if it went on.
 
-        One that did not come to its end keeps its pool for good, as much as a step's memory, up to torch 2.12 (pytorch pull
+        A capture that did not come to its end keeps its pool for good, as much as a step's memory, up to torch 2.12 (pytorch pull
         request 190348). The generator may get another state, which graphs that were recorded before do not know: `mended` says so.
         """
         leaks = begun and not _ended(graph) and torch.version.hip is None and torch.__version__ < "2.13"
@@ -110,7 +111,7 @@ class CudaGraphs:
 
 
 def _ended(graph: torch.cuda.CUDAGraph) -> bool:
-    """Return whether its capture came to its end: only then it says which pool it has."""
+    """Return whether the graph's capture came to its end: only then the graph says which pool it has."""
     try:
         graph.pool()
     except RuntimeError:
@@ -125,7 +126,7 @@ def broken_by_others(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return an error and what led to it, the first of all last."""
+    """Return an error and those that led to it, the earliest last."""
     chain = [error]
     while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(before)
@@ -133,7 +134,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def reason_of(error: BaseException) -> str:
-    """One clause that says why recording failed."""
+    """Return a clause that says why recording failed."""
     chain = _chain(error)
     said = " ".join(map(str, chain))
     if isinstance(error, Refused):

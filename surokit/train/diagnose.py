@@ -1,4 +1,4 @@
-"""Where did the NaN come from: replays a step with hooks and names the first module whose numbers are not finite.
+"""This module finds where a NaN comes from: it replays a step with hooks and names the first module whose numbers are not finite.
 
 The order is that of time: weights before anything, then the outputs of modules in the forward pass, then gradients in
 the backward pass. A linear layer has three products, and the place of the finding says which one it was.
@@ -22,7 +22,7 @@ Kind = Literal["weight", "activation", "loss", "gradient", "weight gradient", "n
 
 @dataclass(frozen=True)
 class Finding:
-    """The first place that was not finite at `step`. product: forward, grad_input or grad_weight of a linear layer."""
+    """A Finding is the first place that was not finite at `step`. product: forward, grad_input or grad_weight of a linear layer."""
 
     step: int
     kind: Kind
@@ -42,7 +42,7 @@ class Finding:
 
 
 def find_first_bad(model: nn.Module, batches: Sequence[Batch], step: int) -> Finding:
-    """Run forward and backward over `batches` and names what went wrong first. Clears gradients; reads the device.
+    """Run forward and backward over `batches` and name what went wrong first. Clears gradients; reads the device.
 
     Buffers come back as they were; random and delayed-scaling states are the caller's to keep.
     """
@@ -139,7 +139,7 @@ def _all_hooks(model: nn.Module, step: int, found: list[Finding]) -> Iterator[No
 
 
 def _bad_weight_gradients(model: nn.Module, step: int) -> Iterator[Finding]:
-    """From the loss backwards, as far as the order of registration tells."""
+    """Yield weights' gradients that are not finite, from the loss backwards as far as the order of registration tells."""
     for name, parameter in reversed(list(model.named_parameters())):
         if parameter.grad is not None and not _finite(parameter.grad):
             yield Finding(step, "weight gradient", name)

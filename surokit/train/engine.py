@@ -1,4 +1,4 @@
-"""The engine of a session: forward, backward and update of one step, on the device alone.
+"""An engine does the computing of a session: forward, backward and update of one step, on the device alone.
 
     parts -> gradients: forward and backward of each, accumulated -> update: norm, clip, mask, optimizer
 
@@ -35,7 +35,7 @@ NO_GRADIENT = "No gradient reached any parameter of the optimizer: the loss does
 
 
 class Engine:
-    """What computes the steps of one model with one optimizer.
+    """An Engine computes the steps of one model with one optimizer.
 
     clip: largest norm of all gradients together; None does not clip. graphs: whether steps become CUDA graphs where they can;
     `device_graphs` makes them, CUDA's own unless given. `forward` is the model, or its compiled form.
@@ -65,20 +65,20 @@ class Engine:
         self._rates = [torch.empty((), device=self.device) for _ in self.base_rates] if on_device else []
 
     def prepare(self, compile: bool) -> bool:
-        """Before the first step: chooses how forward runs. Whether the step that follows compiles."""
+        """Choose before the first step how forward runs; return whether the step that follows compiles."""
         if self.forward is not None:
             return False
         self.forward = torch.compile(self.model, dynamic=False) if compile else self.model
         return self.compiled
 
     def forget_compiled(self) -> None:
-        """What an interrupt left of a compilation is not gone on with."""
+        """Forget what an interrupt left of a compilation, so that the next step begins it anew."""
         if self.compiled:
             self.forward = None
             self._compiled_for.clear()
 
     def will_compile(self, parts: Sequence[Batch]) -> bool:
-        """Return whether parts of these shapes were not compiled for so far."""
+        """Return whether forward will compile, because it has not met parts of these shapes."""
         return self.compiled and not {part["input_ids"].shape for part in parts} <= self._compiled_for
 
     @property
@@ -91,11 +91,11 @@ class Engine:
         return Capture("off", self._off) if self._graphs is None else self._graphs.capture
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those that are trained."""
+        """Return the parameters that are trained."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def set_rate(self, factor: float | None) -> float:
-        """Multiplies the rates that the optimizer began with; None leaves them. Returns the first group's.
+        """Multiply the rates that the optimizer began with; None leaves them. Return the first group's.
 
         A tensor is filled, so that nothing that reads it recompiles.
         """
@@ -114,15 +114,15 @@ class Engine:
         return self.base_rates[0] * (1.0 if factor is None else factor) if isinstance(first, Tensor) else float(first)
 
     def gradients(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """Return forward and backward of all parts: (mean loss over the labels that count, NaN over none; their number), on the
-        device."""
+        """Run forward and backward of all parts; return the mean loss over the labels that count (NaN over none) and their number,
+        on the device."""
         if self._graphs is not None and self._graphs.ready(parts):
             return self._graphs.gradients(parts)
         return self._compiled(parts) if self.compiled else self.with_room(self.eager, parts)
 
     def _compiled(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """Return the gradients by the compiled forward. Where it fails and the model itself does not, the model it is from now on,
-        and `fallbacks` says why."""
+        """Compute the gradients by the compiled forward. Where that fails and the uncompiled model does not, the model itself is
+        used from now on, and `fallbacks` says why."""
         random, compiled = RandomState.capture(self.device, torch_only=True), self.forward
         try:
             found = self.with_room(self.eager, parts)
@@ -143,8 +143,8 @@ class Engine:
         return found
 
     def with_room(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Return what the work gives. Graphs that leave it no memory are given up, and it begins again with the same random
-        numbers."""
+        """Do the work and return what it gives. Graphs that leave it no memory are given up, and it begins again with the same
+        random numbers."""
         if self._graphs is None:
             return work(*args, **options)
         random = RandomState.capture(self.device, torch_only=True)
@@ -157,7 +157,7 @@ class Engine:
         return work(*args, **options)
 
     def eager(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """Return the gradients, operation by operation; what others left in .grad is no part of them."""
+        """Compute the gradients operation by operation, as `gradients`; what others left in .grad is no part of them."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -170,7 +170,7 @@ class Engine:
         return mean_over(mean, targets), targets
 
     def weights(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor | None]:
-        """Return the labels that count, and the share that each part's mean has in the step's; None for a single part."""
+        """Return the number of labels that count, and the share that each part's mean has in the step's; None for a single part."""
         counts = [targets_in(part) for part in parts]
         if len(parts) == 1:
             return counts[0], None
@@ -178,7 +178,7 @@ class Engine:
         return total, torch.stack(counts) / total
 
     def part(self, batch: Batch, weight: Tensor | None = None) -> Tensor:
-        """Return forward and backward of one part; its loss, weighted, which needs no gradient any more."""
+        """Run forward and backward of one part; return its loss, weighted and detached."""
         assert self.forward is not None
         loss = loss_of(self.forward(**batch))
         if not loss.requires_grad:
@@ -188,13 +188,14 @@ class Engine:
         return share.detach()
 
     def update(self, loss: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Clips, masks what is not finite, and steps the optimizer; loss, grad_norm, skipped and targets on the device."""
+        """Step the optimizer, with gradients clipped and what is not finite masked; return loss, grad_norm, skipped and targets on
+        the device."""
         norm, bad = (self._graphs.update() if self._graphs is not None else None) or self.change(loss)
         return {"loss": loss, "grad_norm": norm, "skipped": bad, "targets": targets}
 
     @torch.no_grad()
     def change(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the update of the gradients that are there: their norm, and 1 where it or the loss is not finite."""
+        """Update by the gradients that are there; return their norm, and 1 where it or the loss is not finite."""
         grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not grads:
             raise RuntimeError(NO_GRADIENT)
@@ -220,7 +221,7 @@ class Engine:
 
     @contextmanager
     def _device_rates(self) -> Iterator[None]:
-        """While it lasts, the optimizer finds its rates on the device."""
+        """Give the optimizer its rates on the device, inside the block."""
         given = [group["lr"] for group in self.optimizer.param_groups]
         for group, rate in zip(self.optimizer.param_groups, self._rates):
             if not _on(self.device, group["lr"]):

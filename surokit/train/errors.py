@@ -1,4 +1,4 @@
-"""What can go wrong in training; every message names the cause and the remedy."""
+"""These errors say what can go wrong in training; every message names the cause and the remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class NonFiniteError(ArithmeticError):
 
 
 class NoTargetsError(ValueError):
-    """No label counted in several steps in a row: all of them are -100, so there was nothing to learn."""
+    """There was nothing to learn in several steps in a row: no label counted, all of them are -100."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""What a model in training is asked without a trace in the run: held-out loss, a sample of its text, a reply."""
+"""A model in training is asked without a trace in the run: for its held-out loss, a sample of its text, or a reply."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out loss after `step`: the mean over `targets` labels; wall_ms on the host."""
+    """An Evaluation holds the held-out loss after `step`, the mean over `targets` labels; wall_ms is the host's time."""
 
     step: int
     loss: float
@@ -55,7 +55,7 @@ def evaluate(session: Session, source: Iterable[Batch]) -> Evaluation:
 def sample(
     session: Session, prompt: str, max_new_tokens: int | None, temperature: float, seed: int, tokenizer: Any = None
 ) -> str:
-    """Returns `prompt` and how the model continues it."""
+    """Return `prompt` and how the model continues it."""
     try:
         chosen = _tokenizer(session, tokenizer)
     except TypeError:  # the data's may be anybody's, as long as it does these two things
@@ -78,7 +78,7 @@ def chat(
     tokenizer: Any = None,
     template: str | None = None,
 ) -> str:
-    """Returns the assistant's next turn in a conversation."""
+    """Return the assistant's next turn in a conversation."""
     chosen = _tokenizer(session, tokenizer)
     if template is None and tokenizer is None:
         template = session.data.chat_template
@@ -102,8 +102,8 @@ def _tokenizer(session: Session, given: Any) -> Tokenizer:
 
 
 def _at_most(asked: int | None, usual: int, session: Session, ids: list[int]) -> int:
-    """Return what was asked, else the usual number of new tokens or as many as the model takes behind `ids`; 1 where it takes none,
-    which generate() refuses."""
+    """Return the number of new tokens that was asked for, else the usual one or as many as the model takes behind `ids`; 1 where it
+    takes none, which generate() refuses."""
     if asked is not None:
         return asked
     length = getattr(getattr(session.model, "config", None), "max_length", usual + len(ids))
@@ -113,7 +113,7 @@ def _at_most(asked: int | None, usual: int, session: Session, ids: list[int]) ->
 def _continued(
     session: Session, ids: list[int], max_new_tokens: int, temperature: float, seed: int, ends: tuple[int, ...] = ()
 ) -> list[int]:
-    """Return the tokens that the model puts behind `ids`, up to one of `ends` or of the model's own end tokens, that included."""
+    """Return the tokens that the model puts behind `ids`, up to and with one of `ends` or of the model's own end tokens."""
     from surokit.models.generation import generate
 
     ends = (*ends, *getattr(getattr(session.model, "config", None), "eos_ids", ()))
@@ -129,7 +129,7 @@ def _continued(
 
 @contextmanager
 def aside(session: Session) -> Iterator[None]:
-    """Evaluation mode and other random numbers, both undone afterwards."""
+    """Put the model in evaluation mode and draw other random numbers in the block; both are undone afterwards."""
     training = [module for module in session.model.modules() if module.training]
     with seeded(session.seed, session.device):
         session.model.eval()

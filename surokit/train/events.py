@@ -1,4 +1,4 @@
-"""What a session tells: records to its subscribers once their values have arrived, and the reason of a step that was masked.
+"""This module tells a session's subscribers of records once their values have arrived, and of the reason of a step that was masked.
 
 Values arrive some steps after their step, and nothing here waits for them unless it is asked to. A subscriber that raises is
 dropped with a warning: no front end can stop a run.
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class Subscriber(Protocol):
-    """Told of every step once its values have arrived, and of the end of a run: "done", "interrupted", "stopped: <by whom
-    or why>" or "failed: <Type: message>".
+    """A Subscriber is told of every step once its values have arrived, and of the end of a run: "done", "interrupted", "stopped:
+    <by whom or why>" or "failed: <Type: message>".
 
     A subscriber may also have on_info(info), what the run is, when it subscribes, when a run begins and when more is known;
     on_start(total), the step a run is planned to end at; on_eval(step, loss); on_sample(sample) for what `numerics` measured;
@@ -40,7 +40,7 @@ class Subscriber(Protocol):
 
 
 class Subscribers:
-    """Who is told."""
+    """A Subscribers object holds those who are told what happens in a session."""
 
     def __init__(self) -> None:
         self._all: list[Subscriber] = []
@@ -49,7 +49,7 @@ class Subscribers:
         self._all.append(subscriber)
 
     def remove(self, subscriber: Subscriber) -> None:
-        """One that was dropped is not there any more."""
+        """Remove a subscriber; one that was dropped already is no error."""
         with suppress(ValueError):
             self._all.remove(subscriber)
 
@@ -58,7 +58,7 @@ class Subscribers:
         return any(hasattr(subscriber, method) for subscriber in self._all)
 
     def emit(self, method: str, *args: Any) -> None:
-        """Calls `method` of those who have it."""
+        """Call `method` of those who have it."""
         for subscriber in list(self._all):
             self.emit_to(subscriber, method, *args)
 
@@ -76,7 +76,7 @@ class Subscribers:
 
 
 class Arrivals:
-    """The steps of one session whose values are on their way, with what it takes to look into one that was not finite."""
+    """An Arrivals holds the steps of one session whose values are on their way, with what it takes to look into a bad one."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -84,11 +84,11 @@ class Arrivals:
         self._bad_in_a_row = self._empty_in_a_row = 0
 
     def expect(self, record: Record, batches: Sequence[Batch], random: RandomState) -> None:
-        """A step's batches and the random state it began with are held until its record has arrived."""
+        """Hold a step's batches, and the random state that it began with, until its record has arrived."""
         self._replayable[record.step] = (batches, random)
 
     def drain(self, wait: bool = False) -> None:
-        """Hands arrived records on, and looks into those whose step was masked. NonFiniteError after several in a row,
+        """Pass on the records that have arrived, and look into those whose step was masked. NonFiniteError after several in a row,
         NoTargetsError after as many in which no label counted."""
         session = self._session
         for record in session.records.drain(wait):
@@ -124,7 +124,7 @@ class Arrivals:
                 )
 
     def explain(self, step: int, batches: Sequence[Batch], random: RandomState) -> None:
-        """Replays a step to find the layer and product that went bad first; nothing of the run changes."""
+        """Replay a step to find the layer and product that went bad first; nothing of the run changes."""
         session = self._session
         with kept(session.device), kept_amaxes(session.model):
             random.restore()
