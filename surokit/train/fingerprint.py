@@ -1,4 +1,5 @@
-"""What a recorded step rests on: addresses, settings and modes of a model and its optimizer, compared before each step.
+"""A fingerprint holds what a recorded step rests on: addresses, settings and modes of a model and its optimizer, compared before
+each step.
 
 A look at everything takes some microseconds a module. Whether anything changed since is seen in a fraction of that, by the
 identity of what each module holds: where all of it is the same object at the same address, nothing is looked at more closely.
@@ -33,21 +34,22 @@ _INTERNAL = vars(nn.Module()).keys() - {"training"}
 
 
 class Fingerprint:
-    """What a model is made of now and, where given, its optimizer; two are equal where a graph of the one serves the other.
+    """A Fingerprint holds what a model and, where given, its optimizer are made of now; two are equal where a graph of the one
+    serves the other.
 
-    `hooked` names what has hooks, which a graph would not call; "" where there are none. What was looked at is held, so that no
-    identity is given to another object.
+    `hooked` names what has hooks, which a graph would not call; "" where there are none. Every object that was looked at is held,
+    so that no other gets its id.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.hooked = ""
         self._found: list[Any] = []
         self._held: list[Any] = []
-        self._places: list[dict[Any, Any]] = []  # whose values are looked at
+        self._places: list[dict[Any, Any]] = []  # their values are looked at
         self._attributes: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = []
         self._sizes: list[Sized] = []  # of what is empty, or only grows
         self._optimizer = optimizer
-        self._tensors: list[Tensor] = []  # whose addresses are
+        self._tensors: list[Tensor] = []  # their addresses are looked at
         self._parameters: list[nn.Parameter] = []
         self._scales: list[DelayedScales] = []
         for module in model.modules():
@@ -131,8 +133,8 @@ class Fingerprint:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return what an optimizer's groups say, but for a rate that is a number, which is the host's to change; objects by
-    identity."""
+    """Return the settings of an optimizer's groups, objects by identity. A rate that is a number is left out: the host may change
+    it."""
     found: list[Any] = []
     for group in optimizer.param_groups:
         found += map(id, group["params"])

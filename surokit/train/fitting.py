@@ -26,14 +26,14 @@ _SHARE = 0.02  # of the time: a session that has taken so long is timed no furth
 
 
 class Trained(Protocol):
-    """What a trial needs of a session."""
+    """A Trained has what a trial needs of a session."""
 
     def run(self, steps: int, /) -> Any: ...
 
 
 @dataclass(frozen=True, repr=False)
 class Fit(Generic[Size]):
-    """The size and the number of steps that were chosen, and what they follow from. Prints as sentences.
+    """A Fit holds the size and the number of steps that were chosen, and what they follow from. Prints as sentences.
 
     name, size: the chosen entry of `sizes`. steps: of every session. step_s: seconds of one step of all sessions together.
     left_s: seconds that were left for the training after the trials. tried: step_s of each size that was tried, None where its
@@ -50,7 +50,7 @@ class Fit(Generic[Size]):
 
     @property
     def expected_s(self) -> float:
-        """Return the seconds that the training of all sessions takes at the measured pace."""
+        """Return how many seconds the training of all sessions takes at the measured pace."""
         return self.steps * self.step_s
 
     def __repr__(self) -> str:

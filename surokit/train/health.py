@@ -1,4 +1,4 @@
-"""`surokit.runs.health` under the name that it had before."""
+"""This module gives `surokit.runs.health` the name that it had before."""
 
 from surokit.runs.health import Event, Health, Kind
 

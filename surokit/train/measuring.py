@@ -1,4 +1,5 @@
-"""What a session measures of its steps: meters, the time between steps, events on the device, the device's own state.
+"""This module takes the measurements of a session's steps: meters, the time between steps, events on the device, the device's own
+state.
 
 Nothing here waits for the device. A meter that raises is dropped with a warning: no measurement can stop a run.
 """
@@ -33,8 +34,8 @@ DEVICE_COLUMNS = {"power_w", "sm_mhz", "throttled"}  # of the records on a GPU, 
 
 @runtime_checkable
 class Attachable(Protocol):
-    """A meter's settings: each session attaches one of its own, which keeps them as `value`. It may also have `paused()`, called
-    when something that is no step has happened."""
+    """An Attachable holds a meter's settings: each session attaches a meter of its own, which keeps them as `value`. That may also
+    have `paused()`, called when something that is no step has happened."""
 
     def attach(self) -> Meter: ...
 
@@ -45,14 +46,15 @@ def settings_of(meter: Meter) -> Meter | Attachable:
 
 
 class Mark(NamedTuple):
-    """A moment of the host, and where the device's work stood then (CUDA)."""
+    """A Mark is a moment of the host, and where the device's work stood then (CUDA)."""
 
     host_s: float
     event: torch.cuda.Event | None
 
 
 class Measuring:
-    """The meters of one session and its clock between steps. `watch` reads the device's state in a thread, on a GPU."""
+    """A Measuring holds the meters of one session, and its clock between steps. `watch` reads the device's state in a thread, on a
+    GPU."""
 
     def __init__(self, device: torch.device, meters: Sequence[Meter | Attachable]) -> None:
         self.device = device
@@ -70,7 +72,7 @@ class Measuring:
 
     @contextmanager
     def loop(self) -> Iterator[None]:
-        """While it lasts, the time between steps counts as theirs."""
+        """Count the time between steps in the block as part of the steps."""
         if self.watch is not None:
             self.watch.start()
         self._before = Mark(time.perf_counter(), None)
@@ -83,7 +85,7 @@ class Measuring:
                 self.watch.stop()
 
     def restart(self) -> None:
-        """What was done since the last step is not the next step's time."""
+        """Leave out of the next step's time what was done since the last step."""
         self._pause_meters()
         if self._before is not None:
             self._before = Mark(time.perf_counter(), None)
@@ -94,7 +96,7 @@ class Measuring:
                 paused()
 
     def mark(self) -> Mark:
-        """Now."""
+        """Return a mark of this moment."""
         if self.device.type != "cuda":
             return Mark(time.perf_counter(), None)
         event = torch.cuda.Event(enable_timing=True)
@@ -105,7 +107,7 @@ class Measuring:
 
     @contextmanager
     def watched(self, engine: Engine, step: int, parts: Sequence[Batch]) -> Iterator[None]:
-        """Lets the watchers that are due see this step's operands.
+        """Let the watchers that are due see this step's operands.
 
         A compiled graph calls no hooks: there the step's first part is computed a second time, uncompiled and aside.
         """
@@ -157,7 +159,7 @@ class Measuring:
         before, in_loop = self._before or start, self._before is not None
         wall_s = end_s - before.host_s
         offload_ms: float | None = getattr(session.optimizer, "device_stall_ms", None)
-        if offload_ms is not None:  # more than the step took where waits of others, by the same link, are in it
+        if offload_ms is not None:  # can exceed the step's time, as waits of others by the same link are in it
             host["offload_ms"] = offload_ms = min(offload_ms, 1e3 * wall_s)
         if self.device.type != "cuda" and in_loop and wall_s > 0:
             host["idle_frac"] = min(1.0, 1 - (end_s - start.host_s - (offload_ms or 0.0) / 1e3) / wall_s)

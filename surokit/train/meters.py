@@ -1,4 +1,4 @@
-"""Meters of numerics: what quantization does to each layer while it trains, and which layer goes bad first.
+"""This module takes measurements of numerics: what quantization does to each layer while it trains, and which layer goes bad first.
 
 A meter is a function of the session, called after each update. `numerics` gives one that also looks into the step: every n-th
 step it takes the operands of each quantized layer from the step's own forward and backward, quantizes a part of them once more
@@ -43,8 +43,8 @@ FEW = 3  # fewer layers of a kind have no median to speak of
 
 
 class Row(NamedTuple):
-    """One product of one layer in one step. `in_force_*` are the amaxes that delayed scaling quantized by, NaN without it;
-    `bad` says what is wrong, "" where nothing is."""
+    """A Row describes one product of one layer in one step. `in_force_*` are the amaxes that delayed scaling quantized by, NaN
+    without it; `bad` says what is wrong, "" where nothing is."""
 
     layer: str
     gemm: str
@@ -61,7 +61,8 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """All products of one step in the order in which the data reaches them: forward, then the gradients from the last layer."""
+    """A Sample holds all products of one step in the order in which the data reaches them: forward, then the gradients from the
+    last layer."""
 
     step: int
     rows: tuple[Row, ...]
@@ -75,19 +76,20 @@ class Sample:
 
     @property
     def first_bad(self) -> str:
-        """Return the first row that is not finite, else the first that is bad, as a sentence; "" where none is."""
+        """Return words on the first row that is not finite, else on the first that is bad; "" where none is."""
         bad = sorted((r for r in self.rows if r.bad), key=lambda r: r.bad != NOT_FINITE)
         return f"{bad[0].layer} {bad[0].gemm}, step {self.step:,}: {bad[0].bad}" if bad else ""
 
     def first_bad_after(self, before: str) -> str:
-        """Return what went bad first of all where `before` did so earlier: that stays, unless only now something is not finite."""
+        """Return `before`, the words on what went bad earlier, or `first_bad` where there are none or only now a row is not
+        finite."""
         graver = self.first_bad.endswith(NOT_FINITE) and not before.endswith(NOT_FINITE)
         return self.first_bad if graver or not before else before
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """What to measure and what counts as bad; see `numerics`. Session gives each run a watcher of its own."""
+    """A Numerics says what to measure and what counts as bad; see `numerics`. Session gives each run a watcher of its own."""
 
     every: int = 20
     layers: str = "*"
@@ -107,7 +109,7 @@ class Numerics:
         return Watcher(self)
 
     def judged(self, step: int, rows: list[Row]) -> Sample:
-        """Return the rows with what is wrong with them."""
+        """Judge the rows of a step: return them as a Sample that says what is wrong with each."""
         usual = _usual(rows)
         return Sample(step, tuple(row._replace(bad=self._why(row, usual[row[:2]])) for row in rows))
 
@@ -151,7 +153,8 @@ def numerics(
 
 
 class Watcher:
-    """The meter of one session: `watch` around a step's forward and backward, a call after it, `arrived` once it is there."""
+    """A Watcher is the meter of one session: `watch` goes around a step's forward and backward, a call follows the step, and
+    `arrived` gives the sample once its values are there."""
 
     def __init__(self, value: Numerics) -> None:
         self.value = value
@@ -170,7 +173,7 @@ class Watcher:
 
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """While it lasts, the operands of the quantized layers are taken. Call it only around a step that is due."""
+        """Take the operands of the quantized layers in the block. Call it only around a step that is due."""
         self._due, self._order, self._taken, self._figures = True, [], {}, {}
         handles = [
             layer.register_forward_hook(self._hook(name, layer))
@@ -252,7 +255,8 @@ class Watcher:
             self._judge(name, taken, dy.detach().flatten(0, -2))
 
     def _try(self, work: Callable[..., None], *args: Any) -> None:
-        """A meter that fails must not take the step with it: the session drops it afterwards."""
+        """Do the work, but keep an error: a meter that fails must not take the step with it, and the session drops it
+        afterwards."""
         if self._error is None:
             try:
                 work(*args)
@@ -291,7 +295,7 @@ class Watcher:
 
 @dataclass(frozen=True, eq=False)
 class _Taken:
-    """A layer's input: the first tokens of it, and the largest magnitude of all of it."""
+    """A _Taken holds a layer's input: its first tokens, and the largest magnitude of all of it."""
 
     layer: Linear
     x_TK: Tensor
@@ -303,7 +307,7 @@ def _largest(x: Tensor) -> Tensor:
 
 
 class _Usual(NamedTuple):
-    """What a row is held against: medians over its peers, and how many times the limits it may lie off them."""
+    """A _Usual is what a row is held against: medians over its peers, and how many times the limits it may lie off them."""
 
     sqnr_db: float
     underflow: float
@@ -311,8 +315,9 @@ class _Usual(NamedTuple):
 
 
 def _usual(rows: Sequence[Row]) -> dict[tuple[str, str], _Usual]:
-    """By layer and product. Peers are the layers of a kind in the same product: SwiGLU's outputs, say, hold more near zero
-    than what a norm gives, in every block. Where a kind has few layers, all layers are peers, and may differ twice as much."""
+    """Return what each row is held against, by layer and product. Peers are the layers of a kind in the same product: SwiGLU's
+    outputs, say, hold more near zero than what a norm gives, in every block. Where a kind has few layers, all layers are peers, and
+    may differ twice as much."""
     kinds: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         kinds.setdefault((row.gemm, within_block(row.layer)), []).append(row)
@@ -329,5 +334,5 @@ def _medians(rows: Sequence[Row]) -> tuple[float, float]:
 
 
 def _key(sqnr_db: float) -> float:
-    """Return a number that sorts and has a median: exact is best of all, what is not a number worst."""
+    """Return an SQNR as a number that sorts and has a median: exact (inf) is best of all, NaN worst."""
     return -1e3 if math.isnan(sqnr_db) else max(-1e3, min(sqnr_db, 1e3))

@@ -1,4 +1,5 @@
-"""Batches to the device while it computes: copied from pinned memory on a stream of their own, one or two steps ahead of it.
+"""This module copies batches to the device while it computes, from pinned memory on a stream of their own, one or two steps
+ahead of it.
 
 The host launches a step without waiting for the one before, so the next batch is drawn and copied while the device still works.
 Drawing stays in the order of the steps, and no batch is drawn before its step begins: a position, a random state and what a
@@ -24,7 +25,8 @@ AHEAD = 2  # steps that are launched and not done when the next is launched
 
 
 class Prefetch:
-    """Takes batches to `device`; called with a batch, gives it there. `begin` and `launched` around each step pace the host."""
+    """A Prefetch takes batches to `device`: called with a batch, it returns it there. `begin` and `launched` around each step pace
+    the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -53,8 +55,8 @@ class Prefetch:
         return there
 
     def begin(self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
-        """Before a step: lets the device come within AHEAD steps. Whether it had run out of work, so that what the host waited
-        for (a batch) it waited for too.
+        """Let the device come within AHEAD steps of the host before a step. Return whether it had run out of work, so that it too
+        waited for what the host waited for (a batch).
 
         waiting: a context around a wait.
         """
@@ -66,7 +68,7 @@ class Prefetch:
         return idle
 
     def launched(self) -> None:
-        """After a step's last launch."""
+        """Note that a step's last work has been launched."""
         if self._stream is not None:
             event = torch.cuda.Event(blocking=True)  # a host that waits leaves its core to others
             event.record(torch.cuda.current_stream(self.device))

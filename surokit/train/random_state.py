@@ -1,4 +1,4 @@
-"""The state of every random generator that training draws from, as one value.
+"""This module keeps the state of every random generator that training draws from, as one value.
 
 A session owns such a state: it is put in force while the session works and the caller's comes back afterwards. So a run
 depends on its seed alone, whatever is done between two calls of `run`, and two sessions can take turns.
@@ -27,7 +27,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class RandomState:
-    """States of Python's, NumPy's (legacy), torch's CPU generator and, for a CUDA `device`, that device's generator.
+    """A RandomState holds the states of Python's, NumPy's (legacy), torch's CPU generator and, for a CUDA `device`, that device's
+    generator.
 
     python and numpy are None in a state of torch's generators alone.
     """
@@ -61,7 +62,7 @@ class RandomState:
             return RandomState.capture(device)
 
     def restore(self) -> None:
-        """Puts these states in force."""
+        """Put these states in force."""
         if self.python is not None and self.numpy is not None:
             random.setstate(self.python)
             np.random.set_state(self.numpy)  # noqa: NPY002
@@ -70,7 +71,7 @@ class RandomState:
             torch.cuda.set_rng_state(self.cuda, self.device)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return numbers, strings, tuples and tensors only: what torch.load(weights_only=True) reads."""
+        """Return the states as numbers, strings, tuples and tensors, which torch.load(weights_only=True) reads."""
         assert self.numpy is not None, "only a whole state is kept"
         state = self.numpy["state"]
         numpy = {
@@ -81,7 +82,8 @@ class RandomState:
 
     @staticmethod
     def from_dict(data: dict[str, Any], device: torch.device) -> RandomState:
-        """Return the inverse of `to_dict`; a CUDA state is dropped where `device` is a CPU, and missing in the other direction."""
+        """Make a RandomState of what `to_dict` gave; a CUDA state is dropped where `device` is a CPU, and None the other way
+        round."""
         key = data["numpy"]["state"]["key"].numpy().astype(np.uint32)
         numpy = {**data["numpy"], "state": {"key": key, "pos": data["numpy"]["state"]["pos"]}}
         cuda = data["cuda"] if device.type == "cuda" else None
@@ -89,10 +91,10 @@ class RandomState:
 
 
 class Turn:
-    """One thread at a time, in the order in which they came. The one that has it may take it again.
+    """A Turn goes to one thread at a time, in the order in which they came. The one that has it may take it again.
 
-    The generators are the process's. Who puts a state of its own in force has the turn while it lasts, so that sessions in several
-    threads do not draw from each other's.
+    The generators are the process's. A thread that puts a state of its own in force has the turn while it lasts, so that sessions
+    in several threads do not draw from each other's.
     """
 
     def __init__(self) -> None:
@@ -103,16 +105,16 @@ class Turn:
 
     @property
     def wanted(self) -> bool:
-        """Return whether somebody waits for it."""
+        """Return whether a thread waits for the turn."""
         return bool(self._waiting)
 
     @property
     def mine(self) -> bool:
-        """Return whether this thread has it."""
+        """Return whether this thread has the turn."""
         return self._owner == threading.get_ident()
 
     def __enter__(self) -> None:
-        """Waits for the turn; an interrupt ends the waiting."""
+        """Wait for the turn; an interrupt ends the waiting."""
         place = self._come()
         try:
             if place is not None:
@@ -126,7 +128,7 @@ class Turn:
             raise
 
     def enter(self) -> BaseException | None:
-        """Wait for the turn, whatever comes; an interrupt that came meanwhile."""
+        """Wait for the turn, whatever comes; return an interrupt that came meanwhile."""
         place, interrupt = self._come(), None
         while place is not None and not self.mine:
             try:
@@ -136,7 +138,7 @@ class Turn:
         return interrupt
 
     def _come(self) -> tuple[int, threading.Lock] | None:
-        """Return a place among those that wait, None where the turn is taken at once."""
+        """Take the turn at once and return None; where it is another's, join those that wait and return the place."""
         me = threading.get_ident()
         with self._lock:
             if self._owner in (me, None):
@@ -163,7 +165,7 @@ turn = Turn()
 
 
 class OwnRandom:
-    """The random state of one session: in force only while it works, when the caller's is kept."""
+    """An OwnRandom holds the random state of one session: in force only while it works; the caller's is kept meanwhile."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._device = device
@@ -174,7 +176,10 @@ class OwnRandom:
 
     @contextmanager
     def in_force(self, shared: bool = False) -> Iterator[None]:
-        """shared: other threads go on meanwhile, and what they draw from torch's generators is undone where that is possible."""
+        """Put the session's state in force inside the block.
+
+        shared: other threads go on meanwhile, and what they draw from torch's generators is undone where that is possible.
+        """
         if self._callers is not None:
             yield
             return
@@ -189,7 +194,7 @@ class OwnRandom:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, the caller's state is in force, and others may put theirs. Nothing happens where it is so already."""
+        """Put the caller's state in force inside the block, where others may put theirs. Does nothing where it is so already."""
         if self._callers is None:
             yield
             return
@@ -214,7 +219,7 @@ class OwnRandom:
         callers.restore()
 
     def yield_lock(self) -> bool:
-        """Between two steps: lets others have their turn that wait for it. Whether somebody did."""
+        """Let others that wait for their turn have it, between two steps; return whether any did."""
         if not turn.wanted:
             return False
         with self.aside():
@@ -223,12 +228,12 @@ class OwnRandom:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait for the device, in which others have their turn and may draw."""
+        """Let others have their turn, and draw, in the block: a wait for the device."""
         with self.aside() if self._shared or turn.wanted else nullcontext():
             yield
 
     def snapshot(self) -> None:
-        """Before a wait, in which other threads may draw; `restore` undoes it. Torch's generators, some microseconds."""
+        """Keep torch's generators before a wait in which other threads may draw; `restore` undoes that. Takes some microseconds."""
         if self._shared:
             self._held = RandomState.capture(self._device, torch_only=True)
 
@@ -239,7 +244,7 @@ class OwnRandom:
 
     @property
     def state(self) -> RandomState:
-        """As it is now."""
+        """Return the state as it is now."""
         self.restore()
         return RandomState.capture(self._device) if self._callers is not None else self._state
 
@@ -251,7 +256,7 @@ class OwnRandom:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside, the states that `seed` gives are in force; those before come back."""
+    """Put the states that `seed` gives in force inside the block; those before come back."""
     with kept(device):
         RandomState.seeded(seed, device).restore()
         yield
@@ -259,7 +264,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def kept(device: torch.device) -> Iterator[None]:
-    """Whatever happens inside, the states in force come back. No other session draws meanwhile."""
+    """Restore the states in force after the block, whatever happens in it. No other session draws meanwhile."""
     with turn:
         before = RandomState.capture(device)
         try:

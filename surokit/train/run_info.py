@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Light(NamedTuple):
-    """What a token costs and what the device could do; None where nobody knows, and `peak` says why."""
+    """A Light holds what a token costs and what the device could do; None where nobody knows, and `peak` says why."""
 
     flops_per_token: float | None
     peak_tflops: float | None
@@ -24,8 +24,8 @@ class Light(NamedTuple):
 
 
 def describe(session: Session, total: int | None, started: float, light: Light, resumes: bool) -> RunInfo:
-    """Return the RunInfo of a session. total: the step that the run is planned to end at. started: seconds since 1970. resumes: by
-    the next run()."""
+    """Return the RunInfo of a session. total: the step that the run is planned to end at. started: seconds since 1970. resumes:
+    the next run() goes on from its end."""
     recipe = session.recipe
     return RunInfo(
         title=title_of(session),
@@ -67,7 +67,7 @@ def gpus_of(device: torch.device) -> int:
 
 
 def light_of(session: Session) -> Light:
-    """Return the model's work a token at the length last trained on, against the device's bf16 peak, whatever the recipe."""
+    """Return the model's FLOPs a token at the length last trained on, and the device's bf16 peak, whatever the recipe."""
     if session.device.type != "cuda":
         return Light(None, None, f"no peak rate is known for {session.device.type}")
     from surokit.planner import count_flops, find_gpu, read_shape
@@ -84,7 +84,8 @@ def light_of(session: Session) -> Light:
 
 
 def plan_arguments(session: Session) -> dict[str, Any]:
-    """Return what a session knows of its steps; batch and length by its last step, or by its data before there is one."""
+    """Return the arguments of `surokit.plan` that a session knows; batch and length come from its last step, or from its data
+    before there is one."""
     found: dict[str, Any] = {"optimizer": session.optimizer, "accumulate": session.accumulate}
     if session.graphs.state in ("on", "waiting"):
         found["graphs"] = True
@@ -95,7 +96,7 @@ def plan_arguments(session: Session) -> dict[str, Any]:
 
 
 def batch_sizes(source: Any) -> dict[str, int]:
-    """Return rows and length of the batches of a source that tells them, by attributes or by its first batch; else nothing."""
+    """Return rows and length of a source's batches, by its attributes or its first batch; an empty dict where it tells neither."""
     batch, length = getattr(source, "batch", None), getattr(source, "length", None)
     if isinstance(source, Sequence) and len(source) and isinstance(source[0], Mapping):
         sizes: Any = getattr(source[0].get("input_ids"), "shape", ())

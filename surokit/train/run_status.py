@@ -1,4 +1,5 @@
-"""What is told of a run beside its records: what it is, how it stands, what happened in it; and the conditions that end it.
+"""This module tells of a run what its records do not: what it is, how it stands, what happened in it; and it ends a run on
+conditions.
 
 It goes to subscribers and, where the run has a folder, to run.json (runs/status.py). Only arrived records are looked at, so nothing
 here waits for the device.
@@ -37,14 +38,14 @@ NAMES: dict[str, set[str]] = {
 
 
 class Verdict(NamedTuple):
-    """What one record says of the run: what happened in it, and the phase that begins with it, "" where none does."""
+    """A Verdict is what one record says of the run: what happened in it, and the phase that begins with it, "" where none does."""
 
     events: Sequence[Event]
     entered: Phase
 
 
 class Journal:
-    """Of one session. `info` says what the run that began last is, None before the first."""
+    """A Journal tells of one session's runs. `info` says what the run that began last is, None before the first."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -63,14 +64,14 @@ class Journal:
     # -- what the run is
 
     def describe(self) -> RunInfo:
-        """As it is known now."""
+        """Return the RunInfo as far as it is known now."""
         session = self._session
         if self._light is None or self._light[0] != session.length:
             self._light = session.length, _light(session)
         return describe(session, self._total, self._started, self._light[1], resumes=not session.control.is_nested)
 
     def begin(self, total: int | None) -> None:
-        """A run() begins that is planned to end at step `total`."""
+        """Begin a run() that is planned to end at step `total`."""
         self._began = self._session.steps
         if self._session.control.is_nested:
             self.beat(now=True)
@@ -78,13 +79,13 @@ class Journal:
             self._open(total)
 
     def end(self, reason: str) -> None:
-        """It is over."""
+        """End the run() for `reason`."""
         if not self._session.control.is_nested:
             self._close(reason)
 
     def begin_group(self, total: int | None) -> None:
-        """A run begins that is made of several run(), as in a race: until `end_group` they are its parts. Beginning and end are
-        told of the whole, and an interrupt is for whoever lets it go on."""
+        """Begin a run that is made of several run(), as in a race: until `end_group` they are its parts. Beginning and end are told
+        of the whole, and an interrupt is for whoever drives it."""
         self._session.control.is_nested = True
         self._session.control.files.forget()
         self._open(total)
@@ -112,7 +113,7 @@ class Journal:
         self._session.subscribers.emit("on_info", self.info)
 
     def beat(self, state: str | None = None, now: bool = False) -> None:
-        """Into run.json: a new state at once, a sign of life at most every two seconds or `now`."""
+        """Write run.json: a new state at once, a sign of life at most every two seconds or `now`."""
         self._state = state or self._state
         if self._file is not None and self.info is not None:
             events = [*self.events]
@@ -122,7 +123,7 @@ class Journal:
             self._file.beat(self.info, self._state, session.steps, events, now, run_s=run_s)
 
     def restore(self) -> None:
-        """The events of a run that goes on, up to the step from which it does."""
+        """Restore the events of a run that goes on, up to the step from which it does."""
         session = self._session
         status = None if session.run_dir is None else read_status(session.run_dir)
         if status is not None:
@@ -131,7 +132,7 @@ class Journal:
     # -- what happens in it
 
     def note(self, step: int, text: str, kind: Literal["note", "slower"] = "note") -> None:
-        """Somebody's own words, or what runs slower than was asked for."""
+        """Note somebody's own words, or what runs slower than was asked for."""
         event = Event(step, kind, str(text))
         self.events.append(event.to_dict())
         if kind == "note":
@@ -147,7 +148,7 @@ class Journal:
         return self._health.phase
 
     def judge(self, record: Record) -> Verdict:
-        """Says how the run is doing with this arrived record, here alone: run.json, panels and conditions have it from here."""
+        """Judge how the run is doing with this arrived record, here alone: run.json, panels and conditions have it from here."""
         health, late, before = self._health, record.late.wait(), self._health.phase
         events = health.add(
             record.step,
@@ -164,7 +165,7 @@ class Journal:
         return verdict
 
     def take_in(self, record: Record, verdict: Verdict) -> None:
-        """Takes in a record that was judged and told: whether that ends the run."""
+        """Take in a record that was judged and told, and stop the run where a condition holds."""
         if self.info is not None and self.info.tokens_per_step is None:
             self._tell_info()  # the first step has shown how many
         for condition in self._conditions:
@@ -205,7 +206,7 @@ class Journal:
 
 
 def _light(session: Session) -> Light:
-    """No model is so odd that its description ends a run."""
+    """Return the Light of a session; a model that cannot be described has none, and ends no run."""
     try:
         return light_of(session)
     except Exception as error:

@@ -1,4 +1,5 @@
-"""A Session owns a run: model, data, optimizer, records, checkpoints. `step` is the only place where a step happens.
+"""A Session keeps all that a run needs: model, data, optimizer, records, checkpoints. `step` is the only place where a step
+happens.
 
     batches -> forward, backward (accumulated) -> norm of the gradients -> AdamW, clipped and masked -> Record
 
@@ -80,7 +81,7 @@ BY_HAND = "{0}_every is for session.run(): in a loop of your own call session.{1
 
 
 class Session(Trainer):
-    """A training run.
+    """A Session is a training run.
 
     model: a module whose forward(input_ids=..., labels=...) returns an object with `.loss`, a mean over the labels that
         count. It is trained where its parameters are.
@@ -155,7 +156,7 @@ class Session(Trainer):
         self.optimizer = build_optimizer(optimizer, model)
         if (
             accounts := getattr(self.optimizer, "accounts", None)
-        ) is not None:  # of one that offloads: its report names weights
+        ) is not None:  # an optimizer that offloads: its report names weights
             accounts.call(model.named_parameters())
         self.engine = Engine(model, self.optimizer, clip, graphs)
         self.prefetch = Prefetch(self.device)
@@ -272,7 +273,7 @@ class Session(Trainer):
 
     @property
     def run_s(self) -> float:
-        """Return the seconds in run() so far, with evaluations and checkpoints."""
+        """Return how many seconds run() has taken so far, with evaluations and checkpoints."""
         return self._run_s + (0.0 if self._began is None else time.monotonic() - self._began)
 
     def step(self, batch: Batch | Sequence[Batch]) -> Record:
@@ -351,13 +352,13 @@ class Session(Trainer):
         return record
 
     def to_device(self, batch: Batch) -> Batch:
-        """Return the batch on the device, with what the model is told beside it."""
+        """Return the batch on the device, with the arguments that the model needs beside it."""
         return self.prefetch({**batch, **self._for_documents} if "position_ids" in batch else batch)
 
     # -- looking
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """From now on tells `subscriber` of every step and of the end of each run, and now what the run is."""
+        """Tell `subscriber` now what the run is, and from now on of every step and of the end of each run."""
         self.subscribers.add(subscriber)
         if hasattr(subscriber, "on_info"):
             self.subscribers.emit_to(subscriber, "on_info", self.info)
@@ -366,7 +367,7 @@ class Session(Trainer):
     def live(
         self, *, thread: bool | None = None, view: ViewName = "auto", usd_per_gpu_hour: float | None = None
     ) -> None:
-        """Shows the live panel here; it follows this session's runs from now on. An earlier one keeps its picture.
+        """Show the live panel here; it follows this session's runs from now on. An earlier one keeps its picture.
 
         thread: True lets later runs train in a thread, so that the panel's buttons work while the cell waits:
         `await session.run(500)`. view: "widget", "svg" or "text"; "auto" takes the best that works here. usd_per_gpu_hour: what a
@@ -398,11 +399,11 @@ class Session(Trainer):
         return self.journal.describe()
 
     def note(self, text: str) -> None:
-        """Puts a word of yours beside the step that is done: on the panel and in run.json."""
+        """Put a word of yours beside the step that is done: on the panel and in run.json."""
         self.journal.note(self.steps, text)
 
     def stop_when(self, *conditions: Condition) -> None:
-        """Ends a run between two steps once one of `conditions` holds; without any, none does. The run says "stopped: ...".
+        """End a run between two steps once one of `conditions` holds; without any, none does. The run says "stopped: ...".
 
         Each is what Health sees, by name ("diverging", "unstable", "plateau", "nonfinite", "no_targets", "spike", "grad_spike"),
         or a function of a Record that returns True or a reason. They see a step once its values have arrived. A name
@@ -440,7 +441,7 @@ class Session(Trainer):
         *,
         tokenizer: Any = None,
     ) -> str:
-        """Returns `prompt` and how the model continues it; temperature 0 is greedy. No chat template is applied: see `chat`.
+        """Return `prompt` and how the model continues it; temperature 0 is greedy. No chat template is applied: see `chat`.
 
         max_new_tokens: at most; where not given 64, or as many as the model's max_length has room for. tokenizer: the data's
         where not given; else whatever surokit.load_tokenizer takes.
@@ -460,7 +461,7 @@ class Session(Trainer):
         tokenizer: Any = None,
         template: str | None = None,
     ) -> str:
-        """Returns the model's reply to a conversation, without special tokens; temperature 0 is greedy.
+        """Return the model's reply to a conversation, without special tokens; temperature 0 is greedy.
 
         The conversation is rendered as surokit.chat renders its data, and opened for the assistant. The reply ends with the
         template's end of turn, an end token of the tokenizer or of the model, or max_new_tokens.
@@ -484,8 +485,8 @@ class Session(Trainer):
 
     @at_a_boundary
     def layers(self) -> pd.DataFrame:
-        """Return what surokit.numerics() measured, one row a sampled step, layer and product: step, layer, gemm, sqnr_db, clipped,
-        underflow, amax_a, amax_b, scale_spread, in_force_a, in_force_b, bad. Waits for what is on its way.
+        """Return the measurements of surokit.numerics(), one row a sampled step, layer and product: step, layer, gemm, sqnr_db,
+        clipped, underflow, amax_a, amax_b, scale_spread, in_force_a, in_force_b, bad. Waits for what is on its way.
         """
         if not self.measuring.watchers:
             raise ValueError("No layer is measured: give Session(meters=[surokit.numerics(every=20)]).")
@@ -493,7 +494,7 @@ class Session(Trainer):
         return self.measuring.watchers[0].frame()
 
     def to_deepspeed(self, path: str | Path | None = None) -> dict[str, Any]:
-        """These settings as a DeepSpeed configuration, which is also written to `path` as JSON where one is given.
+        """Return these settings as a DeepSpeed configuration, and write it to `path` as JSON where one is given.
 
         ZeRO's stage (3 where parameters are sharded, 2 where the optimizer offloads, else 0), offload_optimizer, a zenflow block
         for surokit.ZenFlow, optimizer, gradient_clipping, gradient_accumulation_steps, train_micro_batch_size_per_gpu, bf16 or
@@ -521,7 +522,7 @@ class Session(Trainer):
 
     @property
     def numerics(self) -> str:
-        """ "native", or what is emulated and why; "" for bf16 and for a model as given."""
+        """Return "native", or what is emulated and why; "" for bf16 and for a model as given."""
         recipe = self.recipe
         return "" if recipe is None or not recipe.quantized else convert.emulation(recipe, self.device) or "native"
 
@@ -542,7 +543,7 @@ class Session(Trainer):
 
     @at_a_boundary
     def save(self) -> Path:
-        """Writes a checkpoint of everything the next step depends on; returns its folder.
+        """Write a checkpoint of everything the next step depends on; return its folder.
 
         CheckpointError where the disk does not take it: nothing is lost then, neither here nor on the disk.
         """
@@ -584,7 +585,7 @@ class Session(Trainer):
         return session
 
     def restore_counters(self, meta: Mapping[str, Any]) -> None:
-        """Counts go on from a checkpoint's."""
+        """Let the counts go on from a checkpoint's."""
         self.steps, self.tokens = meta["step"], meta["tokens"]
         self.elapsed_s = self.step_s = meta["elapsed_s"]
         self._run_s = meta["run_s"]
@@ -611,7 +612,7 @@ class Session(Trainer):
     # -- contexts, stopping, compiling
 
     def stop(self) -> None:
-        """Ends the run that is going on, from another thread, at the end of its step, as session.control.stop() does.
+        """End the run that is going on, from another thread, at the end of its step, as session.control.stop() does.
 
         Where none goes on it does nothing: the next run() is not stopped.
         """
@@ -636,7 +637,7 @@ class Session(Trainer):
 
     @contextmanager
     def _compilation(self, parts: Sequence[Batch]) -> Iterator[None]:
-        """Around forward and backward: while they compile they can be given up, and where that fails it is said."""
+        """Let forward and backward in the block be given up while they compile, and say afterwards what fell back."""
         compiles = self.engine.will_compile(parts)
         with self.control.compilation if compiles else nullcontext():
             try:

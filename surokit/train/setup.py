@@ -1,4 +1,4 @@
-"""What a session is made from and fed with: settings, optimizer, run folder, a rebuilt model, batches in parts.
+"""This module makes what a session is built from and fed with: settings, optimizer, run folder, a rebuilt model, batches in parts.
 
 Every refusal of a setting is here, so that the session itself only trains.
 """
@@ -71,7 +71,8 @@ def check_settings(
 
 
 def _check_forward(model: nn.Module) -> None:
-    """Raise TypeError for a model whose forward does not take what a batch holds; who looks at the call first is trusted."""
+    """Raise TypeError for a model whose forward does not take what a batch holds; one that handles the call before forward is
+    trusted."""
     if type(model).__call__ is not nn.Module.__call__ or forward_pre_hooks(model):
         return
     try:
@@ -88,7 +89,7 @@ def _check_forward(model: nn.Module) -> None:
 
 
 def planned_steps(steps: int | None, minutes: float | None, schedule: Any, done: int) -> int | None:
-    """Return the steps that a run shall take, to the end of the schedule where neither is given; None where minutes decide."""
+    """Return how many steps a run shall take, to the end of the schedule where neither is given; None where minutes decide."""
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
         raise ValueError(f"run(steps={steps!r}): the number of further steps is a whole number >= 0.")
     if minutes is not None and not 0 <= minutes < math.inf:
@@ -102,7 +103,7 @@ def planned_steps(steps: int | None, minutes: float | None, schedule: Any, done:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model computes: on its first parameter's device, or on the one that streamed weights come to."""
+    """Return the device on which the model computes: its first parameter's, or the one that streamed weights come to."""
     streamed: Any = next((vars(m)["computes_on"] for m in model.modules() if "computes_on" in vars(m)), None)
     return next(model.parameters()).device if streamed is None else streamed
 
@@ -119,16 +120,19 @@ def check_place(model: nn.Module, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """How many tokens a model knows. stated: by the model itself, so that other numbers are refused before a step; otherwise it is
-    the largest embedding's rows, which may be of something else, and only explains a step that failed."""
+    """A Vocabulary says how many tokens a model knows.
+
+    stated: by the model itself, so that other numbers are refused before a step; otherwise `size` is the largest embedding's rows,
+    which may be of something else, and only explains a step that failed.
+    """
 
     size: int
     stated: bool
 
     @staticmethod
     def of(model: nn.Module) -> Vocabulary:
-        """Return a Decoder's, or as a model of transformers says where its tokens come in and go out; any number without
-        embeddings."""
+        """Return the vocabulary of a Decoder, or of a model of transformers by its input and output embeddings; without embeddings
+        it has any number."""
         if isinstance(size := getattr(getattr(model, "config", None), "vocab", None), int):
             return Vocabulary(size, stated=True)
         ends = []
@@ -146,7 +150,7 @@ class Vocabulary:
 
     @contextmanager
     def explains(self, *batches: Batch) -> Iterator[None]:
-        """Inside, an index that was out of range is a ValueError where a batch has numbers outside."""
+        """Raise ValueError for an index out of range in the block, if a batch has numbers outside of the vocabulary."""
         try:
             yield
         except (IndexError, RuntimeError) as error:
@@ -158,8 +162,9 @@ class Vocabulary:
 
 
 def options_for_documents(model: nn.Module) -> dict[str, Any]:
-    """Return what forward is told beside a batch with position_ids: a model of transformers that keeps keys and values, as it does
-    unless told not to, takes a packed row for one document. Told not to, it looks for documents, which waits for the device.
+    """Return the arguments that forward needs beside a batch with position_ids. A model of transformers that keeps keys and values,
+    as it does unless told not to, takes a packed row for one document. With use_cache=False it looks for documents, which waits for
+    the device.
     """
     caches = getattr(getattr(model, "config", None), "use_cache", False)
     return {"use_cache": False} if caches and "use_cache" in inspect.signature(model.forward).parameters else {}
@@ -187,7 +192,7 @@ def build_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def claim_folder(run_dir: str | Path | None, exist: str) -> tuple[Path | None, checkpoints.Checkpoint | None]:
-    """Return the folder to write in, and the checkpoint to go on from."""
+    """Make the folder to write in; return it, and the checkpoint to go on from if `exist` is "resume" and there is one."""
     if exist not in ("new", "resume", "error"):
         raise ValueError(f"Session(exist={exist!r}): 'new', 'resume' or 'error'.")
     if run_dir is None:
@@ -260,21 +265,21 @@ def parts_of(batch: Batch | Sequence[Batch], accumulate: int) -> Sequence[Batch]
 
 
 def targets_in(batch: Batch) -> Tensor:
-    """Return the number of labels that count, on the device: the first of a sequence is nobody's target."""
+    """Return the number of labels that count, on the device: the first of a sequence is never a target."""
     return (batch["labels"][:, 1:] != -100).sum()
 
 
 def mean_over(loss: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss over `targets` labels that count; NaN over none, which masks the update as any loss that is not finite
+    """Return the loss, a mean over `targets` labels; NaN where that is 0, which masks the update as any loss that is not finite
     does.
 
-    Models disagree about the mean of nothing, ours say 0 and those of transformers NaN.
+    Models disagree about the mean of nothing: ours say 0, and those of transformers NaN.
     """
     return loss.masked_fill(targets == 0, torch.nan)
 
 
 def with_targets(batches: Sequence[Batch]) -> Sequence[Batch]:
-    """Leaves out parts of a step without a label that counts: their mean loss is 0/0 in most models. Looks at the host only."""
+    """Remove the parts of a step without a label that counts: their mean loss is 0/0 in most models. Looks at the host only."""
     if len(batches) == 1:
         return batches
     useful = [b for b in batches if b["labels"].device.type != "cpu" or (b["labels"][..., 1:].numpy() != -100).any()]

@@ -1,4 +1,4 @@
-"""The endless stream of batches that a session trains on, with a position that survives a restart.
+"""A stream gives the batches that a session trains on, without end, with a position that survives a restart.
 
 A position is (epoch, batches taken in it). Sources that have state_dict() / load_state_dict() keep it themselves; any
 other re-iterable is started again with the random state that its epoch began with and moved forward batch by batch, which
@@ -28,7 +28,7 @@ _HASHED_BYTES = 64 << 20
 
 
 class Stream:
-    """Batches of `source`, epoch after epoch. Iterating gives the rest of the current epoch, `draw` never ends.
+    """A Stream gives the batches of `source`, epoch after epoch. Iterating gives the rest of the current epoch, `draw` never ends.
 
     source: re-iterable of dicts {"input_ids": int64 [B, T], "labels": int64 [B, T], ...}. One with fork(), as ours has,
         is read through a reader of the stream's own.
@@ -65,7 +65,7 @@ class Stream:
         return self._at.taken
 
     def draw(self) -> list[Batch]:
-        """Return the next `accumulate` batches, which `on_draw` is shown; starts a new epoch where one ends."""
+        """Return the next `accumulate` batches, after a call of `on_draw` with them; a new epoch starts where one ends."""
         batches = self._group(ends=False)
         if self.on_draw is not None:
             try:
@@ -76,7 +76,7 @@ class Stream:
         return batches
 
     def give_back(self) -> None:
-        """Undoes the last draw, because its step did not happen: the same batches come again."""
+        """Undo the last draw, because its step did not happen: the same batches come again."""
         self._returned.extendleft(reversed(self._taken))
         self._taken, self._at = [], self._before
 
@@ -94,7 +94,7 @@ class Stream:
                     return
 
     def __len__(self) -> int:
-        """Return optimizer steps an epoch, where the source knows its length."""
+        """Return the number of optimizer steps an epoch; TypeError where the source has no length."""
         return len(self.source) // self.accumulate
 
     @property
@@ -103,7 +103,7 @@ class Stream:
 
     @property
     def chat_template(self) -> str | None:
-        """Return what the data's conversations were rendered with; None where it holds none, or does not say."""
+        """Return the template that rendered the data's conversations; None where it holds none, or does not say."""
         return getattr(self.source, "chat_template", None)
 
     @cached_property
@@ -178,7 +178,7 @@ class Stream:
         return {**self._at._asdict(), "source": self.source.state_dict() if exact else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Moves to a saved position. ResumeError where the source ends before it or is another one."""
+        """Move to a saved position. ResumeError where the source ends before it or is another one."""
         self._at = self._before = _Position(state["epoch"], state["taken"], dict(state["start"]))
         self._returned.clear()
         self._taken = []
@@ -197,7 +197,8 @@ class Stream:
             raise ResumeError(f"The data does not take the position of the checkpoint: {error}") from error
 
     def _iterate_again(self) -> None:
-        """From the position on: a generator that raised or was interrupted is over, and would end the epoch."""
+        """Iterate the source again from the position on: a generator that raised or was interrupted is over, and would end the
+        epoch."""
         self._iterator = None
         if self._at.start and _stateful(self.source):
             self._iterator = iter(self.source)
@@ -206,14 +207,14 @@ class Stream:
         self._broken = False
 
     def _undo_begun(self) -> None:
-        """The same batches come again: an epoch that the last draw began, and what it took of one."""
+        """Put back the random states of an epoch that the last draw began, so that the same batches come again."""
         if not _stateful(self.source):
             self._returned.clear()  # the position is before them
         if self._begun is not None:
             self._put(self._begun)
 
     def _put(self, start: Mapping[str, Any]) -> None:
-        """The random states with which an epoch begins."""
+        """Put in force the random states with which an epoch begins."""
         RandomState.from_dict(start["random"], torch.device("cpu")).restore()
         if start["generator"] is not None and hasattr(self.source, "generator"):
             self.source.generator.set_state(start["generator"])
@@ -255,8 +256,8 @@ def check_source(source: Any) -> None:
 def check_batch(batch: Any, vocabulary: int | None = None) -> None:
     """Raise ValueError or TypeError that says what a batch must look like; host work only.
 
-    vocabulary: of the model, against which token ids and labels are held where they are on the host. On a GPU they are not looked
-    at, since that would wait for it.
+    vocabulary: the model's number of tokens; ids and labels on the host must lie below it. On a GPU they are not looked at, since
+    that would wait for it.
     """
     if not isinstance(batch, Mapping):
         raise TypeError(f'A batch is a dict {{"input_ids": [B, T], "labels": [B, T]}}, not a {type(batch).__name__}.')
@@ -309,7 +310,7 @@ def join(batches: list[Batch]) -> Batch:
 
 
 def fingerprint(source: Any) -> str | None:
-    """Return what identifies the data: its own `fingerprint`, or a hash of a list's batches; None where that is not known."""
+    """Return a text that identifies the data: its own `fingerprint`, or a hash of a list's batches; None where it has neither."""
     own = getattr(source, "fingerprint", None)
     if isinstance(own, str):
         return own

@@ -1,4 +1,5 @@
-"""A run in one table: sustained speed with its spread and drift, goodput, what was lost, utilisation of a named peak, cost.
+"""This module puts a run in one table: sustained speed with its spread and drift, goodput, what was lost, utilisation of a named
+peak, cost.
 
 The first steps (caches, allocator, compilation) are left out of every rate, and how many they are is said. The arithmetic of
 sustained figures is the profiler's (profiler/monitoring/sustained.py), which has them for any loop.
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to. Prints as a table, shows itself in a notebook; `as_dict()` for other uses.
+    """A Summary says what a run came to. It prints as a table, shows itself in a notebook; `as_dict()` for other uses.
 
     loss: of the last step that had a finite one. loss_mean: the smoothed loss, as the panel shows it, an EMA over loss_mean_steps
     steps (smoothing.py).
@@ -79,7 +80,7 @@ class Summary:
     graphs: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Return every field; plain numbers and strings."""
+        """Return every field as plain numbers and strings."""
         return asdict(self)
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -129,7 +130,7 @@ class Summary:
 
 
 def summarize(session: Session, usd_per_gpu_hour: float | None = None) -> Summary:
-    """Return the summary of the steps that `session.records` holds; ValueError before the first step."""
+    """Sum up the steps that `session.records` holds; ValueError before the first step."""
     from surokit.profiler.monitoring.sustained import sustain
 
     columns = {name: session.records.column(name) for name in session.records.names}
