@@ -218,7 +218,7 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _tokenize(documents: Iterable[str], tokenizer: Tokenizer) -> tuple[NDArray[Any], list[int]]:
-    """All documents' ids in a row, [N], each closed by the end-of-text token, and how long each is."""
+    """Return all documents' ids in a row, [N], each closed by the end-of-text token, and how long each is."""
     opening = [] if tokenizer.opening_id is None else [tokenizer.opening_id]
     dtype = _dtype(tokenizer)
     parts: list[NDArray[Any]] = []

@@ -120,7 +120,7 @@ class Batches:
         return {"epoch": self._epoch, "index": self._index, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a saved position; the next batch is the one that would have followed.
+        """Move to a saved position; the next batch is the one that would have followed.
 
         Raises:
             ValueError: not a position, or one in other data.
@@ -188,9 +188,9 @@ class Batches:
     # Looking ---------------------------------------------------------------------------------------------------------
 
     def example(self, index: int = 0) -> Example:
-        """Shows one packed sequence: its text, which tokens count in the loss, where documents begin.
+        """Show one packed sequence: its text, which tokens count in the loss, where documents begin.
 
-        What it returns prints as text and shows itself as HTML in a notebook. The position of the batches stays where it is.
+        The result prints as text and shows itself as HTML in a notebook. The position of the batches stays where it is.
 
         Args:
             index: of the sequence, from 0 on, in the data's own order.
@@ -300,7 +300,7 @@ def document_starts(firsts: NDArray[np.int64], sequences: int, length: int) -> N
 
 
 def _positions(starts_BM: NDArray[np.int32], length: int) -> NDArray[np.int64]:
-    """Each token's place in its document, [B, T]."""
+    """Return each token's place in its document, [B, T]."""
     first_BT = np.zeros((len(starts_BM), length + 1), dtype=np.int64)
     np.put_along_axis(first_BT, starts_BM, starts_BM, axis=1)
     positions_BT: NDArray[np.int64] = np.arange(length) - np.maximum.accumulate(first_BT[:, :length], axis=1)
@@ -308,12 +308,12 @@ def _positions(starts_BM: NDArray[np.int32], length: int) -> NDArray[np.int64]:
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raises ValueError unless `value` is a whole number of at least one."""
+    """Raise ValueError unless `value` is a whole number of at least one."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"{name}={value!r} must be a positive whole number")
 
 
 def check_seed(seed: Any) -> None:
-    """Raises ValueError unless `seed` is a whole number that is not negative."""
+    """Raise ValueError unless `seed` is a whole number that is not negative."""
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
         raise ValueError(f"seed={seed!r} must be a whole number, zero or more")

@@ -293,7 +293,7 @@ def load_dataset(name: str, split: str) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars of `datasets` inside, the user's choice again afterwards."""
+    """Show no progress bars of `datasets` inside the block, and restore the user's choice afterwards."""
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if are_progress_bars_disabled():

@@ -81,7 +81,7 @@ def has_tags(template: str) -> bool:
 def render(
     template: str, messages: list[Message], special: Mapping[str, str], where: str, prompt: bool = False
 ) -> tuple[str, list[Span]]:
-    """Renders a conversation to text, and finds the spans that the template's generation tags name.
+    """Render a conversation to text, and find the spans that the template's generation tags name.
 
     Args:
         template: in Jinja.

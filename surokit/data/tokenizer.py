@@ -93,7 +93,7 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Any, add_generation_prompt: bool = False, chat_template: str | None = None
     ) -> str:
-        """Renders a conversation to text with the chat template, as transformers' method of this name does with tokenize=False.
+        """Render a conversation to text with the chat template, as transformers' method of this name does with tokenize=False.
 
         Args:
             messages: a list of {"role": ..., "content": ...}, the first turn first.
@@ -114,7 +114,7 @@ class Tokenizer:
         return templates.render(template, plain, self.special, where, prompt=add_generation_prompt)[0]
 
     def save(self, folder: str | Path) -> Path:
-        """Writes tokenizer.json and tokenizer_config.json; `transformers.AutoTokenizer` loads the folder."""
+        """Write tokenizer.json and tokenizer_config.json; `transformers.AutoTokenizer` loads the folder."""
         folder = Path(folder).expanduser()
         make_folder(folder, "folder of the tokenizer")
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._config, **self.special}
@@ -224,7 +224,7 @@ def train_tokenizer(texts: Any, vocab_size: int, special: Sequence[str] = ("<|en
 
 
 def check_vocabulary(tokenizer_or_batches: Any, vocab_size: int) -> None:
-    """Refuses a tokenizer, or batches made with one, that has ids beyond a model's `vocab_size` embedding rows.
+    """Refuse a tokenizer, or batches made with one, that has ids beyond a model's `vocab_size` embedding rows.
 
     Data without a tokenizer of ours (a list, a DataLoader) passes.
 

@@ -15,7 +15,7 @@ from surokit.optim.tensors import is_sharded, local, memory_order
 def adamw_states(
     optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> dict[Tensor, dict[str, Any] | None]:
-    """Return what a state dict with the optimizer's groups has of each parameter. ValueError where these are not the moments of an
+    """Return each parameter's entries in a state dict with the optimizer's groups. ValueError where these are not the moments of an
     AdamW, or not this parameter's."""
     groups, name = state_dict["param_groups"], type(optimizer).__name__
     if any(group.get("amsgrad") or group.get("maximize") for group in groups):
@@ -41,7 +41,7 @@ def adamw_states(
 
 
 def in_groups_of(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict with the optimizer's parameter groups; ValueError where it has others.
+    """Convert a state dict to the optimizer's parameter groups; ValueError where it has others.
 
     One group over all parameters of the iterable that the optimizer was made of, frozen ones too, as torch's AdamW has it, becomes
     those of `decay_groups`: with the options of that one, and the weight decay that they have here.
@@ -107,6 +107,6 @@ def decay_groups(optimizer: torch.optim.Optimizer, params: Parameters, weight_de
 
 
 def given_order(optimizer: torch.optim.Optimizer) -> dict[str, tuple[int, list[int]]]:
-    """Return as an attribute of the optimizer (how many parameters the iterable had that `decay_groups` took apart, each one's
-    place in it). Or {}."""
+    """Return the optimizer's attribute `given_order` by its name, {} where it has none: how many parameters the iterable had that
+    `decay_groups` took apart, and each one's place in it."""
     return {name: value for name, value in vars(optimizer).items() if name == "given_order"}

@@ -11,7 +11,8 @@ from surokit.torch_private import foreach_norm
 
 
 def local(tensors: list[Tensor]) -> list[Tensor]:
-    """Return what this process holds of each tensor: a DTensor's shard, which shares its memory; any other tensor itself."""
+    """Return the part of each tensor that this process holds: a DTensor's shard, which shares its memory; any other tensor
+    itself."""
     return [t.to_local() if is_sharded(t) else t for t in tensors]  # type: ignore[attr-defined]
 
 

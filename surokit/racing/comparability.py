@@ -164,7 +164,7 @@ def differences(name: str, own: Work, base_name: str, base: Work) -> list[Differ
         if field.name == "optimizer" and (options := _options_that_differ(a, b)):
             text = f"{name!r} is trained with other options than {base_name!r}, {options}"
             found[-1] = replace(found[-1], text=text)
-    if own.parameters != base.parameters:  # what follows from that is no difference of its own
+    if own.parameters != base.parameters:  # differences that follow from that one are not told
         kinds = [work.optimizer.rstrip(")").split("; ")[0] for work in (own, base)]
         implied = {"weights", *(["optimizer"] if kinds[0] == kinds[1] else [])}
         found = [d for d in found if d.name not in implied]
@@ -320,7 +320,7 @@ def optimizer_words(optimizer: torch.optim.Optimizer, rates: Sequence[float]) ->
     own = {name: getattr(optimizer, name) for name in ("state_dtype", "rounding", "seed") if hasattr(optimizer, name)}
     own |= getattr(
         optimizer, "settings", {}
-    )  # of all groups, where an optimizer has such: ZenFlow's windows and columns
+    )  # settings of all groups, where an optimizer has such: ZenFlow's windows and columns
     groups: list[str] = []
     for group, rate in zip(optimizer.param_groups, rates):
         options = {k: _plain(v) for k, v in group.items() if k not in ("params", "initial_lr")}

@@ -174,7 +174,7 @@ class Builder:
         parking = Parking(sessions)
         for name in self.grid.names:
             if name == self.grid.twin and isinstance(self.grid.entry(name), Session):
-                parking.bring(self.grid.baseline)  # what is parked cannot be copied
+                parking.bring(self.grid.baseline)  # a parked session cannot be copied
             sessions[name] = self._make(name, {"graphs": False}, sessions)
             parking.bring(name)
             made(name, sessions[name])

@@ -34,8 +34,8 @@ class Parking:
 
     def __init__(self, sessions: Mapping[str, Session]) -> None:
         self._sessions = sessions
-        self._host: dict[str, dict[int, tuple[Storage, Tensor]]] = {}  # what is parked
-        self._buffers: dict[int, Tensor] = {}  # of host memory, kept for the next time
+        self._host: dict[str, dict[int, tuple[Storage, Tensor]]] = {}  # parked memories, by session
+        self._buffers: dict[int, Tensor] = {}  # host memory, kept for the next time
 
     @property
     def parked(self) -> tuple[str, ...]:

@@ -123,7 +123,7 @@ def _turns(race: RaceResult, runs: Mapping[str, Run], found: Outcome, axes: Any,
     if not rounds:
         _say(axes, "No round is whole yet:\na ratio takes a whole turn of every run")
     last = len(rounds)
-    wide = max(0.6, 0.07 * last)  # of the place of each mean
+    wide = max(0.6, 0.07 * last)  # width of the place of each mean
     for number, name in enumerate(others):
         color = "#8A8F98" if name == race.twin else PALETTE_LIGHT[drawn.index(name) % len(PALETTE_LIGHT)]
         rates = {turn.round: turn.rate for turn in runs[name].whole_turns}

@@ -41,7 +41,7 @@ _PRODUCTS = re.compile(
 )
 _KERNELS = re.compile(r"gemm|cutlass|nvjet|xmma|wgmma|cublas", re.IGNORECASE)
 _NO_KERNELS = re.compile(r"fmha|flash|attention|sdpa|cudnn_generated", re.IGNORECASE)
-_RUN_S = 0.15  # of one layer's measurement
+_RUN_S = 0.15  # time for one layer's measurement
 _REPEATS = 3  # at least
 
 

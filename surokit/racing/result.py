@@ -44,7 +44,7 @@ class RaceResult:
     ) -> None:
         self._runs, self.baseline, self.twin, self.settings = runs, baseline, twin, settings
         self.run_dir, self.reason = run_dir, reason
-        self.command: list[str] | None = None  # of the command line that began it
+        self.command: list[str] | None = None  # the command line that began the race
         self.notes = list(notes)
         self._environment = environment
 

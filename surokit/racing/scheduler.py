@@ -141,10 +141,10 @@ class Driver:
         self._works: dict[str, comparability.Work] = {}
         self._shares = Shares()
         self._view = _View(of, self.control) if live else None
-        self._pending: list[_Due] = []  # of this round
+        self._pending: list[_Due] = []  # turns of this round still to be taken
         self._aim: int | None = of.settings["steps"]  # steps of each run at which this call ends, None by time alone
         self._round = 0
-        self._began_s = math.inf  # of the race's own clock, which stands between two calls
+        self._began_s = math.inf  # start of the race's own clock, which stands between two calls
         self._clock_s = 0.0
         self._saved_s = time.monotonic()
         self._told = ("", -math.inf)  # the state, and when
@@ -428,7 +428,7 @@ class Driver:
             with self._order.following(name, session):
                 session.run(steps, thread=False)
                 if (drain := getattr(session.optimizer, "drain", None)) is not None:
-                    drain()  # what an offloading optimizer has its threads do belongs to this turn, and takes no time of the next
+                    drain()  # the work of an offloading optimizer's threads belongs to this turn, and takes no time of the next
         finally:
             self.running, self.session = "", None
             session.eval_every, session.save_every = evaluates, saves

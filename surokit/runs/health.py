@@ -263,7 +263,7 @@ class Health:
         part = 3 * len(blocks) // 8
         n, late, late_var = _moments(blocks[-part:])
         _, _, early_var = _moments(blocks[-2 * part : -part])
-        # of n losses after n others: the slope's error is sqrt(12 / (2 n)^3) of theirs
+        # over n losses after n others the slope's standard error is sqrt(12 / (2 n)^3) of the losses' deviation
         gain, error = -part * _slope(blocks[-2 * part :]), math.sqrt(0.75 * (late_var + early_var) / n)
         least = PLATEAU_GAIN * abs(late)
         if not self._plateau and not self._above and gain < 2 * error and -least < gain + 2 * error < least:

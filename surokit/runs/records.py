@@ -305,7 +305,7 @@ class Records:
         if self.path is None:
             return
         self._lines.append(written(values))
-        if self._keeper is None:  # of lines that still wait when the program ends
+        if self._keeper is None:  # writes the lines that still wait when the program ends
             self._keeper = weakref.finalize(self, _write_last, self.path, self._lines, self._lock, os.getpid())
         if time.monotonic() - self._flushed_at > self._flush_s:
             self.flush()

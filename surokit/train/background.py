@@ -44,7 +44,7 @@ class Running:
         self._control, self._title, self._what, self._goes_on = control, title, what, goes_on
         self._over = threading.Event()  # an interrupted Thread.join() takes the thread for ended (CPython 3.11)
         self._error: BaseException | None = None
-        context = contextvars.copy_context()  # of a notebook: what is printed goes to the cell that began the run
+        context = contextvars.copy_context()  # in a notebook, prints go to the cell that began the run
         run = partial(context.run, self._run, work, _callers(device))
         self._thread = threading.Thread(target=run, name="surokit-run", daemon=True)
         control.begin()

@@ -50,7 +50,7 @@ WARMUP = 2  # eager steps of a shape before it is recorded: lazily made state, t
 SHAPES = 4  # that are remembered
 NOT_CAPTURED = "Steps do not run as CUDA graphs, so the device may wait for the host between its kernels: {}."
 ANEW = 3  # times that graphs are recorded again after something changed under them
-TOLERANCE = 0.02  # of a gradient's norm: atomic additions take another order every time, in the eager step too
+TOLERANCE = 0.02  # share of a gradient's norm: atomic additions take another order every time, in the eager step too
 NOISE = (
     3.0  # times the gap of two eager runs: rounding to few bits makes much of a little, the more the deeper a model is
 )
@@ -117,7 +117,7 @@ class Graphs:
         self._eager: Counter[str] = Counter()
         self._times = 0
         self._loss = torch.zeros((), device=engine.device)
-        self._weight = torch.ones((), device=engine.device)  # of the part in the making
+        self._weight = torch.ones((), device=engine.device)  # the weight of the part that is computed now
         self._clear()
 
     def _clear(self) -> None:

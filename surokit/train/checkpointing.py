@@ -129,7 +129,7 @@ def load(session: Session, found: checkpoints.Checkpoint) -> None:
     except ValueError as error:
         raise ResumeError(f"The checkpoint's optimizer or scaling state does not fit: {error}") from error
     for group, own_options in zip(session.optimizer.param_groups, options):
-        group.update(own_options)  # what this session was given holds
+        group.update(own_options)  # the options that this session was given count
     session.data.load_state_dict(state["data"])
     session.random.state = RandomState.from_dict(state["random"], session.device)
     session.restore_counters(meta)

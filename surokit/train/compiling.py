@@ -58,7 +58,7 @@ class Compilation:
         with self._lock:
             thread, self._thread = self._thread, None
             if self._given_up:
-                _raise_in(thread, None)  # what was on its way to this thread has come, or comes now
+                _raise_in(thread, None)  # an exception that was on its way to this thread has come, or comes now
 
     @property
     def goes_on(self) -> bool:
@@ -92,7 +92,7 @@ def end_workers() -> None:
     with suppress(Exception):  # torch's own affairs, which another version arranges otherwise
         threads = workers.AsyncCompile.pool
         if threads.cache_info().currsize:
-            threads().shutdown(wait=False, cancel_futures=True)  # what waits for its turn is not begun
+            threads().shutdown(wait=False, cancel_futures=True)  # compilations that wait for their turn are not begun
             threads.cache_clear()
     for pid in _compilers():
         with suppress(OSError):

@@ -70,9 +70,9 @@ class Control(RunControl):
     def __init__(self, session: Session) -> None:
         self._session = session
         self._asked: deque[_Asked[Any]] = deque()
-        self.midway = False  # of a step: neither before it nor after, so there is nothing whole to look at or to save
-        self.compilation = Compilation()  # of a step, which a stop does not wait for
-        self.final = False  # of a step: what changes cannot be undone by halves; a second interrupt waits for its end
+        self.midway = False  # in a step, so that there is nothing whole to look at or to save
+        self.compilation = Compilation()  # of the step; a stop does not wait for it
+        self.final = False  # the step changes weights, which cannot be undone; a second interrupt waits for its end
         super().__init__(session)
 
     # -- from any thread
@@ -183,7 +183,7 @@ class Control(RunControl):
         super()._wait()
 
     def _aside(self) -> AbstractContextManager[None]:
-        return self._session.random.aside()  # who sees a pause may draw, so it is seen only in here
+        return self._session.random.aside()  # whoever sees a pause may draw random numbers, so it is seen only in here
 
     def _tell_pause(self, paused: bool) -> None:
         session = self._session
@@ -195,7 +195,7 @@ class Control(RunControl):
     def _serve(self) -> None:
         """Do what others wait for, and save where that was asked. The random state is theirs meanwhile."""
         if self._asked:
-            with self._session.random.aside(), turn:  # what they draw is no other session's either
+            with self._session.random.aside(), turn:  # others draw no numbers of another session either
                 while self._asked:
                     self._asked.popleft().do()
             self._session.measuring.restart()

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BROKEN = "operation failed due to a previous error during capture"  # as CUDA says it, cudaErrorStreamCaptureInvalidated
-STALE = "The AccumulateGrad node's stream does not match"  # as torch begins to warn of it
+BROKEN = "operation failed due to a previous error during capture"  # CUDA's words for cudaErrorStreamCaptureInvalidated
+STALE = "The AccumulateGrad node's stream does not match"  # the beginning of torch's warning
 
 
 class Refused(Exception):
@@ -46,7 +46,7 @@ class CudaGraphs:
         always = torch.is_warn_always_enabled()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what there is to say, the steps before have said
+            warnings.simplefilter("ignore")  # the steps before have given these warnings already
             warnings.filterwarnings("error", message=STALE)
             torch.set_warn_always(True)
             torch.cuda.set_sync_debug_mode("error")

@@ -53,7 +53,7 @@ class Engine:
         self.device = device_of(model)
         self.base_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.forward: Callable[..., Any] | None = None
-        self.fallbacks: list[str] = []  # what runs in another way than was asked for, until somebody was told
+        self.fallbacks: list[str] = []  # messages on what runs in another way than was asked for, until they are given
         self._compiled_for: set[torch.Size] = set()
         self.wants_graphs = graphs
         self._off = "switched off" if not graphs else "" if device_graphs else why_not(model, optimizer)
@@ -216,7 +216,7 @@ class Engine:
                     foreach_div_([grad for grad in grads if grad.device == device], scale.to(device))
             optimizer.step()
         else:
-            convert.roll_scales(self.model)  # as a masked step does
+            convert.roll_scales(self.model)  # a masked step does this too
         return norm, bad
 
     @contextmanager

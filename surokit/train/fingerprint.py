@@ -47,7 +47,7 @@ class Fingerprint:
         self._held: list[Any] = []
         self._places: list[dict[Any, Any]] = []  # their values are looked at
         self._attributes: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = []
-        self._sizes: list[Sized] = []  # of what is empty, or only grows
+        self._sizes: list[Sized] = []  # containers that are empty or only grow: their sizes are looked at
         self._optimizer = optimizer
         self._tensors: list[Tensor] = []  # their addresses are looked at
         self._parameters: list[nn.Parameter] = []

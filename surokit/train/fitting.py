@@ -22,7 +22,7 @@ Size = TypeVar("Size")
 _WARM_UP = 1  # steps of a trial that are not counted: the first compiles, allocates and reads the data
 _COUNTED = 2  # steps that are timed together
 _FEWEST_TIMES, _TIMES = 3, 7  # the median of them counts, since other programs come and go
-_SHARE = 0.02  # of the time: a session that has taken so long is timed no further than the fewest times
+_SHARE = 0.02  # of the given time: a session that has taken so long is timed no further than the fewest times
 
 
 class Trained(Protocol):
@@ -139,7 +139,7 @@ def _trial(
             total += statistics.median(times) / _COUNTED
     except (torch.OutOfMemoryError, MemoryError):
         return None
-    except RuntimeError as error:  # as a CPU says it
+    except RuntimeError as error:  # a CPU's error for memory that runs out
         if "allocate memory" not in str(error):
             raise
         return None

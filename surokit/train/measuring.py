@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Meter = Callable[["Session"], Mapping[str, Tensor | float]]
 
-DEVICE_COLUMNS = {"power_w", "sm_mhz", "throttled"}  # of the records on a GPU, where NVML gives them
+DEVICE_COLUMNS = {"power_w", "sm_mhz", "throttled"}  # further columns of the records on a GPU, where NVML gives them
 
 
 @runtime_checkable
@@ -183,7 +183,7 @@ class Measuring:
 
 
 def _device_watch(device: torch.device) -> DeviceWatch | None:
-    """Make power, clock and throttling of a GPU columns of the records, read once a second by a thread."""
+    """Return a watch whose thread reads a GPU's power, clock and throttling once a second; None on other devices."""
     if device.type != "cuda":
         return None
     from surokit.profiler.monitoring.device import DeviceWatch

@@ -118,7 +118,7 @@ class Numerics:
             return NOT_FINITE
         if row.clipped > self.clipped:
             return f"{100 * row.clipped:.1f} % clipped"
-        # what grows past the amax in force is cut for one step and costs some dB: `clipped` says how much of it
+        # numbers that grow past the amax in force are cut for one step, which costs some dB: `clipped` says how many
         outgrown = 0 < row.in_force_a < row.amax_a or 0 < row.in_force_b < row.amax_b
         if row.sqnr_db < usual.sqnr_db - self.below_db * usual.margin and not outgrown:
             return f"SQNR {row.sqnr_db:.1f} dB, median {usual.sqnr_db:.1f} dB"
@@ -268,7 +268,7 @@ class Watcher:
         layer, precision, x_TK = taken.layer, taken.layer.precision, taken.x_TK
         assert precision is not None
         kind = x_TK.device.type
-        # what a step computes under autocast is not to be cast here once more
+        # operands of a step under autocast are cast already, and must not be cast once more
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             w_NK = layer.dense_weight(x_TK.dtype).detach()
             part = None if dy_TN is None else dy_TN[: self.value.tokens].to(x_TK.dtype)

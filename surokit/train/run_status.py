@@ -118,7 +118,7 @@ class Journal:
         if self._file is not None and self.info is not None:
             events = [*self.events]
             session = self._session
-            run_s = session.run_s + session.redone_s  # as in the summary
+            run_s = session.run_s + session.redone_s  # the summary counts so too
             now = now or state is not None
             self._file.beat(self.info, self._state, session.steps, events, now, run_s=run_s)
 

@@ -149,7 +149,7 @@ class Session(Trainer):
         if recipe is not None and recipe_of(model) != find_recipe(recipe):
             with seeded(seed, self.device):
                 self.report = convert.apply(model, recipe)
-        self.decoded = convert.keep_decoded(model)  # what is told of stored weights that are decoded once
+        self.decoded = convert.keep_decoded(model)  # a sentence on stored weights that are decoded once
         if self.decoded and self.report is not None:
             self.report = replace(self.report, notes=(*self.report.notes, self.decoded))
         self.spec = optimizer if isinstance(optimizer, Spec) else None
@@ -172,8 +172,8 @@ class Session(Trainer):
         self.steps = 0
         self.tokens = 0
         self.elapsed_s = 0.0
-        self._knows_run = False  # whether run() was called, or who calls step() was told what run() does besides
-        self.step_s = 0.0  # of elapsed_s, what is this session's own: a fork begins anew
+        self._knows_run = False  # run() was called, or whoever calls step() was told what run() does besides
+        self.step_s = 0.0  # the part of elapsed_s that is this session's own: a fork begins anew
         self.redone_s = 0.0
         self.length: int | None = None
         self.tokens_per_step: int | None = None
@@ -389,7 +389,7 @@ class Session(Trainer):
         self._panel = panel
         self.subscribe(panel)
         for event in self.journal.events:
-            if event["kind"] in ("note", "slower"):  # what was said before there was a panel
+            if event["kind"] in ("note", "slower"):  # said before there was a panel
                 panel.on_event(Event(**event))
         panel.open()
 

@@ -77,7 +77,7 @@ def _check_forward(model: nn.Module) -> None:
         return
     try:
         taken = inspect.signature(model.forward, follow_wrapped=False).parameters.values()
-    except (TypeError, ValueError):  # of a forward that is not written in Python
+    except (TypeError, ValueError):  # forward is not written in Python
         return
     named = {p.name for p in taken if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     if not {"input_ids", "labels"} <= named and all(p.kind != p.VAR_KEYWORD for p in taken):

@@ -49,7 +49,7 @@ class Stream:
         self._at = _Position(0, 0, {})
         self._iterator: Iterator[Batch] | None = None
         self._broken = False  # the iterator was left in the middle of a batch, by an error or an interrupt
-        self._begun: dict[str, Any] | None = None  # what an epoch that the last draw began, began with
+        self._begun: dict[str, Any] | None = None  # the states at the start of an epoch that the last draw began
         self._taken: list[tuple[Batch, _Position]] = []  # by the last draw, each with the position after it
         self._before = self._at
         self._returned: deque[tuple[Batch, _Position]] = deque()
@@ -237,7 +237,7 @@ class Stream:
 class _Position(NamedTuple):
     epoch: int
     taken: int
-    start: dict[str, Any]  # what the epoch began with; empty where it has not begun
+    start: dict[str, Any]  # the states with which the epoch began; empty where it has not begun
 
 
 def check_source(source: Any) -> None:
