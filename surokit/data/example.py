@@ -69,7 +69,7 @@ class Example:
         )
 
     def _heading(self, run: Run) -> str:
-        """Return the line above a run; "" where nothing begins with the run."""
+        """Return the line above a run that begins a document, or goes on with one; "" above other runs."""
         if run.begins:
             return f"{self.unit} {run.begins}, from token {run.start}"
         goes_on = run.start == 0 and self.unit

@@ -78,7 +78,7 @@ def documents(source: Any, column: str | None = None, split: str = "train") -> t
 
 
 def choose_conversation(column: str | None) -> Choose:
-    """Picks `column`, or the first of "messages", "conversations", "conversation" that a record has."""
+    """Pick `column`, or the first of "messages", "conversations", "conversation" that a record has."""
 
     def choose(names: list[str], record: Mapping[str, Any]) -> str:
         if column is None:
@@ -206,7 +206,7 @@ def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _item_values(items: Iterable[Any], name: str, split: str, choose: Choose) -> Iterator[tuple[str, Any]]:
-    """Strings are documents, paths are files, mappings are records, lists are conversations."""
+    """Yield where each item stands, and its value: a path gives its file's, a mapping one column; others are given as they are."""
     chosen: str | None = None
     for number, item in enumerate(items, 1):
         where = f"item {number} of {name}"

@@ -115,7 +115,7 @@ def render(
 
 
 def _plain(value: Any) -> Any:
-    """Return plain JSON values only: nothing with methods reaches a template."""
+    """Convert a value to plain JSON values: nothing with methods of its own reaches a template."""
     if isinstance(value, Mapping):
         return {str(key): _plain(part) for key, part in value.items() if part is not None}
     if isinstance(value, list | tuple):
