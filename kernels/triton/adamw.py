@@ -104,7 +104,7 @@ def begin_step(
 
 @triton.jit
 def stochastic_bf16(x, index, key):
-    """float32 x as bfloat16, up or down in magnitude: 16 random bits are added below those that are kept, the rest is cut off."""
+    """Round float32 x to bfloat16 stochastically: add 16 random bits below the bits that are kept, then cut the rest off."""
     drawn = (random_bits(index, tl.load(key), tl.load(key + 1)) >> 16).to(tl.int32)
     finite = tl.clamp(x, -3.3895313892515355e38, 3.3895313892515355e38).to(tl.int32, bitcast=True)
     rounded = ((finite + drawn) & -0x10000).to(tl.float32, bitcast=True)
@@ -113,7 +113,7 @@ def stochastic_bf16(x, index, key):
 
 @triton.jit
 def moved(p, m, v, index, factors, key, eps):
-    """The parameter after a step with the moments m and v."""
+    """Return the parameter after a step with the moments m and v."""
     size, root, decay = tl.load(factors), tl.load(factors + 1), tl.load(factors + 2)
     p = p * decay - size * m / (tl.sqrt_rn(v) * root + eps)
     if key is not None:

@@ -118,7 +118,7 @@ def adamw8bit_(
 
 
 def _launches(params: list[Tensor], grads: list[Tensor]) -> Iterator[slice]:
-    """Yield neighbours of the same dtypes, as many as a launch takes."""
+    """Yield runs of neighbouring tensors of the same dtypes, each at most as long as a launch takes."""
     start = 0
     for _, same in groupby((p.dtype, grad.dtype) for p, grad in zip(params, grads)):
         end = start + len(list(same))
@@ -127,18 +127,20 @@ def _launches(params: list[Tensor], grads: list[Tensor]) -> Iterator[slice]:
 
 
 def _filled(values: Sequence[Any], count: int) -> tuple[Any, ...]:
-    """Return the first `count`, or all and the last one again."""
+    """Cut the values to `count`, or repeat the last one until there are `count`."""
     return (*values, *repeat(values[-1], count))[:count]
 
 
 def _odd(n: int) -> int:
-    """Return what stands for n among the arguments: Triton would compile anew for every one that is 1 or a multiple of 16."""
+    """Return an odd number above 1 that encodes n: Triton would compile anew for every argument that is 1 or a multiple of 16."""
     return 2 * n + 3
 
 
 @triton.jit
 def encode(x, borders, SIGNED: tl.constexpr):
-    """Codes and absmax of the blocks x [BLOCKS, BLOCK]: how many borders are not >= x / absmax, so a NaN gets 255.
+    """Encode the blocks x [BLOCKS, BLOCK] and return codes and absmax.
+
+    A code is the number of borders that are not >= x / absmax, so a NaN gets 255.
 
     The map divides a decade evenly, so arithmetic finds a code that is at most one off; two borders then decide. (A search among
     the borders alone takes eight dependent reads.)
@@ -169,7 +171,7 @@ def update_blocks(
     beta1, one_minus_beta1, beta2, one_minus_beta2, eps,
     COUNT: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`span` times BLOCKS blocks of one of COUNT tensors: the last whose first program is not behind this one."""
+    """Update `span` times BLOCKS blocks of one of COUNT tensors: the last one whose first program is not behind this program."""
     if tl.load(masked) == 0:
         program = 2 * tl.program_id(0) + 3
         p, grad, m, v, m_max, v_max, n, first = ps[0], gs[0], ms[0], vs[0], m_maxes[0], v_maxes[0], sizes[0], firsts[0]

@@ -100,7 +100,7 @@ def update_columns_(
 
 
 def gather(src_OI: Tensor, index_C: Tensor, out_CO: Tensor) -> None:
-    """out = src[:, index]', in out's dtype, rounded to nearest where that is narrower; out contiguous."""
+    """Set out = src[:, index]', rounded to nearest where out's dtype is narrower; out is contiguous."""
     _move(gather_tile, src_OI, index_C, out_CO)
 
 
@@ -126,7 +126,7 @@ def _tiles(C: int, O: int) -> tuple[int, dict[str, int]]:  # noqa: E741
 
 
 def _check(weight_OI: Tensor, index_C: Tensor, *rows: Tensor) -> None:
-    """A kernel would read or write anywhere, where torch's operators see the mistake."""
+    """Raise ValueError for shapes or strides with which a kernel would read or write out of bounds."""
     shape = (*index_C.shape, weight_OI.shape[0])
     if index_C.dtype not in (torch.int32, torch.int64) or index_C.ndim != 1 or not index_C.is_contiguous():
         raise ValueError(
@@ -144,8 +144,10 @@ _counters: dict[tuple[torch.device, Any], Tensor] = {}
 
 
 def _arrivals(device: torch.device, C: int) -> Tensor:
-    """Return zeros, int32, at least one a block of columns; a launch leaves zeros. Each stream has its own, as only its launches
-    wait for one another."""
+    """Return int32 counters, at least one for each block of columns; they are zero, and a launch leaves them zero.
+
+    Each stream has its own counters, because only launches on one stream wait for one another.
+    """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
     counters = _counters.get((device, stream))
     if counters is None or len(counters) < C:
@@ -156,7 +158,7 @@ def _arrivals(device: torch.device, C: int) -> Tensor:
 
 @triton.jit
 def places(index, C, O, row_stride, column_stride, COLUMNS: tl.constexpr, ROWS: tl.constexpr):  # noqa: E741
-    """Of a program: its columns c and rows o, offsets [ROWS, COLUMNS] in the weight and [COLUMNS, ROWS] in the states."""
+    """Return a program's columns c and rows o, and its offsets [ROWS, COLUMNS] in the weight and [COLUMNS, ROWS] in the states."""
     across = tl.cdiv(C, COLUMNS)
     c = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
     o = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -68,7 +68,7 @@ def quantize_both(
     pow2: bool = False,
     floor: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `quantize`, and the codes of x' [K, M] from the same read, with the same decode scale."""
+    """Return the results of `quantize(x)`, then the codes of x' [K, M] from the same read, with the same decode scale."""
     if not x_MK.numel():
         return reference.quantize_both(x_MK, format, in_force_S, opened_S, record, pow2, floor)
     M, K = x_MK.shape
@@ -82,7 +82,7 @@ def _quantize(
     x_MK: Tensor, format: Format, in_force_S: Tensor, opened_S: Tensor, record: bool, pow2: bool, floor: float,
     codes: Tensor, codes_t: Tensor | None, block: tuple[int, int],
 ) -> Tensor:  # fmt: skip
-    """Fills the codes, in blocks of this shape, and gives their decode scale."""
+    """Fill the codes, in blocks of this shape, and return their decode scale."""
     M, K = x_MK.shape
     scale_inv = torch.empty((1, 1), dtype=torch.float32, device=x_MK.device)
     BM, BK = block
@@ -123,9 +123,10 @@ def amaxes(in_force_S: Tensor, opened_S: Tensor, record: bool, blocks: int) -> d
 
 @triton.jit
 def unknown(in_force, parts, scale_inv, floor, MAX: tl.constexpr, POW2: tl.constexpr, PARTS: tl.constexpr):
-    """In launch 1, once in every program: whether nothing is in force yet, so that `parts[program]` has to be filled.
+    """Return whether no amax is in force yet, so that `parts[program]` has to be filled.
 
-    Program 0 leaves behind the parts what is in force, 0 for nothing, and the decode scale if that says it already.
+    Every program of launch 1 calls it once. Program 0 also stores the amax in force (0 for none) behind the parts, and the
+    decode scale if an amax in force already determines it.
     """
     given = tl.load(in_force)
     known = given > 0
@@ -137,7 +138,7 @@ def unknown(in_force, parts, scale_inv, floor, MAX: tl.constexpr, POW2: tl.const
 
 @triton.jit
 def amax_in_force(parts, PARTS: tl.constexpr):
-    """In launch 2: the amax that quantizes now, NaN where it is the operand's own and not finite."""
+    """Return, in launch 2, the amax that quantizes now; NaN where it is the operand's own and not finite."""
     used = tl.load(parts + PARTS).to(tl.float32, bitcast=True)
     if used == 0:
         own = tl.max(tl.load(parts + tl.arange(0, PARTS)), axis=0).to(tl.float32, bitcast=True)
@@ -150,7 +151,10 @@ def settle(
     top, used, in_force, opened, slot_stride, parts, scale_inv, floor,
     MAX: tl.constexpr, POW2: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
-    """In launch 2, once in every program: what its largest magnitude (bits, int32) says to the slots and the decode scale."""
+    """Update the slots and the decode scale with a program's largest magnitude (its bits, int32).
+
+    Every program of launch 2 calls it once.
+    """
     if (tl.program_id(0) == 0) & (tl.load(parts + PARTS) == 0):
         tl.store(scale_inv, decode_scale(encode_scale(used, floor, MAX, POW2), used))
         if RECORD:
@@ -172,7 +176,7 @@ def amax_parts(
     PARTS: tl.constexpr, SLOTS: tl.constexpr, RECORD: tl.constexpr, MAX: tl.constexpr, MANTISSA: tl.constexpr,
     LOWEST: tl.constexpr, POW2: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Launch 1."""
+    """Run launch 1: store each program's largest magnitude where no amax is in force yet."""
     if unknown(in_force, parts, scale_inv, floor, MAX, POW2, PARTS):
         across = tl.cdiv(K, BK)
         bits = tl.zeros([BM, BK], tl.int32)
@@ -191,7 +195,7 @@ def encode_and_record(
     PARTS: tl.constexpr, SLOTS: tl.constexpr, RECORD: tl.constexpr, MAX: tl.constexpr, MANTISSA: tl.constexpr,
     LOWEST: tl.constexpr, POW2: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Launch 2. codes_t None, or where the codes of x' [K, M] go."""
+    """Run launch 2: store codes and raise the open slots. codes_t: None, or the codes of x' [K, M], which are stored too."""
     across = tl.cdiv(K, BK)
     row = tl.program_id(0) // across * BM + tl.arange(0, BM)
     column = tl.program_id(0) % across * BK + tl.arange(0, BK)

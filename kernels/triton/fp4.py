@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def encode_nibbles(y):
-    """Nibbles of float32 numbers: nearest even, saturating, sign of zero kept; a NaN gets magnitude 7."""
+    """Encode float32 numbers as nibbles: to nearest even, saturating, sign of zero kept; a NaN gets magnitude 7."""
     magnitude = tl.abs(y)
     # Each midpoint of two neighbours that is not passed takes one from the largest code. Ties go to the even code.
     code = 7 - (magnitude <= 0.25).to(tl.int32) - (magnitude < 0.75).to(tl.int32)
@@ -22,20 +22,20 @@ def encode_nibbles(y):
 
 @triton.jit
 def decode_nibbles(nibbles):
-    """float32 values: exponent and mantissa placed in float32's, its exponent corrected by the factor 2^(127 - 1)."""
+    """Decode nibbles to float32: place exponent and mantissa in float32's fields, then multiply by 2^(127 - 1)."""
     bits = (nibbles & 7) << 22 | (nibbles & 8) << 28
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
 def pack_pairs(nibbles):
-    """[A, 2B] nibbles to [A, B] bytes (uint8)."""
+    """Pack nibbles [A, 2B] into bytes [A, B] (uint8)."""
     even, odd = tl.split(tl.reshape(nibbles, (nibbles.shape[0], nibbles.shape[1] // 2, 2)))
     return (even | odd << 4).to(tl.uint8)
 
 
 @triton.jit
 def unpack_pairs(packed):
-    """[A, B] bytes to [A, 2B] nibbles (int32)."""
+    """Unpack bytes [A, B] into nibbles [A, 2B] (int32)."""
     packed = packed.to(tl.int32)
     return tl.reshape(tl.join(packed & 15, packed >> 4), (packed.shape[0], packed.shape[1] * 2))

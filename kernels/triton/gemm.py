@@ -30,20 +30,20 @@ _WHOLE = 1 << 30  # the extent of a tile that spans the matrix
 
 @triton.jit
 def _repeat(x, TIMES: tl.constexpr):
-    """[A, B] to [A, B * TIMES], each column TIMES times."""
+    """Repeat each column of x [A, B] TIMES times: [A, B * TIMES]."""
     wide = tl.broadcast_to(x[:, :, None], (x.shape[0], x.shape[1], TIMES))
     return tl.reshape(wide, (x.shape[0], x.shape[1] * TIMES))
 
 
 @triton.jit
 def _side_by_side(even, odd):
-    """[A, B] twice to [A, 2B], columns in turn."""
+    """Interleave the columns of two tiles [A, B]: [A, 2B]."""
     return tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
 
 
 @triton.jit
 def nvfp4_tile(codes, scales, n, k0, N, bytes, blocks, ROWS: tl.constexpr, BK: tl.constexpr):
-    """float32 [BN, BK]: q S_blk of rows n [BN, 1] and the columns from k0 on; zeros beyond the edge, as in the others."""
+    """Decode q S_blk in float32 [BN, BK] for rows n [BN, 1] and columns from k0 on; zeros beyond the edge, as in the others."""
     byte, c = k0 // 2 + tl.arange(0, BK // 2)[None, :], k0 // 16 + tl.arange(0, BK // 16)[None, :]
     packed = tl.load(codes + n.to(tl.int64) * bytes + byte, mask=(n < N) & (byte < bytes), other=0).to(tl.int32)
     inside = (n < N) & (c < blocks)
@@ -56,7 +56,7 @@ def nf4_tile(
     codes, scales, second, offset, numbers, map, n, k0, N, K, bytes, blocks,
     DOUBLE: tl.constexpr, ALIGNED: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BN, BK]: number[q] absmax. ALIGNED: 64 divides K; otherwise blocks, and bytes too, run across rows' ends."""
+    """Decode number[q] absmax in float32 [BN, BK]. ALIGNED: 64 divides K; else blocks, and bytes too, run across rows' ends."""
     if ALIGNED:
         byte, c = k0 // 2 + tl.arange(0, BK // 2)[None, :], k0 // 64 + tl.arange(0, BK // 64)[None, :]
         packed = tl.load(codes + n.to(tl.int64) * bytes + byte, mask=(n < N) & (byte < bytes), other=0).to(tl.int32)
@@ -74,7 +74,7 @@ def nf4_tile(
 
 @triton.jit
 def fp8_tile(codes, scales, n, k0, N, K, blocks, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BK: tl.constexpr):
-    """float32 [BN, BK]: q scale_inv."""
+    """Decode q scale_inv in float32 [BN, BK]."""
     k = k0 + tl.arange(0, BK)[None, :]
     inside = (n < N) & (k < K)
     q = decode_e4m3(tl.load(codes + n.to(tl.int64) * K + k, mask=inside, other=0))
@@ -91,7 +91,10 @@ def dequantize_mm_kernel(
     FORMAT: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DOUBLE: tl.constexpr, ALIGNED: tl.constexpr, BT: tl.constexpr, BL: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """y_TL = x_TC @ W: L, C = N, K and W_NK'; TRANSPOSED: L, C = K, N and W_NK. bytes, blocks: codes and scales in a row."""
+    """Compute y_TL = x_TC @ W.
+
+    L, C = N, K and W is W_NK'; TRANSPOSED: L, C = K, N and W is W_NK. bytes, blocks: bytes of codes and number of scales in a row.
+    """
     L, C = N, K
     if TRANSPOSED:
         L, C = K, N

@@ -31,9 +31,9 @@ _NEGATIVE: tl.constexpr = tl.constexpr(sum(1 << i for i, sign in enumerate(SIGNS
 
 @triton.jit
 def rotated_tile(x, BLOCK: tl.constexpr, BACK: tl.constexpr, POWER: tl.constexpr, LAST: tl.constexpr):
-    """x [BM, BK], zeros beyond the edge, with each BLOCK of a row rotated: the same type, rounded once.
+    """Rotate each block of BLOCK elements of the rows of x [BM, BK], zeros beyond the edge; x's dtype, rounded once.
 
-    POWER, LAST: 1 / sqrt(BLOCK) as a power of two, which the matrix takes, times what is left, which comes after the sums.
+    POWER, LAST: 1 / sqrt(BLOCK) as a power of two, which the matrix takes, times the rest, which multiplies the sums.
     """
     i, j = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     odd = i & j
@@ -86,7 +86,7 @@ def factors(block: int) -> tuple[float, float]:
 
 
 def rotate(x_MK: Tensor, block: int, back: bool = False) -> Tensor:
-    """Return [M, ceil(K/block) * block] in x's dtype. `back` undoes the rotation, up to its rounding. block: 16, 32 or 64."""
+    """Rotate x to y [M, ceil(K/block) * block] in x's dtype. `back` undoes the rotation, up to rounding. block: 16, 32 or 64."""
     refuse_unknown(x_MK.dtype, block)
     M, K = x_MK.shape
     columns = -(-K // block) * block

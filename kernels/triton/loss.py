@@ -60,7 +60,7 @@ def forward(
 
 
 def _cross_entropy_(logits_CV: Tensor, labels_C: Tensor, losses_C: Tensor, gradient: bool) -> None:
-    """Write each row's loss, 0 where ignored, and where asked dl over the logits."""
+    """Write each row's loss, 0 where ignored; with `gradient` overwrite the logits with dl."""
     C, V = logits_CV.shape
     block = min(triton.next_power_of_2(V), MAX_BLOCK)
     cross_entropy_row[(C,)](

@@ -29,7 +29,7 @@ NEEDS = (8, 9)  # compute capability: before it Triton has no E4M3
 
 @triton.jit
 def scale_bytes(top, MAX: tl.constexpr, MANTISSA: tl.constexpr, EMAX: tl.constexpr, RULE: tl.constexpr):
-    """E8M0 bytes (int32) from the bits of the blocks' amaxes."""
+    """Compute the E8M0 bytes (int32) from the bits of the blocks' amaxes."""
     rounded = top
     if RULE == "rceil":
         amax = top.to(tl.float32, bitcast=True)
@@ -46,7 +46,7 @@ def scale_bytes(top, MAX: tl.constexpr, MANTISSA: tl.constexpr, EMAX: tl.constex
 
 @triton.jit
 def encode_factor(byte):
-    """2^(127 - byte), by its exponent; NaN for 255."""
+    """Return 2^(127 - byte), built from its exponent; NaN for 255."""
     return tl.where(byte == 255, float("nan"), ((254 - byte) << 23).to(tl.float32, bitcast=True))
 
 
@@ -55,7 +55,7 @@ def cast_codes(
     y, index, key, out,
     MAX: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, KEY: tl.constexpr, FP4: tl.constexpr,
 ):  # fmt: skip
-    """Scaled numbers to codes: float8, or nibbles in int32."""
+    """Cast scaled numbers to codes: float8, or nibbles in int32."""
     if FP4:
         y = tl.clamp(y, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
         if KEY:
@@ -67,7 +67,7 @@ def cast_codes(
 
 @triton.jit
 def store_codes(out, codes, row0, column0, M, K, width, FP4: tl.constexpr):
-    """A tile at (row0, column0) of [M, K] codes, `width` bytes a row."""
+    """Store a tile at (row0, column0) of the [M, K] codes, which have `width` bytes a row."""
     if FP4:
         codes = pack_pairs(codes)
         column0 = column0 // 2

@@ -24,7 +24,7 @@ _DOUBLE: tl.constexpr = tl.constexpr(reference.DOUBLE)
 
 @triton.jit
 def block_scale(scales, second, offset, map, block, mask, DOUBLE: tl.constexpr):
-    """float32 absmax of blocks, zeros where masked off; `DOUBLE`: scales are codes of the dynamic map."""
+    """Load the float32 absmax of blocks, zeros where masked off; `DOUBLE`: scales are codes of the dynamic map."""
     if DOUBLE:
         code = tl.load(scales + block, mask=mask, other=0).to(tl.int32)
         scale = tl.load(map + code) * tl.load(second + block // _DOUBLE, mask=mask, other=0.0)
@@ -35,7 +35,7 @@ def block_scale(scales, second, offset, map, block, mask, DOUBLE: tl.constexpr):
 
 @triton.jit
 def quantize_kernel(x, codes, scales, n, bytes, BLOCKS: tl.constexpr):
-    """BLOCKS blocks of 64 from the n elements of x."""
+    """Quantize BLOCKS blocks of 64 from the n elements of x."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None] * 64 + tl.arange(0, 64)[None, :]
     values = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
@@ -73,8 +73,10 @@ def tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def quantize(x_MK: Tensor, double: int = 0) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Return the packed codes, scales, and what decodes the scales. Double quantization, of 1/64 of the elements, is the
-    reference's."""
+    """Return the packed codes, the scales, and the tensors that decode the scales, () unless `double`.
+
+    Scales, 1/64 as many as elements, are quantized by the reference.
+    """
     M, K = x_MK.shape
     n = M * K
     codes = x_MK.new_empty((1, (n + 1) // 2) if K % 2 else (M, K // 2), dtype=torch.uint8)

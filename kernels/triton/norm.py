@@ -43,7 +43,7 @@ def add_forward(x_TK: Tensor, delta_TK: Tensor, w_K: Tensor, eps: float) -> tupl
 
 
 def recompute(x_TK: Tensor, w_K: Tensor, r_T1: Tensor) -> Tensor:
-    """Return the y of `forward` once more, bit for bit, from what backward keeps."""
+    """Compute the y of `forward` once more, bit for bit, from the tensors that backward keeps."""
     return _forward(x_TK, None, w_K, 0.0, r_T1.contiguous())[1]
 
 
@@ -141,7 +141,7 @@ def _forward(
 
 
 def _inputs(x_TK: Tensor, delta_TK: Tensor | None, w_K: Tensor, eps: float) -> tuple[dict[str, Any], Tensor | None]:
-    """Return what every forward kernel reads, as keywords; and where x + delta goes, if there is a delta."""
+    """Return the inputs of every forward kernel, as keywords, and an empty tensor for x + delta if there is a delta."""
     x_TK, w_K = _checked(x_TK, w_K)
     inputs = {"x": x_TK, "w": w_K, "x_stride": x_TK.stride(0), "T": len(x_TK), "K": len(w_K), "eps": eps}
     if delta_TK is None:
@@ -169,9 +169,9 @@ def _multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def normalize(x, delta, total, w, r, x_stride, delta_stride, rows, columns, T, K, eps, KNOWN: tl.constexpr):
-    """y [ROWS, COLUMNS] in float32 as rounded to the dtype of x. Elements outside are zeros (or their row's NaN).
+    """Return y [ROWS, COLUMNS] in float32, rounded to the dtype of x. Elements outside are zeros (or their row's NaN).
 
-    delta None or to be added to x, total None or where x + delta goes; r None, where it goes, or with KNOWN where it is.
+    delta: None, or added to x. total: None, or where x + delta is stored. r: None, or where r is stored, or with KNOWN read.
     """
     inside = (rows[:, None] < T) & (columns[None, :] < K)
     x_tile = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -209,7 +209,7 @@ def amax_rows(
     x, delta, w, x_stride, delta_stride, T, K, eps, tiles, in_force, parts, scale_inv, floor,
     MAX: tl.constexpr, POW2: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The first launch of delayed scaling."""
+    """Run the first launch of delayed scaling."""
     if unknown(in_force, parts, scale_inv, floor, MAX, POW2, PARTS):
         columns = tl.arange(0, COLUMNS)
         top = 0
@@ -247,7 +247,7 @@ def forward_rows_both(
     GROUP: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, HIGH: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As forward_rows_quantized, HIGH rows a program, which then turns the codes that it has just stored: a cache holds them."""
+    """Do what forward_rows_quantized does for HIGH rows a program, then transpose their codes, which a cache still holds."""
     first = tl.program_id(0).to(tl.int64) * HIGH
     columns = tl.arange(0, COLUMNS)
     for row in tl.range(first, tl.minimum(first + HIGH, T), ROWS, num_stages=STAGES):
@@ -278,7 +278,10 @@ def backward_rows(
     dy, x, w, r, residual, dx, parts, dy_stride, x_stride, residual_stride, T, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """parts None: no gradient of the weight, and a program for each tile. STAGES: 2 fetches the next rows meanwhile."""
+    """Compute dx, and into `parts` each program's sum for the gradient of the weight.
+
+    parts None: no gradient of the weight, and a program for each tile. STAGES: 2 fetches the next rows meanwhile.
+    """
     program = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)
     if STAGES > 1:

@@ -34,7 +34,7 @@ _FLT_MAX: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 
 @triton.jit
 def encode_e4m3(x):
-    """Codes (int32) of float32 numbers from 0 to 448, to nearest even; NaN gives 0x7F."""
+    """Encode float32 numbers from 0 to 448 as E4M3 codes (int32), to nearest even; NaN gives 0x7F."""
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     # next to 2^14 float32 steps by 2^-9, as the subnormal codes do
@@ -44,7 +44,7 @@ def encode_e4m3(x):
 
 @triton.jit
 def decode_e4m3(codes):
-    """float32 values of uint8 codes: exponent and mantissa placed at float32's, times 2^(127 - 7)."""
+    """Decode uint8 E4M3 codes to float32: place exponent and mantissa in float32's fields, then multiply by 2^(127 - 7)."""
     codes = codes.to(tl.int32)
     bits = (codes & 0x80) << 24 | (codes & 0x7F) << 20
     return tl.where((codes & 0x7F) == 0x7F, float("nan"), bits.to(tl.float32, bitcast=True) * 1.329227995784916e36)
@@ -63,7 +63,7 @@ def _load_tile(
     POWER: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """float32 [BM, BK], zeros beyond the edge; rotated if HADAMARD, the length of its block, is not 0."""
+    """Load a tile as float32 [BM, BK], zeros beyond the edge; rotate it if HADAMARD, the length of a block, is not 0."""
     tile = tl.load(x + m.to(tl.int64) * stride_m + k.to(tl.int64) * stride_k, mask=(m < M) & (k < K), other=0.0)
     if HADAMARD:
         tile = rotated_tile(tile, HADAMARD, False, POWER, LAST)
@@ -77,13 +77,13 @@ def _magnitude_bits(x):
 
 @triton.jit
 def _halves(x):
-    """Even and odd columns of [N, L]."""
+    """Split x [N, L] into its even and its odd columns."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
 @triton.jit
 def _sum16(x):
-    """[N, 16] to [N], from left to right: the columns are taken apart by the bits of their number, lowest first."""
+    """Sum x [N, 16] to [N] from left to right: columns are split by the bits of their number, lowest first."""
     x0, x1 = _halves(x)
     x00, x01 = _halves(x0)
     x10, x11 = _halves(x1)
@@ -104,7 +104,7 @@ def _sum16(x):
 
 @triton.jit
 def _fold(x):
-    """[R, 2H, C] to [R, H, C]: the first half of the rows plus the second."""
+    """Add the second half of the rows to the first: [R, 2H, C] to [R, H, C]."""
     R: tl.constexpr = x.shape[0]
     H: tl.constexpr = x.shape[1] // 2
     low, high = tl.split(tl.permute(tl.reshape(x, (R, 2, H, x.shape[2])), (0, 2, 3, 1)))
@@ -118,7 +118,7 @@ def _over_blocks(scales):
 
 @triton.jit
 def _divided(x, codes, encode):
-    """x over the decode scale S_blk / S_enc; not clamped yet."""
+    """Divide x by the decode scale S_blk / S_enc; do not clamp yet."""
     one = tl.full([1, 1], 1.0, tl.float32)
     decode = decode_e4m3(codes) * tl.div_rn(one, encode)
     inverse = tl.div_rn(tl.full(decode.shape, 1.0, tl.float32), decode)
@@ -127,7 +127,7 @@ def _divided(x, codes, encode):
 
 @triton.jit
 def _error(x, codes, encode, amax, BOUND: tl.constexpr, ERROR: tl.constexpr):
-    """Sum of the errors of each block, [R, C]."""
+    """Sum the errors of each block: [R, C]."""
     q = decode_nibbles(encode_nibbles(_divided(x, codes, encode)))
     error = q * _over_blocks(decode_e4m3(codes) * amax * (1 / BOUND)) - x
     error = error * error if ERROR == "mse" else tl.abs(error)
@@ -142,7 +142,7 @@ def _error(x, codes, encode, amax, BOUND: tl.constexpr, ERROR: tl.constexpr):
 
 @triton.jit
 def _stochastic(y, draw):
-    """y, clamped to +-6, on the grid of E2M1: up with the probability of what is left of a step."""
+    """Clamp y to +-6 and round it stochastically to the grid of E2M1: up with probability (|y| - low) / step."""
     magnitude = tl.minimum(tl.abs(y), 6.0, propagate_nan=tl.PropagateNan.ALL)
     step = tl.where(magnitude < 2.0, 0.5, tl.where(magnitude < 4.0, 1.0, 2.0))
     steps = tl.where(magnitude < 2.0, 2.0, tl.where(magnitude < 4.0, 1.0, 0.5))
@@ -165,7 +165,7 @@ def amax_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Merges the tile's amax into `amax`, an int32 that holds a float32's bits."""
+    """Merge the tile's amax into `amax`, an int32 that holds a float32's bits."""
     tiles = tl.cdiv(K, BK)
     m = (tl.program_id(0) // tiles) * BM + tl.arange(0, BM)[:, None]
     k = (tl.program_id(0) % tiles) * BK + tl.arange(0, BK)[None, :]
@@ -198,8 +198,11 @@ def quantize_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """columns, bytes, blocks: of a row of the operand, its packed codes, its scales (arguments, so that a multiple of 16 is known
-    as such). BOUND: 6 times the largest block scale. ERROR: which error decides four over six, or None."""
+    """Quantize a tile: packed codes, block scales, and the scale of the tensor.
+
+    columns, bytes, blocks: how many a row of the operand, of its packed codes and of its scales has (arguments, so that Triton
+    knows a multiple of 16 as such). BOUND: 6 times the largest block scale. ERROR: the error that decides four over six, or None.
+    """
     R: tl.constexpr = BM // ROWS
     C: tl.constexpr = BK // 16
     tiles = tl.cdiv(columns, BK)
@@ -255,7 +258,7 @@ def dequantize_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """q * S_blk, and * scale if SCALED: the first product is exact."""
+    """Compute q * S_blk, and times scale if SCALED; the first product is exact."""
     tiles = tl.cdiv(K, BK)
     m0 = (tl.program_id(0) // tiles) * BM
     k0 = (tl.program_id(0) % tiles) * BK
@@ -285,7 +288,7 @@ def quantize(
 
 
 def quantize_rotated(x_MK: Tensor, block: int = 16, key: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return quantize(rotate(x, block), rows=1) without the rotated tensor in between; `scale` is of the rotated one's own amax."""
+    """Return quantize(rotate(x, block), rows=1) without storing the rotated tensor; `scale` is from the rotated tensor's amax."""
     refuse_unknown(x_MK.dtype, block)
     return _quantize(x_MK, 1, None, None, key, block)
 

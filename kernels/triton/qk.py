@@ -152,13 +152,13 @@ def _multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def turn(x1, x2, c, s):
-    """Both halves by the angle of cos c and sin s, rounded as rope.py is once a compiler has joined its products and sums."""
+    """Rotate both halves by the angle of cos c and sin s, rounded as rope.py is when a compiler fuses its multiply-adds."""
     return tl.fma(x1, c, -(x2 * s)), tl.fma(x1, s, x2 * c)
 
 
 @triton.jit
 def forward_heads(x, x_H, y, w, r, at_r, c, s, N, E, eps, HEADS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The N heads of one token from x to y, with r from `at_r` on; w and r None: no norm."""
+    """Normalize and rotate the N heads of one token from x to y, and store r from `at_r` on; w and r None: no norm."""
     columns = tl.arange(0, COLUMNS)[None, :]
     for first in range(0, N, HEADS):
         head = first + tl.arange(0, HEADS)
@@ -200,9 +200,10 @@ def forward_tokens(
 def backward_heads(
     dy, dy_H, x, at_x, x_H, dx, dx_H, w, r, at_r, c, s, dw1, dw2, N, E, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the N heads of one token into dx; the sums dw1 and dw2 [HEADS, COLUMNS] with what they add to dw.
+    """Store the gradient of the N heads of one token in dx; return the sums dw1 and dw2 [HEADS, COLUMNS] with these heads added.
 
-    x from `at_x` on and r from `at_r` on, None where there is no norm."""
+    x is read from `at_x` on and r from `at_r` on; both are None where there is no norm.
+    """
     columns = tl.arange(0, COLUMNS)[None, :]
     for first in range(0, N, HEADS):
         head = first + tl.arange(0, HEADS)

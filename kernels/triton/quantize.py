@@ -37,13 +37,13 @@ LONGEST = 16384  # elements of a row that stay in registers between amax and cod
 
 @triton.jit
 def magnitude_bits(x):
-    """The bits of |x| as int32: ordered like the magnitudes, NaN largest."""
+    """Return the bits of |x| as int32: ordered like the magnitudes, NaN largest."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def encode_scale(amax, floor, MAX: tl.constexpr, POW2: tl.constexpr):
-    """MAX / amax; 1 where the amax is zero or infinite."""
+    """Return the scale MAX / amax; 1 where the amax is zero or infinite."""
     amax = tl.where(amax < floor, floor, amax)  # a comparison with NaN is false: NaN stays
     scale = tl.div_rn(tl.full(amax.shape, MAX, tl.float32), amax)
     scale = tl.where(scale > 3.4028234663852886e38, 3.4028234663852886e38, scale)
@@ -55,13 +55,13 @@ def encode_scale(amax, floor, MAX: tl.constexpr, POW2: tl.constexpr):
 
 @triton.jit
 def decode_scale(scale, amax):
-    """1 / scale; NaN where the amax is not finite."""
+    """Return 1 / scale; NaN where the amax is not finite."""
     return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale) + (amax - amax)
 
 
 @triton.jit
 def round_stochastic(y, draw, MAX: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
-    """In-range numbers to the format's grid, up with P = (|y| - low) / (high - low); LOWEST is the least normal exponent."""
+    """Round in-range numbers to the format's grid, up with P = (|y| - low) / (high - low); LOWEST is the least normal exponent."""
     bits = magnitude_bits(y)
     exponent = tl.maximum((bits >> 23) - 127, LOWEST) - MANTISSA  # of the step
     step = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
@@ -74,7 +74,7 @@ def round_stochastic(y, draw, MAX: tl.constexpr, MANTISSA: tl.constexpr, LOWEST:
 
 @triton.jit
 def round_nearest(y, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
-    """In-range numbers to the format's grid, to nearest even: adding 2^23 steps leaves float32 no room for less than a step."""
+    """Round in-range numbers to the format's grid, to nearest even: adding 2^23 steps leaves float32 no bits below a step."""
     bits = magnitude_bits(y)
     room = ((tl.maximum((bits >> 23) - 127, LOWEST) - MANTISSA + 23 + 127) << 23).to(tl.float32, bitcast=True)
     rounded = ((bits.to(tl.float32, bitcast=True) + room) - room).to(tl.int32, bitcast=True)
@@ -84,13 +84,13 @@ def round_nearest(y, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
 
 @triton.jit
 def cast_scaled(y, index, key, out, MAX: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, KEY: tl.constexpr):
-    """Scaled numbers clamped, rounded (stochastically with the draws of their `index`) and cast to what `out` points to."""
+    """Cast scaled numbers to the dtype of `out`: clamped, then rounded (with KEY stochastically, by the draws of `index`)."""
     y = tl.clamp(y, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
     if KEY:
         y = round_stochastic(y, random_uniform(index, tl.load(key), tl.load(key + 1)), MAX, MANTISSA, LOWEST)
     elif not tl.target_info.cuda_capability_geq(9, 0):
-        # Before Hopper the compiled cast rounds to float16 first, or wrongly (triton pull request 11753). Of a number on the
-        # grid every cast is right.
+        # Before Hopper the compiled cast rounds to float16 first, or wrongly (triton pull request 11753). Every cast of
+        # a number on the grid is right.
         y = round_nearest(y, MANTISSA, LOWEST)
     return y.to(out.dtype.element_ty)
 
@@ -100,7 +100,7 @@ def amax_kernel(
     x, amax, M, K, stride_m, stride_k, rows, columns, C, down, across,
     BM: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
-    """Amax of tiles, in blocks of BM x BK, `down` x `across` of them a tile; with ROWS (tiles of one row) BM tiles at once."""
+    """Compute the amax of tiles: in blocks of BM x BK, `down` x `across` a tile; with ROWS (tiles of one row) BM tiles at once."""
     at = tl.program_id(0)
     j, at = at % across, at // across
     c, at = at % C, at // C
@@ -126,7 +126,7 @@ def amax_kernel(
 def amax_both_kernel(
     x, amax_rows, amax_columns, M, K, stride_m, stride_k, BM: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Amax of every column, and with ROWS of every row, in one read."""
+    """Compute the amax of every column, and with ROWS of every row, in one read."""
     blocks = tl.cdiv(K, BK)
     row = tl.program_id(0) // blocks * BM + tl.arange(0, BM)
     column = tl.program_id(0) % blocks * BK + tl.arange(0, BK)
@@ -146,7 +146,7 @@ def encode_kernel(
     MANY_R: tl.constexpr, MANY_C: tl.constexpr, TRANSPOSED: tl.constexpr, RECORD: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Codes and decode scales with the amax of each tile given.
+    """Store codes and decode scales; the amax of each tile is given.
 
     MANY_R, MANY_C: whether R and C are above 1. TRANSPOSED: "" none, "same" the codes once more as [K, M], "columns" codes [K, M]
     with scales of their own from amax_t [K]. RECORD: the amax of all elements is merged into `record`.
@@ -201,7 +201,7 @@ def row_kernel(
     MAX: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, POW2: tl.constexpr, KEY: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows, BM of them. ONCE: BK spans the row, which is then read once; else chunks of BK are read twice."""
+    """Quantize BM whole rows. ONCE: BK spans the row, which is then read once; else chunks of BK are read twice."""
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     wide_row = row[:, None].to(tl.int64)
     column = tl.arange(0, BK)
@@ -238,7 +238,7 @@ def tile_kernel(
     MAX: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, POW2: tl.constexpr, KEY: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Tiles that one program holds: one of ROWS x COLUMNS, or, where a tile is 1 x COLUMNS, as many as BM has rows.
+    """Quantize the tiles that one program holds: one of ROWS x COLUMNS, or, where a tile is 1 x COLUMNS, as many as BM has rows.
 
     TRANSPOSED: the codes of x' as well. Its tiles are the transposed tiles if ROWS = COLUMNS; for 1 x COLUMNS they are
     columns of COLUMNS elements, and the program takes that many rows.
@@ -302,8 +302,7 @@ def decode_kernel(
 
 
 def block_shape(x_MK: Tensor, elements: int = ELEMENTS, longest: int = 1024) -> tuple[int, int]:
-    """Return the rows and columns of a program's block: along the dimension that lies contiguous in memory, so that loads are
-    wide."""
+    """Return the rows and columns of a program's block, longer along the dimension that is contiguous in memory: loads are wide."""
     M, K = (triton.next_power_of_2(n) for n in x_MK.shape)
     if x_MK.stride(1) > 1 and x_MK.stride(0) == 1:
         BM = min(M, 128)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def random_bits(index, key0, key1):
-    """32 random bits (uint32) for each position; index: any integers, of which the low 32 bits count; key: two int32."""
+    """Draw 32 random bits (uint32) for each position. index: any integers, of which the low 32 bits count; key: two int32."""
     x = index.to(tl.uint32) ^ key0.to(tl.uint32, bitcast=True)
     x ^= x >> 16
     x *= 0x7FEB352D
@@ -21,5 +21,5 @@ def random_bits(index, key0, key1):
 
 @triton.jit
 def random_uniform(index, key0, key1):
-    """float32 in [0, 1): the upper 24 bits."""
+    """Draw float32 numbers in [0, 1) from the upper 24 random bits."""
     return (random_bits(index, key0, key1) >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2^-24

@@ -1,5 +1,5 @@
-"""Share what the row-wise kernels have in common: a program holds whole rows, several where they are short, and can quantize what
-it computed.
+"""This module holds the common parts of the row-wise kernels: a program holds whole rows, several where they are short, and can
+quantize what it computed.
 
 A row that stays in registers is read once, whatever is computed from it. Every thread holds 16 elements, or more of long rows, in
 loads of 16 bytes; four warps are a program where rows are short. T rows, K columns, C scales a row.
@@ -38,7 +38,7 @@ def tile(K: int, longest: int = MAX_COLUMNS) -> dict[str, int]:
 
 
 def check_dtypes(*tensors: Tensor) -> None:
-    """Raise TypeError for what would not be computed in its own precision."""
+    """Raise TypeError for a dtype that the kernels would not compute in its own precision."""
     for tensor in tensors:
         if tensor.dtype not in FLOATS:
             raise TypeError(
@@ -60,7 +60,7 @@ def same_shape(first: Tensor, *others: Tensor) -> None:
 
 
 def apart(x_TK: Tensor) -> bool:
-    """Return whether what is computed from x is quantized in a second step: nothing is launched, or Triton has no float8 there."""
+    """Return whether the result is quantized in a second step: x is empty, or Triton has no float8 on its device."""
     no_float8 = x_TK.is_cuda and torch.cuda.get_device_capability(x_TK.device) < (8, 9)
     return no_float8 or not x_TK.numel()
 
@@ -78,12 +78,11 @@ def quantization(
     record: bool = False,
     both: bool = False,
 ) -> tuple[tuple[Tensor, ...], dict[str, Any], dict[str, Any]]:
-    """Return the codes and decode scales for a matrix like x [T, K], and arguments of the launches that fill them, in tiles of
-    `shape`.
+    """Allocate codes and decode scales for a matrix like x [T, K]; return them and arguments of the launches that fill them.
 
-    The first arguments are those of delayed scaling's launch for a first amax, and empty where there is none; the second those
-    of `store_quantized`. With `both`, codes and decode scales of the transpose [K, T] follow; blocks are then to be as long as
-    tiles are high.
+    `shape` is that of a tile. The first arguments are for delayed scaling's launch for a first amax, and empty where there is
+    none; the second are for `store_quantized`. With `both`, codes and decode scales of the transpose [K, T] follow; blocks are
+    then to be as long as tiles are high.
     """
     if columns & (columns - 1):
         raise ValueError(f"Triton kernels take scales of 2^n columns, not of {columns}: use kernels/reference.")
@@ -133,7 +132,7 @@ def programs(x_TK: Tensor, shape: dict[str, int]) -> int:
 
 @triton.jit
 def largest(y, rows, T):
-    """Bits of the largest magnitude of a tile that is zero (or NaN) outside T rows."""
+    """Return the bits of the largest magnitude of a tile that is zero (or NaN) outside T rows."""
     return tl.max(tl.where(rows < T, tl.max(magnitude_bits(y), axis=1), 0), axis=0)
 
 
@@ -145,8 +144,8 @@ def store_quantized(
 ):  # fmt: skip
     """Store codes and decode scales of the float32 tile y [ROWS, COLUMNS] at column `first`, which is zero outside [T, K].
 
-    in_force None: a scale for each BLOCK columns of a row. Else delayed scaling, one for all, as in delayed.py.
-    codes_t None, or where the transposed codes [K, T] go; their scales are then each for all ROWS of a column.
+    in_force None: a scale for each BLOCK columns of a row. Else delayed scaling, one scale for all, as in delayed.py.
+    codes_t: None, or the transposed codes [K, T], which are stored too; each of their scales is for all ROWS of a column.
     """
     ROWS: tl.constexpr = y.shape[0]
     COLUMNS: tl.constexpr = y.shape[1]

@@ -101,7 +101,7 @@ def _as_rows(*tensors: Tensor, whole: bool = True) -> list[Tensor]:
 
 @triton.jit
 def product(gate, up, DTYPE: tl.constexpr):
-    """silu(gate) up in float32 as rounded to DTYPE."""
+    """Return silu(gate) up in float32, rounded to DTYPE."""
     return (gate * tl.sigmoid(gate) * up).to(DTYPE).to(tl.float32)
 
 
@@ -136,7 +136,7 @@ def backward_blocks(
 
 @triton.jit
 def product_tile(gate, up, gate_stride, up_stride, rows, columns, T, K):
-    """y [ROWS, COLUMNS] in float32 as rounded to the dtype of gate, zero outside [T, K]."""
+    """Compute y [ROWS, COLUMNS] in float32, rounded to the dtype of gate; zero outside [T, K]."""
     inside = (rows[:, None] < T) & (columns[None, :] < K)
     g = tl.load(gate + rows[:, None] * gate_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + rows[:, None] * up_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -148,7 +148,7 @@ def amax_tiles(
     gate, up, gate_stride, up_stride, T, K, tiles, in_force, parts, scale_inv, floor,
     MAX: tl.constexpr, POW2: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The first launch of delayed scaling."""
+    """Run the first launch of delayed scaling."""
     if unknown(in_force, parts, scale_inv, floor, MAX, POW2, PARTS):
         across = tl.cdiv(K, COLUMNS)
         top = 0

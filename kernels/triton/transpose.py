@@ -50,7 +50,7 @@ def transpose_fp4(packed_MK: Tensor, K: int) -> Tensor:
 
 
 def _launch(codes: Tensor, out: Tensor, M: int, K: int, per_byte: int) -> None:
-    """Fills `out`; both are bytes, each with so many codes."""
+    """Fill `out`; both tensors are uint8, and each byte holds `per_byte` codes."""
     if out.numel():
         grid = (triton.cdiv(M, BLOCK) * triton.cdiv(K, BLOCK),)
         codes, sizes = codes.contiguous(), (out.shape[1], codes.shape[1])
