@@ -25,7 +25,6 @@ CEILINGS: dict[str, int] = {
     "surokit/racing": 48,
     "surokit/runs": 23,
     "surokit/train": 100,
-    "surokit/widgets": 57,
 }
 
 FORBIDDEN = re.compile(

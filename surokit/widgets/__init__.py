@@ -1,9 +1,9 @@
-"""What a notebook shows while a run goes on: one plain state, views on it, and figures of finished runs.
+"""This package shows a run in a notebook while it goes on: one plain state, views of it, and figures of finished runs.
 
-state.py         PanelState, Series, Ruler: what is known, in bounded memory
+state.py         PanelState, Series, Ruler: the numbers of a run, in bounded memory
 figure.py        line charts as SVG text
 picture.py       one state or several as SVG, as text, as a display message
-messages.py      the same as small messages for a panel that draws itself
+messages.py      states as small JSON messages, for a panel that a page draws itself
 panel.py         Panel: subscribes to runs, shows the states through a widget, an SVG or a text view
 front.py         the widget, whose script and style are in front/
 follow.py        watch: the panel of runs that others train, from their folders

@@ -1,5 +1,5 @@
-"""Figures of finished work, with matplotlib: runs over each other (`plot_runs`), and the error of each recipe against layer
-(`plot_errors`).
+"""This module draws finished work with matplotlib: runs over each other (`plot_runs`), the error of each recipe against layer
+(`plot_errors`), and loss gap against time (`plot_front`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _NAMED_LAYERS = 20  # up to so many, each has its name below the axis
 
 
 def plot_runs(runs: Mapping[str, Any], baseline: str | None = "bf16", smooth: int | None = None) -> Figure:
-    """Plot on the left the smoothed loss by step, each step's own faint behind it. Right: the gap to the baseline, in percent of
-    it.
+    """Plot the smoothed loss by step on the left, with each step's own loss faint behind it, and on the right the gap to the
+    baseline, in percent of the baseline.
 
     runs: name -> Session, Live, pandas frame (columns step and loss) or anything with `.records.frame()` or `.frame()`.
     baseline: name of the run that the others are held against; None leaves the right picture out. smooth: steps in the
@@ -102,7 +102,7 @@ def plot_runs(runs: Mapping[str, Any], baseline: str | None = "bf16", smooth: in
 
 
 def plot_errors(frame: Any, title: str = "") -> Figure:
-    """Raise Error against layer: SQNR in dB of each recipe's products, one panel a product, the worst layer of each by name.
+    """Plot error against layer: the SQNR in dB of each recipe's products, one panel a product, the worst layer of each by name.
 
     frame: what `surokit.compare` returns, or anything with the columns layer, gemm, recipe and sqnr_db; layers stand in the
     frame's order. A product that is exact has no error to draw. Of every recipe the worst layer is ringed. Returns the figure,
@@ -183,7 +183,7 @@ def plot_errors(frame: Any, title: str = "") -> Figure:
 
 
 def plot_front(front: Sequence[Any], best: Any, max_gap: float, unit: str) -> Figure:
-    """Return loss gap against planned time, for `surokit.tune`: predicted as a line, measured as dots, the chosen one by name."""
+    """Plot loss gap against planned time, for `surokit.tune`: predicted as a line, measured as dots, the chosen one by name."""
     from matplotlib import pyplot as plt
 
     figure, ax = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
@@ -223,7 +223,8 @@ def plot_front(front: Sequence[Any], best: Any, max_gap: float, unit: str) -> Fi
 
 
 def _name_layers(axes: Any, layers: Sequence[str]) -> None:
-    """Names below the axis while they fit; then the number of each block where it begins, every so many blocks."""
+    """Label the axis with the layers' names while they fit; else with the number of each block, or of every so many blocks, where
+    it begins."""
     axes.set_xlim(-0.5, len(layers) - 0.5)
     if len(layers) <= _NAMED_LAYERS:
         common = _common(layers)
@@ -243,14 +244,14 @@ def _name_layers(axes: Any, layers: Sequence[str]) -> None:
 
 
 def _common(names: Sequence[str]) -> str:
-    """Return the path that all names begin with, up to a dot."""
+    """Return the path that all names begin with, up to and with a dot."""
     first, last = min(names), max(names)
     same = next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), min(len(first), len(last)))
     return first[: first.rfind(".", 0, same) + 1]
 
 
 def _curve(name: str, run: Any) -> tuple[NDArray[np.float64], ...]:
-    """Return the step, loss, and step, value of the held-out points."""
+    """Return (steps, losses, steps of the held-out points, their losses) of a run."""
     source = getattr(run, "records", run)
     frame = source.frame() if hasattr(source, "frame") else source
     columns = getattr(frame, "columns", frame)
@@ -268,8 +269,8 @@ def _curve(name: str, run: Any) -> tuple[NDArray[np.float64], ...]:
 
 
 def _smooth(values: NDArray[np.float64], steps: int | None) -> NDArray[np.float64]:
-    """Return bias-corrected exponential average over about `steps`, by default as `LossMean` has it; NaN where the value is not
-    finite."""
+    """Return the bias-corrected exponential average over about `steps` steps, by default that of `LossMean`; NaN where the value
+    is not finite."""
     out, mean = np.full(len(values), np.nan), LossMean()
     total = weight = 0.0
     new = 1.0 / max(1.0, steps or 1.0)

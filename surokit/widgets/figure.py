@@ -1,8 +1,8 @@
-"""Line charts as SVG text, drawn by hand.
+"""This module draws line charts as SVG text, without a plotting library.
 
 The live panel redraws a few times a second inside the process that trains, so a drawing has to cost about a
 millisecond, weigh a few kilobytes and need nothing but a browser: no plotting library, no script, no font, no request.
-Pure functions: lines in, a string out.
+The functions are pure: they take lines and return a string.
 
 The picture stands alone (an `<img>`, a reopened notebook, a file) and inline in a page. Colours come from three layers,
 each overriding the one before: plain light values, `prefers-color-scheme: dark`, and JupyterLab's theme variables where
@@ -33,7 +33,7 @@ _UNFIT = re.compile("\x1b\\[[0-9;?]*[a-zA-Z]|[^\t\n\r -\ud7ff\ue000-\ufffd\U0001
 
 @dataclass(frozen=True)
 class Line:
-    """One series of a pane. `x` and `y` have equal length and x ascends; a non-finite y breaks the line and leaves a
+    """A Line is one series of a pane. `x` and `y` have equal length and x ascends; a non-finite y breaks the line and leaves a
     cross.
     """
 
@@ -46,7 +46,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at `x`: a hairline with a triangle (alarm), a diamond (turn, for the worse) or words (note) on it."""
+    """A Mark shows that something happened at `x`: a hairline with a triangle (alarm), a diamond (turn for the worse) or words
+    (note)."""
 
     x: float
     kind: Literal["alarm", "turn", "note"]
@@ -55,7 +56,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Pane:
-    """One chart: a headline number, its lines, and the place it takes (`left`, `width` in shares of the figure's width,
+    """A Pane is one chart: a headline number, its lines, and the place it takes (`left`, `width` in shares of the figure's width,
     heights in px).
     """
 
@@ -81,7 +82,7 @@ class Pane:
 
 
 def nice_ticks(low: float, high: float, target: int = 5) -> list[float]:
-    """At most `target + 1` round numbers (1, 2, 2.5 or 5 times a power of ten apart) inside [low, high], ascending.
+    """Return at most `target + 1` round numbers (1, 2, 2.5 or 5 times a power of ten apart) inside [low, high], ascending.
 
     Equal ends give that one number. Raises ValueError for ends that are not finite or in the wrong order.
     """
@@ -103,7 +104,7 @@ def nice_ticks(low: float, high: float, target: int = 5) -> list[float]:
 
 
 def plain(text: str) -> str:
-    """Return the text without what cannot be shown: colour codes, other control characters, halves of characters."""
+    """Return the text without characters that cannot be shown: colour codes, other control characters, lone surrogates."""
     return _UNFIT.sub("", text)
 
 
@@ -140,7 +141,7 @@ def _trim(text: str) -> str:
 
 
 def _tick_labels(ticks: Sequence[float], percent: bool) -> list[str]:
-    """Return labels of one axis share their number of decimals, so that 3, 3.5, 4 reads 3.0, 3.5, 4.0."""
+    """Return the labels of one axis, with equally many decimals, so that 3, 3.5, 4 reads 3.0, 3.5, 4.0."""
     scale, unit = (100.0, "%") if percent else (1.0, "")
     top = max((abs(t) * scale for t in ticks), default=0.0)
     for bound, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -158,7 +159,7 @@ def _tick_labels(ticks: Sequence[float], percent: bool) -> list[str]:
 
 
 def thin(x: Sequence[float], y: Sequence[float], limit: int) -> tuple[list[float], list[float]]:
-    """At most about `limit` of the points: of each run of neighbours its lowest, highest and first non-finite, in
+    """Return at most about `limit` of the points: of each run of neighbours the lowest, the highest and the first non-finite, in
     order.
     """
     count = len(y)
@@ -177,8 +178,8 @@ def thin(x: Sequence[float], y: Sequence[float], limit: int) -> tuple[list[float
 
 
 def _limits(pane: Pane) -> tuple[float, float]:
-    """Return the y range: what the pane fixes, else the data's own with a little air; a robust pane may cut the highest
-    percent off.
+    """Return the y range: the ends that the pane fixes, else the data's own with a margin; a robust pane may cut off the highest
+    two percent.
     """
     finite = [v for line in pane.lines for v in line.y if abs(v) < _HUGE]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
@@ -335,7 +336,8 @@ def _draw_mark(mark: Mark, frame: tuple[float, float, float, float], x_map: tupl
 def _table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], colors: Sequence[int], top: float, width: float
 ) -> str:
-    """Return cells as text: the first column on the left behind its run's colour, the others flush right, spread over the width."""
+    """Draw a table's cells as SVG text: the first column on the left, after its run's colour, the others flush right, spread over
+    the width."""
     sizes = [max(map(len, column)) * 6.6 for column in zip(columns, *rows)]
     gap = (width - 28 - 16 - sum(sizes)) / max(len(columns) - 1, 1)
     ends = [30 + sum(sizes[: i + 1]) + gap * i for i in range(len(columns))]
@@ -352,7 +354,7 @@ def _table(
 
 
 def _legend(lines: Sequence[Line], right: float, y: float) -> str:
-    """Return names of the lines, right-aligned in the pane's head; one line needs none."""
+    """Draw the names of the lines as SVG text, right-aligned in the pane's head; "" for a single line, which needs none."""
     shown = [line for line in lines if len(line.x)]
     if len(shown) < 2:
         return ""
@@ -369,8 +371,8 @@ def _legend(lines: Sequence[Line], right: float, y: float) -> str:
 
 
 def _css(theme: Theme) -> str:
-    """Return colours in layers, see the top of this file. Every rule starts with `.sk`, so that an inline picture leaves its
-    page alone.
+    """Return the style sheet, with colours in layers (see the top of this file). Every rule starts with `.sk`, so that an inline
+    picture leaves its page alone.
     """
 
     def layer(background: str, strong: str, weak: str, grid: str, warn: str, palette: Sequence[str]) -> str:
@@ -425,7 +427,7 @@ def figure(
     width: int = 560,
     theme: Theme = "auto",
 ) -> str:
-    """Return a whole picture as SVG text.
+    """Draw a whole picture as SVG text.
 
     panes: placed by their own `top` and `left`, below the head line. head: (name, more about it, how it stands) on top, the last
     as a warning if `alarm`. sub: a second row under it, left and right. progress: 0..1 for a thin bar under the head, None for no

@@ -1,4 +1,4 @@
-"""A run that somebody else trains, as its folder tells it, and the files through which it can be asked to stop.
+"""This module reads a run that somebody else trains from its folder, and writes the files that ask it to stop, pause or save.
 
 records.jsonl has a line a step (records_tail.py); run.json says what the run is, how it stands and when it last gave a sign of life
 (runs/status.py). What happened in an older part of a long run is taken from run.json, not judged again; the phase is not in there,
@@ -31,9 +31,9 @@ GONE_S = 3 * EVERY_S
 
 
 class RunFolder:
-    """One run as its folder tells it: `look` takes in what is new.
+    """A RunFolder reads one run from its folder: `look` takes in what is new.
 
-    clock: seconds since 1970. FileNotFoundError or ValueError, in a sentence, where the folder is no run's.
+    clock: seconds since 1970. Raises FileNotFoundError or ValueError if the folder is not that of a run.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RunFolder:
 
     @property
     def over(self) -> bool:
-        """Return whether nothing more is to be expected: the run has ended, or its process has, and all of its records are here."""
+        """True if nothing more is to be expected: the run or its process has ended, and all of its records have been read."""
         if self.status is None:
             return bool(self.ended) and not self.reader.behind
         ended = self.status.over or (self._gone and self._silent_s > GONE_S)
@@ -66,11 +66,11 @@ class RunFolder:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether there is a run that could be asked to stop; one that is silent may still hear."""
+        """True if there is a run that could be asked to stop; one that is silent may still hear."""
         return not self.over and not (self.status is not None and self.status.over)
 
     def look(self, budget_s: float = math.inf) -> bool:
-        """Takes in what is new, for about so long; whether there was anything."""
+        """Take in what is new, for about `budget_s` seconds, and return whether there was anything."""
         before = (self.status, self.trouble, self.state.reason)
         status = self.status = read_status(self.path) or self.status  # first: who has ended has written its records
         self._gone = self._process_gone
@@ -92,7 +92,7 @@ class RunFolder:
         return news or before != (self.status, self.trouble, self.state.reason)
 
     def _hear(self) -> None:
-        """A sign of life is a heartbeat that changed. Until one is seen to change its own time has to do."""
+        """Note when the last sign of life came: a heartbeat that changed. Until one is seen to change, its own time is taken."""
         if self.status is not None:
             beat = self.status.heartbeat
         else:
@@ -110,12 +110,12 @@ class RunFolder:
 
     @property
     def _silent(self) -> bool:
-        """Return a step that takes long is silence too, so five of them have to have passed."""
+        """True if the run has been silent for too long; a long step is silence too, so the time of five must have passed."""
         return self._silent_s > max(SILENT_S, 5 * self.reader.step_s)
 
     @property
     def _process_gone(self) -> bool:
-        """Return whether the run's process is known to have ended; False on another machine, which cannot be asked."""
+        """True if the run's process is known to have ended; False for one on another machine, which cannot be asked."""
         info = self.status.info if self.status is not None else None
         if info is None or info.pid <= 0 or info.host != socket.gethostname() or os.name != "posix":
             return False
@@ -129,14 +129,14 @@ class RunFolder:
 
     @property
     def _run_s(self) -> float:
-        """Return the run's wall time at the last step: what run.json says, and the steps since; NaN where it does not say."""
+        """Return the run's wall time at the last step, in seconds: that in run.json and the steps since; NaN if it has none."""
         status = self.status
         if status is None or status.run_s is None or not 0 <= status.run_s < math.inf:
             return math.nan
         return status.run_s + max(0.0, self.state.elapsed_s - self.state.ruler.at(status.step)[1])
 
     def _tell(self) -> None:
-        """What run.json and the clock say, to the state."""
+        """Copy into the state what run.json says, and why the run ended if it says so or the clock shows that it is lost."""
         state, status = self.state, self.status
         state.reason, state.run_s = None, self._run_s
         if status is not None:
@@ -173,7 +173,7 @@ class RunFolder:
 
 
 def _is_zombie(pid: int) -> bool:
-    """Return whether a process has ended and nobody has taken note, as happens in a container without an init; Linux."""
+    """Return whether a process has ended but its parent has not collected it, as in a container without an init; Linux only."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2]
     except OSError:
@@ -182,7 +182,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def _about(seconds: float) -> str:
-    """Return a span in words that change as seldom as they can."""
+    """Return a span of time in words, rounded so that they seldom change."""
     for unit, length in (("days", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds // length:.0f} {unit}"
@@ -190,7 +190,7 @@ def _about(seconds: float) -> str:
 
 
 def _check(path: Path) -> None:
-    """A folder that is a run's, or could become one."""
+    """Raise FileNotFoundError or ValueError unless the folder is that of a run or is empty and could become one."""
     if not path.exists():
         raise FileNotFoundError(f"There is no folder {path}: give the run_dir of a session, as seen from here.")
     if not path.is_dir():
@@ -204,7 +204,7 @@ def _is_run(path: Path) -> bool:
 
 
 def begun(path: Path) -> bool:
-    """Return whether a path says what it is: a file, the folder of a run or of a race, or a folder that has such a folder."""
+    """Return whether a path is a file, the folder of a run or of a race, or a folder that contains such a folder."""
     if not path.is_dir():
         return path.exists()
     inside = [path, *path.iterdir()]
@@ -212,7 +212,7 @@ def begun(path: Path) -> bool:
 
 
 def runs_in(path: Path) -> list[Path]:
-    """Return the folders of runs that a folder has, in order of their names; the folder itself where it is a run's or has none."""
+    """Return the folders of runs in a folder, in order of their names; the folder itself if it is a run's or has none."""
     if not path.is_dir() or _is_run(path):
         return [path]
     runs = [inside for inside in path.iterdir() if (inside / RECORDS).exists() or (inside / FILE).exists()]
@@ -220,10 +220,10 @@ def runs_in(path: Path) -> list[Path]:
 
 
 class RaceFolder:
-    """A race that somebody else drives: who races and how it stands, from turn.json or what race.json keeps.
+    """A RaceFolder reads a race that somebody else drives: which runs it has and how it stands, from turn.json or race.json.
 
     runs: their folders by name. state: "running", "paused" or how it ended. round: the one that goes on, or was the last.
-    ValueError where the folder is no race's.
+    Raises ValueError if the folder is not that of a race.
     """
 
     def __init__(self, path: Path) -> None:
@@ -239,7 +239,7 @@ class RaceFolder:
         return self.state in ("running", "paused")
 
     def look(self) -> bool:
-        """Takes in what is new; whether there was anything. A file that cannot be read just now says nothing."""
+        """Take in what is new and return whether there was anything. A file that cannot be read just now changes nothing."""
         before = (self.state, self.round, self.turn, *self.runs)
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             if (self.path / TURN).exists():
@@ -256,14 +256,14 @@ class RaceFolder:
         self.state, self.round, self.turn = str(state), int(round), str(turn)
 
     def words(self, states: Iterable[PanelState]) -> str:
-        """Return the headline of its picture."""
+        """Return the headline of the race's picture. states: those of its runs."""
         reasons = [state.reason or "" for state in states]
         lost = self.goes_on and bool(reasons) and all(reason.startswith("lost") for reason in reasons)
         return race_words("lost" if lost else self.state, self.round, self.turn)
 
 
 def race_words(state: str, round: int, turn: str) -> str:
-    """Return a race in a line: what goes on in it, or how it ended."""
+    """Describe a race in a line: which round and turn it is in, or how it ended."""
     where = f"round {round}" if round else "warm-up"
     if state == "running":
         return " · ".join(["race", where, *([f"{turn}'s turn"] if turn else [])])
@@ -273,25 +273,25 @@ def race_words(state: str, round: int, turn: str) -> str:
 
 
 class FileControl:
-    """The panel's buttons for runs that somebody else trains: each writes a file that the run looks for between two steps, a race
-    between two turns."""
+    """A FileControl does the work of the panel's buttons for runs that somebody else trains: each method writes a file that the
+    run looks for between two steps, a race between two turns."""
 
     def __init__(self, folders: Iterable[RunFolder | RaceFolder]) -> None:
         self._folders = list(folders)
 
     def stop(self, reason: str = "stopped: by watch(...).control.stop()") -> None:
-        """Every run that goes on ends at its next step boundary; `reason` is what it is told to have ended for."""
+        """Ask every run that goes on to end at its next step boundary, with this reason."""
         self._ask("stop", text=reason.removeprefix("stopped: "))
 
     def pause(self) -> None:
-        """Every run that goes on waits at its next step boundary, for as long as the file is there."""
+        """Ask every run that goes on to wait at its next step boundary, for as long as the file is there."""
         self._ask("pause")
 
     def resume(self) -> None:
         self._ask("pause", there=False)
 
     def save(self) -> None:
-        """Every run that goes on writes a checkpoint at its next step boundary."""
+        """Ask every run that goes on to write a checkpoint at its next step boundary."""
         self._ask("save")
 
     def _ask(self, word: str, there: bool = True, text: str = "") -> None:

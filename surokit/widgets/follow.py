@@ -1,6 +1,6 @@
-"""`sk.watch`: the panel of runs that another kernel, process or machine trains, from their folders alone.
+"""`sk.watch` shows the panel of runs that another kernel, process or machine trains, from their folders alone.
 
-Nothing but files goes between the two sides (folder.py), so a folder that two machines share will do; the buttons write files too.
+The two sides exchange nothing but files (folder.py), so a folder that two machines share is enough; the buttons write files too.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ LOOK_SHARE = 0.1  # of the time, at most, goes into looking
 
 
 class Watch:
-    """What `watch` returns. Following goes on in a thread until every run is over; `await` or `.wait()` stays with it.
+    """A Watch is what `watch` returns: it follows runs in a thread until every one is over; `await` or `.wait()` waits for that.
 
-    `states` has what is drawn, `reasons` how each run stands, and `control` what the buttons do.
+    `states` has the states that are drawn, `reasons` how each run stands, and `control` the methods behind the buttons.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class Watch:
 
     @property
     def over(self) -> bool:
-        """Return whether every run is over: it has said so, or its process is known to have ended; `reasons` tells which."""
+        """True if every run is over: it has said so, or its process is known to have ended; `reasons` tells which."""
         begins = any(race.goes_on and not path.exists() for race in self.races.values() for path in race.runs.values())
         return not begins and all(folder.over for folder in self.folders.values())
 
     @property
     def reasons(self) -> dict[str, str | None]:
-        """Return how each run stands, by its name: None while it goes on; "done", "interrupted", "stopped: ..." or "failed: ..."
-        where it said so itself; "lost: ..." where there is no sign of life or its process or folder is gone."""
+        """Return the reason why each run ended, by its name: None while it goes on; "done", "interrupted", "stopped: ..." or
+        "failed: ..." if it said so itself; "lost: ..." if there is no sign of life or its process or folder is gone."""
         return {name: state.reason for name, state in self.states.items()}
 
     @property
@@ -75,12 +75,13 @@ class Watch:
         return self._thread is not None and self._thread.is_alive()
 
     def stop_following(self) -> None:
-        """Leaves the picture as it is; the runs go on."""
+        """Stop following and leave the picture as it is; the runs go on."""
         self._asked.set()
         self.wait()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until every run is over, or so many seconds; whether following has ended. An interrupt ends the waiting only."""
+        """Wait until every run is over, or for `timeout` seconds, and return whether following has ended. An interrupt ends the
+        waiting only."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
         return not self.following
@@ -113,7 +114,8 @@ class Watch:
         return news
 
     def _who_races(self, label: str, race: RaceFolder) -> list[str]:
-        """Return the names of a race's runs, which may begin while it is watched, and what the race says of them."""
+        """Return the names of a race's runs that have a folder. Runs may begin while the race is watched: a RunFolder is made for
+        each new one, and each is told how the race stands."""
         found = []
         for title, path in race.runs.items():
             name = f"{label}/{title}" if label else title
@@ -151,7 +153,7 @@ class Watch:
         return bundle(shown(self.states))
 
     def _ipython_display_(self) -> None:
-        """Shows itself, but not twice in the cell that opened it."""
+        """Display the panel, but not a second time in the cell that opened it."""
         if self._shown_in is None or self._shown_in != _cell():
             from IPython.display import display
 
@@ -159,27 +161,27 @@ class Watch:
 
 
 def _cell() -> int | None:
-    """Return the number of the cell that runs; None outside a notebook."""
+    """Return the execution count of the cell that runs; None outside IPython."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return None if shell is None else int(shell.execution_count)
 
 
 def watch(*folders: str | Path, follow: bool = True, every_s: float = EVERY_S, view: View | ViewName = "auto") -> Watch:
-    """Return a panel of the runs in these folders, written by whichever kernel, process or machine: `sk.watch("runs/a", "runs/b")`.
-    A race's folder stands for its runs, under the names that they have there, and a line says how the race stands; any other that
-    has folders of runs, for those that are in it now.
+    """Show a panel of the runs in these folders, written by whichever kernel, process or machine: `sk.watch("runs/a", "runs/b")`.
+    A race's folder stands for its runs, under the names that they have there, and a line says how the race stands; any other
+    folder that contains folders of runs stands for those that are in it now.
 
     A run that is over gives its final picture at once. One that goes on is followed in a thread, so the cell ends and other cells
     can be used; `await sk.watch(...)` keeps the cell busy until it is over. The panel's buttons write the files "stop", "pause" and
     "save" into the folder of the run or the race, and so do `.control.stop()` and its siblings; `.stop_following()` ends the
     looking and nothing else.
 
-    follow: False takes one look. every_s: between two looks, in seconds; fewer while nothing comes, and where looking takes long.
+    follow: False takes one look. every_s: seconds between two looks; more while nothing comes, and where looking takes long.
     view: "auto", "widget", "svg" or "text".
 
-    FileNotFoundError where there is no such folder; ValueError where it is no run's, or where nothing is written in it yet and
-    nobody follows.
+    Raises FileNotFoundError if there is no such folder; ValueError if it is not the folder of a run, or if nothing is written in
+    it yet and `follow` is False.
     """
     if not folders:
         raise ValueError('watch() needs the folder of a run: sk.watch("runs/a").')
@@ -208,7 +210,7 @@ def _is_race(path: Path) -> bool:
 
 
 def _names(paths: Iterable[Path]) -> list[str]:
-    """Return the ends of the paths that tell them apart."""
+    """Return the shortest ends of the paths, of equally many parts, that tell them apart."""
     parts = [path.parts for path in paths]
     if not parts:
         return []

@@ -1,4 +1,4 @@
-"""The panel as a widget: what `wire` says goes into a page, and what is clicked there goes to a run's control.
+"""This module shows the panel as a widget: a Wire's messages go to a page, and clicks there go to a run's control.
 
 The page's part is front/panel.js and front/panel.css, plain files without a build, sent once when a widget opens; nothing is
 fetched. anywidget carries them, and is imported when a widget opens.
@@ -45,7 +45,7 @@ TAKEN_OVER = "A newer panel of this run has taken over: use its buttons."
 
 
 class Controls(Protocol):
-    """What the buttons need; each returns at once, from any thread."""
+    """A Controls has the methods behind the buttons; each returns at once, from any thread."""
 
     def stop(self, reason: str = ...) -> None: ...
     def pause(self) -> None: ...
@@ -54,10 +54,10 @@ class Controls(Protocol):
 
 
 def draws_widgets() -> bool:
-    """Return whether the cell that runs came from JupyterLab or Notebook 7, and anywidget is here to draw in it.
+    """Return whether the cell that runs came from JupyterLab or Notebook 7, and anywidget is installed.
 
-    Told by what they write into a request, the cell's id; nbclient and consoles do not. VS Code and Colab do, or something like
-    it, but fetch widgets' scripts from elsewhere.
+    They are known by the cell's id, which they write into a request; nbclient and consoles do not. VS Code and Colab write it
+    too, or something like it, but fetch widgets' scripts from elsewhere.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
@@ -73,9 +73,9 @@ def draws_widgets() -> bool:
 
 
 class WidgetView:
-    """A widget that lives as long as a run; the next run opens another, in the cell that goes on.
+    """A WidgetView shows states in a widget that lives as long as a run; the next run opens another, in the cell that runs then.
 
-    control: what the buttons do; None: no buttons. display: IPython's, or a test's. clock: seconds, monotonic.
+    control: the methods behind the buttons; None: no buttons. display: IPython's, or a test's. clock: seconds, monotonic.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class WidgetView:
         self._late = OVER  # what the page of a widget before this one is told
 
     def show(self, states: Mapping[str, PanelState], final: bool) -> None:
-        """Send what is new. Renew the picture where a run stands otherwise or the picture is old; the last time, leave it alone."""
+        """Send what is new. Renew the static picture if a run's standing has changed or the picture is old. final: renew the
+        picture, close the widget and leave the picture alone."""
         if self.widget is None:
             self._open(states)
         self.widget.control = json.dumps(self._controls(states))
@@ -118,7 +119,7 @@ class WidgetView:
             self.widget = self._wire = self._output = self._picture = None
 
     def _send(self, final: bool) -> bool:
-        """Return one message. Whether it holds a keyframe, so that there may be more to tell."""
+        """Send one message, and return whether it holds a keyframe, so that there may be more to send."""
         texts = self._wire.next(final) if self._wire is not None else {}
         with self.widget.hold_sync():  # one message
             for name, text in texts.items():
@@ -141,7 +142,7 @@ class WidgetView:
         self._picture = self._display(self._drawn(states), raw=True, display_id=True)
 
     def _drawn(self, states: Mapping[str, PanelState]) -> Bundle:
-        """Return the picture as it is now, with a mark by which the page's part knows its own."""
+        """Return the picture as it is now, with the token by which the page's script recognizes it."""
         self._pictured = self._standings(states)
         self._picture_due_s = self._clock() + PICTURE_S
         message = bundle(shown(states), self.theme)
@@ -160,7 +161,7 @@ class WidgetView:
         return {"can": can, "theme": self.theme}
 
     def on_message(self, widget: Any, content: Any) -> None:
-        """A message of the page (protocol.py), and its answer."""
+        """Handle a message of the page (protocol.py), and send its answer."""
         ask, n = protocol.question(content)
         error = self._late if widget is not self.widget else OVER if self._control is None else ""
         if not ask:
@@ -176,16 +177,16 @@ class WidgetView:
 
 
 def shown(states: Mapping[str, PanelState]) -> Any:
-    """Return what a picture is drawn of: the one state, or all of them by name."""
+    """Return the one state if there is no other, else all of them by name: a picture is drawn of either."""
     return next(iter(states.values())) if len(states) == 1 else states
 
 
 def answer_where_asked(comm: Any) -> None:
-    """A message of the page is handled in the thread that the front end sent it to, also while the cell that drew the panel runs.
+    """Let a page's message be handled in the thread that the front end sent it to, also while the cell that drew the panel runs.
 
-    ipykernel 7.4 has no public way to say so: it asks this method of the comm which thread it shall be, and takes the one in the
-    message where there is none. Older ones have no such method and need nothing. Where it is called something else, a click waits
-    for the cell, and the page says how to stop instead.
+    ipykernel 7.4 has no public way to say so: it asks the comm's method `_reply_subshell_for` for the thread, and takes the one
+    in the message if that is None. Older ones have no such method and need nothing. If a newer one names it otherwise, a click
+    waits for the cell, and the page says how to stop instead.
     """
     with suppress(AttributeError):
         if comm._reply_subshell_for is not None:
@@ -194,7 +195,7 @@ def answer_where_asked(comm: Any) -> None:
 
 @cache
 def _widget_class() -> type:
-    """Return the widget: one synchronized text for each name of the wire's, what the buttons can do, and the mark."""
+    """Return the widget's class: one synchronized text for each name of the wire's, for what the buttons can do, and the token."""
     import anywidget
     import traitlets
 

@@ -1,4 +1,4 @@
-"""What a panel that draws itself is told: the states of one or several runs as small JSON messages.
+"""This module writes the states of one or several runs as small JSON messages, for a panel that a page draws itself.
 
 A message is a few named JSON texts (the widget's traits). It may be lost, come late, or be the first a front end ever
 sees: what a reader holds is the last text of every name, and that is all it needs.
@@ -122,9 +122,9 @@ class _Slot:
 
 
 class Wire:
-    """States in, messages out; the protocol stands at the top of this file.
+    """A Wire turns states into messages; the protocol stands at the top of this file.
 
-    states: by the names of the runs; it may gain, lose and replace entries between two calls. The first RUNS are told. clock:
+    states: by the names of the runs; it may gain, lose and replace entries between two calls. The first RUNS are sent. clock:
     seconds, monotonic.
     """
 
@@ -136,8 +136,8 @@ class Wire:
         self._gens = self._n = 0
 
     def next(self, final: bool = False) -> dict[str, str]:
-        """Return the texts of the next message by the names of their traits: `head`, `delta`, and those keys that changed. Never
-        more than MESSAGE_BYTES together. final: nothing more comes for now; the message is complete either way.
+        """Return the texts of the next message by the names of their traits: `head`, `delta`, and those keys that changed, at most
+        MESSAGE_BYTES together. final: nothing more comes for now; the message is complete either way.
         """
         self._n += 1
         states = dict(list(self._states.items())[:RUNS])
@@ -163,7 +163,7 @@ class Wire:
         return out
 
     def _place(self, states: Mapping[str, PanelState]) -> dict[str, str]:
-        """Gives every curve that has points a slot; the keys of those that no longer need theirs are emptied."""
+        """Give every curve that has points a slot, and return the keys to empty: those of curves that no longer need theirs."""
         room = SLOTS // max(len(states), 1)
         wanted: dict[tuple[str, str], Series | Ruler] = {}
         for run, state in states.items():
@@ -184,7 +184,8 @@ class Wire:
         return out
 
     def _take_points(self) -> int:
-        """Takes every curve's points since its keyframe; how many at most: the curves that have moved share the delta's room."""
+        """Take every curve's points since its keyframe, and return how many a curve may have: those with new points share the
+        delta's room."""
         slots = self._slots.values()
         moved = sum(slot.moved for slot in slots)
         limit = max(8, (DELTA_BYTES - 50 * len(slots)) // (14 * max(moved, 1)))
@@ -193,7 +194,7 @@ class Wire:
         return limit
 
     def _due(self, limit: int) -> list[_Slot]:
-        """Return the curves whose keyframes are due: the oldest first, of equals the most important."""
+        """Return the curves whose keyframes are due, the oldest first; of equally old ones the most important comes first."""
         now = self._clock()
 
         def is_due(slot: _Slot) -> bool:
@@ -203,8 +204,8 @@ class Wire:
         return sorted(filter(is_due, self._slots.values()), key=lambda s: (s.sent_s, NAMES.index(s.name), s.number))
 
     def _renew(self, slot: _Slot, room: int, whole: int, out: dict[str, str]) -> int:
-        """Puts a new keyframe into the message, coarser only where the whole room is not enough for it; its bytes, 0 where less is
-        left than it needs."""
+        """Put a new keyframe into the message, and return its bytes, or 0 if there is less room left than it needs. It is made
+        coarser only if the whole room would not be enough for it."""
         name, limit = f"key_{slot.index}", KEY_POINTS
         while True:
             points = _points(slot.series, -float("inf"), limit)
@@ -226,7 +227,7 @@ class Wire:
     def _put_head(
         self, out: dict[str, str], states: Mapping[str, PanelState], final: bool, heads: Sequence[tuple[int, int, int]]
     ) -> None:
-        """The first of `heads` that there is room for, else the last."""
+        """Put the head into the message, by the first of the limits in `heads` with which it fits, else by the last."""
         out.pop("head", None)
         room = _left(out)
         for events, lines, letters in heads:
@@ -301,17 +302,17 @@ class Wire:
 
 
 def weight(name: str, text: str) -> int:
-    """Return the bytes of a trait in a message: JSON text within JSON."""
+    """Count the bytes of a trait in a message: JSON text within JSON."""
     return len(json.dumps({name: text}, ensure_ascii=False).encode())
 
 
 def _left(out: Mapping[str, str]) -> int:
-    """Bytes that may be added to a message."""
+    """Count the bytes that may be added to a message."""
     return MESSAGE_BYTES - sum(weight(name, text) for name, text in out.items())
 
 
 def _known(state: PanelState) -> list[str]:
-    """Return the curves of a state that have points, most important first."""
+    """Return the names of a state's curves that have points, most important first."""
     return [name for name in NAMES if getattr(state, name).last is not None]
 
 

@@ -1,4 +1,4 @@
-"""The live panel: a subscriber that keeps a state and shows it, without ever holding up a step.
+"""The live panel is a subscriber that keeps a state and shows it, without ever holding up a step.
 
 `on_step` puts the record on a list and, when a redraw is due, takes in what has resolved and sends one picture. A
 record whose loss is still on its way waits on the list; nothing waits for it. Redraws are throttled by time: at most
@@ -44,7 +44,7 @@ ViewName = Literal["auto", "widget", "svg", "text"]
 
 
 class View(Protocol):
-    """Where states are shown, by the names of their runs. `every_s` is the shortest time between two calls of `show`."""
+    """A View shows states, by the names of their runs. `every_s` is the shortest time between two calls of `show`, in seconds."""
 
     every_s: float
 
@@ -52,7 +52,7 @@ class View(Protocol):
 
 
 class Run:
-    """The subscriber of one run on a panel. Plain enough to be fed by hand: on_step(record), on_end(reason)."""
+    """A Run is the subscriber of one run on a panel. It can also be fed by hand: on_step(record), on_end(reason)."""
 
     def __init__(self, panel: Panel, state: PanelState) -> None:
         self.state = state
@@ -62,18 +62,18 @@ class Run:
         self._ran_s = 0.0  # of those before it
 
     def on_info(self, info: Any) -> None:
-        """What the run is: a RunInfo."""
+        """Note the RunInfo that describes the run."""
         self.state.info = info
 
     def on_start(self, total: int | None) -> None:
-        """The run that begins now is planned to end at step `total`; None where it is planned by time."""
+        """Note that a run begins, planned to end at step `total`; None if it is planned by time."""
         self.state.total = total
         alone = self.state.info is None or self.state.info.resumes  # in a race others' turns are no time of it
         self._began_s = self._panel.clock() if alone else None
         self._panel.tick(now=True)  # what was noted before: compiling, the first step is long in coming
 
     def on_step(self, record: Any) -> None:
-        """Note one step and redraw if it is time. record: a Record, or a mapping with columns of `records.frame()`."""
+        """Note one step, and redraw if it is time. record: a Record, or a mapping with columns of `records.frame()`."""
         self._waiting.append(record)
         if self.state.reason is not None:
             self.state.reason, self._panel.ended = None, False  # the run goes on
@@ -91,17 +91,17 @@ class Run:
         self.state.add_layers(sample.step, sample.worst(WORST_LAYERS), first_bad)
 
     def on_note(self, step: int, text: str) -> None:
-        """A line of the user's own at a step."""
+        """Mark a step with a line of the user's own."""
         self.state.note(step, text)
         self._show_news()
 
     def on_event(self, event: Event) -> None:
-        """Something that health does not see."""
+        """Note an event that health does not see."""
         self.state.happened(event)
         self._show_news()
 
     def on_health(self, phase: Phase, events: Sequence[Event]) -> None:
-        """How the run is doing, and what happened in the step that follows: from now on the panel does not judge."""
+        """Take the run's phase, and the events of the step that follows, from a judge outside: the panel judges no more itself."""
         self.state.take_health(phase, events)
 
     def _show_news(self) -> None:
@@ -109,7 +109,7 @@ class Run:
         self._panel.tick()
 
     def on_pause(self, paused: bool) -> None:
-        """The run waits between two steps, or goes on; in goodput that time counts, as in `summary()`. Shown at once."""
+        """Show at once that the run waits between two steps, or goes on. That time counts in goodput, as in `summary()`."""
         self.state.paused = paused
         self._panel.refresh()
 
@@ -146,10 +146,11 @@ class Run:
 
 
 class Panel:
-    """Subscribes to a Session: `session.subscribe(Panel(state))`; a panel of several has a subscriber for each, `panel.run(name)`.
+    """A Panel shows the Session it subscribes to, `session.subscribe(Panel(state))`; one of several runs has a subscriber for each,
+    `panel.run(name)`.
 
-    states: one state, or states by the names of their runs, which may gain entries later. view: how it is shown; "auto" chooses by
-    what is running (`best_view`), None is the same. control: what the widget's buttons do. clock: seconds, monotonic.
+    states: one state, or states by the names of their runs, which may gain entries later. view: how they are shown; "auto" or None
+    chooses by the front end (`best_view`). control: the methods behind the widget's buttons. clock: seconds, monotonic.
     A Panel is also a picture of its states: as the last expression of a cell it shows itself, finished runs included.
     """
 
@@ -187,7 +188,7 @@ class Panel:
 
     @property
     def state(self) -> PanelState:
-        """Return the first run's."""
+        """Return the first run's state."""
         return next(iter(self.states.values()))
 
     def run(self, name: str) -> Run:
@@ -206,7 +207,8 @@ class Panel:
         return self
 
     def tick(self, now: bool = False) -> None:
-        """Redraw if it is time and there is news. now: it is time. Never waits: where another thread draws, the next tick will."""
+        """Redraw if it is time and there is news. now: do not ask whether it is time. Never waits: while another thread draws, this
+        call does nothing, and a later one redraws."""
         if not now and self.clock() < self._due_s:
             return
         if not (self.news or any(run.waiting for run in self._runs.values())):
@@ -218,12 +220,12 @@ class Panel:
                 self._drawing.release()
 
     def refresh(self, final: bool = False) -> None:
-        """Take in the resolved records and redraw now, whatever the throttle says; final if asked, or once all runs have ended."""
+        """Take in the resolved records and redraw now, throttle or not; final if asked for, or once all runs have ended."""
         with self._drawing:
             self._update(final)
 
     def close(self) -> None:
-        """Another takes its place: what it shows stays, as a static picture where it can, says so, and is drawn no more."""
+        """Close the panel because another takes its place: the last picture says so and stays, and nothing is drawn after it."""
         with self._drawing:
             for state in self.states.values():
                 state.reason = state.reason or REPLACED
@@ -265,7 +267,7 @@ class Panel:
 
 
 def front_end() -> Literal["notebook", "text"]:
-    """Where output goes: "notebook" when an IPython kernel runs this process, else "text". Imports nothing."""
+    """Return "notebook" if an IPython kernel runs this process, else "text". Imports nothing."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return "notebook" if getattr(shell, "kernel", None) is not None else "text"
@@ -295,7 +297,7 @@ def _view(view: View | ViewName, control: Controls | None, every_s: float, theme
 
 
 class SvgView:
-    """An SVG under a display id. After a final picture the next `show` opens a new one, in the cell that goes on."""
+    """An SvgView shows an SVG under a display id. After a final picture the next `show` opens a new one, in the cell that runs."""
 
     def __init__(self, every_s: float = 0.25, theme: Theme = "auto", display: Callable[..., Any] | None = None) -> None:
         self.every_s = every_s
@@ -318,7 +320,7 @@ class SvgView:
 
 
 class TextView:
-    """One line a run every few seconds on stderr, and one at the end."""
+    """A TextView prints one line a run to stderr every few seconds, and one at the end."""
 
     def __init__(self, every_s: float = 5.0, stream: TextIO | None = None) -> None:
         self.every_s = every_s

@@ -1,8 +1,8 @@
-"""What a state looks like: the panel as SVG, as a line and as a few lines of text, and all of it as one display message.
+"""This module draws a state: the panel as SVG, as a line and as a few lines of text, and all of it as one display message.
 
-Pure functions of one `PanelState`, or of several by the names of their runs: then their losses are drawn over each other and a
-table has their figures. Nothing here knows a notebook, a clock or a run. `PANES` and `figures` are what every view shows; the SVG
-has room for some of it.
+These are pure functions of one `PanelState`, or of several by the names of their runs: then their losses are drawn over each other
+and a table has their figures. Nothing here knows a notebook, a clock or a run. `PANES` and `figures` are what every view shows; the
+SVG has room for some of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NO_STEPS, NOT_TIMED = "no steps yet", "no timed steps yet"  # the first step is 
 
 @dataclass(frozen=True)
 class Curve:
-    """A series of a state by its name, and how it is drawn."""
+    """A Curve names a series of a state, and says how it is drawn."""
 
     name: str
     label: str
@@ -38,7 +38,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class PaneOf:
-    """A chart: its curves. percent: shares, shown times 100. zero: the axis starts at 0. robust: see figure.Pane."""
+    """A PaneOf describes a chart and its curves. percent: y is a share, shown times 100. zero: the axis starts at 0. robust: as in
+    figure.Pane."""
 
     name: str
     title: str
@@ -87,7 +88,7 @@ PANES = (
 
 
 class Figure(NamedTuple):
-    """A number ready to show: the pane it belongs to ("" for none), its name, itself, and what is said beside it."""
+    """A Figure is a number ready to show: the pane it belongs to ("" for none), its name, its value, and a note beside it."""
 
     pane: str
     name: str
@@ -124,17 +125,17 @@ def figures(state: PanelState) -> list[Figure]:
 
 
 def smoothing_words(state: PanelState) -> str:
-    """Return what the loss that is told is: the mean over how many steps, or without a finite one the last step's."""
+    """Say what the shown loss is: over how many steps it is averaged, or "last step" if there is no finite average."""
     return ema_words(state.smoothing.over_steps) if state.loss_mean.last else "last step"
 
 
 def phase_words(state: PanelState) -> str:
-    """Return the health's phase while a run goes on, else how it stands."""
+    """Return the health's phase while a run goes on and has one, else its standing."""
     return state.health.phase if state.standing == "running" and state.health.phase else state.standing
 
 
 def unit_of(*states: PanelState) -> str:
-    """Of the rates; before the first step nobody knows, and most runs have tokens."""
+    """Return the unit of the rates: "Tokens/s" if any run has counted tokens, or none has begun; else "Steps/s"."""
     begun = any(state.first_step is not None for state in states)
     return "Tokens/s" if not begun or any(state.tokens for state in states) else "Steps/s"
 
@@ -148,14 +149,14 @@ def dollars(usd: float) -> str:
 
 
 def suggestion(state: PanelState) -> str:
-    """Return what can be done about the worst that happened; of equals the latest. "" where there is nothing to say."""
+    """Return the suggestion for the worst event; of equally bad ones, for the latest. "" if no event has one."""
     ranks = list(KINDS)
     told = [event for event in state.events if event.suggestion and event.kind in ranks]
     return min(reversed(told), key=lambda event: ranks.index(event.kind)).suggestion if told else ""
 
 
 def run_table(states: Mapping[str, PanelState]) -> tuple[list[str], list[list[str]]]:
-    """Return columns and rows of the figures of several runs, a row a run; columns that no run has are left out."""
+    """Return the columns and rows of a table of several runs' figures, a row a run; columns that no run has are left out."""
     wanted = [
         ("step", lambda s: f"{s.step:,}"),
         ("loss (EMA)", lambda s: _loss(s.loss_mean)),
@@ -182,9 +183,9 @@ def bundle(states: States, theme: Theme = "auto") -> Bundle:
 
 
 def picture(states: States, theme: Theme = "auto", room: int = MESSAGE_BYTES) -> str:
-    """Return the panel as SVG: loss with its events on top, tokens/s and idle share below, warnings and the reason of the end at
-    the foot; of several runs their losses and rates over each other, and a table. room: bytes it may take; curves get coarser to
-    fit.
+    """Draw the panel as SVG: loss with its events on top, tokens/s and idle share below, warnings and the reason of the end at
+    the foot; for several runs their losses and rates over each other, and a table. room: bytes it may take; curves get coarser
+    to fit.
     """
     if not isinstance(states, PanelState) and len(states) == 1:
         states = next(iter(states.values()))
@@ -196,7 +197,7 @@ def picture(states: States, theme: Theme = "auto", room: int = MESSAGE_BYTES) ->
 
 
 def _span(states: Sequence[PanelState], ended: bool) -> tuple[float, float]:
-    """Return the steps that the axis shows."""
+    """Return the first and the last step that the axis shows."""
     first = min((float(s.first_step) for s in states if s.first_step is not None), default=0.0)
     first = 0.0 if first == 1.0 else first  # so that the axis starts with a label
     step, total = max((s.step for s in states), default=0), max((s.total or 0 for s in states), default=0)
@@ -332,7 +333,7 @@ def _several(states: Mapping[str, PanelState], theme: Theme, points: int) -> str
 
 
 def headline(states: Mapping[str, PanelState]) -> str:
-    """Return what several runs are together, and how that stands; "" for runs that are nothing together."""
+    """Return the headline of several runs, such as a race and its round; "" for runs without one."""
     return cut(states.headline, 60) if isinstance(states, Runs) else ""
 
 
@@ -342,7 +343,7 @@ def _line(curve: Curve, series: Series, color: int, limit: int) -> Line:
 
 
 def _marks(state: PanelState) -> list[Mark]:
-    """Return the worst and latest events."""
+    """Return marks for the worst and latest events, at most SHOWN_EVENTS."""
     marks: dict[tuple[int, bool], Mark] = {}  # of one step the worst, and the words
     for event in worst((event for event in state.events if event.kind != "phase"), SHOWN_EVENTS):
         if event.kind == "note":
@@ -383,7 +384,7 @@ def _percent(series: Series) -> str:
 
 
 def progress_words(state: PanelState) -> str:
-    """Return the step, time and time left; before the first step what was noted last, as that the model is compiled."""
+    """Return the step, time and time left; before the first step the last note, such as that the model is being compiled."""
     if state.first_step is None:
         notes = [cut(event.text, 50) for event in state.events if event.kind == "note"]
         return " · ".join(["waiting for the first step", *notes[-1:]])
@@ -396,13 +397,13 @@ def progress_words(state: PanelState) -> str:
 
 
 def money_words(state: PanelState) -> str:
-    """Return GPU hours and dollars so far, as far as they are known."""
+    """Return the GPU hours and dollars so far, as far as they are known."""
     words = [] if state.gpu_hours is None else [f"{hours(state.gpu_hours)} GPU h"]
     return " · ".join(words + ([] if state.usd is None else [dollars(state.usd)]))
 
 
 def idle_lines(state: PanelState) -> list[str]:
-    """Where the time went that the device did not work, in a line; [] where nothing is known of it."""
+    """Return a line on where the device's idle time went; [] if nothing is known of it."""
     words = {"data": "waiting for data", "offload": "waiting for offload"}
     told = [f"{words.get(name, name)} {_share(share)}" for name, share in state.idle_causes.items() if share >= 0.0005]
     if told and told[-1].startswith("inside") and state.launches is not None:
@@ -422,7 +423,7 @@ def clock_time(seconds: float) -> str:
 
 
 def ending(state: PanelState) -> str:
-    """Return one line on why the run ended."""
+    """Say in one line why the run ended."""
     reason = state.reason or ""
     at = f"step {state.step:,}"
     if reason == "done":
@@ -442,7 +443,7 @@ def ending(state: PanelState) -> str:
 
 
 def summary_line(state: PanelState) -> str:
-    """Return the state in one line: for terminals, logs and screen readers."""
+    """Describe the state in one line, for terminals, logs and screen readers."""
     words = [" ".join(part for part in (state.title, state.recipe) if part)] if state.title or state.recipe else []
     words.append(progress_words(state))
     if state.loss_mean.last:
@@ -468,7 +469,7 @@ def summary_line(state: PanelState) -> str:
 
 
 def summary_text(states: States) -> str:
-    """Return the states as plain text of a few lines: the loss as a row of blocks, or of several runs a table."""
+    """Describe the states in a few lines of plain text: one run's loss as a row of blocks, or several runs in a table."""
     if not isinstance(states, PanelState) and len(states) != 1:
         columns, rows = run_table(states)
         table = text_table(rows, header=columns, right=range(1, len(columns)), indent="")
@@ -489,8 +490,8 @@ def summary_text(states: States) -> str:
 
 
 def sustained_lines(state: PanelState) -> list[str]:
-    """Return rates over the last second, minute and ten minutes and over all, goodput and lost time where known, in a line; []
-    before."""
+    """Return a line with the rates over the last second, minute, ten minutes and the whole run, and with goodput and lost time if
+    they are known; [] before there is a rate."""
     rates = {name: recent.rate for name, recent in state.recent.items()} | {"all": state.overall_rate}
     told = [f"{name} {short(rate)}" for name, rate in rates.items() if rate is not None]
     if not told:
@@ -506,7 +507,7 @@ def _lost(seconds: float) -> str:
 
 
 def layer_lines(state: PanelState) -> list[str]:
-    """Return the layers with the least accurate products in the last sample, one line each under a heading; [] without a meter."""
+    """Return a heading and a line for each of the layers with the least accurate products in the last sample; [] without one."""
     if not state.layers:
         return []
     lines = [f"Least accurate products, step {state.layers_step:,}"]
@@ -519,7 +520,7 @@ def layer_lines(state: PanelState) -> list[str]:
 
 
 def sparkline(values: list[float], width: int = 48) -> str:
-    """Return values as at most `width` block characters, low to high."""
+    """Draw values as at most `width` block characters, from the lowest block to the full one."""
     count = min(width, len(values))
     chunks = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
     means = [sum(chunk) / len(chunk) for chunk in chunks]

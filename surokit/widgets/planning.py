@@ -1,4 +1,4 @@
-"""`explore`: a plan with sliders, to see what fits before a GPU is touched.
+"""`explore` shows a plan with sliders, to see what fits before a GPU is used.
 
     explore(sk.plan(config, batch=1, length=4096, gpu="H100", recipe="qfp8"))
 
@@ -57,12 +57,12 @@ _FILLS = {
 
 
 def explore(plan: Plan, theme: Theme = "auto") -> Explorer:
-    """Return a plan with sliders for batch, length and GPUs, and choices of recipe, GPU, recompute, optimizer and ZeRO stage.
+    """Show a plan with sliders for batch, length and GPUs, and choices of recipe, GPU, recompute, optimizer and ZeRO stage.
 
-    In a notebook the returned Explorer shows itself as the last expression of a cell, and `.plan` is what its controls say.
+    In a notebook the returned Explorer shows itself as the last expression of a cell, and `.plan` is the plan of its controls.
     Anywhere else the plan is printed.
 
-    Raises TypeError for what is no plan.
+    Raises TypeError if `plan` is not a Plan.
     """
     if not isinstance(getattr(plan, "memory", None), Memory):
         raise TypeError(f"explore() got a {type(plan).__name__}: pass a plan, explore(sk.plan(...)).")
@@ -73,11 +73,11 @@ def explore(plan: Plan, theme: Theme = "auto") -> Explorer:
 
 
 class Explorer:
-    """Controls and a picture around one plan.
+    """An Explorer has controls and a picture of one plan.
 
-    `plan` is the plan of the controls as they stand, the last one that could be made where they contradict each other, and then
-    `error` is the sentence. `controls` are the ipywidgets by argument, empty without ipywidgets: setting a `.value` is what a
-    reader's hand does. `set(batch=4)` plans with any argument of `sk.plan`, one without a control included.
+    `plan` is the plan of the controls as they stand; if they contradict each other, it is the last plan that could be made, and
+    `error` says why. `controls` are the ipywidgets by argument, empty without ipywidgets: setting a `.value` is like moving the
+    control by hand. `set(batch=4)` plans with any argument of `sk.plan`, also one without a control.
     """
 
     def __init__(self, plan: Plan, theme: Theme = "auto") -> None:
@@ -106,7 +106,7 @@ class Explorer:
         return made
 
     def bundle(self) -> Bundle:
-        """Return what is shown: the picture, and the plan in words."""
+        """Return the display message: the picture, and the plan in words."""
         words = repr(self.plan)
         if self.error is not None:
             words = f"{self.error}\nThe last plan that could be made:\n\n{words}"
@@ -143,7 +143,7 @@ class Explorer:
 
 
 def _options(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Return label -> argument of every control; the plan's own argument is among them, as the first where it has no place."""
+    """Return the choices of every control, as label -> argument. The plan's own argument is always among them."""
     from surokit.recipe import BF16, recipes
 
     options: dict[str, dict[str, Any]] = {}
@@ -166,7 +166,7 @@ def _options(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def _own(plan: Plan) -> dict[str, Any]:
-    """Return the arguments of the choices as the plan has them, resolved from names."""
+    """Return the plan's own arguments for the drop-down controls, with names resolved to objects."""
     from surokit.recipe import BF16
 
     of_session = plan.subject.own.arguments.get("optimizer", plan.setup.optimizer)
@@ -202,7 +202,7 @@ def _controls(options: Mapping[str, Mapping[str, Any]], plan: Plan) -> dict[str,
 
 
 def _controls_bundle(controls: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the controls in two columns; where no kernel draws them, a line of text in their place."""
+    """Return a display message of the controls in two columns; where no kernel draws them, a line of text stands in their place."""
     import ipywidgets as widgets
 
     sliders = widgets.VBox([control for name, control in controls.items() if name in _POWERS])
@@ -216,8 +216,8 @@ def _controls_bundle(controls: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def picture(plan: Plan, error: str | None = None, theme: Theme = "auto", width: int = 640) -> str:
-    """Return a plan as SVG: the bar of memory against the GPU's, its parts by name, what a step and the run take, and what to
-    know."""
+    """Draw a plan as SVG: a bar of its memory against the GPU's, the bar's parts by name, the figures of a step and of the run, and
+    up to three notes."""
     y = 22.0
     out: list[str] = []
     if error is not None:
@@ -257,7 +257,7 @@ def _how(line: Line) -> str:
 
 
 def _bar(plan: Plan, out: list[str], y: float, width: int) -> float:
-    """Draw name, arguments, verdict and the bar; returns where the next line stands."""
+    """Draw name, arguments, verdict and the bar, and return the y of the next line."""
     memory, setup = plan.memory, plan.setup
     words, warning = verdict(plan)
     recipe = "bf16" if plan.recipe is None else str(getattr(plan.recipe, "name", plan.recipe))
@@ -297,7 +297,7 @@ def _box(part: BarPart, box: str, inside: str = "") -> list[str]:
 
 
 def _parts(memory: Memory, out: list[str], y: float, width: int) -> float:
-    """Return the bar's legend: each part with its memory, in three columns; returns where the next line stands."""
+    """Draw the bar's legend, each part with its memory, in three columns, and return the y of the next line."""
     parts, columns = parts_of(memory), 3
     for number, part in enumerate(parts):
         row, column = divmod(number, columns)

@@ -1,4 +1,4 @@
-"""What a panel's page and Python ask each other: both sides take it from here, the page as the first line of its script.
+"""This module defines what a panel's page and Python ask each other; the page gets the values as the first line of its script.
 
 The page sends {"ask": HELLO or one of ASKS, "n": the question's number}. Python answers {"n": the same number, "error": a sentence,
 or ""}. A question without an answer after ANSWER_S counts as unheard; the page then hides its buttons until an answer comes,
@@ -26,11 +26,11 @@ def to_page() -> str:
 
 
 def question(content: Any) -> tuple[str, Any]:
-    """(what is asked, its number) of a message of the page; ("", None) for what is no question."""
+    """Return (HELLO or one of ASKS, the question's number) of a message from the page; ("", None) if it is no question."""
     ask = content.get("ask") if isinstance(content, dict) else None
     return (ask, content.get("n")) if ask in (HELLO, *ASKS) else ("", None)
 
 
 def answer(n: Any, error: str) -> dict[str, Any]:
-    """Return the answer to the question of that number. error: why it cannot be done, "" where it is."""
+    """Return the answer to question number `n`. error: why what was asked cannot be done, "" if it is done."""
     return {"n": n, "error": error}

@@ -1,8 +1,8 @@
-"""A records file that somebody else writes, read as it grows into the state of a panel.
+"""This module reads a records file that somebody else writes, as it grows, into the state of a panel.
 
-It is read from where the last look ended, to the last whole line. A file that shrank, or is no longer what was read, is read
-anew. A step at or before the last one is a resume: what came after it never happened (runs/jsonl.py). The state is then put
-back to a copy from before, a few of which are kept, and the file read again from there without the void lines.
+The file is read from where the last look ended, to the last whole line. A file that shrank, or no longer has what was read, is
+read anew. A step at or before the last one is a resume: the steps from it on are void (runs/jsonl.py). The state is then put back
+to a copy from before, a few of which are kept, and the file is read again from there without the void lines.
 
 A long file is read in columns, and of its older part neighbouring steps are folded into one: their mean loss, their time and
 tokens together, the lowest and the highest loss and rate in the curves at steps of their own. So a million steps cost seconds,
@@ -40,7 +40,7 @@ COPIES = 12
 
 @dataclass(frozen=True)
 class _Copy:
-    """A state as it was when the file had been read up to `offset`."""
+    """A _Copy holds a state as it was when the file had been read up to `offset`."""
 
     offset: int = 0
     last: float = -math.inf  # step
@@ -49,7 +49,8 @@ class _Copy:
 
 
 class Reader:
-    """A PanelState that keeps up with a records file. make: a new state, for the beginning and for a file that was replaced."""
+    """A Reader keeps a PanelState up to date with a records file. make: returns a new state, for the beginning and for a file that
+    was replaced."""
 
     def __init__(self, path: Path, make: Callable[[], PanelState] = PanelState) -> None:
         self.path = path
@@ -73,7 +74,8 @@ class Reader:
         self.state: PanelState = pickle.loads(copy.state) if copy.state else self._make()
 
     def read(self, budget_s: float = math.inf) -> bool:
-        """Takes in what is new, for about so long, and says whether there was anything. OSError where it cannot be read."""
+        """Take in what is new, for about `budget_s` seconds, and return whether there was anything. Raises OSError if the file
+        cannot be read."""
         until = time.monotonic() + budget_s
         news = False
         with self.path.open("rb") as file:
@@ -93,14 +95,14 @@ class Reader:
 
     @property
     def behind(self) -> bool:
-        """Return whether the file has something that has not been looked at."""
+        """True if the file has something that has not been read."""
         try:
             return self.path.stat().st_size != self._size
         except OSError:
             return False
 
     def _block(self, file: Any) -> bytes:
-        """Return the next whole lines, none of which stands on the other side of a cut."""
+        """Return the next whole lines, up to the next cut at most."""
         file.seek(self.offset)
         most = min([cut for cut, _ in self._cuts if cut > self.offset], default=math.inf) - self.offset
         data: bytes = file.read(int(min(most, BLOCK_BYTES if self.offset else FIRST_BYTES)))
@@ -137,7 +139,7 @@ class Reader:
                 del self.copies[:-1:2]
 
     def _rewind(self, offset: int, step: int) -> None:
-        """Back to before `step`, as a line at `offset` says."""
+        """Go back to a state from before `step`, because a line at `offset` resumes the run there."""
         self._cuts.append((offset, step))
         while self.copies and self.copies[-1].last >= step:
             self.copies.pop()
@@ -164,7 +166,7 @@ class Reader:
             state.held_out.append(step, row["eval_loss"])
 
     def _add_folded(self, columns: Columns) -> None:
-        """The block's steps, `fold` of them as one; one by one where a step was skipped or nothing counted."""
+        """Add a block's steps, `fold` of them as one; one by one if any step of the block was skipped or had no targets."""
         import numpy as np
 
         steps, others = _merged(columns)
@@ -195,8 +197,8 @@ COLUMNS = (
 
 
 def _columns(data: bytes) -> Columns | None:
-    """Return lines as columns, NaN where a value is missing; None where they have to be read one by one: without pyarrow, and where
-    a line is broken or a value is no number (NaN is written as a string)."""
+    """Return lines as columns, with NaN for missing values; None if they have to be read one by one: without pyarrow, or if a line
+    is broken or a value is not a number (NaN is written as a string)."""
     try:
         import pyarrow as pa
         import pyarrow.json as pj
@@ -216,13 +218,13 @@ def _columns(data: bytes) -> Columns | None:
 
 
 def _rows(columns: Mapping[str, NDArray[Any]]) -> Iterable[dict[str, Any]]:
-    """Return the lines that columns were made of."""
+    """Yield the rows of columns, without their NaNs."""
     for values in zip(*(column.tolist() for column in columns.values())):
         yield {name: value for name, value in zip(columns, values) if value == value}
 
 
 def _merged(columns: Columns) -> tuple[Columns, Columns]:
-    """Return the steps, with what later lines add to them, and the lines that add to none of these."""
+    """Return the steps, completed by the later lines that add to them, and the lines that add to none of these steps."""
     import numpy as np
 
     is_step = ~np.isnan(columns["wall_ms"])
@@ -237,7 +239,8 @@ def _merged(columns: Columns) -> tuple[Columns, Columns]:
 
 
 def _folded(steps: Columns, count: int) -> Iterable[tuple[dict[str, list[tuple[float, float]]], dict[str, Any]]]:
-    """Of every `count` neighbours the extremes, by curve and in order of steps, and what `PanelState.add` takes for them."""
+    """Yield for every `count` neighbouring steps their extremes, by curve and in order of steps, and the arguments that
+    `PanelState.add` takes for them."""
     import numpy as np
 
     first = np.arange(0, len(steps["step"]), count)
@@ -250,7 +253,7 @@ def _folded(steps: Columns, count: int) -> Iterable[tuple[dict[str, list[tuple[f
             return np.add.reduceat(np.nan_to_num(values) * known, first) / np.add.reduceat(known, first)
 
     def total(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of the known ones; NaN where none is."""
+        """Sum the known values of each group; NaN if none is known."""
         none = np.logical_and.reduceat(np.isnan(values), first)
         return np.where(none, np.nan, np.add.reduceat(np.nan_to_num(values), first))
 

@@ -1,7 +1,7 @@
-"""What the panel knows: one plain state, fed a step at a time, which any view can draw.
+"""A PanelState holds all that the panel knows of a run: it is fed a step at a time, and any view can draw it.
 
-Memory is bounded whatever the length of the run. A `Series` keeps at most `limit` points: equal runs of neighbouring
-steps, of each its lowest, its highest and its first NaN and first infinity; when it is full, neighbouring runs merge.
+Memory is bounded whatever the length of the run. A `Series` keeps at most `limit` points: of equal runs of neighbouring steps it
+keeps the lowest, the highest, the first NaN and the first infinity; when it is full, neighbouring runs merge.
 So a curve of ten million steps still shows every extreme at the right place, and no NaN disappears. The complete record
 is the run's file, not this.
 
@@ -45,10 +45,10 @@ LAST = {"1 s": 1.0, "1 min": 60.0, "10 min": 600.0}  # spans over which the pane
 
 
 class Series:
-    """A curve in bounded memory: append points in ascending x, read at most `limit` of them back.
+    """A Series keeps a curve in bounded memory: append points in ascending x, read at most `limit` of them back.
 
-    Kept of every run of neighbours: the lowest and the highest finite y, the first NaN, the first infinity, each with
-    its own x. Appending costs constant time on average. Raises ValueError for a limit under 8.
+    It keeps of every run of neighbours the lowest and the highest finite y, the first NaN and the first infinity, each with its own
+    x. Appending costs constant time on average. Raises ValueError for a limit under 8.
     """
 
     __slots__ = ("_high", "_kept", "_low", "_open", "_plain", "_runs", "_span", "last", "limit")
@@ -120,12 +120,13 @@ class Series:
         return self._kept
 
     def points(self) -> tuple[list[float], list[float]]:
-        """Return (x, y) of the points kept, in order of x; at most `limit`."""
+        """Return the lists x and y of the points kept, in order of x; at most `limit` points."""
         kept = [p for run in self._runs for p in run]
         return [p[0] for p in kept], [p[1] for p in kept]
 
     def since(self, after: float = -math.inf, limit: int = 1000) -> list[Point]:
-        """At most `limit` (8 or more) of the points with x above `after`, decimated as everything here is, and the last one."""
+        """Return at most `limit` (8 or more) of the points with x above `after`, the last one included; if there are more, they are
+        decimated as in the series itself."""
         runs: list[list[Point]] = []
         for run in reversed(self._runs):
             if run[0][0] > after:
@@ -146,7 +147,7 @@ class Series:
 
 
 def _reduce(points: list[Point]) -> list[Point]:
-    """Of points in order of x: the lowest, the highest, the first NaN, the first infinity; in order of x."""
+    """Return of points in order of x the lowest, the highest, the first NaN and the first infinity, in order of x."""
     low = high = nan = infinite = None
     for point in points:
         y = point[1]
@@ -170,8 +171,8 @@ def _x(point: tuple[float, ...]) -> float:
 
 
 class Recent:
-    """Work over seconds of the last steps that together take `span_s`, in bounded memory: steps are kept in runs of a 64th of
-    the span, so that the rate is over at most a run and a step more than that."""
+    """A Recent keeps the rate (work a second) of the last steps that together take `span_s`, in bounded memory: steps are kept in
+    runs of a 64th of the span, so the rate covers at most a run and a step more than the span."""
 
     __slots__ = ("_open_seconds", "_open_work", "_run_s", "_runs", "_seconds", "_work", "span_s")
 
@@ -199,15 +200,15 @@ class Recent:
 
     @property
     def rate(self) -> float | None:
-        """None before the steps take `span_s`."""
+        """Return the work a second; None before the steps take `span_s`."""
         seconds = self._seconds + self._open_seconds
         return (self._work + self._open_work) / seconds if seconds >= self.span_s * (1 - 1e-9) else None
 
 
 class Ruler:
-    """What a step is in tokens and in seconds of run time: knots with straight lines in between, at most `limit` of them.
+    """A Ruler converts a step to tokens and to seconds of run time, by straight lines between at most `limit` knots.
 
-    Knots are equally many steps apart; when there are too many, every other one goes. The last step is always known.
+    Knots are equally many steps apart; when there are too many, every other one is dropped. The last step is always known.
     """
 
     __slots__ = ("_knots", "_left", "_span", "last", "limit")
@@ -236,7 +237,8 @@ class Ruler:
         return kept
 
     def at(self, step: float) -> tuple[float, float]:
-        """Return (tokens, seconds) at a step; before the first and after the last knot those of the knot. (0, 0) without any."""
+        """Return (tokens, seconds) at a step; before the first knot those of the first, after the last those of the last. (0, 0)
+        without knots."""
         knots = self.since()
         if not knots:
             return 0.0, 0.0
@@ -249,31 +251,32 @@ class Ruler:
 
 
 class Runs(dict[str, "PanelState"]):
-    """Several runs by their names. headline: what they are together and how that stands, a line; "" for no more than runs."""
+    """Runs holds the states of several runs by their names. headline: a line on what they are together and how that stands, such as
+    a race and its round; "" for none."""
 
     headline = ""
 
 
 class PanelState:
-    """Everything a view draws: curves, totals, events, and why the run ended.
+    """A PanelState holds everything that a view draws: curves, totals, events, and why the run ended.
 
     title: the first words of the head line, normally the recipe, followed by `recipe` (its algebra, native or
     emulated). total: the step at which the planned work ends, None if unknown (then no ETA).
-    resumes: whether an interrupted run can simply go on, so that the panel may say so. `info`, where somebody sets it, has the
-    devices, their price and their peak; without it no GPU hours, dollars or speed of light are known.
+    resumes: whether an interrupted run can simply go on, so that the panel may say so. `info`, if it is set, has the devices,
+    their price and their peak; without it no GPU hours, dollars or speed of light are known.
 
     Curves over steps (`Series`): loss, loss_mean, held_out; rate, rate_sustained (tokens/s, or steps/s where tokens are
     unknown); idle, idle_mean (shares of the step's time, lower bounds) and idle_data (the share that waits for a batch,
     smoothed as idle_mean is); memory (GiB, the highest so far), lr, grad_norm. `ruler` turns steps into tokens and seconds.
     `health` has the run's phase and gives the `events`, of which the worst and the latest are kept. It judges the steps that are
-    added, unless whoever trains the run judges them and says so (`take_health`): a step is judged once.
+    added, unless the trainer of the run judges them and passes its verdicts (`take_health`): a step is judged once.
 
     The smoothed loss is that of runs/smoothing.py: an EMA over `smoothing.over_steps` steps. The sustained rates divide two
     decaying sums (half-life `half_life_s` of run time), work over seconds, so a pause counts in full.
 
-    Goodput and lost time are those of profiler/monitoring/sustained.py, step by step: of the run's wall time (`run_s`, where
-    somebody says it, else the steps'), what was neither skipped nor waiting for a batch, and what was not busy work that counts.
-    They are None where no step ever said how long it waited, and where `run_s` is known to be unknown (NaN).
+    Goodput and lost time are those of profiler/monitoring/sustained.py, step by step. Goodput is the share of the run's wall time
+    (`run_s` if it is set, else the steps') that was neither skipped nor waiting for a batch or offload; lost time is the wall time
+    that was not busy work of steps that count. Both are None if no step ever said how long it waited, and if `run_s` is NaN.
     """
 
     def __init__(
@@ -324,8 +327,8 @@ class PanelState:
 
     @classmethod
     def from_records(cls, records: Any, title: str = "", **options: Any) -> PanelState:
-        """Return the state of a run that is over: from a pandas DataFrame or an iterable of mappings with the columns of
-        `records.frame()`; missing ones are left out.
+        """Make the state of a run that is over from a pandas DataFrame or an iterable of mappings with the columns of
+        `records.frame()`; columns may be missing.
         """
         state = cls(title, **options)
         rows: Iterable[Mapping[str, Any]] = records.to_dict("records") if hasattr(records, "to_dict") else records
@@ -334,7 +337,7 @@ class PanelState:
         return state
 
     def add_row(self, row: Mapping[str, Any], default_step: int = 0) -> None:
-        """One row with the columns of `records.frame()`. A NaN outside `loss` means: not measured."""
+        """Add one row with the columns of `records.frame()`. A NaN outside `loss` and `grad_norm` means: not measured."""
 
         def known(name: str) -> float | None:
             value = row.get(name)
@@ -363,7 +366,7 @@ class PanelState:
         )
 
     def add_record(self, record: Record, late: Mapping[str, float]) -> None:
-        """One step's Record and what has arrived of its late values ({} for none)."""
+        """Add one step's Record, with those of its late values that have arrived ({} for none)."""
         self.add(
             record.step,
             loss=late.get("loss"),
@@ -403,13 +406,14 @@ class PanelState:
         offload: float | None = None,
         steps: int = 1,
     ) -> None:
-        """One step's numbers; None means not measured. seconds: wall time since the step before. elapsed: seconds of the
-        whole run so far, by default the sum of those. idle: share of the step's time, 0..1. stall: seconds of it that waited
-        for a batch. memory: the highest so far, in GiB. busy: share of the time in which the device worked, 0..1, and launches: of
-        kernels a step, where a meter sampled them. offload: seconds of it that the device waited for an offloading optimizer, idle
-        time as well. steps: how
-        many steps up to this one the numbers stand for: the means of their losses, norms and shares, the sums of their tokens and
-        seconds. Health judges single steps only.
+        """Add one step's numbers; None means not measured.
+
+        seconds: wall time since the step before. elapsed: seconds of the whole run so far, by default the sum of those. idle: share
+        of the step's time, 0..1. stall: seconds of it that waited for a batch. memory: the highest so far, in GiB. busy: share of
+        the time in which the device worked, 0..1, and launches: kernel launches a step, if a meter sampled them. offload: seconds
+        of it that the device waited for an offloading optimizer, idle time as well. steps: how many steps up to this one the
+        numbers stand for: the means of their losses, norms and shares, the sums of their tokens and seconds. Health judges single
+        steps only.
 
         The same step may come again with further numbers. Costs a few microseconds, on average the same in a long run.
         """
@@ -458,20 +462,20 @@ class PanelState:
             self.ruler.add(step, self.tokens, self.elapsed_s)
 
     def note(self, step: int, text: str) -> None:
-        """A remark of the user's, marked on the loss curve."""
+        """Add a remark of the user's, which is marked on the loss curve."""
         from surokit.runs.health import Event
 
         self.happened(Event(step, "note", text))
 
     def take_health(self, phase: Phase, events: Iterable[Event]) -> None:
-        """Takes over how the run is doing from somebody who judges every step, so that nothing here does."""
+        """Take the phase and the events from somebody who judges every step; from then on the state's own health judges none."""
         self._judges = False
         self.health.phase = phase
         for event in events:
             self.happened(event)
 
     def happened(self, event: Event) -> None:
-        """Notes an event."""
+        """Note an event: keep it with the others, and count it among the warnings if its kind is one."""
         events = self.events
         events.append(event)
         if event.kind in KINDS and event.kind not in ("skipped", "nonfinite"):  # those are counted step by step
@@ -482,8 +486,8 @@ class PanelState:
             del events[places[len(places) > 1]]
 
     def add_layers(self, step: int, rows: Iterable[Any], first_bad: str) -> None:
-        """The worst layers of a sample taken at `step`, worst first, with layer, gemm, sqnr_db, clipped and underflow; and
-        which ever went bad first, as a sentence, or "".
+        """Replace the worst layers by those of a sample taken at `step`. rows: worst first, with layer, gemm, sqnr_db, clipped and
+        underflow. first_bad: which layer ever went bad first, as a sentence, or "".
         """
         self.layers_step = step
         self.layers = [
@@ -553,23 +557,24 @@ class PanelState:
 
     @property
     def overall_rate(self) -> float | None:
-        """Return the work a second over all steps but the first."""
+        """Return the work a second over all steps but the first; None before the second."""
         return self._rate_work / self._rate_s if self._rate_s else None
 
     @property
     def goodput(self) -> float | None:
         """Return the time of steps that count, without waiting for data or offload, over the wall time of the run; None before the
-        first."""
+        first step, and if it is not known where the time went."""
         return self._good_s / max(self.run_s, self._step_s) if self._step_s and self._accounted else None
 
     @property
     def lost_s(self) -> float | None:
-        """Return the wall time of the run less the busy time of the steps that count; at least. None where `goodput` is."""
+        """Return the least wall time that was lost, in seconds: the run's less the busy time of the steps that count. None where
+        `goodput` is."""
         return None if self.goodput is None else max(self.run_s, self._step_s) - self._busy_s
 
     @property
     def _accounted(self) -> bool:
-        """Return whether it is known where the run's time went."""
+        """True if it is known where the run's time went."""
         return self._waits and self.run_s == self.run_s
 
     @property
@@ -584,9 +589,9 @@ class PanelState:
 
     @property
     def idle_causes(self) -> dict[str, float]:
-        """Return shares of the time at present, 0..1, by cause: "data", waiting for a batch; "offload", waiting for an optimizer
-        whose state is on the host; "between steps", other gaps between them, where idle time is measured; "inside steps", between
-        kernels, where a meter samples it. What is not known is not there.
+        """Return the shares of the present time in which the device is idle, 0..1, by cause: "data", waiting for a batch;
+        "offload", waiting for an optimizer whose state is on the host; "between steps", other gaps between steps, if idle time is
+        measured; "inside steps", between kernels, if a meter samples it. A cause that is not known is left out.
         """
         causes: dict[str, float] = {}
         if self._seconds_sum and (self._stall_sum > 0.0 or self.idle_mean.last is not None):
@@ -603,7 +608,7 @@ class PanelState:
 
     @property
     def light_per_rate(self) -> float | None:
-        """Return what a token a second is as a share of the devices' peak; None where one of the two is not known."""
+        """Return one token a second as a share of the devices' peak; None if the operations a token or the peak are not known."""
         info = self.info
         if info is None or not info.flops_per_token or not info.peak_tflops or not self.tokens:
             return None
@@ -617,14 +622,14 @@ class PanelState:
 
     @property
     def gpu_hours(self) -> float | None:
-        """Return the wall time of the run times the GPUs it holds; None where they are not known, or on a CPU."""
+        """Return the wall time of the run times the number of its GPUs, in hours; None if it is not known, or on a CPU."""
         if self.info is None or not self.info.gpus:
             return None
         return self.info.gpus * max(self.elapsed_s, self.run_s) / 3600
 
     @property
     def usd_per_s(self) -> float | None:
-        """Return what a second of this run costs; None without a price."""
+        """Return the price of a second of this run, in dollars; None without a price."""
         price = None if self.info is None else self.info.usd_per_gpu_hour
         if self.info is None or price is None or not math.isfinite(price) or not self.info.gpus:
             return None
@@ -652,7 +657,7 @@ class PanelState:
 
 
 def worst(events: Iterable[Event], count: int) -> list[Event]:
-    """Return the worst of them, of equals the latest, at most `count`; in order of their steps, the worst first."""
+    """Return the `count` worst events, of equally bad ones the latest; in order of their steps, at one step the worst first."""
     ranked = sorted(events, key=lambda event: (_RANK[event.kind], -event.step))[:count]
     return sorted(ranked, key=lambda event: (event.step, _RANK[event.kind]))
 
@@ -666,7 +671,7 @@ def _health() -> Health:
 
 
 class _Count:
-    """How often a warning came, and when and with which words last."""
+    """A _Count holds how often a warning came, and the step and the words of the last one."""
 
     __slots__ = ("last", "text", "times")
 
