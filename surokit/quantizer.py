@@ -194,7 +194,7 @@ _SCALINGS: dict[str, type[Scaling]] = {s.__name__: s for s in (PerTensor, PerRow
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Format, scaling, rounding and rotation of one operand.
+    """A Quantizer describes the format, scaling, rounding and rotation of one operand.
 
     rounding: "nearest" (even on ties) or "stochastic" (up or down in proportion to the distance: unbiased).
     hadamard: 16 or 32 rotates every so many elements along K by a randomized Hadamard transform first, which spreads

@@ -411,8 +411,8 @@ def _about(c: Configuration) -> dict[str, Any]:
 
 
 def in_question(found: Mapping[str, Any]) -> bool:
-    """Return whether --again makes a measurement once more: it failed, was not right or not checked, missed something, or
-    follows from others."""
+    """Return whether --again repeats a measurement: it failed, was not right or not checked, missed something, or is a plan, which
+    depends on others."""
     wrong = found["what"] in ("correct", "smoke") and not all(
         found.get(part, {}).get("ok") for part in ("fused", "graphs")
     )
@@ -420,7 +420,7 @@ def in_question(found: Mapping[str, Any]) -> bool:
 
 
 def _first(running: Running) -> dict[str, Any]:
-    """Return the times until a system was warm, and its losses until then."""
+    """Return a system's times of build and warm-up, its losses until it was warm, its note and its versions."""
     names = ("first_step_s", "warm_up_s", "warm_up_steps")
     ready = running.system.ready
     return {
@@ -433,8 +433,7 @@ def _first(running: Running) -> dict[str, Any]:
 
 
 def resident(sizes_gib: Sequence[float], room_gib: float) -> int:
-    """Return how many of the first systems stay where they are, so that there is room for the largest of the others beside
-    them."""
+    """Return how many of the first systems can stay in memory, with room beside them for the largest of the others."""
     if sum(sizes_gib) <= room_gib:
         return len(sizes_gib)
     count = 0

@@ -43,7 +43,7 @@ class Row:
         return statistics.median(self.rates) if self.turns else None
 
     def ratios(self, other: Row | None) -> list[float]:
-        """Return the ratios to another system of the group, turn by turn: of the same round and the same call."""
+        """Return the ratios to another system's tokens/s, turn by turn: of the same round and the same call."""
         if other is None:
             return []
         beside = {(turn["round"], turn["call"]): turn["tokens_per_s"] for turn in other.turns}
@@ -52,12 +52,12 @@ class Row:
 
     @property
     def unchecked(self) -> str:
-        """Return why its figures are of a configuration that was not found right; "" where it was."""
+        """Return why the configuration was not found right before it was timed; "" if it was."""
         return next((turn["unchecked"] for turn in self.turns if "unchecked" in turn), "")
 
     @property
     def no_graphs(self) -> str:
-        """Return why its steps were no CUDA graphs although they were to be; "" where they were."""
+        """Return why the steps did not run as CUDA graphs although they should have; "" if they did."""
         graphs = [turn.get("graphs", CAPTURED) for turn in self.turns if self.configuration.graphs]
         return next((why for why in graphs if why != CAPTURED), "")
 
@@ -71,16 +71,16 @@ class Row:
 
     @property
     def first(self) -> Mapping[str, Any]:
-        """Return the times until it was warm, the first time."""
+        """Return the times and losses until the system was warm, of its first start; {} if it has none."""
         return next((turn["first"] for turn in self.turns if "first" in turn), {})
 
     def peak_gib(self, of: str = "peak_mib") -> float | None:
-        """Return the memory of tensors at the fullest moment, or ("reserved_mib") the memory that the process had taken
-        from the device for them."""
+        """Return the peak memory of tensors, in GiB, or ("reserved_mib") of what the allocator had taken from the device; None if
+        not measured."""
         return max((turn[of] for turn in self.turns if turn.get(of)), default=0.0) / 1024 or None
 
     def loss_gap(self, other: Row | None) -> float | None:
-        """Return the largest relative distance of its first losses from the other's; the same tokens in the same order."""
+        """Return the largest relative distance of the first losses from another system's on the same tokens in the same order."""
         if other is None or other is self or not (self.first and other.first):
             return None
         pairs = zip(self.first["losses"], other.first["losses"])

@@ -25,8 +25,8 @@ from surokit.bench.offload_ways import CHOSEN_ONCE, CONTROL, ZENFLOW, K, drain, 
 
 @dataclass(frozen=True)
 class Case:
-    """A Case sets the load. stalled: f, that the control is brought to. link: M over the link, in units of C; None: the
-    link alone makes f, and AdamW has the host's own rate. interval: S."""
+    """A Case sets the load. stalled: f, the share of its time that the control is stalled. link: the time of M over the link, in
+    units of C; None: the link alone makes f, and AdamW has the host's own rate. interval: S."""
 
     name: str
     stalled: float
@@ -94,7 +94,7 @@ def link_of(device: Sleeper, gb_s: float) -> Any:
 
 
 class Emulated:
-    """An Emulated is a way on a Sleeper. rest_s: that AdamW rests for each parameter that it updates."""
+    """An Emulated is a way on a Sleeper. rest_s: seconds that AdamW rests for each parameter that it updates."""
 
     def __init__(
         self, way: str, work: Sequence[Any], device: Sleeper, gb_s: float, rest_s: float = 0.0, interval: int = 4

@@ -69,7 +69,7 @@ def only_reference() -> Iterator[None]:
 
 
 def best(function: Function, device: torch.device) -> Function:
-    """Return what serves a function of kernels/reference on `device`: itself, or on CUDA the form of the same name."""
+    """Return the function that serves one of kernels/reference on `device`: itself, or on CUDA the best form of the same name."""
     return serving(function, device).function if device.type == "cuda" else function
 
 
@@ -86,7 +86,7 @@ class Serving(NamedTuple):
 
 
 def serving(function: Function, device: torch.device) -> Serving:
-    """Return what serves a function of kernels/reference on a device, and why."""
+    """Return which function serves one of kernels/reference on a device, and why."""
     if device.type != "cuda":
         return Serving("reference", function, f"{device.type} runs the definition in PyTorch")
     return first_serving(function, device, _folders)
@@ -164,7 +164,7 @@ def _format_second(f: Function) -> Function:
 def operation(
     schema: str, reference: Function, adapt: Callable[[Function], Function] = _as_it_is
 ) -> Callable[[Function], Function]:
-    """Registers `schema` with its implementations; the decorated function makes empty results of the right shapes."""
+    """Register `schema` with its implementations; the decorated function makes empty results of the right shapes."""
 
     def register(shapes: Function) -> Function:
         name = schema.partition("(")[0]

@@ -35,7 +35,7 @@ _CUDNN_ANY_LENGTH = 91501  # before it, rows that are no multiple of 128 are rea
 
 @dataclass(frozen=True)
 class Documents:
-    """Asks for causal attention within the documents of packed rows, for `attention(mask=...)`.
+    """A Documents asks for causal attention within the documents of packed rows, for `attention(mask=...)`.
 
     ends: int32 [B M + 1], the cumulative lengths of all documents, rows one after the other. Empty ones keep the shape static;
         the kernel starts blocks for them too, so M is best no greater than the data's own largest number.
@@ -49,7 +49,7 @@ class Documents:
 
     @classmethod
     def of(cls, starts_BM: Tensor, length: int, window: int | None = None) -> Documents:
-        """Make them from the first token of each document: integers [B, M], ascending in a row, the first one 0, padded with T."""
+        """Make a Documents from first tokens of documents: integers [B, M], ascending in a row, the first one 0, padded with T."""
         B = starts_BM.shape[0]
         row_B = torch.arange(0, B * length, length, device=starts_BM.device, dtype=torch.int32)
         starts = (starts_BM.int() + row_B.unsqueeze(1)).flatten()
@@ -112,11 +112,11 @@ def visibility(
     dtype: torch.dtype,
     documents: Tensor | None = None,
 ) -> Tensor | Documents | None:
-    """Make what `attention` takes as its mask for T queries from position `start` on, once a forward.
+    """Make the `mask` that `attention` takes for T queries from position `start` on, once a forward.
 
-    `documents` are the first tokens of each row's documents, see `Documents.of`: with them, and where torch has a kernel for
-    it (CUDA, `dtype` bfloat16 or float16), no mask is made. Otherwise as `visible`; without them, position_ids tell where a
-    document starts.
+    `documents` are the first tokens of each row's documents, see `Documents.of`: with them, and if torch has a kernel for it
+    (CUDA, `dtype` bfloat16 or float16), a Documents is made. Otherwise the mask is that of `visible`; without documents,
+    position_ids tell where a document starts.
     """
     if documents is not None and start == 0 and device.type == "cuda" and dtype in _HALF and _varlen_form() is not None:
         return Documents.of(documents, T, window if window is None or window < T else None)
@@ -127,7 +127,7 @@ def visibility(
 
 
 def visible(T: int, start: int, window: int | None, position_ids: Tensor | None, device: torch.device) -> Tensor | None:
-    """Tell which keys each of T queries from position `start` on sees: bool [T, S] or [B, 1, T, S] with S = start + T.
+    """Return which keys each of T queries from position `start` on sees: bool [T, S] or [B, 1, T, S] with S = start + T.
 
     None where plain causal attention (or, for a single query, all keys) says the same. A window of w shows the query itself and
     the w - 1 keys before it. position_ids [B, T] that do not go on by one start a new document.
@@ -174,7 +174,7 @@ def _within_documents(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, documents:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _varlen_form() -> Literal["told", "untold"] | None:
-    """Tell whether varlen_attn has to be told that key heads are shared; None where this torch has none with windows.
+    """Return whether varlen_attn has to be told that key heads are shared; None where this torch has none with windows.
 
     Its kernel shares them in any version; from 2.12 on the function refuses unless told.
     """
@@ -199,9 +199,9 @@ def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, grad: bool) -> Tens
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, grad: bool) -> bool:
-    """Tell whether cuDNN's kernel serves these, causal; torch itself is asked once for each shape.
+    """Return whether cuDNN's kernel can compute causal attention of these; torch itself is asked once for each shape.
 
-    Never for a query after a cache, whose keys get longer with each token: cuDNN plans every shape anew.
+    It is False for a query after a cache, whose keys get longer with each token: cuDNN plans every shape anew.
     """
     return (
         q.dtype in _HALF

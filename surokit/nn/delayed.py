@@ -64,7 +64,7 @@ class DelayedScales:
         _watch(self)
 
     def __reduce__(self) -> Any:
-        """Copies and pickles carry the amaxes; their layers make themselves known (Linear.__setstate__)."""
+        """Let copies and pickles carry the amaxes; their layers register themselves (Linear.__setstate__)."""
         return _restored, (*self.history_HS.shape, self.in_force_S.device, self.state_dict())
 
     def quantize(self, slots: Slots, x_MK: Tensor, quantizer: Quantizer, record: bool) -> Quantized:
@@ -111,7 +111,7 @@ class DelayedScales:
 
     @staticmethod
     def spaced(slots: Slots) -> bool:
-        """Tell whether the slots ascend in equal steps, so that a view of the bank holds them."""
+        """Return whether the slots ascend in equal steps, so that a view of the bank holds them."""
         steps = {later - slot for slot, later in itertools.pairwise(_several(slots))}
         return not steps or (len(steps) == 1 and min(steps) > 0)
 
@@ -158,7 +158,7 @@ class DelayedScales:
             dist.all_reduce(self.open_S, dist.ReduceOp.MAX, group)
 
     def follows(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether `optimizer` trains the layers' model. A yes is remembered; a no may change with new parameters of either.
+        """Return whether `optimizer` trains the layers' model. A yes is remembered; a no may change with new parameters of either.
 
         Every step of every optimizer asks, those of other models too, so the model is walked only when it has changed.
         """
@@ -207,9 +207,9 @@ class DelayedScales:
 
 
 class _Walk:
-    """The parameters of some modules and of all modules in them, by id: nothing is kept alive.
+    """A _Walk holds the ids of the parameters of some modules and of all modules in them; ids keep nothing alive.
 
-    `holds` reads what each module has, which costs a small part of a walk; an id that is given out again tells no lie, since two
+    `holds` reads what each module has, which costs a small part of a walk; an id that is given out again does no harm, since two
     objects that live now never share one.
     """
 
@@ -220,11 +220,11 @@ class _Walk:
         self.parameters = {id(p) for module in modules for p in module._parameters.values() if p is not None}
 
     def holds(self, roots: Sequence[nn.Module]) -> bool:
-        """Tell whether a walk through `roots` would find the same."""
+        """Return whether a walk through `roots` would find the same."""
         return self._read(roots) == self._state
 
     def trains(self) -> bool:
-        """Tell whether a gradient is wanted for any of the parameters."""
+        """Return whether a gradient is wanted for any of the parameters."""
         alive = (module for ref in self._modules if (module := ref()) is not None)
         return any(p is not None and p.requires_grad for module in alive for p in module._parameters.values())
 
@@ -261,8 +261,8 @@ def amaxes_of(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def kept_amaxes(model: nn.Module) -> Iterator[None]:
-    """Put the histories back afterwards, whatever forward and backward record inside, as if they had always been so: codes that
-    frozen weights keep stay theirs."""
+    """Restore the histories at the end of the block, whatever forward and backward recorded inside, without a trace: frozen weights
+    keep the codes that they have."""
     held = amaxes_of(model)
     before = [t.clone() for t in held]
     try:
@@ -274,7 +274,7 @@ def kept_amaxes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def dropped_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Drop what forward and backward of a step recorded where they fail, as if the step had not begun."""
+    """Drop what forward and backward of a step recorded if the block raises, as if the step had not begun."""
     before = [(bank, bank.in_force_S.clone()) for bank in _banks.values() if bank.follows(optimizer)]
     try:
         yield

@@ -32,7 +32,7 @@ Members = tuple[int, ...]  # which of the layers; more than one where their weig
 
 
 class Unchanged:
-    """An Unchanged notes tensors as they are now, to be compared with them later."""
+    """An Unchanged notes which tensors it is given, and their memory as it is now, so that `are` can tell later if they changed."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._state = memory_states(tensors)
@@ -41,7 +41,7 @@ class Unchanged:
         self._storages = [StorageWeakRef(t.untyped_storage()) for t in tensors]
 
     def are(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether these are the same tensors in the same memory, unchanged."""
+        """Return whether these are the same tensors in the same memory, unchanged."""
         return (
             len(tensors) == len(self._refs)
             and all(ref() is t for ref, t in zip(self._refs, tensors))
@@ -50,7 +50,7 @@ class Unchanged:
 
 
 class Kept:
-    """A Kept holds the numbers of stored codes. parts: codes and scales."""
+    """A Kept holds the numbers that stored codes decode to. parts: the codes and scales."""
 
     def __init__(self, parts: Sequence[Tensor], numbers: Tensor) -> None:
         self._parts = Unchanged(parts)
@@ -79,7 +79,7 @@ class Frozen:
         self._stay: bool | None = True if scales is None else None  # whether codes may; None: not known yet
 
     def serves(self, weights: Sequence[Tensor], what: Any, scales: DelayedScales | None = None) -> bool:
-        """Tell whether these are the weights that were quantized, for the same products."""
+        """Return whether these are the weights that were quantized, for the same products."""
         return (
             self._weights.are(weights)
             and self._what == what
@@ -97,12 +97,12 @@ class Frozen:
         return self._codes.get(members) if self._stay else None
 
     def keep(self, members: Members, operand: Tensor | Quantized) -> None:
-        """Keep what forward multiplied, as soon as it is known to stay."""
+        """Keep the codes that forward multiplied, unless they are known to change or a CUDA graph is being recorded."""
         if isinstance(operand, Quantized) and self._stay is not False and not _capturing(operand.codes):
             self._codes[members] = operand
 
     def transposed(self, members: Members, make: Callable[[], Tensor | Quantized], keep: bool) -> Tensor | Quantized:
-        """Return w' [K, N] for grad_input: what is kept, or what `make` gives, which is kept from then on if `keep` says so.
+        """Return w' [K, N] for grad_input: the kept one, or that of `make`, which is kept from then on if `keep` says so.
 
         Where its codes are a view of those of w, its scales are kept in rows all the same.
         """
@@ -145,7 +145,7 @@ class Frozen:
 
 
 def is_own(weights: Sequence[Tensor]) -> bool:
-    """Tell whether these are a model's own frozen parameters, whose changes torch counts.
+    """Return whether these are a model's own frozen parameters, whose changes torch counts.
 
     Those of inference mode are not, nor those that are streamed in for their layer's turn.
     """
@@ -156,17 +156,17 @@ def is_own(weights: Sequence[Tensor]) -> bool:
 
 
 def in_one_process() -> bool:
-    """Tell whether the whole model is here: where it is sharded, a weight's memory is only borrowed for its layer's turn."""
+    """Return whether the whole model is here: where it is sharded, a weight's memory is only borrowed for its layer's turn."""
     return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def can_stay(q: Quantizer | None) -> bool:
-    """Tell whether a weight quantized so has the same codes each time."""
+    """Return whether a weight has the same codes each time it is quantized by `q`."""
     return q is None or q.rounding == "nearest"
 
 
 def _capturing(t: Tensor) -> bool:
-    """Tell whether a CUDA graph is being recorded: what is computed then exists from its first replay on."""
+    """Return whether a CUDA graph is being recorded: what is computed then exists from its first replay on."""
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

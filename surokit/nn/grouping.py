@@ -86,12 +86,12 @@ class Group:
 
     @property
     def keeps_codes(self) -> bool:
-        """Tell whether grad_weight takes codes of x'."""
+        """Return whether grad_weight takes codes of x'."""
         return self.trains and self.recipe.grad_weight.b is not None
 
 
 class Shared(NamedTuple):
-    """Holds what the layers of a group share in one forward and its backward, beside the plan."""
+    """A Shared holds the objects, beside the plan, that the layers of a group share in one forward and its backward."""
 
     scales: DelayedScales | None
     frozen: Frozen | None
@@ -99,7 +99,8 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Says how a stage is computed. It is made of a PlanKey and the answers in `lies`, and holds as long as these are the same."""
+    """A Plan says how a stage is computed. It is made of a PlanKey and the answers in `lies`, and valid as long as they are the
+    same."""
 
     key: PlanKey
     lies: dict[Members, bool]  # layers that may be one product, and whether their weights lie side by side
@@ -126,7 +127,7 @@ class Plan:
         return weight(stacked([held[i].w for i in members]), scales, self.layers[first].storage, shape)
 
     def parts(self, members: Members, joint: Tensor, dimension: int) -> dict[int, Tensor]:
-        """Split a tensor that has the rows of all members along a dimension: what belongs to each layer."""
+        """Split a tensor that has the rows of all members along a dimension into the part of each layer."""
         if len(members) == 1:
             return {members[0]: joint}
         return dict(zip(members, joint.split([self.layers[i].rows for i in members], dimension)))
@@ -182,7 +183,7 @@ def look(layer: nn.Module, like: Tensor, fusion: Fusion) -> tuple[LayerState, He
 
 
 def is_ours(layer: nn.Module, like: Tensor) -> TypeGuard[Linear]:
-    """Tell whether a layer computes what its fields say, in the dtype of x."""
+    """Return whether a layer computes what its fields say, in the dtype of x."""
     if type(layer) is not Linear or is_hooked(layer, but_forward_hooks=True) or always_called_hooks(layer):
         return False
     for p in parameters_of(layer).values():  # no subclasses: shards, tensors without data
@@ -304,14 +305,14 @@ def _group(key: PlanKey, every: Sequence[LayerState], members: Members, lie: Cal
 
 
 def _may_be_one_product(recipe: Recipe, layers: Sequence[LayerState]) -> bool:
-    """Tell whether the weights, if they lie side by side, are quantized as one: what is stored has its own codes."""
+    """Return whether the weights, if they lie side by side, are quantized as one: what is stored has its own codes."""
     sizes = [layer.rows for layer in layers]
     storage, b = layers[0].storage, recipe.forward.b
     return (storage is None or storage.separates(0, sizes)) and (b is None or b.joins(0, sizes))
 
 
 def _is_one_in_backward(recipe: Recipe, layers: Sequence[LayerState], trains: bool) -> bool:
-    """Tell whether dy of all layers is quantized as one, and the weights' transposes are."""
+    """Return whether dy of all layers is quantized as one, and the weights' transposes are."""
     sizes = [layer.rows for layer in layers]
     dx = all(q is None or q.joins(1, sizes) for q in (recipe.grad_input.a, recipe.grad_input.b))
     q = recipe.grad_weight.a
@@ -319,7 +320,7 @@ def _is_one_in_backward(recipe: Recipe, layers: Sequence[LayerState], trains: bo
 
 
 def _keeps_codes(recipe: Recipe, first: LayerState, slots: Members, fusion: Fusion) -> bool:
-    """Tell whether codes of frozen weights are worth keeping, and the same in each step."""
+    """Return whether codes of frozen weights are worth keeping, and the same in each step."""
     b, b_t, storage = recipe.forward.b, recipe.grad_input.b, first.storage
     worth = b is not None or (b_t is not None and fusion.frozen == "transposed")
     if storage is not None:  # it holds its codes; others beside them would cost the memory that storing it saved

@@ -25,7 +25,7 @@ _ALIGNMENT = 16  # bytes: products on tensor cores want their operands to begin 
 
 
 def lie_side_by_side(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether the tensors [N_i, K] are consecutive rows of one storage; one tensor alone always is."""
+    """Return whether the tensors [N_i, K] are consecutive rows of one storage; one tensor alone always is."""
     if len(tensors) == 1:
         return True
     first = tensors[0]
@@ -128,7 +128,7 @@ def _lay(parameters: Sequence[Tensor | None]) -> None:
 
 
 def _plain(t: Tensor) -> bool:
-    """Tell whether a tensor is a block of ordinary memory: no subclass that holds something else, no lack of data."""
+    """Return whether a tensor is a block of ordinary memory: no subclass that holds something else, no lack of data."""
     return type(t) in (Tensor, nn.Parameter) and t.ndim > 0 and not t.is_meta and t.is_contiguous()
 
 

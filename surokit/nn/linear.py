@@ -45,8 +45,8 @@ def linear(x: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
 
 
 def _is_plain(*operands: Tensor | None) -> bool:
-    """Tell whether these are a CPU's own tensors whose products may go through float32: other kinds of tensors (DTensor, quantized
-    weights of torchao) have an F.linear of their own, and autocast leaves float64 as it is."""
+    """Return whether these are a CPU's own tensors, whose products may go through float32: other kinds (DTensor, quantized weights
+    of torchao) have an F.linear of their own, and autocast leaves float64 as it is."""
     return kernels.converts() and all(
         t is None or (type(t) in kernels.PLAIN and t.device.type == "cpu" and t.dtype != torch.float64)
         for t in operands
@@ -73,7 +73,7 @@ class _ThroughFloat32(torch.autograd.Function):
 
 
 class AdapterMatrix(nn.Linear):
-    """This is A or B of an adapter: a torch.nn.Linear without a bias, whose products are computed as the layer's are."""
+    """An AdapterMatrix is A or B of an adapter: a torch.nn.Linear without a bias, with its products computed as the layer's are."""
 
     def __init__(self, in_features: int, out_features: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
@@ -84,7 +84,7 @@ class AdapterMatrix(nn.Linear):
 
 @dataclass(frozen=True, eq=False)
 class _BeforeMerging:
-    """Holds what merging an adapter replaced, beside the layer's modules and parameters, so in no state dict."""
+    """A _BeforeMerging holds what merging an adapter replaced, outside the layer's modules and parameters, so in no state dict."""
 
     weight: Tensor | Quantized
     lora_A: AdapterMatrix
@@ -240,14 +240,14 @@ class Linear(nn.Linear):
 
     @property
     def decodes(self) -> bool:
-        """Tell whether products need the stored weight decoded: if it is stored, and none takes the codes as they are."""
+        """Return whether products need the stored weight decoded: if it is stored, and none takes the codes as they are."""
         if self.storage is None:
             return False
         return self.precision is None or not self.precision.recipe.takes_codes(self.storage)
 
     @property
     def keeps_now(self) -> bool:
-        """Tell whether forward keeps its decoded weight."""
+        """Return whether forward keeps its decoded weight."""
         return self.keeps_decoded and self.decodes
 
     # -- an adapter
@@ -342,7 +342,7 @@ class Linear(nn.Linear):
 
     @property
     def can_unmerge(self) -> bool:
-        """Tell whether `unmerge_adapter` has something to bring back."""
+        """Return whether `unmerge_adapter` has something to bring back."""
         return self._before is not None
 
     def _set_dense(self, weight: Tensor) -> None:

@@ -83,7 +83,8 @@ _MOST_SCALES = max(len(scaling.stored_as) for scaling in Scaling.__subclasses__(
 
 @dataclass(frozen=True, eq=False)
 class Precision:
-    """Says how a layer computes its three products: quantizers, and where the delayed ones keep their amaxes (x, w, dy)."""
+    """A Precision says how a layer computes its three products: the quantizers, and where the delayed ones keep their amaxes (x, w,
+    dy)."""
 
     recipe: Recipe
     scales: DelayedScales | None = None
@@ -253,7 +254,7 @@ SLOTS = {"x": 0, "w": 1, "dy": 2}
 
 
 def in_rows(gemm: Gemm, device: torch.device) -> bool:
-    """Tell whether codes of a transpose are to lie in rows of their own: tensor cores read both operands along the sum.
+    """Return whether codes of a transpose are to lie in rows of their own: tensor cores read both operands along the sum.
 
     What makes the codes then writes them so; to turn them afterwards, for every product that takes them, would be another pass.
     """
@@ -261,7 +262,7 @@ def in_rows(gemm: Gemm, device: torch.device) -> bool:
 
 
 class Products:
-    """Makes what the three products of a layer take of their operands, and computes the products.
+    """A Products quantizes the operands of a layer's three products, and computes the products.
 
     firsts: where the layer keeps its amaxes; those of all layers that read this x, where it is quantized once for them.
     """
@@ -309,7 +310,7 @@ class Products:
 
 
 class _Operands:
-    """Quantizes the operands of a layer, the delayed ones by the amax in force."""
+    """An _Operands quantizes the operands of a layer, the delayed ones by the amax in force."""
 
     def __init__(self, scales: DelayedScales | None, firsts: Sequence[int], record: bool, dtype: torch.dtype) -> None:
         self.scales, self.firsts, self.record, self.dtype = scales, firsts, record, dtype

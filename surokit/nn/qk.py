@@ -51,7 +51,7 @@ def split_heads(
 
 
 def _fuses(q_norm: RMSNorm, k_norm: RMSNorm) -> bool:
-    """Tell whether both norms are what the kernel computes: ours, of one eps, and nobody's hook looks on."""
+    """Return whether both norms are what the kernel computes: ours, of one eps, and nobody's hook looks on."""
     ours = all(type(norm).forward is RMSNorm.forward and not is_hooked(norm) for norm in (q_norm, k_norm))
     return ours and q_norm.eps == k_norm.eps
 

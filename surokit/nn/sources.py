@@ -42,7 +42,7 @@ class Coded:
 
     @staticmethod
     def possible(q: Quantizer | None, x: Tensor) -> bool:
-        """Tell whether norm and gate have a form that gives such codes: delayed per tensor, per row, or for parts of a row."""
+        """Return whether norm and gate have a form that gives such codes: delayed per tensor, per row, or for parts of a row."""
         if q is None or q.rounding != "nearest" or q.hadamard or x.itemsize > 4:
             return False
         if x.is_cuda and serving(tiles.quantize, x.device)[0] != "triton":  # a device without float8
@@ -55,7 +55,7 @@ class Coded:
         return q.delayed
 
     def arguments(self) -> dict[str, Any]:
-        """Return what is asked for as the kernels take it."""
+        """Return the keyword arguments with which kernels make these codes."""
         q = self.quantizer
         given: dict[str, Any] = {"columns": q.scaling.tile()[1], "pow2": q.scaling.pow2, "floor": least_amax(q)}
         if self.amaxes is not None:
@@ -71,7 +71,7 @@ class Coded:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """Holds what forward made of a source: x and its codes, as far as they were asked for, and what backward needs."""
+    """A Made holds what forward made of a source: x and its codes, as far as they were asked for, and what backward needs."""
 
     x_TK: Tensor | None
     codes: Quantized | None
@@ -81,12 +81,12 @@ class Made:
 
 
 class Form(Protocol):
-    """Says what happens to the tensors of a source inside a stage."""
+    """A Form computes a source from its tensors inside a stage, forward and backward."""
 
     gives_codes: ClassVar[bool]
 
     def gives_both(self, q: Quantizer) -> bool:
-        """Tell whether it gives the codes of x and of x' in one pass."""
+        """Return whether the form gives the codes of x and of x' in one pass."""
         ...
 
     def forward(self, tensors: Tensors, coded: Coded | None, values: bool) -> Made: ...
@@ -100,7 +100,7 @@ class Form(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Normed:
-    """Gives RMSNorm(stream + delta), or of the stream alone; all [..., K] in one dtype. The sum goes on as the stream."""
+    """A Normed gives RMSNorm(stream + delta), or of the stream alone; all [..., K] in one dtype. The sum goes on as the stream."""
 
     stream: Tensor
     norm: RMSNorm
@@ -120,16 +120,16 @@ class Normed:
         return fusion.norm and ours and same
 
     def composed(self) -> tuple[Tensor | None, Tensor]:
-        """Return the stream and x, by the separate operations."""
+        """Return the stream and x, computed by separate operations."""
         stream = self.stream if self.delta is None else self.stream + self.delta
         return stream, self.norm(stream)
 
 
 @dataclass(frozen=True, eq=False)
 class Gated:
-    """Gives silu(gate) * up, both [..., K] in one dtype.
+    """A Gated gives silu(gate) * up, both [..., K] in one dtype.
 
-    joint: [..., 2 K] whose halves they are, where one product made them; its gradient is then written as one.
+    joint: the tensor [..., 2 K] whose halves they are, if one product made them; its gradient is then written as one.
     """
 
     gate: Tensor
@@ -153,7 +153,7 @@ class Gated:
 
 @dataclass(frozen=True, eq=False)
 class Plain:
-    """Gives x [..., K] as it is."""
+    """A Plain gives x [..., K] as it is."""
 
     x: Tensor
 

@@ -90,7 +90,7 @@ def _finished(layer: nn.Module, x: Tensor, y: Tensor, adapted: bool) -> Tensor:
 
 
 def _is_coded(form: Form, plan: Plan, group: Group, shared: Shared, like: Tensor) -> bool:
-    """Tell whether the source gives the codes that the group multiplies."""
+    """Return whether the source gives the codes that the group multiplies."""
     q, q_t = group.recipe.forward.a, group.recipe.grad_weight.b
     if q is None or not form.gives_codes or not Coded.possible(q, like):
         return False
@@ -245,7 +245,8 @@ def _held(plan: Plan, flat: Sequence[Any]) -> list[Held]:
 
 
 class _Backward:
-    """Computes the gradients of the layers: that of x first, then those that want x, which may be computed again on the way."""
+    """A _Backward computes the gradients of the layers: that of x first, then those that need x, which may have to be computed
+    again."""
 
     def __init__(
         self, plan: Plan, shared: Sequence[Shared], held: Sequence[Held], wants: Sequence[Held], wants_dx: bool
@@ -289,7 +290,7 @@ class _Backward:
             self._outputs.append((g, members, dy_TN))
 
     def products(self) -> None:
-        """Compute dx of all products in reverse, as autograd would come to the layers, for the draws of random numbers."""
+        """Compute dx of all products in reverse, the order of autograd, so that random numbers are drawn in the same order."""
         for g, members, dy_TN in self._outputs:
             for some in reversed(self.plan.groups[g].backward[members]):
                 self._product(g, some, dy_TN if some == members else self.dy[some[0]])
@@ -317,7 +318,7 @@ class _Backward:
             self.dx_TK = kernels.mm(dh_TR, A_RK) if self.dx_TK is None else kernels.addmm_(self.dx_TK, dh_TR, A_RK)
 
     def adapters(self, h_TR: Tensor | None) -> None:
-        """Compute what goes through B: dB, and dh, of which dx and dA are made."""
+        """Compute dB, and dh, from which dx and dA are computed later."""
         reached = [i for i in self._adapted if i in self.dy]
         if h_TR is None or not reached:
             return
@@ -332,7 +333,7 @@ class _Backward:
         self._dh_TR = dh_TR if any(self.wants[i].A for i in self._adapted) else None
 
     def wants_x(self, x_codes: Sequence[tuple[Tensor, ...]]) -> bool:
-        """Tell whether a gradient that is still missing wants x as numbers."""
+        """Return whether a gradient that is still missing needs x as numbers, not as codes."""
         return self._dh_TR is not None or any(not x_codes[g] for g, *_ in self._pending)
 
     def weights(self, x_codes: Sequence[tuple[Tensor, ...]], x_TK: Tensor | None) -> None:
