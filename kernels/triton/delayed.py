@@ -98,9 +98,9 @@ def _quantize(
 
 
 def amaxes(in_force_S: Tensor, opened_S: Tensor, record: bool, blocks: int) -> dict[str, Any]:
-    """Return what both launches of a quantization need of the slots, as keywords. `blocks`: programs of the second.
+    """Return the keyword arguments for the slots, for both launches of a quantization. `blocks`: programs of the second.
 
-    PARTS is the grid of the first launch, and `parts` [PARTS + 1] where its programs leave what they see.
+    PARTS is the grid of the first launch, and `parts` [PARTS + 1] takes the amaxes that its programs find.
     """
     for name, slots in (("in_force", in_force_S), ("opened", opened_S)):
         if slots.dim() != 1 or not len(slots) or slots.dtype != torch.float32:

@@ -135,7 +135,7 @@ def dequantize_mm_kernel(
 def dequantize_mm_nvfp4(
     x_TC: Tensor, packed: Tensor, scales: Tensor, scale: Tensor, rows: int, transposed: bool = False, columns: int = 0
 ) -> Tensor:
-    """Return x_TK @ W_NK', or `transposed` x_TN @ W_NK, where `columns` says K if that is odd."""
+    """Return x_TK @ W_NK', or `transposed` x_TN @ W_NK; then `columns` is K, which has to be given if it is odd."""
     K = (columns or 2 * packed.shape[1]) if transposed else x_TC.shape[1]
     shape = packed.shape[0], K
     return _launch(x_TC, packed, scales.view(torch.uint8), shape, "nvfp4", transposed, second=scale, rows=rows)

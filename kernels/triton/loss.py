@@ -25,8 +25,8 @@ MAX_BLOCK = 8192
 def forward(
     x_TK: Tensor, w_VK: Tensor, labels_T: Tensor, need_dx: bool, need_dw: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the mean loss (0-d float32) over labels other than -100, and where asked dx [T, K] and dw [V, K] in their own
-    dtypes."""
+    """Return the mean loss (0-d float32) over labels other than -100, and if needed dx [T, K] and dw [V, K], in the dtypes of x and
+    w."""
     T, V = x_TK.shape[0], w_VK.shape[0]
     check_dtypes(x_TK, w_VK)
     if labels_T.shape != (T,):

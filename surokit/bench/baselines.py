@@ -411,7 +411,7 @@ def _start(name: str, work: Work, own: str) -> tuple[dict[str, Any], process.Ans
 
 
 def with_weights(work: Work, folder: str) -> Work:
-    """Return the work, with weights of its own in `folder` where it brings none."""
+    """Return the work; if it has no weights yet, write random ones in `folder` for it."""
     if not work.get("weights"):
         work = {**work, "weights": folder}
         write_weights(work)

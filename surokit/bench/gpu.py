@@ -170,7 +170,7 @@ class Bench:
     def measure(
         self, key: str, need_s: float, work: Callable[[float], Mapping[str, Any]], what: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return what the file has under `key`, else what `work(until when)` finds, or why it failed or was left out.
+        """Return the file's entry under `key`, or make it: the result of `work(until_s)`, or why that failed or was left out.
 
         A measurement that was left out is tried again in the next call. Raises OutOfTime where fewer than `need_s` seconds
         are left.

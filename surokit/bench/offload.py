@@ -267,7 +267,7 @@ class Bench:
                 self._kept("rates", 60.0, lambda until_s: {"rates": self.rates_of(turns, until_s, gb_s, rest_s)})
 
     def take_turn(self, turns: Turns[str, Way], way: str, number: int) -> None:
-        """Time a turn of a way, and behind its first one look at its steps by themselves, where they are a device's."""
+        """Time a turn of a way, and after its first turn measure its steps one by one, if a real device takes them."""
         name = CONTROL if way == AGAIN else way
 
         def timed(until_s: float) -> dict[str, Any]:
@@ -360,8 +360,8 @@ class Bench:
 
 
 def _in_words(work: Callable[[float], Mapping[str, Any]], until_s: float) -> Mapping[str, Any]:
-    """Return what `work` finds. The trace of an error is printed, and the error becomes Failed; a device that answers
-    nothing any more ends the call, as no measurement that was not made yet is to blame."""
+    """Return the result of `work(until_s)`. The trace of an error is printed, and the error becomes Failed; if the device no longer
+    answers, a RuntimeError ends the call, so that the measurements to come are not marked as failed."""
     try:
         return work(until_s)
     except (Failed, OutOfTime):

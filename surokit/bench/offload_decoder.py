@@ -246,7 +246,7 @@ class Clock:
 
 
 def looked_at(way: Real, steps: int = LOOKED_AT) -> dict[str, Any]:
-    """Measure so many steps, in whole windows, each by itself.
+    """Measure each of so many steps by itself; the number is rounded up to whole windows.
 
     On the device: compute_ms of forward and backward and update_ms, with the waits in there; host_ms of the host in the
     optimizer's step; reserved_mib of the allocator behind it. Beside them stand peak_mib, and the optimizer's own counts, a

@@ -277,7 +277,7 @@ class _Race:
             raise late
 
     def _tried(self, name: str, race: Callable[[float], Mapping[str, Any]], begun: bool = False) -> None:
-        """Keep what `race(until when)` finds of a system, or why it finds nothing. Raises OutOfTime."""
+        """Keep the result of `race(until_s)` for a system, or why there is none. Raises OutOfTime."""
         key, began_s = self.group.key(name), time.monotonic()
         found = self.call.tried(key, None if begun else self.need_s, race)
         self.need_s = time.monotonic() - began_s
@@ -289,7 +289,7 @@ class _Race:
             self.pending = [n for n in self.pending if n != name]
 
     def _runs(self, turns: Turns[str, _Racing], name: str) -> bool:
-        """Return whether it can be a baseline: then it is open."""
+        """Open a system as a baseline, unless it failed before, and return whether it is open."""
 
         def start(until_s: float) -> dict[str, Any]:
             turns.opened(name, until_s)

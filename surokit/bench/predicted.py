@@ -105,7 +105,7 @@ def _beside(rows: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def at(rates: str, gpu: Gpu) -> Gpu:
-    """Return the GPU with the rates that a set takes it to reach."""
+    """Return the GPU with ceilings from one of RATES, a set of assumptions on which share of its peaks it reaches."""
     (bf16, fp8, bandwidth), words = RATES[rates]
     assert gpu.bf16_tflops is not None
     assert gpu.fp8_tflops is not None

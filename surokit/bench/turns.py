@@ -143,10 +143,10 @@ class Call:
     late_s: float = math.inf
 
     def tried(self, key: str, need_s: float | None, work: Callable[[float], Mapping[str, Any]]) -> dict[str, Any]:
-        """Return what `work(until when)` finds, else {"left_out": why} where something is missing here, or {"failed": why}.
+        """Return the result of `work(until_s)`, or {"left_out": why} if something is missing here, or {"failed": why}.
 
-        Raises OutOfTime where fewer than `need_s` seconds are left (None: it was begun before), and where more time might
-        have been all that it wanted.
+        Raises OutOfTime if fewer than `need_s` seconds are left (None: the work was begun before), and if the work may only have
+        lacked time.
         """
         left, last_s = left_s(self.ends_s), self.ends_s + self.grace_s
         if need_s is not None and (left < need_s or not left):

@@ -26,7 +26,7 @@ Style = Literal["line", "broad", "faint", "dots"]  # broad: a pale line that oth
 PALETTE_LIGHT = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B58900", "#56B4E9")
 PALETTE_DARK = ("#56B4E9", "#F0813A", "#2DC39A", "#E39BC4", "#F0C24B", "#8FB8DE")
 
-_HUGE = 1e100  # what is larger no axis can show; it is drawn at the edge
+_HUGE = 1e100  # larger values fit on no axis; they are drawn at the edge
 # a terminal's colour codes, and characters that no XML may hold: one in an error's text and the whole picture is refused
 _UNFIT = re.compile("\x1b\\[[0-9;?]*[a-zA-Z]|[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 

@@ -41,8 +41,8 @@ class RunFolder:
     ) -> None:
         self.path = Path(path)
         self.name = name or self.path.resolve().name
-        self.title = title  # what others call it
-        self.ended = ""  # how, as others say; counts where the run itself says nothing
+        self.title = title  # the name that others give the run
+        self.ended = ""  # how the run ended, as others say; counts if the run itself does not say
         self.status: Status | None = None
         self.trouble = ""  # why the folder could not be read the last time
         self._clock = clock

@@ -22,7 +22,7 @@ from surokit.widgets.picture import bundle, summary_text
 from surokit.widgets.state import Runs
 
 EVERY_S, SLOWEST_S = 0.5, 5.0  # between two looks: while there is news, and while there is none
-LOOK_SHARE = 0.1  # of the time, at most, goes into looking
+LOOK_SHARE = 0.1  # the share of the time that may go into looking
 
 
 class Watch:

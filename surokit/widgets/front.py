@@ -95,14 +95,14 @@ class WidgetView:
         self._wire: Wire | None = None
         self._output: Any = None  # the widget's
         self._picture: Any = None
-        self._pictured: list[str] = []  # how the runs stood on it
+        self._pictured: list[str] = []  # the standings of the runs when it was drawn
         self._picture_due_s = 0.0
         self._token = ""
-        self._late = OVER  # what the page of a widget before this one is told
+        self._late = OVER  # the error that answers the page of an earlier widget
 
     def show(self, states: Mapping[str, PanelState], final: bool) -> None:
-        """Send what is new. Renew the static picture if a run's standing has changed or the picture is old. final: renew the
-        picture, close the widget and leave the picture alone."""
+        """Send what is new. Renew the static picture if a run's standing has changed or the picture is old. final: renew it for the
+        last time, and empty the widget's output."""
         if self.widget is None:
             self._open(states)
         self.widget.control = json.dumps(self._controls(states))

@@ -82,11 +82,11 @@ SLOTS = 32
 MESSAGE_BYTES = 18_500  # of 20,000, which leaves room for the message's own header
 DELTA_BYTES, KEY_BYTES = 4_500, 6_500
 KEY_POINTS, COARSEST = 512, 16
-# events, sentences and their letters: what is said first when there are many runs, is figures
+# limits of (events, sentences, letters of a sentence), to be tried in turn until the head fits: figures come first
 HEADS = ((12, 8, 200), (6, 3, 120), (2, 1, 80), (0, 0, 40), (0, 0, 12))
 RENEW_S = 10.0
-RUNS = 12  # beyond it runs are left out
-# what goes over the wire, most important first: with many runs the last ones find no room
+RUNS = 12  # more runs are left out
+# the curves that are sent, most important first: with many runs there is no room for the last ones
 NAMES = (
     "loss_mean",
     "ruler",
@@ -104,7 +104,7 @@ NAMES = (
 
 
 class _Slot:
-    """One curve's place: what its keyframe holds, since when, and the points that have come after it."""
+    """A _Slot is one curve's place: the end of its keyframe, when that was sent, and the points that have come after it."""
 
     __slots__ = ("end", "gen", "index", "name", "number", "points", "sent_s", "series")
 
@@ -156,7 +156,7 @@ class Wire:
             room -= taken
         self._put_delta(out)
         self._put_head(out, states, final, HEADS)
-        for slot in due:  # what is left is for curves that lose detail, or soon will
+        for slot in due:  # the room that is left is for curves that lose detail, or soon will
             if len(slot.points) >= limit / 2 and not self._renew(slot, _left(out), KEY_BYTES, out):
                 break
         self._put_delta(out)

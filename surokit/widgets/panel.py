@@ -58,8 +58,8 @@ class Run:
         self.state = state
         self._panel = panel
         self._waiting: deque[Any] = deque()
-        self._began_s: float | None = None  # of the stretch that goes on
-        self._ran_s = 0.0  # of those before it
+        self._began_s: float | None = None  # when the present stretch of the run began
+        self._ran_s = 0.0  # seconds of the stretches before it
 
     def on_info(self, info: Any) -> None:
         """Note the RunInfo that describes the run."""
@@ -68,9 +68,9 @@ class Run:
     def on_start(self, total: int | None) -> None:
         """Note that a run begins, planned to end at step `total`; None if it is planned by time."""
         self.state.total = total
-        alone = self.state.info is None or self.state.info.resumes  # in a race others' turns are no time of it
+        alone = self.state.info is None or self.state.info.resumes  # in a race, the turns of others do not count
         self._began_s = self._panel.clock() if alone else None
-        self._panel.tick(now=True)  # what was noted before: compiling, the first step is long in coming
+        self._panel.tick(now=True)  # show the notes so far, such as compiling: the first step may take long
 
     def on_step(self, record: Any) -> None:
         """Note one step, and redraw if it is time. record: a Record, or a mapping with columns of `records.frame()`."""
@@ -202,7 +202,7 @@ class Panel:
         """Show the empty panel at once, where the cursor is now."""
         with self._drawing:
             self._update()
-            # what opening costs, imports above all, is not the run's
+            # the cost of opening, imports above all, does not count as drawing time
             self._due_s = self.clock() + (self._view.every_s if self._view is not None else 0.0)
         return self
 

@@ -280,7 +280,7 @@ def _several(states: Mapping[str, PanelState], theme: Theme, points: int) -> str
     tight = points <= 150
     span = _span([state for _, state in runs], all(state.reason is not None for _, state in runs))
     curves = [(number, Curve("", run, "line"), state) for number, (run, state) in enumerate(runs)]
-    if headline(states) and runs:  # of a race the baseline broad beneath, and on it first its twin, the last run
+    if headline(states) and runs:  # a race: the baseline is drawn broad beneath, and on it first its twin, the last run
         curves = [(0, Curve("", runs[0][0], "broad"), runs[0][1]), *curves[:0:-1]]
     losses = [_line(curve, state.loss_mean, number, points) for number, curve, state in curves]
     held_out = [_line(Curve("", "", "dots"), s.held_out, number, points) for number, (_, s) in enumerate(runs)]

@@ -13,8 +13,8 @@ from typing import Any
 HELLO = "hello"  # does anybody hear?
 ASKS = ("stop", "pause", "resume", "save")  # a button each, in this order
 ANSWER_S = 10.0
-HELLO_S = (0, 1, 3, 6, 15, 30)  # when a page that opens says hello until it is heard; then every LISTEN_S
-TELL_HELLO = 3  # of these, the one from which on the page says that nobody answers
+HELLO_S = (0, 1, 3, 6, 15, 30)  # seconds after which a new page says hello, until it is heard; then every LISTEN_S
+TELL_HELLO = 3  # so many hellos without an answer, and the page says that nobody answers
 LISTEN_S = 30.0
 STALE_S = 20.0  # without news: from then on a page that was heard says hello again
 

@@ -59,11 +59,11 @@ class Reader:
 
     def _begin(self) -> None:
         self._set(_Copy())
-        self._size = 0  # of the file when it was last read to its end, with what may be torn there
+        self._size = 0  # bytes of the file when it was last read to its end, a torn last line included
         self._cuts: list[tuple[int, int]] = []  # (offset, step): a line at `offset` takes the run back to before `step`
         self.copies: list[_Copy] = []
         self.fold = 1
-        self.step_s = 0.0  # what the last step took
+        self.step_s = 0.0  # seconds of the last step
 
     def _set(self, copy: _Copy) -> None:
         self.offset, self._last, self._seam = (

@@ -28,7 +28,7 @@ Standing = Literal["waiting", "running", "paused", "done", "interrupted", "stopp
 REPLACED = "replaced"  # the reason of a panel whose run goes on in another
 
 EVENTS = 64
-# what happened, worst first, as the warnings tell it
+# kinds of events that are warnings, worst first, and their words
 KINDS = {
     "diverging": "diverging",
     "skipped": "step skipped, not finite: weights untouched",
@@ -60,7 +60,7 @@ class Series:
         self.last: Point | None = None
         self._runs: list[list[Point]] = []  # each holds 1 to 4 points in order of x; the last one is open
         self._span = 1  # appended points a run covers
-        self._open = 1  # of them, how many the open run has
+        self._open = 1  # appended points that the open run covers
         self._low, self._high = math.inf, -math.inf  # finite extremes of the open run
         self._plain = True  # whether all of the open run is finite
         self._kept = 0
@@ -180,7 +180,7 @@ class Recent:
         self.span_s = span_s
         self._run_s = span_s / 64
         self._runs: deque[tuple[float, float]] = deque()  # seconds, work; closed ones
-        self._seconds = self._work = 0.0  # of all of them
+        self._seconds = self._work = 0.0  # sums over the closed runs
         self._open_seconds = self._open_work = 0.0
 
     def add(self, seconds: float, work: float) -> None:
@@ -480,7 +480,7 @@ class PanelState:
         events.append(event)
         if event.kind in KINDS and event.kind not in ("skipped", "nonfinite"):  # those are counted step by step
             self._warn(event.kind, event.step, event.text)
-        if len(events) > EVENTS:  # of the least bad kind the second goes: the first and the latest stay
+        if len(events) > EVENTS:  # drop the second of the least bad kind: its first and its latest stay
             least = max(_RANK[e.kind] for e in events)
             places = [i for i, e in enumerate(events) if _RANK[e.kind] == least]
             del events[places[len(places) > 1]]
@@ -639,7 +639,7 @@ class PanelState:
     def usd(self) -> float | None:
         """Return GPU hours times their price; None without one."""
         price = self.usd_per_s
-        return None if price is None else price * max(self.elapsed_s, self.run_s)  # of a number and NaN the first
+        return None if price is None else price * max(self.elapsed_s, self.run_s)  # max(number, NaN) is the number
 
     def warning_lines(self) -> list[str]:
         """Return the warnings as sentences, worst first."""

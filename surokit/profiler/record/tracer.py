@@ -97,7 +97,7 @@ class Tracer:
 
     @property
     def traced(self) -> bool:
-        """Return whether it was started and not yet stopped, even if another profiler has taken it away."""
+        """Return whether the tracer was started and not yet stopped, even if another profiler has taken torch's profiler away."""
         return self._trace is not None
 
     @property
@@ -105,8 +105,8 @@ class Tracer:
         return self._trace is not None and profiler_runs()
 
     def start(self, shaped: bool = False) -> bool:
-        """Start, and return whether it did: another profiler that runs is left alone, and ranges that are left must close
-        first."""
+        """Start the tracer, and return whether it started: another profiler that runs is left alone, and ranges that are left open
+        must close first."""
         if profiling() or ranges_left():
             return False
         trace = new_trace(self._activities, shaped)
