@@ -77,10 +77,10 @@ class Quantized:
         return kernels.rotate(rotated, self.quantizer.hadamard, back=True)[:, : self.columns].to(dtype)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return what a product multiplies: bfloat16 factors [M, K] (of the rotated matrix), and float32 [M or 1, 1] for the sum.
+        """Return bfloat16 factors [M, K] (of the rotated matrix) for a product, and a float32 factor [M or 1, 1] for its sums.
 
-        The numbers that tensor cores for the format would multiply, exactly; but NF4 and blocks whose scales are no powers of
-        two are rounded to bfloat16.
+        They are exactly the numbers that tensor cores for the format would multiply; but NF4 and blocks whose scales are no
+        powers of two are rounded to bfloat16.
         """
         return self._codec.factors(self, self._width)
 

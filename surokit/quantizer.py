@@ -332,7 +332,7 @@ class Quantizer:
 
 
 def kind_of(a: Quantizer | None, b: Quantizer | None) -> Kind | None:
-    """Return how tensor cores call a product of these operands, or None where none computes it."""
+    """Return the kind of tensor-core product for these operands, or None if there is none."""
     if a is None or b is None or a.hadamard != b.hadamard:
         return None
     if a.format == b.format == E5M2:  # tensor cores take no such pair

@@ -187,17 +187,17 @@ def each_row(scales_RC: Tensor, rows: int, M: int) -> Tensor:
 
 
 def _in_columns(scales_MC: Tensor) -> Tensor:
-    """Return the scales with their first dimension contiguous and padded to 16: as they are made, where M is such a multiple."""
+    """Return the scales with their first dimension contiguous and padded to a multiple of 16; no copy if they are made so."""
     return _pad(scales_MC.t()).contiguous().t()
 
 
 def _result_type(dtype: torch.dtype) -> torch.dtype:
-    """Return what the product is written in: float32 where the hardware cannot write `dtype`."""
+    """Return the dtype in which the product is written: float32 if the hardware cannot write `dtype`."""
     return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
 
 
 def _rows(codes: Tensor) -> Tensor:
-    """Return the same codes with contiguous rows; a transposed view is turned by the operation for it."""
+    """Return the same codes with contiguous rows; those of a transposed view are transposed by `transpose_fp8`."""
     if codes.is_contiguous():
         # a single row may be the view of a column, whose strides (1, 1) torch takes for a column's: give it a row's
         return codes.view(-1).view(codes.shape)
@@ -206,7 +206,7 @@ def _rows(codes: Tensor) -> Tensor:
 
 
 def _pad(x_MK: Tensor, columns: int = 16, rows: int = 1) -> Tensor:
-    """Return zeros up to multiples along both dimensions: the hardware's condition."""
+    """Pad x with zeros to multiples of `rows` and `columns`, which the hardware requires."""
     M, K = x_MK.shape
     right, bottom = -K % columns, -M % rows
     if not right and not bottom:

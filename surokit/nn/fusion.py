@@ -11,10 +11,10 @@ _ALL = Fusion()
 
 
 def fusion_for(chosen: Fusion | None, x: torch.Tensor) -> Fusion:
-    """Return what holds for a module that reads x: what was chosen, else all of it on CUDA and nothing elsewhere.
+    """Return the Fusion for a module that reads x: the chosen one; without a choice all of it on CUDA and nothing elsewhere.
 
-    Nothing is fused where torch's compiler looks on, which fuses by itself, under autocast, which would cast in between, and on
-    tensors without data.
+    Nothing is fused under torch.compile, which fuses by itself, under autocast, which would cast in between, and on tensors
+    without data.
     """
     fusion = chosen if chosen is not None else _ALL if x.is_cuda else OFF
     off = fusion is OFF or fusion == OFF  # a value: one that was read from a checkpoint is another object

@@ -111,7 +111,7 @@ def lay_layers(layers: Sequence[nn.Module]) -> None:
 
 
 def _addresses(layers: Sequence[nn.Module]) -> list[int]:
-    """Return where the layers' weights, and the A of their adapters, are, which tells cheaply whether something was moved."""
+    """Return the addresses of the layers' weights and of their adapters' A, which tell cheaply whether something was moved."""
     found = []
     for layer in layers:
         for owner in (layer, children_of(layer).get("lora_A")):

@@ -147,7 +147,7 @@ class Series:
 
 
 def _reduce(points: list[Point]) -> list[Point]:
-    """Return of points in order of x the lowest, the highest, the first NaN and the first infinity, in order of x."""
+    """Return the lowest, the highest, the first NaN and the first infinite of points that are in order of x, in that order too."""
     low = high = nan = infinite = None
     for point in points:
         y = point[1]
@@ -579,7 +579,7 @@ class PanelState:
 
     @property
     def standing(self) -> Standing:
-        """Return how the run stands, in a word."""
+        """Return a word for the run's standing, such as "running" or "done"."""
         if self.reason is None:
             return "paused" if self.paused else "waiting" if self.first_step is None else "running"
         for word in ("done", "interrupted", "failed", "lost", "replaced"):
