@@ -1,6 +1,6 @@
 """Every docstring of a module or public name opens with a plain sentence: not with "What ..." or the like, and with a verb.
 
-tests/verbs.txt lists the verbs that are known. A part that is not rewritten yet has its count in `CEILINGS`, which only shrinks.
+tests/verbs.txt lists the verbs that are known.
 """
 
 from __future__ import annotations
@@ -17,15 +17,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 VERBS = ROOT / "tests" / "verbs.txt"
-
-# docstrings that do not open with a plain sentence yet, by part: make it shorter, and never longer
-CEILINGS: dict[str, int] = {
-    "kernels/triton": 53,
-    "surokit/live.py": 4,
-    "surokit/racing": 48,
-    "surokit/runs": 23,
-    "surokit/train": 100,
-}
 
 FORBIDDEN = re.compile(
     r"(what|of|as|whether|who|whose|which|how|where|when|the same|with|without|in|on|from|by|for|if|to)\b",
@@ -87,28 +78,15 @@ def docstrings(text: str, name: str) -> Iterator[Docstring]:
             yield Docstring(place, " ".join(END.split(found, maxsplit=1)[0].split()))
 
 
-@cache
-def faults() -> dict[str, list[str]]:
-    """Return the faults of each part, a folder or a file in surokit/ or kernels/."""
-    found: dict[str, list[str]] = {}
-    for folder in ("surokit", "kernels"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            place = path.relative_to(ROOT)
-            for each in docstrings(path.read_text(encoding="utf-8"), place.as_posix()):
-                if why := fault(each.sentence):
-                    found.setdefault("/".join(place.parts[:2]), []).append(f"{each.place}: {each.sentence!r} {why}")
-    return found
-
-
 def test_every_docstring_opens_with_a_plain_sentence() -> None:
-    more = {part: lines for part, lines in faults().items() if len(lines) > CEILINGS.get(part, 0)}
-    assert not more, "\n".join(f"{part}, at most {CEILINGS.get(part, 0)}:\n" + "\n".join(more[part]) for part in more)
-
-
-def test_ceilings_only_shrink() -> None:
-    counts = {part: len(lines) for part, lines in faults().items()}
-    slack = {part: counts.get(part, 0) for part, most in CEILINGS.items() if counts.get(part, 0) < most}
-    assert not slack, f"lower these in CEILINGS, or take them out at 0: {slack}"
+    faults = [
+        f"{each.place}: {each.sentence!r} {why}"
+        for folder in ("surokit", "kernels")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for each in docstrings(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
+        if (why := fault(each.sentence))
+    ]
+    assert not faults, "\n".join(faults)
 
 
 def test_verbs_are_listed_once_and_in_order() -> None:
