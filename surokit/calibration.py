@@ -60,8 +60,8 @@ Measure = Callable[[torch.device, float], float]
 
 
 @dataclass(frozen=True)
-class Part:
-    """A Part is one measurement: the field of Ceilings that it fills, its name, and the devices that it applies to."""
+class RateMeasurement:
+    """A RateMeasurement is one measurement: the field of Ceilings that it fills, its name, and the devices that it applies to."""
 
     field: str
     words: str
@@ -278,15 +278,17 @@ def _host_accumulate(device: torch.device, seconds: float) -> float:
 
 
 PARTS = (
-    Part("bf16_tflops", "bf16 products", _product(torch.bfloat16)),
-    Part("fp32_tflops", "fp32 products", _product(torch.float32)),
-    Part("fp8_tflops", "fp8 products", _fp8, lambda device: native.available("tensor", device)),
-    Part("bandwidth_tb_s", "bandwidth", _bandwidth),
-    Part("launch_us", "launches", _launch),
-    Part("host_gb_s", "host link", _host_link, lambda device: device.type == "cuda"),
-    Part("peer_gb_s", "peer link", _peer_link, lambda device: device.type == "cuda" and torch.cuda.device_count() > 1),
-    Part("host_adam_params_s", "host AdamW", _host_adam),
-    Part("host_accumulate_params_s", "host sums", _host_accumulate),
+    RateMeasurement("bf16_tflops", "bf16 products", _product(torch.bfloat16)),
+    RateMeasurement("fp32_tflops", "fp32 products", _product(torch.float32)),
+    RateMeasurement("fp8_tflops", "fp8 products", _fp8, lambda device: native.available("tensor", device)),
+    RateMeasurement("bandwidth_tb_s", "bandwidth", _bandwidth),
+    RateMeasurement("launch_us", "launches", _launch),
+    RateMeasurement("host_gb_s", "host link", _host_link, lambda device: device.type == "cuda"),
+    RateMeasurement(
+        "peer_gb_s", "peer link", _peer_link, lambda device: device.type == "cuda" and torch.cuda.device_count() > 1
+    ),
+    RateMeasurement("host_adam_params_s", "host AdamW", _host_adam),
+    RateMeasurement("host_accumulate_params_s", "host sums", _host_accumulate),
 )
 
 

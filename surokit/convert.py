@@ -38,8 +38,8 @@ _deciding = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Row:
-    """A Row says what one linear layer got."""
+class LayerReport:
+    """A LayerReport says what one linear layer got."""
 
     layer: str
     shape: tuple[int, int]
@@ -61,7 +61,7 @@ class Report:
     """A Report has one row a linear layer. It prints as a summary; `.frame()` has every row."""
 
     recipe: Recipe
-    rows: tuple[Row, ...]
+    rows: tuple[LayerReport, ...]
     emulated: str  # "" where the device multiplies the formats itself, else why not
     notes: tuple[str, ...] = ()  # what else changed, and what to look out for
 
@@ -262,7 +262,7 @@ def _convert(
     adapt: bool,
     trainable: bool,
     dtype: torch.dtype,
-) -> Row:
+) -> LayerReport:
     """Adopt, quantize and adapt one layer; products that need histories get them afterwards. trainable: a weight that is no
     longer stored."""
     layer = _adopt(layer)
@@ -283,7 +283,7 @@ def _convert(
     layer.keep_decoded(bool(recipe.keeps_decoded))
     if recipe.adapter and adapt and not layer.has_adapter:
         layer.add_adapter(recipe.adapter, dtype)
-    return Row(
+    return LayerReport(
         layer=name,
         shape=(layer.out_features, layer.in_features),
         products=recipe.name if layer.precision else "bf16",

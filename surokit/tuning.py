@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Choice(NamedTuple):
-    """A Choice is one mixture: gaps are shares of the batch's bf16 loss, `time` is planned for the linear layers of one step.
+class LayerMixture(NamedTuple):
+    """A LayerMixture is one mixture: gaps are shares of the batch's bf16 loss, `time` is planned for the linear layers of one step.
 
     quantized: how many layers are. worst_db: the lowest SQNR of any of their products, gradients included.
     """
@@ -60,7 +60,7 @@ class Choice(NamedTuple):
 class Tuning:
     """A Tuning is what `tune` found: `front` from slow and accurate to fast, `best` within the gap that was allowed."""
 
-    front: list[Choice]
+    front: list[LayerMixture]
     max_gap: float
     loss: float  # of the batch, in bf16
     layers: int
@@ -182,7 +182,9 @@ def tune(
                 among = decibels[mixed.name]
                 mixed = mixed.keep(*patterns_of([name for name in among if name not in mixture.quantized], among))
             measured = (_loss(model, batch, mixed) - base) / base if mixture.quantized else 0.0
-            choices.append(Choice(mixed, mixture.gap, mixture.time, measured, len(mixture.quantized), mixture.worst_db))
+            choices.append(
+                LayerMixture(mixed, mixture.gap, mixture.time, measured, len(mixture.quantized), mixture.worst_db)
+            )
     return Tuning(choices, max_gap, base, len(layers), unit, slower)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from surokit import calibration
-from surokit.calibration import PARTS, Part
+from surokit.calibration import PARTS, RateMeasurement
 from surokit.environment import cores, cpu_model
 from surokit.hardware.gpus import Ceilings
 from surokit.planner import Gpu, find_gpu, plan
@@ -51,7 +51,7 @@ def counted(monkeypatch):
             calls.append(field)
             return float(len(calls))
 
-        return Part(field, field, measure)
+        return RateMeasurement(field, field, measure)
 
     monkeypatch.setattr(calibration, "PARTS", (part("bf16_tflops"), part("bandwidth_tb_s")))
     return calls
@@ -90,7 +90,7 @@ def test_what_stands_for_memory_fits_no_cache():
 
 
 def test_figures_have_the_digits_that_a_clock_is_worth(counted, monkeypatch):
-    third = Part("bf16_tflops", "bf16 products", lambda device, seconds: 100 / 3)
+    third = RateMeasurement("bf16_tflops", "bf16 products", lambda device, seconds: 100 / 3)
     monkeypatch.setattr(calibration, "PARTS", (third,))
     assert calibrate("cpu", 1, cache=False).ceilings.bf16_tflops == 33.33
 
@@ -166,7 +166,9 @@ def test_an_interrupt_keeps_what_there_is_and_is_not_kept(counted, monkeypatch, 
         raise KeyboardInterrupt
 
     whole = calibration.PARTS
-    monkeypatch.setattr(calibration, "PARTS", (whole[0], Part("fp32_tflops", "fp32 products", interrupted), whole[1]))
+    monkeypatch.setattr(
+        calibration, "PARTS", (whole[0], RateMeasurement("fp32_tflops", "fp32 products", interrupted), whole[1])
+    )
     with pytest.warns(UserWarning, match=r"without fp32 products \(interrupted\), bandwidth_tb_s \(interrupted\)"):
         gpu = calibrate("cpu", 1, tmp_path)
     assert gpu.ceilings.bf16_tflops == 1

@@ -10,7 +10,7 @@ import torch
 import surokit as sk
 from surokit.hardware.gpus import Gpu
 from surokit.hardware.linear import linear_seconds
-from surokit.tuning import Choice, Mixture, pareto, patterns_of, thin, weighted_flop
+from surokit.tuning import LayerMixture, Mixture, pareto, patterns_of, thin, weighted_flop
 from tests.conftest import Tiny
 from tests.refusals import refused
 
@@ -169,7 +169,7 @@ def test_it_shows_itself(found):
     axes = found.plot().axes[0]
     assert "proxy" in axes.get_xlabel()
     assert axes.texts[0].get_text().startswith(f"best: {found.best.name}")
-    assert isinstance(found.front[0], Choice)
+    assert isinstance(found.front[0], LayerMixture)
 
 
 @pytest.mark.parametrize(

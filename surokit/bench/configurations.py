@@ -43,8 +43,8 @@ SMALL: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Work:
-    """A Work is the work of a step, the same for every system: sequences of `length` tokens, `batch` of them, `accumulate`
+class BenchWork:
+    """A BenchWork is the work of a step, the same for every system: sequences of `length` tokens, `batch` of them, `accumulate`
     times."""
 
     batch: int = 2
@@ -142,8 +142,8 @@ FUSIONS = ("norm", "gate", "joint", "adapters", "qk")
 
 
 @dataclass(frozen=True)
-class Group:
-    """A Group is a set of configurations that take turns for so many rounds; the others are compared with the first."""
+class BenchGroup:
+    """A BenchGroup is a set of configurations that take turns for so many rounds; the others are compared with the first."""
 
     name: str
     configurations: tuple[Configuration, ...]
@@ -151,8 +151,8 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A Part is some groups, or some other measurement, under a name. minutes: about how long it takes on an H200.
+class BenchPart:
+    """A BenchPart is some groups, or some other measurement, under a name. minutes: about how long it takes on an H200.
 
     smoke: (recipe, what trains) whose small step is compared with the definition; no speed is measured there.
     """
@@ -160,7 +160,7 @@ class Part:
     name: str
     words: str
     minutes: int
-    groups: tuple[Group, ...] = ()
+    groups: tuple[BenchGroup, ...] = ()
     starts: tuple[Configuration, ...] = ()
     sustained: tuple[Configuration, ...] = ()
     smoke: tuple[tuple[str, Train], ...] = ()
@@ -172,15 +172,15 @@ class Part:
         yield from self.sustained
 
 
-def _beside_unsloth(model: str, rounds: int) -> Group:
+def _beside_unsloth(model: str, rounds: int) -> BenchGroup:
     ours = tuple(Configuration(model, recipe) for recipe in ("bf16", "fp8", "qfp8"))
     peer = Configuration(model, "bf16", peer="unsloth")
-    return Group(f"{model} lora", (*ours, peer), rounds)
+    return BenchGroup(f"{model} lora", (*ours, peer), rounds)
 
 
-def _apart(name: str, base: Configuration, *changes: dict[str, Any], rounds: int = 2) -> Group:
+def _apart(name: str, base: Configuration, *changes: dict[str, Any], rounds: int = 2) -> BenchGroup:
     """Make a group of a configuration and the same with each of the changes."""
-    return Group(name, (base, *(base.but(**change) for change in changes)), rounds)
+    return BenchGroup(name, (base, *(base.but(**change) for change in changes)), rounds)
 
 
 def _recipes() -> Iterator[tuple[str, Train]]:
@@ -190,36 +190,36 @@ def _recipes() -> Iterator[tuple[str, Train]]:
     yield from ((recipe, "full") for recipe in ("fp4", "mxfp8", "mxfp4"))
 
 
-def _parts() -> Iterator[Part]:
+def _parts() -> Iterator[BenchPart]:
     small, large = Configuration("0.6b", "fp8"), Configuration("8b", "qfp8")
-    yield Part(
+    yield BenchPart(
         "smoke", "a small step of every recipe against the definition, in two minutes", 2, smoke=tuple(_recipes())
     )
-    yield Part(
+    yield BenchPart(
         "must", "LoRA on 0.6B and 8B, beside Unsloth", 12, (_beside_unsloth("0.6b", 4), _beside_unsloth("8b", 3))
     )
-    yield Part(
+    yield BenchPart(
         "sizes", "LoRA on 1.7B and 4B, beside Unsloth", 10, (_beside_unsloth("1.7b", 3), _beside_unsloth("4b", 3))
     )
-    yield Part(
+    yield BenchPart(
         "full",
         "every weight trained: 0.6B, and 8B with bfloat16 states",
         7,
         tuple(
-            Group(f"{m} full", (Configuration(m, "bf16", "full"), Configuration(m, "fp8", "full")), 3)
+            BenchGroup(f"{m} full", (Configuration(m, "bf16", "full"), Configuration(m, "fp8", "full")), 3)
             for m in ("0.6b", "8b")
         ),
     )
-    yield Part(
+    yield BenchPart(
         "four-bit",
         "LoRA over QFP4 and QNF4",
         7,
         tuple(
-            Group(f"{m} lora, four bits", tuple(Configuration(m, r) for r in ("bf16", "qfp4", "qnf4")), 2)
+            BenchGroup(f"{m} lora, four bits", tuple(Configuration(m, r) for r in ("bf16", "qfp4", "qnf4")), 2)
             for m in ("0.6b", "8b")
         ),
     )
-    yield Part(
+    yield BenchPart(
         "techniques",
         "each technique switched off in turn",
         19,
@@ -258,8 +258,8 @@ def _parts() -> Iterator[Part]:
             ),
         ),
     )
-    yield Part("sustained", "five minutes without a pause", 7, sustained=(small,))
-    yield Part(
+    yield BenchPart("sustained", "five minutes without a pause", 7, sustained=(small,))
+    yield BenchPart(
         "start",
         "time to the first step, caches empty and full",
         4,
@@ -268,7 +268,7 @@ def _parts() -> Iterator[Part]:
 
 
 #: In the order in which they are measured; correctness and ceilings come before any of them.
-PARTS: dict[str, Part] = {part.name: part for part in _parts()}
+PARTS: dict[str, BenchPart] = {part.name: part for part in _parts()}
 
 
 def target_of(configuration: Configuration) -> Target | None:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from surokit.bench import gpu_table
-from surokit.bench.configurations import PARTS, Configuration, Group, Part, Train, Work
+from surokit.bench.configurations import PARTS, BenchGroup, BenchPart, BenchWork, Configuration, Train
 from surokit.bench.process import Failed, left_s
 from surokit.bench.results_store import Book, next_free
 from surokit.bench.systems import Systems
@@ -118,7 +118,7 @@ def run(
             "There is no CUDA device: `python -m surokit.bench cpu` runs without one, and --rehearse runs all of this on a CPU."
         )
     out = out or Path("gpu-rehearsal.json" if rehearse else "gpu.json")
-    work = Work(batch=1, length=32, accumulate=2, rank=4) if rehearse else Work()
+    work = BenchWork(batch=1, length=32, accumulate=2, rank=4) if rehearse else BenchWork()
     head = {"benchmark": "gpu", "rehearsal": rehearse, "version": VERSION, "settings": asdict(work)}
     call = {"minutes": minutes, "parts": names}
     book = Book(next_free(out) if new else out, "gpu", head, call)
@@ -156,7 +156,7 @@ class Bench:
         self.call = Call(ends_s, late_s=LATE_S)
         self._answered: dict[str, dict[str, Any]] = {}
 
-    def part(self, part: Part) -> None:
+    def part(self, part: BenchPart) -> None:
         if part.smoke:
             return self._smoke(part.smoke)
         self.prepare([c for c in self._unmeasured(part) if not c.peer])
@@ -179,7 +179,7 @@ class Bench:
             return self.book[key]
         return self.book.put(key, {**what, **self.call.tried(key, need_s, work)})
 
-    def _unmeasured(self, part: Part) -> Iterator[Configuration]:
+    def _unmeasured(self, part: BenchPart) -> Iterator[Configuration]:
         """Yield the configurations of a part of which something is missing in the file."""
         found = self.book.found
         for group in part.groups:
@@ -309,7 +309,7 @@ class Bench:
 
     # -- turns
 
-    def run_group(self, group: Group) -> None:
+    def run_group(self, group: BenchGroup) -> None:
         """Measure the rounds of a group; in the last one each system is profiled after its turn."""
         ready: list[Configuration] = []
         for c in group.configurations:
@@ -324,7 +324,7 @@ class Bench:
             for number, c in turns.rounds(ready, rounds):
                 self._turn(turns, group, c, number, last=number == rounds - 1)
 
-    def _turn(self, turns: _Turns, group: Group, c: Configuration, number: int, last: bool) -> None:
+    def _turn(self, turns: _Turns, group: BenchGroup, c: Configuration, number: int, last: bool) -> None:
         what = {"group": group.name, "round": number, **_about(c), **self._unchecked(c)}
         need_s = self.pace.turn_s + (2.0 if c in turns.open else self.opens_s(c.model))
         found = self.measure(
@@ -442,7 +442,7 @@ def resident(sizes_gib: Sequence[float], room_gib: float) -> int:
     return count
 
 
-def planned(c: Configuration, shape: Mapping[str, Any], work: Work, gpu: Gpu | None) -> dict[str, Any]:
+def planned(c: Configuration, shape: Mapping[str, Any], work: BenchWork, gpu: Gpu | None) -> dict[str, Any]:
     """Return the plan of a configuration by `surokit.plan`; a peer's memory is planned as surokit's with nothing fused."""
     import surokit as sk
     from surokit.bench.correct import recipe_of
@@ -481,5 +481,5 @@ def _correct(c: Configuration) -> str:
     return f"correct/{c.model} {c.train} {c.recipe}"
 
 
-def _key(what: str, group: Group, c: Configuration, number: int) -> str:
+def _key(what: str, group: BenchGroup, c: Configuration, number: int) -> str:
     return f"{what}/{group.name}/{number}/{c.system}"

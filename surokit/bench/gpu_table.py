@@ -24,8 +24,8 @@ UNCHECKED = "UNCHECKED"
 
 
 @dataclass(frozen=True)
-class Row:
-    """A Row is one system of a group: its turns, of which the medians are shown, and what else was found of it."""
+class SystemRow:
+    """A SystemRow is one system of a group: its turns, of which the medians are shown, and what else was found of it."""
 
     group: str
     configuration: Configuration
@@ -42,7 +42,7 @@ class Row:
     def tokens_per_s(self) -> float | None:
         return statistics.median(self.rates) if self.turns else None
 
-    def ratios(self, other: Row | None) -> list[float]:
+    def ratios(self, other: SystemRow | None) -> list[float]:
         """Return the ratios to another system's tokens/s, turn by turn: of the same round and the same call."""
         if other is None:
             return []
@@ -79,7 +79,7 @@ class Row:
         not measured."""
         return max((turn[of] for turn in self.turns if turn.get(of)), default=0.0) / 1024 or None
 
-    def loss_gap(self, other: Row | None) -> float | None:
+    def loss_gap(self, other: SystemRow | None) -> float | None:
         """Return the largest relative distance of the first losses from another system's on the same tokens in the same order."""
         if other is None or other is self or not (self.first and other.first):
             return None
@@ -87,19 +87,19 @@ class Row:
         return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-def rows(data: Mapping[str, Any]) -> dict[str, list[Row]]:
+def rows(data: Mapping[str, Any]) -> dict[str, list[SystemRow]]:
     """Return the systems of each group, in the order in which they were measured."""
     found = data["gpu"]
     entries: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for entry in found.values():
         if entry["what"] == "turn":
             entries.setdefault((entry["group"], entry["name"]), []).append(entry)
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[SystemRow]] = {}
     for (group, name), turns in entries.items():
         c = Configuration.from_dict(turns[0]["configuration"])
         problems = [turn.get("failed") or turn.get("left_out") for turn in turns]
         groups.setdefault(group, []).append(
-            Row(
+            SystemRow(
                 group,
                 c,
                 tuple(turn for turn in turns if "tokens_per_s" in turn),
@@ -160,7 +160,7 @@ _HEAD = (
 )
 
 
-def _targets_table(data: Mapping[str, Any], groups: Mapping[str, list[Row]]) -> str:
+def _targets_table(data: Mapping[str, Any], groups: Mapping[str, list[SystemRow]]) -> str:
     lines = []
     shown: set[tuple[str, str, str]] = set()
     bars = {(t.model, t.train, t.recipe): t for t in TARGETS}
@@ -205,17 +205,17 @@ def _commits(data: Mapping[str, Any]) -> list[str]:
     return commits(data, (each for each in data["gpu"].values() if each["what"] == "turn" and "tokens_per_s" in each))
 
 
-def _bf16(group: Sequence[Row]) -> Row | None:
+def _bf16(group: Sequence[SystemRow]) -> SystemRow | None:
     return next((row for row in group if row.configuration.recipe == "bf16" and not row.configuration.peer), None)
 
 
-def _own_bf16(row: Row, bf16: Row | None) -> float | None:
+def _own_bf16(row: SystemRow, bf16: SystemRow | None) -> float | None:
     """Return bfloat16's tokens/s by the turns beside this row's: a share of it is then the ratio that the table shows."""
     ratios = row.ratios(bf16)
     return row.tokens_per_s / statistics.median(ratios) if ratios and row.tokens_per_s is not None else None
 
 
-def _reached(row: Row, bars: Sequence[float | None], data: Mapping[str, Any]) -> str:
+def _reached(row: SystemRow, bars: Sequence[float | None], data: Mapping[str, Any]) -> str:
     """Return the highest bar that was reached, on the device that the bars are for."""
     if row.tokens_per_s is None or DEVICE not in data["environment"]["device"].split():  # a GH200 is another one
         return ""
@@ -227,7 +227,7 @@ def _reached(row: Row, bars: Sequence[float | None], data: Mapping[str, Any]) ->
     return held[-1] if held else "no" if bars[0] is not None else ""
 
 
-def _rate(row: Row) -> str:
+def _rate(row: SystemRow) -> str:
     if not row.turns:
         return _NONE
     low, middle, high = spread(row.rates)
@@ -235,7 +235,7 @@ def _rate(row: Row) -> str:
     return " ".join([f"{middle:,.0f} ({low:,.0f} to {high:,.0f})", *marks])
 
 
-def _times(row: Row, other: Row | None) -> str:
+def _times(row: SystemRow, other: SystemRow | None) -> str:
     ratios = [] if row is other else row.ratios(other)
     if not ratios:
         return ""
@@ -243,7 +243,7 @@ def _times(row: Row, other: Row | None) -> str:
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
-def _rest(row: Row, bf16: Row | None, file: Mapping[str, Any]) -> list[str]:
+def _rest(row: SystemRow, bf16: SystemRow | None, file: Mapping[str, Any]) -> list[str]:
     floor_ms, rate = row.plan.get("floor_ms"), row.tokens_per_s
     tokens = row.turns[0]["tokens"] / row.turns[0]["steps"] if row.turns else 0
     light = None if floor_ms is None or rate is None else floor_ms / (tokens / rate * 1e3)
@@ -283,7 +283,7 @@ def _share(value: float | None) -> str:
 # -- techniques
 
 
-def _techniques_table(data: Mapping[str, Any], groups: Mapping[str, list[Row]]) -> str:
+def _techniques_table(data: Mapping[str, Any], groups: Mapping[str, list[SystemRow]]) -> str:
     head = (
         "technique",
         "tokens/s (median, range)",
@@ -308,7 +308,7 @@ def _techniques_table(data: Mapping[str, Any], groups: Mapping[str, list[Row]]) 
 # -- lines below
 
 
-def _lines(data: Mapping[str, Any], groups: Mapping[str, list[Row]]) -> Iterator[str]:
+def _lines(data: Mapping[str, Any], groups: Mapping[str, list[SystemRow]]) -> Iterator[str]:
     found = data["gpu"]
     yield f"{MEANING} {SOURCE}"
     yield from _beside_unsloth(groups)
@@ -330,7 +330,7 @@ def _lines(data: Mapping[str, Any], groups: Mapping[str, list[Row]]) -> Iterator
             yield _correctness(name if kind == "correct" else key, each)
 
 
-def _beside_unsloth(groups: Mapping[str, list[Row]]) -> Iterator[str]:
+def _beside_unsloth(groups: Mapping[str, list[SystemRow]]) -> Iterator[str]:
     """Yield the ratio to Unsloth's bfloat16 in the same run, the mean over the models that were measured."""
     for recipe, (bar, goal) in OVER_UNSLOTH.items():
         means = {}

@@ -43,8 +43,8 @@ ENDS_S = 10.0  # for a step to end by itself once it is told to
 
 
 @dataclass(frozen=True)
-class Step:
-    """A Step is a command to run: `command` are arguments of this Python, with {out} for the folder and {minutes} for the
+class HourStep:
+    """An HourStep is a command to run: `command` are arguments of this Python, with {out} for the folder and {minutes} for the
     minutes left.
 
     minutes: after which it is ended. rehearsal: the same on a CPU. file: the file that it writes in the folder; part: the
@@ -68,13 +68,13 @@ def _bench(*words: str) -> tuple[str, ...]:
     return ("-m", "surokit.bench", *words)
 
 
-def _gpu(name: str, words: str, *parts: str, minutes: float = MOST_MIN, once: bool = False) -> Step:
+def _gpu(name: str, words: str, *parts: str, minutes: float = MOST_MIN, once: bool = False) -> HourStep:
     chosen = ("--part", *parts) if parts else ()
     command = _bench("gpu", *chosen, "--minutes", "{minutes}", "--out", "{out}/gpu.json")
-    return Step(name, words, command, (*command, "--rehearse"), minutes, "gpu.json", "gpu", once=once)
+    return HourStep(name, words, command, (*command, "--rehearse"), minutes, "gpu.json", "gpu", once=once)
 
 
-def _tests(name: str, words: str, files: Sequence[Path], marked: str = "not soak") -> Step:
+def _tests(name: str, words: str, files: Sequence[Path], marked: str = "not soak") -> HourStep:
     command: tuple[str, ...] = (
         "-m",
         "pytest",
@@ -89,7 +89,7 @@ def _tests(name: str, words: str, files: Sequence[Path], marked: str = "not soak
     chosen = tuple(str(path.relative_to(ROOT)) for path in files)
     rehearsal = (*command, "--rehearse", "tests/gpu/test_memory.py", "-k", "meter")
     command = (*command, *chosen, "-m", marked)
-    return Step(name, words, command, rehearsal, file=f"{name}.json", part="tests", fine=(0, 1, 5), lacks=_no_tests)
+    return HourStep(name, words, command, rehearsal, file=f"{name}.json", part="tests", fine=(0, 1, 5), lacks=_no_tests)
 
 
 def _marked() -> list[Path]:
@@ -114,7 +114,7 @@ def _no_peers() -> str:
     )
 
 
-def steps() -> tuple[Step, ...]:
+def steps() -> tuple[HourStep, ...]:
     """Return the steps of the hour, in their order."""
     kernels = _bench("kernels", "--out", "{out}/kernels.json")
     offload = _bench("offload", "--minutes", "{minutes}", "--out", "{out}/offload.json")
@@ -124,7 +124,7 @@ def steps() -> tuple[Step, ...]:
     return (
         _gpu("smoke", "a small step of every recipe against the definition", "smoke", minutes=3.0, once=True),
         _gpu("must", "LoRA on 0.6B and 8B in BF16, FP8 and QFP8", "must"),
-        Step(
+        HourStep(
             "kernels",
             "each kernel beside a copy or a product in bfloat16",
             kernels,
@@ -132,7 +132,7 @@ def steps() -> tuple[Step, ...]:
             minutes=5.0,
             file="kernels.json",
         ),
-        Step(
+        HourStep(
             "offload",
             "no offload, OffloadAdamW and ZenFlow",
             (*offload, "--device", "cuda"),
@@ -140,7 +140,7 @@ def steps() -> tuple[Step, ...]:
             file="offload.json",
             part="offload",
         ),
-        Step(
+        HourStep(
             "memory",
             "bytes of a step, as planned and as allocated",
             memory,
@@ -148,7 +148,7 @@ def steps() -> tuple[Step, ...]:
             minutes=4.0,
             file="memory.json",
         ),
-        Step(
+        HourStep(
             "calibration",
             "the rates that the device reaches, for the planner",
             ceilings,
@@ -157,7 +157,7 @@ def steps() -> tuple[Step, ...]:
             file="ceilings.json",
         ),
         _gpu("rest", "the rest of the benchmark"),
-        Step(
+        HourStep(
             "peers",
             "other libraries at the same work",
             peers,
@@ -170,7 +170,7 @@ def steps() -> tuple[Step, ...]:
     )
 
 
-def test_steps() -> tuple[Step, ...]:
+def test_steps() -> tuple[HourStep, ...]:
     """Return the tests on a device, those of the Triton kernels among them."""
     folder = ROOT / "tests"
     return (
@@ -186,7 +186,7 @@ def run(
     only: Sequence[str] = (),
     again: bool = False,
     rehearse: bool = False,
-    known: Sequence[Step] | None = None,
+    known: Sequence[HourStep] | None = None,
 ) -> dict[str, Any]:
     """Run the steps that are left (of those named in `only`) for so many minutes; return the status that status.json has
     then.
@@ -252,7 +252,7 @@ STATUS = "status.json"
 class Hour:
     """An Hour is one call: the folder, its status, and the clock at which it ends."""
 
-    def __init__(self, folder: Path, known: Sequence[Step], minutes: float, rehearse: bool, again: bool) -> None:
+    def __init__(self, folder: Path, known: Sequence[HourStep], minutes: float, rehearse: bool, again: bool) -> None:
         self.folder, self.rehearse, self.whole_min = folder, rehearse, minutes
         self.ends_s = time.monotonic() + 60 * minutes
         self.status = _read(folder / STATUS, known, rehearse)
@@ -270,7 +270,7 @@ class Hour:
         entries: dict[str, dict[str, Any]] = self.status["steps"]
         return entries
 
-    def take(self, step: Step) -> None:
+    def take(self, step: HourStep) -> None:
         """Run a step until it is done, has failed, makes no headway, or the time does not suffice."""
         entry = self.entries[step.name]
         if entry["state"] in ("done", "failed", "left out"):
@@ -287,13 +287,13 @@ class Hour:
         self.status["state"] = state
         self._write()
 
-    def limit_min_of(self, step: Step) -> float:
+    def limit_min_of(self, step: HourStep) -> float:
         """Return the minutes that a step gets now; 0 where they are too few for it."""
         left_min = (self.ends_s - time.monotonic()) / 60
         least = LEAST_MIN if step.part else step.minutes
         return min(step.minutes, left_min) if left_min >= min(least, 0.9 * self.whole_min) else 0.0
 
-    def _run(self, step: Step, limit_min: float) -> None:
+    def _run(self, step: HourStep, limit_min: float) -> None:
         entry, began_s, before = self.entries[step.name], time.monotonic(), self._found(step)
         self._say(step, "running", "")
         log = self.folder / f"{step.name}.log"
@@ -325,7 +325,7 @@ class Hour:
                 entry["problems"] |= _problems(before, self._found(step))
                 self._say(step, state, reason)
 
-    def _judged(self, step: Step, status: int, log: Path) -> tuple[str, str]:
+    def _judged(self, step: HourStep, status: int, log: Path) -> tuple[str, str]:
         """Return (state, reason) of a step that ended by itself."""
         if status not in step.fine:
             how = f"signal {-status} ({signal.Signals(-status).name})" if status < 0 else f"exit status {status}"
@@ -333,7 +333,7 @@ class Hour:
         left = self._data(step)["calls"][-1].get("left", "It did not say what is left.") if step.part else ""
         return ("cut off", left) if left else ("done", "")
 
-    def command_of(self, step: Step, limit_min: float) -> list[str]:
+    def command_of(self, step: HourStep, limit_min: float) -> list[str]:
         spare = min(SPARE_MIN, 0.3 * limit_min)
         words = step.rehearsal if self.rehearse else step.command
         minutes = f"{limit_min - spare:.3g}"
@@ -343,19 +343,19 @@ class Hour:
         self._again.add(step.file)
         return [*filled, "--again"]
 
-    def _data(self, step: Step) -> dict[str, Any]:
+    def _data(self, step: HourStep) -> dict[str, Any]:
         with suppress(OSError, ValueError):
             data = json.loads((self.folder / step.file).read_text(encoding="utf-8"))
             if isinstance(data, dict) and data.get("calls"):
                 return data
         return {step.part: {}, "calls": [{}]}
 
-    def _found(self, step: Step) -> dict[str, Any]:
+    def _found(self, step: HourStep) -> dict[str, Any]:
         """Return the measurements in the step's file, where it is written as it goes."""
         found: dict[str, Any] = self._data(step)[step.part] if step.part else {}
         return found
 
-    def _say(self, step: Step, state: str, reason: str) -> None:
+    def _say(self, step: HourStep, state: str, reason: str) -> None:
         self.entries[step.name] |= {"state": state, "reason": reason, "commit": self.status["commit"]}
         print(f"{step.name}: {state}{f': {reason}' if reason else ''}", file=sys.stderr, flush=True)
         self._write()
@@ -368,7 +368,7 @@ class Hour:
 GOES_ON = 70  # exit status of a step that asks to be called again: its process is of no more use
 
 
-def _read(path: Path, known: Sequence[Step], rehearse: bool) -> dict[str, Any]:
+def _read(path: Path, known: Sequence[HourStep], rehearse: bool) -> dict[str, Any]:
     """Read the status file, and add an entry for each step."""
     new = {"state": "waiting", "reason": "", "seconds": 0.0, "calls": 0, "problems": {}}
     status: dict[str, Any] = {"hour": VERSION, "rehearsal": rehearse, "steps": {}}

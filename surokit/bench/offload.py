@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from surokit.bench import offload_decoder, offload_emulated, offload_table
-from surokit.bench.configurations import Work
+from surokit.bench.configurations import BenchWork
 from surokit.bench.offload_decoder import Real, Trains
 from surokit.bench.offload_emulated import CASES, Case, Emulated, Sleeper, gradients
 from surokit.bench.offload_table import turns_of
@@ -130,7 +130,7 @@ def _decoders(
 ) -> tuple[str, Settings, list[Job]]:
     """Return the benchmark's name, its settings, and the measurements with decoders."""
     name = "offload: training steps" + (", rehearsed on a processor" if rehearse else "")
-    work = Work(batch=1, length=32, accumulate=2) if rehearse else Work()
+    work = BenchWork(batch=1, length=32, accumulate=2) if rehearse else BenchWork()
     if rehearse:
         device, pace, chosen = "cpu", Pace(1, 2), [offload_decoder.rehearsal(interval)]
     else:
@@ -155,11 +155,11 @@ def _emulation(case: Case, work: Sequence[Any], book: Book, call: Call, rounds: 
     Bench(book, case, call, rounds).emulated(work)
 
 
-def run_decoder(case: Trains, pace: Pace, work: Work, device: str, book: Book, call: Call, rounds: int) -> None:
+def run_decoder(case: Trains, pace: Pace, work: BenchWork, device: str, book: Book, call: Call, rounds: int) -> None:
     Bench(book, case, call, rounds, pace).real(work, device)
 
 
-def in_a_process(case: Trains, pace: Pace, work: Work, device: str, book: Book, call: Call, rounds: int) -> None:
+def in_a_process(case: Trains, pace: Pace, work: BenchWork, device: str, book: Book, call: Call, rounds: int) -> None:
     """Measure a decoder as `_decoder` does, in another process, which writes the same file. Where that process dies, its
     current measurement has failed, and another process goes on. Raises OutOfTime."""
     if case.left_out:
@@ -193,7 +193,7 @@ def _serving(task: Mapping[str, Any]) -> tuple[dict[str, Any], Answers]:
     """Return (the first line, the function that answers) of the process of a model: to {"seconds": s} it measures so long
     and says {"left": why}."""
     case = Trains(**{**task["case"], "alone": tuple(task["case"]["alone"])})
-    pace, work = Pace(**task["pace"]), Work(**task["work"])
+    pace, work = Pace(**task["pace"]), BenchWork(**task["work"])
 
     def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         book = Book(Path(task["path"]), "offload", task["head"], {"case": case.name})
@@ -230,7 +230,7 @@ class Bench:
         finally:
             torch.set_num_threads(before)
 
-    def real(self, work: Work, device: str) -> None:
+    def real(self, work: BenchWork, device: str) -> None:
         assert isinstance(self.case, Trains)
         case = self.case
         if case.left_out:

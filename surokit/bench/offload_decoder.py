@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from surokit.bench.configurations import MODELS, TINY, Work
+from surokit.bench.configurations import MODELS, TINY, BenchWork
 from surokit.bench.offload_ways import CHOSEN_ONCE, CONTROL, NONE, ZENFLOW, K, counts, since
 from surokit.bench.process import Failed
 
@@ -43,7 +43,7 @@ class Trains:
 
 
 def cases(
-    work: Work,
+    work: BenchWork,
     models: Collection[str],
     layers: int | None,
     interval: int,
@@ -71,14 +71,14 @@ def rehearsal(interval: int) -> Trains:
     return Trains(f"tiny, S = {interval}", TINY, interval)
 
 
-def _largest(work: Work, model: str, interval: int, free_gib: float, host_gib: float) -> Trains | None:
+def _largest(work: BenchWork, model: str, interval: int, free_gib: float, host_gib: float) -> Trains | None:
     smaller = (
         _case(work, model, count, interval, free_gib, host_gib) for count in range(MODELS[model]["layers"] - 1, 0, -1)
     )
     return next((case for case in smaller if not case.left_out), None)
 
 
-def _case(work: Work, model: str, layers: int, interval: int, free_gib: float, host_gib: float) -> Trains:
+def _case(work: BenchWork, model: str, layers: int, interval: int, free_gib: float, host_gib: float) -> Trains:
     shape = {**MODELS[model], "layers": layers}
     short = "" if layers == MODELS[model]["layers"] else f" of {layers} layers"
     case = Trains(f"{model}{short}, S = {interval}", shape, interval)
@@ -95,7 +95,7 @@ def _case(work: Work, model: str, layers: int, interval: int, free_gib: float, h
     return case
 
 
-def planned(shape: Mapping[str, Any], work: Work, way: str, interval: int) -> tuple[float, float]:
+def planned(shape: Mapping[str, Any], work: BenchWork, way: str, interval: int) -> tuple[float, float]:
     """Return the GiB of the device and of the host that a way takes, by `surokit.plan`."""
     import surokit as sk
 
@@ -149,7 +149,7 @@ def optimizer_of(way: str, interval: int) -> Any:
 class Real:
     """A Real is a way of a case. Raises Failed where memory is short."""
 
-    def __init__(self, way: str, case: Trains, work: Work, device: str) -> None:
+    def __init__(self, way: str, case: Trains, work: BenchWork, device: str) -> None:
         import torch
 
         self.way, self.case, self.work, self.device = way, case, work, torch.device(device)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from surokit.bench import baselines
-from surokit.bench.configurations import MODELS, TINY, Work
+from surokit.bench.configurations import MODELS, TINY, BenchWork
 from surokit.bench.corpus import corpus
 from surokit.bench.process import Failed, left_s
 from surokit.bench.result import markdown
@@ -57,8 +57,8 @@ BOUNDS = {True: (0.005, 0.01), False: (0.02, 0.03)}
 
 
 @dataclass(frozen=True)
-class Group:
-    """A Group says what is raced together: a model's shape by name, what is trained, and the settings."""
+class PeerGroup:
+    """A PeerGroup says what is raced together: a model's shape by name, what is trained, and the settings."""
 
     model: str
     train: str
@@ -92,7 +92,7 @@ def run(
         raise ValueError(f"rounds={rounds}, steps={steps}, minutes={minutes:g}: each is above 0.")
     if not rehearse and not _has_cuda():
         raise RuntimeError("There is no CUDA device: --rehearse runs everything at a tiny shape on the CPU.")
-    work = Work(batch=2, length=32, accumulate=2, rank=4, alpha=8.0, lr=1e-2) if rehearse else Work(lr=3e-4)
+    work = BenchWork(batch=2, length=32, accumulate=2, rank=4, alpha=8.0, lr=1e-2) if rehearse else BenchWork(lr=3e-4)
     head = {
         "benchmark": f"peers: the same work in other libraries{', rehearsed' if rehearse else ''}",
         "rehearsal": rehearse,
@@ -108,7 +108,7 @@ def run(
         book = Book(out or Path(folder) / "peers.json", "peers", head, {"minutes": minutes})
         book.data["missing"], book.data["left"] = {}, []
         for model in ("tiny",) if rehearse else models:
-            groups = [Group(model, train, setting) for setting in settings]
+            groups = [PeerGroup(model, train, setting) for setting in settings]
             races = [_Race(group, names, rounds, steps, call, book) for group in groups]
             _run_model(model, [race for race in races if race.pending], work, "cpu" if rehearse else "cuda")
         book.end(", ".join(book.data["left"]))
@@ -173,7 +173,7 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _run_model(model: str, races: Sequence[_Race], work: Work, device: str) -> None:
+def _run_model(model: str, races: Sequence[_Race], work: BenchWork, device: str) -> None:
     """Run the races of one shape, all with the same weights and rows, which are written first."""
     if not any(left_s(race.call.ends_s) for race in races):
         for race in races:
@@ -187,7 +187,7 @@ def _run_model(model: str, races: Sequence[_Race], work: Work, device: str) -> N
             race.run({**given, "train": race.group.train, "settings": race.group.settings})
 
 
-def _files(folder: Path, shape: Mapping[str, Any], work: Work, device: str) -> dict[str, Any]:
+def _files(folder: Path, shape: Mapping[str, Any], work: BenchWork, device: str) -> dict[str, Any]:
     ids_ST, _ = corpus(shape["vocab"], work.length, work.batch)
     held = HELD_OUT * work.batch
     rows = {"tokens": ids_ST[:-held], "held_out": ids_ST[-held:]}
@@ -234,7 +234,7 @@ class _Racing(Running):
 class _Race:
     """A _Race holds the races of a group that are not in the book yet."""
 
-    def __init__(self, group: Group, names: Sequence[str], rounds: int, steps: int, call: Call, book: Book) -> None:
+    def __init__(self, group: PeerGroup, names: Sequence[str], rounds: int, steps: int, call: Call, book: Book) -> None:
         self.group, self.rounds, self.steps, self.call, self.book = group, rounds, steps, call, book
         self.need_s = 0.0  # what the next race takes, if it is like the last
         for name in names:
@@ -360,8 +360,8 @@ def shown(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda e: (groups.index(_group(e)), e["system"] != e["baseline"]))
 
 
-def _group(entry: Mapping[str, Any]) -> Group:
-    return Group(entry["model"], entry["train"], entry["settings"])
+def _group(entry: Mapping[str, Any]) -> PeerGroup:
+    return PeerGroup(entry["model"], entry["train"], entry["settings"])
 
 
 def _entry_of_baseline(data: Mapping[str, Any], entry: Mapping[str, Any]) -> Mapping[str, Any] | None:

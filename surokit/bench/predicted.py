@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surokit.bench.configurations import MODELS, Work
+from surokit.bench.configurations import MODELS, BenchWork
 from surokit.bench.result import grid, markdown
 from surokit.bench.targets import DEVICE, ESTIMATED, ESTIMATES, MEANING, TARGETS, Target
 from surokit.hardware.rates import ATTENTION_SHARE, GAP_US
@@ -66,7 +66,7 @@ def run(devices: Sequence[str] = DEVICES, measured: Path | None = None) -> dict[
     return {
         "benchmark": "predicted by the planner, not measured",
         "settings": {
-            "step": f"{Work()} tokens, LoRA of rank {Work().rank}, fused, CUDA graphs, codes of frozen weights kept"
+            "step": f"{BenchWork()} tokens, LoRA of rank {BenchWork().rank}, fused, CUDA graphs, codes of frozen weights kept"
         },
         "environment": environment(),
         "assumed": {**{f"{name} rates": words for name, (_, words) in RATES.items()}, **ASSUMED},
@@ -124,7 +124,7 @@ def planned(target: Target, gpu: Gpu, **options: Any) -> Plan:
     import surokit as sk
     from surokit.recipe import find_recipe
 
-    work = Work()
+    work = BenchWork()
     recipe = find_recipe(target.recipe)
     if target.train == "lora":
         recipe = recipe.lora(work.rank, work.alpha)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from surokit.bench import baselines
-from surokit.bench.configurations import MODELS, SMALL, TINY, Configuration, Work
+from surokit.bench.configurations import MODELS, SMALL, TINY, BenchWork, Configuration
 from surokit.bench.process import Failed, Worker, left_s, understood
 from surokit.bench.turns import Running, System
 
@@ -44,7 +44,7 @@ class Systems:
     """Systems starts the systems of one call. folder: for tokens. until_s, of time.monotonic, is when a system has to have
     answered."""
 
-    def __init__(self, work: Work, warm_up: int, rehearse: bool, folder: Path) -> None:
+    def __init__(self, work: BenchWork, warm_up: int, rehearse: bool, folder: Path) -> None:
         self.work, self.warm_up, self.rehearse, self.folder = work, warm_up, rehearse, folder
         self.device = "cpu" if rehearse else "cuda"
 

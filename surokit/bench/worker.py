@@ -20,7 +20,7 @@ import torch
 
 import surokit as sk
 from surokit.bench import ceilings, correct, process
-from surokit.bench.configurations import Configuration, Work
+from surokit.bench.configurations import BenchWork, Configuration
 from surokit.convert import apply
 from surokit.data import Batches
 from surokit.kernels import choices
@@ -80,7 +80,7 @@ class Training:
     """A Training is a session of one configuration on random weights. Its clock starts before the weights are made."""
 
     def __init__(self, task: Mapping[str, Any], device: torch.device) -> None:
-        c, work = Configuration.from_dict(task["configuration"]), Work(**task["work"])
+        c, work = Configuration.from_dict(task["configuration"]), BenchWork(**task["work"])
         self.device, self.work = device, work
         self._profiled: sk.Profile | None = None
         self._choose_attention(c)

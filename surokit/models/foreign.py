@@ -33,8 +33,8 @@ from surokit.torch_private import is_hooked
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 
 
-class Part(nn.Module):
-    """A Part is mixed into a class of transformers, which is `original`."""
+class FusedMixin(nn.Module):
+    """A FusedMixin is mixed into a class of transformers, which is `original`."""
 
     original: Any  # a class of transformers
     fusion: Fusion | None
@@ -45,7 +45,7 @@ class Part(nn.Module):
         return _empty, (_part_of(self), self.original), self.__dict__
 
 
-class FusedNorm(RMSNorm, Part):
+class FusedNorm(RMSNorm, FusedMixin):
     """A FusedNorm is transformers' RMSNorm by our kernel, under autocast too: it rounds once, to the dtype of x, where theirs
     rounds before the product with the weight."""
 
@@ -56,7 +56,7 @@ class FusedNorm(RMSNorm, Part):
         return self.variance_epsilon
 
 
-class FusedMLP(MLP, Part):
+class FusedMLP(MLP, FusedMixin):
     """A FusedMLP computes gate, up and down of transformers as our MLP does."""
 
     @takes_normed
@@ -66,7 +66,7 @@ class FusedMLP(MLP, Part):
         return super().forward(x)
 
 
-class FusedAttention(Part):
+class FusedAttention(FusedMixin):
     """A FusedAttention has transformers' own attention function and cache between projections that are computed together.
 
     Of hidden states [B, T, K] it returns (output, weights) as theirs; of a `Normed`, the stream and the output.
@@ -136,7 +136,7 @@ class FusedAttention(Part):
         return self
 
 
-class FusedLayer(Part):
+class FusedLayer(FusedMixin):
     """A FusedLayer computes residual sums and norms with the layers that read them; its activations may be computed again."""
 
     self_attn: nn.Module
@@ -174,7 +174,7 @@ class FusedLayer(Part):
         return x + y
 
 
-class FusedCausalLM(Part):
+class FusedCausalLM(FusedMixin):
     """A FusedCausalLM never makes whole logits for its training loss; they are computed when they are read."""
 
     model: nn.Module
@@ -235,13 +235,13 @@ def half(table: Tensor) -> Tensor:
 # -- one object's class, there and back
 
 
-def fused(module: nn.Module, part: type[Part], fusion: Fusion) -> None:
+def fused(module: nn.Module, part: type[FusedMixin], fusion: Fusion) -> None:
     """Make `module` compute as `part` does, in place."""
     module.__class__ = _class(part, type(module))
     module.__dict__["fusion"] = fusion
 
 
-def restored(module: Part) -> bool:
+def restored(module: FusedMixin) -> bool:
     """Give `module` its own class back; False where another was put over ours (FSDP2's), and only the fusion is off then."""
     if type(module) is not _class(_part_of(module), module.original):
         module.fusion = OFF
@@ -264,11 +264,11 @@ def _made(part: Any, original: Any) -> Any:
 _class: Any = cache(_made)  # one class for all objects
 
 
-def _part_of(module: Part) -> type[Part]:
+def _part_of(module: FusedMixin) -> type[FusedMixin]:
     return next(kind for kind in type(module).__mro__ if kind.__module__ == __name__)
 
 
-def _empty(part: type[Part], original: type[nn.Module]) -> Any:
+def _empty(part: type[FusedMixin], original: type[nn.Module]) -> Any:
     kind = _class(part, original)
     return kind.__new__(kind)
 
@@ -379,7 +379,7 @@ def computes_alike(family: str) -> bool:
     return all(torch.allclose(a, b, atol=1e-4, rtol=1e-3) for a, b in zip(*results))
 
 
-_PARTS: dict[type[Part], tuple[str, ...]] = {
+_PARTS: dict[type[FusedMixin], tuple[str, ...]] = {
     FusedNorm: ("RMSNorm",),
     FusedMLP: ("MLP",),
     FusedAttention: ("Attention",),

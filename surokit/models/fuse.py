@@ -38,8 +38,8 @@ _HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True)
-class Row:
-    """A Row says what became of one module."""
+class FusedModule:
+    """A FusedModule says what became of one module."""
 
     module: str
     kind: str  # "block", "attention", "MLP", "norm" or "loss"
@@ -56,7 +56,7 @@ class Fused:
     """A Fused has one row a module that was looked at. It prints as a summary; `.frame()` has every row."""
 
     fusion: Fusion
-    rows: tuple[Row, ...]
+    rows: tuple[FusedModule, ...]
 
     @property
     def line(self) -> str:
@@ -120,11 +120,13 @@ def fuse(model: nn.Module, fusion: Fusion = _EVERYTHING, **changes: Any) -> Fuse
     return Fused(fusion, tuple(rows))
 
 
-def _fuse(name: str, module: nn.Module, fusion: Fusion) -> Row | None:
+def _fuse(name: str, module: nn.Module, fusion: Fusion) -> FusedModule | None:
     """Fuse one module, or undo it; None for what nobody would fuse."""
-    if isinstance(module, foreign.Part) and not _restored(module):
+    if isinstance(module, foreign.FusedMixin) and not _restored(module):
         module.fusion = fusion
-        return Row(name, "part", "another changed its class after it was fused: its fusion is set, its class stays")
+        return FusedModule(
+            name, "part", "another changed its class after it was fused: its fusion is set, its class stays"
+        )
     if isinstance(module, (Backbone, Block, Attention, MLP)):
         module.fusion = fusion
         kind: str | None = next((said for ours, said in _OURS.items() if isinstance(module, ours)), None)
@@ -137,12 +139,12 @@ def _fuse(name: str, module: nn.Module, fusion: Fusion) -> Row | None:
         if "forward" in vars(module) and not getattr(module.forward, "follows_class", False):
             why = "another replaced its forward"
         if part is None or why:
-            return Row(name, kind, why)
+            return FusedModule(name, kind, why)
         _adopt(module)
         foreign.fused(module, part, fusion)
     if isinstance(module, (Attention, MLP, foreign.FusedAttention)):
         lay(module.readers, fusion)
-    return Row(name, kind, but=_apart(module)) if kind else None
+    return FusedModule(name, kind, but=_apart(module)) if kind else None
 
 
 _OURS: dict[type[nn.Module], str] = {Block: "block", Attention: "attention", MLP: "MLP"}
@@ -166,7 +168,7 @@ def _adopt(module: nn.Module) -> None:
             vars(layer)[_ADOPTED] = True
 
 
-def _restored(module: foreign.Part) -> bool:
+def _restored(module: foreign.FusedMixin) -> bool:
     """Give a module of transformers, and those of its layers that no recipe has taken, their own classes; False as in foreign."""
     for layer in children_of(module).values():
         if not isinstance(layer, Linear) or type(layer) is not Linear:
@@ -181,7 +183,7 @@ def _restored(module: foreign.Part) -> bool:
 # -- what a module of transformers is
 
 
-def _look(module: nn.Module) -> tuple[str | None, type[foreign.Part] | None, str]:
+def _look(module: nn.Module) -> tuple[str | None, type[foreign.FusedMixin] | None, str]:
     """(kind, what it can become, why not); kind is None for what nobody would fuse."""
     kind, children = type(module), children_of(module).keys()
     if "variance_epsilon" in vars(module) and "weight" in parameters_of(module):
@@ -200,7 +202,7 @@ def _look(module: nn.Module) -> tuple[str | None, type[foreign.Part] | None, str
     return None, None, ""
 
 
-_KNOWN: dict[str, tuple[str, type[foreign.Part]]] = {
+_KNOWN: dict[str, tuple[str, type[foreign.FusedMixin]]] = {
     "Attention": ("attention", foreign.FusedAttention),
     "DecoderLayer": ("block", foreign.FusedLayer),
     "ForCausalLM": ("loss", foreign.FusedCausalLM),

@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from surokit.applied import HostStream
 from surokit.offload.forwards import Forward, forwards_of, link_to
-from surokit.offload.link import Arrival, Link, Ticket
+from surokit.offload.link import Arrival, Link, PendingCopy
 from surokit.places import check_module
 from surokit.torch_private import base_of, storage_id, version_of
 
@@ -303,7 +303,7 @@ class _Copy:
     first: int
     memory: Tensor  # uint8, at least
     host: Tensor  # its beginning, uint8 [bytes]
-    ticket: Ticket
+    ticket: PendingCopy
     here: Tensor | None  # the same on the device: the original, or a copy that came back
     original: Tensor | None  # knows the version
     arrival: Arrival | None = None

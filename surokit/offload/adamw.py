@@ -25,7 +25,7 @@ from surokit.errors import OffloadError
 from surokit.offload.accounts import Accounts
 from surokit.offload.columns import TRANSFER_BYTES, check_dense, several_devices
 from surokit.offload.crew import Slot, whole
-from surokit.offload.link import Arrival, Link, Ticket
+from surokit.offload.link import Arrival, Link, PendingCopy
 from surokit.offload.options import check_offloading, link_of
 from surokit.offload.rows import block, fused_adamw_, widened
 from surokit.offload.workers import Job, Worker, beat, split_cores
@@ -227,7 +227,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         self.accounts.intervals[1] += 1
         self.accounts.staleness[0] += sum(transfer.numel for transfer in transfers)
 
-    def _send(self, i: int, transfer: Transfer) -> Ticket:
+    def _send(self, i: int, transfer: Transfer) -> PendingCopy:
         """Send the gradients of a transfer down."""
         grads = [_gradient(piece.p) for piece in transfer.pieces]
         parts = [g[piece.start : piece.stop] for g, piece in zip(grads, transfer.pieces)]
@@ -333,7 +333,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
             self.accounts.moved("adopted", local([p])[0].nbytes, 0)
         self._written.note(written)
 
-    def _read(self, p: Tensor, master: Tensor) -> Iterator[tuple[Tensor, Tensor, Ticket]]:
+    def _read(self, p: Tensor, master: Tensor) -> Iterator[tuple[Tensor, Tensor, PendingCopy]]:
         """Yield pieces of the master with those of the weight, which has arrived when its ticket is done; one after the other."""
         flat = _weight(p)
         size = max(min(len(flat), TRANSFER_BYTES // flat.element_size()), 1)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surokit.offload.link import Link, Ticket
+from surokit.offload.link import Link, PendingCopy
 from surokit.offload.rows import add_rows_, block, gather, regrouped, scatter_, update_columns_, update_rows_
 from surokit.offload.swaps import Swaps
 from surokit.offload.written import adopt_, adopt_before_
@@ -82,7 +82,7 @@ class Columns:
         self.p, self.state, self.splits, self.number = p, state, splits, number
         self.hot_order: Tensor = state["hot"].cpu() if state else torch.empty(0, dtype=torch.int32)
         self.cold_order: Tensor = state["cold"].cpu() if state else torch.empty(0, dtype=torch.int32)
-        self.landing: Sequence[Ticket] = ()  # transfers out of `out`
+        self.landing: Sequence[PendingCopy] = ()  # transfers out of `out`
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -137,7 +137,7 @@ class Columns:
                 'it along dimension 0, as fully_shard does, or put it in a parameter group with "offload": False.'
             )
 
-    def begin(self, ratio: float, sums: int, link: Link) -> list[Ticket]:
+    def begin(self, ratio: float, sums: int, link: Link) -> list[PendingCopy]:
         """Make the state: the first columns are hot, moments are 0. The cold ones' weights come down into `out`; call
         `settle` afterwards."""
         W = self.weight
@@ -163,7 +163,7 @@ class Columns:
             x.zero_()
         return self.send(W, self.out, link)
 
-    def settle(self, tickets: Sequence[Ticket]) -> None:
+    def settle(self, tickets: Sequence[PendingCopy]) -> None:
         """Complete `begin`: set the float32 weights of the cold columns."""
         for ticket in tickets:
             ticket.wait()
@@ -245,7 +245,7 @@ class Columns:
             states = (self.w_hot, self.m_hot, self.v_hot, self.t_hot)
             update_columns_(self.weight, g_OI, self.hot, *states, grad_scale=grad_scale, found_inf=found_inf, **options)
 
-    def send(self, src_OI: Tensor, to_CO: Tensor, link: Link) -> list[Ticket]:
+    def send(self, src_OI: Tensor, to_CO: Tensor, link: Link) -> list[PendingCopy]:
         """Send the cold columns of `src` to `to`, with a transfer for each of `self.pieces(to)`."""
 
         def fill(index: Tensor) -> Callable[[Tensor], None]:
@@ -263,7 +263,7 @@ class Columns:
     # -- the host's part: in its threads
 
     def accumulate(
-        self, b: int, slot_CO: Tensor, tickets: Sequence[Ticket], scale: float | None, lr: float, counts: bool
+        self, b: int, slot_CO: Tensor, tickets: Sequence[PendingCopy], scale: float | None, lr: float, counts: bool
     ) -> None:
         """Add a step's gradients to sum b as they arrive; those of a step that does not count are only waited for."""
         first = not int(self.counts[b])

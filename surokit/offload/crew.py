@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from surokit.offload.columns import Columns
-from surokit.offload.link import Link, Ticket
+from surokit.offload.link import Link, PendingCopy
 from surokit.offload.swaps import Swaps
 from surokit.offload.workers import Job, Worker, nothing, split_cores
 
@@ -27,7 +27,7 @@ class Slot:
         self.rows: dict[Columns, Tensor] = {}
         self.job: Job | None = None  # that empties it
         self._tags = link.buffer((2,), torch.float32)  # grad_scale, found_inf
-        self._tagged: Ticket | None = None
+        self._tagged: PendingCopy | None = None
 
     def room(self, columns: Columns, dtype: torch.dtype) -> Tensor:
         """Return the memory for these columns, [C, O]."""
@@ -78,19 +78,19 @@ class Window:
 
 
 @dataclass(eq=False)
-class Choice:
-    """A Choice holds hot columns that were chosen and do not hold yet."""
+class ColumnChoice:
+    """A ColumnChoice holds hot columns that were chosen and do not hold yet."""
 
     columns: list[Columns]
     chosen: Tensor  # int32 on the host, of one weight after the other
     clocks: Tensor  # likewise: of the columns that are hot so far
     shares: Tensor  # of each weight's squared norm; NaN: the step was not finite
-    tickets: Sequence[Ticket] = ()
+    tickets: Sequence[PendingCopy] = ()
     step: int = 0
     scores: Sequence[Tensor] = ()
 
     @staticmethod
-    def on_its_way(columns: list[Columns], picked: Sequence[tuple[Tensor, Tensor]], link: Link) -> Choice:
+    def on_its_way(columns: list[Columns], picked: Sequence[tuple[Tensor, Tensor]], link: Link) -> ColumnChoice:
         """Send a choice to the host, from the results of `Columns.choose`."""
         values = (
             torch.cat([chosen for chosen, _ in picked]),
@@ -99,7 +99,7 @@ class Choice:
         )
         to = [link.buffer(value.shape, value.dtype) for value in values]
         tickets = [link.copy_down(value, host) for value, host in zip(values, to)]
-        return Choice(columns, to[0], to[1], to[2], tickets)
+        return ColumnChoice(columns, to[0], to[1], to[2], tickets)
 
     def wait(self) -> None:
         for ticket in self.tickets:
@@ -116,10 +116,10 @@ class Choice:
         return {"columns": [columns.number for columns in self.columns], "step": self.step, **tensors}
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any], by_number: Mapping[int, Columns]) -> Choice:
+    def from_dict(data: Mapping[str, Any], by_number: Mapping[int, Columns]) -> ColumnChoice:
         columns = [by_number[number] for number in data["columns"]]
         tensors = [data[name].cpu().clone() for name in ("chosen", "clocks", "shares")]
-        return Choice(columns, tensors[0], tensors[1], tensors[2], step=data["step"])
+        return ColumnChoice(columns, tensors[0], tensors[1], tensors[2], step=data["step"])
 
 
 @dataclass(eq=False)
@@ -128,7 +128,7 @@ class Note:
 
     weights: list[int]
     values: Tensor  # [weights, 2]; -1 where the step was not finite
-    ticket: Ticket | None = None
+    ticket: PendingCopy | None = None
 
     def read(self) -> dict[int, tuple[float, float]]:
         """Return the statistics by weight; the host waits."""

@@ -39,8 +39,8 @@ _BUFFERS = 3  # on a device, that `up` takes turns with
 _C = TypeVar("_C", bound="_Copy")
 
 
-class Ticket(Protocol):
-    """A Ticket belongs to a transfer that was started."""
+class PendingCopy(Protocol):
+    """A PendingCopy belongs to a transfer that was started."""
 
     def done(self) -> bool:
         """Return whether the transfer is over; never waits."""
@@ -52,7 +52,7 @@ class Ticket(Protocol):
         ...
 
 
-class Arrival(Ticket, Protocol):
+class Arrival(PendingCopy, Protocol):
     """An Arrival is a copy to the device that was started with `Link.fetch`. Once it is done, the source may be written again."""
 
     def land(self) -> Tensor:
@@ -74,7 +74,7 @@ class Link(ABC):
         return torch.empty(tuple(shape), dtype=dtype)
 
     @abstractmethod
-    def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> Ticket:
+    def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> PendingCopy:
         """Copy from device to host, beside the main stream.
 
         fill(staging) writes a device buffer of the shape and dtype of `to`, after all work that the device was given so far;
@@ -93,7 +93,7 @@ class Link(ABC):
     def fetch(self, source: Tensor) -> Arrival:
         """Start to copy `source`, contiguous, from host to device, for later: into a new device buffer, beside the main stream."""
 
-    def up(self, source: Tensor, take: Callable[[Tensor], None]) -> Ticket:
+    def up(self, source: Tensor, take: Callable[[Tensor], None]) -> PendingCopy:
         """Copy `source`, contiguous, from host to device and let the main stream take it.
 
         The copy goes to a staging buffer beside the main stream, which waits for it and runs take(staging); staging belongs to
@@ -104,7 +104,7 @@ class Link(ABC):
         return arrival
 
     @abstractmethod
-    def copy_down(self, value: Tensor, to: Tensor) -> Ticket:
+    def copy_down(self, value: Tensor, to: Tensor) -> PendingCopy:
         """Copy a small value (a scale, found_inf, indices, statistics) as it is after all work so far, into `to`, host
         memory of its shape. It does not wait for payload; `value` may be overwritten at once."""
 
@@ -175,7 +175,7 @@ class HostLink(Link):
     def __reduce__(self) -> tuple[Any, ...]:
         return HostLink, ()
 
-    def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> Ticket:
+    def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> PendingCopy:
         fill(to)
         self.bytes_down += to.nbytes
         return _Done()
@@ -187,12 +187,12 @@ class HostLink(Link):
         self.bytes_up += source.nbytes
         return _Here(source.clone())
 
-    def up(self, source: Tensor, take: Callable[[Tensor], None]) -> Ticket:
+    def up(self, source: Tensor, take: Callable[[Tensor], None]) -> PendingCopy:
         take(source)
         self.bytes_up += source.nbytes
         return _Done()
 
-    def copy_down(self, value: Tensor, to: Tensor) -> Ticket:
+    def copy_down(self, value: Tensor, to: Tensor) -> PendingCopy:
         to.copy_(value)
         self.bytes_small += to.nbytes
         return _Done()
@@ -239,7 +239,7 @@ class ThrottledLink(Link):
     def __reduce__(self) -> tuple[Any, ...]:
         return ThrottledLink, self._options
 
-    def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> Ticket:
+    def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> PendingCopy:
         _whole(to)
         staging = self._staging(to)
         if self._late_fill:
@@ -263,7 +263,7 @@ class ThrottledLink(Link):
         self.bytes_up += source.nbytes
         return _Coming(self, self.up_lane.move(source, staging), staging)
 
-    def up(self, source: Tensor, take: Callable[[Tensor], None]) -> Ticket:
+    def up(self, source: Tensor, take: Callable[[Tensor], None]) -> PendingCopy:
         arrival = self.fetch(source)
         staging = arrival.land()
         with self.computes():
@@ -271,7 +271,7 @@ class ThrottledLink(Link):
         self._give_back(staging)
         return arrival
 
-    def copy_down(self, value: Tensor, to: Tensor) -> Ticket:
+    def copy_down(self, value: Tensor, to: Tensor) -> PendingCopy:
         _whole(to)
         self.bytes_small += to.nbytes
         return self.small_lane.move(_snapshot(value, to.dtype), to)
@@ -545,7 +545,7 @@ class CudaLink(Link):
                 )
             return super().buffer(shape, dtype)
 
-    def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> Ticket:
+    def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> PendingCopy:
         _whole(to)
         self.fill_lane.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.fill_lane):
@@ -583,7 +583,7 @@ class CudaLink(Link):
             _CopyUp(self.up_lane, source, self._patience_s, staging, self.stalls, recorded=not self._lean)
         )
 
-    def up(self, source: Tensor, take: Callable[[Tensor], None]) -> Ticket:
+    def up(self, source: Tensor, take: Callable[[Tensor], None]) -> PendingCopy:
         if self._lean:
             return super().up(source, take)
         _whole(source)
@@ -613,7 +613,7 @@ class CudaLink(Link):
             self._buffers[-1] = memory, taken
         return memory[: like.nbytes].view(like.dtype).view(like.shape), taken
 
-    def copy_down(self, value: Tensor, to: Tensor) -> Ticket:
+    def copy_down(self, value: Tensor, to: Tensor) -> PendingCopy:
         _whole(to)
         main, side = torch.cuda.current_stream(self.device), self.small_lane
         copy = _snapshot(value, to.dtype)  # on the main stream, so before what overwrites it

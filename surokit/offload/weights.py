@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from surokit.applied import HostStream
 from surokit.offload.forwards import Forward, forwards_of, link_to
-from surokit.offload.link import Arrival, Link, Ticket
+from surokit.offload.link import Arrival, Link, PendingCopy
 from surokit.places import check_module
 from surokit.torch_private import (
     accumulated_hooks,
@@ -117,7 +117,7 @@ class _Pending:
 
     block: Streamed
     where: list[tuple[Tensor, Tensor]]  # parameter, and where its gradient arrives
-    ticket: Ticket
+    ticket: PendingCopy
     spare: Tensor | None  # it arrives here, to be added
     end: weakref.ref[_End]  # of the backward pass that it is of
 

@@ -34,8 +34,8 @@ from torch import Tensor
 from surokit.errors import OffloadError
 from surokit.offload.accounts import Accounts
 from surokit.offload.columns import Columns, check_dense, placed, summed
-from surokit.offload.crew import Choice, Crew, Note, Window, whole
-from surokit.offload.link import Link, Ticket
+from surokit.offload.crew import ColumnChoice, Crew, Note, Window, whole
+from surokit.offload.link import Link, PendingCopy
 from surokit.offload.options import check_group, check_zenflow, link_of
 from surokit.offload.windows import LAG, Auto, Fixed
 from surokit.offload.workers import Job, Worker, beat
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 SELECT_EVERY = 100  # steps, where nobody says how many an epoch has
 
 
-class Part(NamedTuple):
-    """A Part is a step's share of one parameter: its columns, its gradient and its group."""
+class ParameterPart(NamedTuple):
+    """A ParameterPart is a step's share of one parameter: its columns, its gradient and its group."""
 
     columns: Columns
     g_OI: Tensor
@@ -172,7 +172,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         self._windows = Auto(s["auto_ratio"], s["max_interval"]) if auto else Fixed(s["update_interval"])
         self._window = Window(0)  # in the making
         self._pending: Window | None = None  # given to Adam, and not landed
-        self._choice: Choice | None = None
+        self._choice: ColumnChoice | None = None
         self._moving: Job | None = None
         self._notes: deque[Note] = deque()
         self._written = Written(
@@ -221,7 +221,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
             self.device_stall_ms = self.accounts.device_waited(self.link)
         return loss
 
-    def _step(self, parts: Sequence[Part]) -> None:
+    def _step(self, parts: Sequence[ParameterPart]) -> None:
         settings, step = self.settings, self._steps + 1
         warming_up = step <= settings["full_warm_up_rounds"]
         if not warming_up:
@@ -263,15 +263,15 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         self.accounts.moved("adopted", came, 0)
         self._written.note(columns.p for columns in written)
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[ParameterPart]:
         """Return the parameters that have a gradient; those whose first gradient it is get their state."""
         present = [(number, p, group) for number, (p, group) in enumerate(self._parameters()) if p.grad is not None]
         for _, p, _ in present:
             check_dense(p)
         self._begin([each for each in present if each[1] not in self._columns])
-        return [Part(self._columns[p], self._columns[p].gradient, group) for _, p, group in present]
+        return [ParameterPart(self._columns[p], self._columns[p].gradient, group) for _, p, group in present]
 
-    def _send(self, step: int, parts: Sequence[Part]) -> None:
+    def _send(self, step: int, parts: Sequence[ParameterPart]) -> None:
         """Send the cold gradients to the window's sum."""
         parts = [part for part in parts if len(part.columns.cold_order)]
         if not parts:
@@ -300,7 +300,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         self.accounts.moved("gradients", sum(rows.nbytes for _, rows, _, _ in sent), 0)
         self._note(parts)
 
-    def _update_hot(self, parts: Sequence[Part]) -> None:
+    def _update_hot(self, parts: Sequence[ParameterPart]) -> None:
         for columns, g, group in parts:
             columns.update_hot(g, _options(group), *scale_and_mask(self, g.device))
             self.accounts.staleness[0] += columns.w_hot.numel()
@@ -363,7 +363,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
     def _sums(self) -> int:
         return 2 if self.settings["overlap_step"] else 1
 
-    def _note(self, parts: Sequence[Part]) -> None:
+    def _note(self, parts: Sequence[ParameterPart]) -> None:
         """Send this step's statistics to the host, where windows have a length of their own."""
         parts = [part for part in parts if part.columns.divided]
         if not isinstance(self._windows, Auto) or not parts:
@@ -379,7 +379,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
 
     # -- the choice of hot columns
 
-    def _choose(self, step: int, parts: Sequence[Part]) -> None:
+    def _choose(self, step: int, parts: Sequence[ParameterPart]) -> None:
         """Choose the columns with the largest gradients and send them to the host; they are hot from the next step on."""
         parts = [part for part in parts if part.columns.divided]
         if not parts:
@@ -388,7 +388,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         scores = summed([part.columns.energies(part.g_OI) for part in parts], [each.p for each in columns])
         found_inf = scale_and_mask(self, self.link.device)[1]
         picked = [each.choose(score, found_inf) for each, score in zip(columns, scores)]
-        self._choice = Choice.on_its_way(columns, picked, self.link)
+        self._choice = ColumnChoice.on_its_way(columns, picked, self.link)
         self._choice.step, self._choice.scores = step, scores
 
     def _exchange(self, step: int) -> None:
@@ -430,7 +430,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
     def _begin(self, params: Sequence[tuple[int, Tensor, dict[str, Any]]]) -> None:
         """Make the state of parameters from the weights, or take it over where another optimizer left it in `state`. All or
         none."""
-        begun: list[tuple[Columns, Sequence[Ticket]]] = []
+        begun: list[tuple[Columns, Sequence[PendingCopy]]] = []
         try:
             for number, p, group in params:
                 columns = self._view(number, p, group)
@@ -541,7 +541,7 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         if cursor["pending"] is not None:
             self._pending = Window.from_dict(cursor["pending"], by_number)
         if cursor["choice"] is not None:
-            self._choice = Choice.from_dict(cursor["choice"], by_number)
+            self._choice = ColumnChoice.from_dict(cursor["choice"], by_number)
         self._windows.load_state_dict(cursor["windows"])
         self._notes.extend(Note.known(note) for note in cursor["notes"])
 

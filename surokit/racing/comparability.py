@@ -2,8 +2,8 @@
 is put in a sentence.
 
 Only the recipe may differ, which is the question. Whatever else does is refused by name, unless it is allowed by that name; then
-the table says so. What is compared before the first step stands in `Work`; tokens a step and the batches themselves are compared
-as the steps happen (`Order`).
+the table says so. What is compared before the first step stands in `SessionWork`; tokens a step and the batches themselves are
+compared as the steps happen (`Order`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _FACTORS = (*range(200), *range(200, 5000, 100), 10_000, 100_000)  # steps at wh
 
 
 @dataclass(frozen=True)
-class Work:
-    """A Work describes what a session is about to do in each step.
+class SessionWork:
+    """A SessionWork describes what a session is about to do in each step.
 
     weights: a digest of what it trains, before the first step. frozen: digests of what it does not train, by parameter and how
     that is stored: only what two models store alike can be compared.
@@ -70,7 +70,7 @@ class Difference:
         return f"{self.text}: {self.remedy}."
 
 
-#: name -> (how a value is put, remedy); a field of Work, or found while running.
+#: name -> (how a value is put, remedy); a field of SessionWork, or found while running.
 _QUESTIONS: dict[str, tuple[Callable[[Any], str], str]] = {
     "device": ("runs on {}".format, "put both models on one device"),
     "model": ("has a {}".format, "race the same architecture"),
@@ -115,14 +115,14 @@ class UnequalWork(ValueError):
         )
 
 
-def work_of(session: Session) -> Work:
+def work_of(session: Session) -> SessionWork:
     """Return what can be compared of a session before it makes a step; waits for the device."""
     trained = [p for p in session.model.parameters() if p.requires_grad]
     fusion = fusion_of(session.model)
     config = getattr(session.model, "config", None)
     sizes = "" if config is None else f" {_sizes(config)}"
     schedule = session.schedule
-    return Work(
+    return SessionWork(
         device=str(session.device),
         model=f"{type(session.model).__name__}{sizes}",
         parameters=sum(p.numel() for p in trained),
@@ -146,10 +146,10 @@ def work_of(session: Session) -> Work:
     )
 
 
-def differences(name: str, own: Work, base_name: str, base: Work) -> list[Difference]:
+def differences(name: str, own: SessionWork, base_name: str, base: SessionWork) -> list[Difference]:
     """Return everything in which `own` differs from the baseline's work."""
     found = []
-    for field in fields(Work):
+    for field in fields(SessionWork):
         a, b = getattr(own, field.name), getattr(base, field.name)
         if field.name == "schedule_name" or a == b:
             continue
@@ -171,7 +171,7 @@ def differences(name: str, own: Work, base_name: str, base: Work) -> list[Differ
     return found
 
 
-def not_as_before(name: str, own: Work, before: Mapping[str, Any]) -> list[Difference]:
+def not_as_before(name: str, own: SessionWork, before: Mapping[str, Any]) -> list[Difference]:
     """Return the differences of weights and data from those of a saved race."""
     now = work_to_dict(own)
     return [
@@ -203,7 +203,7 @@ def refuse(found: Sequence[Difference], allow: Sequence[str]) -> list[str]:
     return [d.text for d in found]
 
 
-def work_to_dict(work: Work) -> dict[str, Any]:
+def work_to_dict(work: SessionWork) -> dict[str, Any]:
     """Return the work as a folder keeps it: with one digest of all that is frozen."""
     kept = {name: value for name, value in asdict(work).items() if name != "schedule"}
     return kept | {"frozen": hashlib.blake2b(repr(sorted(work.frozen.items())).encode(), digest_size=4).hexdigest()}

@@ -23,8 +23,10 @@ HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Row:
-    """A Row holds one run's figures; None or nan where there is nothing to say. Times are the run's own (`Run.warm_seconds`).
+class RunOutcome:
+    """A RunOutcome holds one run's figures; None or nan where there is nothing to say.
+
+    Times are the run's own (`Run.warm_seconds`).
 
     loss: smoothed, after the last step. loss_at: smoothed, when `at_s` of its own time had passed, which is as long as every run
     has. loss_hour: after an hour of its own time, where it ran that long. to_target: (steps, tokens, seconds, USD).
@@ -54,7 +56,7 @@ class Outcome:
     """An Outcome holds the whole result: rows in the order of the entries (the baseline first, its twin last), and what it rests
     on."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[RunOutcome, ...]
     rounds: int
     span: int  # steps over which losses are averaged
     target: float
@@ -64,7 +66,7 @@ class Outcome:
     control: Interval | None
     seed: int
 
-    def __getitem__(self, name: str) -> Row:
+    def __getitem__(self, name: str) -> RunOutcome:
         return next(row for row in self.rows if row.name == name)
 
     @property
@@ -126,7 +128,7 @@ def outcome(
             tokens = int(run.steps["tokens"][:n].sum())
             to_target = n, tokens, own_s, None if price is None else own_s * price
         rows.append(
-            Row(
+            RunOutcome(
                 name=name,
                 tokens_per_s=mid,
                 low=low,
@@ -208,7 +210,7 @@ COLUMNS = {
 }
 
 
-def record_of(row: Row) -> dict[str, Any]:
+def record_of(row: RunOutcome) -> dict[str, Any]:
     """Return a row as a dict with the columns of the table; None where there is nothing."""
     matched = row.matched or Interval(math.nan, math.nan, math.nan)
     steps, tokens, seconds, usd = row.to_target or (None, None, None, None)
@@ -254,7 +256,7 @@ HEADER = (
 RIGHT = tuple(range(1, len(HEADER)))
 
 
-def cells_of(row: Row, found: Outcome) -> tuple[str, ...]:
+def cells_of(row: RunOutcome, found: Outcome) -> tuple[str, ...]:
     """Return a row as words, under HEADER."""
     is_baseline = row is found.rows[0]
     ratio = "baseline" if is_baseline else "" if math.isnan(row.ratio.mid) else str(row.ratio)

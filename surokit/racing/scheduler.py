@@ -138,7 +138,7 @@ class Driver:
         self.session: Session | None = None  # that one's
         self.moving = False  # models, on to the device or from it: what is half moved is lost
         self._order = comparability.Order(looks=WARM_UP)
-        self._works: dict[str, comparability.Work] = {}
+        self._works: dict[str, comparability.SessionWork] = {}
         self._shares = Shares()
         self._view = _View(of, self.control) if live else None
         self._pending: list[_Due] = []  # turns of this round still to be taken

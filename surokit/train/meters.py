@@ -42,9 +42,9 @@ NOT_FINITE = "not finite"
 FEW = 3  # fewer layers of a kind have no median to speak of
 
 
-class Row(NamedTuple):
-    """A Row describes one product of one layer in one step. `in_force_*` are the amaxes that delayed scaling quantized by, NaN
-    without it; `bad` says what is wrong, "" where nothing is."""
+class GemmReading(NamedTuple):
+    """A GemmReading describes one product of one layer in one step. `in_force_*` are the amaxes that delayed scaling quantized by,
+    NaN without it; `bad` says what is wrong, "" where nothing is."""
 
     layer: str
     gemm: str
@@ -65,9 +65,9 @@ class Sample:
     last layer."""
 
     step: int
-    rows: tuple[Row, ...]
+    rows: tuple[GemmReading, ...]
 
-    def worst(self, n: int = 3) -> list[Row]:
+    def worst(self, n: int = 3) -> list[GemmReading]:
         """Return the rows that are bad as the data reaches them, then those furthest below the usual SQNR of their kind."""
         usual = _usual(self.rows)
         return sorted(self.rows, key=lambda row: -math.inf if row.bad else _key(row.sqnr_db) - usual[row[:2]].sqnr_db)[
@@ -108,12 +108,12 @@ class Numerics:
     def attach(self) -> Watcher:
         return Watcher(self)
 
-    def judged(self, step: int, rows: list[Row]) -> Sample:
+    def judged(self, step: int, rows: list[GemmReading]) -> Sample:
         """Judge the rows of a step: return them as a Sample that says what is wrong with each."""
         usual = _usual(rows)
         return Sample(step, tuple(row._replace(bad=self._why(row, usual[row[:2]])) for row in rows))
 
-    def _why(self, row: Row, usual: _Usual) -> str:
+    def _why(self, row: GemmReading, usual: _Usual) -> str:
         if any(map(math.isnan, (row.sqnr_db, row.amax_a, row.amax_b))) or math.inf in (row.amax_a, row.amax_b):
             return NOT_FINITE
         if row.clipped > self.clipped:
@@ -216,7 +216,7 @@ class Watcher:
             at, names, table = self._pending.popleft()
             if at < step:
                 continue
-            sample = self.value.judged(at, [Row(*name, *row) for name, row in zip(names, table.tolist())])
+            sample = self.value.judged(at, [GemmReading(*name, *row) for name, row in zip(names, table.tolist())])
             self.samples.append(sample)
             self.first_bad = sample.first_bad_after(self.first_bad)
             return sample
@@ -226,7 +226,7 @@ class Watcher:
         import pandas as pd
 
         rows = [(sample.step, *row) for sample in self.samples for row in sample.rows]
-        return pd.DataFrame(rows, columns=["step", *Row._fields])
+        return pd.DataFrame(rows, columns=["step", *GemmReading._fields])
 
     # -- inside the step
 
@@ -314,11 +314,11 @@ class _Usual(NamedTuple):
     margin: int
 
 
-def _usual(rows: Sequence[Row]) -> dict[tuple[str, str], _Usual]:
+def _usual(rows: Sequence[GemmReading]) -> dict[tuple[str, str], _Usual]:
     """Return what each row is held against, by layer and product. Peers are the layers of a kind in the same product: SwiGLU's
     outputs, say, hold more near zero than what a norm gives, in every block. Where a kind has few layers, all layers are peers, and
     may differ twice as much."""
-    kinds: dict[tuple[str, str], list[Row]] = {}
+    kinds: dict[tuple[str, str], list[GemmReading]] = {}
     for row in rows:
         kinds.setdefault((row.gemm, within_block(row.layer)), []).append(row)
     gemms = {gemm: _medians([row for row in rows if row.gemm == gemm]) for gemm in {row.gemm for row in rows}}
@@ -329,7 +329,7 @@ def _usual(rows: Sequence[Row]) -> dict[tuple[str, str], _Usual]:
     return usual
 
 
-def _medians(rows: Sequence[Row]) -> tuple[float, float]:
+def _medians(rows: Sequence[GemmReading]) -> tuple[float, float]:
     return median(_key(row.sqnr_db) for row in rows), median(row.underflow for row in rows)
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from surokit.bench.configurations import FUSIONS, MODELS, PARTS, Configuration, Work, target_of
+from surokit.bench.configurations import FUSIONS, MODELS, PARTS, BenchWork, Configuration, target_of
 from surokit.bench.targets import LEAST_OF_BF16, OVER_UNSLOTH, TARGETS
 from surokit.fusion import Fusion
 from surokit.recipe import find_recipe
@@ -38,7 +38,7 @@ def test_the_part_that_has_to_be_known_comes_first():
     first = [c.name for c in PARTS["must"].configurations()]
     systems = ("bf16", "fp8", "qfp8", "unsloth bf16")
     assert first == [f"{model} lora {system}" for model in ("0.6b", "8b") for system in systems]
-    assert str(Work()) == "2 x 2048 x 4"
+    assert str(BenchWork()) == "2 x 2048 x 4"
 
 
 def test_each_technique_is_switched_off_in_turn():

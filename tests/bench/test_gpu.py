@@ -13,7 +13,7 @@ import torch
 import surokit as sk
 from surokit.bench import correct, gpu, gpu_table, process, result, results_store, worker
 from surokit.bench.__main__ import main
-from surokit.bench.configurations import PARTS, TINY, Configuration, Group, Work
+from surokit.bench.configurations import PARTS, TINY, BenchGroup, BenchWork, Configuration
 from surokit.bench.corpus import corpus
 from surokit.bench.process import Failed, Worker
 from surokit.bench.targets import TARGETS
@@ -112,7 +112,7 @@ class FakeSystems:
     """Systems whose steps take a second each on a clock of their own. `rules` say what goes wrong, by name."""
 
     def __init__(self, clock, **rules):
-        self.work, self.rehearse, self.open = Work(), False, set()
+        self.work, self.rehearse, self.open = BenchWork(), False, set()
         self.clock, self.rules, self.said = clock, rules, []
 
     def shape(self, model):
@@ -198,7 +198,7 @@ def bench_of(tmp_path, clock, seconds=1e4, **rules):
 
 
 def group_of(*recipes, rounds=2, model="0.6b"):
-    return Group("g", tuple(Configuration(model, recipe) for recipe in recipes), rounds)
+    return BenchGroup("g", tuple(Configuration(model, recipe) for recipe in recipes), rounds)
 
 
 def measure(bench, group):
@@ -276,7 +276,7 @@ def test_what_does_not_fit_is_left_out_with_the_reason(tmp_path, clock, monkeypa
 )
 def test_what_is_not_right_is_timed_and_called_unchecked(tmp_path, clock, verdict, c, reason):
     bench = bench_of(tmp_path, clock, check={"fp8": verdict})
-    measure(bench, Group("g", (c,), 1))
+    measure(bench, BenchGroup("g", (c,), 1))
     found = bench.book[f"turn/g/0/{c.system}"]
     assert found["tokens_per_s"] > 0
     assert found.get("unchecked", "").startswith(reason)
@@ -320,7 +320,7 @@ def test_a_step_that_is_not_the_definitions_is_named_and_its_figures_are_uncheck
         f"NOT RIGHT: fp8 full. {far}",
     ]
     eager = Configuration("0.6b", "qfp8", graphs=False)
-    measure(bench, Group("g", (*(Configuration("0.6b", r) for r in ("bf16", "fp8", "qfp8", "qnf4")), eager), 1))
+    measure(bench, BenchGroup("g", (*(Configuration("0.6b", r) for r in ("bf16", "fp8", "qfp8", "qnf4")), eager), 1))
     unchecked = {key: each["unchecked"].split(":")[0] for key, each in bench.book.found.items() if "unchecked" in each}
     assert unchecked == {
         f"{what}/g/{number}{recipe}": why
@@ -477,7 +477,7 @@ def test_late_with_little_time_is_no_failure(tmp_path, clock):
 def test_a_peer_that_is_missing_takes_no_room_and_is_asked_for_again_in_the_next_call(tmp_path, clock, monkeypatch):
     monkeypatch.setattr(gpu, "planned", lambda c, *rest: {**PLAN, "gib": 30.0})
     peer = Configuration("0.6b", "bf16", peer="unsloth")
-    group = Group("g", (Configuration("0.6b"), Configuration("0.6b", "fp8"), peer), 2)
+    group = BenchGroup("g", (Configuration("0.6b"), Configuration("0.6b", "fp8"), peer), 2)
     bench = bench_of(tmp_path, clock, missing={peer.name: "unsloth: unsloth is not installed"})
     said = measure(bench, group)
     assert said == ["open bf16", "bf16", "open fp8", "fp8", "bf16", "fp8", "close bf16", "close fp8"]
@@ -649,7 +649,7 @@ def test_what_a_process_cannot_do_is_one_sentence(tmp_path, line, message, why):
 def test_a_worker_trains_in_a_process_of_its_own(tmp_path):
     from surokit.bench.systems import Systems
 
-    systems = Systems(Work(1, 16, 1, 4), 2, True, tmp_path)
+    systems = Systems(BenchWork(1, 16, 1, 4), 2, True, tmp_path)
     task = systems._task(Configuration("0.6b", "bf16"), 0) | {"device": "cpu"}
     with Worker([sys.executable, "-m", "surokit.bench.worker", json.dumps(task)], "ours") as worker:
         assert worker.ready["build_s"] > 0
@@ -688,7 +688,7 @@ def test_the_gradient_of_x_is_summed_fast_where_that_is_measured(tmp_path):
     from surokit.bench.systems import Systems
     from surokit.bench.worker import Training
 
-    systems = Systems(Work(1, 16, 1, 4), 2, True, tmp_path)
+    systems = Systems(BenchWork(1, 16, 1, 4), 2, True, tmp_path)
     for fast_dx in (False, True):
         training = Training(systems._task(Configuration("0.6b", "fp8", fast_dx=fast_dx), 0), CPU)
         recipe = training.session.recipe

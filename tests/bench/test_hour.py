@@ -18,7 +18,7 @@ import pytest
 
 from surokit.bench import hour, result
 from surokit.bench.__main__ import main, make_parser
-from surokit.bench.hour import Step
+from surokit.bench.hour import HourStep
 from tests.clocks import Clock, until
 from tests.refusals import refused
 
@@ -64,7 +64,7 @@ def hang():
 def step(name, code, minutes=8.0, **more):
     """A step of this code; with part="made" it is one that writes a file as it goes."""
     command = ("-c", f"{PROGRAM}run({name!r})\n{code}", "{out}")
-    return Step(name, f"does {name}", command, command, minutes, **more)
+    return HourStep(name, f"does {name}", command, command, minutes, **more)
 
 
 def goes(name, code, minutes=8.0, **more):
@@ -290,12 +290,12 @@ def test_where_time_is_short_steps_wait(tmp_path, monkeypatch):
     short = hour.Hour(tmp_path, known, 2.0, rehearse=True, again=False)  # in which no step has its minutes
     assert short.limit_min_of(known[1]) == pytest.approx(2.0, abs=0.1)
     words = ("gpu", "--minutes", "{minutes}")
-    minutes = calls.command_of(Step("s", "", words, words), 8.0)[-1]
+    minutes = calls.command_of(HourStep("s", "", words, words), 8.0)[-1]
     assert float(minutes) == 8.0 - hour.SPARE_MIN
 
 
 def test_what_fails_in_a_file_is_asked_for_again_once(tmp_path):
-    known = [Step(name, "", ("gpu",), ("gpu",), file="gpu.json", part="gpu") for name in ("must", "rest")]
+    known = [HourStep(name, "", ("gpu",), ("gpu",), file="gpu.json", part="gpu") for name in ("must", "rest")]
     call = hour.Hour(tmp_path, known, 9.0, rehearse=True, again=True)
     assert call.command_of(known[0], 8.0) == ["gpu", "--again"]
     assert call.command_of(known[0], 8.0) == call.command_of(known[1], 8.0) == ["gpu"]

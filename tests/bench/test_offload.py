@@ -14,7 +14,7 @@ import torch
 from surokit import environment
 from surokit.bench import offload, offload_decoder, offload_emulated, offload_table, offload_ways, result, results_store
 from surokit.bench.__main__ import main
-from surokit.bench.configurations import MODELS, TINY, Work
+from surokit.bench.configurations import MODELS, TINY, BenchWork
 from surokit.bench.offload_decoder import Real, Trains
 from surokit.bench.offload_emulated import Case, Emulated, Sleeper
 from surokit.bench.offload_ways import AGAIN, CONTROL, NONE, WAYS, ZENFLOW, turn
@@ -335,7 +335,7 @@ def test_a_way_that_lacks_memory_keeps_nothing(monkeypatch):
     closed = []
     monkeypatch.setattr(Real, "close", lambda self: closed.append(self))
     with refused(Failed) as caught:
-        Real(ZENFLOW, Trains("", TINY, 4), Work(), "cpu")
+        Real(ZENFLOW, Trains("", TINY, 4), BenchWork(), "cpu")
     assert caught.value.why == "memory"
     assert caught.value.__context__ is None  # whose frames would hold the model
     assert len(closed) == 1
@@ -391,36 +391,37 @@ def names_of(cases):
 
 
 def test_decoders_are_chosen_by_free_memory():
-    large = offload_decoder.cases(Work(), (), None, 4, free_gib=78, host_gib=128)
+    large = offload_decoder.cases(BenchWork(), (), None, 4, free_gib=78, host_gib=128)
     assert [case.name for case in large] == ["1.7b, S = 4", "4b, S = 4", "8b, S = 4"]
     assert names_of(large) == ["1.7b, S = 4"]
     assert not large[0].alone
     assert "GiB of the host as planned, and 70% of what is free are 90" in large[1].left_out
     assert "of the device as planned" in large[2].left_out
-    assert names_of(offload_decoder.cases(Work(), (), None, 4, 78, 1024)) == ["1.7b, S = 4", "4b, S = 4"]
-    everything = offload_decoder.cases(Work(), (), None, 8)
+    assert names_of(offload_decoder.cases(BenchWork(), (), None, 4, 78, 1024)) == ["1.7b, S = 4", "4b, S = 4"]
+    everything = offload_decoder.cases(BenchWork(), (), None, 8)
     assert names_of(everything) == ["1.7b, S = 8", "4b, S = 8", "8b, S = 8"]
 
 
 def test_a_host_that_holds_one_way_holds_them_by_turns():
-    case = offload_decoder.cases(Work(), ("1.7b",), None, 4, host_gib=64)[0]
+    case = offload_decoder.cases(BenchWork(), ("1.7b",), None, 4, host_gib=64)[0]
     assert not case.left_out
     assert set(case.alone) == {CONTROL, ZENFLOW}
 
 
 def test_a_small_gpu_gets_fewer_layers():
-    small = offload_decoder.cases(Work(), (), None, 4, free_gib=22, host_gib=128)
+    small = offload_decoder.cases(BenchWork(), (), None, 4, free_gib=22, host_gib=128)
     found = small[0]
     assert not found.left_out
     assert 1 <= found.shape["layers"] < MODELS["1.7b"]["layers"]
     assert found.name == f"1.7b of {found.shape['layers']} layers, S = 4"
-    held, _ = offload_decoder.planned(found.shape, Work(), NONE, 4)
-    more, _ = offload_decoder.planned({**found.shape, "layers": found.shape["layers"] + 1}, Work(), NONE, 4)
+    held, _ = offload_decoder.planned(found.shape, BenchWork(), NONE, 4)
+    more, _ = offload_decoder.planned({**found.shape, "layers": found.shape["layers"] + 1}, BenchWork(), NONE, 4)
     assert held <= offload_decoder.ROOM * 22 < more
     # what was asked for by name is not replaced by something else
-    assert offload_decoder.cases(Work(), ("1.7b",), None, 4, free_gib=22, host_gib=128)[0].left_out
+    assert offload_decoder.cases(BenchWork(), ("1.7b",), None, 4, free_gib=22, host_gib=128)[0].left_out
     assert (
-        offload_decoder.cases(Work(), ("1.7b",), 2, 4, free_gib=22, host_gib=128)[0].name == "1.7b of 2 layers, S = 4"
+        offload_decoder.cases(BenchWork(), ("1.7b",), 2, 4, free_gib=22, host_gib=128)[0].name
+        == "1.7b of 2 layers, S = 4"
     )
 
 

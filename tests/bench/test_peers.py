@@ -14,14 +14,14 @@ import torch
 import surokit as sk
 from surokit.bench import baselines, peers, results_store
 from surokit.bench.__main__ import main
-from surokit.bench.configurations import TINY, Work
+from surokit.bench.configurations import TINY, BenchWork
 from surokit.bench.corpus import corpus
 from surokit.bench.process import Failed
 from surokit.bench.turns import Call, OutOfTime
 from surokit.racing.statistics import steps_to
 from tests.refusals import refused
 
-WORK = Work(batch=2, length=32, accumulate=2, rank=4, alpha=8.0, lr=1e-2)
+WORK = BenchWork(batch=2, length=32, accumulate=2, rank=4, alpha=8.0, lr=1e-2)
 
 
 # -- systems

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from surokit.bench import predicted as bench
-from surokit.bench.configurations import MODELS, Configuration, Work
+from surokit.bench.configurations import MODELS, BenchWork, Configuration
 from surokit.bench.targets import ESTIMATES, TARGETS, Target
 from surokit.planner import find_gpu
 from tests.refusals import refused
@@ -38,7 +38,7 @@ def test_assumed_rates_are_slower_than_large_products_and_these_than_peaks(data)
         assert 0 < low < middle < high
         assert 0 < row["mfu"] < 1.5  # of the bf16 peak, which products in fp8 may pass
         assert sum(row["ms by phase"].values()) == pytest.approx(row["step_ms"], rel=1e-3)
-        assert row["tokens_per_s"] == pytest.approx(Work().tokens / row["step_ms"] * 1e3)
+        assert row["tokens_per_s"] == pytest.approx(BenchWork().tokens / row["step_ms"] * 1e3)
         assert row["kernels"] < row["kernels unfused"]
 
 
@@ -112,7 +112,7 @@ def test_a_row_by_hand(data):
         model["kv_heads"] * model["head_dim"],
     )
     block, read = K * (q + 2 * kv) + K * q + 3 * K * F, K * (q + 2 * kv)
-    flop = 2 * Work().tokens * (2 * model["layers"] * block - read)
+    flop = 2 * BenchWork().tokens * (2 * model["layers"] * block - read)
     assert row["ms by group"]["products"] == pytest.approx(flop / 622e12 * 1e3, rel=0.01)
     gaps = row["ms by phase"]["gaps"]
     assert gaps == pytest.approx(row["kernels"] * 1e-3)

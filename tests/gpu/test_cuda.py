@@ -145,14 +145,14 @@ def test_the_benchmark_of_the_kernels_finds_all_of_them_right(tmp_path):
 def test_the_benchmark_measures_on_this_device(tmp_path, monkeypatch):
     """Its real path at a small shape: processes, the checks of fused and replayed steps on this device, turns, a profile."""
     from surokit.bench import gpu, gpu_table, systems
-    from surokit.bench.configurations import MODELS, Configuration, Group, Part
+    from surokit.bench.configurations import MODELS, BenchGroup, BenchPart, Configuration
 
     shape = {**MODELS["0.6b"], "layers": 2, "width": 512, "heads": 4, "kv_heads": 2, "ffn": 1024, "vocab": 4096}
     monkeypatch.setattr(systems, "MODELS", {"0.6b": shape})
     pace = gpu.Pace()
     monkeypatch.setattr(gpu, "Pace", lambda: dataclasses.replace(pace, turn_s=0.5, ceilings_s=1.0, check_length=256))
-    small = Group("small", (Configuration("0.6b", "bf16"), Configuration("0.6b", "fp8")), 1)
-    monkeypatch.setattr(gpu, "PARTS", {"small": Part("small", "", 1, (small,))})
+    small = BenchGroup("small", (Configuration("0.6b", "bf16"), Configuration("0.6b", "fp8")), 1)
+    monkeypatch.setattr(gpu, "PARTS", {"small": BenchPart("small", "", 1, (small,))})
     data = gpu.run(["small"], out=tmp_path / "gpu.json")
     found = data["gpu"]
     assert not [(key, each["failed"]) for key, each in found.items() if "failed" in each]

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 import surokit as sk
 from surokit import kernels
 from surokit.bench import correct
-from surokit.bench.configurations import MODELS, PARTS, Configuration, Work
+from surokit.bench.configurations import MODELS, PARTS, BenchWork, Configuration
 from surokit.kernels import OPERATIONS, native
 
 HOPPER = (9, 0)
@@ -86,7 +86,7 @@ def on_hopper() -> Iterator[None]:
         yield
 
 
-def step(c: Configuration, work: Work) -> None:
+def step(c: Configuration, work: BenchWork) -> None:
     """Two micro-batches, the second with scales from the first; the optimizer is torch's."""
     config = sk.DecoderConfig(**{**MODELS[c.model], "layers": 1}, max_length=work.length)
     model = sk.Decoder(config, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
@@ -110,5 +110,5 @@ def configurations() -> dict[str, Configuration]:
 
 
 LAUNCHES: dict[str, tuple[tuple[int, ...], Callable[[], Any]]] = {
-    name: ((90,), partial(step, c, Work())) for name, c in configurations().items()
+    name: ((90,), partial(step, c, BenchWork())) for name, c in configurations().items()
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from surokit.offload.link import Arrival, HostLink, Ticket
+from surokit.offload.link import Arrival, HostLink, PendingCopy
 
 
 class ReckonedLink(HostLink):
@@ -22,7 +22,7 @@ class ReckonedLink(HostLink):
     def compute(self, seconds: float) -> None:
         self.now_s += seconds
 
-    def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> Ticket:
+    def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> PendingCopy:
         super().down(fill, to, reads)
         return _Reckoned(self, self._moves("down"), to)
 

@@ -19,7 +19,7 @@ import surokit as sk
 from surokit.errors import OffloadError
 from surokit.offload import adamw
 from surokit.offload.adamw import OffloadAdamW
-from surokit.offload.link import Arrival, HostLink, ThrottledLink, Ticket
+from surokit.offload.link import Arrival, HostLink, PendingCopy, ThrottledLink
 from tests.clocks import PATIENCE_S
 from tests.refusals import refused
 
@@ -226,7 +226,7 @@ class Logged(HostLink):
         self.log: list[str] = []
         self.largest = 0
 
-    def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> Ticket:
+    def down(self, fill: Callable[[Tensor], None], to: Tensor, reads: Sequence[Tensor] = ()) -> PendingCopy:
         self.log.append("down")
         self.largest = max(self.largest, to.nbytes)
         return super().down(fill, to, reads)

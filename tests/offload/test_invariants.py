@@ -30,7 +30,7 @@ import surokit as sk
 from surokit import texts
 from surokit.errors import OffloadError
 from surokit.offload import crew
-from surokit.offload.link import HostLink, Ticket
+from surokit.offload.link import HostLink, PendingCopy
 from surokit.offload.workers import Job, Worker
 from tests.clocks import until
 from tests.offload.oracle import Oracle, hot_columns
@@ -315,7 +315,7 @@ class Watching(HostLink):
         self.changed = self.watched = 0
         self.reading: list[Callable[[], None]] = []
 
-    def up(self, source: Tensor, take: Callable[[Tensor], None]) -> Ticket:
+    def up(self, source: Tensor, take: Callable[[Tensor], None]) -> PendingCopy:
         before, link = source.clone(), self
         super().up(source, take)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import surokit as sk
-from surokit.train.meters import Numerics, Row, numerics
+from surokit.train.meters import GemmReading, Numerics, numerics
 from surokit.widgets.panel import Panel
 from surokit.widgets.picture import picture, summary_text
 from surokit.widgets.state import PanelState
@@ -14,7 +14,7 @@ from tests.conftest import Tiny
 from tests.refusals import refused, warned
 from tests.train.toys import assert_same_state
 
-COLUMNS = ["step", *Row._fields]
+COLUMNS = ["step", *GemmReading._fields]
 
 
 def session(recipe="fp8", meters=(), width=32, blocks=4, plant=None, dtype=torch.bfloat16, **options):
@@ -180,7 +180,7 @@ def test_what_is_not_finite_is_bad(value):
 
 
 def test_thresholds_decide():
-    usual = Row("layers.0.a", "forward", 28.0, 0.0, 0.01, 1.0, 1.0, 0.0, math.nan, math.nan)
+    usual = GemmReading("layers.0.a", "forward", 28.0, 0.0, 0.01, 1.0, 1.0, 0.0, math.nan, math.nan)
     second, third = usual._replace(layer="layers.1.a"), usual._replace(layer="layers.2.a")
     rows = [usual, second, third._replace(sqnr_db=23.0, clipped=0.005, underflow=0.05)]
     assert Numerics().judged(1, rows).first_bad == ""
@@ -192,7 +192,7 @@ def test_thresholds_decide():
 
 
 def rows_of(kind, count, **figures):
-    usual = Row("", "forward", 28.0, 0.0, 0.01, 1.0, 1.0, 0.0, math.nan, math.nan)._replace(**figures)
+    usual = GemmReading("", "forward", 28.0, 0.0, 0.01, 1.0, 1.0, 0.0, math.nan, math.nan)._replace(**figures)
     return [usual._replace(layer=f"layers.{i}.{kind}") for i in range(count)]
 
 

@@ -16,7 +16,7 @@ import pytest
 from surokit.runs import records
 from surokit.runs.records import Record
 from surokit.runs.status import RunInfo
-from surokit.train.meters import Row, Sample
+from surokit.train.meters import GemmReading, Sample
 from surokit.widgets import front
 from surokit.widgets import panel as panel_module
 from surokit.widgets.front import WidgetView
@@ -600,7 +600,7 @@ def test_drawing_warns_about_nothing():
 
 def test_the_least_accurate_layers_are_listed_and_the_first_bad_one_stays():
     state = PanelState("run")
-    sound = Row(
+    sound = GemmReading(
         "model.layers.30.self_attn.with_a_long_name_indeed.q_proj", "grad_weight", 24.6, 0.0, 0.1234, 1, 1, 0, 1, 1
     )
     bad = sound._replace(layer="b", gemm="forward", sqnr_db=-math.inf, clipped=0.021, bad="2.1 % clipped")

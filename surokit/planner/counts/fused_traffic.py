@@ -24,14 +24,14 @@ from surokit.hardware.gpus import Gpu
 from surokit.hardware.linear import Kernel, Pass, turn
 from surokit.planner.counts.flops import Compute, Placement, Product
 from surokit.planner.counts.memory import Setup
-from surokit.planner.counts.traffic import Load, Step, data_moves
+from surokit.planner.counts.traffic import Load, MicroBatch, data_moves
 from surokit.planner.inputs.fusion import comes_quantized
 from surokit.planner.inputs.shape import Shape
 
 _PRODUCTS = ("forward", "grad_input", "grad_weight")
 
 
-class FusedStep(Step):
+class FusedStep(MicroBatch):
     """A FusedStep counts one micro-batch in which `setup.fusion` computes operations together."""
 
     def __init__(self, shape: Shape, compute: Compute, recipe: Any, setup: Setup, gpu: Gpu) -> None:

@@ -99,11 +99,11 @@ def loads(
     setup: Setup,
     gpu: Gpu,
     trained_parameters: float,
-    kind: type[Step] | None = None,
+    kind: type[MicroBatch] | None = None,
 ) -> Iterator[Load]:
     """Yield everything that one optimizer step launches on one GPU, summed over its micro-batches; `kind` is the class that counts
     one (Step without it)."""
-    step = (kind or Step)(shape, compute, recipe, setup, gpu)
+    step = (kind or MicroBatch)(shape, compute, recipe, setup, gpu)
     every = [*step.products(), *step.attention(), *step.between(), *step.embedding(), *step.loss()]
     for load in every:
         if load.bytes or load.flop:
@@ -113,8 +113,8 @@ def loads(
         yield from _update(shape, setup, trained_parameters, step.tensors)
 
 
-class Step:
-    """A Step counts one micro-batch: forward and backward of `batch` x `length` tokens."""
+class MicroBatch:
+    """A MicroBatch counts one micro-batch: forward and backward of `batch` x `length` tokens."""
 
     def __init__(self, shape: Shape, compute: Compute, recipe: Any, setup: Setup, gpu: Gpu) -> None:
         assert setup.batch is not None

@@ -33,7 +33,7 @@ from surokit.planner.counts.communication import GPUS_A_NODE, Communication, com
 from surokit.planner.counts.flops import Compute, on_gpu, placements
 from surokit.planner.counts.fused_traffic import FusedStep
 from surokit.planner.counts.memory import DTYPE_BYTES, Setup
-from surokit.planner.counts.traffic import GROUPS, Load, Step, loads
+from surokit.planner.counts.traffic import GROUPS, Load, MicroBatch, loads
 from surokit.planner.inputs.shape import Shape
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def estimate_step(
     if setup.graphs:
         rates = replace(rates, launch_us=0.0, graphs=True)
     recipe = on_gpu(recipe, gpu)
-    kind = FusedStep if setup.fusion.fuses else Step
+    kind = FusedStep if setup.fusion.fuses else MicroBatch
     rows = tuple(_row(load, rates) for load in loads(shape, compute, recipe, setup, gpu, trained_parameters, kind))
     width = DTYPE_BYTES[setup.dtype]
     passes = {

@@ -103,7 +103,7 @@ class _Tensor(NamedTuple):
 Argument = _Tensor | tuple[_Tensor, ...] | None  # None: no tensor
 
 
-class Work(NamedTuple):
+class OperatorWork(NamedTuple):
     """Work holds FLOPs, bytes, and the index into RATES of the format that multiplies, -1 for no product."""
 
     flop: int = 0
@@ -111,7 +111,7 @@ class Work(NamedTuple):
     rate: int = -1
 
 
-def operator_work(name: str, shapes: Sequence[Any], dtypes: Sequence[str], concrete: Sequence[Any]) -> Work:
+def operator_work(name: str, shapes: Sequence[Any], dtypes: Sequence[str], concrete: Sequence[Any]) -> OperatorWork:
     """Return (FLOPs, bytes, index into RATES or -1) of one recorded operator, without the operators that it calls.
 
     `shapes` and `dtypes` are its arguments' as torch's profiler records them (a list of tensors has a list of shapes, and
@@ -134,14 +134,14 @@ def shaped_step(events: Timeline, inputs: Sequence[Inputs]) -> Shaped:
         raise ValueError(
             f"{len(inputs)} inputs were given for {len(events)} events: give one each, empty for no operator."
         )
-    known: dict[str, tuple[Work, dict[Shape, str]]] = {}
+    known: dict[str, tuple[OperatorWork, dict[Shape, str]]] = {}
     dtype_of: dict[Shape, str] = {}  # of the last tensor of a shape: what a list's tensors are most likely of
     names = [events.names[i] for i in events.name_E.tolist()]
-    own: list[Work] = []
+    own: list[OperatorWork] = []
     with _unseen():
         for name, operator, (shapes, dtypes, concrete) in zip(names, events.is_kind(Kind.OP).tolist(), inputs):
             if not operator or not len(shapes):
-                own.append(Work())
+                own.append(OperatorWork())
                 continue
             key = f"{name}{shapes}{dtypes}{concrete}"
             if key not in known or _LIST in dtypes:
@@ -153,7 +153,7 @@ def shaped_step(events: Timeline, inputs: Sequence[Inputs]) -> Shaped:
             own.append(work)
     parents = _parents(events)
     for i in _stopped(events, names, parents):
-        own[i] = Work()
+        own[i] = OperatorWork()
     settled = _settled(own, parents)
     flop_E, bytes_E, rate_E = (np.array([work[i] for work in settled], np.int64) for i in range(3))
     return Shaped(events, flop_E, bytes_E, rate_E)
@@ -190,7 +190,7 @@ def _stopped(events: Timeline, names: list[str], parents: list[int]) -> list[int
     return found
 
 
-def _settled(own: list[Work], parents: list[int]) -> list[Work]:
+def _settled(own: list[OperatorWork], parents: list[int]) -> list[OperatorWork]:
     """Count each piece of work once: a call keeps its own work where that is more than the calls inside it do, which then
     lose theirs; otherwise the call loses its own and they keep theirs."""
     below_flop, below_bytes = [0] * len(own), [0] * len(own)
@@ -207,7 +207,7 @@ def _settled(own: list[Work], parents: list[int]) -> list[Work]:
     inside = [False] * len(own)  # one that keeps its work
     for i, parent in enumerate(parents):
         inside[i] = parent >= 0 and (inside[parent] or keeps[parent])
-        settled.append(own[i] if keeps[i] and not inside[i] else Work())
+        settled.append(own[i] if keeps[i] and not inside[i] else OperatorWork())
     return settled
 
 
@@ -238,14 +238,14 @@ def _arguments(shapes: Sequence[Any], dtypes: Sequence[str], dtype_of: dict[Shap
     return tuple(map(argument, shapes, dtypes))
 
 
-def _work(name: str, arguments: tuple[Argument, ...], dtypes: tuple[str, ...], concrete: Sequence[Any]) -> Work:
+def _work(name: str, arguments: tuple[Argument, ...], dtypes: tuple[str, ...], concrete: Sequence[Any]) -> OperatorWork:
     if name.startswith("triton_"):  # a generated kernel reads or writes each of its tensors
-        return Work(bytes=sum(t.nbytes for a in arguments for t in _tensors(a)))
+        return OperatorWork(bytes=sum(t.nbytes for a in arguments for t in _tensors(a)))
     operator = _overload(name, dtypes)
     if operator is None:
-        return Work()
+        return OperatorWork()
     flop, rate = _flop(operator, name.partition("::")[2], arguments, concrete)
-    return Work(flop, _bytes(operator, name.partition("::")[2], arguments, concrete), rate)
+    return OperatorWork(flop, _bytes(operator, name.partition("::")[2], arguments, concrete), rate)
 
 
 @cache

@@ -37,7 +37,7 @@ from torch.utils.flop_counter import flop_registry
 from surokit.profiler.record.recorder import Recorder, shaped_part
 from surokit.profiler.record.recording import Recording
 from surokit.profiler.record.settings import optimizer_setting, torch_settings
-from surokit.profiler.record.tracer import Part, capturing, synchronize
+from surokit.profiler.record.tracer import RawTrace, capturing, synchronize
 from surokit.profiler.record.watch import on_optimizer_step
 from surokit.profiler.report.profile import Profile
 
@@ -204,7 +204,7 @@ class Capture:
         self._recorder: Recorder
         self._leader: object = None  # who decides where warm-up ends
         self._stage = _Stage.SHAPED if self._warmup == 1 + self.optimizer_marks else _Stage.EARLY
-        self._shaped: tuple[Part, bool] | None = None  # and whether p.step() marked it
+        self._shaped: tuple[RawTrace, bool] | None = None  # and whether p.step() marked it
         with ExitStack() as stack:
             if self._eager:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -314,7 +314,7 @@ class Capture:
                 self._shaped = part, who == _USER
             self._stage, self._leader = stage, who
 
-    def _saw(self, part: Part) -> bool:
+    def _saw(self, part: RawTrace) -> bool:
         return self._start_ns < part.end_ns and (self._end_ns is None or part.start_ns < self._end_ns)
 
     def _step_marks(self) -> list[_Mark]:
@@ -389,7 +389,7 @@ class Capture:
             usd_per_gpu_hour=self._usd,
         )
 
-    def _shaped_part(self, marks: list[_Mark]) -> Part | None:
+    def _shaped_part(self, marks: list[_Mark]) -> RawTrace | None:
         if self._shaped is not None:
             part, by_user = self._shaped
             return part if by_user == (marks[0].who == _USER) else None

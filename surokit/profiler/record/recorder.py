@@ -25,7 +25,7 @@ from surokit.profiler.record import watch as watching
 from surokit.profiler.record.recording import Costs, Recording, Shaped
 from surokit.profiler.record.tracer import (
     LEAVES_OUT,
-    Part,
+    RawTrace,
     Tracer,
     back_to_back,
     backward_runs,
@@ -69,7 +69,7 @@ class Recorder:
         self._cuda = torch.cuda.is_available()
         self._early = self._cuda and not torch.cuda.is_initialized()
         self._tracer = Tracer(gpu and self._cuda)
-        self._parts: list[Part] = []
+        self._parts: list[RawTrace] = []
         self._gap_ns: int | None = None
         self._costs = Costs()
         self._sampler = Sampler(threading.get_ident()) if sample else None
@@ -116,7 +116,7 @@ class Recorder:
         if self._tracer.running:
             self._tracer.begin()
 
-    def turn(self, shaped: bool, at_once: bool, since_ns: int) -> Part | None:
+    def turn(self, shaped: bool, at_once: bool, since_ns: int) -> RawTrace | None:
         """End a part, which is returned, and begin the next, at once or where the next module is called. Returns None, and
         does nothing, where ranges are open that the restart would break (all but the optimizer's own, when not `at_once`),
         and where no module was called since `since_ns`, so that none may be called later."""
@@ -160,10 +160,10 @@ class Recorder:
             self.notes.append(text)
 
     @property
-    def last_part(self) -> Part | None:
+    def last_part(self) -> RawTrace | None:
         return self._parts[-1] if self._parts else None
 
-    def keep(self, wanted: Callable[[Part], bool]) -> None:
+    def keep(self, wanted: Callable[[RawTrace], bool]) -> None:
         self._parts = [part for part in self._parts if wanted(part)]
 
     def stop(self) -> None:
@@ -191,7 +191,7 @@ class Recorder:
         ranges_left()  # lets go of what was recorded
         self._hooks.close()
 
-    def _end_part(self) -> Part | None:
+    def _end_part(self) -> RawTrace | None:
         synchronize()
         traced, part = self._tracer.traced, self._tracer.stop()
         if part is not None:
@@ -269,7 +269,7 @@ class Recorder:
         )
 
 
-def shaped_part(part: Part) -> Shaped:
+def shaped_part(part: RawTrace) -> Shaped:
     """Count the FLOPs and bytes of the operators of this part."""
     inputs = part.inputs
     return shaped_step(Timeline.of(event for event, _ in inputs), [given for _, given in inputs])

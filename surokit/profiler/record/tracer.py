@@ -39,8 +39,8 @@ wait_for_device = torch.cuda.synchronize  # torch's own, also while the user's c
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """A Part holds what was recorded between a start and a stop, unread until it is needed."""
+class RawTrace:
+    """A RawTrace holds what was recorded between a start and a stop, unread until it is needed."""
 
     results: Any  # torch's own
     clocks_ns: tuple[int, ...]  # the host's time just inside each range named _CLOCK
@@ -121,7 +121,7 @@ class Tracer:
         self._clocks_ns += tuple(_clock_pair() for _ in range(3))
         self._start_ns = time.time_ns()
 
-    def stop(self) -> Part | None:
+    def stop(self) -> RawTrace | None:
         """Stop, and return the part since the start; None when another profiler took it away."""
         running, trace, self._trace = self.running, self._trace, None
         if not running:
@@ -129,7 +129,7 @@ class Tracer:
         end_ns = time.time_ns()
         results = stopped(trace, end_ns)
         step = self._step if self._step and self._step[0] in {getattr(found(), "name", "") for found in _left} else None
-        return results and Part(results, self._clocks_ns, self._start_ns, end_ns, self._shaped, step)
+        return results and RawTrace(results, self._clocks_ns, self._start_ns, end_ns, self._shaped, step)
 
 
 def new_trace(activities: Sequence[ProfilerActivity], shaped: bool = False) -> torch.profiler.profile:

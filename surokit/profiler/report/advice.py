@@ -27,8 +27,8 @@ EVERY = 20  # steps between two reads of a value that is only shown
 
 
 @dataclass(frozen=True)
-class Row:
-    """A Row is one piece of advice; `parts` are the parts of the step (causes, or "busy") that its milliseconds come from,
+class AdviceRow:
+    """An AdviceRow is one piece of advice; `parts` are the parts of the step (causes, or "busy") that its milliseconds come from,
     the main one first."""
 
     rule: str
@@ -108,13 +108,13 @@ class Seen:
         return max(lost, key=lambda place: lost[place], default=("", 0))
 
 
-Rule = Callable[[Seen], Iterator[Row]]
+Rule = Callable[[Seen], Iterator[AdviceRow]]
 
 
 def advise(summary: Mapping[str, Any], tables: Mapping[str, Table], settings: Mapping[str, str] | None = None) -> Table:
     """Return the advice table, largest gain first: rule, advice, evidence, gain_ms, file, line. `settings` are a
     Recording's, as a dict."""
-    rows: list[Row] = []
+    rows: list[AdviceRow] = []
     if summary["wall_ms"] and summary["activity"] != "unknown":
         seen = Seen(summary, tables, settings or {})
         found = [_bounded(seen, row) for rule in RULES for row in rule(seen)]
@@ -134,11 +134,11 @@ def nothing_to_win(summary: Mapping[str, Any], advice: Table) -> str:
     return f"no advice can win {WORTH:.0%} of the step: {most}, which less work, fewer bits or a faster device make shorter"
 
 
-def _bounded(seen: Seen, row: Row) -> Row:
+def _bounded(seen: Seen, row: AdviceRow) -> AdviceRow:
     return replace(row, gain_ms=min(row.gain_ms * seen.own_share(row.parts[0]), seen.held(*row.parts), seen.wall))
 
 
-def _claimed_too(seen: Seen, row: Row, rows: list[Row]) -> str:
+def _claimed_too(seen: Seen, row: AdviceRow, rows: list[AdviceRow]) -> str:
     """Name the other rules with which this one claims more than the parts hold that both draw on."""
     others = []
     for other in rows:
@@ -161,7 +161,7 @@ _REMEDY_INSIDE = (  # where a library reads a value -> what the user can do abou
 )
 
 
-def sync(seen: Seen) -> Iterator[Row]:
+def sync(seen: Seen) -> Iterator[AdviceRow]:
     """Find the reads of a device value in every step. On a CPU one costs next to nothing, so it is reported whatever its size."""
     table = seen.tables["syncs"]
     lost, total = seen.held("syncs"), sum(table["ms"]) or 1.0
@@ -176,7 +176,7 @@ def sync(seen: Seen) -> Iterator[Row]:
         else:
             rule, where = "sync", f"`{call}` at {place_text(file, line)}"
         advice = f"{where} {waits}: {_sync_remedy(call, inside, rule)}"
-        yield Row(rule, advice, f"{count:.3g} calls a step", lost * ms / total, ("syncs",), file, line)
+        yield AdviceRow(rule, advice, f"{count:.3g} calls a step", lost * ms / total, ("syncs",), file, line)
 
 
 def _sync_remedy(call: str, inside: str, rule: str) -> str:
@@ -197,7 +197,7 @@ def _sync_remedy(call: str, inside: str, rule: str) -> str:
 # ---------------------------------------------------------------------------------------------------------- host and loader
 
 
-def data(seen: Seen) -> Iterator[Row]:
+def data(seen: Seen) -> Iterator[AdviceRow]:
     """Find a loop that waits for its data loader."""
     ms = seen.phase("data")
     if not seen.worth(ms):
@@ -215,10 +215,10 @@ def data(seen: Seen) -> Iterator[Row]:
     evidence = f"{ms / seen.wall:.0%} of the step in data loading" + (f" ({loader})" if loader else "")
     advice = f"the loop waits {ms:.3g} ms a step for the data loader: {remedy}"
     gain, place = min(ms, seen.summary["idle_ms"]), seen.place_inside(DATA_RANGES)
-    yield Row("data", advice, evidence, gain, ("host", "launches"), *place)
+    yield AdviceRow("data", advice, evidence, gain, ("host", "launches"), *place)
 
 
-def host_gap(seen: Seen) -> Iterator[Row]:
+def host_gap(seen: Seen) -> Iterator[AdviceRow]:
     """Find lines of the user's on which nothing but Python ran."""
     by_place: dict[tuple[str, int], list[tuple[float, float, float]]] = defaultdict(list)
     for file, line, inside, *found in seen.rows("lines", "file line inside ms count longest_ms"):
@@ -230,12 +230,12 @@ def host_gap(seen: Seen) -> Iterator[Row]:
         if seen.worth(ms, 2):
             where = f"{device} {ms:.3g} ms a step while {place_text(file, line)} runs"
             advice = f"{where}: move that work out of the step or to a thread"
-            yield Row(
+            yield AdviceRow(
                 "host gap", advice, f"{count:.3g} gaps a step, the longest {longest:.3g} ms", ms, ("host",), file, line
             )
 
 
-def garbage(seen: Seen) -> Iterator[Row]:
+def garbage(seen: Seen) -> Iterator[AdviceRow]:
     """Find runs of Python's garbage collector inside the steps."""
     ms = seen.summary.get("collect_ms") or 0.0
     if seen.worth(ms):
@@ -244,10 +244,10 @@ def garbage(seen: Seen) -> Iterator[Row]:
             " with a gc.collect() every few hundred steps"
         )
         parts = ("host", "launches", "syncs") if seen.on_gpu else ("host", "launches", "busy")
-        yield Row("garbage", advice, f"{ms / seen.wall:.1%} of the step in collections", ms, parts)
+        yield AdviceRow("garbage", advice, f"{ms / seen.wall:.1%} of the step in collections", ms, parts)
 
 
-def recompiles(seen: Seen) -> Iterator[Row]:
+def recompiles(seen: Seen) -> Iterator[AdviceRow]:
     """Find compilations by torch.compile while steps were measured."""
     for name, calls, ms in seen.rows("ops", "op calls ms"):
         if name.startswith("_compile.compile_inner") and seen.worth(ms):
@@ -256,22 +256,22 @@ def recompiles(seen: Seen) -> Iterator[Row]:
                 f"torch.compile compiles during the steps, {ms:.3g} ms a step: give inputs of one shape (pad), or compile with"
                 " dynamic=True; TORCH_LOGS=recompiles says which guard failed"
             )
-            yield Row("recompile", advice, f"{count:.0f} compilations in {seen.summary['steps']} steps", ms, _ANY)
+            yield AdviceRow("recompile", advice, f"{count:.0f} compilations in {seen.summary['steps']} steps", ms, _ANY)
 
 
-def threads(seen: Seen) -> Iterator[Row]:
+def threads(seen: Seen) -> Iterator[AdviceRow]:
     """Find more threads for operators than cores to run them."""
     has, cores = (int(seen.settings.get(name) or 0) for name in ("threads", "cores"))
     if not seen.on_gpu and has > cores > 0:
         advice = f"{has} threads share {cores} cores: torch.set_num_threads({cores})"
         gain = seen.summary["busy_ms"] * (1 - cores / has)
-        yield Row("threads", advice, f"torch.get_num_threads() is {has}", gain, ("busy",))
+        yield AdviceRow("threads", advice, f"torch.get_num_threads() is {has}", gain, ("busy",))
 
 
 # -------------------------------------------------------------------------------------------------------- launches, optimizer
 
 
-def launches(seen: Seen) -> Iterator[Row]:
+def launches(seen: Seen) -> Iterator[AdviceRow]:
     """Find many launches whose cost is that of launching."""
     lost, count = seen.held("launches"), seen.summary["launches_per_step"]
     if not (seen.worth(lost, 2) and count >= 50):
@@ -283,7 +283,7 @@ def launches(seen: Seen) -> Iterator[Row]:
         remedy += ", or a CUDA graph of the step"
     what = "launches" if seen.on_gpu else "operators"
     advice = f"{count:.0f} {what} a step leave {lost:.3g} ms between them: fuse them ({remedy})"
-    yield Row("launches", advice, f"most often {name}, {calls:.0f} a step", lost, ("launches",))
+    yield AdviceRow("launches", advice, f"most often {name}, {calls:.0f} a step", lost, ("launches",))
 
 
 # how often an update moves a tensor of the parameters' size: in the fused form, which reads parameter, gradient and states once and
@@ -292,7 +292,7 @@ _MOVED = {"Adam": (7, 20), "AdamW": (7, 20), "Adagrad": (5, 11), "SGD": (5, 8)}
 _MOVED_BY = {"addcdiv_": 4, "addcmul_": 3, "lerp_": 3}  # the same of an operator that only optimizers call
 
 
-def optimizer(seen: Seen) -> Iterator[Row]:
+def optimizer(seen: Seen) -> Iterator[AdviceRow]:
     """Find an optimizer that walks its parameters one by one, or in groups, where one fused operator would do; and one that
     cannot be faster and takes much of the step."""
     ms, said = seen.phase("optimizer"), seen.settings.get("optimizer", "")
@@ -312,7 +312,7 @@ def optimizer(seen: Seen) -> Iterator[Row]:
         fix = f"torch.optim.{kind}(..., fused=True)" if kind in _MOVED else "fused=True where it has one"
         advice = f"the optimizer updates {many or grouped:.0f} tensors {how} in {ms:.3g} ms: {fix}, or sk.AdamW"
         calls = f"{loops:.0f} x aten::addcdiv_" if loops else said or f"{grouped:.0f} foreach operators"
-        yield Row("optimizer", advice, f"{calls} a step, {ms / seen.wall:.0%} of the step", gain, parts)
+        yield AdviceRow("optimizer", advice, f"{calls} a step, {ms / seen.wall:.0%} of the step", gain, parts)
     elif taken >= LARGE * seen.wall:
         word = "fused" if fused else "as it is"
         advice = (
@@ -321,7 +321,7 @@ def optimizer(seen: Seen) -> Iterator[Row]:
         )
         if kind == "AdamW8bit" and not seen.on_gpu:
             advice += ", or take sk.AdamW: moments in 8 bits are slow on a CPU"
-        yield Row("optimizer share", advice, f"{ms / seen.wall:.0%} of the step; {said}", taken / 2, parts)
+        yield AdviceRow("optimizer share", advice, f"{ms / seen.wall:.0%} of the step; {said}", taken / 2, parts)
 
 
 def _fused_takes(seen: Seen, kind: str, busy_ms: float, tensors: float) -> float:
@@ -346,7 +346,7 @@ _OFFLOAD_REMEDIES = {  # what an offloading optimizer waits for most -> what to 
 }
 
 
-def offload(seen: Seen) -> Iterator[Row]:
+def offload(seen: Seen) -> Iterator[AdviceRow]:
     """Find an optimizer that keeps its state on the host, and whose host part takes longer than the device's step."""
     ms = seen.held("offload")
     waits = list(seen.rows("offload", "wait count ms"))
@@ -361,21 +361,21 @@ def offload(seen: Seen) -> Iterator[Row]:
         remedy = _OFFLOAD_REMEDIES.get(waits[0][0], "look at optimizer.report()")
         remedy += "; a larger batch or more accumulation gives it more time in any case"
     advice = f"the step waits {ms:.3g} ms for the optimizer's part on the host: {remedy}"
-    yield Row(
+    yield AdviceRow(
         "offload", advice, ", ".join(f"{count:.3g} x {name}: {t:.3g} ms" for name, count, t in waits), ms, ("offload",)
     )
 
 
-def clipping(seen: Seen) -> Iterator[Row]:
+def clipping(seen: Seen) -> Iterator[AdviceRow]:
     """Find gradient norms that are taken tensor by tensor."""
     count = seen.called("linalg_vector_norm")
     ms = seen.spent("linalg_vector_norm", r"NormTwoOps|norm_kernel|NormOps")
     if count >= 8 and not seen.called("_foreach_norm") and seen.worth(ms):
         advice = f"gradient norms of {count:.0f} tensors are taken one by one in {ms:.3g} ms: clip_grad_norm_(..., foreach=True)"
-        yield Row("clipping", advice, f"{count:.0f} x aten::linalg_vector_norm a step", ms, ("busy", "launches"))
+        yield AdviceRow("clipping", advice, f"{count:.0f} x aten::linalg_vector_norm a step", ms, ("busy", "launches"))
 
 
-def zero_grad(seen: Seen) -> Iterator[Row]:
+def zero_grad(seen: Seen) -> Iterator[AdviceRow]:
     """Find gradients that are filled with zeros where they could be dropped. Only fills that no operator asked for count:
     those of a backward are its own."""
     said = re.search(r"(\d+) tensors", seen.settings.get("optimizer", ""))
@@ -387,13 +387,13 @@ def zero_grad(seen: Seen) -> Iterator[Row]:
         advice = (
             f"zero_grad fills the gradients with zeros in {ms:.3g} ms: zero_grad(set_to_none=True), torch's default"
         )
-        yield Row("zero_grad", advice, f"{zeroed or grouped:.0f} fills a step", ms, ("busy", "launches"))
+        yield AdviceRow("zero_grad", advice, f"{zeroed or grouped:.0f} fills a step", ms, ("busy", "launches"))
 
 
 # ------------------------------------------------------------------------------------------------------------------ copies
 
 
-def copies(seen: Seen) -> Iterator[Row]:
+def copies(seen: Seen) -> Iterator[AdviceRow]:
     """Find copies between host and device that are slow: from pageable memory, in many small pieces, or not hidden by other
     work."""
     columns = "copy direction count bytes ms gb_per_s pinned exposed_ms"
@@ -406,18 +406,18 @@ def copies(seen: Seen) -> Iterator[Row]:
             advice = (
                 f"{count:.0f} small copies {direction} a step: stack them into one, or make the values on the device"
             )
-            yield Row("small copies", advice, evidence, seen.held("copies"), ("copies",))
+            yield AdviceRow("small copies", advice, evidence, seen.held("copies"), ("copies",))
         elif not pinned and seen.worth(ms):
             advice = (
                 f"{count:.3g} copies a step {ways} pageable memory take {ms:.3g} ms: pin_memory() and non_blocking=True"
             )
-            yield Row("pageable copy", advice, evidence, ms, ("copies",))
+            yield AdviceRow("pageable copy", advice, evidence, ms, ("copies",))
         elif pinned and seen.worth(exposed):
             advice = (
                 f"nothing runs under {exposed:.3g} ms of pinned copies {direction} a step: copy the next batch on a stream of its"
                 " own (non_blocking=True) while this one is computed"
             )
-            yield Row("exposed copy", advice, evidence, exposed, ("copies",))
+            yield AdviceRow("exposed copy", advice, evidence, exposed, ("copies",))
 
 
 # as torch names its kernels: by the function of Copy.cu, and by whether they convert what they load
@@ -425,7 +425,7 @@ _LAYOUTS = r"direct_copy_kernel(?!.*WithCast)"
 _CASTS = r"float(?:16|8)_copy_kernel|copy_kernel.*LoadWithCast"
 
 
-def casts(seen: Seen) -> Iterator[Row]:
+def casts(seen: Seen) -> Iterator[AdviceRow]:
     """Find conversions of dtype: those of autocast, which casts the same weights again in each step, and the user's own."""
     count, autocast = seen.called("_to_copy"), seen.settings.get("autocast", "")
     ms = seen.spent("_to_copy", _CASTS)
@@ -440,10 +440,10 @@ def casts(seen: Seen) -> Iterator[Row]:
         )
     else:
         advice = f"{count:.0f} conversions a step take {ms:.3g} ms: make tensors in the dtype and on the device where they are used"
-    yield Row("casts", advice, f"{count:.0f} x aten::_to_copy a step", ms, ("busy", "launches"))
+    yield AdviceRow("casts", advice, f"{count:.0f} x aten::_to_copy a step", ms, ("busy", "launches"))
 
 
-def layout_copies(seen: Seen) -> Iterator[Row]:
+def layout_copies(seen: Seen) -> Iterator[AdviceRow]:
     """Find copies that only change the order of elements in memory."""
     count, ms = seen.called("clone", "contiguous"), seen.spent("clone", _LAYOUTS)
     if count >= 2 and seen.worth(ms, 2):
@@ -451,10 +451,12 @@ def layout_copies(seen: Seen) -> Iterator[Row]:
             f"copies that only change the order in memory (.contiguous(), .clone(), .reshape() of a transpose) take {ms:.3g} ms a"
             " step: choose the layout once, or pass views"
         )
-        yield Row("layout copies", advice, f"{count:.0f} x aten::clone or contiguous a step", ms, ("busy", "launches"))
+        yield AdviceRow(
+            "layout copies", advice, f"{count:.0f} x aten::clone or contiguous a step", ms, ("busy", "launches")
+        )
 
 
-def communication(seen: Seen) -> Iterator[Row]:
+def communication(seen: Seen) -> Iterator[AdviceRow]:
     """Find collectives that no other work hides."""
     ms, whole = (seen.summary.get(name) or 0.0 for name in ("comm_exposed_ms", "comm_ms"))
     if seen.worth(ms):
@@ -462,13 +464,15 @@ def communication(seen: Seen) -> Iterator[Row]:
             f"{ms:.3g} ms of communication a step run with nothing under them: let gradients travel during backward (DDP: smaller"
             " bucket_cap_mb; FSDP: prefetch), and none in accumulation steps (no_sync())"
         )
-        yield Row("communication", advice, f"{ms / max(whole, ms):.0%} of {whole:.3g} ms is exposed", ms, ("busy",))
+        yield AdviceRow(
+            "communication", advice, f"{ms / max(whole, ms):.0%} of {whole:.3g} ms is exposed", ms, ("busy",)
+        )
 
 
 _ALLOCATIONS = re.compile(r"(cuda(Malloc|Free|HostAlloc|FreeHost)|cuMem(Create|Map|Unmap|Release))(_v\d+)?")
 
 
-def allocator(seen: Seen) -> Iterator[Row]:
+def allocator(seen: Seen) -> Iterator[AdviceRow]:
     """Find memory calls of the driver inside steps; the caching allocator makes them only while it grows, fragments or was
     emptied."""
     found = [row for row in seen.rows("calls", "call calls ms") if _ALLOCATIONS.fullmatch(row[0])]
@@ -479,7 +483,7 @@ def allocator(seen: Seen) -> Iterator[Row]:
         advice = (
             f"memory calls of the driver take {ms:.3g} ms a step: drop empty_cache() and keep shapes constant{grow}"
         )
-        yield Row("allocator", advice, ", ".join(f"{calls:.3g} x {call}" for call, calls, _ in found), ms, _ANY)
+        yield AdviceRow("allocator", advice, ", ".join(f"{calls:.3g} x {call}" for call, calls, _ in found), ms, _ANY)
 
 
 # ---------------------------------------------------------------------------------------------------------------- busy time
@@ -489,7 +493,7 @@ _PLAIN_FLOAT32 = r"(?<!\d)(?<!fp16_)(?<!bf16_)sgemm|gemm_f32f32_f32f32|gemm.*<fl
 _CONVOLUTIONS = r"(?i)conv(?!ert)|wgrad|dgrad|fprop|winograd"
 
 
-def float32_products(seen: Seen) -> Iterator[Row]:
+def float32_products(seen: Seen) -> Iterator[AdviceRow]:
     """Find products in full float32, which leave a GPU's tensor cores unused."""
     products = [row for row in seen.rows("kernels", "kernel self_ms") if re.search(_PLAIN_FLOAT32, row[0])]
     ms = sum(ms for name, ms in products if not re.search(_CONVOLUTIONS, name))  # those have a switch of their own
@@ -498,10 +502,12 @@ def float32_products(seen: Seen) -> Iterator[Row]:
             f"matrix products in full float32 take {ms:.3g} ms a step: torch.set_float32_matmul_precision('high') runs them on"
             " tensor cores, bfloat16 is faster still"
         )
-        yield Row("float32", advice, f"{ms / seen.summary['busy_ms']:.0%} of busy time in such kernels", ms, ("busy",))
+        yield AdviceRow(
+            "float32", advice, f"{ms / seen.summary['busy_ms']:.0%} of busy time in such kernels", ms, ("busy",)
+        )
 
 
-def cudnn_benchmark(seen: Seen) -> Iterator[Row]:
+def cudnn_benchmark(seen: Seen) -> Iterator[AdviceRow]:
     """Find convolutions whose algorithm is guessed, not measured. The bound is half of their time: a guess seldom costs more."""
     ms = sum(ms for name, ms in seen.rows("kernels", "kernel self_ms") if re.search(_CONVOLUTIONS, name))
     count = seen.called("convolution")
@@ -510,23 +516,23 @@ def cudnn_benchmark(seen: Seen) -> Iterator[Row]:
             f"{count:.0f} convolutions a step take {ms:.3g} ms with algorithms chosen unmeasured: where input shapes stay the same,"
             " torch.backends.cudnn.benchmark = True"
         )
-        yield Row("cudnn.benchmark", advice, f"{count:.0f} x aten::convolution a step", ms / 2, ("busy",))
+        yield AdviceRow("cudnn.benchmark", advice, f"{count:.0f} x aten::convolution a step", ms / 2, ("busy",))
 
 
-def anomaly(seen: Seen) -> Iterator[Row]:
+def anomaly(seen: Seen) -> Iterator[AdviceRow]:
     """Find anomaly mode, which keeps a stack for each node and looks for NaN after each."""
     if seen.settings.get("anomaly") == "True":
         checks = seen.called("isnan")
         ms = seen.spent("isnan _is_any_true", r"CompareEqFunctor|or_kernel_cuda")  # isnan is x != x
         gain = ms + seen.held("launches", "syncs", "host")
         advice = "anomaly mode is on, and slows every node of backward: turn it off unless you look for a NaN"
-        yield Row("anomaly", advice, f"{checks:.0f} x aten::isnan a step", gain, _ANY)
+        yield AdviceRow("anomaly", advice, f"{checks:.0f} x aten::isnan a step", gain, _ANY)
 
 
 _DETERMINISTIC = "fill_ index_put_ _index_put_impl_ index_add_ scatter_ scatter_add_ embedding_dense_backward cumsum"
 
 
-def deterministic(seen: Seen) -> Iterator[Row]:
+def deterministic(seen: Seen) -> Iterator[AdviceRow]:
     """Find deterministic algorithms, slower where many terms are added to one place; they also fill all new memory."""
     ms = seen.spent(
         _DETERMINISTIC, r"(?i)FillFunctor|index(?!Select)|scatter|sort|embedding_backward|cumsum", "self_ms"
@@ -537,13 +543,13 @@ def deterministic(seen: Seen) -> Iterator[Row]:
             " use_deterministic_algorithms(False), or torch.utils.deterministic.fill_uninitialized_memory = False"
         )
         evidence = f"{seen.called(*_DETERMINISTIC.split()):.0f} such operators a step"
-        yield Row("deterministic", advice, evidence, ms, ("busy", "launches"))
+        yield AdviceRow("deterministic", advice, evidence, ms, ("busy", "launches"))
 
 
 _SOFTMAX = r"(?i)^(?!.*logsoftmax).*softmax"  # not a loss's
 
 
-def attention(seen: Seen) -> Iterator[Row]:
+def attention(seen: Seen) -> Iterator[AdviceRow]:
     """Find attention that writes its whole matrix of weights to memory."""
     by_math = seen.called("_scaled_dot_product_attention_math")
     softmax, products = seen.called("_softmax"), seen.called("bmm", "baddbmm")
@@ -559,10 +565,10 @@ def attention(seen: Seen) -> Iterator[Row]:
             " size and dtype that a fused kernel takes"
         )
         name, count = ("_scaled_dot_product_attention_math", by_math) if by_math else ("_softmax", softmax)
-        yield Row("attention", advice, f"{count:.0f} x aten::{name} a step", ms, ("busy", "launches"))
+        yield AdviceRow("attention", advice, f"{count:.0f} x aten::{name} a step", ms, ("busy", "launches"))
 
 
-def loss(seen: Seen) -> Iterator[Row]:
+def loss(seen: Seen) -> Iterator[AdviceRow]:
     """Find a cross entropy over logits that are held, read and written several times."""
     operators = "_log_softmax _log_softmax_backward_data nll_loss_forward nll_loss_backward"
     ms = seen.spent(operators, r"LogSoftMax|nll_loss")
@@ -572,7 +578,7 @@ def loss(seen: Seen) -> Iterator[Row]:
             " (surokit.nn.loss.linear_cross_entropy)"
         )
         evidence = f"{seen.called('_log_softmax'):.0f} x aten::_log_softmax a step, its backward and nll_loss"
-        yield Row("loss", advice, evidence, ms, ("busy", "launches"))
+        yield AdviceRow("loss", advice, evidence, ms, ("busy", "launches"))
 
 
 _WRITTEN_OUT = (  # what is written out, its operators, the classes it is found in, and the remedy
@@ -581,7 +587,7 @@ _WRITTEN_OUT = (  # what is written out, its operators, the classes it is found 
 )
 
 
-def written_out(seen: Seen) -> Iterator[Row]:
+def written_out(seen: Seen) -> Iterator[AdviceRow]:
     """Find norms and activations made of many small operators."""
     for what, operators, kinds, remedy in _WRITTEN_OUT:
         counts = [seen.called(name) for name in operators]
@@ -589,7 +595,7 @@ def written_out(seen: Seen) -> Iterator[Row]:
         if min(counts) >= 1 and seen.worth(ms, 2):
             evidence = ", ".join(f"{count:.0f} x aten::{name}" for count, name in zip(counts, operators)) + " a step"
             advice = f"{what} written out as several operators take {ms:.3g} ms a step: {remedy}"
-            yield Row("written out", advice, evidence, ms, ("busy", "launches"))
+            yield AdviceRow("written out", advice, evidence, ms, ("busy", "launches"))
 
 
 _ANY = ("launches", "syncs", "host", "busy")
