@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from surokit import kernels
-from surokit.convert import linear_layers, on_device, precision, why_kept
+from surokit.convert import linear_layers, on_device, precision, skip_reason
 from surokit.nn.linear import Linear
 from surokit.nn.loss import IGNORED
 from surokit.places import check_values
@@ -70,7 +70,7 @@ def compare(model: nn.Module, batch: Mapping[str, Tensor], *recipes: Recipe | st
     for name in list(found):
         operands = found.pop(name)  # with its float32 products, which are large
         for recipe in chosen:
-            if why_kept(name, layers[name], recipe, blocks):
+            if skip_reason(name, layers[name], recipe, blocks):
                 continue
             stored = quantize(operands.w_NK, recipe.storage) if recipe.storage else None
             for gemm, values in judge(on_device(recipe, operands.w_NK.device), operands, stored=stored):
@@ -107,7 +107,7 @@ def judge(
     stored: Quantized | None = None,
     amaxes: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (product, its FIGURES as a float32 tensor) for each product of a layer, as `nn/products.py` computes it.
+    """Yield (product, its FIGURES as a float32 tensor) for each product of a layer, as `nn/linear_gemms.py` computes it.
 
     stored: the weight as it is held, which then takes w's place. amaxes: by "x", "w" and "dy", what scales that cover a whole
     tensor come from; without them, from the operands' own. Nothing here waits for the device or draws from its random state.

@@ -23,7 +23,7 @@ from surokit.hardware.linear import linear_seconds
 from surokit.hardware.machine import room_for_decoded
 from surokit.nn.delayed import DelayedScales, banks_of
 from surokit.nn.linear import Linear
-from surokit.nn.products import Precision
+from surokit.nn.linear_gemms import Precision
 from surokit.places import check_module
 from surokit.product import computes
 from surokit.recipe import BF16, Recipe, count_blocks, find_recipe
@@ -179,7 +179,7 @@ def precision(model: nn.Module, recipe: Recipe | str) -> Iterator[nn.Module]:
     before = {layer: layer.precision for layer in layers.values()}
     try:
         for name, layer in layers.items():
-            converts = recipe.quantized_products and not why_kept(name, layer, recipe, blocks)
+            converts = recipe.quantized_products and not skip_reason(name, layer, recipe, blocks)
             layer.precision = Precision(recipe) if converts else None
         yield model
     finally:
@@ -244,7 +244,7 @@ def _is_adapter(name: str) -> bool:
 
 def _check(name: str, layer: nn.Linear, recipe: Recipe, blocks: int, dtype: torch.dtype) -> None:
     """Raise what `_convert` would; its storage meets a matrix of the weight's kind without data."""
-    why = why_kept(name, layer, recipe, blocks)
+    why = skip_reason(name, layer, recipe, blocks)
     stored = layer.stored if isinstance(layer, Linear) else None  # TypeError where spoilt
     if recipe.storage and not why and (stored is None or stored.quantizer != recipe.storage):
         kind = layer.weight.dtype if stored is None else dtype
@@ -266,7 +266,7 @@ def _convert(
     """Adopt, quantize and adapt one layer; products that need histories get them afterwards. trainable: a weight that is no
     longer stored."""
     layer = _adopt(layer)
-    why = why_kept(name, layer, recipe, blocks)
+    why = skip_reason(name, layer, recipe, blocks)
     if layer.precision is not None and layer.precision.scales is not None:
         layer.precision.scales.layers.discard(layer)
     layer.precision = None
@@ -338,7 +338,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in usable), torch.bfloat16)
 
 
-def why_kept(name: str, layer: nn.Linear, recipe: Recipe, blocks: int) -> str:
+def skip_reason(name: str, layer: nn.Linear, recipe: Recipe, blocks: int) -> str:
     """Return why `recipe` leaves this layer in bfloat16, or "" where it does not. `blocks` is how many the model has."""
     if not recipe.quantized:
         return "the recipe is bf16"

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from surokit.accuracy import judge, operands_of
-from surokit.convert import linear_layers, precision, why_kept
+from surokit.convert import linear_layers, precision, skip_reason
 from surokit.hardware.gpus import Gpu, find_gpu
 from surokit.hardware.linear import linear_seconds
 from surokit.planner.counts.flops import operand_bits
@@ -226,7 +226,7 @@ def _measure(
         gradient = 0.0 if dy_TN is None else float(dy_TN.double().square().sum())
         felt[name] = float(y_TN.double().square().sum()) * gradient / len(y_TN)
         for recipe in recipes:
-            if not why_kept(name, layers[name], recipe, blocks):
+            if not skip_reason(name, layers[name], recipe, blocks):
                 judged = judge(recipe, operands)
                 decibels[recipe.name][name] = {gemm: float(figures[0]) for gemm, figures in judged}
     return decibels, felt

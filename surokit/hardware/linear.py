@@ -3,7 +3,7 @@
     y_TN = x_TK w_NK'     dx_TK = dy_TN w_NK     dw_NK = dy_TN' x_TK
 
 A kernel is its FLOPs, the least bytes that it can move, and how often it is launched. What is quantized where, and in how many
-passes over an operand, is that of surokit/nn/products.py and of the kernels behind it:
+passes over an operand, is that of surokit/nn/linear_gemms.py and of the kernels behind it:
 
 - a scale that is known before (delayed scaling) or that one tile decides takes one read of the operand; a scale of the whole
   tensor two; scales of rows and columns two, where both orientations are wanted;

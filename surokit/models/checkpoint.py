@@ -203,7 +203,7 @@ def _storing(recipe: Recipe | None, config: DecoderConfig, again: list[str]) -> 
     storage = recipe.storage
 
     def store(name: str, layer: Linear) -> None:
-        if convert.why_kept(name, layer, recipe, config.layers):
+        if convert.skip_reason(name, layer, recipe, config.layers):
             return
         if (Q := layer.stored) is None:
             layer.store(storage)

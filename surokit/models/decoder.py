@@ -28,7 +28,7 @@ from surokit.nn.loss import IGNORED, chunked_cross_entropy, linear_cross_entropy
 from surokit.nn.norm import RMSNorm
 from surokit.nn.qk import split_heads
 from surokit.nn.rope import RotaryEmbedding
-from surokit.nn.stages import Gated, Normed, Plain, project
+from surokit.nn.stages import Gated, Normed, Plain, fused_linear
 from surokit.places import check_dtype, find_device
 from surokit.torch_private import is_hooked
 
@@ -123,7 +123,7 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         fusion = fusion_for(self.fusion, x)
         lay_in_forward(self.readers, fusion)
-        stream, parts, joint = project(source, self.readers, fusion)
+        stream, parts, joint = fused_linear(source, self.readers, fusion)
         norms = (self.q_norm, self.k_norm) if self.qk_norm else None
         q, k, v = split_heads(parts, joint, self.head_dim, context.cos, context.sin, norms, fusion)
         del parts, joint  # a name would hold them through attention
@@ -133,7 +133,7 @@ class Attention(nn.Module):
             causal = k.shape[1] == T
         mask = context.masks[self.window]
         y = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=causal, mask=mask)
-        _, (out,), _ = project(Plain(y.transpose(1, 2).reshape(B, T, -1)), (self.o_proj,), fusion)
+        _, (out,), _ = fused_linear(Plain(y.transpose(1, 2).reshape(B, T, -1)), (self.o_proj,), fusion)
         return out if stream is None else (stream, out)
 
     @property
@@ -163,9 +163,9 @@ class MLP(nn.Module):
         source, x = source_of(x_BTK)
         fusion = fusion_for(self.fusion, x)
         lay_in_forward(self.readers, fusion)
-        stream, *made = project(source, self.readers, fusion)
+        stream, *made = fused_linear(source, self.readers, fusion)
         made = list(made)  # torch's compiler takes what the star leaves for a tuple in version 2.11
-        _, (y,), _ = project(_gated(made), (self.down_proj,), fusion)
+        _, (y,), _ = fused_linear(_gated(made), (self.down_proj,), fusion)
         return y if stream is None else (stream, y)
 
     @property
@@ -218,7 +218,7 @@ def after_norm(
 
 
 def source_of(x: Tensor | Normed) -> tuple[Plain | Normed, Tensor]:
-    """Return what `project` reads, and a tensor of it that tells shape, dtype and device."""
+    """Return what `fused_linear` reads, and a tensor of it that tells shape, dtype and device."""
     return (x, x.stream) if isinstance(x, Normed) else (Plain(x), x)
 
 

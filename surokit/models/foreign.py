@@ -27,7 +27,7 @@ from surokit.nn.linear import Linear
 from surokit.nn.loss import IGNORED
 from surokit.nn.norm import RMSNorm
 from surokit.nn.qk import split_heads
-from surokit.nn.stages import Normed, Plain, project
+from surokit.nn.stages import Normed, Plain, fused_linear
 from surokit.torch_private import is_hooked
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -99,7 +99,7 @@ class FusedAttention(FusedMixin):
             kwargs |= {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
             return self.original.forward(self, hidden_states, past_key_values=past_key_values, **kwargs)
         lay_in_forward(self.readers, fusion)
-        stream, parts, joint = project(source, self.readers, fusion)
+        stream, parts, joint = fused_linear(source, self.readers, fusion)
         cos, sin = (half(table) for table in position_embeddings)
         norms = (self.q_norm, self.k_norm) if "q_norm" in self._modules else None
         q, k, v = split_heads(parts, joint, self.head_dim, cos, sin, norms, fusion)
@@ -109,7 +109,7 @@ class FusedAttention(FusedMixin):
         dropout = self.attention_dropout if self.training else 0.0
         options: dict[str, Any] = {"dropout": dropout, "scaling": self.scaling, **self._window()}
         y, weights = self._interface()(self, q, k, v, attention_mask, **options, **kwargs)
-        _, (out,), _ = project(Plain(y.reshape(*x.shape[:-1], -1).contiguous()), (self.o_proj,), fusion)
+        _, (out,), _ = fused_linear(Plain(y.reshape(*x.shape[:-1], -1).contiguous()), (self.o_proj,), fusion)
         return (stream, out) if aside else (out, weights)
 
     @property

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from surokit.fusion import Fusion
 from surokit.nn.delayed import DelayedScales
-from surokit.nn.frozen import Frozen, Members, can_stay, in_one_process, is_own
 from surokit.nn.joint import lie_side_by_side, side_by_side
 from surokit.nn.linear import AdapterMatrix, Linear
-from surokit.nn.products import SLOTS, UNQUANTIZED, Operand, Products, weight
-from surokit.nn.sources import Normed, Plain, Source
+from surokit.nn.linear_gemms import SLOTS, UNQUANTIZED, Operand, Products, weight
+from surokit.nn.prologues import Normed, Plain, Source
+from surokit.nn.weight_cache import LayerIndices, QuantizedWeightCache, can_stay, in_one_process, is_own
 from surokit.quantizer import Quantizer
 from surokit.recipe import Recipe
 from surokit.torch_private import always_called_hooks, forward_hooks, is_hooked, parameters_of
 
 
-class Held(NamedTuple):
-    """A Held has the tensors of a layer; an adapter that is not computed here is not among them."""
+class LayerTensors(NamedTuple):
+    """A LayerTensors has the tensors of a layer; an adapter that is not computed here is not among them."""
 
     w: Any
     bias: Any = None
@@ -66,8 +66,8 @@ class PlanKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Group:
-    """A Group has layers that quantize x in the same way, and so share its codes.
+class InputGroup:
+    """A InputGroup has layers that quantize x in the same way, and so share its codes.
 
     outputs: which of them are one product in forward; backward: into which products each of these falls in backward.
     kept: what codes of the group's frozen weights depend on beside them, to be compared; None where no codes are kept.
@@ -76,12 +76,12 @@ class Group:
     recipe: Recipe
     plain: bool  # neither quantized nor stored
     record: bool
-    members: Members
-    outputs: tuple[Members, ...]
-    backward: dict[Members, tuple[Members, ...]]
+    members: LayerIndices
+    outputs: tuple[LayerIndices, ...]
+    backward: dict[LayerIndices, tuple[LayerIndices, ...]]
     trains: bool
     kept: tuple[Any, ...] | None
-    w_slots: Members  # where delayed scaling keeps the amaxes of the weights
+    w_slots: LayerIndices  # where delayed scaling keeps the amaxes of the weights
     keeps_transposed: bool
 
     @property
@@ -94,29 +94,29 @@ class Shared(NamedTuple):
     """A Shared holds the objects, beside the plan, that the layers of a group share in one forward and its backward."""
 
     scales: DelayedScales | None
-    frozen: Frozen | None
+    frozen: QuantizedWeightCache | None
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A Plan says how a stage is computed. It is made of a PlanKey and the answers in `lies`, and valid as long as they are the
-    same."""
+class StagePlan:
+    """A StagePlan says how a stage is computed. It is made of a PlanKey and the answers in `lies`, and valid as long as they
+    are the same."""
 
     key: PlanKey
-    lies: dict[Members, bool]  # layers that may be one product, and whether their weights lie side by side
+    lies: dict[LayerIndices, bool]  # layers that may be one product, and whether their weights lie side by side
     layers: tuple[LayerState, ...]
-    groups: tuple[Group, ...]
-    adapted: Members
+    groups: tuple[InputGroup, ...]
+    adapted: LayerIndices
     columns: int  # K
     has_stream: bool
     shows_x: bool
     recomputes: bool
 
-    def products(self, group: Group, shared: Shared, members: Members) -> Products:
+    def products(self, group: InputGroup, shared: Shared, members: LayerIndices) -> Products:
         firsts = [self.layers[i].first_slot for i in members]
         return Products(group.recipe, shared.scales, firsts, group.record, self.key.dtype)
 
-    def weight(self, held: Sequence[Held], members: Members) -> Operand:
+    def weight(self, held: Sequence[LayerTensors], members: LayerIndices) -> Operand:
         """Return the weight [N_i, K] of one layer, or of several one above the other."""
         first = members[0]
         if len(members) == 1:
@@ -126,7 +126,7 @@ class Plan:
         shape = sum(self.layers[i].rows for i in members), self.columns
         return weight(stacked([held[i].w for i in members]), scales, self.layers[first].storage, shape)
 
-    def parts(self, members: Members, joint: Tensor, dimension: int) -> dict[int, Tensor]:
+    def parts(self, members: LayerIndices, joint: Tensor, dimension: int) -> dict[int, Tensor]:
         """Split a tensor that has the rows of all members along a dimension into the part of each layer."""
         if len(members) == 1:
             return {members[0]: joint}
@@ -143,7 +143,7 @@ class Plan:
 # -- what a layer is now
 
 
-def look(layer: nn.Module, like: Tensor, fusion: Fusion) -> tuple[LayerState, Held] | None:
+def look(layer: nn.Module, like: Tensor, fusion: Fusion) -> tuple[LayerState, LayerTensors] | None:
     """Read what a layer is and holds; None where it has to be called as it is. Every forward does this for every layer."""
     if not is_ours(layer, like):
         return None
@@ -179,7 +179,7 @@ def look(layer: nn.Module, like: Tensor, fusion: Fusion) -> tuple[LayerState, He
         bool(forward_hooks(layer)) or (has_adapter and A is None),
         factor,
     )
-    return state, Held(w, bias, A, B, scales)
+    return state, LayerTensors(w, bias, A, B, scales)
 
 
 def is_ours(layer: nn.Module, like: Tensor) -> TypeGuard[Linear]:
@@ -222,13 +222,13 @@ def _adapter(layer: Linear, like: Tensor) -> tuple[Tensor, Tensor] | tuple[None,
 KEPT_PLANS = 4  # in turns: training and evaluation, with gradients and without, as when backward computes forward again
 
 
-def plan_for(keeper: Linear, key: PlanKey, held: Sequence[Held]) -> Plan:
+def plan_for(keeper: Linear, key: PlanKey, held: Sequence[LayerTensors]) -> StagePlan:
     """Return the plan of this key that the first layer keeps if the weights lie as they did, else a new one, which it keeps.
 
     The list stays the same object, so that what rests on the layer's attributes, as a CUDA graph does, sees no change.
     """
 
-    def lie(members: Members) -> bool:
+    def lie(members: LayerIndices) -> bool:
         return lie_side_by_side([held[i].w for i in members])
 
     if keeper.plans is None:
@@ -242,16 +242,16 @@ def plan_for(keeper: Linear, key: PlanKey, held: Sequence[Held]) -> Plan:
     return made
 
 
-def plan_of(key: PlanKey, lie: Callable[[Members], bool]) -> Plan:
+def plan_of(key: PlanKey, lie: Callable[[LayerIndices], bool]) -> StagePlan:
     """Make a plan of nothing but its key and of what `lie` says: whether the weights of these layers lie side by side."""
     layers = tuple(layer for layer in key.layers if layer is not None)
-    answers: dict[Members, bool] = {}
+    answers: dict[LayerIndices, bool] = {}
 
-    def asked(members: Members) -> bool:
+    def asked(members: LayerIndices) -> bool:
         return answers.setdefault(members, lie(members))
 
     groups = tuple(_group(key, layers, members, asked) for members in _alike(layers))
-    return Plan(
+    return StagePlan(
         key=key,
         lies=answers,
         layers=layers,
@@ -264,7 +264,7 @@ def plan_of(key: PlanKey, lie: Callable[[Members], bool]) -> Plan:
     )
 
 
-def _alike(layers: Sequence[LayerState]) -> list[Members]:
+def _alike(layers: Sequence[LayerState]) -> list[LayerIndices]:
     """Group the layers by what decides how x and the weights are quantized and noted."""
     found: list[tuple[Any, list[int]]] = []
     for i, layer in enumerate(layers):
@@ -277,12 +277,14 @@ def _alike(layers: Sequence[LayerState]) -> list[Members]:
     return [tuple(members) for _, members in found]
 
 
-def _group(key: PlanKey, every: Sequence[LayerState], members: Members, lie: Callable[[Members], bool]) -> Group:
+def _group(
+    key: PlanKey, every: Sequence[LayerState], members: LayerIndices, lie: Callable[[LayerIndices], bool]
+) -> InputGroup:
     layers = [every[i] for i in members]
     first, recipe = layers[0], layers[0].recipe or UNQUANTIZED
     trains = {key.grad and layer.trains for layer in layers}
-    outputs: tuple[Members, ...] = tuple((i,) for i in members)
-    backward: dict[Members, tuple[Members, ...]] = {one: (one,) for one in outputs}
+    outputs: tuple[LayerIndices, ...] = tuple((i,) for i in members)
+    backward: dict[LayerIndices, tuple[LayerIndices, ...]] = {one: (one,) for one in outputs}
     alike = len(trains) == 1 and len({layer.has_bias for layer in layers}) == 1
     if key.fusion.joint and len(members) > 1 and alike and _may_be_one_product(recipe, layers) and lie(members):
         backward = {members: (members,) if _is_one_in_backward(recipe, layers, any(trains)) else outputs}
@@ -290,7 +292,7 @@ def _group(key: PlanKey, every: Sequence[LayerState], members: Members, lie: Cal
     delayed = any(q and q.delayed for q in (recipe.forward.b, recipe.grad_input.b))
     slots = tuple(layer.first_slot + SLOTS["w"] for layer in layers) if delayed else ()
     keeps = _keeps_codes(recipe, first, slots, key.fusion)
-    return Group(
+    return InputGroup(
         recipe=recipe,
         plain=first.recipe is None and first.storage is None,
         record=first.training and key.grad,
@@ -319,7 +321,7 @@ def _is_one_in_backward(recipe: Recipe, layers: Sequence[LayerState], trains: bo
     return dx and (not trains or q is None or q.joins(0, sizes))
 
 
-def _keeps_codes(recipe: Recipe, first: LayerState, slots: Members, fusion: Fusion) -> bool:
+def _keeps_codes(recipe: Recipe, first: LayerState, slots: LayerIndices, fusion: Fusion) -> bool:
     """Return whether codes of frozen weights are worth keeping, and the same in each step."""
     b, b_t, storage = recipe.forward.b, recipe.grad_input.b, first.storage
     worth = b is not None or (b_t is not None and fusion.frozen == "transposed")
@@ -331,7 +333,7 @@ def _keeps_codes(recipe: Recipe, first: LayerState, slots: Members, fusion: Fusi
     return fusion.frozen != "no" and worth and same and can_stay(b) and can_stay(b_t)
 
 
-def shared_by(group: Group, inside: Sequence[Linear], held: Sequence[Held]) -> Shared:
+def shared_by(group: InputGroup, inside: Sequence[Linear], held: Sequence[LayerTensors]) -> Shared:
     """Return the delayed scales of the group's layers, and the codes of their weights, which the first of them keeps."""
     keeper = inside[group.members[0]]
     scales = None if keeper.precision is None else keeper.precision.scales
@@ -340,7 +342,7 @@ def shared_by(group: Group, inside: Sequence[Linear], held: Sequence[Held]) -> S
         if is_own(weights) and in_one_process():
             frozen, delayed = keeper.frozen, scales if group.w_slots else None
             if frozen is None or not frozen.serves(weights, group.kept, delayed):
-                frozen = keeper.frozen = Frozen(weights, group.kept, delayed, group.w_slots)
+                frozen = keeper.frozen = QuantizedWeightCache(weights, group.kept, delayed, group.w_slots)
             return Shared(scales, frozen)
     if keeper.frozen is not None:
         keeper.frozen = None

@@ -55,7 +55,7 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 @torch.no_grad()
-def lay_side_by_side(parameters: Sequence[Tensor]) -> Tensor | None:
+def pack_sibling_weights(parameters: Sequence[Tensor]) -> Tensor | None:
     """Move the parameters [N_i, K] into one storage, row after row, unless they are there; returns what `side_by_side` does.
 
     The parameters hold the same values in the same objects; a view of the old memory, such as an entry of an earlier
@@ -124,7 +124,7 @@ def _addresses(layers: Sequence[nn.Module]) -> list[int]:
 def _lay(parameters: Sequence[Tensor | None]) -> None:
     there = [p for p in parameters if isinstance(p, nn.Parameter)]
     if len(there) == len(parameters):
-        lay_side_by_side(there)
+        pack_sibling_weights(there)
 
 
 def _plain(t: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Linear is the one layer for every recipe: precision happens in nn/products.py, and layers differ only by what they hold.
+"""Linear is the one layer for every recipe: precision happens in nn/linear_gemms.py, and layers differ only by what they hold.
 
 The layer is a torch.nn.Linear with the same state-dict keys. A stored (frozen, quantized) weight keeps the name `weight` for
 its codes and adds the scales of its checkpoint format (`weight_scale_inv`, or `weight_scale` and so on: `Scaling.stored_as`);
@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from surokit import kernels
-from surokit.nn.frozen import Frozen, Kept, in_one_process, is_own
-from surokit.nn.products import Precision, storage_key_of, three_products
+from surokit.nn.linear_gemms import Precision, storage_key_of, three_products
+from surokit.nn.weight_cache import Kept, QuantizedWeightCache, in_one_process, is_own
 from surokit.quantized import Quantized, quantize
 from surokit.quantizer import Quantizer
 from surokit.recipe import Lora
 from surokit.torch_private import is_transformed
 
 if TYPE_CHECKING:
-    from surokit.nn.grouping import Plan
+    from surokit.nn.grouping import StagePlan
 
 
 def linear(x: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -106,9 +106,9 @@ class Linear(nn.Linear):
     keeps_decoded: bool = False  # keeps a stored weight that forward decodes: for backward, on a CPU for good
     lora_alpha: float = 0.0
     _before: _BeforeMerging | None = None
-    frozen: Frozen | None = None  # codes of its weight and its siblings', where a stage keeps them
+    frozen: QuantizedWeightCache | None = None  # codes of its weight and its siblings', where a stage keeps them
     kept: Kept | None = None  # its stored weight, decoded
-    plans: list[Plan] | None = None  # of the stage whose first layer it is, one for each way to call it
+    plans: list[StagePlan] | None = None  # of the stage whose first layer it is, one for each way to call it
     # submodules that are there only with an adapter; a class-level default would hide them
     lora_A: AdapterMatrix
     lora_B: AdapterMatrix

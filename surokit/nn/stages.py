@@ -1,13 +1,13 @@
 """Compute a norm or a gate and the linear layers that read it, a stage, as one operation of autograd forward and one backward.
 
-    x = RMSNorm(stream + delta), silu(gate) * up, or as it is          nn/sources.py
+    x = RMSNorm(stream + delta), silu(gate) * up, or as it is          nn/prologues.py
     y_i = x w_i' + bias_i + s_i (x A_i') B_i'                          for every layer
 
 What is gained: x is quantized once for all layers, in the kernel that computes it where that has such a form; layers whose
 weights lie side by side are one product, and so are the A of their adapters; the gradients of all layers meet in one dx, and that
 of the residual stream joins it in the norm's kernel. An adapter's small product is written first, and the layer's own adds onto it
 in the kernel that computes it; one of codes cannot add, and there the small one is added to it. What each operand is quantized to
-is said by nn/products.py alone, as it is for a layer on its own.
+is said by nn/linear_gemms.py alone, as it is for a layer on its own.
 
 T tokens (all leading dimensions), K features of x, N_i of layer i, r_i the rank of its adapter, R of all.
 """
@@ -24,18 +24,18 @@ from torch.autograd.function import once_differentiable
 
 from surokit import kernels
 from surokit.fusion import Fusion
-from surokit.nn.frozen import Members
-from surokit.nn.grouping import Group, Held, Plan, PlanKey, Shared, look, plan_for, shared_by, stacked
+from surokit.nn.grouping import InputGroup, LayerTensors, PlanKey, Shared, StagePlan, look, plan_for, shared_by, stacked
 from surokit.nn.linear import Linear
-from surokit.nn.products import SLOTS, Operand, Products, in_rows
-from surokit.nn.sources import Coded, Form, Gated, Normed, Plain, Source
+from surokit.nn.linear_gemms import SLOTS, Operand, Products, needs_contiguous_transpose
+from surokit.nn.prologues import Coded, Gated, Normed, Plain, Prologue, Source
+from surokit.nn.weight_cache import LayerIndices
 from surokit.product import adds_onto
 from surokit.torch_private import through_forward_hooks
 
-__all__ = ["Gated", "Normed", "Plain", "Source", "project"]
+__all__ = ["Gated", "Normed", "Plain", "Source", "fused_linear"]
 
 
-def project(
+def fused_linear(
     source: Source, layers: Sequence[nn.Module], fusion: Fusion
 ) -> tuple[Tensor | None, tuple[Tensor, ...], Tensor | None]:
     """Return (stream, parts, joint): the residual stream with delta added, y [..., N_i] of every layer, and their joint tensor.
@@ -89,7 +89,7 @@ def _finished(layer: nn.Module, x: Tensor, y: Tensor, adapted: bool) -> Tensor:
 # -- the operation
 
 
-def _is_coded(form: Form, plan: Plan, group: Group, shared: Shared, like: Tensor) -> bool:
+def _is_coded(form: Prologue, plan: StagePlan, group: InputGroup, shared: Shared, like: Tensor) -> bool:
     """Return whether the source gives the codes that the group multiplies."""
     q, q_t = group.recipe.forward.a, group.recipe.grad_weight.b
     if q is None or not form.gives_codes or not Coded.possible(q, like):
@@ -99,24 +99,24 @@ def _is_coded(form: Form, plan: Plan, group: Group, shared: Shared, like: Tensor
     return not q.delayed or (shared.scales is not None and shared.scales.spaced(_slots(plan, group)))
 
 
-def _slots(plan: Plan, group: Group) -> list[int]:
+def _slots(plan: StagePlan, group: InputGroup) -> list[int]:
     return [plan.layers[i].first_slot + SLOTS["x"] for i in group.members]
 
 
-def _asked(form: Form, plan: Plan, group: Group, shared: Shared, like: Tensor) -> Coded:
+def _asked(form: Prologue, plan: StagePlan, group: InputGroup, shared: Shared, like: Tensor) -> Coded:
     q, scales = group.recipe.forward.a, shared.scales
     assert q is not None
     amaxes = scales.views(_slots(plan, group), like.device) if q.delayed and scales is not None else None
-    turned = not q.transposable or in_rows(group.recipe.grad_weight, like.device)
+    turned = not q.transposable or needs_contiguous_transpose(group.recipe.grad_weight, like.device)
     return Coded(q, amaxes, group.record, both=group.keeps_codes and turned and form.gives_both(q))
 
 
 def _output(
-    plan: Plan,
-    group: Group,
+    plan: StagePlan,
+    group: InputGroup,
     shared: Shared,
-    held: Sequence[Held],
-    members: Members,
+    held: Sequence[LayerTensors],
+    members: LayerIndices,
     x_q: Operand,
     h: dict[int, Tensor],
 ) -> Tensor:
@@ -147,7 +147,12 @@ def _output(
 
 
 def _transposed(
-    plan: Plan, group: Group, shared: Shared, held: Sequence[Held], members: Members, products: Products
+    plan: StagePlan,
+    group: InputGroup,
+    shared: Shared,
+    held: Sequence[LayerTensors],
+    members: LayerIndices,
+    products: Products,
 ) -> Operand:
     """Return w' [K, sum N_i] of one product of grad_input."""
     frozen, q = shared.frozen, group.recipe.grad_input.b
@@ -163,7 +168,7 @@ def _transposed(
 
 class _Stage(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, form: Form, plan: Plan, shared: Sequence[Shared], *tensors: Any) -> Any:
+    def forward(ctx: Any, form: Prologue, plan: StagePlan, shared: Sequence[Shared], *tensors: Any) -> Any:
         ctx.set_materialize_grads(False)
         source, held = tensors[: plan.key.tensors], _held(plan, tensors[plan.key.tensors :])
         like: Tensor = source[0]
@@ -230,16 +235,16 @@ class _Stage(torch.autograd.Function):
         return None, None, None, *source, *run.found()
 
 
-def _flat(held: Sequence[Held]) -> list[Any]:
+def _flat(held: Sequence[LayerTensors]) -> list[Any]:
     """Return the tensors of all layers one after the other, as `_held` takes them."""
     return [t for layer in held for t in (*layer[:4], *layer.scales)]
 
 
-def _held(plan: Plan, flat: Sequence[Any]) -> list[Held]:
+def _held(plan: StagePlan, flat: Sequence[Any]) -> list[LayerTensors]:
     held, start = [], 0
     for layer in plan.layers:
         w, bias, A, B, *scales = flat[start : start + 4 + layer.scale_count]
-        held.append(Held(w, bias, A, B, tuple(scales)))
+        held.append(LayerTensors(w, bias, A, B, tuple(scales)))
         start += 4 + layer.scale_count
     return held
 
@@ -249,7 +254,12 @@ class _Backward:
     again."""
 
     def __init__(
-        self, plan: Plan, shared: Sequence[Shared], held: Sequence[Held], wants: Sequence[Held], wants_dx: bool
+        self,
+        plan: StagePlan,
+        shared: Sequence[Shared],
+        held: Sequence[LayerTensors],
+        wants: Sequence[LayerTensors],
+        wants_dx: bool,
     ) -> None:
         self.plan, self.shared, self.held, self.wants, self.wants_dx = plan, shared, held, wants, wants_dx
         self.dx_TK: Tensor | None = None
@@ -258,8 +268,8 @@ class _Backward:
         self._db: dict[int, Tensor] = {}
         self._dA: dict[int, Tensor] = {}
         self._dB: dict[int, Tensor] = {}
-        self._outputs: list[tuple[int, Members, Tensor]] = []  # dy of those that a gradient reached
-        self._pending: list[tuple[int, Products, Members, Operand]] = []
+        self._outputs: list[tuple[int, LayerIndices, Tensor]] = []  # dy of those that a gradient reached
+        self._pending: list[tuple[int, Products, LayerIndices, Operand]] = []
         self._dh_TR: Tensor | None = None  # for dA, ...
         self._into_dx: Tensor | None = None  # ... and for dx, until it is in there
         self._adapted = plan.adapted
@@ -296,7 +306,7 @@ class _Backward:
                 self._product(g, some, dy_TN if some == members else self.dy[some[0]])
         self._through_A()
 
-    def _product(self, g: int, members: Members, dy_TN: Tensor) -> None:
+    def _product(self, g: int, members: LayerIndices, dy_TN: Tensor) -> None:
         group, wants_dw = self.plan.groups[g], self.wants[members[0]].w
         if not (self.wants_dx or wants_dw):
             return

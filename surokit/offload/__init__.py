@@ -2,12 +2,12 @@
 
     zenflow.py     ZenFlow: most columns of a weight are updated by the host, beside the device's next steps
     adamw.py       OffloadAdamW: the synchronous control, which waits for the host every step
-    columns.py     the state of one weight's columns on both sides; crew.py: slots and jobs of the threads; windows.py: how long
+    columns.py     the state of one weight's columns on both sides; pipeline.py: slots and jobs of the threads; windows.py: how long
     rows.py        AdamW on columns stored as rows, and the choice of its kernels
     link.py        transfers between host and device; workers.py: threads that work beside the training thread
     weights.py     a model's weights, streamed block by block; activations.py: the tensors that autograd saves for backward
     forwards.py    what these two share: a forward around a module's own
-    accounts.py    the counters; report.py, energy.py: the reports made from them; timeline.py: spans of all threads
+    counters.py    the counters; report.py, energy.py: the reports made from them; timeline.py: spans of all threads
 
 Importing this loads none of them.
 """

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from surokit.errors import OffloadError
-from surokit.offload.accounts import Accounts
 from surokit.offload.columns import TRANSFER_BYTES, check_dense, several_devices
-from surokit.offload.crew import Slot, whole
+from surokit.offload.counters import Accounts
 from surokit.offload.link import Arrival, Link, PendingCopy
 from surokit.offload.options import check_offloading, link_of
+from surokit.offload.pipeline import Slot, whole
 from surokit.offload.rows import block, fused_adamw_, widened
 from surokit.offload.workers import Job, Worker, beat, split_cores
-from surokit.offload.written import Written, adopt_
+from surokit.offload.written import Written, sync_master_
 from surokit.optim.spec import Parameters, SpecMeta
 from surokit.optim.states import adamw_states, decay_groups, given_order, in_groups_of
 from surokit.optim.tensors import local, memory_order, scale_and_mask
@@ -329,7 +329,7 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
             for wide, shown, ticket in self._read(p, self.state[p]["master"]):
                 with self.accounts.stalled("landing", self.link):
                     ticket.wait()
-                    adopt_(wide, shown)
+                    sync_master_(wide, shown)
             self.accounts.moved("adopted", local([p])[0].nbytes, 0)
         self._written.note(written)
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from surokit.offload.link import Link, PendingCopy
 from surokit.offload.rows import add_rows_, block, gather, regrouped, scatter_, update_columns_, update_rows_
 from surokit.offload.swaps import Swaps
-from surokit.offload.written import adopt_, adopt_before_
+from surokit.offload.written import adopt_before_, sync_master_
 from surokit.optim.tensors import local
 
 TRANSFER_BYTES = 64 * 2**20  # at most, of one transfer
@@ -206,7 +206,7 @@ class Columns:
         if W.numel() and len(self.hot_order):
             shown = torch.empty_like(self.w_hot, dtype=W.dtype)
             gather(W, self.hot, shown)
-            adopt_(self.w_hot, shown)
+            sync_master_(self.w_hot, shown)
         if not len(self.cold_order):
             return 0
         for ticket in self.landing:
@@ -216,7 +216,7 @@ class Columns:
             for part, ticket in zip(self.pieces(self.out), coming, strict=True):
                 ticket.wait()
                 if update is None:
-                    adopt_(self.w[part], self.out[part])
+                    sync_master_(self.w[part], self.out[part])
                 else:
                     self._adopt_before(part, update)
         return int(self.out.nbytes)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surokit.offload.accounts import CAUSES, Accounts
+from surokit.offload.counters import CAUSES, Accounts
 from surokit.offload.energy import Energy, WeightEnergy, curve, warning_of
 from surokit.optim.tensors import local
 from surokit.tables import data_frame, html_table, text_table

@@ -61,13 +61,13 @@ def _is_here(p: Tensor) -> bool:
     return W.untyped_storage().nbytes() >= W.nbytes
 
 
-def adopt_(master: Tensor, shown: Tensor) -> None:
+def sync_master_(master: Tensor, shown: Tensor) -> None:
     """Give master, float32, the values of `shown`, but keep its own where they round to what is shown."""
     master.copy_(torch.where(master.to(shown.dtype) == shown, master, shown))
 
 
 def adopt_before_(master: Tensor, shown: Tensor, step: Tensor, decay: float) -> None:
-    """Adopt as `adopt_` does, where the master has made an update that `shown` does not have yet.
+    """Adopt as `sync_master_` does, where the master has made an update that `shown` does not have yet.
 
     The update is w decay - step. It is made on `shown`; the master stays as it is where the master before the update rounds
     to what is shown.

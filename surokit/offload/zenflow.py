@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 
 from surokit.errors import OffloadError
-from surokit.offload.accounts import Accounts
 from surokit.offload.columns import Columns, check_dense, placed, summed
-from surokit.offload.crew import ColumnChoice, Crew, Note, Window, whole
+from surokit.offload.counters import Accounts
 from surokit.offload.link import Link, PendingCopy
 from surokit.offload.options import check_group, check_zenflow, link_of
+from surokit.offload.pipeline import ColumnChoice, Crew, Note, Window, whole
 from surokit.offload.windows import LAG, Auto, Fixed
 from surokit.offload.workers import Job, Worker, beat
 from surokit.offload.written import Written

@@ -118,14 +118,14 @@ class Engine:
         on the device."""
         if self._graphs is not None and self._graphs.ready(parts):
             return self._graphs.gradients(parts)
-        return self._compiled(parts) if self.compiled else self.with_room(self.eager, parts)
+        return self._compiled(parts) if self.compiled else self.retry_on_oom(self.eager, parts)
 
     def _compiled(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Compute the gradients by the compiled forward. Where that fails and the uncompiled model does not, the model itself is
         used from now on, and `fallbacks` says why."""
         random, compiled = RandomState.capture(self.device, torch_only=True), self.forward
         try:
-            found = self.with_room(self.eager, parts)
+            found = self.retry_on_oom(self.eager, parts)
         except Exception as error:
             why = why_it_failed(error)
         else:
@@ -134,7 +134,7 @@ class Engine:
         random.restore()  # out here, where the error does not hold a step's memory
         self.forward = self.model
         try:
-            found = self.with_room(self.eager, parts)
+            found = self.retry_on_oom(self.eager, parts)
         except BaseException:
             self.forward = compiled
             raise
@@ -142,7 +142,7 @@ class Engine:
         end_workers()
         return found
 
-    def with_room(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
+    def retry_on_oom(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
         """Do the work and return what it gives. Graphs that leave it no memory are given up, and it begins again with the same
         random numbers."""
         if self._graphs is None:

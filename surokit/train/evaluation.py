@@ -42,7 +42,7 @@ def evaluate(session: Session, source: Iterable[Batch]) -> Evaluation:
             there = session.to_device(batch)
             targets = targets_in(there)
             with session.vocabulary.explains(batch):
-                loss = loss_of(session.engine.with_room(session.model, **there))
+                loss = loss_of(session.engine.retry_on_oom(session.model, **there))
             # a batch without labels has a mean of nothing
             total += torch.where(targets > 0, loss.to(total.dtype) * targets, 0)
             count += targets

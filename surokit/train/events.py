@@ -128,7 +128,7 @@ class Arrivals:
         session = self._session
         with kept(session.device), kept_amaxes(session.model):
             random.restore()
-            finding = session.engine.with_room(find_first_bad, session.model, batches, step)
+            finding = session.engine.retry_on_oom(find_first_bad, session.model, batches, step)
         session.findings.append(finding)
         session.measuring.restart()
         if len(session.findings) == 1:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from surokit.nn.delayed import DelayedScales
-from surokit.nn.products import Precision
+from surokit.nn.linear_gemms import Precision
 from surokit.torch_private import (
     accumulated_hooks,
     buffers_of,

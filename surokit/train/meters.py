@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from surokit.accuracy import Operands, judge
 from surokit.convert import linear_layers
 from surokit.nn.linear import Linear
-from surokit.nn.products import SLOTS
+from surokit.nn.linear_gemms import SLOTS
 from surokit.recipe import ROLES, within_block
 from surokit.runs.records import pinned
 

@@ -20,7 +20,7 @@ from surokit.bench.offload_emulated import Case, Emulated, Sleeper
 from surokit.bench.offload_ways import AGAIN, CONTROL, NONE, WAYS, ZENFLOW, turn
 from surokit.bench.process import Failed
 from surokit.offload import link as links
-from surokit.offload.accounts import Accounts
+from surokit.offload.counters import Accounts
 from surokit.offload.link import HostLink
 from surokit.planner.offload.formulas import stall_gain
 from tests.clocks import Clock, until

@@ -19,7 +19,7 @@ from surokit.models.fuse import OFF, Fusion, fuse
 from surokit.models.generation import generate
 from surokit.nn.joint import side_by_side
 from surokit.nn.linear import Linear
-from surokit.nn.products import SLOTS
+from surokit.nn.linear_gemms import SLOTS
 from tests.models.families import FAMILIES, write
 
 NAMES = [f.name for f in fields(Fusion)]

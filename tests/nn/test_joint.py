@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import surokit as sk
-from surokit.nn.joint import lay_layers, lay_side_by_side, side_by_side
+from surokit.nn.joint import lay_layers, pack_sibling_weights, side_by_side
 from surokit.nn.linear import Linear
 from surokit.train.checkpoint_files import distinct_tensors
 
@@ -39,7 +39,7 @@ def test_the_values_stay_and_one_tensor_sees_them(dtype):
     parameters = [nn.Parameter((torch.randn(N, 32) * 3).to(dtype), requires_grad=False) for N in ROWS]
     before, objects = [p.clone() for p in parameters], [id(p) for p in parameters]
     assert side_by_side(parameters) is None
-    joint = joined(parameters, lay_side_by_side)
+    joint = joined(parameters, pack_sibling_weights)
     assert joint.shape == (32, 32)
     assert joint.dtype == dtype
     assert not joint.requires_grad
@@ -49,7 +49,7 @@ def test_the_values_stay_and_one_tensor_sees_them(dtype):
     again = joined(parameters)
     assert again.data_ptr() == joint.data_ptr() == parameters[0].data_ptr()
     assert torch.equal(again.view(torch.uint8), torch.cat(before).view(torch.uint8))
-    assert joined(parameters, lay_side_by_side).data_ptr() == joint.data_ptr()  # nothing moves twice
+    assert joined(parameters, pack_sibling_weights).data_ptr() == joint.data_ptr()  # nothing moves twice
     with torch.no_grad():
         parameters[1].copy_(before[2])  # and it is one memory
     assert torch.equal(joined(parameters)[16:24].view(torch.uint8), before[2].view(torch.uint8))
@@ -58,14 +58,14 @@ def test_the_values_stay_and_one_tensor_sees_them(dtype):
 def test_biases_and_a_single_one():
     biases = [nn.Parameter(torch.randn(N)) for N in (8, 4, 4)]
     expected = torch.cat(list(biases)).detach()
-    assert torch.equal(joined(biases, lay_side_by_side), expected)
+    assert torch.equal(joined(biases, pack_sibling_weights), expected)
     assert torch.equal(joined(biases[:1]), biases[0])
     assert not joined(biases[:1]).requires_grad
 
 
 def test_a_part_or_another_order_is_told_apart():
     q, k, v = weights(siblings())
-    lay_side_by_side((q, k, v))
+    pack_sibling_weights((q, k, v))
     assert joined((q, k)).shape == (24, 32)
     assert torch.equal(joined((k, v)), torch.cat((k, v)))
     for wrong in ((k, q), (q, v), (q, q), (q, k.t())):
@@ -100,15 +100,15 @@ def test_storages_that_touch_are_not_one():
 def test_left_alone(make):
     parameters = [nn.Parameter(t) for t in make()]
     before = [p.data_ptr() for p in parameters] if not parameters[0].is_meta else None
-    assert lay_side_by_side(parameters) is None
+    assert pack_sibling_weights(parameters) is None
     assert before is None or [p.data_ptr() for p in parameters] == before
 
 
 def test_left_alone_in_inference_mode():
     model = siblings()
     with torch.inference_mode():
-        assert lay_side_by_side(weights(model)) is None
-    assert lay_side_by_side(weights(model)) is not None
+        assert pack_sibling_weights(weights(model)) is None
+    assert pack_sibling_weights(weights(model)) is not None
     with torch.inference_mode():
         assert side_by_side(weights(model)) is not None
 
@@ -121,7 +121,7 @@ def test_gradients_and_an_optimizer_that_held_the_parameters_before():
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):
             if lays and step == 1:
-                lay_side_by_side(weights(model))
+                pack_sibling_weights(weights(model))
             optimizer.zero_grad()
             sum(layer(x).square().mean() for layer in model.children()).backward()
             optimizer.step()
@@ -138,7 +138,7 @@ def test_laying_between_forward_and_backward_changes_nothing():
         x = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
         loss = sum(layer(x).square().mean() for layer in model.children())
         if lays:
-            lay_side_by_side(weights(model))
+            pack_sibling_weights(weights(model))
         loss.backward()
         grads.append([w.grad for w in weights(model)])
     for a, b in zip(*grads):
@@ -148,7 +148,7 @@ def test_laying_between_forward_and_backward_changes_nothing():
 @pytest.mark.parametrize("move", ["half", "deepcopy", "assign", "one"])
 def test_what_moves_a_parameter_takes_it_out(move):
     model = siblings()
-    lay_side_by_side(weights(model))
+    pack_sibling_weights(weights(model))
     if move == "half":
         model.half()
     elif move == "deepcopy":
@@ -158,12 +158,12 @@ def test_what_moves_a_parameter_takes_it_out(move):
     else:
         model.k.double()
     assert side_by_side(weights(model)) is None
-    assert (lay_side_by_side(weights(model)) is None) == (move == "one")
+    assert (pack_sibling_weights(weights(model)) is None) == (move == "one")
 
 
 def test_loading_in_place_keeps_them_together():
     model, other = siblings(), siblings()
-    joint = joined(weights(model), lay_side_by_side)
+    joint = joined(weights(model), pack_sibling_weights)
     with torch.no_grad():
         for w in weights(other):
             w.add_(1)
@@ -175,7 +175,7 @@ def test_saved_apart_and_not_twice(tmp_path):
     model = siblings(torch.bfloat16)
     plain = {key: t.clone() for key, t in model.state_dict().items()}
     save_file(plain, tmp_path / "plain.safetensors")
-    lay_side_by_side(weights(model))
+    pack_sibling_weights(weights(model))
     state = model.state_dict()
     assert list(state) == list(plain)
     save_file(state, tmp_path / "joint.safetensors")

@@ -25,9 +25,9 @@ from surokit.nn.fusion import OFF, Fusion
 from surokit.nn.grouping import KEPT_PLANS, LayerState, PlanKey
 from surokit.nn.joint import lay_layers, lie_side_by_side
 from surokit.nn.linear import Linear
+from surokit.nn.linear_gemms import Precision
 from surokit.nn.norm import RMSNorm
-from surokit.nn.products import Precision
-from surokit.nn.stages import Gated, Normed, Plain, project
+from surokit.nn.stages import Gated, Normed, Plain, fused_linear
 
 K, ROWS = 128, (128, 256)
 FULL = sk.FP8
@@ -73,7 +73,7 @@ class Readers(nn.Module):
             "plain": Plain(first),
         }
         with torch.set_grad_enabled(self.grad):
-            stream, parts, _ = project(sources[self.source], self.both, self.fusion)
+            stream, parts, _ = fused_linear(sources[self.source], self.both, self.fusion)
         made = [y for y in (*parts, stream) if y is not None]
         if self.grad:
             torch.stack([y.float().square().sum() for y in made]).sum().backward()
@@ -366,7 +366,7 @@ def test_recomputed_activations_are_the_same(reentrant):
             x = torch.randn(6, K).requires_grad_()
 
             def forward(x):
-                return torch.cat(project(Plain(x), readers.both, Fusion())[1], -1)  # noqa: B023
+                return torch.cat(fused_linear(Plain(x), readers.both, Fusion())[1], -1)  # noqa: B023
 
             y = checkpoint(forward, x, use_reentrant=reentrant) if again else forward(x)
             y.square().sum().backward()
@@ -385,7 +385,7 @@ def test_threads_that_call_one_layer_each_in_its_way(most, monkeypatch):
 
     def call(grad, fusion):
         with torch.set_grad_enabled(grad):
-            return project(Plain(x), readers.both, fusion)[1]
+            return fused_linear(Plain(x), readers.both, fusion)[1]
 
     ways = [(grad, fusion) for grad in (False, True) for fusion in (Fusion(), Fusion().without("joint"))]
     expected = [call(*way) for way in ways]

@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional as F
 
 import surokit as sk
-from surokit.nn import products
+from surokit.nn import linear_gemms
 from surokit.nn.linear import Linear
-from surokit.nn.products import Precision
+from surokit.nn.linear_gemms import Precision
 from surokit.quantized import sqnr_db
 from surokit.recipe import Lora
 
@@ -245,7 +245,7 @@ def test_nothing_is_quantized_for_a_gradient_that_nobody_wants(monkeypatch):
         seen.append(q)
         return sk.quantize(x, q, amax=amax)
 
-    monkeypatch.setattr(products, "quantize", watched)
+    monkeypatch.setattr(linear_gemms, "quantize", watched)
     x = gaussian(16, 64, seed=0)
     with torch.no_grad():
         layer(x)

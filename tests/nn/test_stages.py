@@ -13,13 +13,13 @@ import surokit as sk
 from surokit import kernels
 from surokit.convert import scaling_state
 from surokit.fusion import OFF, Fusion
-from surokit.nn import products, stages
+from surokit.nn import linear_gemms, stages
 from surokit.nn.delayed import DelayedScales
 from surokit.nn.joint import lay_layers, side_by_side
 from surokit.nn.linear import Linear
+from surokit.nn.linear_gemms import Operand
 from surokit.nn.norm import RMSNorm
-from surokit.nn.products import Operand
-from surokit.nn.stages import Gated, Normed, Plain, project
+from surokit.nn.stages import Gated, Normed, Plain, fused_linear
 from surokit.quantized import Quantized
 from surokit.quantizer import kind_of
 from surokit.recipe import ROLES
@@ -90,7 +90,7 @@ class Stage(nn.Module):
     def forward(self, first, second, fusion):
         if fusion.joint:
             lay_layers([*self.layers.values()])
-        return project(self.source(first, second), [*self.layers.values()], fusion)
+        return fused_linear(self.source(first, second), [*self.layers.values()], fusion)
 
 
 class AsOne(nn.Module):
@@ -112,7 +112,7 @@ class AsOne(nn.Module):
         stream, x = stage.source(first, second).composed()
         layers, record = linears(stage), self.training and torch.is_grad_enabled()
         w = torch.cat([layer.weight for layer in layers])
-        y = products.three_products(x.flatten(0, -2), w, len(w), "", (), one.layer.precision, record)
+        y = linear_gemms.three_products(x.flatten(0, -2), w, len(w), "", (), one.layer.precision, record)
         parts = y.unflatten(0, x.shape[:-1]).split([layer.out_features for layer in layers], -1)
         biases = [0 if layer.bias is None else layer.bias for layer in layers]
         adapted = [layer.adapter(x) if layer.has_adapter else 0 for layer in layers]
@@ -219,7 +219,7 @@ def operands(monkeypatch):
     seen: dict[str, list[tuple[Operand, Operand]]] = {name: [] for name in ROLES}
 
     def watched(name):
-        real = getattr(products.Products, name)
+        real = getattr(linear_gemms.Products, name)
 
         def product(self, a, b, *rest):
             seen[name].append((a, b))
@@ -228,7 +228,7 @@ def operands(monkeypatch):
         return product
 
     for name in ROLES:
-        monkeypatch.setattr(products.Products, name, watched(name))
+        monkeypatch.setattr(linear_gemms.Products, name, watched(name))
     return seen
 
 
@@ -597,7 +597,7 @@ def test_a_bias_that_trains_beside_one_that_does_not():
 @pytest.fixture
 def tensor_cores(monkeypatch):
     """Operands as for a device that multiplies codes itself; the products are emulated all the same."""
-    monkeypatch.setattr(products, "computes", lambda a, b, device: kind_of(a, b) is not None)
+    monkeypatch.setattr(linear_gemms, "computes", lambda a, b, device: kind_of(a, b) is not None)
 
 
 TRAINED = [sk.FP8, sk.FP8_CURRENT, sk.FP8_ROWWISE, sk.FP8_BLOCK, sk.MXFP8, sk.FP4.keep_last(0), *MIXED]
@@ -797,7 +797,7 @@ def through_triton(monkeypatch):
         used.add(f"{file}.{function.__name__}")
         return form
 
-    for module in ("surokit.nn.sources", "surokit.nn.norm", "surokit.nn.swiglu"):
+    for module in ("surokit.nn.prologues", "surokit.nn.norm", "surokit.nn.swiglu"):
         monkeypatch.setattr(f"{module}.best", best)
     monkeypatch.setattr(kernels, "best", best)
     for name in ("quantize", "quantize_both"):

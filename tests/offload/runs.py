@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import surokit as sk
-from surokit.offload import crew, workers
+from surokit.offload import pipeline, workers
 from surokit.offload.link import Link, ThrottledLink
 from surokit.offload.workers import Worker
 from tests.clocks import until
@@ -60,7 +60,7 @@ def delays(seed: int, longest_s: float = 0.004) -> Callable[[], float]:
 def slow_workers(seed: int, longest_s: float = 0.004) -> Iterator[None]:
     """Optimizers that take their first step under it have workers that wait at random before each job."""
     slow = functools.partial(Worker, delay=delays(seed, longest_s))
-    with mock.patch.object(crew, "Worker", slow):
+    with mock.patch.object(pipeline, "Worker", slow):
         yield
 
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import surokit as sk
 from surokit import texts
 from surokit.errors import OffloadError
-from surokit.offload import crew
+from surokit.offload import pipeline
 from surokit.offload.link import HostLink, PendingCopy
 from surokit.offload.workers import Job, Worker
 from tests.clocks import until
@@ -384,7 +384,7 @@ def test_11_one_job_in_flight() -> None:
             return submitted[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(crew, "Worker", Slow)
+        patch.setattr(pipeline, "Worker", Slow)
         run = Run(update_interval=1, topk_ratio=0.0)
         for _ in range(12):
             run.step()

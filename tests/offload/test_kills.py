@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from surokit.errors import OffloadError
-from surokit.offload import crew
+from surokit.offload import pipeline
 from surokit.offload.link import ThrottledLink
 from surokit.offload.workers import Worker
 from tests.clocks import until
@@ -65,7 +65,7 @@ def test_a_thread_that_hangs_is_an_error_in_time(
 ) -> None:
     gate = threading.Event()
     impatient = functools.partial(Worker, patience_s=0.4)
-    monkeypatch.setattr(crew, "Worker", impatient)
+    monkeypatch.setattr(pipeline, "Worker", impatient)
     run = Run(**options)
     for _ in range(5):
         run.step()
@@ -116,7 +116,7 @@ def test_threads_end_with_their_optimizer() -> None:
 
 def test_a_slow_link_is_no_hanging_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that waits for a transfer lives, however long that takes."""
-    monkeypatch.setattr(crew, "Worker", functools.partial(Worker, patience_s=0.5))
+    monkeypatch.setattr(pipeline, "Worker", functools.partial(Worker, patience_s=0.5))
     run = Run(
         [(16, 20)], link=ThrottledLink(1.0, latency_s=1.3)
     )  # a slow link is what this is about: it really takes so long
@@ -156,13 +156,13 @@ def test_a_program_ends_while_threads_work() -> None:
     """Without a word, and soon, though a job would take minutes."""
     program = """
 import functools, time, torch
-from surokit.offload import crew
+from surokit.offload import pipeline
 from surokit.offload.link import ThrottledLink
 from surokit.offload.workers import Worker
 from surokit.offload.link import ThrottledLink
 from surokit.offload.workers import Worker
 from tests.offload.runs import Run
-crew.Worker = functools.partial(crew.Worker, delay=lambda: 0.3)
+pipeline.Worker = functools.partial(pipeline.Worker, delay=lambda: 0.3)
 run = Run([(64, 64)], link=ThrottledLink(1.0, latency_s=0.2))
 for _ in range(6):
     run.step()

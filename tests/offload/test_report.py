@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import surokit as sk
-from surokit.offload.accounts import CAUSES, Accounts
+from surokit.offload.counters import CAUSES, Accounts
 from surokit.offload.report import report_of, staleness_bound
 from surokit.planner.offload.formulas import host_bytes
 from tests.offload.runs import Run, throttled

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import surokit as sk
 from surokit.offload.link import ThrottledLink
-from surokit.offload.written import adopt_
+from surokit.offload.written import sync_master_
 from surokit.racing.model_swap import Parking
 from surokit.train import Spec
 from tests.offload.ranks import halves, loss_of, make_model
@@ -161,7 +161,7 @@ def test_weights_that_were_brought_back_keep_their_masters(spec: Spec) -> None:
 
 def test_a_master_is_kept_where_it_rounds_to_what_is_shown() -> None:
     master = torch.tensor([1.001, 1.001, float("nan"), 3.0])
-    adopt_(master, torch.tensor([1.0, 1.5, 2.0, float("nan")], dtype=torch.bfloat16))
+    sync_master_(master, torch.tensor([1.0, 1.5, 2.0, float("nan")], dtype=torch.bfloat16))
     assert master[:3].tolist() == [pytest.approx(1.001), 1.5, 2.0]
     assert master[3].isnan()
 

@@ -25,7 +25,7 @@ import surokit as sk
 from surokit.errors import OffloadError
 from surokit.kernels.reference import columns as kernels
 from surokit.offload import columns as columns_module
-from surokit.offload import crew, workers
+from surokit.offload import pipeline, workers
 from surokit.offload.columns import HOST, Columns
 from surokit.offload.link import HostLink, ThrottledLink
 from surokit.offload.rows import update_rows_
@@ -308,7 +308,7 @@ def slow_threads(monkeypatch):
     def delay():
         return random.random() * 3e-4
 
-    monkeypatch.setattr(crew, "Worker", functools.partial(Worker, delay=delay))
+    monkeypatch.setattr(pipeline, "Worker", functools.partial(Worker, delay=delay))
     return delay
 
 

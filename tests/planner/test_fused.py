@@ -15,7 +15,7 @@ from surokit.bench.configurations import MODELS
 from surokit.fusion import OFF, Fusion
 from surokit.hardware.gpus import find_gpu
 from surokit.hardware.rates import GAP_US
-from surokit.nn import norm, products, qk, sources, stages, swiglu
+from surokit.nn import linear_gemms, norm, prologues, qk, stages, swiglu
 from surokit.nn.delayed import DelayedScales
 from surokit.planner import plan as planner_plan
 from surokit.planner.counts.flops import count_flops
@@ -65,7 +65,7 @@ class Seen(TorchDispatchMode):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
-        for module in (sources, qk, norm, swiglu):
+        for module in (prologues, qk, norm, swiglu):
             chosen = module.best
             name = module.__name__.rpartition(".")[2]
 
@@ -74,12 +74,12 @@ class Seen(TorchDispatchMode):
                 return chosen(function, device)
 
             monkeypatch.setattr(module, "best", best)
-        for owner, name in ((products, "quantize"), (products, "quantize_both"), (Quantized, "t")):
+        for owner, name in ((linear_gemms, "quantize"), (linear_gemms, "quantize_both"), (Quantized, "t")):
             monkeypatch.setattr(owner, name, self.counted(name, getattr(owner, name)))
         for name in ("quantize", "quantize_both"):
             monkeypatch.setattr(DelayedScales, name, self.counted(name, getattr(DelayedScales, name)))
         # as on a GPU that multiplies such codes itself: those of transposes lie in rows
-        monkeypatch.setattr(products, "computes", lambda a, b, device: kind_of(a, b) is not None)
+        monkeypatch.setattr(linear_gemms, "computes", lambda a, b, device: kind_of(a, b) is not None)
         add = stages._Backward.add
 
         def added(backward, dx):  # what came by way of an x that others read too
@@ -504,4 +504,4 @@ def test_other_families_are_not_fused():
 @pytest.mark.parametrize("name", sk.recipes)
 def test_what_comes_quantized_is_what_the_layers_say(name):
     q = sk.recipes[name].forward.a
-    assert comes_quantized(q) == sources.Coded.possible(q, torch.zeros(1, dtype=torch.bfloat16))
+    assert comes_quantized(q) == prologues.Coded.possible(q, torch.zeros(1, dtype=torch.bfloat16))

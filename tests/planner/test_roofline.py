@@ -17,7 +17,7 @@ import surokit as sk
 from surokit.hardware.gpus import Ceilings, Gpu, find_gpu
 from surokit.hardware.linear import linear_kernels
 from surokit.hardware.rates import Rates, rates_of
-from surokit.nn import products
+from surokit.nn import linear_gemms
 from surokit.nn.delayed import DelayedScales
 from surokit.planner import plan
 from surokit.planner.counts.communication import communicate, efficiency, fit_speedup, loss_at_doublings
@@ -152,7 +152,7 @@ def _checkpointed(model):
 )
 def test_quantization_is_what_a_layer_really_does(recipe, trains, native, monkeypatch):
     if native:  # as on a GPU that multiplies such codes itself
-        monkeypatch.setattr(products, "computes", lambda a, b, device: kind_of(a, b) is not None)
+        monkeypatch.setattr(linear_gemms, "computes", lambda a, b, device: kind_of(a, b) is not None)
     done: Counter[tuple[str, int, int]] = Counter()
 
     def counted(function, key):
@@ -162,8 +162,10 @@ def test_quantization_is_what_a_layer_really_does(recipe, trains, native, monkey
 
         return wrapper
 
-    monkeypatch.setattr(products, "quantize", counted(quantize, lambda x, args: ("quantize", x.numel(), 1)))
-    monkeypatch.setattr(products, "quantize_both", counted(quantize_both, lambda x, args: ("quantize", x.numel(), 2)))
+    monkeypatch.setattr(linear_gemms, "quantize", counted(quantize, lambda x, args: ("quantize", x.numel(), 1)))
+    monkeypatch.setattr(
+        linear_gemms, "quantize_both", counted(quantize_both, lambda x, args: ("quantize", x.numel(), 2))
+    )
     for name in ("quantize", "quantize_both"):
         delayed = getattr(DelayedScales, name)
         ways = 2 if name == "quantize_both" else 1

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from surokit.offload.accounts import RANGE
+from surokit.offload.counters import RANGE
 from surokit.profiler import profile
 from surokit.profiler.analysis.roles import OFFLOAD_RANGES
 from surokit.profiler.analysis.tables import CAUSES, PHASES, analyse

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import surokit as sk
-from surokit.nn.joint import lay_side_by_side, side_by_side
+from surokit.nn.joint import pack_sibling_weights, side_by_side
 from surokit.racing.model_swap import Parking, bytes_of, fits, share_frozen, storages_of, tensors_of
 
 
@@ -40,7 +40,7 @@ def test_parameters_side_by_side_stay_so(session):
     one, two = session(), session()
     layers = one.model.model.layers[0].self_attn
     weights = [layers.q_proj.weight, layers.k_proj.weight, layers.v_proj.weight]
-    joint = lay_side_by_side(weights)
+    joint = pack_sibling_weights(weights)
     assert joint is not None
     expected = joint.clone()
     parking = Parking({"one": one, "two": two})

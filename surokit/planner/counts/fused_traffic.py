@@ -217,7 +217,7 @@ class FusedStep(MicroBatch):
         return self.fusion.adapters and self._adds("forward", quantized) and all(o.rank for o in members)
 
     def _kept(self, kernel: Kernel) -> bool:
-        """True if the codes that this kernel makes of a frozen weight are kept from step to step (surokit/nn/frozen.py)."""
+        """True if the codes that this kernel makes of a frozen weight are kept from step to step (surokit/nn/weight_cache.py)."""
         kept = self.fusion.frozen
         if self.base_trains or kept == "no" or not getattr(self.recipe, "quantized_products", False):
             return False

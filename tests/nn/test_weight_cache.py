@@ -11,10 +11,10 @@ from torch import nn
 import surokit as sk
 from surokit.convert import load_scaling_state, roll_scales, scaling_state
 from surokit.fusion import OFF, Fusion
-from surokit.nn import products
-from surokit.nn.frozen import Frozen
+from surokit.nn import linear_gemms
 from surokit.nn.joint import lay_layers
-from surokit.nn.stages import Plain, project
+from surokit.nn.stages import Plain, fused_linear
+from surokit.nn.weight_cache import QuantizedWeightCache
 
 K, ROWS = 128, (128, 256)
 CODES, TRANSPOSED = Fusion(), Fusion(frozen="transposed")
@@ -41,7 +41,7 @@ def step(layers, fusion, seed=0):
     if fusion.joint:
         lay_layers([*layers.values()])
     x = torch.randn(24, K).to(layers["q"].lora_A.weight.dtype).requires_grad_()
-    _, parts, _ = project(Plain(x), [*layers.values()], fusion)
+    _, parts, _ = fused_linear(Plain(x), [*layers.values()], fusion)
     torch.cat(parts, -1).float().square().sum().backward()
     grads = [p.grad for p in layers.parameters() if p.grad is not None]
     layers.zero_grad()
@@ -52,7 +52,7 @@ def step(layers, fusion, seed=0):
 def quantized(monkeypatch):
     """Roles of the operands that are quantized, in order; stored weights that serve as they are do not count."""
     seen = []
-    call = products._Operands.__call__
+    call = linear_gemms._Operands.__call__
 
     def counting(self, role, q, x, recorded=False):
         out = call(self, role, q, x, recorded)
@@ -60,7 +60,7 @@ def quantized(monkeypatch):
             seen.append(role)
         return out
 
-    monkeypatch.setattr(products._Operands, "__call__", counting)
+    monkeypatch.setattr(linear_gemms._Operands, "__call__", counting)
     return seen
 
 
@@ -155,7 +155,7 @@ def test_what_changes_a_weight_or_its_products_drops_them(change, fusion, quanti
 
 def test_another_tensor_at_the_same_address_is_another():
     w = nn.Parameter(torch.randn(4, 4), requires_grad=False)
-    kept = Frozen([w], "what")
+    kept = QuantizedWeightCache([w], "what")
     assert kept.serves([w], "what")
     assert not kept.serves([nn.Parameter(w.detach(), requires_grad=False)], "what")
 
@@ -168,7 +168,7 @@ def test_memory_that_was_given_back_and_out_again_is_another():
         return torch.frombuffer(memory, dtype=torch.float32).view(64, 64)
 
     w = nn.Parameter(given_out(), requires_grad=False)
-    kept, address = Frozen([w], "what"), w.data_ptr()
+    kept, address = QuantizedWeightCache([w], "what"), w.data_ptr()
     assert kept.serves([w], "what")
     w.data = torch.zeros(64, 64)
     w.data = given_out()
@@ -220,14 +220,14 @@ def test_a_sharded_model_keeps_none(monkeypatch):
 
 def test_nothing_is_kept_while_a_graph_is_captured(monkeypatch, quantized):
     layers, bare = frozen(sk.FP8), frozen(sk.FP8)
-    monkeypatch.setattr("surokit.nn.frozen._capturing", lambda _: True)
+    monkeypatch.setattr("surokit.nn.weight_cache._capturing", lambda _: True)
     for seed in range(2):
         assert same(step(layers, TRANSPOSED, seed), step(bare, Fusion(frozen="no"), seed))
         assert layers["q"].frozen.nbytes == 0
-    monkeypatch.setattr("surokit.nn.frozen._capturing", lambda _: False)
+    monkeypatch.setattr("surokit.nn.weight_cache._capturing", lambda _: False)
     step(layers, TRANSPOSED)
     assert weights_quantized(quantized, layers, TRANSPOSED) == 0
-    monkeypatch.setattr("surokit.nn.frozen._capturing", lambda _: True)
+    monkeypatch.setattr("surokit.nn.weight_cache._capturing", lambda _: True)
     assert weights_quantized(quantized, layers, TRANSPOSED) == 0  # what is there is read
 
 
@@ -236,7 +236,7 @@ def test_codes_from_inference_serve_training(quantized):
     for model, fusion in ((layers, TRANSPOSED), (bare, Fusion(frozen="no"))):
         with torch.inference_mode():
             lay_layers([*model.values()])
-            project(Plain(torch.randn(24, K).bfloat16()), [*model.values()], fusion)
+            fused_linear(Plain(torch.randn(24, K).bfloat16()), [*model.values()], fusion)
     assert layers["q"].frozen.nbytes
     assert same(step(layers, TRANSPOSED), step(bare, Fusion(frozen="no")))
     assert weights_quantized(quantized, layers, TRANSPOSED) == 0
@@ -283,7 +283,7 @@ def test_evaluation_before_training_keeps_nothing_yet(quantized):
     layers = frozen(sk.FP8).eval()
     for _ in range(2):
         with torch.no_grad():
-            project(Plain(torch.randn(24, K).bfloat16()), [*layers.values()], CODES)
+            fused_linear(Plain(torch.randn(24, K).bfloat16()), [*layers.values()], CODES)
     assert scaling_state(layers)["in_force"].eq(0).all()
     layers.train()
     step(layers, CODES)
@@ -333,7 +333,7 @@ def test_scales_of_a_transposed_view_are_turned_once(recipe, monkeypatch):
     layers, bare = frozen(recipe), frozen(recipe)
     never = CODES.without("frozen")
     given = []
-    grad_input = products.Products.grad_input
+    grad_input = linear_gemms.Products.grad_input
 
     def seen(self, dy_q, w_t, onto=None):
         given.append(w_t)
@@ -342,7 +342,7 @@ def test_scales_of_a_transposed_view_are_turned_once(recipe, monkeypatch):
     for _ in range(2):
         assert same(step(layers, CODES), step(bare, never))
     with monkeypatch.context() as patched:
-        patched.setattr(products.Products, "grad_input", seen)
+        patched.setattr(linear_gemms.Products, "grad_input", seen)
         step(layers, CODES), step(layers, CODES)
     (first, second), held = given, layers["q"].frozen
     assert not first.codes.is_contiguous()

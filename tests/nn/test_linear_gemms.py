@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensorMode
 
 import surokit as sk
 from surokit.nn.linear import Linear
-from surokit.nn.products import key_of, recipe_of, storage_key_of, storage_of
+from surokit.nn.linear_gemms import key_of, recipe_of, storage_key_of, storage_of
 from surokit.quantized import sqnr_db
 
 RECIPES = {r.name: r.keep_last(0) for r in sk.recipes.values() if r.quantized} | {

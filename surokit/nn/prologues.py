@@ -80,8 +80,8 @@ class Made:
     stream: Tensor | None = None
 
 
-class Form(Protocol):
-    """A Form computes a source from its tensors inside a stage, forward and backward."""
+class Prologue(Protocol):
+    """A Prologue computes a source from its tensors inside a stage, forward and backward."""
 
     gives_codes: ClassVar[bool]
 
@@ -111,7 +111,7 @@ class Normed:
         return self.stream, self.norm.weight, self.delta
 
     @property
-    def form(self) -> Form:
+    def form(self) -> Prologue:
         return _Norm(self.norm.eps)
 
     def fuses(self, fusion: Fusion) -> bool:
@@ -141,7 +141,7 @@ class Gated:
         return (self.gate, self.up) if self.joint is None else (self.joint,)
 
     @property
-    def form(self) -> Form:
+    def form(self) -> Prologue:
         return _Gate()
 
     def fuses(self, fusion: Fusion) -> bool:
@@ -162,7 +162,7 @@ class Plain:
         return (self.x,)
 
     @property
-    def form(self) -> Form:
+    def form(self) -> Prologue:
         return _Itself(self.x.shape)
 
     def fuses(self, fusion: Fusion) -> bool:

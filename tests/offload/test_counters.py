@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import surokit as sk
-from surokit.offload import accounts as module
-from surokit.offload.accounts import CAUSES, RANGE, Accounts
+from surokit.offload import counters as module
+from surokit.offload.counters import CAUSES, RANGE, Accounts
 from surokit.offload.link import HostLink, Link
 from tests.clocks import Clock
 

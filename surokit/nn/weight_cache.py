@@ -28,7 +28,7 @@ from surokit.quantized import Quantized
 from surokit.quantizer import Quantizer
 from surokit.torch_private import memory_states
 
-Members = tuple[int, ...]  # which of the layers; more than one where their weights are one operand
+LayerIndices = tuple[int, ...]  # which of the layers; more than one where their weights are one operand
 
 
 class Unchanged:
@@ -60,8 +60,10 @@ class Kept:
         return self.numbers.dtype == dtype and self._parts.are(parts)
 
 
-class Frozen:
-    """A Frozen holds the codes of the weights of layers that read one x, as forward and (`transposed`) as grad_input multiply them.
+class QuantizedWeightCache:
+    """A QuantizedWeightCache holds the codes of the weights of layers that read one x.
+
+    They lie as forward and (`transposed`) as grad_input multiply them.
 
     what: everything else that the codes depend on, to be compared. slots: where delayed scaling keeps the weights' amaxes.
     """
@@ -72,9 +74,9 @@ class Frozen:
         self._weights = Unchanged(weights)
         self._what, self._scales, self._slots = what, scales, slots
         self._restored = scales.restored if scales else 0
-        self._codes: dict[Members, Quantized] = {}
-        self._transposed: dict[Members, Quantized] = {}
-        self._turned: dict[Members, Tensor] = {}  # scales of W' in rows, where its codes are a view
+        self._codes: dict[LayerIndices, Quantized] = {}
+        self._transposed: dict[LayerIndices, Quantized] = {}
+        self._turned: dict[LayerIndices, Tensor] = {}  # scales of W' in rows, where its codes are a view
         self._amaxes_S: Tensor | None = None
         self._stay: bool | None = True if scales is None else None  # whether codes may; None: not known yet
 
@@ -93,15 +95,17 @@ class Frozen:
         codes = sum(Q.nbytes for Q in (*self._codes.values(), *self._transposed.values()))
         return codes + sum(scales.nbytes for scales in self._turned.values())
 
-    def codes(self, members: Members) -> Quantized | None:
+    def codes(self, members: LayerIndices) -> Quantized | None:
         return self._codes.get(members) if self._stay else None
 
-    def keep(self, members: Members, operand: Tensor | Quantized) -> None:
+    def keep(self, members: LayerIndices, operand: Tensor | Quantized) -> None:
         """Keep the codes that forward multiplied, unless they are known to change or a CUDA graph is being recorded."""
         if isinstance(operand, Quantized) and self._stay is not False and not _capturing(operand.codes):
             self._codes[members] = operand
 
-    def transposed(self, members: Members, make: Callable[[], Tensor | Quantized], keep: bool) -> Tensor | Quantized:
+    def transposed(
+        self, members: LayerIndices, make: Callable[[], Tensor | Quantized], keep: bool
+    ) -> Tensor | Quantized:
         """Return w' [K, N] for grad_input: the kept one, or that of `make`, which is kept from then on if `keep` says so.
 
         Where its codes are a view of those of w, its scales are kept in rows all the same.

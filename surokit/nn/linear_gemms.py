@@ -7,9 +7,9 @@
 Each is computed as a_MK b_NK' with the contracted dimension last, whatever its letters are. What forward keeps for backward is
 x as grad_weight will want it: its codes (one byte an element in FP8, half a byte in FP4), or nothing where the weight is
 frozen. Tensor cores read both operands along the sum, so on such a device the codes of x', dy' and w' are written in rows of
-their own by what makes them (`in_rows`); elsewhere they are views. The weight is quantized again in backward: it is there
-anyway, and keeping its codes would cost a byte a parameter (nn/frozen.py keeps those of a frozen weight where a stage is asked
-to).
+their own by what makes them (`needs_contiguous_transpose`); elsewhere they are views. The weight is quantized again in backward: it
+is there anyway, and keeping its codes would cost a byte a parameter (nn/weight_cache.py keeps those of a frozen weight where a
+stage is asked to).
 
 To torch, forward and backward are one operation each (`torch.ops.surokit.products_forward`, `products_backward`): a compiled
 graph holds them whole and knows their shapes by running the same code on tensors without data. A layer's recipe travels as text,
@@ -253,7 +253,7 @@ def _delayed(q: Quantizer | None) -> bool:
 SLOTS = {"x": 0, "w": 1, "dy": 2}
 
 
-def in_rows(gemm: Gemm, device: torch.device) -> bool:
+def needs_contiguous_transpose(gemm: Gemm, device: torch.device) -> bool:
     """Return whether codes of a transpose are to lie in rows of their own: tensor cores read both operands along the sum.
 
     What makes the codes then writes them so; to turn them afterwards, for every product that takes them, would be another pass.
@@ -276,8 +276,10 @@ class Products:
     def x(self, x_TK: Tensor, wants_dw: bool) -> tuple[Operand, Operand]:
         """Return x for forward, and x' for grad_weight where it is wanted."""
         grad_weight = self.recipe.grad_weight
-        rows = wants_dw and in_rows(grad_weight, x_TK.device)
-        return self._operand.both_ways("x", self.recipe.forward.a, grad_weight.b, x_TK, rows, wants_dw)
+        rows = wants_dw and needs_contiguous_transpose(grad_weight, x_TK.device)
+        return self._operand.quantize_rowwise_columnwise(
+            "x", self.recipe.forward.a, grad_weight.b, x_TK, rows, wants_dw
+        )
 
     def x_t(self, kept: Sequence[Tensor], shape_KT: tuple[int, int]) -> Operand:
         """Return x' again, from its codes and scales, or from x itself where nothing quantizes it."""
@@ -290,14 +292,14 @@ class Products:
     def w_t(self, w_NK: Operand) -> Operand:
         """Return w' [K, N] for grad_input."""
         grad_input = self.recipe.grad_input
-        rows = isinstance(w_NK, Tensor) and in_rows(grad_input, w_NK.device)
+        rows = isinstance(w_NK, Tensor) and needs_contiguous_transpose(grad_input, w_NK.device)
         return self._operand.transposed("w", grad_input.b, w_NK, rows, recorded=_delayed(self.recipe.forward.b))
 
     def dy(self, dy_TN: Tensor, wants_dx: bool, wants_dw: bool) -> tuple[Operand, Operand]:
         """Return dy for grad_input, and dy' for grad_weight."""
         into_x, into_w = self.recipe.grad_input.a, self.recipe.grad_weight.a
-        rows = wants_dw and in_rows(self.recipe.grad_weight, dy_TN.device)
-        return self._operand.both_ways("dy", into_x, into_w, dy_TN, rows, wants_dw, wants_dx)
+        rows = wants_dw and needs_contiguous_transpose(self.recipe.grad_weight, dy_TN.device)
+        return self._operand.quantize_rowwise_columnwise("dy", into_x, into_w, dy_TN, rows, wants_dw, wants_dx)
 
     def forward(self, x_q: Operand, w_q: Operand, onto: Tensor | None = None) -> Tensor:
         return product(x_q, w_q, self.dtype, self.recipe.forward.fast_accumulation, onto)
@@ -341,7 +343,7 @@ class _Operands:
             x_MK = x_MK.dequantize(self.dtype)
         return self(role, q, x_MK.t(), recorded)
 
-    def both_ways(
+    def quantize_rowwise_columnwise(
         self,
         role: str,
         q: Quantizer | None,
@@ -358,7 +360,7 @@ class _Operands:
             if q.both_in_one_pass:
                 return quantize_both(x_MK, q)
             if rows and q.transposable and not q.packed:
-                return self._same_both_ways(role, q, x_MK)
+                return self._same_rowwise_columnwise(role, q, x_MK)
         plain: Operand = self(role, q, x_MK) if wants_plain else x_MK
         if not wants_transposed:
             return plain, x_MK
@@ -366,7 +368,7 @@ class _Operands:
             return plain, plain.t()
         return plain, self.transposed(role, q_t, x_MK, rows, recorded=wants_plain and _delayed(q))
 
-    def _same_both_ways(self, role: str, q: Quantizer, x_MK: Tensor) -> tuple[Quantized, Quantized]:
+    def _same_rowwise_columnwise(self, role: str, q: Quantizer, x_MK: Tensor) -> tuple[Quantized, Quantized]:
         slots = [first + SLOTS[role] for first in self.firsts]
         if not q.delayed or self.scales is None:
             return quantize_both(x_MK, q)
