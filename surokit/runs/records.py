@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _HOST = ("step", "lr", "tokens", "tokens_per_s", "wall_ms", "stall_ms", "peak_gib", "elapsed_s")
-_LATE = ("loss", "grad_norm", "skipped", "targets")
+_MAY_BE_NAN = ("loss", "grad_norm")  # elsewhere NaN says that nothing was measured
 
 
 def without_means_of_nothing(values: Mapping[str, float]) -> dict[str, float]:
@@ -108,7 +108,7 @@ class Record:
     CUDA of the waits that it had passed when the step was given, so some count a step later. peak_gib: of the
     device memory on CUDA, of the process on a CPU. elapsed_s: wall_ms summed over the run. skipped: the step changed nothing, since
     it was not finite or no label counted (targets is 0); in the latter case loss and grad_norm are NaN here, and empty in
-    `records.frame()` and in the file.
+    `records.frame()` and in the file. A record of a file that lacks a column has NaN there, 0 for tokens and targets.
     """
 
     step: int
@@ -135,11 +135,12 @@ class Record:
 
     @property
     def skipped(self) -> bool:
-        return self.late.wait()["skipped"] != 0
+        return self.late.wait().get("skipped", 0.0) != 0
 
     @property
     def targets(self) -> int:
-        return int(self.late.wait()["targets"])
+        """Return how many labels counted; 0 where the file that was read does not say."""
+        return int(self.late.wait().get("targets", 0.0))
 
     @property
     def idle_frac(self) -> float:
@@ -205,13 +206,13 @@ class Records:
                 return record
         row = {name: float(column[place % self._size]) for name, column in self._columns.items()}
         late = {name: value for name, value in row.items() if name not in _HOST}
-        missing = [name for name, value in late.items() if math.isnan(value) and name not in _LATE]
+        missing = [name for name, value in late.items() if math.isnan(value) and name not in _MAY_BE_NAN]
         for name in missing:
             del late[name]
         return Record(
             step=int(row["step"]),
             lr=row["lr"],
-            tokens=int(row["tokens"]),
+            tokens=0 if math.isnan(row["tokens"]) else int(row["tokens"]),
             wall_ms=row["wall_ms"],
             stall_ms=row["stall_ms"],
             peak_gib=row["peak_gib"],

@@ -245,6 +245,15 @@ def test_what_is_no_text_is_passed_over(tmp_path: Path) -> None:
     assert read(path)["step"].tolist() == [1, 2]
 
 
+def test_a_file_need_not_say_what_was_skipped_or_how_many_targets_there_were(tmp_path: Path) -> None:
+    """As the file of a loop that is not a Session's, or that somebody else wrote."""
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"step": 1, "wall_ms": 1, "loss": 2.0}\n', encoding="utf-8")
+    records = Records(path)
+    records.resume(step=1)
+    assert (records[0].loss, records[0].skipped, records[0].targets) == (2.0, False, 0)
+
+
 def test_a_resume_fills_the_ring_and_counts_what_is_taken_again(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     before = Records(path)

@@ -105,7 +105,7 @@ class TestWhoAsked:
         listener, session = Listener(), make_session(meters=[At(3, lambda s: s.control.pause())])
         session.subscribe(listener)
         going = session.run(6, thread=True)
-        interrupt_when(lambda: session.control.state == "paused", waits=False)
+        interrupt_when(lambda: session.control.state == "paused")
         going.wait()
         assert listener.of("end") == ["interrupted"]
 
