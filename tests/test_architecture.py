@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "optim": "kernels torch_private",
     "data": "errors texts hub places",
     "convert": "quantizer product recipe applied nn hardware places",
-    "planner": "formats errors arguments units tables hardware fusion recipe applied hub",
+    "planner": "formats errors arguments units tables hardware quantizer fusion recipe applied hub",
     "calibration": "environment kernels hardware torch_private",
     "accuracy": "quantizer quantized product recipe nn convert kernels places",
     "tuning": "accuracy convert hardware planner recipe tables",

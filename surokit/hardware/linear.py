@@ -169,7 +169,7 @@ def quantize(step: Pass, role: str, q: Any, elements: float, width: int, ways: i
 
 def _reads(q: Any, ways: int) -> int:
     """Return the number of passes over an operand: 2 where a scale for more than a program's tile must be known first."""
-    match type(q.scaling).__name__:  # the classes are the recipe's side, which the planner does not import
+    match type(q.scaling).__name__:  # by name: quantizers stand above this part
         case "PerTensor":
             return 1 if q.delayed else 2
         case "NV":

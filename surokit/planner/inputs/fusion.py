@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from surokit.fusion import OFF, Fusion, Recompute
+from surokit.quantizer import Block, PerRow
 
 _WORDS = {"none": OFF, "fused": Fusion()}
 #: W' of a frozen quantized weight is kept from step to step ("cached"), or transposed for each product ("on the fly").
@@ -43,5 +44,5 @@ def comes_quantized(quantizer: Any) -> bool:
     """True if norm and SwiGLU can write these codes themselves: with a delayed scale, a scale a row, or one a block of a row."""
     if quantizer is None or quantizer.rounding != "nearest" or quantizer.hadamard or quantizer.format.bits != 8:
         return False
-    kind = type(quantizer.scaling).__name__  # the classes are the recipe's side, which the planner does not import
-    return bool(quantizer.delayed) or (kind in ("PerRow", "Block") and quantizer.scaling.tile()[0] == 1)
+    rows = isinstance(quantizer.scaling, PerRow | Block) and quantizer.scaling.tile()[0] == 1
+    return bool(quantizer.delayed) or rows
