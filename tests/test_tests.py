@@ -326,6 +326,12 @@ def test_what_is_a_private_use(code, uses):
 # -- sampling
 
 
+def test_what_is_slow_is_there_and_in_order():
+    lines = [line for line in (TESTS / "slow.txt").read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    assert lines == sorted(set(lines))
+    assert not [line for line in lines if not (TESTS.parent / line).exists()]
+
+
 def test_a_sample_has_each_value_of_each_axis():
     axes = {("format",): range(3), ("shape", "tile"): range(7), ("dtype",): range(4)}
     cases = {
