@@ -337,10 +337,11 @@ def kind_of(a: Quantizer | None, b: Quantizer | None) -> Kind | None:
         return None
     if a.format == b.format == E5M2:  # tensor cores take no such pair
         return None
+    eight_bits = a.format in (E4M3, E5M2) and b.format in (E4M3, E5M2)
     match a.scaling, b.scaling:
-        case PerTensor(), PerTensor():
+        case PerTensor(), PerTensor() if eight_bits:
             return "tensor"
-        case (PerTensor() | PerRow(), PerTensor() | PerRow()):
+        case (PerTensor() | PerRow(), PerTensor() | PerRow()) if eight_bits:
             return "row"
         # torch passes E4M3 on both sides to these and no other format
         case Block(rows=1, columns=128), Block(columns=128, rows=1 | 128) if a.format == b.format == E4M3:

@@ -83,7 +83,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @cache
 def slow_tests() -> frozenset[Path]:
     lines = Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").splitlines()
-    return frozenset(Path(__file__).parents[1] / line for line in lines if not line.startswith("#"))
+    return frozenset(Path(__file__).parents[1] / line for line in lines if line and line[0] != "#")
 
 
 @pytest.hookimpl(tryfirst=True)

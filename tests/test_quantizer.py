@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import surokit as sk
+from surokit.formats import FORMATS, TENSOR_CORES, Format
 from surokit.kernels.reference import quantize as ref
+from surokit.quantizer import Scaling, kind_of
 from tests.refusals import refused
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -37,6 +39,26 @@ QUANTIZERS = {
     ("fp8_block", "1x128"): sk.Quantizer(sk.E4M3, sk.Block(1, 128)),
     ("fp8_block", "128x128"): sk.Quantizer(sk.E4M3, sk.Block(128, 128)),
 }
+
+
+SCALINGS = [kind(32, 64) if kind is sk.Block else kind() for kind in Scaling.__subclasses__()]
+ALL = [sk.Quantizer(format, scaling) for scaling in SCALINGS for format in scaling.formats]
+
+
+@pytest.mark.parametrize("q", ALL, ids=str)
+def test_every_scaling_serves_the_formats_that_it_names(q):
+    assert sk.Quantizer.from_dict(json.loads(json.dumps(q.to_dict()))) == q
+    assert FORMATS[q.format.name] == q.format
+    x = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    quantized = sk.quantize(x, q)
+    assert quantized.nbytes == q.nbytes(*x.shape) == pytest.approx(q.bits * x.numel() / 8, rel=0.02)
+    values = quantized.dequantize()
+    assert torch.equal(sk.quantize(values, q).dequantize(), values) or not q.scaling.pow2
+    assert (x - values).square().mean() < 0.02
+    assert 0 <= quantized.clipped(x) < 0.2
+    assert kind_of(q, q) in (None, *TENSOR_CORES)
+    if isinstance(q.format, Format) and q.scaling.pow2:  # the codes' numbers have no more bits than the format
+        assert not (torch.frexp(values)[0] * 2 ** (q.format.mantissa_bits + 1) % 1).any()
 
 
 @pytest.mark.parametrize(("stem", "case", "mode"), list(golden_cases()))

@@ -83,9 +83,10 @@ def _fill(pages: list[Path]) -> int:
 
     for page in pages:
         text = page.read_text(encoding="utf-8")
+        drawn = [(result.drawn_by(data), data, file) for file, data in result.pictures(text, page.parent).items()]
         page.write_text(result.filled(text, page.parent), encoding="utf-8")
-        for picture, data in result.pictures(text, page.parent).items():
-            result.drawn_by(data).draw(data, picture)
+        for module, data, file in drawn:
+            module.draw(data, file)
     return 0
 
 

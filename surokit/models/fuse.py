@@ -174,6 +174,8 @@ def _restored(module: foreign.FusedMixin) -> bool:
         if not isinstance(layer, Linear) or type(layer) is not Linear:
             continue
         vars(layer).pop(LAID, None)
+        for kept in ("plans", "frozen", "kept"):  # of a class that it leaves, or that is not fused
+            vars(layer).pop(kept, None)
         more = layer.precision or layer.storage or layer.has_adapter or layer.can_unmerge
         if not more and vars(layer).pop(_ADOPTED, False):
             layer.__class__ = nn.Linear  # type: ignore[assignment]

@@ -67,7 +67,7 @@ class PlanKey(NamedTuple):
 
 @dataclass(frozen=True)
 class InputGroup:
-    """A InputGroup has layers that quantize x in the same way, and so share its codes.
+    """An InputGroup has layers that quantize x in the same way, and so share its codes.
 
     outputs: which of them are one product in forward; backward: into which products each of these falls in backward.
     kept: what codes of the group's frozen weights depend on beside them, to be compared; None where no codes are kept.
@@ -219,7 +219,8 @@ def _adapter(layer: Linear, like: Tensor) -> tuple[Tensor, Tensor] | tuple[None,
 # -- the plan
 
 
-KEPT_PLANS = 4  # in turns: training and evaluation, with gradients and without, as when backward computes forward again
+# the latest ways to call a stage: training and evaluation, with gradients and without, as when backward computes forward again
+KEPT_PLANS = 4
 
 
 def plan_for(keeper: Linear, key: PlanKey, held: Sequence[LayerTensors]) -> StagePlan:
@@ -234,12 +235,14 @@ def plan_for(keeper: Linear, key: PlanKey, held: Sequence[LayerTensors]) -> Stag
     if keeper.plans is None:
         keeper.plans = []
     plans = keeper.plans
-    for plan in plans:
-        if plan.key == key and all(lie(members) == was for members, was in plan.lies.items()):
-            return plan
-    made = plan_of(key, lie)
-    plans[:] = [made, *(plan for plan in plans if plan.key != key)][:KEPT_PLANS]  # at once: other threads may do so too
-    return made
+    plan = next(
+        (p for p in plans if p.key == key and all(lie(members) == was for members, was in p.lies.items())), None
+    )
+    if plan is None:
+        plan = plan_of(key, lie)
+    if not plans or plan is not plans[0]:  # the latest first; at once, as other threads may do so too
+        plans[:] = [plan, *(other for other in plans if other.key != key)][:KEPT_PLANS]
+    return plan
 
 
 def plan_of(key: PlanKey, lie: Callable[[LayerIndices], bool]) -> StagePlan:

@@ -5,7 +5,7 @@
     CudaLink        streams, pinned memory, events
 
 All statements on order hold for the device's main stream, the one that is current when a method is called. The host waits
-nowhere but in Ticket.wait and close; a simulated device waits where a real one's main stream would. A link belongs to the
+nowhere but in PendingCopy.wait and close; a simulated device waits where a real one's main stream would. A link belongs to the
 thread that trains; other threads may query and wait for its tickets. A copy of a link, or an unpickled one, begins anew.
 """
 

@@ -109,7 +109,7 @@ class Steps:
 @dataclass
 class Run:
     """A Run is one entry of a race. algebra: its recipe in a line. numerics: "native", what is emulated, or "". work: what it
-    does, as `Work` has it. held_out: (step, loss). peak_gib: its own peak of device memory; None on a CPU."""
+    does, as `SessionWork` has it. held_out: (step, loss). peak_gib: its own peak of device memory; None on a CPU."""
 
     name: str
     algebra: str = ""

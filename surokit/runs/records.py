@@ -108,7 +108,8 @@ class Record:
     CUDA of the waits that it had passed when the step was given, so some count a step later. peak_gib: of the
     device memory on CUDA, of the process on a CPU. elapsed_s: wall_ms summed over the run. skipped: the step changed nothing, since
     it was not finite or no label counted (targets is 0); in the latter case loss and grad_norm are NaN here, and empty in
-    `records.frame()` and in the file. A record of a file that lacks a column has NaN there, 0 for tokens and targets.
+    `records.frame()` and in the file. A record of a file that lacks a column has NaN there; tokens and targets are 0 then, and
+    skipped is False.
     """
 
     step: int

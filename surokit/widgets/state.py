@@ -594,13 +594,16 @@ class PanelState:
         measured; "inside steps", between kernels, if a meter samples it. A cause that is not known is left out.
         """
         causes: dict[str, float] = {}
+        idle = (
+            1.0 if self.idle_mean.last is None else self.idle_mean.last[1]
+        )  # the host may wait while the device computes
         if self._seconds_sum and (self._stall_sum > 0.0 or self.idle_mean.last is not None):
-            causes["data"] = self._stall_sum / self._seconds_sum
+            causes["data"] = min(self._stall_sum / self._seconds_sum, idle)
         if self._offload_sum is not None and self._seconds_sum:
-            causes["offload"] = self._offload_sum / self._seconds_sum
+            causes["offload"] = min(self._offload_sum / self._seconds_sum, idle - causes.get("data", 0.0))
         outside = sum(causes.values())
         if self.idle_mean.last is not None:
-            causes["between steps"] = max(0.0, self.idle_mean.last[1] - outside)
+            causes["between steps"] = max(0.0, idle - outside)
             outside += causes["between steps"]
         if self.busy is not None:
             causes["inside steps"] = max(0.0, 1.0 - self.busy - outside)

@@ -406,6 +406,14 @@ def test_codes_are_kept_no_longer_than_they_are_wanted():
     assert not any(vars(layer).get("frozen") for layer in layers)
 
 
+def test_a_model_that_is_not_fused_any_more_holds_nothing_of_ours():
+    model = family("llama2")
+    fuse(model)
+    trained(model)
+    fuse(model, OFF)
+    assert b"surokit" not in pickle.dumps(model.model.layers[0].self_attn.q_proj)
+
+
 def test_fields_it_does_not_have():
     model = family("llama2")
     with refused(TypeError):

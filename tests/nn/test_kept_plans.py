@@ -6,6 +6,7 @@ these is read in every forward. Here each of them changes alone, and it is shown
 
 import copy
 import gc
+import itertools
 import pickle
 import threading
 import weakref
@@ -330,6 +331,18 @@ def test_few_are_kept(made):
         readers()
     assert len(made) == 8
     assert [plan.key for plan in readers.q.plans or ()] == made[: -KEPT_PLANS - 1 : -1]
+
+
+def test_a_plan_in_use_stays(made):
+    """Whatever else is tried meanwhile, once each: the one of training is not the first to go."""
+    readers = Readers(DELAYED)
+    for joint, adapters in itertools.product((True, False), repeat=2):
+        for frozen in ("no", "codes", "transposed"):
+            readers.fusion = Fusion(joint=joint, adapters=adapters, frozen=frozen)
+            readers()
+            readers.fusion = Fusion(gate=False)
+            readers()
+    assert len(made) == 12 + 1
 
 
 # -- what a plan holds, and who has it

@@ -400,6 +400,17 @@ def test_idle_time_by_cause():
     assert list(waiting.idle_data.last or ()) == pytest.approx([4, 0.25])
 
 
+def test_causes_are_no_more_than_the_idle_time():
+    """The host may wait for data and for offload while the device still computes."""
+    state = PanelState()
+    for step in range(1, 60):
+        state.add(step, seconds=0.1, idle=0.12, stall=0.03)
+    assert state.idle_causes == {"data": pytest.approx(0.12), "between steps": 0.0}
+    for step in range(60, 2000):
+        state.add(step, seconds=0.1, idle=0.12, stall=0.004, offload=0.03)
+    assert state.idle_causes == pytest.approx({"data": 0.04, "offload": 0.08, "between steps": 0.0}, rel=0.01)
+
+
 def test_every_column_of_the_records_arrives():
     rows = [
         {

@@ -27,6 +27,7 @@ from surokit.fusion import Fusion, Recompute
 from surokit.planner.counts.flops import Placement, Trained, frozen
 from surokit.planner.counts.tape import KEPT, LOGITS, Moment, Tape, Value
 from surokit.planner.inputs.shape import Shape
+from surokit.quantizer import MX, NV, Block, NFBlock
 
 # The logits that the fused linear + cross-entropy holds at a time (kernels/reference/loss.py, which needs torch).
 LOSS_BYTES = {"cpu": 16 * 2**20, "cuda": 640 * 2**20}
@@ -36,8 +37,8 @@ ATTENTION_ROWS, ATTENTION_SCORES = 256, 2 * 2**20
 # Elements of a float32 buffer of the reference's norm, for one thread (kernels/reference/norm.py).
 NORM_ELEMENTS = 64 * 1024
 # Bytes an element that the reference takes beside the result, on a CPU: to decode a stored weight, to encode an operand.
-_DECODING = {"NFBlock": 15.0, "NV": 13.0, "Block": 8.0}
-_ENCODING = {"NV": 12.0, "MX": 10.0}
+_DECODING: dict[type, float] = {NFBlock: 15.0, NV: 13.0, Block: 8.0}
+_ENCODING: dict[type, float] = {NV: 12.0, MX: 10.0}
 # Weights that some families have as one matrix: the names of that matrix.
 _TOGETHER = {
     "self_attn.q_proj": ("self_attn.qkv_proj", "self_attn.q_b_proj"),
@@ -307,7 +308,7 @@ class _Model:
         recipe, storage = self.recipe, getattr(self.recipe, "storage", None)
         forward = back = 0.0
         if storage is not None and self.on_cpu:  # beside the decoded weight, which is a term of its own
-            forward = back = _DECODING.get(type(storage.scaling).__name__, 4.0) * n * k
+            forward = back = _DECODING.get(type(storage.scaling), 4.0) * n * k
         if recipe.forward.quantized:
             forward = max(forward, self._scratch(recipe.forward, rows * k, n * k))
             back = max(
@@ -323,9 +324,7 @@ class _Model:
         codes = sum(size * int(q.format.bits) / 8 for size, q in both if q is not None)
         if not self.on_cpu:
             return codes
-        making = max(
-            (size * _ENCODING.get(type(q.scaling).__name__, 6.0) for size, q in both if q is not None), default=0.0
-        )
+        making = max((size * _ENCODING.get(type(q.scaling), 6.0) for size, q in both if q is not None), default=0.0)
         return codes + max(making, 2 * (a + b) + max(a, b) * 2.0)
 
     # -- the part that differs between kinds of layers

@@ -102,7 +102,7 @@ def loads(
     kind: type[MicroBatch] | None = None,
 ) -> Iterator[Load]:
     """Yield everything that one optimizer step launches on one GPU, summed over its micro-batches; `kind` is the class that counts
-    one (Step without it)."""
+    one (MicroBatch without it)."""
     step = (kind or MicroBatch)(shape, compute, recipe, setup, gpu)
     every = [*step.products(), *step.attention(), *step.between(), *step.embedding(), *step.loss()]
     for load in every:

@@ -104,7 +104,7 @@ Argument = _Tensor | tuple[_Tensor, ...] | None  # None: no tensor
 
 
 class OperatorWork(NamedTuple):
-    """Work holds FLOPs, bytes, and the index into RATES of the format that multiplies, -1 for no product."""
+    """An OperatorWork holds FLOPs, bytes, and the index into RATES of the format that multiplies, -1 for no product."""
 
     flop: int = 0
     bytes: int = 0
