@@ -1,4 +1,4 @@
-"""Layers that hold a recipe: Linear and the pieces of a decoder around it.
+"""This part has the layers that hold a recipe: Linear and the pieces of a decoder around it.
 
 linear.py        Linear: a layer with a recipe, a stored weight, an adapter
 linear_gemms.py  its three products, and what each operand is quantized to

@@ -222,7 +222,10 @@ def test_a_long_file_keeps_its_extremes_and_its_sums(tmp_path, monkeypatch):
 
 
 def test_waits_for_an_offloaded_optimizer_are_folded_too(tmp_path, monkeypatch):
-    grow(tmp_path, "".join(line(step, wall_ms=10.0, offload_ms=float(step % 5)) for step in range(1, 5001)))
+    grow(
+        tmp_path,
+        "".join(line(step, wall_ms=10.0, idle_frac=0.3, offload_ms=float(step % 5)) for step in range(1, 5001)),
+    )
     monkeypatch.setattr(records_tail, "FOLDED", 200)
     monkeypatch.setattr(records_tail, "RECENT_BYTES", 10_000)
     reader = Reader(tmp_path / "records.jsonl")
