@@ -27,7 +27,8 @@ lab: $(VENV)/.lab ## the notebooks in JupyterLab
 	@$(PY) -m jupyterlab notebooks/01_quickstart.ipynb
 
 # one thread a process: where other work takes a core, a team of threads waits for its slowest at every small operation
-RUFF_AND_MYPY := $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy surokit kernels tests docs
+MYPY := $(VENV)/bin/mypy surokit kernels tests docs
+RUFF_AND_MYPY := $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(MYPY)
 UNITS := OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 --dist loadfile --timeout 300 -m "not gpu and not soak"
 test: $(VENV)/.test ## all tests: lint, types, units, notebooks
 	@echo "== ruff and mypy"
@@ -81,7 +82,7 @@ same-answers: $(VENV)/.test ## whether every answer is the one of an earlier rev
 	@$(PY) -m tests.answers $(BASE) $(ANSWERS)
 
 lint: $(VENV)/.test ## ruff and mypy, fixing what can be fixed
-	@$(VENV)/bin/ruff check --fix . && $(VENV)/bin/ruff format . && $(VENV)/bin/mypy surokit kernels tests docs
+	@$(VENV)/bin/ruff check --fix . && $(VENV)/bin/ruff format . && $(MYPY)
 
 docs: $(VENV)/.test ## the documentation as a site in site/, links checked; runs the notebooks that changed
 	@$(PY) docs/notebooks.py

@@ -266,7 +266,7 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _check_picture(path: Path | None) -> None:
-    """Whether a picture can be written there, before anything is computed for it."""
+    """Raise an error if no picture can be written there, before anything is computed for it."""
     if path is None:
         return
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):

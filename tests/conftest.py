@@ -72,12 +72,10 @@ def _of_what_is_present(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out what is slow where only the fast half is wanted, before it is imported."""
+    if not config.getoption("--fast") or collection_path not in slow_tests():
+        return None
     named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
-    return (
-        True
-        if config.getoption("--fast") and collection_path in slow_tests() and collection_path not in named
-        else None
-    )
+    return None if collection_path in named else True
 
 
 @cache

@@ -6,6 +6,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -198,6 +199,7 @@ def drawn_by(data: Mapping[str, Any]) -> Any:
 STUDIES = ("deferral", "front_ends", "study")  # finished: each lies in a clone beside its raw file
 
 
+@cache
 def _module(part: str) -> Any:
     if part not in STUDIES:
         return import_module(f"surokit.bench.{part}")

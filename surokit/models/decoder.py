@@ -76,7 +76,7 @@ class KeyValueCache:
 
 
 class _Context:
-    """What every block of one forward shares: rotary tables, visibility, cache."""
+    """Holds what every block of one forward shares: rotary tables, visibility, cache."""
 
     def __init__(
         self,

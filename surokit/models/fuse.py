@@ -23,7 +23,7 @@ from surokit.fusion import OFF, Fusion
 from surokit.models import foreign
 from surokit.models.decoder import MLP, Attention, Backbone, Block
 from surokit.nn.joint import LAID, lay
-from surokit.nn.linear import Linear
+from surokit.nn.linear import KEPT, Linear
 from surokit.nn.norm import RMSNorm
 from surokit.places import check_module
 from surokit.torch_private import children_of, parameters_of
@@ -174,8 +174,8 @@ def _restored(module: foreign.FusedMixin) -> bool:
         if not isinstance(layer, Linear) or type(layer) is not Linear:
             continue
         vars(layer).pop(LAID, None)
-        for kept in ("plans", "frozen", "kept"):  # of a class that it leaves, or that is not fused
-            vars(layer).pop(kept, None)
+        for name in KEPT:  # torch's class would take them into copies
+            vars(layer).pop(name, None)
         more = layer.precision or layer.storage or layer.has_adapter or layer.can_unmerge
         if not more and vars(layer).pop(_ADOPTED, False):
             layer.__class__ = nn.Linear  # type: ignore[assignment]

@@ -92,6 +92,9 @@ class _BeforeMerging:
     lora_alpha: float
 
 
+KEPT = ("frozen", "kept", "plans")  # attributes of a Linear that belong to it and its weight alone: no copy has them
+
+
 class Linear(nn.Linear):
     """A Linear computes y = x w' + bias, with operands quantized as `precision` says, a weight that may be stored quantized, and an
     adapter.
@@ -125,7 +128,7 @@ class Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what is kept belongs to this layer's weight alone."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("frozen", "kept", "plans")}
+        return {name: value for name, value in self.__dict__.items() if name not in KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
