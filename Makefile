@@ -26,17 +26,18 @@ quickstart: $(VENV)/.lab ## install what is needed and run the main job: three r
 lab: $(VENV)/.lab ## the notebooks in JupyterLab
 	@$(PY) -m jupyterlab notebooks/01_quickstart.ipynb
 
-# one thread a process: where other work takes a core, a team of threads waits for its slowest at every small operation
 MYPY := $(VENV)/bin/mypy surokit kernels tests docs
 RUFF_AND_MYPY := $(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(MYPY)
-UNITS := OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 --dist loadfile --timeout 300 -m "not gpu and not soak"
+# one thread a process: where other work takes a core, a team of threads waits for its slowest at every small operation
+TESTS := OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 --dist loadfile
+UNITS := $(TESTS) --timeout 300 -m "not gpu and not soak"
 test: $(VENV)/.test ## all tests: lint, types, units, notebooks
 	@echo "== ruff and mypy"
 	@$(RUFF_AND_MYPY)
 	@echo "== tests"
 	@$(UNITS)
 	@echo "== notebooks"
-	@OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 --dist loadfile --nbval-lax notebooks
+	@$(TESTS) --nbval-lax notebooks
 
 check: $(VENV)/.test ## before each commit: lint, types, and the half of the tests that is fast; two or three minutes
 	@$(RUFF_AND_MYPY)
@@ -46,7 +47,7 @@ check: $(VENV)/.test ## before each commit: lint, types, and the half of the tes
 PLAIN_CPU := tests/nn tests/models tests/kernels tests/planner/test_memory.py tests/test_quantizer.py tests/test_accuracy.py tests/test_convert.py \
 	tests/test_product.py tests/test_tuning.py tests/train/test_recipes.py tests/train/test_engine.py
 test-plain-cpu: $(VENV)/.test ## tests of numbers as on a processor without bf16 instructions; a few minutes
-	@ONEDNN_MAX_CPU_ISA=AVX512_CORE OMP_NUM_THREADS=1 $(PYTEST) -q -n 2 --dist loadfile --timeout 300 -m "not gpu and not soak" $(PLAIN_CPU) \
+	@ONEDNN_MAX_CPU_ISA=AVX512_CORE $(UNITS) $(PLAIN_CPU) \
 		--ignore-glob "tests/kernels/test_*compiled.py" --ignore-glob "tests/kernels/test_triton_*.py"
 
 # the environment at hand will do if it has torch, triton, numpy, safetensors and pytest: nothing is installed
