@@ -8,8 +8,6 @@ doubled is AdamW's best in a sweep on a seed of its own. Everything here follows
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 import statistics
@@ -18,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surokit.bench.result import markdown
+from surokit.bench.result import fingerprint, markdown, save_picture
 from surokit.statistics import student_t
 
 if TYPE_CHECKING:
@@ -111,12 +109,12 @@ def table(data: Mapping[str, Any]) -> str:
 
 def digest(data: Mapping[str, Any]) -> str:
     """Return a fingerprint of the data that the picture shows."""
-    return hashlib.sha256(json.dumps(data["deferral"], sort_keys=True).encode()).hexdigest()
+    return fingerprint(data["deferral"])
 
 
 def draw(data: Mapping[str, Any], path: Path) -> None:
-    """Write the picture as PNG; it carries the fingerprint of its data and neither date nor version."""
-    figure(data).savefig(path, dpi=110, metadata={"Software": None, "Description": digest(data)})
+    """Write the picture as PNG, with the fingerprint of its data."""
+    save_picture(figure(data), path, digest(data))
 
 
 _COLORS = {"": "#0072B2", " overlap": "#D55E00", " time-corrected": "#009E73"}

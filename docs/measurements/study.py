@@ -7,14 +7,12 @@ those that store weights with "bf16-lora". Everything here follows from that fil
 
 from __future__ import annotations
 
-import hashlib
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surokit.bench.result import markdown
+from surokit.bench.result import fingerprint, markdown, save_picture
 from surokit.recipe import recipes
 
 if TYPE_CHECKING:
@@ -79,12 +77,12 @@ def table(data: Mapping[str, Any]) -> str:
 def digest(data: Mapping[str, Any]) -> str:
     """Return a fingerprint of the data that the picture shows."""
     shown = {"runs": data["runs"], "intervals": data["intervals"]}
-    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
+    return fingerprint(shown)
 
 
 def draw(data: Mapping[str, Any], path: Path) -> None:
-    """Write the picture as PNG; it carries the fingerprint of its data and neither date nor version."""
-    figure(data).savefig(path, dpi=110, metadata={"Software": None, "Description": digest(data)})
+    """Write the picture as PNG, with the fingerprint of its data."""
+    save_picture(figure(data), path, digest(data))
 
 
 def figure(data: Mapping[str, Any]) -> Figure:

@@ -9,7 +9,6 @@ planned with the first recompute that makes it fit.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surokit.bench.configurations import MODELS, BenchWork
-from surokit.bench.result import grid, markdown
+from surokit.bench.result import fingerprint, grid, markdown, save_picture
 from surokit.bench.targets import DEVICE, ESTIMATED, ESTIMATES, MEANING, TARGETS, Target
 from surokit.hardware.rates import ATTENTION_SHARE, GAP_US
 from surokit.planner import Ceilings, Gpu, Plan, find_gpu
@@ -225,14 +224,13 @@ _PHASES = ("forward", "recompute", "backward", "optimizer", "gaps")
 
 
 def digest(data: Mapping[str, Any]) -> str:
-    """Return the fingerprint of what is drawn; a picture carries it, so that a page's picture and its raw file can be told
-    apart."""
-    return hashlib.sha256(json.dumps(data["predicted"], sort_keys=True).encode()).hexdigest()
+    """Return the fingerprint of what is drawn."""
+    return fingerprint(data["predicted"])
 
 
 def draw(data: Mapping[str, Any], path: Path) -> None:
-    """Write the picture as PNG; it carries the fingerprint of its data and neither date nor version."""
-    figure(data).savefig(path, dpi=110, metadata={"Software": None, "Description": digest(data)})
+    """Write the picture as PNG, with the fingerprint of its data."""
+    save_picture(figure(data), path, digest(data))
 
 
 def figure(data: Mapping[str, Any]) -> Figure:

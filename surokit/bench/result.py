@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import tempfile
@@ -10,9 +11,12 @@ from functools import cache
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from surokit.statistics import spread
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def result(
@@ -194,6 +198,16 @@ def pictures(text: str, folder: Path) -> dict[Path, dict[str, Any]]:
 def drawn_by(data: Mapping[str, Any]) -> Any:
     """Return the module whose `draw` makes the picture of a raw file, by the keys it holds; `digest` is the fingerprint in it."""
     return _module(next((part for part in ("peers", "deferral", "spans", "predicted") if part in data), "study"))
+
+
+def fingerprint(shown: Any) -> str:
+    """Return a fingerprint of what a picture shows, by which a page's picture and its raw file can be told apart."""
+    return hashlib.sha256(json.dumps(shown, sort_keys=True).encode()).hexdigest()
+
+
+def save_picture(picture: Figure, path: Path, digest: str) -> None:
+    """Write a picture as PNG; it carries the fingerprint of its data and neither date nor version."""
+    picture.savefig(path, dpi=110, metadata={"Software": None, "Description": digest})
 
 
 STUDIES = ("deferral", "front_ends", "study")  # finished: each lies in a clone beside its raw file

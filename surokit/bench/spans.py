@@ -8,14 +8,12 @@ It shows the order of things and no GPU's speed: `surokit.bench offload` measure
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surokit.bench.result import markdown, result
+from surokit.bench.result import fingerprint, markdown, result, save_picture
 
 if TYPE_CHECKING:
     import torch
@@ -122,12 +120,12 @@ def table(data: Mapping[str, Any]) -> str:
 
 def digest(data: Mapping[str, Any]) -> str:
     """Return a fingerprint of the data that the picture shows."""
-    return hashlib.sha256(json.dumps(data["spans"], sort_keys=True).encode()).hexdigest()
+    return fingerprint(data["spans"])
 
 
 def draw(data: Mapping[str, Any], path: Path) -> None:
-    """Write the picture as PNG; it carries the fingerprint of its data and neither date nor version."""
-    figure(data).savefig(path, dpi=110, metadata={"Software": None, "Description": digest(data)})
+    """Write the picture as PNG, with the fingerprint of its data."""
+    save_picture(figure(data), path, digest(data))
 
 
 def figure(data: Mapping[str, Any]) -> Figure:
