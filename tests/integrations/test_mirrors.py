@@ -226,6 +226,8 @@ def test_tensorboard_hides_what_a_resume_takes_again(tmp_path, monkeypatch):
 
 
 def test_wandb_reads_it_back(session, tmp_path, monkeypatch):
+    import wandb
+
     for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setattr(mirrors, "CLOSE_S", PATIENCE_S)  # its first import alone can take longer on a busy machine
@@ -233,6 +235,7 @@ def test_wandb_reads_it_back(session, tmp_path, monkeypatch):
     session.subscribe(mirror)
     session.run(8)
     assert mirror.run.name == "mine"
+    wandb.teardown()  # the file of a finished run is closed by wandb's own process, at some time after
     rows = history(tmp_path)
     losses = [row for row in rows if "train/loss" in row]
     assert [row["step"] for row in losses] == list(range(1, 9))
