@@ -7,6 +7,7 @@ Formats v1.0 (E2M1, E8M0), IEEE 754 and bfloat16 for the rest.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,7 +63,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Codebook:
-    """A Codebook is a format whose codes are indices into a table of numbers, in ascending order."""
+    """A Codebook is a format whose codes are indices into a table of numbers."""
 
     name: str
     values: tuple[float, ...]
@@ -74,7 +75,13 @@ class Codebook:
     @property
     def max(self) -> float:
         """Return the largest number of the table."""
-        return self.values[-1]
+        return max(self.values)
+
+    @property
+    def ascending(self) -> tuple[int, ...]:
+        """Return the codes in the order of their numbers; of two codes for zero the first."""
+        first = {value: code for code, value in reversed(list(enumerate(self.values)))}
+        return tuple(first[value] for value in sorted(first))
 
     def __str__(self) -> str:
         return self.name
@@ -110,7 +117,14 @@ NF4 = Codebook(
     ),
 )
 
-FORMATS: dict[str, Format | Codebook] = {f.name: f for f in (E4M3, E5M2, E2M1, E8M0, NF4, BF16_FORMAT, FP32_FORMAT)}
+# twelfths, rounded to float32 as bitsandbytes has them: midpoints depend on it
+_BNB_MAGNITUDES: tuple[float, ...] = struct.unpack("8f", struct.pack("8f", *(n / 12 for n in (0, 1 / 16, 8, 12, 4, 6, 2, 3))))
+# what bitsandbytes calls FP4: a sign and three bits, which are not those of E2M1
+BNB_FP4 = Codebook("bnb_fp4", (*_BNB_MAGNITUDES, *(-m for m in _BNB_MAGNITUDES)))
+
+FORMATS: dict[str, Format | Codebook] = {
+    f.name: f for f in (E4M3, E5M2, E2M1, E8M0, NF4, BNB_FP4, BF16_FORMAT, FP32_FORMAT)
+}
 
 
 #: A product that tensor cores compute, by the scaling of its two operands: float8 with a scale a tensor or a row, float8 in

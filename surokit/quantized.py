@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from surokit import kernels
-from surokit.formats import E2M1, E4M3, E5M2, NF4, Format
+from surokit.formats import BNB_FP4, E2M1, E4M3, E5M2, NF4, Format
 from surokit.quantizer import MX, NV, Block, NFBlock, PerRow, PerTensor, Quantizer, Scaling
 
 Parts: TypeAlias = tuple[Tensor, Tensor, tuple[Tensor, ...]]  # codes, scales, scales of the scales
@@ -130,7 +130,7 @@ class Quantized:
         if isinstance(format, Format):
             beyond = format.max + 2.0 ** (format.max_exponent - format.mantissa_bits - 1)
         else:
-            beyond = format.max + (format.max - format.values[-2]) / 2
+            beyond = format.max + (format.max - sorted(format.values)[-2]) / 2
         largest = self._filled_with_largest().abs()  # 0 under a scale that became 0, where everything vanished instead
         # a scale rounds, so an amax may stand a last bit above the range it defines
         return (self.rotated(x).abs().float() > largest * (beyond / format.max * (1 + 2**-20))) & (largest != 0)
@@ -156,7 +156,7 @@ class Quantized:
 
     def _filled_with_largest(self) -> Tensor:
         """Return the largest number that each place could express [M, K], float32."""
-        byte = {E4M3: 0x7E, E5M2: 0x7B, E2M1: 0x77, NF4: 0xFF}[self.quantizer.format]
+        byte = {E4M3: 0x7E, E5M2: 0x7B, E2M1: 0x77, NF4: 0xFF, BNB_FP4: 0x33}[self.quantizer.format]
         codes = torch.full_like(self.codes.view(torch.uint8), byte).view(self.codes.dtype)
         return self._codec.decode(replace(self, codes=codes), self._width, torch.float32)
 
@@ -228,7 +228,7 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
 
 # -- how each scaling is carried out
 
-_CODES_IN = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, E2M1: torch.uint8, NF4: torch.uint8}
+_CODES_IN = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, E2M1: torch.uint8, NF4: torch.uint8, BNB_FP4: torch.uint8}
 
 
 class _Tiles:
@@ -327,17 +327,17 @@ class _NF(_Tiles):
 
     @staticmethod
     def times(x_MK: Tensor, W: Quantized) -> Tensor:
-        return kernels.nf4_mm(x_MK, W.codes, W.scales, list(W.second), W.rows, W.columns, False)
+        return kernels.nf4_mm(x_MK, W.codes, W.scales, list(W.second), W.rows, W.columns, False, W.quantizer.format.name)
 
     @staticmethod
     def encode(x_MK: Tensor, q: Quantizer, amax: Tensor | None, key: Tensor | None) -> Parts:
         assert isinstance(q.scaling, NFBlock)
-        codes, scales, *second = kernels.quantize_nf4(x_MK, q.scaling.double)
+        codes, scales, *second = kernels.quantize_nf4(x_MK, q.scaling.double, q.format.name)
         return codes, scales, tuple(second)
 
     @staticmethod
     def decode(Q: Quantized, columns: int, dtype: torch.dtype) -> Tensor:
-        return kernels.dequantize_nf4(Q.codes, Q.scales, list(Q.second), Q.rows, columns, dtype)
+        return kernels.dequantize_nf4(Q.codes, Q.scales, list(Q.second), Q.rows, columns, dtype, Q.quantizer.format.name)
 
 
 _CODECS: dict[type[Scaling], type[_Tiles]] = {

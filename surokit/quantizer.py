@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from surokit.formats import E2M1, E4M3, E5M2, FORMATS, NF4, Codebook, Format, Kind
+from surokit.formats import BNB_FP4, E2M1, E4M3, E5M2, FORMATS, NF4, Codebook, Format, Kind
 
 Rule = Literal["floor", "rceil", "even"]
 Error = Literal["mse", "mae"]
@@ -168,7 +168,7 @@ class NFBlock(Scaling):
 
     block: int = 64
     double: int = 0
-    formats: ClassVar[tuple[Format | Codebook, ...]] = (NF4,)
+    formats: ClassVar[tuple[Format | Codebook, ...]] = (NF4, BNB_FP4)
     stored_as: ClassVar[tuple[str, ...]] = ("weight_absmax", "weight_nested_absmax", "weight_nested_offset")
 
     def __post_init__(self) -> None:
@@ -180,7 +180,7 @@ class NFBlock(Scaling):
     def check(self, q: Quantizer) -> None:
         super().check(q)
         if q.rounding != "nearest" or q.hadamard:
-            raise ValueError("NF4 stores weights: it rounds to nearest and is not rotated.")
+            raise ValueError(f"{q.format} stores weights: it rounds to nearest and is not rotated.")
 
     def tile(self) -> tuple[int, int]:
         return 1, self.block

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from surokit.formats import NF4, Codebook
+
 from . import nf4, nvfp4
 from .matmul import addmm_, mm
 from .quantize import decode
@@ -59,9 +61,10 @@ def dequantize_mm_nf4(
     second: tuple[Tensor, ...],
     shape: tuple[int, int],
     transposed: bool = False,
+    format: Codebook = NF4,
 ) -> Tensor:
     """Return x_TK @ W_NK' for a frozen weight of `shape` (N, K), or `transposed` x_TN @ W_NK."""
-    w_NK = nf4.dequantize(codes, scales, second, shape, x_TC.dtype)
+    w_NK = nf4.dequantize(codes, scales, second, shape, x_TC.dtype, format)
     return mm(x_TC, w_NK if transposed else w_NK.t())
 
 

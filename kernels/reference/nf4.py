@@ -1,5 +1,7 @@
 """Define NF4 storage: 4-bit codes for 16 quantiles of a normal distribution, a scale for each 64 elements.
 
+bitsandbytes' FP4 is the same with another table (`surokit.formats.BNB_FP4`).
+
     absmax = largest magnitude of a block          q = nearest of the 16 numbers to x / absmax          x' = number[q] absmax
 
 Blocks run over the flattened matrix, the last may be partial. A midpoint goes to the lower code; the even element lies in the
@@ -16,12 +18,13 @@ Shapes: M rows, K columns, B blocks of 64. Sources: QLoRA (Dettmers et al., 2023
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from surokit.formats import NF4
+from surokit.formats import NF4, Codebook
 
 from .dynamic8bit import numbers
 from .fp4 import look_up_pairs, table
@@ -31,10 +34,14 @@ DOUBLE = 256  # scales in a block of double quantization
 CPU_PIECE = 256 * 1024  # elements decoded at once: what is between codes and numbers stays in the cache
 LEAST = 1e-38  # of an absmax that is divided by: below, 1 / absmax would overflow
 
-MIDPOINTS = tuple(0.5 * (low + high) for low, high in pairwise(NF4.values))
+
+@cache
+def midpoints(format: Codebook) -> tuple[float, ...]:
+    """Return the numbers halfway between neighbours of the table, in ascending order."""
+    return tuple(0.5 * (low + high) for low, high in pairwise(format.values[code] for code in format.ascending))
 
 
-def quantize(x_MK: Tensor, double: int = 0) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def quantize(x_MK: Tensor, double: int = 0, format: Codebook = NF4) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Return the packed codes, scales, and what decodes the scales.
 
     Codes uint8 [M, K/2] ([1, ceil(MK/2)] where K is odd). Scales [M, K/64] ([1, B] where K is no multiple of 64): float32
@@ -47,11 +54,13 @@ def quantize(x_MK: Tensor, double: int = 0) -> tuple[Tensor, Tensor, tuple[Tenso
         )
     M, K = x_MK.shape
     y, absmax = _normalized(x_MK.reshape(-1).float(), BLOCK)
-    q = torch.full(y.shape, len(NF4.values) - 1, dtype=torch.uint8, device=y.device)
-    for midpoint in MIDPOINTS:
+    q = torch.full(y.shape, len(format.ascending) - 1, dtype=torch.uint8, device=y.device)
+    for midpoint in midpoints(format):
         q -= (y <= midpoint).view(torch.uint8)
+    if format != NF4:  # its codes are not in the order of its numbers
+        q = table(format.ascending, torch.uint8, q.device)[q.int()]
     if q.numel() % 2:
-        q = torch.nn.functional.pad(q, (0, 1), value=NF4.values.index(0.0))
+        q = torch.nn.functional.pad(q, (0, 1), value=format.values.index(0.0))
     codes = (q[::2] << 4 | q[1::2]).view((1, -1) if K % 2 else (M, K // 2))
     shape = (1, -1) if K % BLOCK else (M, K // BLOCK)
     if not double:
@@ -76,6 +85,7 @@ def dequantize(
     second: tuple[Tensor, ...],
     shape: tuple[int, int],
     dtype: torch.dtype = torch.float32,
+    format: Codebook = NF4,
 ) -> Tensor:
     """Return number[q] absmax [M, K] in float32, rounded to `dtype`."""
     elements = shape[0] * shape[1]
@@ -90,7 +100,7 @@ def dequantize(
     piece = CPU_PIECE if codes.device.type == "cpu" else max(1, elements)
     for first in range(0, elements, piece):
         last = min(first + piece, elements)
-        q = look_up_pairs(codes[first // 2 : (last + 1) // 2], NF4.values, torch.float32, high_first=True)
+        q = look_up_pairs(codes[first // 2 : (last + 1) // 2], format.values, torch.float32, high_first=True)
         y[first:last] = _times_(q[: last - first], absmax[first // BLOCK :], BLOCK)
     return y.view(shape)
 

@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from surokit.formats import NF4, Codebook
+
 from .fp4 import decode_nibbles
 from .nf4 import block_scale, tables
 from .nvfp4 import decode_e4m3
@@ -148,10 +150,11 @@ def dequantize_mm_nf4(
     second: tuple[Tensor, ...],
     shape: tuple[int, int],
     transposed: bool = False,
+    format: Codebook = NF4,
 ) -> Tensor:
     """Return x_TK @ W_NK' for a weight of `shape` (N, K), or `transposed` x_TN @ W_NK."""
     absmax_scale, offset = second or (None, None)
-    numbers, map = tables(x_TC.device)
+    numbers, map = tables(x_TC.device, format)
     return _launch(x_TC, codes, scales, shape, "nf4", transposed, absmax_scale, offset, numbers, map)
 
 

@@ -11,14 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surokit.formats import NF4
+from surokit.formats import NF4, Codebook
 from surokit.kernels.reference import nf4 as reference
 from surokit.kernels.reference.dynamic8bit import numbers
 from surokit.kernels.reference.fp4 import table
 
-_MIDPOINTS: tl.constexpr = tl.constexpr(reference.MIDPOINTS)
 _LEAST: tl.constexpr = tl.constexpr(reference.LEAST)
-_ZERO: tl.constexpr = tl.constexpr(NF4.values.index(0.0))
 _DOUBLE: tl.constexpr = tl.constexpr(reference.DOUBLE)
 
 
@@ -34,8 +32,11 @@ def block_scale(scales, second, offset, map, block, mask, DOUBLE: tl.constexpr):
 
 
 @triton.jit
-def quantize_kernel(x, codes, scales, n, bytes, BLOCKS: tl.constexpr):
-    """Quantize BLOCKS blocks of 64 from the n elements of x."""
+def quantize_kernel(
+    x, codes, scales, ascending, n, bytes, MIDPOINTS: tl.constexpr, ORDERED: tl.constexpr, ZERO: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Quantize BLOCKS blocks of 64 from the n elements of x. ORDERED: codes ascend as their numbers do; else `ascending` has them."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None] * 64 + tl.arange(0, 64)[None, :]
     values = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
@@ -44,10 +45,12 @@ def quantize_kernel(x, codes, scales, n, bytes, BLOCKS: tl.constexpr):
     divisor = tl.where(absmax < _LEAST, _LEAST, absmax)
     y = values * tl.div_rn(tl.full(absmax.shape, 1.0, tl.float32), divisor)[:, None]
     y = tl.where((block == n // 64)[:, None], tl.div_rn(values, tl.broadcast_to(divisor[:, None], values.shape)), y)
-    q = tl.full(values.shape, 15, tl.int32)
-    for i in tl.static_range(15):
-        q -= (y <= _MIDPOINTS[i]).to(tl.int32)
-    q = tl.where(at < n, q, _ZERO)
+    q = tl.full(values.shape, len(MIDPOINTS), tl.int32)
+    for i in tl.static_range(len(MIDPOINTS)):
+        q -= (y <= MIDPOINTS[i]).to(tl.int32)
+    if not ORDERED:
+        q = tl.load(ascending + q).to(tl.int32)
+    q = tl.where(at < n, q, ZERO)
     high, low = tl.split(tl.reshape(q, (BLOCKS, 32, 2)))
     byte = block[:, None] * 32 + tl.arange(0, 32)[None, :]
     tl.store(codes + byte, (high << 4 | low).to(tl.uint8), mask=byte < bytes)
@@ -67,12 +70,12 @@ def dequantize_kernel(
     tl.store(y + at, tl.reshape(pair, (BLOCKS, 64)).to(y.dtype.element_ty), mask=at < n)
 
 
-def tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the 16 numbers of NF4 and the 256 of the dynamic map, float32."""
-    return table(NF4.values, torch.float32, device), table(numbers(signed=True), torch.float32, device)
+def tables(device: torch.device, format: Codebook = NF4) -> tuple[Tensor, Tensor]:
+    """Return the 16 numbers of the format and the 256 of the dynamic map, float32."""
+    return table(format.values, torch.float32, device), table(numbers(signed=True), torch.float32, device)
 
 
-def quantize(x_MK: Tensor, double: int = 0) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def quantize(x_MK: Tensor, double: int = 0, format: Codebook = NF4) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Return the packed codes, the scales, and the tensors that decode the scales, () unless `double`.
 
     Scales, 1/64 as many as elements, are quantized by the reference.
@@ -83,7 +86,11 @@ def quantize(x_MK: Tensor, double: int = 0) -> tuple[Tensor, Tensor, tuple[Tenso
     scales = x_MK.new_empty((1, -(-n // 64)) if K % 64 else (M, K // 64), dtype=torch.float32)
     if n:
         grid = (triton.cdiv(n, 64 * 64),)
-        quantize_kernel[grid](x_MK.contiguous(), codes, scales, n, codes.numel(), BLOCKS=64, enable_fp_fusion=False)
+        quantize_kernel[grid](
+            x_MK.contiguous(), codes, scales, table(format.ascending, torch.uint8, x_MK.device), n, codes.numel(),
+            MIDPOINTS=reference.midpoints(format), ORDERED=format == NF4, ZERO=format.values.index(0.0), BLOCKS=64,
+            enable_fp_fusion=False,
+        )  # fmt: skip
     if not double:
         return codes, scales, ()
     q, second = reference.quantize_scales(scales.view(-1))
@@ -96,11 +103,12 @@ def dequantize(
     second: tuple[Tensor, ...],
     shape: tuple[int, int],
     dtype: torch.dtype = torch.float32,
+    format: Codebook = NF4,
 ) -> Tensor:
     """Return number[q] absmax [M, K] in float32, rounded to `dtype`."""
     y = torch.empty(shape, dtype=dtype, device=codes.device)
     if y.numel():
-        numbers, map = tables(codes.device)
+        numbers, map = tables(codes.device, format)
         absmax_scale, offset = second or (None, None)
         grid = (triton.cdiv(y.numel(), 64 * 64),)
         dequantize_kernel[grid](

@@ -295,15 +295,15 @@ def _factors_nv(codes: Tensor, scales: Tensor, rows: int, columns: int) -> Tenso
 
 
 def _listed(f: Function) -> Function:
-    def flat(x: Tensor, double: int = 0) -> list[Tensor]:
-        codes, scales, second = f(x, double)
+    def flat(x: Tensor, double: int = 0, format: str = "nf4") -> list[Tensor]:
+        codes, scales, second = f(x, double, FORMATS[format])
         return [codes, scales, *second]
 
     return flat
 
 
-@operation("quantize_nf4(Tensor x, int double=0) -> Tensor[]", nf4.quantize, _listed)
-def _quantize_nf4(x: Tensor, double: int = 0) -> list[Tensor]:
+@operation("quantize_nf4(Tensor x, int double=0, str format='nf4') -> Tensor[]", nf4.quantize, _listed)
+def _quantize_nf4(x: Tensor, double: int = 0, format: str = "nf4") -> list[Tensor]:
     M, K = x.shape
     blocks = _ceil(M * K, 64)
     codes = x.new_empty((M, K // 2) if K % 2 == 0 else (1, _ceil(M * K, 2)), dtype=torch.uint8)
@@ -315,16 +315,19 @@ def _quantize_nf4(x: Tensor, double: int = 0) -> list[Tensor]:
 
 
 def _with_shape(f: Function) -> Function:
-    return lambda codes, scales, second, rows, columns, dtype: f(codes, scales, tuple(second), (rows, columns), dtype)
+    return lambda codes, scales, second, rows, columns, dtype, format="nf4": f(
+        codes, scales, tuple(second), (rows, columns), dtype, FORMATS[format]
+    )
 
 
 @operation(
-    "dequantize_nf4(Tensor codes, Tensor scales, Tensor[] second, int rows, int columns, ScalarType dtype) -> Tensor",
+    "dequantize_nf4(Tensor codes, Tensor scales, Tensor[] second, int rows, int columns, ScalarType dtype, "
+    "str format='nf4') -> Tensor",
     nf4.dequantize,
     _with_shape,
 )
 def _dequantize_nf4(
-    codes: Tensor, scales: Tensor, second: list[Tensor], rows: int, columns: int, dtype: torch.dtype
+    codes: Tensor, scales: Tensor, second: list[Tensor], rows: int, columns: int, dtype: torch.dtype, format: str = "nf4"
 ) -> Tensor:
     return codes.new_empty((rows, columns), dtype=dtype)
 
@@ -386,17 +389,25 @@ def _nv_mm(
 
 
 def _shape_of_weight(f: Function) -> Function:
-    return lambda x, codes, scales, second, rows, columns, transposed: f(
-        x, codes, scales, tuple(second), (rows, columns), transposed
+    return lambda x, codes, scales, second, rows, columns, transposed, format="nf4": f(
+        x, codes, scales, tuple(second), (rows, columns), transposed, FORMATS[format]
     )
 
 
 @operation(
-    "nf4_mm(Tensor x, Tensor codes, Tensor scales, Tensor[] second, int rows, int columns, bool transposed) -> Tensor",
+    "nf4_mm(Tensor x, Tensor codes, Tensor scales, Tensor[] second, int rows, int columns, bool transposed, "
+    "str format='nf4') -> Tensor",
     gemm.dequantize_mm_nf4,
     _shape_of_weight,
 )
 def _nf4_mm(
-    x: Tensor, codes: Tensor, scales: Tensor, second: list[Tensor], rows: int, columns: int, transposed: bool
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    second: list[Tensor],
+    rows: int,
+    columns: int,
+    transposed: bool,
+    format: str = "nf4",
 ) -> Tensor:
     return x.new_empty((x.shape[0], columns if transposed else rows))

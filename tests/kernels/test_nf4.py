@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from surokit.formats import NF4
+from surokit.formats import BNB_FP4, NF4
 from surokit.kernels.reference import nf4
 from surokit.kernels.reference.dynamic8bit import numbers
 from tests.refusals import refused
@@ -57,23 +57,26 @@ def test_tables_are_those_of_the_vectors():
     assert list(numbers(signed=True)) == sorted(set(numbers(signed=True)))
 
 
-def against_bitsandbytes(x, double):
+def against_bitsandbytes(x, double, format=NF4):
     M, K = x.shape
-    codes, scales, second = nf4.quantize(x, 256 if double else 0)
+    codes, scales, second = nf4.quantize(x, 256 if double else 0, format)
     assert (codes.shape, scales.shape) == shapes(M, K)
     theirs, state = bnb.quantize_4bit(
-        x.contiguous(), blocksize=64, quant_type="nf4", compress_statistics=double, quant_storage=torch.uint8
+        x.contiguous(), blocksize=64, quant_type=format.name.removeprefix("bnb_"), compress_statistics=double, quant_storage=torch.uint8
     )
-    assert torch.equal(codes.flatten(), theirs.flatten())
+    # its FP4 has two zeros, and which one it takes differs between processors and GPUs
+    numbers_of = torch.tensor(format.values)
+    assert torch.equal(numbers_of[nibbles(codes, M * K)], numbers_of[nibbles(theirs, M * K)])
+    assert format == BNB_FP4 or torch.equal(codes.flatten(), theirs.flatten())
     if double:
         assert torch.equal(second[0], state.state2.absmax)
         assert torch.equal(second[1][0], state.offset)
-        nearly_equal(nf4.quantize(x)[1].flatten() - state.offset, second[0], scales.flatten(), state.absmax)
+        nearly_equal(nf4.quantize(x, 0, format)[1].flatten() - state.offset, second[0], scales.flatten(), state.absmax)
         scales = state.absmax.view(scales.shape)
     else:
         assert second == ()
         assert torch.equal(scales.flatten(), state.absmax)
-    values = nf4.dequantize(codes, scales, second, (M, K), x.dtype)
+    values = nf4.dequantize(codes, scales, second, (M, K), x.dtype, format)
     assert values.dtype == x.dtype
     # as one row: release 0.50.2 decodes with wrong scales where an even row is no multiple of 64
     state.shape = (1, M * K)
@@ -99,8 +102,9 @@ def nearly_equal(x, absmax, ours, theirs):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("double", [False, True])
-def test_equals_bitsandbytes(shape, dtype, double):
-    against_bitsandbytes(normal(shape, dtype=dtype), double)
+@pytest.mark.parametrize("format", [NF4, BNB_FP4], ids=str)
+def test_equals_bitsandbytes(shape, dtype, double, format):
+    against_bitsandbytes(normal(shape, dtype=dtype), double, format)
 
 
 @settings(max_examples=40, deadline=None)
@@ -145,6 +149,19 @@ def test_nearest_number_of_the_table(double, shape, size, dtype):
     if not double:
         assert torch.equal(values.flatten(), NUMBERS[nibbles(codes, len(exact))] * absmax.float())
         assert ((values.flatten().double() - exact).abs() <= 0.152 * absmax + 1e-38).all()
+
+
+def test_the_table_of_the_other_format_is_that_of_bitsandbytes():
+    assert torch.equal(torch.tensor(BNB_FP4.values), bnb.get_4bit_type("fp4", device="cpu"))
+    assert [BNB_FP4.values[code] for code in BNB_FP4.ascending] == sorted(set(BNB_FP4.values))
+    assert NF4.ascending == tuple(range(16))
+
+
+def test_midpoints_of_the_other_format_go_where_bitsandbytes_puts_them():
+    middles = torch.tensor(nf4.midpoints(BNB_FP4))
+    inf = torch.tensor(math.inf)
+    x = torch.cat((middles, middles.nextafter(inf), middles.nextafter(-inf), torch.zeros(21), torch.ones(1)))
+    against_bitsandbytes(x.view(1, 64), False, BNB_FP4)
 
 
 def test_midpoints_go_to_the_lower_code():

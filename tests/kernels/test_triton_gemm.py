@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from surokit.formats import E4M3
+from surokit.formats import BNB_FP4, E4M3, NF4
 from surokit.kernels.reference import gemm as reference
 from surokit.kernels.reference import nf4, nvfp4
 from surokit.kernels.reference.quantize import decode, quantize
@@ -44,13 +44,16 @@ class Storage:
     def __init__(self, format, w_NK):
         self.shape = tuple(w_NK.shape)
         self.name = format[0]
+        self.options: dict[str, Any] = {}
         K = self.shape[1]
         if self.name == "nvfp4":
             self.arguments = (*nvfp4.quantize(w_NK, format[1]), format[1])
             self.decoded = nvfp4.dequantize(*self.arguments, K)
         elif self.name == "nf4":
-            self.arguments = (*nf4.quantize(w_NK, format[1]), self.shape)
-            self.decoded = nf4.dequantize(*self.arguments)
+            table = format[2] if len(format) > 2 else NF4
+            self.arguments = (*nf4.quantize(w_NK, format[1], table), self.shape)
+            self.decoded = nf4.dequantize(*self.arguments, format=table)
+            self.options = {"format": table}
         else:
             self.arguments = (*quantize(w_NK, E4M3, *format[1]), *format[1])
             self.decoded = decode(*self.arguments)
@@ -58,10 +61,10 @@ class Storage:
     def product(self, module, x, transposed=False):
         odd = {"columns": self.shape[1]} if self.name == "nvfp4" and transposed else {}
         arguments = put(*self.arguments) if module is gemm else self.arguments
-        return getattr(module, f"dequantize_mm_{self.name}")(x, *arguments, transposed=transposed, **odd)
+        return getattr(module, f"dequantize_mm_{self.name}")(x, *arguments, transposed=transposed, **odd, **self.options)
 
 
-FORMATS: list[tuple[str, Any]] = [("nvfp4", 1), ("nvfp4", 16), ("nf4", 0), ("nf4", 256)]
+FORMATS: list[tuple[str, Any]] = [("nvfp4", 1), ("nvfp4", 16), ("nf4", 0), ("nf4", 256), ("nf4", 256, BNB_FP4)]
 FORMATS += [("fp8", tile) for tile in ((128, 128), (0, 0), (1, 0), (1, 32), (16, 16))]
 each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
 

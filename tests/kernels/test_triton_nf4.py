@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from surokit.formats import NF4
+from surokit.formats import BNB_FP4, NF4
 from surokit.kernels.reference import nf4 as reference
 from surokit.kernels.triton import nf4
 from tests.kernels.compiling import ANY, Launches, compiled, matrix
@@ -19,6 +19,7 @@ def decode(double):
 LAUNCHES: Launches = {
     "quantize": (ANY, lambda: nf4.quantize(matrix())),
     "quantize float32": ((90,), lambda: nf4.quantize(matrix(dtype=torch.float32))),
+    "quantize by another table": ((90,), lambda: nf4.quantize(matrix(), 0, BNB_FP4)),
     "single": (ANY, lambda: decode(False)),
     "double": (ANY, lambda: decode(True)),
 }
@@ -38,16 +39,16 @@ def inputs(M, K, dtype=torch.bfloat16):
     return x.clamp(-largest, largest).to(dtype)
 
 
-def check(x, double=0):
-    ours, theirs = nf4.quantize(x.to(DEVICE), double), reference.quantize(x, double)
+def check(x, double=0, format=NF4):
+    ours, theirs = nf4.quantize(x.to(DEVICE), double, format), reference.quantize(x, double, format)
     for a, b in zip((*ours[:2], *ours[2]), (*theirs[:2], *theirs[2]), strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a.cpu(), b, rtol=0, atol=0, equal_nan=True)
     for dtype in (torch.float32, torch.bfloat16):
         a = nf4.dequantize(
-            *(theirs[0].to(DEVICE), theirs[1].to(DEVICE)), tuple(t.to(DEVICE) for t in theirs[2]), x.shape, dtype
+            *(theirs[0].to(DEVICE), theirs[1].to(DEVICE)), tuple(t.to(DEVICE) for t in theirs[2]), x.shape, dtype, format
         )
-        b = reference.dequantize(*theirs, x.shape, dtype)
+        b = reference.dequantize(*theirs, x.shape, dtype, format)
         assert a.dtype == b.dtype
         torch.testing.assert_close(a.cpu(), b, rtol=0, atol=0, equal_nan=True)
 
@@ -59,6 +60,7 @@ def test_codes_and_scales(shape, dtype, double):
     x = inputs(shape[0], shape[1], dtype)
     assert x.isfinite().all()
     check(x, double)
+    check(x, double, BNB_FP4)
 
 
 def test_midpoints_and_their_neighbours():
@@ -69,6 +71,14 @@ def test_midpoints_and_their_neighbours():
     )
     check(x.view(1, 64))
     check(x[:61].view(1, 61).flip(1))  # a partial block divides
+
+
+def test_midpoints_of_another_table():
+    midpoints = torch.tensor(reference.midpoints(BNB_FP4))
+    inf = torch.tensor(float("inf"))
+    x = torch.cat([midpoints, midpoints.nextafter(inf), midpoints.nextafter(-inf), torch.zeros(21), torch.ones(1)])
+    check(x.view(1, 64), format=BNB_FP4)
+    check(x[:61].view(1, 61).flip(1), format=BNB_FP4)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
