@@ -24,11 +24,11 @@ from surokit.data import load_tokenizer as load_tokenizer
 from surokit.data import text as text
 from surokit.data import train_tokenizer as train_tokenizer
 from surokit.environment import doctor as doctor
+from surokit.formats import BNB_FP4 as BNB_FP4
 from surokit.formats import E2M1 as E2M1
 from surokit.formats import E4M3 as E4M3
 from surokit.formats import E5M2 as E5M2
 from surokit.formats import E8M0 as E8M0
-from surokit.formats import BNB_FP4 as BNB_FP4
 from surokit.formats import NF4 as NF4
 from surokit.fusion import Fusion as Fusion
 from surokit.live import Live as Live

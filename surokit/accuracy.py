@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from surokit import kernels
-from surokit.convert import linear_layers, on_device, precision, skip_reason
+from surokit.convert import on_device, precision, skip_reason
+from surokit.layers import linear_layers
 from surokit.nn.linear import Linear
 from surokit.nn.loss import IGNORED
 from surokit.places import check_values

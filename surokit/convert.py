@@ -6,13 +6,12 @@ state-dict keys, so optimizers and wrappers that hold it go on working. Adapters
 
 from __future__ import annotations
 
-import html
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +20,20 @@ from surokit.applied import note_recipe, recipe_of
 from surokit.hardware.gpus import find_gpu
 from surokit.hardware.linear import linear_seconds
 from surokit.hardware.machine import room_for_decoded
+from surokit.layers import adopt, check_convertible, convertible_layers, is_adapter, left_alone, linear_layers
 from surokit.nn.delayed import DelayedScales, banks_of
 from surokit.nn.linear import Linear
 from surokit.nn.linear_gemms import Precision
 from surokit.places import check_module
+from surokit.prequantized import Library, library_of
 from surokit.product import computes
-from surokit.recipe import BF16, Recipe, count_blocks, find_recipe
+from surokit.quantized import Quantized
+from surokit.quantizer import Quantizer
+from surokit.recipe import BF16, Recipe, count_blocks, find_recipe, recipes
+from surokit.report import LayerReport, LeftReport, Report
 
-if TYPE_CHECKING:
-    import pandas as pd
-
+# what transformers leaves at a model that a library quantized
+_SAID_QUANTIZED = ("hf_quantizer", "is_quantized", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit")
 _FROZEN = "_surokit_frozen"  # names of the parameters that a recipe froze
 # layers of which a session has decided whether they keep their decoded weight, and its bytes: all sessions share the room
 _keepers: weakref.WeakKeyDictionary[Linear, int] = weakref.WeakKeyDictionary()
@@ -38,73 +41,16 @@ _deciding = threading.Lock()
 
 
 @dataclass(frozen=True)
-class LayerReport:
-    """A LayerReport says what one linear layer got."""
+class _Came:
+    """A _Came is a weight that another library quantized."""
 
-    layer: str
-    shape: tuple[int, int]
-    products: str  # recipe of the three products, or "bf16"
-    storage: str  # format of a stored weight, or ""
-    adapter: str  # "r=16", or ""
-    why: str  # why it stayed bf16, or ""
-    nbytes: int  # weight as held, scales and adapter included
-    decoded: int = 0  # bytes of the decoded weight that forward keeps for backward
-    planned_speed: float | None = None  # of the recipe's products, bf16 is 1; where the recipe says `keep_slower`
+    library: Library
+    weight: Quantized
+    compute_dtype: torch.dtype | None
 
     @property
-    def converted(self) -> bool:
-        return self.products != "bf16" or bool(self.storage)
-
-
-@dataclass(frozen=True)
-class Report:
-    """A Report has one row a linear layer. It prints as a summary; `.frame()` has every row."""
-
-    recipe: Recipe
-    rows: tuple[LayerReport, ...]
-    emulated: str  # "" where the device multiplies the formats itself, else why not
-    notes: tuple[str, ...] = ()  # what else changed, and what to look out for
-
-    @property
-    def converted(self) -> int:
-        return sum(row.converted for row in self.rows)
-
-    @property
-    def line(self) -> str:
-        """Return one line: how many layers, native or emulated, bytes."""
-        held = sum(row.nbytes for row in self.rows)
-        how = f", {self.emulated}" if self.emulated else ", native" if self.recipe.quantized else ""
-        return f"{self.recipe.name}: {self.converted} of {len(self.rows)} linear layers converted{how}; {held / 2**20:.1f} MiB"
-
-    def frame(self) -> pd.DataFrame:
-        """Return a DataFrame with the columns layer, shape, products, storage, adapter, why, bytes; and planned_speed (bf16 is 1)
-        where the recipe says `keep_slower`.
-        """
-        import pandas as pd
-
-        columns = ["layer", "shape", "products", "storage", "adapter", "why", "bytes"]
-        rows = [(r.layer, r.shape, r.products, r.storage, r.adapter, r.why, r.nbytes) for r in self.rows]
-        frame = pd.DataFrame(rows, columns=columns)
-        if self.recipe.pays:
-            frame["planned_speed"] = [r.planned_speed for r in self.rows]
-        return frame
-
-    def _kept(self) -> list[str]:
-        reasons: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row.why:
-                reasons.setdefault(row.why, []).append(row.layer)
-        return [f"{len(names)} in bf16 ({why}): {_abbreviate(names)}" for why, names in reasons.items()]
-
-    def __repr__(self) -> str:
-        return "\n".join(
-            [self.line, f"  {self.recipe.algebra()}", *(f"  {line}" for line in (*self._kept(), *self.notes))]
-        )
-
-    def _repr_html_(self) -> str:
-        lines = [self.recipe.algebra(), *self._kept(), *self.notes]
-        items = "".join(f"<br><code>{html.escape(line)}</code>" for line in lines)
-        return f"<div><b>{html.escape(self.line)}</b>{items}</div>"
+    def words(self) -> str:
+        return f"{self.library.name} {self.weight.quantizer}"
 
 
 def apply(model: nn.Module, recipe: Recipe | str) -> Report:
@@ -118,19 +64,27 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
     """
     check_module(model, "apply")
     recipe = find_recipe(recipe)
-    layers = list(linear_layers(model))
+    layers = list(convertible_layers(model))
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no torch.nn.Linear layers, so there is nothing to apply a recipe to."
         )
     blocks = count_blocks(name for name, _ in layers)
     # whatever can go wrong does so here, before anything changes
+    check_convertible(model, recipe, layers, blocks)
     adapted = _to_adapt(model, recipe, layers)
+    came = {name: found for name, layer in layers if (found := _read(name, layer))}
     dtype = dtype_of(model)
     for name, layer in layers:
-        _check(name, layer, recipe, blocks, dtype)
+        _check(name, layer, recipe, blocks, dtype, came.get(name))
     histories_before = any(bank.cursor.device.type != "meta" and int(bank.cursor) for bank in banks_of(model))
     stored_before = sum(isinstance(layer, Linear) and layer.storage is not None for _, layer in layers)
+    if came:
+        for name, layer in layers:
+            if name in came:
+                _take_over(layer, came[name], dtype)
+        _note_frozen(model, came)
+        _forget_quantizer(model)
     freed = _freeze(model, recipe.frozen_base)
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     rows = [
@@ -139,29 +93,33 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
         )
         for name, layer in layers
     ]
+    rows = [replace(row, came=came[row.layer].words) if row.layer in came else row for row in rows]
+    again = {row.layer for row in rows if row.again}
     _share_scales(model, [layer for _, layer in layers], recipe)
     note_recipe(model, recipe)
-    notes = _idle_rules(recipe, layers, blocks)
+    notes = _idle_rules(recipe, layers, blocks) + _of_taken(layers, came, again)
     if histories_before:
         notes.append("the delayed-scaling histories are dropped (scaling_state() keeps them for load_scaling_state())")
     if stored_before and not recipe.storage:
         notes.append(f"{stored_before} stored weights dequantized; what quantizing lost stays lost")
-    if freed:
-        notes.append(f"{len(freed)} parameters that an earlier recipe froze are trainable again")
+    if freed and (earlier := freed - {f"{name}.weight" for name in came}):
+        notes.append(f"{len(earlier)} parameters that an earlier recipe froze are trainable again")
     if not recipe.adapter and (adapters := sum(bool(row.adapter) for row in rows)):
         notes.append(f"{adapters} adapters stay; merge_adapter() or remove_adapter() on a layer ends one")
     if recipe.keeps_decoded:
         notes.append(_of_decoded([row.decoded for row in rows if row.decoded]))
     if recipe.storage and hasattr(model, "save_pretrained"):
         notes.append(_of_keeping(model))
-    return Report(recipe, tuple(rows), emulation(recipe, next(model.parameters()).device), tuple(notes))
+    left = [LeftReport(n, type(m).__name__, why, size) for n, m, size, why in left_alone(model, {n for n, _ in layers})]
+    device = next(model.parameters()).device
+    return Report(recipe, tuple(rows), emulation(recipe, device), tuple(notes), tuple(left))
 
 
 def _of_keeping(model: nn.Module) -> str:
     """Return how the model is written to disk: with save_pretrained() weights would lose their scales."""
     if hasattr(model, "peft_config"):
         return "save_pretrained() of this PEFT model writes its adapter; a base that it wrote would lack the scales of its weights"
-    has_adapter = any(_is_adapter(name) for name, _ in model.named_parameters())
+    has_adapter = any(is_adapter(name) for name, _ in model.named_parameters())
     keeper = "surokit.save_adapter" if has_adapter else "surokit.save, which takes a surokit.Decoder"
     return f"keep this model with {keeper}: save_pretrained() would lose the scales of its weights"
 
@@ -174,7 +132,7 @@ def precision(model: nn.Module, recipe: Recipe | str) -> Iterator[nn.Module]:
     """
     check_module(model, "precision")
     recipe = find_recipe(recipe)
-    layers = {name: _adopt(layer) for name, layer in linear_layers(model)}
+    layers = {name: adopt(layer) for name, layer in linear_layers(model)}
     blocks = count_blocks(layers)
     before = {layer: layer.precision for layer in layers.values()}
     try:
@@ -230,22 +188,75 @@ def roll_scales(model: nn.Module) -> None:
 # -- one layer
 
 
-def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield every linear layer but adapters. Subclasses that others made keep their own forward and are left alone."""
-    for name, module in model.named_modules():
-        if type(module) in (nn.Linear, Linear) and not _is_adapter(name):
-            yield name, module
+def _read(name: str, layer: nn.Linear) -> _Came | None:
+    """Return the weight of a layer as another library quantized it, or None."""
+    library = library_of(layer)
+    if library is None:
+        return None
+    try:
+        return _Came(library, library.read(layer), library.compute_dtype(layer))
+    except ValueError as error:
+        raise ValueError(
+            f"The weight of {name}, quantized by {library.name}, cannot be taken over: {error}. Load the model without this "
+            "quantization and give a recipe that stores its weights."
+        ) from error
 
 
-def _is_adapter(name: str) -> bool:
-    """Return whether a module or parameter path belongs to an adapter: `lora_A`, `lora_B`, PEFT's `lora_embedding_A` and so on."""
-    return any(part.startswith("lora_") for part in name.split("."))
+def _take_over(layer: nn.Linear, came: _Came, dtype: torch.dtype) -> None:
+    """Make the layer of another library ours, with the codes and scales that it has."""
+    came.library.forget(layer)
+    own = adopt(layer)
+    own.set_stored(came.weight)
+    own.compute_dtype = came.compute_dtype if came.compute_dtype != dtype else None
 
 
-def _check(name: str, layer: nn.Linear, recipe: Recipe, blocks: int, dtype: torch.dtype) -> None:
+def _forget_quantizer(model: nn.Module) -> None:
+    """Remove what says that another library quantized the model: its Trainer, .to() and PEFT ask for it."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        for name in _SAID_QUANTIZED:
+            vars(module).pop(name, None)
+
+
+def _of_taken(layers: Sequence[tuple[str, nn.Linear]], came: Mapping[str, _Came], again: set[str]) -> list[str]:
+    """Return notes on weights that another library had quantized: what became of them, what it costs, how to keep them."""
+    groups: dict[tuple[str, str], list[tuple[Linear, _Came]]] = {}
+    for name, layer in layers:
+        if name in came:
+            assert isinstance(layer, Linear)
+            fate = "decoded" if layer.storage is None else "again" if name in again else "kept"
+            groups.setdefault((came[name].words, fate), []).append((layer, came[name]))
+    notes = []
+    for (words, fate), members in groups.items():
+        who = f"{len(members)} weights of {words}"
+        if fate == "kept":
+            notes.append(f"{who} keep their codes and scales")
+            continue
+        layer, first = members[0]
+        had = sum(one.weight.nbytes for _, one in members)
+        has = sum(Q.nbytes if (Q := layer.stored) else layer.weight.nbytes for layer, _ in members)
+        what = f"decoded to {str(layer.weight.dtype).removeprefix('torch.')}"
+        if fate == "again":
+            what = f"quantized again as {layer.storage}, so that both roundings count"
+        keeps = f"recipe.store({_as_code(first.weight.quantizer)}) keeps their codes"
+        notes.append(f"{who} are {what}: {had / 2**20:.1f} MiB became {has / 2**20:.1f} MiB; {keeps}")
+    return notes
+
+
+def _as_code(q: Quantizer) -> str:
+    """Return what a user types for the storage `q`."""
+    named = next((r for r in recipes.values() if r.storage == q), None)
+    if named:
+        return f"surokit.{named.name.upper()}"
+    return f"surokit.Quantizer(surokit.{q.format.name.upper()}, surokit.{q.scaling!r})"
+
+
+def _check(name: str, layer: nn.Linear, recipe: Recipe, blocks: int, dtype: torch.dtype, came: _Came | None) -> None:
     """Raise what `_convert` would; its storage meets a matrix of the weight's kind without data."""
     why = skip_reason(name, layer, recipe, blocks)
-    stored = layer.stored if isinstance(layer, Linear) else None  # TypeError where spoilt
+    stored = came.weight if came else layer.stored if isinstance(layer, Linear) else None  # TypeError where spoilt
     if recipe.storage and not why and (stored is None or stored.quantizer != recipe.storage):
         kind = layer.weight.dtype if stored is None else dtype
         trial = Linear(1, 1, device="meta")
@@ -265,7 +276,7 @@ def _convert(
 ) -> LayerReport:
     """Adopt, quantize and adapt one layer; products that need histories get them afterwards. trainable: a weight that is no
     longer stored."""
-    layer = _adopt(layer)
+    layer = adopt(layer)
     why = skip_reason(name, layer, recipe, blocks)
     if layer.precision is not None and layer.precision.scales is not None:
         layer.precision.scales.layers.discard(layer)
@@ -273,10 +284,11 @@ def _convert(
     if recipe.storage and not why and embedded:
         why = "shares its weight with an embedding"
     wanted = None if why else recipe.storage
-    if layer.storage != wanted:
+    again = False
+    if layer.storage != wanted and wanted:
+        again = layer.store(wanted)
+    elif layer.storage != wanted:
         _dequantize(layer, dtype, trainable)
-        if wanted:
-            layer.store(wanted)
     products = on_device(recipe, layer.weight.device)
     if not why and products.quantized_products:
         layer.precision = Precision(products)
@@ -293,6 +305,7 @@ def _convert(
         nbytes=sum(p.nbytes for p in layer.parameters()),
         planned_speed=planned_speed(layer, recipe),
         decoded=_decoded_bytes(layer, dtype) if layer.keeps_now else 0,
+        again=again,
     )
 
 
@@ -334,6 +347,7 @@ def _of_decoded(kept: Sequence[int]) -> str:
 def dtype_of(model: nn.Module) -> torch.dtype:
     """Return the dtype that a model computes in: of its first parameter, scales of stored weights excepted."""
     scales = {id(p) for m in model.modules() if isinstance(m, Linear) for p in m.stored_scales}
+    scales |= {id(p) for m in model.modules() if library_of(m) for p in m.parameters(recurse=False) if p is not m.bias}
     usable = (p for p in model.parameters() if p.is_floating_point() and p.itemsize > 1 and id(p) not in scales)
     return next((p.dtype for p in usable), torch.bfloat16)
 
@@ -379,7 +393,7 @@ def _freeze(model: nn.Module, frozen: bool) -> set[str]:
     """
     before: set[str] = getattr(model, _FROZEN, set())
     for name, parameter in model.named_parameters():
-        if frozen and parameter.requires_grad and not _is_adapter(name):
+        if frozen and parameter.requires_grad and not is_adapter(name):
             parameter.requires_grad_(False)
             before.add(name)
         elif not frozen and name in before and parameter.is_floating_point() and parameter.itemsize > 1:
@@ -390,16 +404,11 @@ def _freeze(model: nn.Module, frozen: bool) -> set[str]:
 
 def came_stored(model: nn.Module) -> None:
     """Count stored weights that were loaded, not made by a recipe, among those a recipe froze: another may train them again."""
-    names = {f"{name}.weight" for name, layer in linear_layers(model) if isinstance(layer, Linear) and layer.storage}
-    setattr(model, _FROZEN, getattr(model, _FROZEN, set()) | names)
+    _note_frozen(model, (name for name, layer in linear_layers(model) if isinstance(layer, Linear) and layer.storage))
 
 
-def _adopt(layer: nn.Linear) -> Linear:
-    """Return the same object with our forward: whoever holds the layer or its parameters keeps holding them."""
-    if not isinstance(layer, Linear):
-        layer.__class__ = Linear
-    assert isinstance(layer, Linear)
-    return layer
+def _note_frozen(model: nn.Module, layers: Iterable[str]) -> None:
+    setattr(model, _FROZEN, getattr(model, _FROZEN, set()) | {f"{name}.weight" for name in layers})
 
 
 def _dequantize(layer: Linear, dtype: torch.dtype, trainable: bool) -> None:
@@ -471,10 +480,6 @@ def emulation(recipe: Recipe, device: torch.device) -> str:
         f"{', '.join(names)} {how}" for names, how in ((emulated, "emulated"), (wide, "multiplied in bf16")) if names
     ]
     return "; ".join(said)
-
-
-def _abbreviate(names: list[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 __all__ = [

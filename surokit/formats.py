@@ -118,7 +118,9 @@ NF4 = Codebook(
 )
 
 # twelfths, rounded to float32 as bitsandbytes has them: midpoints depend on it
-_BNB_MAGNITUDES: tuple[float, ...] = struct.unpack("8f", struct.pack("8f", *(n / 12 for n in (0, 1 / 16, 8, 12, 4, 6, 2, 3))))
+_BNB_MAGNITUDES: tuple[float, ...] = struct.unpack(
+    "8f", struct.pack("8f", *(n / 12 for n in (0, 1 / 16, 8, 12, 4, 6, 2, 3)))
+)
 # what bitsandbytes calls FP4: a sign and three bits, which are not those of E2M1
 BNB_FP4 = Codebook("bnb_fp4", (*_BNB_MAGNITUDES, *(-m for m in _BNB_MAGNITUDES)))
 

@@ -102,6 +102,25 @@ class Quantized:
         """Return how many columns the codes cover: K, or K rounded up to the rotation's width."""
         return self.columns + -self.columns % (self.quantizer.hadamard or 1)
 
+    def renamed(self, wanted: Quantizer) -> Quantized | None:
+        """Return the same codes as `wanted` has them, or None where quantizing to it would be another storage.
+
+        Codes say what their numbers are and not how they were chosen (four over six, a rule, powers of two), and tiles of 16 x 16
+        may come as rows with the same scales.
+        """
+        have = self.quantizer
+        if isinstance(wanted.scaling, NV) and wanted.scaling.rows == 16 and have == Quantizer(E2M1, NV(16)):
+            scales = self.scales.view(torch.uint8)
+            firsts = scales[::16]
+            if not wanted.hadamard and torch.equal(firsts.repeat_interleave(16, dim=0)[: self.rows], scales):
+                return replace(self, scales=firsts.contiguous().view(self.scales.dtype), quantizer=wanted)
+            return None
+        if not have.same_codes(wanted) or (isinstance(have.scaling, NFBlock) and have.scaling != wanted.scaling):
+            return None
+        if wanted.scaling.pow2 and not have.scaling.pow2 and not bool((torch.frexp(self.scales).mantissa == 0.5).all()):
+            return None
+        return replace(self, quantizer=wanted)
+
     def t(self) -> Quantized:
         """Return the quantized transpose [K, M]; only for scalings that look the same from both sides."""
         if not self.quantizer.transposable:
@@ -228,7 +247,13 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
 
 # -- how each scaling is carried out
 
-_CODES_IN = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, E2M1: torch.uint8, NF4: torch.uint8, BNB_FP4: torch.uint8}
+_CODES_IN = {
+    E4M3: torch.float8_e4m3fn,
+    E5M2: torch.float8_e5m2,
+    E2M1: torch.uint8,
+    NF4: torch.uint8,
+    BNB_FP4: torch.uint8,
+}
 
 
 class _Tiles:
@@ -327,7 +352,9 @@ class _NF(_Tiles):
 
     @staticmethod
     def times(x_MK: Tensor, W: Quantized) -> Tensor:
-        return kernels.nf4_mm(x_MK, W.codes, W.scales, list(W.second), W.rows, W.columns, False, W.quantizer.format.name)
+        return kernels.nf4_mm(
+            x_MK, W.codes, W.scales, list(W.second), W.rows, W.columns, False, W.quantizer.format.name
+        )
 
     @staticmethod
     def encode(x_MK: Tensor, q: Quantizer, amax: Tensor | None, key: Tensor | None) -> Parts:
@@ -337,7 +364,9 @@ class _NF(_Tiles):
 
     @staticmethod
     def decode(Q: Quantized, columns: int, dtype: torch.dtype) -> Tensor:
-        return kernels.dequantize_nf4(Q.codes, Q.scales, list(Q.second), Q.rows, columns, dtype, Q.quantizer.format.name)
+        return kernels.dequantize_nf4(
+            Q.codes, Q.scales, list(Q.second), Q.rows, columns, dtype, Q.quantizer.format.name
+        )
 
 
 _CODECS: dict[type[Scaling], type[_Tiles]] = {

@@ -30,9 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from surokit.accuracy import judge, operands_of
-from surokit.convert import linear_layers, precision, skip_reason
+from surokit.convert import precision, skip_reason
 from surokit.hardware.gpus import Gpu, find_gpu
 from surokit.hardware.linear import linear_seconds
+from surokit.layers import linear_layers
 from surokit.planner.counts.flops import operand_bits
 from surokit.recipe import BF16, Recipe, count_blocks, find_recipe, within_block
 from surokit.tables import html_table, text_table

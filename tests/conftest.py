@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests import refusals
 from tests.sampling import leave_out
@@ -130,3 +132,11 @@ def tiny():
 def batch():
     ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids}
+
+
+@pytest.fixture
+def one_process():
+    """A process group of this process alone, and its mesh."""
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()

@@ -1,8 +1,14 @@
 """apply: which layer gets what, why the others did not, and that nothing else changes."""
 
+import copy
+
 import pytest
 import torch
+from accelerate import cpu_offload
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import surokit as sk
 from surokit import convert
@@ -338,7 +344,7 @@ def of_integers(model):
         (sk.FP8, sk.FP4.keep_slower(100, "H2000").store(sk.QNF4).lora(targets=("query",)), ValueError),
         (spoilt, sk.QNF4.lora(rank=2), TypeError),
         (spoilt, sk.BF16, TypeError),
-        (of_integers, sk.QFP8.lora(rank=2), TypeError),
+        (of_integers, sk.QFP8.lora(rank=2), ValueError),
     ],
 )
 def test_a_recipe_that_is_refused_changes_nothing(tiny, before, recipe, error):
@@ -375,3 +381,98 @@ def test_dropped_histories_are_said(tiny, batch, recipe):
         "the delayed-scaling histories are dropped (scaling_state() keeps them for load_scaling_state())",
     )
     assert not sk.apply(tiny, recipe).notes
+
+
+# -- what has to be done first, and forwards that are not the class'
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def in_parts(model, one_process):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+def replicated(model, one_process):
+    return DistributedDataParallel(model)
+
+
+def sharded(model, one_process):
+    fully_shard(model, mesh=one_process)
+    return model
+
+
+def offloaded(model):
+    return cpu_offload(model)
+
+
+def on_two_devices(model):
+    model.layers[1].to("meta")
+    return model
+
+
+def sharing(model):
+    model.layers[1]["up_proj"].weight = model.layers[0]["up_proj"].weight
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD:FutureWarning", "ignore:.*FSDP1:FutureWarning")
+@pytest.mark.parametrize("change", [compiled, in_parts, replicated, sharded, offloaded, on_two_devices, sharing])
+def test_what_has_to_be_done_first_is_said_and_nothing_changes(tiny, change, request):
+    needs = [request.getfixturevalue("one_process")] if "one_process" in change.__code__.co_varnames else []
+    model = change(tiny, *needs)
+    expected = as_it_is(model)
+    with refused(ValueError):
+        sk.apply(model, sk.QFP8.lora(rank=2))
+    assert as_it_is(model) == expected
+
+
+@pytest.mark.parametrize("change", [replicated, sharded])
+def test_products_alone_may_come_after_wrapping(tiny, batch, change, one_process):
+    model = change(tiny, one_process)
+    before = loss(model, batch)
+    assert sk.apply(model, sk.FP8_ROWWISE).converted == 4
+    after = loss(model, batch)
+    assert after != before
+    after.backward()
+
+
+def test_accelerates_hooks_call_the_forward_of_the_recipe(tiny, batch):
+    """They keep the forward that they found, and FP8 was silently off."""
+    twin = copy.deepcopy(tiny)
+    for layer in [m for m in tiny.modules() if isinstance(m, nn.Linear)]:
+        add_hook_to_module(layer, ModelHook())
+    report = sk.apply(tiny, sk.FP8_ROWWISE)
+    sk.apply(twin, sk.FP8_ROWWISE)
+    assert report.converted == 4
+    assert torch.equal(loss(tiny, batch), loss(twin, batch))
+    for layer in [m for m in tiny.modules() if isinstance(m, nn.Linear)]:
+        remove_hook_from_module(layer)
+    assert torch.equal(loss(tiny, batch), loss(twin, batch))
+
+
+def test_a_forward_that_another_put_there_is_left_and_the_report_says_so(tiny, batch):
+    layer = tiny.layers[0]["up_proj"]
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight) * 1.0
+    report = sk.apply(tiny, sk.FP8_ROWWISE)
+    assert type(layer) is nn.Linear
+    assert "layers.0.up_proj" not in {row.layer for row in report.rows}
+    left = report.not_converted().set_index("module")
+    assert left.loc["layers.0.up_proj", "why"] == "another replaced its forward"
+    assert "1 Linear (another replaced its forward): layers.0.up_proj" in repr(report)
+
+
+def test_everything_with_weights_is_in_the_report(tiny):
+    tiny.table = nn.Parameter(torch.zeros(7, 3))
+    tiny.convolution = nn.Conv1d(4, 5, 3)
+    tiny.norm = nn.LayerNorm(6)
+    report = sk.apply(tiny, sk.QFP8.lora(rank=2))
+    assert report.nbytes == sum(p.nbytes for p in tiny.parameters())
+    left = report.not_converted().set_index("module")
+    assert left.loc["convolution", "why"] == "no recipe knows a Conv1d"
+    assert left.loc["norm", "why"] == "vectors"
+    assert left.loc["embed", "why"] == "looked up, not multiplied"
+    assert left.loc["lm_head", "why"] == "rule lm_head"
+    assert left.loc["", "bytes"] == 7 * 3 * 4
+    assert left["share"].sum() == pytest.approx(left["bytes"].sum() / report.nbytes)

@@ -36,7 +36,7 @@ def quantize_kernel(
     x, codes, scales, ascending, n, bytes, MIDPOINTS: tl.constexpr, ORDERED: tl.constexpr, ZERO: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize BLOCKS blocks of 64 from the n elements of x. ORDERED: codes ascend as their numbers do; else `ascending` has them."""
+    """Quantize BLOCKS blocks of 64 from the n elements of x. ORDERED: codes ascend with their numbers; else see `ascending`."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None] * 64 + tl.arange(0, 64)[None, :]
     values = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)

@@ -327,7 +327,13 @@ def _with_shape(f: Function) -> Function:
     _with_shape,
 )
 def _dequantize_nf4(
-    codes: Tensor, scales: Tensor, second: list[Tensor], rows: int, columns: int, dtype: torch.dtype, format: str = "nf4"
+    codes: Tensor,
+    scales: Tensor,
+    second: list[Tensor],
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    format: str = "nf4",
 ) -> Tensor:
     return codes.new_empty((rows, columns), dtype=dtype)
 

@@ -33,11 +33,10 @@ from surokit.models.folder import (
     write_tensors,
     written_whole,
 )
-from surokit.models.layouts import Layout, copied, layout_for, layout_of, stored_as
+from surokit.models.layouts import Layout, copied, layout_for, layout_of
 from surokit.nn.joint import lay
 from surokit.nn.linear import Linear
 from surokit.places import check_dtype, check_values, find_device
-from surokit.quantized import quantize
 from surokit.recipe import Recipe, find_recipe
 
 OnLinearLoaded = Callable[[str, Linear], None]
@@ -205,13 +204,8 @@ def _storing(recipe: Recipe | None, config: DecoderConfig, again: list[str]) -> 
     def store(name: str, layer: Linear) -> None:
         if convert.skip_reason(name, layer, recipe, config.layers):
             return
-        if (Q := layer.stored) is None:
-            layer.store(storage)
-            return
-        same = stored_as(Q, storage)
-        if same is None:
+        if layer.store(storage):
             again.append(name)
-        layer.set_stored(same or quantize(layer.dense_weight(torch.float32), storage))
 
     return store
 

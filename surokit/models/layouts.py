@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -30,6 +30,7 @@ from surokit.errors import CheckpointError
 from surokit.formats import E2M1, E4M3, NF4
 from surokit.kernels.reference.dynamic8bit import numbers
 from surokit.models.folder import FLOATS, Wanted
+from surokit.prequantized import of_bitsandbytes
 from surokit.quantized import Quantized
 from surokit.quantizer import MX, NV, Block, NFBlock, Quantizer
 
@@ -299,17 +300,15 @@ class BitsAndBytesNF4(Layout):
         return wanted
 
     def read(self, weight: str, shape_NK: Shape, tensors: Source, device: torch.device) -> Quantized:
-        N, K = shape_NK
         state = self._state(weight, shape_NK, tensors)
-        codes = copied(tensors[weight], torch.uint8, device).view(1 if K % 2 else N, -1)
+        codes = copied(tensors[weight], torch.uint8, device)
         absmax = tensors[f"{weight}.absmax"]
-        scales = copied(absmax, absmax.dtype, device).view(1 if K % 64 else N, -1)
+        scales = copied(absmax, absmax.dtype, device)
         second: tuple[Tensor, ...] = ()
         if self.double:
             offset = torch.tensor([state["nested_offset"]], dtype=torch.float32, device=device)
             second = copied(tensors[f"{weight}.nested_absmax"], torch.float32, device), offset
-        quantizer = Quantizer(NF4, NFBlock(64, double=256 if self.double else 0))
-        return Quantized(codes, scales, quantizer, K, second, rows=N)
+        return of_bitsandbytes(NF4, codes, scales, second, shape_NK)
 
     def _state(self, weight: str, shape_NK: Shape, tensors: Source) -> dict[str, Any]:
         """Return the parsed JSON; CheckpointError where it, or a table, is not what our codes mean."""
@@ -373,26 +372,6 @@ def layout_for(q: Quantizer) -> Layout | None:
     if isinstance(q.scaling, NFBlock):
         candidates.append(BitsAndBytesNF4(bool(q.scaling.double)))
     return next((layout for layout in candidates if layout.writes(q)), None)
-
-
-def stored_as(Q: Quantized, wanted: Quantizer) -> Quantized | None:
-    """Return the same codes under the name `wanted`, or None where quantizing to it would be another storage.
-
-    A file says what its numbers are and not how they were chosen (four over six, a rule, powers of two), and tiles of 16 x 16
-    come as rows with the same scales.
-    """
-    have = Q.quantizer
-    if isinstance(wanted.scaling, NV) and wanted.scaling.rows == 16 and have == Quantizer(E2M1, NV(16)):
-        scales = _bytes(Q.scales)
-        firsts = scales[::16]
-        if not wanted.hadamard and torch.equal(firsts.repeat_interleave(16, dim=0)[: Q.rows], scales):
-            return replace(Q, scales=firsts.contiguous().view(Q.scales.dtype), quantizer=wanted)
-        return None
-    if not have.same_codes(wanted) or (isinstance(have.scaling, NFBlock) and have.scaling != wanted.scaling):
-        return None
-    if wanted.scaling.pow2 and not have.scaling.pow2 and not bool((torch.frexp(Q.scales).mantissa == 0.5).all()):
-        return None
-    return replace(Q, quantizer=wanted)
 
 
 def copied(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -189,6 +189,8 @@ def is_ours(layer: nn.Module, like: Tensor) -> TypeGuard[Linear]:
     for p in parameters_of(layer).values():  # no subclasses: shards, tensors without data
         if p is not None and type(p) is not nn.Parameter:
             return False
+    if layer.compute_dtype not in (None, like.dtype):
+        return False
     bias = _tensor(layer, "bias")
     return (layer.storage is not None or _is_like(_tensor(layer, "weight"), like)) and (
         bias is None or _is_like(bias, like)

@@ -106,6 +106,7 @@ class Linear(nn.Linear):
     precision: Precision | None = None
     storage: Quantizer | None = None
     storage_key: str = ""  # as the products know it
+    compute_dtype: torch.dtype | None = None  # of its products, whatever x has, where another library said so
     keeps_decoded: bool = False  # keeps a stored weight that forward decodes: for backward, on a CPU for good
     lora_alpha: float = 0.0
     _before: _BeforeMerging | None = None
@@ -155,8 +156,10 @@ class Linear(nn.Linear):
     def _quantized(self, x: Tensor) -> Tensor:
         w: Tensor = self.weight
         bias: Tensor | None = self.bias
+        given, dtype = x.dtype, self.compute_dtype
         if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+            given = dtype = torch.get_autocast_dtype(x.device.type)
+        if dtype is not None:
             x = x.to(dtype)
             if self.storage is None:  # codes stay codes
                 w = w.to(dtype)
@@ -165,7 +168,7 @@ class Linear(nn.Linear):
         if self.keeps_now:  # the products get an ordinary frozen weight, and keep it as they would any
             w, storage, scales = self.decoded_weight(x.dtype), None, ()
         if x.numel() == 0:  # no tokens: nothing to quantize
-            return F.linear(x, w if storage is None else self.dense_weight(x.dtype), bias)
+            return F.linear(x, w if storage is None else self.dense_weight(x.dtype), bias).to(given)
         if self.precision is None and storage is None:
             y = linear(x, w)
         else:
@@ -174,14 +177,25 @@ class Linear(nn.Linear):
             stored = "" if storage is None else self.storage_key
             y_TN = three_products(x_TK, w, self.out_features, stored, scales, self.precision, record)
             y = y_TN.view(*x.shape[:-1], self.out_features)
-        return y if bias is None else y + bias
+        y = y if bias is None else y + bias
+        return y if dtype is None else y.to(given)
 
     # -- a stored weight
 
-    def store(self, quantizer: Quantizer) -> None:
-        """Replace the weight by its codes and scales, frozen; the high-precision weight is let go."""
-        if self.storage is None:
+    def store(self, quantizer: Quantizer) -> bool:
+        """Replace the weight by its codes and scales, frozen; the high-precision weight is let go.
+
+        One that is stored already keeps its codes where the quantizer has the same. Else it is quantized again, from float32, and
+        both roundings count; returns whether that was so.
+        """
+        before, dtype = self.stored, self.compute_dtype
+        if before is None:
             self.set_stored(quantize(self.weight.detach(), quantizer))
+            return False
+        same = before.renamed(quantizer)
+        self.set_stored(same or quantize(before.dequantize(), quantizer))
+        self.compute_dtype = dtype
+        return same is None
 
     def set_stored(self, Q: Quantized) -> None:
         """Take a quantized weight [N, K] as it is, for example from a checkpoint."""
@@ -196,7 +210,7 @@ class Linear(nn.Linear):
         if self.storage is not None:
             for name in self.storage.scaling.stored_as:
                 self._parameters.pop(name, None)
-            self.storage = self.kept = None
+            self.storage = self.kept = self.compute_dtype = None
             self.storage_key = ""
 
     @property

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from surokit.convert import linear_layers
+from surokit.layers import linear_layers
 from surokit.nn.linear import Linear
 from surokit.profiler import profile
 from surokit.quantized import quantize

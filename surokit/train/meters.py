@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from surokit.accuracy import Operands, judge
-from surokit.convert import linear_layers
+from surokit.layers import linear_layers
 from surokit.nn.linear import Linear
 from surokit.nn.linear_gemms import SLOTS
 from surokit.recipe import ROLES, within_block

@@ -62,7 +62,11 @@ def against_bitsandbytes(x, double, format=NF4):
     codes, scales, second = nf4.quantize(x, 256 if double else 0, format)
     assert (codes.shape, scales.shape) == shapes(M, K)
     theirs, state = bnb.quantize_4bit(
-        x.contiguous(), blocksize=64, quant_type=format.name.removeprefix("bnb_"), compress_statistics=double, quant_storage=torch.uint8
+        x.contiguous(),
+        blocksize=64,
+        quant_type=format.name.removeprefix("bnb_"),
+        compress_statistics=double,
+        quant_storage=torch.uint8,
     )
     # its FP4 has two zeros, and which one it takes differs between processors and GPUs
     numbers_of = torch.tensor(format.values)

@@ -61,10 +61,12 @@ class Storage:
     def product(self, module, x, transposed=False):
         odd = {"columns": self.shape[1]} if self.name == "nvfp4" and transposed else {}
         arguments = put(*self.arguments) if module is gemm else self.arguments
-        return getattr(module, f"dequantize_mm_{self.name}")(x, *arguments, transposed=transposed, **odd, **self.options)
+        return getattr(module, f"dequantize_mm_{self.name}")(
+            x, *arguments, transposed=transposed, **odd, **self.options
+        )
 
 
-FORMATS: list[tuple[str, Any]] = [("nvfp4", 1), ("nvfp4", 16), ("nf4", 0), ("nf4", 256), ("nf4", 256, BNB_FP4)]
+FORMATS: list[tuple[Any, ...]] = [("nvfp4", 1), ("nvfp4", 16), ("nf4", 0), ("nf4", 256), ("nf4", 256, BNB_FP4)]
 FORMATS += [("fp8", tile) for tile in ((128, 128), (0, 0), (1, 0), (1, 32), (16, 16))]
 each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
 

@@ -46,7 +46,11 @@ def check(x, double=0, format=NF4):
         torch.testing.assert_close(a.cpu(), b, rtol=0, atol=0, equal_nan=True)
     for dtype in (torch.float32, torch.bfloat16):
         a = nf4.dequantize(
-            *(theirs[0].to(DEVICE), theirs[1].to(DEVICE)), tuple(t.to(DEVICE) for t in theirs[2]), x.shape, dtype, format
+            *(theirs[0].to(DEVICE), theirs[1].to(DEVICE)),
+            tuple(t.to(DEVICE) for t in theirs[2]),
+            x.shape,
+            dtype,
+            format,
         )
         b = reference.dequantize(*theirs, x.shape, dtype, format)
         assert a.dtype == b.dtype

@@ -6,9 +6,6 @@ from dataclasses import fields
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import surokit as sk
@@ -312,13 +309,6 @@ def test_a_load_lays_them_at_once(tmp_path, monkeypatch):
     assert not all_side_by_side(again)
     with torch.no_grad():
         assert torch.equal(laid(IDS).logits, again(IDS).logits)
-
-
-@pytest.fixture
-def one_process():
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def test_sharded_parameters_are_left_alone(one_process):

@@ -1,0 +1,167 @@
+"""Find the layers of a model that a recipe can be applied to, and say why others are left.
+
+These are torch's linear layers, ours, and those whose weights another library has quantized (`prequantized`). Adapters (ours and
+PEFT's) are never quantized, and a class with a forward of its own keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from surokit.nn.linear import Linear
+from surokit.prequantized import codes_of, library_of
+from surokit.recipe import Recipe
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield every linear layer but adapters. Subclasses that others made keep their own forward and are left alone."""
+    for name, module in model.named_modules():
+        if type(module) in (nn.Linear, Linear) and not is_adapter(name) and not _has_own_forward(module):
+            yield name, module
+
+
+def convertible_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield what `linear_layers` does, and layers whose weights another library quantized in a way that we can read."""
+    plain = dict(linear_layers(model))
+    for name, module in model.named_modules():
+        if not is_adapter(name) and library_of(module) is not None:
+            assert isinstance(module, nn.Linear)
+            yield name, module
+        elif name in plain:
+            yield name, plain[name]
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a module or parameter path belongs to an adapter: `lora_A`, `lora_B`, PEFT's `lora_embedding_A` and so on."""
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
+def adopt(layer: nn.Linear) -> Linear:
+    """Return the same object with our forward: whoever holds the layer or its parameters keeps holding them."""
+    if not isinstance(layer, Linear):
+        layer.__class__ = Linear
+        if hidden := vars(layer).get("_old_forward"):  # accelerate's hooks call the forward that they found
+            assert isinstance(hidden, MethodType)
+            vars(layer)["_old_forward"] = MethodType(Linear.forward, layer)
+    assert isinstance(layer, Linear)
+    return layer
+
+
+def _has_own_forward(layer: nn.Module) -> bool:
+    """Return whether a layer calls a forward that stands in the place of its class': another class would change nothing."""
+    forward = vars(layer).get("forward")
+    if forward is None or isinstance(layer, Linear) or getattr(forward, "follows_class", False):
+        return False
+    hidden = vars(layer).get("_old_forward")  # of accelerate: a method of the class, or of whoever came before
+    return not (isinstance(hidden, MethodType) and hidden.__func__ is type(layer).forward)
+
+
+# -- what has to be done first
+
+
+def check_convertible(model: nn.Module, recipe: Recipe, layers: Sequence[tuple[str, nn.Linear]], blocks: int) -> None:
+    """Raise ValueError where a recipe cannot be applied to this model, or would not have the effect that it promises."""
+    kinds = {c.__name__: c.__module__.partition(".")[0] for m in model.modules() for c in type(m).__mro__}
+    changes = recipe.frozen_base  # parameters come and go
+    if kinds.get("OptimizedModule") == "torch":
+        raise ValueError(
+            "The model is compiled, and its graphs hold the layers as they were: apply the recipe to the model that was given to "
+            "torch.compile (model._orig_mod), and compile it afterwards."
+        )
+    if kinds.get("FullyShardedDataParallel") == "torch":
+        raise ValueError(
+            "The model is wrapped in FullyShardedDataParallel, which holds its weights flat and in parts: apply the recipe "
+            "before wrapping it."
+        )
+    if changes and kinds.get("DistributedDataParallel") == "torch":
+        raise ValueError(
+            "The model is wrapped in DistributedDataParallel, which would not exchange the gradients of new adapters: apply the "
+            "recipe to model.module before wrapping it."
+        )
+    if changes and any(type(p).__name__ == "DTensor" for p in model.parameters()):
+        raise ValueError("The weights are sharded already (DTensor): apply the recipe before fully_shard().")
+    _check_devices(model, layers)
+    for name, module in model.named_modules():
+        if not is_adapter(name) and library_of(module) is None and (codes := _foreign_codes(module)):
+            if recipe.kept_by(name, blocks):
+                continue
+            raise ValueError(
+                f"{name} is a {_class(module)} with {codes} codes, which surokit cannot read: load the model without this "
+                f'quantization, or leave such layers as they are with recipe.keep("{name}").'
+            )
+    if recipe.storage:
+        _check_shared(recipe, layers, blocks)
+
+
+def _foreign_codes(module: nn.Module) -> str:
+    return "" if isinstance(module, Linear) else codes_of(module)
+
+
+def _check_devices(model: nn.Module, layers: Sequence[tuple[str, nn.Linear]]) -> None:
+    on: dict[str, str] = {}
+    for name, layer in layers:
+        on.setdefault(str(layer.weight.device), name)
+    if "meta" in on and any(hasattr(m, "_hf_hook") for m in model.modules()):
+        raise ValueError(
+            f"Weights are offloaded by accelerate, which brings them for each forward ({on['meta']} is one): load the model "
+            "without device_map, and let surokit.offload_weights() offload it."
+        )
+    if len(on) < 2:
+        return
+    where = " and ".join(f"{device} ({name})" for device, name in list(on.items())[:2])
+    raise ValueError(
+        f"The weights of the model lie on {where}: put them on one device first, for example by model.to(device)."
+    )
+
+
+def _check_shared(recipe: Recipe, layers: Sequence[tuple[str, nn.Linear]], blocks: int) -> None:
+    seen: dict[int, str] = {}
+    for name, layer in layers:
+        if recipe.kept_by(name, blocks):
+            continue
+        first = seen.setdefault(id(layer.weight), name)
+        if first != name:
+            raise ValueError(
+                f"{first} and {name} share one weight, which would be stored twice: leave one of them with "
+                f'recipe.keep("{name}").'
+            )
+
+
+# -- what is left
+
+
+def left_alone(model: nn.Module, taken: set[str]) -> Iterator[tuple[str, nn.Module, int, str]]:
+    """Yield every module with weights of its own that is not among the `taken`: name, module, bytes, and why it is left."""
+    held = {id(p) for name in taken for p in model.get_submodule(name).parameters()}
+    for name, module in model.named_modules(remove_duplicate=True):
+        own = [p for p in module.parameters(recurse=False) if id(p) not in held]
+        own += [b for b in module.buffers(recurse=False) if _foreign_codes(module)]
+        held |= {id(p) for p in own}
+        if name not in taken and (nbytes := sum(p.nbytes for p in own)):
+            yield name, module, nbytes, _why_left(name, module, own)
+
+
+def _why_left(name: str, module: nn.Module, own: Sequence[torch.Tensor]) -> str:
+    if is_adapter(name):
+        return "adapters are not quantized"
+    if isinstance(module, nn.Embedding):
+        return "looked up, not multiplied"
+    if codes := _foreign_codes(module):
+        return f"{codes} codes, kept by a rule"
+    if type(module) is nn.Linear:
+        return "another replaced its forward"
+    if all(p.dim() < 2 for p in own):
+        return "vectors"
+    if isinstance(module, nn.Linear):
+        return f"a {_class(module)} has a forward of its own"
+    return f"no recipe knows a {type(module).__name__}"
+
+
+def _class(module: nn.Module) -> str:
+    kind: Any = type(module)
+    return f"{kind.__name__} of {kind.__module__.partition('.')[0]}"
