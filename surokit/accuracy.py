@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from surokit import kernels
 from surokit.convert import on_device, precision, skip_reason
-from surokit.layers import linear_layers
+from surokit.layers import check_taken_over, linear_layers
 from surokit.nn.linear import Linear
 from surokit.nn.loss import IGNORED
 from surokit.places import check_values
@@ -56,6 +56,7 @@ def compare(model: nn.Module, batch: Mapping[str, Tensor], *recipes: Recipe | st
     if not isinstance(batch, Mapping):
         raise TypeError(f'compare() takes a batch {{"input_ids": ..., "labels": ...}}, not a {type(batch).__name__}.')
     check_values(model, "compare")
+    check_taken_over(model, "compare")
     chosen = list(dict.fromkeys(find_recipe(r) for r in recipes))
     if not chosen:
         raise ValueError("compare() needs at least one recipe, for example compare(model, batch, surokit.FP8).")

@@ -20,7 +20,15 @@ from surokit.applied import note_recipe, recipe_of
 from surokit.hardware.gpus import find_gpu
 from surokit.hardware.linear import linear_seconds
 from surokit.hardware.machine import room_for_decoded
-from surokit.layers import adopt, check_convertible, convertible_layers, is_adapter, left_alone, linear_layers
+from surokit.layers import (
+    adopt,
+    check_convertible,
+    check_taken_over,
+    convertible_layers,
+    is_adapter,
+    left_alone,
+    linear_layers,
+)
 from surokit.nn.delayed import DelayedScales, banks_of
 from surokit.nn.linear import Linear
 from surokit.nn.linear_gemms import Precision
@@ -131,6 +139,7 @@ def precision(model: nn.Module, recipe: Recipe | str) -> Iterator[nn.Module]:
     `with surokit.precision(model, "bf16")` evaluates a model without its quantization. Stored weights stay as they are.
     """
     check_module(model, "precision")
+    check_taken_over(model, "precision")
     recipe = find_recipe(recipe)
     layers = {name: adopt(layer) for name, layer in linear_layers(model)}
     blocks = count_blocks(layers)

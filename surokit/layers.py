@@ -36,6 +36,16 @@ def convertible_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name, plain[name]
 
 
+def check_taken_over(model: nn.Module, who: str) -> None:
+    """Raise ValueError for weights that another library quantized and no recipe took over. who: the function that was asked."""
+    for name, module in model.named_modules():
+        if library := library_of(module):
+            raise ValueError(
+                f"{who}() needs layers that a recipe can compute, and {name} is quantized by {library.name}: "
+                "surokit.apply(model, recipe) takes its weights over."
+            )
+
+
 def is_adapter(name: str) -> bool:
     """Return whether a module or parameter path belongs to an adapter: `lora_A`, `lora_B`, PEFT's `lora_embedding_A` and so on."""
     return any(part.startswith("lora_") for part in name.split("."))

@@ -33,7 +33,7 @@ from surokit.accuracy import judge, operands_of
 from surokit.convert import precision, skip_reason
 from surokit.hardware.gpus import Gpu, find_gpu
 from surokit.hardware.linear import linear_seconds
-from surokit.layers import linear_layers
+from surokit.layers import check_taken_over, linear_layers
 from surokit.planner.counts.flops import operand_bits
 from surokit.recipe import BF16, Recipe, count_blocks, find_recipe, within_block
 from surokit.tables import html_table, text_table
@@ -150,6 +150,7 @@ def tune(
     """
     chosen = [find_recipe(recipe) for recipe in recipes]
     _check(chosen, max_gap, points)
+    check_taken_over(model, "tune")
     layers = dict(linear_layers(model))
     decibels, felt = _measure(model, batch, layers, chosen)
     where = next(model.parameters()).device

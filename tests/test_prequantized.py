@@ -549,3 +549,17 @@ def test_a_rule_that_keeps_a_layer_decodes_it():
     report = sk.apply(net, sk.QNF4.keep("up_proj").lora())
     assert torch.equal(net.up_proj.weight, weight)
     assert {row.layer: row.why for row in report.rows} == {"up_proj": "rule up_proj", "down_proj": ""}
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model: sk.precision(model, sk.FP8).__enter__(),
+        lambda model: sk.compare(model, {"input_ids": IDS, "labels": IDS}, sk.FP8),
+        lambda model: sk.tune(model, {"input_ids": IDS, "labels": IDS}, recipes=[sk.FP8]),
+    ],
+    ids=["precision", "compare", "tune"],
+)
+def test_who_needs_a_recipe_first_says_so(ask):
+    with refused(ValueError):
+        ask(KINDS["nf4"][0]())
