@@ -1,4 +1,4 @@
-"""Delayed scaling keeps the amax histories of all operands of a model side by side in three tensors.
+"""Delayed scaling keeps the amax histories of all operands of a model side by side in four tensors.
 
 The scale of step t comes from the amaxes up to step t - 1, so that no product waits for a reduction over its own operand.
 Within a step the amaxes are merged into an open slot and the amax in force is only read; after the optimizer's step the slot
@@ -54,7 +54,7 @@ class DelayedScales:
         self.history_HS = torch.zeros(history, slots, dtype=torch.float32, device=device)
         self.in_force_S = torch.zeros(slots, dtype=torch.float32, device=device)  # 0: nothing seen yet
         self.open_S = torch.full((slots,), NOTHING, dtype=torch.float32, device=device)
-        self.cursor = torch.zeros(1, dtype=torch.int64, device=device)  # steps closed so far
+        self.cursor_S = torch.zeros(slots, dtype=torch.int64, device=device)  # steps closed so far in which it recorded
         self._owner = weakref.ref(owner) if owner is not None else None
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that read and record here
         self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -122,8 +122,15 @@ class DelayedScales:
         """
         return reference.settle(kernels.amax(x), *self.views(slot, x.device), record)
 
+    @property
+    def cursor(self) -> Tensor:
+        """Return how many steps have been closed in which anything was recorded: those of the slot that saw most, a scalar."""
+        return self.cursor_S.max()
+
     def roll(self, skipped: Tensor | None = None) -> None:
         """Close the step: push the open slots into the history and take the new maxima. Nothing recorded, nothing changed.
+
+        So for each slot: an expert that got no token in a step keeps the history that it has.
 
         `skipped` is above zero (on the device) where the optimizer masked its step out: such a step says nothing about the
         tensors to come. Nor does an amax that is not finite: what was quantized by it was NaN, so its step was lost, whoever
@@ -131,17 +138,18 @@ class DelayedScales:
         it stays on the device and in place, so that a captured graph can hold it.
         """
         self._reduce()
-        recorded = ~(self.open_S < 0).all()  # a NaN counts
+        recorded_S = ~(self.open_S < 0)  # a NaN counts
         closing_S = self.open_S.clamp(min=0.0).nan_to_num_(nan=0.0, posinf=0.0)
         if skipped is not None:
             closing_S = torch.where(skipped > 0, 0.0, closing_S)
-        row = self.cursor.remainder(len(self.history_HS))
-        there_S = self.history_HS.index_select(0, row).view(-1)
-        self.history_HS.index_copy_(0, row, torch.where(recorded, closing_S, there_S).view(1, -1))
-        self.cursor += recorded
+        history, slots = self.history_HS.shape
+        flat = self.history_HS.view(-1)
+        where_S = self.cursor_S.remainder(history) * slots + torch.arange(slots, device=flat.device)
+        flat.index_copy_(0, where_S, torch.where(recorded_S, closing_S, flat.index_select(0, where_S)))
+        self.cursor_S += recorded_S
         largest_S = self.history_HS.amax(0)
-        usable = recorded & (largest_S > 0) & (largest_S < torch.inf)
-        self.in_force_S.copy_(torch.where(usable, largest_S, self.in_force_S))
+        usable_S = recorded_S & (largest_S > 0) & (largest_S < torch.inf)
+        self.in_force_S.copy_(torch.where(usable_S, largest_S, self.in_force_S))
         self.open_S.fill_(NOTHING)
 
     def _reduce(self) -> None:
@@ -182,7 +190,7 @@ class DelayedScales:
             "history": self.history_HS.clone(),
             "in_force": self.in_force_S.clone(),
             "open": self.open_S.clone(),
-            "cursor": self.cursor.clone(),
+            "cursor": self.cursor_S.clone(),
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -195,14 +203,17 @@ class DelayedScales:
         self.history_HS.copy_(state["history"])
         self.in_force_S.copy_(state["in_force"])
         self.open_S.copy_(state["open"])
-        if len(state["cursor"]) == 2 and not state["cursor"][1]:  # the first version kept a flag beside zeros
-            self.open_S.fill_(NOTHING)
-        self.cursor.copy_(state["cursor"][:1])
+        cursor = state["cursor"]
+        if cursor.shape != self.cursor_S.shape:  # of an older version, which had one for all slots
+            if len(cursor) == 2 and not cursor[1]:  # the first one kept a flag beside zeros
+                self.open_S.fill_(NOTHING)
+            cursor = cursor[:1]
+        self.cursor_S.copy_(cursor)
         self.restored += 1
 
     def _move(self, device: torch.device) -> None:
-        self.history_HS, self.in_force_S, self.open_S, self.cursor = (
-            t.to(device) for t in (self.history_HS, self.in_force_S, self.open_S, self.cursor)
+        self.history_HS, self.in_force_S, self.open_S, self.cursor_S = (
+            t.to(device) for t in (self.history_HS, self.in_force_S, self.open_S, self.cursor_S)
         )
 
 
@@ -256,7 +267,7 @@ def banks_of(model: nn.Module) -> list[DelayedScales]:
 
 def amaxes_of(model: nn.Module) -> list[Tensor]:
     """Return all tensors of the histories of `model`; not copies."""
-    return [t for bank in banks_of(model) for t in (bank.history_HS, bank.in_force_S, bank.open_S, bank.cursor)]
+    return [t for bank in banks_of(model) for t in (bank.history_HS, bank.in_force_S, bank.open_S, bank.cursor_S)]
 
 
 @contextmanager

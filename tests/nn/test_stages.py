@@ -122,7 +122,7 @@ class AsOne(nn.Module):
         """The state of the stage's scales, if each layer has those of the one."""
         parts = len(self.layers)
         state = self.one[0].layer.precision.scales.state_dict()
-        return {k: v if k.endswith("cursor") else v.repeat(*[1] * (v.ndim - 1), parts) for k, v in state.items()}
+        return {k: v.repeat(*[1] * (v.ndim - 1), parts) for k, v in state.items()}
 
 
 def shares(recipe, fusion, rows=ROWS):
