@@ -21,15 +21,21 @@ from surokit.hardware.gpus import find_gpu
 from surokit.hardware.linear import linear_seconds
 from surokit.hardware.machine import room_for_decoded
 from surokit.layers import (
+    Layer,
+    OwnLayer,
     adopt,
     check_convertible,
     check_taken_over,
-    convertible_layers,
     is_adapter,
     left_alone,
     linear_layers,
+    module_of,
+    parameter_of,
+    recipe_layers,
+    shape_of,
 )
 from surokit.nn.delayed import DelayedScales, banks_of
+from surokit.nn.experts import ExpertsLinear
 from surokit.nn.linear import Linear
 from surokit.nn.linear_gemms import Precision
 from surokit.places import check_module
@@ -72,32 +78,40 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
     """
     check_module(model, "apply")
     recipe = find_recipe(recipe)
-    layers = list(convertible_layers(model))
-    if not layers:
+    found = list(recipe_layers(model))
+    if not found:
         raise ValueError(
             f"{type(model).__name__} has no torch.nn.Linear layers, so there is nothing to apply a recipe to."
         )
-    blocks = count_blocks(name for name, _ in layers)
+    blocks = count_blocks(name for name, _ in found)
     # whatever can go wrong does so here, before anything changes
-    check_convertible(model, recipe, layers, blocks)
-    adapted = _to_adapt(model, recipe, layers)
-    came = {name: found for name, layer in layers if (found := _read(name, layer))}
+    check_convertible(model, recipe, found, blocks)
+    adapted = _to_adapt(model, recipe, found)
+    came = {name: weight for name, layer in found if (weight := _read(name, layer))}
     dtype = dtype_of(model)
-    for name, layer in layers:
+    for name, layer in found:
         _check(name, layer, recipe, blocks, dtype, came.get(name))
     histories_before = any(bank.cursor.device.type != "meta" and int(bank.cursor) for bank in banks_of(model))
-    stored_before = sum(isinstance(layer, Linear) and layer.storage is not None for _, layer in layers)
+    stored_before = sum(isinstance(layer, OwnLayer) and layer.storage is not None for _, layer in found)
     if came:
-        for name, layer in layers:
+        for name, layer in found:
             if name in came:
                 _take_over(layer, came[name], dtype)
-        _note_frozen(model, came)
         _forget_quantizer(model)
+    layers = [(name, adopt(layer)) for name, layer in found]
+    _note_frozen(model, (parameter_of(name, layer) for name, layer in layers if name in came))
     freed = _freeze(model, recipe.frozen_base)
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     rows = [
         _convert(
-            name, layer, recipe, blocks, id(layer.weight) in embedded, name in adapted, f"{name}.weight" in freed, dtype
+            name,
+            layer,
+            recipe,
+            blocks,
+            embedded=id(layer.weight) in embedded,
+            adapt=name in adapted,
+            trainable=parameter_of(name, layer) in freed,
+            dtype=dtype,
         )
         for name, layer in layers
     ]
@@ -110,7 +124,7 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
         notes.append("the delayed-scaling histories are dropped (scaling_state() keeps them for load_scaling_state())")
     if stored_before and not recipe.storage:
         notes.append(f"{stored_before} stored weights dequantized; what quantizing lost stays lost")
-    if freed and (earlier := freed - {f"{name}.weight" for name in came}):
+    if freed and (earlier := freed - {parameter_of(name, layer) for name, layer in layers if name in came}):
         notes.append(f"{len(earlier)} parameters that an earlier recipe froze are trainable again")
     if not recipe.adapter and (adapters := sum(bool(row.adapter) for row in rows)):
         notes.append(f"{adapters} adapters stay; merge_adapter() or remove_adapter() on a layer ends one")
@@ -118,7 +132,10 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
         notes.append(_of_decoded([row.decoded for row in rows if row.decoded]))
     if recipe.storage and hasattr(model, "save_pretrained"):
         notes.append(_of_keeping(model))
-    left = [LeftReport(n, type(m).__name__, why, size) for n, m, size, why in left_alone(model, {n for n, _ in layers})]
+    left = [
+        LeftReport(n, type(m).__name__, why, size)
+        for n, m, size, why in left_alone(model, (layer for _, layer in layers))
+    ]
     device = next(model.parameters()).device
     return Report(recipe, tuple(rows), emulation(recipe, device), tuple(notes), tuple(left))
 
@@ -141,7 +158,7 @@ def precision(model: nn.Module, recipe: Recipe | str) -> Iterator[nn.Module]:
     check_module(model, "precision")
     check_taken_over(model, "precision")
     recipe = find_recipe(recipe)
-    layers = {name: adopt(layer) for name, layer in linear_layers(model)}
+    layers = {name: adopt(layer) for name, layer in recipe_layers(model)}
     blocks = count_blocks(layers)
     before = {layer: layer.precision for layer in layers.values()}
     try:
@@ -197,9 +214,9 @@ def roll_scales(model: nn.Module) -> None:
 # -- one layer
 
 
-def _read(name: str, layer: nn.Linear) -> _Came | None:
+def _read(name: str, layer: Layer) -> _Came | None:
     """Return the weight of a layer as another library quantized it, or None."""
-    library = library_of(layer)
+    library = library_of(module_of(layer))
     if library is None:
         return None
     try:
@@ -211,8 +228,9 @@ def _read(name: str, layer: nn.Linear) -> _Came | None:
         ) from error
 
 
-def _take_over(layer: nn.Linear, came: _Came, dtype: torch.dtype) -> None:
+def _take_over(layer: Layer, came: _Came, dtype: torch.dtype) -> None:
     """Make the layer of another library ours, with the codes and scales that it has."""
+    assert isinstance(layer, nn.Linear)
     came.library.forget(layer)
     own = adopt(layer)
     own.set_stored(came.weight)
@@ -229,12 +247,11 @@ def _forget_quantizer(model: nn.Module) -> None:
             vars(module).pop(name, None)
 
 
-def _of_taken(layers: Sequence[tuple[str, nn.Linear]], came: Mapping[str, _Came], again: set[str]) -> list[str]:
+def _of_taken(layers: Sequence[tuple[str, OwnLayer]], came: Mapping[str, _Came], again: set[str]) -> list[str]:
     """Return notes on weights that another library had quantized: what became of them, what it costs, how to keep them."""
-    groups: dict[tuple[str, str], list[tuple[Linear, _Came]]] = {}
+    groups: dict[tuple[str, str], list[tuple[OwnLayer, _Came]]] = {}
     for name, layer in layers:
         if name in came:
-            assert isinstance(layer, Linear)
             fate = "decoded" if layer.storage is None else "again" if name in again else "kept"
             groups.setdefault((came[name].words, fate), []).append((layer, came[name]))
     notes = []
@@ -245,7 +262,7 @@ def _of_taken(layers: Sequence[tuple[str, nn.Linear]], came: Mapping[str, _Came]
             continue
         layer, first = members[0]
         had = sum(one.weight.nbytes for _, one in members)
-        has = sum(Q.nbytes if (Q := layer.stored) else layer.weight.nbytes for layer, _ in members)
+        has = sum(p.nbytes for layer, _ in members for p in (layer.weight, *layer.stored_scales))
         what = f"decoded to {str(layer.weight.dtype).removeprefix('torch.')}"
         if fate == "again":
             what = f"quantized again as {layer.storage}, so that both roundings count"
@@ -262,33 +279,41 @@ def _as_code(q: Quantizer) -> str:
     return f"surokit.Quantizer(surokit.{q.format.name.upper()}, surokit.{q.scaling!r})"
 
 
-def _check(name: str, layer: nn.Linear, recipe: Recipe, blocks: int, dtype: torch.dtype, came: _Came | None) -> None:
+def _check(name: str, layer: Layer, recipe: Recipe, blocks: int, dtype: torch.dtype, came: _Came | None) -> None:
     """Raise what `_convert` would; its storage meets a matrix of the weight's kind without data."""
     why = skip_reason(name, layer, recipe, blocks)
-    stored = came.weight if came else layer.stored if isinstance(layer, Linear) else None  # TypeError where spoilt
-    if recipe.storage and not why and (stored is None or stored.quantizer != recipe.storage):
+    stored = came.weight.quantizer if came else _stored_in(layer)
+    if recipe.storage and not why and stored != recipe.storage:
         kind = layer.weight.dtype if stored is None else dtype
         trial = Linear(1, 1, device="meta")
         trial.weight = nn.Parameter(torch.empty(1, layer.in_features, dtype=kind, device="meta"), requires_grad=False)
         trial.store(recipe.storage)
 
 
+def _stored_in(layer: Layer) -> Quantizer | None:
+    """Return how a weight is stored. TypeError where a cast has spoilt it."""
+    if isinstance(layer, OwnLayer) and layer.storage is not None:
+        assert layer.stored is not None
+        return layer.storage
+    return None
+
+
 def _convert(
     name: str,
-    layer: nn.Linear,
+    layer: OwnLayer,
     recipe: Recipe,
     blocks: int,
+    *,
     embedded: bool,
     adapt: bool,
     trainable: bool,
     dtype: torch.dtype,
 ) -> LayerReport:
-    """Adopt, quantize and adapt one layer; products that need histories get them afterwards. trainable: a weight that is no
-    longer stored."""
-    layer = adopt(layer)
+    """Quantize and adapt one layer; products that need histories get them afterwards. trainable: a weight that is no longer
+    stored."""
     why = skip_reason(name, layer, recipe, blocks)
     if layer.precision is not None and layer.precision.scales is not None:
-        layer.precision.scales.layers.discard(layer)
+        layer.precision.scales.layers.discard(module_of(layer))
     layer.precision = None
     if recipe.storage and not why and embedded:
         why = "shares its weight with an embedding"
@@ -297,23 +322,24 @@ def _convert(
     if layer.storage != wanted and wanted:
         again = layer.store(wanted)
     elif layer.storage != wanted:
-        _dequantize(layer, dtype, trainable)
+        layer.set_dense(layer.dense_weight(dtype), trainable)
     products = on_device(recipe, layer.weight.device)
     if not why and products.quantized_products:
         layer.precision = Precision(products)
-    layer.keep_decoded(bool(recipe.keeps_decoded))
+    if isinstance(layer, Linear):
+        layer.keep_decoded(bool(recipe.keeps_decoded))
     if recipe.adapter and adapt and not layer.has_adapter:
         layer.add_adapter(recipe.adapter, dtype)
     return LayerReport(
         layer=name,
-        shape=(layer.out_features, layer.in_features),
+        shape=shape_of(layer),
         products=recipe.name if layer.precision else "bf16",
         storage=str(layer.storage or ""),
         adapter=f"r={layer.lora_rank}" if layer.has_adapter else "",
         why=why if recipe.quantized else "",
         nbytes=sum(p.nbytes for p in layer.parameters()),
         planned_speed=planned_speed(layer, recipe),
-        decoded=_decoded_bytes(layer, dtype) if layer.keeps_now else 0,
+        decoded=_decoded_bytes(layer, dtype) if isinstance(layer, Linear) and layer.keeps_now else 0,
         again=again,
     )
 
@@ -355,13 +381,14 @@ def _of_decoded(kept: Sequence[int]) -> str:
 
 def dtype_of(model: nn.Module) -> torch.dtype:
     """Return the dtype that a model computes in: of its first parameter, scales of stored weights excepted."""
-    scales = {id(p) for m in model.modules() if isinstance(m, Linear) for p in m.stored_scales}
+    layers = (layer for _, layer in recipe_layers(model))
+    scales = {id(p) for layer in layers if isinstance(layer, OwnLayer) for p in layer.stored_scales}
     scales |= {id(p) for m in model.modules() if library_of(m) for p in m.parameters(recurse=False) if p is not m.bias}
     usable = (p for p in model.parameters() if p.is_floating_point() and p.itemsize > 1 and id(p) not in scales)
     return next((p.dtype for p in usable), torch.bfloat16)
 
 
-def skip_reason(name: str, layer: nn.Linear, recipe: Recipe, blocks: int) -> str:
+def skip_reason(name: str, layer: Layer, recipe: Recipe, blocks: int) -> str:
     """Return why `recipe` leaves this layer in bfloat16, or "" where it does not. `blocks` is how many the model has."""
     if not recipe.quantized:
         return "the recipe is bf16"
@@ -375,11 +402,13 @@ def skip_reason(name: str, layer: nn.Linear, recipe: Recipe, blocks: int) -> str
     return ""
 
 
-def planned_speed(layer: nn.Linear, recipe: Recipe) -> float | None:
+def planned_speed(layer: Layer, recipe: Recipe) -> float | None:
     """Return how much faster than bfloat16 the layer's products are planned to be where the recipe says `keep_slower`; else
     None."""
     if recipe.pays is None or recipe.storage or not recipe.quantized_products:
         return None  # a stored weight saves memory, whatever its products do
+    if isinstance(layer, ExpertsLinear):
+        return None  # its tokens are what the router sends
 
     gpu, trains = find_gpu(recipe.pays.gpu), not recipe.frozen_base
     n, k, tokens = layer.out_features, layer.in_features, recipe.pays.tokens
@@ -387,7 +416,7 @@ def planned_speed(layer: nn.Linear, recipe: Recipe) -> float | None:
     return bf16 / own
 
 
-def _idle_rules(recipe: Recipe, layers: list[tuple[str, nn.Linear]], blocks: int) -> list[str]:
+def _idle_rules(recipe: Recipe, layers: Sequence[tuple[str, Layer]], blocks: int) -> list[str]:
     """Return notes on the rules that speak of no layer: a slip of the pen, or a share of too few blocks. Every recipe keeps
     lm_head, there or not."""
     spoken = [rule for rule in recipe.rules if rule not in BF16.rules and (rule.pattern or rule.last_share)]
@@ -413,35 +442,30 @@ def _freeze(model: nn.Module, frozen: bool) -> set[str]:
 
 def came_stored(model: nn.Module) -> None:
     """Count stored weights that were loaded, not made by a recipe, among those a recipe froze: another may train them again."""
-    _note_frozen(model, (name for name, layer in linear_layers(model) if isinstance(layer, Linear) and layer.storage))
+    stored = ((n, layer) for n, layer in recipe_layers(model) if isinstance(layer, OwnLayer) and layer.storage)
+    _note_frozen(model, (parameter_of(name, layer) for name, layer in stored))
 
 
-def _note_frozen(model: nn.Module, layers: Iterable[str]) -> None:
-    setattr(model, _FROZEN, getattr(model, _FROZEN, set()) | {f"{name}.weight" for name in layers})
+def _note_frozen(model: nn.Module, parameters: Iterable[str]) -> None:
+    setattr(model, _FROZEN, getattr(model, _FROZEN, set()) | {*parameters})
 
 
-def _dequantize(layer: Linear, dtype: torch.dtype, trainable: bool) -> None:
-    if layer.storage is None:
-        return
-    weight = layer.dense_weight(dtype)
-    layer.drop_stored()
-    layer.weight = nn.Parameter(weight, requires_grad=trainable)
-
-
-def _share_scales(model: nn.Module, layers: list[nn.Linear], recipe: Recipe) -> None:
+def _share_scales(model: nn.Module, layers: Sequence[OwnLayer], recipe: Recipe) -> None:
     """One bank of histories for all layers with delayed quantizers."""
     quantizers = [q for g in recipe.gemms for q in (g.a, g.b) if q and q.delayed]
-    users = [layer for layer in layers if isinstance(layer, Linear) and layer.precision]
+    users = [layer for layer in layers if layer.precision]
     if not quantizers or not users:
         return
     history = max(getattr(q.scaling, "history", 0) for q in quantizers)
-    bank = DelayedScales(history, 3 * len(users), model, users[0].weight.device)
-    for i, layer in enumerate(users):
-        layer.precision = Precision(recipe, bank, 3 * i)
-        bank.layers.add(layer)
+    bank = DelayedScales(history, sum(layer.slots for layer in users), model, users[0].weight.device)
+    first = 0
+    for layer in users:
+        layer.precision = Precision(recipe, bank, first)
+        first += layer.slots
+        bank.layers.add(module_of(layer))
 
 
-def _to_adapt(model: nn.Module, recipe: Recipe, layers: list[tuple[str, nn.Linear]]) -> set[str]:
+def _to_adapt(model: nn.Module, recipe: Recipe, layers: Sequence[tuple[str, Layer]]) -> set[str]:
     """Return the names of the layers that get an adapter: the recipe's targets, or none where PEFT has put its own around them."""
     if recipe.adapter is None:
         return set()
@@ -449,7 +473,8 @@ def _to_adapt(model: nn.Module, recipe: Recipe, layers: list[tuple[str, nn.Linea
     parents = {name.partition(".lora_")[0] for name, _ in model.named_modules() if ".lora_" in name}
     if parents - names:
         return set()
-    targets = {name for name in names if name.split(".")[-1] in recipe.adapter.targets}
+    wanted = {*recipe.adapter.targets}
+    targets = {name for name in names if wanted & _targets_of(name.split(".")[-1])}
     if not targets:
         known = ", ".join(sorted({name.split(".")[-1] for name in names}))
         raise ValueError(
@@ -457,13 +482,18 @@ def _to_adapt(model: nn.Module, recipe: Recipe, layers: list[tuple[str, nn.Linea
             "Name the layers to adapt with recipe.lora(targets=(...))."
         )
     for name, layer in layers:
-        held = layer.lora_rank if isinstance(layer, Linear) else 0
+        held = layer.lora_rank if isinstance(layer, OwnLayer) else 0
         if name in targets and held not in (0, recipe.adapter.rank):
             raise ValueError(
                 f"{name} has an adapter of rank {held} and the recipe wants rank {recipe.adapter.rank}: "
                 "merge_adapter() or remove_adapter() first."
             )
     return targets
+
+
+def _targets_of(leaf: str) -> set[str]:
+    """Return the names by which a recipe means a layer: experts hold gate and up in one weight."""
+    return {leaf, "gate_proj", "up_proj"} if leaf == "gate_up_proj" else {leaf}
 
 
 def on_device(recipe: Recipe, device: torch.device) -> Recipe:

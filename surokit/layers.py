@@ -1,21 +1,25 @@
 """Find the layers of a model that a recipe can be applied to, and say why others are left.
 
-These are torch's linear layers, ours, and those whose weights another library has quantized (`prequantized`). Adapters (ours and
-PEFT's) are never quantized, and a class with a forward of its own keeps it.
+These are torch's linear layers, ours, those whose weights another library has quantized (`prequantized`), and the weights of
+experts (nn/experts.py). Adapters (ours and PEFT's) are never quantized, and a class with a forward of its own keeps it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias, overload
 
 import torch
 from torch import nn
 
+from surokit.nn.experts import Experts, ExpertsLinear, adopt_experts, is_experts, unsupported, weights_of
 from surokit.nn.linear import Linear
 from surokit.prequantized import codes_of, library_of
 from surokit.recipe import Recipe
+
+Layer: TypeAlias = nn.Linear | ExpertsLinear  # what a recipe is applied to
+OwnLayer: TypeAlias = Linear | ExpertsLinear  # and what it becomes
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -25,15 +29,30 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name, module
 
 
-def convertible_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield what `linear_layers` does, and layers whose weights another library quantized in a way that we can read."""
+def recipe_layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
+    """Yield what `linear_layers` does, layers whose weights another library quantized, and the weights of experts."""
     plain = dict(linear_layers(model))
     for name, module in model.named_modules():
-        if not is_adapter(name) and library_of(module) is not None:
+        if name in plain:
+            yield name, plain[name]
+        elif is_adapter(name):
+            continue
+        elif library_of(module) is not None:
             assert isinstance(module, nn.Linear)
             yield name, module
-        elif name in plain:
-            yield name, plain[name]
+        elif is_experts(module) and not unsupported(module):
+            for weight, layer in weights_of(module).items():
+                yield f"{name}.{weight}", layer
+
+
+def parameter_of(name: str, layer: Layer) -> str:
+    """Return the name of the parameter that holds the weight of a layer of this name."""
+    return name if isinstance(layer, ExpertsLinear) else f"{name}.weight"
+
+
+def module_of(layer: Layer) -> nn.Module:
+    """Return the module that holds the parameters of a layer."""
+    return layer.module if isinstance(layer, ExpertsLinear) else layer
 
 
 def check_taken_over(model: nn.Module, who: str) -> None:
@@ -51,8 +70,14 @@ def is_adapter(name: str) -> bool:
     return any(part.startswith("lora_") for part in name.split("."))
 
 
-def adopt(layer: nn.Linear) -> Linear:
+@overload
+def adopt(layer: nn.Linear) -> Linear: ...
+@overload
+def adopt(layer: Layer) -> OwnLayer: ...
+def adopt(layer: Layer) -> OwnLayer:
     """Return the same object with our forward: whoever holds the layer or its parameters keeps holding them."""
+    if isinstance(layer, ExpertsLinear):
+        return adopt_experts(layer.module).projections[layer.name]
     if not isinstance(layer, Linear):
         layer.__class__ = Linear
         if hidden := vars(layer).get("_old_forward"):  # accelerate's hooks call the forward that they found
@@ -71,10 +96,16 @@ def _has_own_forward(layer: nn.Module) -> bool:
     return not (isinstance(hidden, MethodType) and hidden.__func__ is type(layer).forward)
 
 
+def shape_of(layer: Layer) -> tuple[int, ...]:
+    """Return the shape of the weight as products see it: [N, K], or [E, N, K] of experts."""
+    experts = (layer.experts,) if isinstance(layer, ExpertsLinear) else ()
+    return *experts, layer.out_features, layer.in_features
+
+
 # -- what has to be done first
 
 
-def check_convertible(model: nn.Module, recipe: Recipe, layers: Sequence[tuple[str, nn.Linear]], blocks: int) -> None:
+def check_convertible(model: nn.Module, recipe: Recipe, layers: Sequence[tuple[str, Layer]], blocks: int) -> None:
     """Raise ValueError where a recipe cannot be applied to this model, or would not have the effect that it promises."""
     kinds = {c.__name__: c.__module__.partition(".")[0] for m in model.modules() for c in type(m).__mro__}
     changes = recipe.frozen_base  # parameters come and go
@@ -109,10 +140,10 @@ def check_convertible(model: nn.Module, recipe: Recipe, layers: Sequence[tuple[s
 
 
 def _foreign_codes(module: nn.Module) -> str:
-    return "" if isinstance(module, Linear) else codes_of(module)
+    return "" if isinstance(module, Linear | Experts) else codes_of(module)
 
 
-def _check_devices(model: nn.Module, layers: Sequence[tuple[str, nn.Linear]]) -> None:
+def _check_devices(model: nn.Module, layers: Sequence[tuple[str, Layer]]) -> None:
     on: dict[str, str] = {}
     for name, layer in layers:
         on.setdefault(str(layer.weight.device), name)
@@ -129,7 +160,7 @@ def _check_devices(model: nn.Module, layers: Sequence[tuple[str, nn.Linear]]) ->
     )
 
 
-def _check_shared(recipe: Recipe, layers: Sequence[tuple[str, nn.Linear]], blocks: int) -> None:
+def _check_shared(recipe: Recipe, layers: Sequence[tuple[str, Layer]], blocks: int) -> None:
     seen: dict[int, str] = {}
     for name, layer in layers:
         if recipe.kept_by(name, blocks):
@@ -145,14 +176,14 @@ def _check_shared(recipe: Recipe, layers: Sequence[tuple[str, nn.Linear]], block
 # -- what is left
 
 
-def left_alone(model: nn.Module, taken: set[str]) -> Iterator[tuple[str, nn.Module, int, str]]:
-    """Yield every module with weights of its own that is not among the `taken`: name, module, bytes, and why it is left."""
-    held = {id(p) for name in taken for p in model.get_submodule(name).parameters()}
+def left_alone(model: nn.Module, taken: Iterable[Layer]) -> Iterator[tuple[str, nn.Module, int, str]]:
+    """Yield every module with weights that are not those of the layers `taken`: name, module, bytes, and why it is left."""
+    held = {id(p) for layer in taken for p in layer.parameters()}
     for name, module in model.named_modules(remove_duplicate=True):
         own = [p for p in module.parameters(recurse=False) if id(p) not in held]
         own += [b for b in module.buffers(recurse=False) if _foreign_codes(module)]
         held |= {id(p) for p in own}
-        if name not in taken and (nbytes := sum(p.nbytes for p in own)):
+        if nbytes := sum(p.nbytes for p in own):
             yield name, module, nbytes, _why_left(name, module, own)
 
 
@@ -165,6 +196,10 @@ def _why_left(name: str, module: nn.Module, own: Sequence[torch.Tensor]) -> str:
         return f"{codes} codes, kept by a rule"
     if type(module) is nn.Linear:
         return "another replaced its forward"
+    if is_experts(module):
+        return unsupported(module)
+    if type(module).__name__.endswith("Router"):
+        return "routers stay as they are"
     if all(p.dim() < 2 for p in own):
         return "vectors"
     if isinstance(module, nn.Linear):

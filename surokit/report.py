@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """A LayerReport says what one linear layer got."""
+    """A LayerReport says what one linear layer got, or one weight of experts."""
 
     layer: str
     shape: tuple[int, ...]  # of the weight
@@ -28,6 +28,11 @@ class LayerReport:
     planned_speed: float | None = None  # of the recipe's products, bf16 is 1; where the recipe says `keep_slower`
     again: bool = False  # its weight was stored in another way, and both roundings count
     came: str = ""  # which library had quantized the weight, and how
+
+    @property
+    def experts(self) -> int:
+        """Return how many experts the weight is of; 0 for a linear layer's."""
+        return self.shape[0] if len(self.shape) == 3 else 0
 
     @property
     def converted(self) -> bool:
@@ -71,7 +76,12 @@ class Report:
         """Return one line: how many layers, native or emulated, bytes."""
         held = sum(row.nbytes for row in self.rows)
         how = f", {self.emulated}" if self.emulated else ", native" if self.recipe.quantized else ""
-        return f"{self.recipe.name}: {self.converted} of {len(self.rows)} linear layers converted{how}; {_mib(held)}"
+        kinds = {
+            "linear layers": [row for row in self.rows if not row.experts],
+            "weights of experts": [row for row in self.rows if row.experts],
+        }
+        counts = [f"{sum(r.converted for r in rows)} of {len(rows)} {kind}" for kind, rows in kinds.items() if rows]
+        return f"{self.recipe.name}: {' and '.join(counts)} converted{how}; {_mib(held)}"
 
     def frame(self) -> pd.DataFrame:
         """Return a DataFrame with the columns layer, shape, products, storage, adapter, why, bytes; planned_speed (bf16 is 1)
@@ -93,7 +103,9 @@ class Report:
         bytes."""
         import pandas as pd
 
-        rows = [(r.layer, "linear layer", r.why, r.nbytes) for r in self.rows if not r.converted]
+        rows = [
+            (r.layer, "experts" if r.experts else "linear layer", r.why, r.nbytes) for r in self.rows if not r.converted
+        ]
         rows += [(r.module, r.kind, r.why, r.nbytes) for r in self.left]
         frame = pd.DataFrame(rows, columns=["module", "kind", "why", "bytes"])
         frame["share"] = frame["bytes"] / (self.nbytes or 1)

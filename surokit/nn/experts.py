@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from surokit.nn.linear_gemms import UNQUANTIZED, Operand, Precision, Products, storage_key_of, weight
+from surokit.nn.linear_gemms import SLOTS, UNQUANTIZED, Operand, Precision, Products, storage_key_of, weight
 from surokit.quantized import Quantized, quantize
 from surokit.quantizer import Quantizer
 from surokit.recipe import Lora
@@ -78,11 +78,18 @@ def adopt_experts(module: nn.Module) -> Experts:
         return module
     if why := unsupported(module):
         raise ValueError(f"{type(module).__name__} takes no recipe ({why}): leave it in bf16.")
-    projections = {name: ExpertsLinear(module, name) for name in _names(module)}
+    projections = weights_of(module)
     module.__class__ = _class(type(module))
     module.__dict__["projections"] = projections
     assert isinstance(module, Experts)
     return module
+
+
+def weights_of(module: nn.Module) -> dict[str, ExpertsLinear]:
+    """Return the weights of experts by name; those of a module that is not adopted yet describe it, and hold nothing."""
+    if isinstance(module, Experts):
+        return module.projections
+    return {name: ExpertsLinear(module, name) for name in _names(module)}
 
 
 def _names(module: Any) -> tuple[str, str]:
@@ -174,7 +181,7 @@ class _Each:
     def products(self, expert: int, dtype: torch.dtype) -> Products:
         if self.precision is None:
             return Products(UNQUANTIZED, None, (0,), False, dtype)
-        first = self.precision.first_slot + SLOTS_OF_AN_EXPERT * expert
+        first = self.precision.first_slot + len(SLOTS) * expert
         return Products(self.precision.recipe, self.precision.scales, (first,), self.record, dtype)
 
     def weight(self, expert: int, w: Tensor, scales: Sequence[Tensor]) -> Operand:
@@ -183,9 +190,6 @@ class _Each:
             return weight(w[expert], [s[expert] for s in scales], self.storage, self.shape_NK)
         w_NK = w[expert].t() if self.transposed else w[expert]
         return w_NK if self.cast is None else w_NK.to(self.cast)
-
-
-SLOTS_OF_AN_EXPERT = 3  # x, w, dy
 
 
 class _ExpertByExpert(torch.autograd.Function):
@@ -319,7 +323,7 @@ class ExpertsLinear:
     @property
     def slots(self) -> int:
         """Return how many slots of histories the weight needs, from the first one of its `precision`: each expert has its own."""
-        return SLOTS_OF_AN_EXPERT * self.experts
+        return len(SLOTS) * self.experts
 
     @property
     def weight(self) -> nn.Parameter:
@@ -377,11 +381,20 @@ class ExpertsLinear:
 
     # -- stored weights
 
-    def store(self, quantizer: Quantizer) -> None:
-        """Replace the weights by codes and scales, frozen, each expert by its own; the high-precision weights are let go."""
+    def store(self, quantizer: Quantizer) -> bool:
+        """Replace the weights by codes and scales, frozen, each expert by its own; the high-precision weights are let go.
+
+        Returns whether any that were stored before had to be quantized again; see `surokit.nn.Linear.store`.
+        """
         if self.storage is None:
             w_ENK = self.dense_weight().detach()
             self.set_stored(quantize(w_NK, quantizer) for w_NK in w_ENK)
+            return False
+        before = [self.stored_of(expert) for expert in range(self.experts)]
+        same = [renamed for Q in before if (renamed := Q.renamed(quantizer))]
+        again = len(same) < len(before)
+        self.set_stored((quantize(Q.dequantize(), quantizer) for Q in before) if again else same)
+        return again
 
     def set_stored(self, experts: Iterable[Quantized]) -> None:
         """Take E quantized weights [N, K] as they are, in the experts' order; they are copied one after the other."""

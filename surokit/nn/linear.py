@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from surokit import kernels
-from surokit.nn.linear_gemms import Precision, storage_key_of, three_products
+from surokit.nn.linear_gemms import SLOTS, Precision, storage_key_of, three_products
 from surokit.nn.weight_cache import Kept, QuantizedWeightCache, in_one_process, is_own
 from surokit.quantized import Quantized, quantize
 from surokit.quantizer import Quantizer
@@ -106,6 +106,7 @@ class Linear(nn.Linear):
     precision: Precision | None = None
     storage: Quantizer | None = None
     storage_key: str = ""  # as the products know it
+    slots = len(SLOTS)  # of histories that delayed scaling wants
     compute_dtype: torch.dtype | None = None  # of its products, whatever x has, where another library said so
     keeps_decoded: bool = False  # keeps a stored weight that forward decodes: for backward, on a CPU for good
     lora_alpha: float = 0.0
@@ -331,7 +332,7 @@ class Linear(nn.Linear):
         elif requantize:
             self.set_stored(quantize(merged, before.quantizer))
         else:
-            self._set_dense(merged.to(self.lora_A.weight.dtype))
+            self.set_dense(merged.to(self.lora_A.weight.dtype))
         self.remove_adapter()
 
     @torch.no_grad()
@@ -353,7 +354,7 @@ class Linear(nn.Linear):
         elif self.storage is None:
             self.weight.copy_(before.weight)
         else:
-            self._set_dense(before.weight.to(self.weight.device))
+            self.set_dense(before.weight.to(self.weight.device))
         self.lora_A, self.lora_B = before.lora_A.to(self.weight.device), before.lora_B.to(self.weight.device)
         self.lora_alpha, self._before = before.lora_alpha, None
 
@@ -362,9 +363,10 @@ class Linear(nn.Linear):
         """Return whether `unmerge_adapter` has something to bring back."""
         return self._before is not None
 
-    def _set_dense(self, weight: Tensor) -> None:
+    def set_dense(self, weight: Tensor, requires_grad: bool = False) -> None:
+        """Put a weight [N, K] in place of what is held."""
         self.drop_stored()
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = nn.Parameter(weight, requires_grad=requires_grad)
 
     def extra_repr(self) -> str:
         parts = [super().extra_repr()]
