@@ -164,6 +164,24 @@ class _Gather(torch.autograd.Function):
         return ctx.routing.sum(dx_SK), None
 
 
+class _OfEachRow(torch.autograd.Function):
+    """An _OfEachRow gives each row the bias of its expert; the gradient is summed in float32 or wider, and rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, bias_EN: Tensor, routing: Routing) -> Tensor:
+        ctx.routing, ctx.dtype = routing, bias_EN.dtype
+        return bias_EN[routing.expert_S]
+
+    @staticmethod
+    def backward(ctx: Any, dy_SN: Tensor) -> Any:
+        wide = torch.promote_types(dy_SN.dtype, torch.float32)
+        ends_E = ctx.routing.ends_E.long()
+        lengths_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        # unsafe: the lengths are not looked at, which the host would wait for
+        sums_EN = torch.segment_reduce(dy_SN.to(wide), "sum", lengths=lengths_E, axis=0, unsafe=True, initial=0.0)
+        return sums_EN.to(ctx.dtype), None
+
+
 # -- the products
 
 
@@ -370,7 +388,7 @@ class ExpertsLinear:
         each = _Each(shape_NK, self.transposed, self.storage, self.precision, record, cast)
         y_SN = _products(x_SK, self.weight, each, routing, self.stored_scales)
         if bias_EN is not None:
-            y_SN = y_SN + bias_EN[routing.expert_S]
+            y_SN = y_SN + _OfEachRow.apply(bias_EN, routing)
         return y_SN + self.adapter(x_SK, routing, cast) if self.has_adapter else y_SN
 
     def groups(self, dtype: torch.dtype) -> bool:

@@ -1,6 +1,7 @@
 """The experts of transformers' models under recipes, stored and with adapters: as their own forward, and as layers of their own."""
 
 import copy
+import pickle
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,10 @@ from torch import nn
 
 import surokit as sk
 from surokit.nn import experts as module_of_experts
+from surokit.nn.delayed import DelayedScales, banks_of
 from surokit.nn.experts import Experts, Routing, adopt_experts, is_experts, unsupported
+from surokit.nn.linear import Linear
+from surokit.nn.linear_gemms import Precision
 from surokit.quantized import quantize
 from surokit.recipe import Lora
 from tests.refusals import refused
@@ -93,6 +97,7 @@ def projections(module: Any) -> Any:
 
 def adapted(module: Any, zero: bool = False, rank: int = 4) -> Experts:
     experts = adopt_experts(module)
+    torch.manual_seed(0)
     for i, projection in enumerate(experts.projections.values()):
         projection.add_adapter(Lora(rank, 8.0))
         if not zero:
@@ -347,3 +352,411 @@ def test_names_of_what_is_stored():
     twin.load_state_dict({name: t.clone() for name, t in module.state_dict().items()})
     x, (index, weights) = gaussian(12, H, seed=3), routed()
     assert torch.equal(twin(x, index, weights), module(x, index, weights))
+
+
+# -- quantized products
+
+
+def bank_for(recipe: sk.Recipe, slots: int) -> DelayedScales | None:
+    delayed = any(q is not None and q.delayed for gemm in recipe.gemms for q in (gemm.a, gemm.b))
+    return DelayedScales(4, slots, None, torch.device("cpu")) if delayed else None
+
+
+def with_recipe(module: Any, recipe: sk.Recipe) -> Experts:
+    """The experts with a recipe's products, each weight with slots of its own."""
+    experts = adopt_experts(module)
+    held = [*experts.projections.values()]
+    bank = bank_for(recipe, sum(projection.slots for projection in held))
+    for i, projection in enumerate(held):
+        projection.precision = Precision(recipe, bank, i * projection.slots)
+    if bank is not None:
+        bank.layers.add(experts)
+    return experts
+
+
+def layers_of(projection: Any) -> list[Linear]:
+    """A Linear for each expert, with the weight and recipe that the expert has, and histories of all of them."""
+    layers = []
+    recipe = projection.precision.recipe
+    bank = bank_for(recipe, projection.slots)
+    for expert in range(projection.experts):
+        layer = Linear(projection.in_features, projection.out_features, bias=projection.bias is not None)
+        if projection.storage is None:
+            w = projection.dense_weight()[expert].detach().clone()
+            layer.weight = nn.Parameter(w, requires_grad=projection.requires_grad)
+        else:
+            layer.set_stored(projection.stored_of(expert))
+        if projection.bias is not None:
+            layer.bias = nn.Parameter(projection.bias[expert].detach().clone())
+        layer.precision = Precision(recipe, bank, 3 * expert)
+        layers.append(layer)
+    return layers
+
+
+def assert_as_layers(projection: Any, x: torch.Tensor, index: torch.Tensor, autocast: bool = False) -> None:
+    """y, dx, dw and the bias' gradient of rows that are sorted by expert already, bit for bit; two steps."""
+    routing = Routing.of(index, projection.experts).cut()
+    layers: list[Any] = layers_of(projection)
+    for step in range(2):
+        ours, theirs = [x.clone().requires_grad_() for _ in range(2)]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            y = projection(ours, routing, record=True)
+            each = [(layers[expert](theirs[rows]), expert, rows) for expert, rows in routing.rows]
+        dy = gaussian(*y.shape, seed=9 + step, dtype=y.dtype)
+        projection.module.zero_grad()
+        torch.manual_seed(0)  # draws of stochastic rounding
+        y.backward(dy)
+        torch.manual_seed(0)
+        for part, _, rows in each:
+            part.backward(dy[rows])
+        for part, expert, rows in each:
+            assert torch.equal(y[rows], part)
+            if projection.bias is not None:
+                torch.testing.assert_close(
+                    projection.bias.grad[expert], layers[expert].bias.grad, rtol=2**-7, atol=1e-5
+                )
+        assert ours.grad is not None
+        assert theirs.grad is None or torch.equal(ours.grad, theirs.grad)
+        assert (theirs.grad is None) == (len(x) == 0)
+        if projection.requires_grad:
+            dw = projection.weight.grad.transpose(-2, -1) if projection.transposed else projection.weight.grad
+            for expert, layer in enumerate(layers):
+                grad = layer.weight.grad
+                assert torch.equal(dw[expert], grad) if grad is not None else not dw[expert].any()
+                layer.weight.grad = None
+        for layer in layers:
+            layer.zero_grad()
+        scales, other = projection.precision.scales, layers[0].precision.scales
+        if scales is not None:
+            for bank in (scales, other):
+                bank.roll()
+            first = projection.precision.first_slot
+            for name, state in other.state_dict().items():
+                assert torch.equal(scales.state_dict()[name][..., first : first + projection.slots], state)
+        x = x * 3
+
+
+COUNTS = (0, 1, 15, 16, 17)  # tokens of each expert; what is no multiple of 16 is padded for tensor cores
+UNEVEN = torch.cat([torch.full((n, 1), expert) for expert, n in enumerate(COUNTS)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
+def test_products_are_those_of_a_layer_for_each_expert(recipe, family, dtype):
+    experts = with_recipe(made(family, dtype), recipe)
+    for projection in experts.projections.values():
+        assert_as_layers(projection, gaussian(len(UNEVEN), projection.in_features, seed=3, dtype=dtype), UNEVEN)
+
+
+@pytest.mark.parametrize("recipe", [sk.FP8, sk.MXFP8], ids=lambda r: r.name)
+@pytest.mark.parametrize("route", ["all to one", "some to none", "all to none", "no tokens"])
+def test_products_wherever_the_router_sends_them(recipe, route):
+    experts = with_recipe(made(dtype=torch.bfloat16), recipe)
+    index = ROUTES[route].flatten().sort().values.view(-1, 1)
+    rows = int((index < E).sum())
+    for projection in experts.projections.values():
+        assert_as_layers(projection, gaussian(rows, projection.in_features, seed=3, dtype=torch.bfloat16), index)
+
+
+@pytest.mark.parametrize("recipe", [sk.FP8_BLOCK.store(sk.QFP8), sk.FP8_ROWWISE.store(sk.QNF4)], ids=lambda r: r.name)
+@pytest.mark.parametrize("family", KINDS)
+def test_products_over_stored_weights(recipe, family):
+    experts = with_recipe(made(family, torch.bfloat16), recipe)
+    for projection in experts.projections.values():
+        projection.store(recipe.storage)
+        assert_as_layers(
+            projection, gaussian(len(UNEVEN), projection.in_features, seed=3, dtype=torch.bfloat16), UNEVEN
+        )
+
+
+@pytest.mark.parametrize("recipe", [sk.FP8, sk.FP8_ROWWISE, sk.FP8_BLOCK.store(sk.QFP8)], ids=lambda r: r.name)
+def test_autocast_is_that_of_a_layer(recipe):
+    experts = with_recipe(made("gpt_oss"), recipe)
+    for projection in experts.projections.values():
+        if recipe.storage is not None:
+            projection.store(recipe.storage)
+        assert_as_layers(projection, gaussian(len(UNEVEN), projection.in_features, seed=3), UNEVEN, autocast=True)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_the_whole_is_what_transformers_makes_of_such_layers(family):
+    """Gate, the router's weights and the sum over two experts: bit for bit, with layers in place of theirs."""
+    experts = with_recipe(made(family), sk.FP8_ROWWISE)
+    up, down = (layers_of(projection) for projection in experts.projections.values())
+    x, (index, weights) = gaussian(12, H, seed=3), routed()
+    ours = run(experts, x, index, weights)
+    x_, weights_ = x.clone().requires_grad_(), weights.clone().to(x.dtype).requires_grad_()
+    y = torch.zeros_like(x)
+    for expert in range(E):
+        token, choice = torch.where(index == expert)
+        h = up[expert](x_[token])
+        h = down[expert](experts._apply_gate(h) if experts.has_gate else experts.act_fn(h))
+        y = y.index_add(0, token, h * weights_[token, choice, None])
+    y.backward(gaussian(*y.shape, seed=9))
+    assert torch.equal(ours["y"], y)
+    torch.testing.assert_close(ours["dx"], x_.grad)
+    torch.testing.assert_close(ours["dweights"], weights_.grad)
+
+
+def test_a_precision_is_for_one_weight():
+    """The other one is computed as ever."""
+    module, x, (index, weights) = made(dtype=torch.float64), gaussian(12, H, seed=3, dtype=torch.float64), routed()
+    theirs = run(module, x, index, weights)["y"]
+    _, down = projections(module)
+    down.precision = Precision(sk.FP8_ROWWISE)
+    ours = run(module, x, index, weights)["y"]
+    assert 0 < (ours - theirs).norm() / theirs.norm() < 0.1
+
+
+# -- delayed scaling
+
+
+def test_an_expert_without_tokens_keeps_its_history():
+    experts = with_recipe(made(dtype=torch.bfloat16), sk.FP8)
+    down = experts.projections["down_proj"]
+    (bank,) = banks_of(experts)
+    optimizer = torch.optim.SGD(experts.parameters(), lr=0.0)
+    x = gaussian(12, H, seed=3, dtype=torch.bfloat16)
+    for index, times in ((torch.arange(12).remainder(E).view(12, 1), 1), (torch.full((12, 1), 3), 4)):
+        for i in range(times):
+            run(experts, x * (i + 2), index, torch.ones(12, 1))
+            optimizer.step()
+    steps = bank.cursor_S.view(2, E, 3)
+    assert steps[:, 3].eq(5).all()
+    assert steps[:, [0, 1, 2, 4]].eq(1).all()
+    seen = bank.history_HS.view(4, 2, E, 3)
+    for expert in (0, 1, 2, 4):
+        rows = torch.arange(12).remainder(E) == expert
+        assert seen[0, 0, expert, 0] == (x[rows] * 2).abs().max()
+        assert seen[0, 1, expert, 1] == down.weight[expert].abs().max()
+        assert not seen[1:, :, expert].any()
+    assert bank.in_force_S[9] == x.abs().max() * 5
+
+
+def test_only_training_records():
+    experts = with_recipe(made(dtype=torch.bfloat16), sk.FP8)
+    (bank,) = banks_of(experts)
+    x, (index, weights) = gaussian(12, H, seed=3, dtype=torch.bfloat16), routed()
+    with torch.no_grad():
+        experts(x, index, weights)
+    experts.eval()
+    run(experts, x, index, weights)
+    assert (bank.open_S < 0).all()
+    experts.train()
+    run(experts, x, index, weights)
+    assert (bank.open_S > 0).any()
+
+
+# -- copies and what is kept
+
+
+def pickled(module: Any) -> Any:
+    return pickle.loads(pickle.dumps(module))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, copy.copy], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("recipe", [sk.FP8, sk.QNF4], ids=lambda r: r.name)
+def test_a_copy_is_one_of_its_own(recipe, copied):
+    experts = with_recipe(made("gpt_oss", torch.bfloat16), recipe)
+    if recipe.storage is not None:
+        for projection in experts.projections.values():
+            projection.store(recipe.storage)
+        adapted(experts)
+    x, (index, weights) = gaussian(12, H, seed=3, dtype=torch.bfloat16), routed()
+    weights = weights.bfloat16()
+    run(experts, x, index, weights)
+    for bank in banks_of(experts):
+        bank.roll()
+    twin = copied(experts)
+    assert type(twin) is type(experts)
+    assert twin.state_dict().keys() == experts.state_dict().keys()
+    assert all(projection.module is twin for projection in twin.projections.values())
+    assert all(projection.module is experts for projection in experts.projections.values())
+    assert torch.equal(twin(x, index, weights), experts(x, index, weights))
+    if copied is not copy.copy:  # which shares its parameters
+        before = [bank.state_dict() for bank in banks_of(experts)]
+        for parameter in twin.parameters():
+            parameter.data.zero_()
+        assert experts(x, index, weights).any()
+        run(twin, x, index, weights)
+        assert len(banks_of(twin)) == len(before)
+        for bank in banks_of(twin):
+            bank.roll()
+        after = [bank.state_dict() for bank in banks_of(experts)]
+        assert all(torch.equal(a[name], b[name]) for a, b in zip(before, after) for name in a if name != "open")
+
+
+def test_a_model_goes_when_its_last_name_does():
+    import gc
+    import weakref
+
+    experts = with_recipe(adapted(made()), sk.FP8_ROWWISE)
+    held, gone = experts.projections["down_proj"], weakref.ref(experts)
+    gc.disable()  # nothing goes around in a circle
+    try:
+        del experts
+        assert gone() is None
+    finally:
+        gc.enable()
+    with refused(ReferenceError):
+        _ = held.weight
+
+
+def saved_bytes(experts: Any, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> int:
+    """Bytes that forward keeps for backward, apart from parameters."""
+    kept = {}
+    own = {p.untyped_storage().data_ptr() for p in experts.parameters()}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() not in own:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        experts(x, index, weights)
+    return sum(kept.values())
+
+
+def test_frozen_weights_keep_no_x_and_get_no_gradient():
+    x, (index, weights) = gaussian(64, H, seed=3, dtype=torch.bfloat16).requires_grad_(), routed(64)
+    trained, frozen = (with_recipe(made(dtype=torch.bfloat16), sk.FP8_ROWWISE) for _ in range(2))
+    frozen.requires_grad_(False)
+    rows = 64 * 2 * (H + WIDTH)  # codes of x, a byte each
+    assert saved_bytes(trained, x, index, weights) - saved_bytes(frozen, x, index, weights) >= rows
+    grads = run(frozen, x, index, weights)
+    assert grads.keys() == {"y", "dx", "dweights"}
+
+
+# -- adapters
+
+
+def test_an_adapter_is_drawn_for_each_expert():
+    up, _ = projections(module := made())
+    torch.manual_seed(0)
+    up.add_adapter(Lora(4, 8.0))
+    assert up.has_adapter
+    assert (up.lora_rank, up.lora_alpha) == (4, 8.0)
+    assert up.lora_A.dtype == torch.float32
+    for a_rK in up.lora_A:  # Kaiming-uniform over K, whatever the rank
+        assert 0.9 * H**-0.5 < a_rK.abs().max() <= H**-0.5
+    assert not torch.equal(up.lora_A[0], up.lora_A[1])
+    first = up.lora_A.detach().clone()
+    torch.manual_seed(0)
+    up.add_adapter(Lora(4, 8.0))
+    assert torch.equal(up.lora_A, first)
+    assert not up.lora_B.any()
+    assert all(
+        any(part.startswith("lora_") for part in n.split(".")) for n, _ in module.named_parameters() if "lora" in n
+    )
+    assert module.state_dict().keys() == {*made().state_dict(), "lora_A.gate_up_proj", "lora_B.gate_up_proj"}
+    up.remove_adapter()
+    assert not up.has_adapter
+    assert module.state_dict().keys() == made().state_dict().keys()
+
+
+@pytest.mark.parametrize("storage", [None, "qfp8", "qnf4"])
+@pytest.mark.parametrize("family", ["mixtral", "aria"])
+def test_adapters_merge_and_come_out_again(family, storage):
+    module, x, (index, weights) = made(family), gaussian(12, H, seed=3), routed()
+    for projection in projections(module):
+        if storage:
+            projection.store(STORAGES[storage])
+    experts = adapted(module)
+    for projection in projections(module):
+        projection.lora_A.data, projection.lora_B.data = projection.lora_A.float(), projection.lora_B.float()
+    with torch.no_grad():
+        before = experts(x, index, weights)
+        state = {name: t.clone() for name, t in experts.state_dict().items()}
+        for requantize in (False, True) if storage else (False,):
+            for projection in projections(module):
+                projection.merge_adapter(requantize)
+                assert projection.can_unmerge
+                assert (projection.storage is not None) == requantize
+            assert not any("lora" in name for name in experts.state_dict())
+            after = experts(x, index, weights)
+            assert (after - before).norm() < (0.2 if requantize else 1e-5) * before.norm()
+            for projection in projections(module):
+                projection.unmerge_adapter()
+            assert experts.state_dict().keys() == state.keys()
+            for name, t in experts.state_dict().items():
+                assert torch.equal(t.view(torch.uint8), state[name].view(torch.uint8)), name
+
+
+def test_what_was_not_merged_does_not_come_out():
+    experts = adapted(made())
+    down = experts.projections["down_proj"]
+    with refused(ValueError):
+        down.unmerge_adapter()
+    down.merge_adapter()
+    down.add_adapter(Lora(2, 2.0))
+    with refused(ValueError):
+        down.unmerge_adapter()
+
+
+def test_one_expert_of_what_is_not_stored():
+    up, _ = projections(module := made())
+    assert up.stored is None
+    with refused(ValueError):
+        up.stored_of(0)
+    assert str(module).count("experts=5") == 2
+
+
+# -- in a model
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute"
+)  # torch's compiler looks at it, after a call that it does not trace
+def test_torch_compile_calls_them_and_gets_the_same():
+    experts = with_recipe(adapted(made(dtype=torch.bfloat16)), sk.FP8_ROWWISE)
+    plain = made(dtype=torch.bfloat16)
+    x, (index, weights) = gaussian(12, H, seed=3, dtype=torch.bfloat16), routed()
+    for module in (experts, adopt_experts(plain)):
+        expected = run(module, x, index, weights)
+        compiled = torch.compile(lambda *args, m=module: m(*args) * 1.0, backend="eager")
+        y = compiled(x, index, weights.to(x.dtype))
+        assert torch.equal(y, expected["y"])
+        module.zero_grad()
+        y.backward(gaussian(*y.shape, seed=9, dtype=y.dtype))
+        assert all(p.grad is not None and torch.equal(p.grad, expected[n]) for n, p in module.named_parameters())
+
+
+@pytest.mark.parametrize("recipe", [sk.FP8, sk.QFP8], ids=lambda r: r.name)
+def test_a_model_of_transformers_trains_with_them(recipe):
+    from torch.utils.checkpoint import checkpoint
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=32,
+        hidden_size=H,
+        intermediate_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+    )
+    torch.manual_seed(0)
+    model: Any = MixtralForCausalLM(config)
+    ids = torch.arange(32).view(2, 16)
+    before = model(input_ids=ids, labels=ids).loss
+    found = [module for module in model.modules() if is_experts(module)]
+    assert len(found) == 2
+    for module in found:
+        with_recipe(module, recipe)
+        if recipe.storage is not None:
+            model.requires_grad_(False)
+            for projection in projections(module):
+                projection.store(recipe.storage)
+                projection.add_adapter(recipe.adapter, torch.float32)
+    after = model(input_ids=ids, labels=ids).loss
+    assert abs(after - before) < 0.01
+    assert len(banks_of(model)) == (2 if recipe is sk.FP8 else 0)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    for _ in range(8):
+        loss = checkpoint(lambda: model(input_ids=ids, labels=ids).loss, use_reentrant=False)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss < after - 0.1
+    assert all(bank.cursor == 8 for bank in banks_of(model))
