@@ -40,9 +40,14 @@ def recipe_layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
         elif library_of(module) is not None:
             assert isinstance(module, nn.Linear)
             yield name, module
-        elif is_experts(module) and not unsupported(module):
+        elif is_experts(module) and not unsupported(module) and not _adapted_by_peft(name):
             for weight, layer in weights_of(module).items():
                 yield f"{name}.{weight}", layer
+
+
+def _adapted_by_peft(name: str) -> bool:
+    """Return whether PEFT stands around experts of this name, and puts its sums in the place of their weights."""
+    return name.endswith(".base_layer")
 
 
 def parameter_of(name: str, layer: Layer) -> str:
@@ -197,7 +202,7 @@ def _why_left(name: str, module: nn.Module, own: Sequence[torch.Tensor]) -> str:
     if type(module) is nn.Linear:
         return "another replaced its forward"
     if is_experts(module):
-        return unsupported(module)
+        return unsupported(module) or "PEFT adapts its weights by target_parameters"
     if type(module).__name__.endswith("Router"):
         return "routers stay as they are"
     if all(p.dim() < 2 for p in own):

@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "calibration": "environment kernels hardware torch_private",
     "accuracy": "quantizer quantized product recipe nn layers convert kernels places",
     "tuning": "accuracy layers convert hardware planner recipe tables",
-    "models": "formats fusion quantizer quantized recipe kernels nn prequantized convert errors hub places torch_private",
+    "models": "formats fusion quantizer quantized recipe kernels nn prequantized layers convert errors hub places torch_private",
     "offload": "errors kernels places units tables applied optim torch_private",
     "profiler": "environment errors units statistics tables kernels hardware calibration torch_private",
     "train": "recipe fusion applied nn kernels layers convert accuracy data models environment errors places units tables "

@@ -1,20 +1,31 @@
-"""Save and load LoRA adapters in PEFT's layout (adapter_model.safetensors, adapter_config.json), merge and unmerge them."""
+"""Save and load LoRA adapters in PEFT's layout (adapter_model.safetensors, adapter_config.json), merge and unmerge them.
+
+The adapter of experts is that of PEFT's `target_parameters`: A of all experts one under another, [E r, K], B [N, r E] with the
+experts as its fastest dimension. Two weights of one module are told apart by their depth: the one that comes first in the module is
+`base_layer.lora_A`, the last `lora_A`.
+
+E experts, K in_features, N out_features, r rank.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from surokit import convert
 from surokit.errors import CheckpointError
+from surokit.layers import OwnLayer, recipe_layers
 from surokit.models.folder import Tensors, Wanted, check_tensors, read_json, write_json, written_whole
+from surokit.nn.experts import Experts, ExpertsLinear
 from surokit.nn.linear import Linear
 from surokit.places import check_module, check_values
-from surokit.recipe import Lora
+from surokit.recipe import Lora, within_block
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -50,24 +61,28 @@ def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) 
     if len(kinds) > 1:
         raise CheckpointError(f"The adapter has several ranks or alphas ({sorted(kinds)}): save() writes one of each.")
     rank, alpha = kinds.pop()
-    leaves = {name.rpartition(".")[2] for name in adapted}
-    everywhere = all(name in adapted for name in layers if name.rpartition(".")[2] in leaves)
+    linears = {name for name, layer in layers.items() if not isinstance(layer, ExpertsLinear)}
+    leaves = {name.rpartition(".")[2] for name in adapted if name in linears}
+    everywhere = all(name in adapted for name in linears if name.rpartition(".")[2] in leaves)
+    experts = [name for name in adapted if name not in linears]
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base or getattr(model, "name_or_path", None),
         "r": rank,
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
-        "target_modules": sorted(leaves if everywhere else adapted),
+        "target_modules": sorted(leaves if everywhere else linears & adapted.keys()),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    if experts:
+        config["target_parameters"] = sorted({within_block(name) for name in experts})
     tensors = {}
-    for name, layer in adapted.items():
-        for suffix, part in zip(_SUFFIXES, (layer.lora_A, layer.lora_B)):
-            tensors[f"{_PREFIX}{name}{suffix}"] = part.weight.detach().contiguous()
+    for name, place in _places(adapted).items():
+        for suffix, part in zip(_SUFFIXES, _written(adapted[name])):
+            tensors[f"{_PREFIX}{place}{suffix}"] = part.detach().contiguous()
     folder = Path(folder)
     with written_whole(folder) as draft:
         write_json(draft / CONFIG, config)
@@ -93,13 +108,19 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     layers = _linears(model, "load_adapter")
     with Tensors([folder / WEIGHTS]) as tensors:
         found = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.found.items()}
-        names = {name.removesuffix(s) for name in found for s in _SUFFIXES if name.endswith(s)} & layers.keys()
+        places = {name.removesuffix(s) for name in found for s in _SUFFIXES if name.endswith(s)}
+        meant = tuple(config.get("target_parameters") or ())
+        experts = (
+            {n: m for n, m in layers.items() if isinstance(m, ExpertsLinear) and n.endswith(meant)} if meant else {}
+        )
+        names = {name: name for name in places & layers.keys()} | _places(experts)
         wanted: dict[str, Wanted] = {}
-        for name in names:
+        for name, where in names.items():
             layer = layers[name]
+            rank = lora.rank * (layer.experts if isinstance(layer, ExpertsLinear) else 1)
             wanted |= {
-                f"{name}.lora_A.weight": Wanted((lora.rank, layer.in_features)),
-                f"{name}.lora_B.weight": Wanted((layer.out_features, lora.rank)),
+                f"{where}.lora_A.weight": Wanted((rank, layer.in_features)),
+                f"{where}.lora_B.weight": Wanted((layer.out_features, rank)),
             }
         check_tensors(found, wanted, folder)
         if not names:
@@ -111,9 +132,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
             if layer.has_adapter:
                 layer.remove_adapter()
             layer.add_adapter(lora, dtype if layer.storage else None)
-            with torch.no_grad():
-                for suffix, part in zip(_SUFFIXES, (layer.lora_A, layer.lora_B)):
-                    part.weight.copy_(tensors[f"{_PREFIX}{name}{suffix}"])
+            _read(layer, *(tensors[f"{_PREFIX}{names[name]}{suffix}"] for suffix in _SUFFIXES))
 
 
 def merge(model: nn.Module, requantize: bool = False, keep: bool = True) -> int:
@@ -153,9 +172,42 @@ def unmerge(model: nn.Module) -> int:
     return len(merged)
 
 
-def _linears(model: nn.Module, who: str) -> dict[str, Linear]:
+def _places(adapted: Mapping[str, OwnLayer]) -> dict[str, str]:
+    """Return under which name each adapter is written: those of one module, of experts, are nested as PEFT nests them."""
+    places, outside = {}, Counter[str]()
+    for name, layer in reversed(list(adapted.items())):
+        place = name
+        if isinstance(layer, ExpertsLinear):
+            module = name.rpartition(".")[0]
+            place = module + ".base_layer" * outside[module]
+            outside[module] += 1
+        places[name] = place
+    return places
+
+
+def _written(layer: OwnLayer) -> tuple[Tensor, Tensor]:
+    """Return A and B as they are written."""
+    if isinstance(layer, ExpertsLinear):
+        return layer.lora_A.flatten(0, 1), layer.lora_B.permute(1, 2, 0).flatten(1)
+    return layer.lora_A.weight, layer.lora_B.weight
+
+
+@torch.no_grad()
+def _read(layer: OwnLayer, a: Tensor, b: Tensor) -> None:
+    """Fill A and B of a layer from what `_written` gave."""
+    if isinstance(layer, ExpertsLinear):
+        layer.lora_A.copy_(a.view(layer.lora_A.shape))
+        layer.lora_B.copy_(b.view(len(b), -1, layer.experts).permute(2, 0, 1))
+    else:
+        layer.lora_A.weight.copy_(a)
+        layer.lora_B.weight.copy_(b)
+
+
+def _linears(model: nn.Module, who: str) -> dict[str, OwnLayer]:
     check_module(model, who)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+    layers: dict[str, OwnLayer] = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+    experts = ((name, layer) for name, layer in recipe_layers(model) if isinstance(layer, ExpertsLinear))
+    layers |= {name: layer for name, layer in experts if isinstance(layer.module, Experts)}
     if not layers:
         raise CheckpointError(
             f"{type(model).__name__} has no surokit.nn.Linear layers: surokit.apply(model, surokit.BF16) makes them."
