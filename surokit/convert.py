@@ -35,7 +35,7 @@ from surokit.layers import (
     shape_of,
 )
 from surokit.nn.delayed import DelayedScales, banks_of
-from surokit.nn.experts import ExpertsLinear
+from surokit.nn.experts import ExpertsLinear, StoredExperts, adopt_stored
 from surokit.nn.linear import Linear
 from surokit.nn.linear_gemms import Precision
 from surokit.places import check_module
@@ -59,7 +59,7 @@ class _Came:
     """A _Came is a weight that another library quantized."""
 
     library: Library
-    weight: Quantized
+    weight: Quantized | StoredExperts
     compute_dtype: torch.dtype | None
 
     @property
@@ -94,10 +94,7 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
     histories_before = any(bank.cursor.device.type != "meta" and int(bank.cursor) for bank in banks_of(model))
     stored_before = sum(isinstance(layer, OwnLayer) and layer.storage is not None for _, layer in found)
     if came:
-        for name, layer in found:
-            if name in came:
-                _take_over(layer, came[name], dtype)
-        _forget_quantizer(model)
+        _take_over(model, found, came, dtype)
     layers = [(name, adopt(layer)) for name, layer in found]
     _note_frozen(model, (parameter_of(name, layer) for name, layer in layers if name in came))
     freed = _freeze(model, recipe.frozen_base)
@@ -220,6 +217,8 @@ def _read(name: str, layer: Layer) -> _Came | None:
     if library is None:
         return None
     try:
+        if isinstance(layer, ExpertsLinear):
+            return _Came(library, library.read(layer.module, layer.name), None)
         return _Came(library, library.read(layer), library.compute_dtype(layer))
     except ValueError as error:
         raise ValueError(
@@ -228,13 +227,29 @@ def _read(name: str, layer: Layer) -> _Came | None:
         ) from error
 
 
-def _take_over(layer: Layer, came: _Came, dtype: torch.dtype) -> None:
-    """Make the layer of another library ours, with the codes and scales that it has."""
-    assert isinstance(layer, nn.Linear)
-    came.library.forget(layer)
-    own = adopt(layer)
-    own.set_stored(came.weight)
-    own.compute_dtype = came.compute_dtype if came.compute_dtype != dtype else None
+def _take_over(
+    model: nn.Module, layers: Sequence[tuple[str, Layer]], came: Mapping[str, _Came], dtype: torch.dtype
+) -> None:
+    """Make layers of other libraries ours, with the codes and scales that they have. dtype: of the model."""
+    experts: dict[nn.Module, dict[str, _Came]] = {}
+    for name, layer in layers:
+        if name not in came:
+            continue
+        if isinstance(layer, ExpertsLinear):
+            experts.setdefault(layer.module, {})[layer.name] = came[name]
+            continue
+        library, weight, computes_in = came[name].library, came[name].weight, came[name].compute_dtype
+        assert isinstance(weight, Quantized)
+        library.forget(layer)
+        own = adopt(layer)
+        own.set_stored(weight)
+        own.compute_dtype = computes_in if computes_in != dtype else None
+    for module, weights in experts.items():
+        next(iter(weights.values())).library.forget(module)
+        adopt_stored(module, {n: one.weight for n, one in weights.items() if isinstance(one.weight, StoredExperts)})
+    for library in {one.library for one in came.values()}:
+        library.restore(model)
+    _forget_quantizer(model)
 
 
 def _forget_quantizer(model: nn.Module) -> None:
@@ -383,7 +398,9 @@ def dtype_of(model: nn.Module) -> torch.dtype:
     """Return the dtype that a model computes in: of its first parameter, scales of stored weights excepted."""
     layers = (layer for _, layer in recipe_layers(model))
     scales = {id(p) for layer in layers if isinstance(layer, OwnLayer) for p in layer.stored_scales}
-    scales |= {id(p) for m in model.modules() if library_of(m) for p in m.parameters(recurse=False) if p is not m.bias}
+    scales |= {
+        id(p) for m in model.modules() if library_of(m) for n, p in m.named_parameters(recurse=False) if "bias" not in n
+    }
     usable = (p for p in model.parameters() if p.is_floating_point() and p.itemsize > 1 and id(p) not in scales)
     return next((p.dtype for p in usable), torch.bfloat16)
 

@@ -37,9 +37,14 @@ def recipe_layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
             yield name, plain[name]
         elif is_adapter(name):
             continue
-        elif library_of(module) is not None:
-            assert isinstance(module, nn.Linear)
-            yield name, module
+        elif library := library_of(module):
+            if shapes := library.shapes(module):
+                yield from (
+                    (f"{name}.{weight}", ExpertsLinear(module, weight, size)) for weight, size in shapes.items()
+                )
+            else:
+                assert isinstance(module, nn.Linear)
+                yield name, module
         elif is_experts(module) and not unsupported(module) and not _adapted_by_peft(name):
             for weight, layer in weights_of(module).items():
                 yield f"{name}.{weight}", layer

@@ -5,28 +5,37 @@
     torchao              Float8Tensor   E4M3 with a scale a tensor, a row or a block
     compressed-tensors   Linear         E4M3 with a scale a tensor, a row ("channel") or a block
 
+and of experts, each weight of them as a `StoredExperts`:
+
+    transformers         FP8Experts            E4M3 in blocks; E2M1 in MX blocks (DeepSeek-V4)
+    transformers         Mxfp4GptOssExperts    E2M1 in MX blocks, in the layout of a GPU's kernels (gpt-oss)
+
 A library is known by the names of its classes, so that none has to be there. What is read shares the memory of codes; scales that
 another dtype holds become float32, exactly.
 
-N out_features, K in_features.
+E experts, N out_features, K in_features.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from importlib import import_module
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from surokit.formats import BNB_FP4, E4M3, NF4, Codebook
+from surokit.formats import BNB_FP4, E2M1, E4M3, NF4, Codebook
 from surokit.kernels.reference.dynamic8bit import numbers
+from surokit.nn.experts import StoredExperts
 from surokit.quantized import Quantized
-from surokit.quantizer import Block, NFBlock, PerRow, PerTensor, Quantizer, Scaling
+from surokit.quantizer import MX, Block, NFBlock, PerRow, PerTensor, Quantizer, Scaling
+
+Found: TypeAlias = Quantized | StoredExperts
 
 
 class Library(ABC):
-    """A Library knows how another library keeps the quantized weight of a linear layer."""
+    """A Library knows how another library keeps the quantized weight of a linear layer, or those of experts."""
 
     name: ClassVar[str]
 
@@ -35,8 +44,13 @@ class Library(ABC):
         """Return whether this is a layer of the library whose weight it has quantized."""
 
     @abstractmethod
-    def read(self, layer: Any) -> Quantized:
-        """Return the weight [N, K]. Raises ValueError, with the reason in a few words, for one that our formats do not have."""
+    def read(self, layer: Any, weight: str = "weight") -> Found:
+        """Return the weight [N, K]; weight: its name, where there are several. Raises ValueError, with the reason in a few words,
+        for one that our formats do not have."""
+
+    def shapes(self, layer: Any) -> dict[str, tuple[int, int, int]]:
+        """Return the names and shapes [E, N, K] of the weights of experts; nothing for a linear layer."""
+        return {}
 
     def compute_dtype(self, layer: Any) -> torch.dtype | None:
         """Return the dtype in which the layer multiplies whatever x has, or None."""
@@ -44,6 +58,10 @@ class Library(ABC):
 
     def forget(self, layer: Any) -> None:
         """Remove what the library keeps at the layer and no weight of ours needs."""
+        return
+
+    def restore(self, model: nn.Module) -> None:
+        """Give back to the model what the library changed around its layers."""
         return
 
 
@@ -56,7 +74,7 @@ class BitsAndBytes(Library):
     def holds(self, layer: nn.Module) -> bool:
         return _is_a(layer, "Linear4bit", "bitsandbytes")
 
-    def read(self, layer: Any) -> Quantized:
+    def read(self, layer: Any, weight: str = "weight") -> Found:
         state = getattr(layer.weight, "quant_state", None) or getattr(layer, "quant_state", None)
         if state is None:
             raise ValueError("model.to(device), which quantizes it, has to come first")
@@ -92,7 +110,7 @@ class TransformersFP8(Library):
     def holds(self, layer: nn.Module) -> bool:
         return _is_a(layer, "FP8Linear", "transformers") and _codes_in(layer).itemsize == 1
 
-    def read(self, layer: Any) -> Quantized:
+    def read(self, layer: Any, weight: str = "weight") -> Found:
         if layer.weight.dtype != torch.float8_e4m3fn:
             raise ValueError(f"its codes are {_named(layer.weight.dtype)} and surokit reads float8_e4m3fn")
         scales, block = layer.weight_scale_inv.data, layer.block_size
@@ -113,17 +131,17 @@ class TorchAO(Library):
     name = "torchao"
 
     def holds(self, layer: nn.Module) -> bool:
-        weight = getattr(layer, "weight", None)
-        return type(layer) is nn.Linear and type(weight).__module__.startswith("torchao.")
+        w = getattr(layer, "weight", None)
+        return type(layer) is nn.Linear and type(w).__module__.startswith("torchao.")
 
-    def read(self, layer: Any) -> Quantized:
-        weight: Any = layer.weight
-        if type(weight).__name__ != "Float8Tensor" or weight.qdata.dtype != torch.float8_e4m3fn:
+    def read(self, layer: Any, weight: str = "weight") -> Found:
+        w = layer.weight
+        if type(w).__name__ != "Float8Tensor" or w.qdata.dtype != torch.float8_e4m3fn:
             raise ValueError(
-                f"its weight is of class {type(weight).__name__} and surokit reads Float8Tensor of float8_e4m3fn"
+                f"its weight is of class {type(w).__name__} and surokit reads Float8Tensor of float8_e4m3fn"
             )
-        (N, K), (rows, columns) = weight.qdata.shape, weight.block_size
-        return _tiles(weight.qdata, weight.scale, _scaling(min(rows, N), min(columns, K), N, K))
+        (N, K), (rows, columns) = w.qdata.shape, w.block_size
+        return _tiles(w.qdata, w.scale, _scaling(min(rows, N), min(columns, K), N, K))
 
 
 class CompressedTensors(Library):
@@ -136,25 +154,25 @@ class CompressedTensors(Library):
             getattr(layer, "quantization_scheme", None) is not None and getattr(layer, "weight_scale", None) is not None
         )
 
-    def read(self, layer: Any) -> Quantized:
-        said, weight = layer.quantization_scheme.weights, layer.weight.data
+    def read(self, layer: Any, weight: str = "weight") -> Found:
+        said, codes = layer.quantization_scheme.weights, layer.weight.data
         kind = getattr(said.type, "value", said.type)
-        if (kind, said.num_bits) != ("float", 8) or weight.dtype != torch.float8_e4m3fn:
+        if (kind, said.num_bits) != ("float", 8) or codes.dtype != torch.float8_e4m3fn:
             raise ValueError(
-                f"its weights are {kind} of {said.num_bits} bits in {_named(weight.dtype)} and surokit reads float of 8 in "
+                f"its weights are {kind} of {said.num_bits} bits in {_named(codes.dtype)} and surokit reads float of 8 in "
                 "float8_e4m3fn"
             )
         scales = layer.weight_scale.data
         strategy = getattr(said.strategy, "value", said.strategy)
         match strategy:
             case "tensor":
-                return _tiles(weight, scales, PerTensor())
+                return _tiles(codes, scales, PerTensor())
             case "channel":
-                return _tiles(weight, scales, PerRow(pow2=False))
+                return _tiles(codes, scales, PerRow(pow2=False))
             case "block":
-                return _tiles(weight, scales, Block(said.block_structure[0], said.block_structure[1], pow2=False))
+                return _tiles(codes, scales, Block(said.block_structure[0], said.block_structure[1], pow2=False))
             case "group":
-                return _tiles(weight, scales, Block(1, said.group_size, pow2=False))
+                return _tiles(codes, scales, Block(1, said.group_size, pow2=False))
         raise ValueError(f"its scales are those of a {strategy}, and surokit reads tensor, channel, block and group")
 
     def forget(self, layer: Any) -> None:
@@ -164,7 +182,92 @@ class CompressedTensors(Library):
             vars(layer).pop(name, None)
 
 
-LIBRARIES: tuple[Library, ...] = (BitsAndBytes(), TransformersFP8(), TorchAO(), CompressedTensors())
+class TransformersFP8Experts(Library):
+    """TransformersFP8Experts has codes of all experts in one parameter, and its scales in another."""
+
+    name = TransformersFP8.name
+
+    def holds(self, layer: nn.Module) -> bool:
+        return _is_a(layer, "FP8Experts", "transformers") and _codes_in(layer, "down_proj").itemsize == 1
+
+    def shapes(self, layer: Any) -> dict[str, tuple[int, int, int]]:
+        H, I = layer.hidden_dim, layer.intermediate_dim  # noqa: E741
+        first = ("gate_up_proj", 2 * I) if layer.has_gate else ("up_proj", I)
+        return {first[0]: (layer.num_experts, first[1], H), "down_proj": (layer.num_experts, H, I)}
+
+    def read(self, layer: Any, weight: str = "weight") -> Found:
+        E, N, K = self.shapes(layer)[weight]
+        codes, scales = getattr(layer, weight).data, getattr(layer, f"{weight}_scale_inv").data
+        if codes.dtype == torch.int8:
+            return _mx_experts(codes.view(torch.uint8), scales, (E, N, K))
+        if codes.dtype != torch.float8_e4m3fn:
+            raise ValueError(f"its codes are {_named(codes.dtype)} and surokit reads float8_e4m3fn")
+        rows, columns = layer.block_size or (N, K)
+        grid = -(-N // rows), -(-K // columns)
+        if layer.block_size is None and scales[0].numel() != 1:
+            raise ValueError("gate and up have scales of their own and no blocks")
+        # where gate and up share a block there is a place for a second row of scales, which is not used
+        scaling: Scaling = (
+            Block(rows, columns, scales.dtype == torch.float8_e8m0fnu) if layer.block_size else PerTensor()
+        )
+        scales = scales.float().view(E, -1, grid[1])[:, : grid[0]].contiguous()
+        return StoredExperts(Quantizer(E4M3, scaling), (codes, scales), (E, N, K))
+
+    def forget(self, layer: Any) -> None:
+        for name in [n for n in layer._parameters if "scale" in n]:
+            del layer._parameters[name]
+
+
+class GptOssMXFP4(Library):
+    """GptOssMXFP4 has codes and scales in tensors of its kernels, whose layout says how to turn them back."""
+
+    name = "transformers' MXFP4"
+
+    def holds(self, layer: nn.Module) -> bool:
+        return _is_a(layer, "Mxfp4GptOssExperts", "transformers")
+
+    def shapes(self, layer: Any) -> dict[str, tuple[int, int, int]]:
+        E, H, I = layer.num_experts, layer.hidden_size, layer.intermediate_size  # noqa: E741
+        return {"gate_up_proj": (E, 2 * I, H), "down_proj": (E, H, I)}
+
+    def read(self, layer: Any, weight: str = "weight") -> Found:
+        said = getattr(layer, f"{weight}_precision_config")
+        if said is None:
+            raise ValueError("it has no scales yet: load the model first")
+        codes, scales = (_strided(t).transpose(-1, -2) for t in (getattr(layer, weight), said.weight_scale))
+        return _mx_experts(codes, scales, self.shapes(layer)[weight])
+
+    def forget(self, layer: Any) -> None:
+        for weight in self.shapes(layer):
+            for name in (weight, f"{weight}_precision_config"):
+                vars(layer).pop(name, None)
+        layer.__class__ = _of_gpt_oss("GptOssExperts")
+        for name, value in _AS_GPT_OSS.items():
+            setattr(layer, name, value)
+
+    def restore(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if _is_a(module, "Mxfp4GptOssMLP", "transformers"):
+                module.__class__ = _of_gpt_oss("GptOssMLP")
+
+
+# what transformers says of gpt-oss' experts where they are not quantized
+_AS_GPT_OSS = {
+    "has_gate": True,
+    "has_bias": True,
+    "has_post_expert_norm": False,
+    "is_transposed": True,
+    "is_concatenated": False,
+}
+
+LIBRARIES: tuple[Library, ...] = (
+    BitsAndBytes(),
+    TransformersFP8(),
+    TorchAO(),
+    CompressedTensors(),
+    TransformersFP8Experts(),
+    GptOssMXFP4(),
+)
 
 
 def library_of(layer: nn.Module) -> Library | None:
@@ -220,6 +323,29 @@ def _scaling(rows: int, columns: int, N: int, K: int) -> Scaling:
     return Block(rows, columns, pow2=False)
 
 
+def _mx_experts(codes: Tensor, scales: Tensor, shape: tuple[int, int, int]) -> StoredExperts:
+    """Return E2M1 codes [E, N, K / 2], the even element low, with a power of two for 32 of them."""
+    E, N, K = shape
+    if scales.dtype == torch.float32:
+        scales = scales.to(torch.float8_e8m0fnu)
+    scales = scales.view(torch.uint8)
+    if codes.shape != (E, N, K // 2) or scales.numel() != E * N * (K // 32) or K % 32:
+        raise ValueError(f"its codes are {tuple(codes.shape)} with {scales.numel()} scales, and its weights {shape}")
+    parts = codes.contiguous(), scales.reshape(E, N, K // 32).view(torch.float8_e8m0fnu)
+    return StoredExperts(Quantizer(E2M1, MX(32)), parts, shape)
+
+
+def _strided(tensor: Any) -> Tensor:
+    """Return what a tensor of gpt-oss' kernels holds, in rows."""
+    rows: Tensor = tensor.storage.layout.unswizzle_data(tensor.storage.data)
+    return rows
+
+
+def _of_gpt_oss(name: str) -> Any:
+    """Return a class of transformers' gpt-oss, which is there where its MXFP4 is."""
+    return getattr(import_module("transformers.models.gpt_oss.modeling_gpt_oss"), name)
+
+
 def _equal(table: Tensor | None, values: tuple[float, ...]) -> bool:
     return table is not None and torch.equal(table.detach().cpu().float(), torch.tensor(values, dtype=torch.float32))
 
@@ -229,8 +355,8 @@ def _is_a(layer: nn.Module, kind: str, package: str) -> bool:
     return any(c.__name__ == kind and c.__module__.partition(".")[0] == package for c in type(layer).__mro__)
 
 
-def _codes_in(layer: Any) -> torch.dtype:
-    return layer.weight.dtype
+def _codes_in(layer: Any, weight: str = "weight") -> torch.dtype:
+    return getattr(layer, weight).dtype
 
 
 def _named(dtype: torch.dtype) -> str:

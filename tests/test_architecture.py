@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "nn": "quantizer quantized product fusion recipe kernels torch_private",
     "optim": "kernels torch_private",
     "data": "errors texts hub places",
-    "prequantized": "formats quantizer quantized kernels",
+    "prequantized": "formats quantizer quantized nn kernels",
     "layers": "recipe nn prequantized",
     "report": "recipe",
     "convert": "quantizer quantized product recipe applied nn prequantized layers report hardware places",

@@ -22,7 +22,7 @@ import copy
 import inspect
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -78,7 +78,20 @@ def adopt_experts(module: nn.Module) -> Experts:
         return module
     if why := unsupported(module):
         raise ValueError(f"{type(module).__name__} takes no recipe ({why}): leave it in bf16.")
-    projections = weights_of(module)
+    return _adopted(module, weights_of(module))
+
+
+def adopt_stored(module: nn.Module, weights: Mapping[str, StoredExperts]) -> Experts:
+    """Return the same object with our forward and these stored weights, for experts whose class holds weights in another way."""
+    projections = {name: ExpertsLinear(module, name, stored.shape) for name, stored in weights.items()}
+    experts = _adopted(module, projections)
+    experts.own_forward = False
+    for name, stored in weights.items():
+        projections[name].set_stored_parts(stored.quantizer, stored.parts)
+    return experts
+
+
+def _adopted(module: nn.Module, projections: dict[str, ExpertsLinear]) -> Experts:
     module.__class__ = _class(type(module))
     module.__dict__["projections"] = projections
     assert isinstance(module, Experts)
@@ -95,6 +108,19 @@ def weights_of(module: nn.Module) -> dict[str, ExpertsLinear]:
 def _names(module: Any) -> tuple[str, str]:
     """Return the names of the two weights, in the order in which they are used."""
     return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
+@dataclass(frozen=True, eq=False)
+class StoredExperts:
+    """A StoredExperts is a weight of all experts, [E, N, K] by `shape`: codes, scales and scales of scales, [E, ...] each."""
+
+    quantizer: Quantizer
+    parts: tuple[Tensor, ...]
+    shape: tuple[int, int, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
 
 # -- which rows are whose
@@ -290,6 +316,12 @@ def _has_grouped_product(device: torch.device) -> bool:
 # -- one weight of all experts
 
 
+def _sizes(w: Tensor, transposed: bool) -> tuple[int, int, int]:
+    """Return E, N and K of a weight."""
+    E, N, K = w.transpose(-2, -1).shape if transposed else w.shape
+    return E, N, K
+
+
 @dataclass(frozen=True, eq=False)
 class _BeforeMerging:
     """A _BeforeMerging holds what merging an adapter replaced, outside the module's parameters, so in no state dict."""
@@ -308,12 +340,11 @@ class ExpertsLinear:
     The parameters are the module's, under the weight's name; this has what a Linear holds beside its own.
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str, shape_ENK: tuple[int, int, int] | None = None) -> None:
         self.name = name
         self.transposed = bool(module.is_transposed)  # the parameter is [E, K, N]
-        sizes = getattr(module, name).shape
-        self.experts: int = sizes[0]
-        self.out_features, self.in_features = sizes[:0:-1] if self.transposed else sizes[1:]
+        E, N, K = shape_ENK or _sizes(getattr(module, name), self.transposed)
+        self.experts, self.out_features, self.in_features = E, N, K
         self.precision: Precision | None = None
         self.storage: Quantizer | None = None
         self.lora_alpha = 0.0
@@ -388,7 +419,7 @@ class ExpertsLinear:
         each = _Each(shape_NK, self.transposed, self.storage, self.precision, record, cast)
         y_SN = _products(x_SK, self.weight, each, routing, self.stored_scales)
         if bias_EN is not None:
-            y_SN = y_SN + _OfEachRow.apply(bias_EN, routing)
+            y_SN = y_SN + _OfEachRow.apply(bias_EN, routing).to(y_SN.dtype)
         return y_SN + self.adapter(x_SK, routing, cast) if self.has_adapter else y_SN
 
     def groups(self, dtype: torch.dtype) -> bool:
@@ -639,6 +670,7 @@ class Experts(nn.Module):
 
     original: Any  # a class of transformers
     projections: dict[str, ExpertsLinear]
+    own_forward: bool = True  # whether the original's computes with the weights as they are here
     has_gate: bool
     num_experts: int
     act_fn: Any
@@ -656,7 +688,7 @@ class Experts(nn.Module):
                 held.precision.scales.layers.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not any(projection.active for projection in self.projections.values()):
+        if self.own_forward and not any(projection.active for projection in self.projections.values()):
             return super().forward(*args, **kwargs)
         if kwargs:  # which have other names in each model
             args = _signature(self.original).bind(self, *args, **kwargs).args[1:]
