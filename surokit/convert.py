@@ -6,6 +6,7 @@ state-dict keys, so optimizers and wrappers that hold it go on working. Adapters
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,6 @@ from surokit.layers import (
     check_taken_over,
     is_adapter,
     left_alone,
-    linear_layers,
     module_of,
     parameter_of,
     recipe_layers,
@@ -50,7 +50,7 @@ from surokit.report import LayerReport, LeftReport, Report
 _SAID_QUANTIZED = ("hf_quantizer", "is_quantized", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit")
 _FROZEN = "_surokit_frozen"  # names of the parameters that a recipe froze
 # layers of which a session has decided whether they keep their decoded weight, and its bytes: all sessions share the room
-_keepers: weakref.WeakKeyDictionary[Linear, int] = weakref.WeakKeyDictionary()
+_keepers: weakref.WeakKeyDictionary[OwnLayer, int] = weakref.WeakKeyDictionary()
 _deciding = threading.Lock()
 
 
@@ -341,8 +341,7 @@ def _convert(
     products = on_device(recipe, layer.weight.device)
     if not why and products.quantized_products:
         layer.precision = Precision(products)
-    if isinstance(layer, Linear):
-        layer.keep_decoded(bool(recipe.keeps_decoded))
+    layer.keep_decoded(bool(recipe.keeps_decoded))
     if recipe.adapter and adapt and not layer.has_adapter:
         layer.add_adapter(recipe.adapter, dtype)
     return LayerReport(
@@ -354,7 +353,7 @@ def _convert(
         why=why if recipe.quantized else "",
         nbytes=sum(p.nbytes for p in layer.parameters()),
         planned_speed=planned_speed(layer, recipe),
-        decoded=_decoded_bytes(layer, dtype) if isinstance(layer, Linear) and layer.keeps_now else 0,
+        decoded=_decoded_bytes(layer, dtype) if layer.keeps_now else 0,
         again=again,
     )
 
@@ -368,7 +367,7 @@ def keep_decoded(model: nn.Module) -> str:
     if recipe is None or recipe.storage is None or recipe.keeps_decoded is not None:
         return ""
 
-    layers = [layer for _, layer in linear_layers(model) if isinstance(layer, Linear) and layer.decodes]
+    layers = [layer for _, layer in recipe_layers(model) if isinstance(layer, OwnLayer) and layer.decodes]
     dtype = dtype_of(model)
     kept = [_decoded_bytes(layer, dtype) for layer in layers]
     on_cpu = all(_is_on_cpu(layer) for layer in layers)
@@ -382,12 +381,12 @@ def keep_decoded(model: nn.Module) -> str:
     return f"{_of_decoded(kept)}; recipe.decode_once(False) saves them" if keep else ""
 
 
-def _is_on_cpu(layer: Linear) -> bool:
+def _is_on_cpu(layer: OwnLayer) -> bool:
     return layer.weight.device.type == "cpu"
 
 
-def _decoded_bytes(layer: Linear, dtype: torch.dtype) -> int:
-    return layer.out_features * layer.in_features * dtype.itemsize
+def _decoded_bytes(layer: OwnLayer, dtype: torch.dtype) -> int:
+    return math.prod(shape_of(layer)) * dtype.itemsize
 
 
 def _of_decoded(kept: Sequence[int]) -> str:

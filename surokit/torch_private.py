@@ -21,8 +21,8 @@ Some names serve one file, which is about them, and stay there. The same test fa
         torch.ops.aten._scaled_dot_product_cudnn_attention
     surokit/nn/delayed.py: the dictionaries in which a model's layers and parameters are compared with those of an earlier walk
         _modules, _parameters
-    surokit/nn/experts.py: its own parameters and children
-        _modules, _parameters
+    surokit/nn/experts.py: methods that the module extends, for what it keeps; its own parameters and children
+        _apply, _load_from_state_dict, _modules, _parameters
     surokit/nn/linear.py: methods that the layer extends, for what it keeps; its own parameters and children
         _apply, _load_from_state_dict, _modules, _parameters
     surokit/nn/rope.py: a method that the module extends, which builds its tables anew for a device or dtype

@@ -22,7 +22,7 @@ import copy
 import inspect
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from surokit.nn.linear_gemms import SLOTS, UNQUANTIZED, Operand, Precision, Products, storage_key_of, weight
+from surokit.nn.weight_cache import Kept, in_one_process, is_own
 from surokit.quantized import Quantized, quantize
 from surokit.quantizer import Quantizer
 from surokit.recipe import Lora
@@ -297,19 +298,19 @@ def _products(x_SK: Tensor, w: Tensor, each: _Each, routing: Routing, scales: Se
 
 
 def _groups(w: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether torch's grouped product takes these weights, and x in this dtype: bfloat16 on a CUDA device, with rows that
-    begin at 16 bytes."""
-    return (
-        _has_grouped_product(w.device)
-        and w.dtype == dtype == torch.bfloat16
-        and w.is_contiguous()
-        and not any(n % 8 for n in w.shape[1:])
-        and w.data_ptr() % 16 == 0
-    )
+    """Return whether torch's grouped product takes these weights, and x in this dtype."""
+    fits = w.dtype == dtype and w.is_contiguous() and w.data_ptr() % 16 == 0
+    return fits and _sizes_group(w.shape[1:], w.device, dtype)
+
+
+def _sizes_group(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether it takes weights of these sizes: in bfloat16 on a CUDA device, with rows that begin at 16 bytes."""
+    return has_grouped_product(device) and dtype == torch.bfloat16 and not any(n % 8 for n in sizes)
 
 
 @cache
-def _has_grouped_product(device: torch.device) -> bool:
+def has_grouped_product(device: torch.device) -> bool:
+    """Return whether torch multiplies all experts at once on this device."""
     return device.type == "cuda" and hasattr(F, "grouped_mm") and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -340,6 +341,8 @@ class ExpertsLinear:
     The parameters are the module's, under the weight's name; this has what a Linear holds beside its own.
     """
 
+    kept: Kept | None = None  # its stored weights, decoded
+
     def __init__(self, module: nn.Module, name: str, shape_ENK: tuple[int, int, int] | None = None) -> None:
         self.name = name
         self.transposed = bool(module.is_transposed)  # the parameter is [E, K, N]
@@ -347,13 +350,14 @@ class ExpertsLinear:
         self.experts, self.out_features, self.in_features = E, N, K
         self.precision: Precision | None = None
         self.storage: Quantizer | None = None
+        self.keeps_decoded = False
         self.lora_alpha = 0.0
         self._before: _BeforeMerging | None = None
         self._module = weakref.ref(module)  # no circle, so that a model goes when its last name does
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the module binds what it has (Experts.__setstate__)."""
-        return {name: value for name, value in self.__dict__.items() if name != "_module"}
+        """For copies and pickles: the module binds what it has (Experts.__setstate__), and what is kept is of its weights alone."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_module", "kept")}
 
     def bound_to(self, module: nn.Module) -> ExpertsLinear:
         """Return a copy that belongs to another module."""
@@ -416,17 +420,26 @@ class ExpertsLinear:
             x_SK = x_SK.to(cast)
             bias_EN = None if bias_EN is None else bias_EN.to(cast)
         shape_NK = self.out_features, self.in_features
-        each = _Each(shape_NK, self.transposed, self.storage, self.precision, record, cast)
-        y_SN = _products(x_SK, self.weight, each, routing, self.stored_scales)
+        if self.keeps_now:  # the products get ordinary frozen weights, and keep them as they would any
+            w: Tensor = self.decoded_weight(x_SK.dtype)
+            scales: tuple[Tensor, ...] = ()
+            each = _Each(shape_NK, False, None, self.precision, record)
+        else:
+            w, scales = self.weight, self.stored_scales
+            each = _Each(shape_NK, self.transposed, self.storage, self.precision, record, cast)
+        y_SN = _products(x_SK, w, each, routing, scales)
         if bias_EN is not None:
             y_SN = y_SN + _OfEachRow.apply(bias_EN, routing).to(y_SN.dtype)
         return y_SN + self.adapter(x_SK, routing, cast) if self.has_adapter else y_SN
 
     def groups(self, dtype: torch.dtype) -> bool:
         """Return whether all of it is computed for all experts at once, so that the host needs to know no sizes."""
-        adapter = (self.lora_A, self.lora_B) if self.has_adapter else ()
-        plain = self.storage is None and self.precision is None
-        return plain and all(_groups(w, dtype) for w in (self.weight, *adapter))
+        if self.precision is not None or (self.storage is not None and not self.keeps_now):
+            return False
+        held = [self.lora_A, self.lora_B] if self.has_adapter else []
+        held += [] if self.keeps_now else [self.weight]
+        sizes = self.out_features, self.in_features
+        return _sizes_group(sizes, self.weight.device, dtype) and all(_groups(w, dtype) for w in held)
 
     # -- stored weights
 
@@ -472,7 +485,7 @@ class ExpertsLinear:
             for name in self._scale_names(self.storage):
                 if name in self.module._parameters:
                     delattr(self.module, name)
-            self.storage = None
+            self.storage = self.kept = None
 
     def _scale_names(self, storage: Quantizer) -> tuple[str, ...]:
         """Return what the scales are called: `weight_scale_inv` of a Linear is `down_proj_scale_inv` here."""
@@ -517,6 +530,35 @@ class ExpertsLinear:
         for expert in range(self.experts):
             w_ENK[expert] = self.stored_of(expert).dequantize(w_ENK.dtype)
         return w_ENK
+
+    def keep_decoded(self, keep: bool) -> None:
+        """Choose whether to keep the stored weights once they are decoded; what was kept is let go where not."""
+        self.keeps_decoded = keep
+        if not keep:
+            self.kept = None
+
+    def decoded_weight(self, dtype: torch.dtype) -> Tensor:
+        """Return the stored weights [E, N, K] where they are kept: on a CPU the same tensor each time, until the codes change."""
+        parts = self.weight, *self.stored_scales
+        if self.weight.device.type != "cpu" or not (is_own(parts) and in_one_process()):
+            return self.dense_weight(dtype)
+        kept = self.kept  # other threads may put another one there
+        if kept is None or not kept.serves(parts, dtype):
+            with torch.inference_mode(False), torch.no_grad():
+                kept = self.kept = Kept(parts, self.dense_weight(dtype))
+        return kept.numbers
+
+    @property
+    def decodes(self) -> bool:
+        """Return whether products need the stored weights decoded: if they are stored, and none takes the codes as they are."""
+        if self.storage is None:
+            return False
+        return self.precision is None or not self.precision.recipe.takes_codes(self.storage)
+
+    @property
+    def keeps_now(self) -> bool:
+        """Return whether forward keeps its decoded weights, all of them."""
+        return self.keeps_decoded and self.decodes
 
     def set_dense(self, w_ENK: Tensor, requires_grad: bool = False) -> None:
         """Put weights [E, N, K] in place of what is held, as the parameter's own layout wants them."""
@@ -674,7 +716,6 @@ class Experts(nn.Module):
     has_gate: bool
     num_experts: int
     act_fn: Any
-    _apply_gate: Any
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """The class has no name of its own that a pickle could find: it is made again."""
@@ -686,6 +727,19 @@ class Experts(nn.Module):
         for held in self.projections.values():  # a copy's histories belong to its layers
             if held.precision is not None and held.precision.scales is not None:
                 held.precision.scales.layers.add(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
+        self._let_go()
+        super()._apply(fn, recurse)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        self._let_go()  # torch cannot swap in parameters that are still referred to
+        super()._load_from_state_dict(*args, **options)
+
+    def _let_go(self) -> None:
+        for projection in self.projections.values():
+            projection.kept = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.own_forward and not any(projection.active for projection in self.projections.values()):
@@ -701,7 +755,7 @@ class Experts(nn.Module):
         record = self.training and torch.is_grad_enabled()
         autocast = torch.is_autocast_enabled(x_TK.device.type)
         dtype = torch.get_autocast_dtype(x_TK.device.type) if autocast else x_TK.dtype
-        if up.groups(dtype) and down.groups(dtype):
+        if x_TK.numel() and up.groups(dtype) and down.groups(dtype):
             # sizes stay on the device, so that what is no expert's cannot be cut: it is computed, and counts for nothing
             elsewhere = index_TC >= self.num_experts
             index_TC = index_TC.clamp(max=self.num_experts - 1)
@@ -711,7 +765,7 @@ class Experts(nn.Module):
             routing = Routing.of(index_TC, self.num_experts).cut()
         x_SK = _Gather.apply(x_TK.to(dtype), routing)
         h_SN = up(x_SK, routing, record)
-        h_SK = self._apply_gate(h_SN) if self.has_gate else self.act_fn(h_SN)
+        h_SK = self.original._apply_gate(self, h_SN) if self.has_gate else self.act_fn(h_SN)
         y_SN = down(h_SK, routing, record)
         weighted_SN = y_SN * weights_TC.reshape(-1)[routing.order_S].unsqueeze(-1)
         return routing.sum(weighted_SN).to(x_TK.dtype)
