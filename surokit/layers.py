@@ -156,7 +156,7 @@ def _foreign_codes(module: nn.Module) -> str:
 def _check_devices(model: nn.Module, layers: Sequence[tuple[str, Layer]]) -> None:
     on: dict[str, str] = {}
     for name, layer in layers:
-        on.setdefault(str(layer.weight.device), name)
+        on.setdefault(str(next(module_of(layer).parameters()).device), name)
     if "meta" in on and any(hasattr(m, "_hf_hook") for m in model.modules()):
         raise ValueError(
             f"Weights are offloaded by accelerate, which brings them for each forward ({on['meta']} is one): load the model "

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from surokit.formats import BNB_FP4, E2M1, E4M3, NF4, Codebook
 from surokit.kernels.reference.dynamic8bit import numbers
-from surokit.nn.experts import StoredExperts
+from surokit.nn.experts import Experts, StoredExperts
 from surokit.quantized import Quantized
 from surokit.quantizer import MX, Block, NFBlock, PerRow, PerTensor, Quantizer, Scaling
 
@@ -119,8 +119,7 @@ class TransformersFP8(Library):
         return _tiles(layer.weight.data, scales, scaling)
 
     def forget(self, layer: Any) -> None:
-        layer._parameters.pop("weight_scale_inv", None)
-        layer._parameters.pop("activation_scale", None)
+        del layer.weight_scale_inv, layer.activation_scale
         for name in ("block_size", "activation_scheme", "has_bias"):
             vars(layer).pop(name, None)
 
@@ -176,8 +175,9 @@ class CompressedTensors(Library):
         raise ValueError(f"its scales are those of a {strategy}, and surokit reads tensor, channel, block and group")
 
     def forget(self, layer: Any) -> None:
-        for name in [n for n in layer._parameters if n not in ("weight", "bias")]:  # scales and zero points
-            del layer._parameters[name]
+        for name, _ in [*layer.named_parameters(recurse=False)]:
+            if name not in ("weight", "bias"):  # scales and zero points
+                delattr(layer, name)
         for name in ("quantization_scheme", "quantization_status", "forward"):
             vars(layer).pop(name, None)
 
@@ -214,8 +214,9 @@ class TransformersFP8Experts(Library):
         return StoredExperts(Quantizer(E4M3, scaling), (codes, scales), (E, N, K))
 
     def forget(self, layer: Any) -> None:
-        for name in [n for n in layer._parameters if "scale" in n]:
-            del layer._parameters[name]
+        for name, _ in [*layer.named_parameters(recurse=False)]:
+            if "scale" in name:
+                delattr(layer, name)
 
 
 class GptOssMXFP4(Library):
@@ -272,7 +273,8 @@ LIBRARIES: tuple[Library, ...] = (
 
 def library_of(layer: nn.Module) -> Library | None:
     """Return the library that quantized the weight of this layer, where it is one that we know."""
-    return next((library for library in LIBRARIES if library.holds(layer)), None)
+    ours = isinstance(layer, Experts)  # it keeps its class's name
+    return None if ours else next((library for library in LIBRARIES if library.holds(layer)), None)
 
 
 def codes_of(layer: nn.Module) -> str:

@@ -111,7 +111,8 @@ def test_the_report_covers_the_experts(family, recipe):
 def test_a_stored_model_computes_with_the_dequantized_weights(family, storage):
     model, twin = made(family), made(family)
     sk.apply(model, storage.lora(rank=2))
-    for name, layer in recipe_layers(model):
+    layers: dict[str, Any] = dict(recipe_layers(model))
+    for name, layer in layers.items():
         assert layer.storage is not None or name == "lm_head"
         if layer.storage is None:
             continue

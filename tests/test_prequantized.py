@@ -1,6 +1,7 @@
 """Weights that other libraries quantized: taken over bit for bit, with gradients as over the dequantized weight, or refused."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes as bnb
@@ -23,12 +24,15 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, replace_with_fp8_linear
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts, Mxfp4GptOssMLP
 
 import surokit as sk
+from surokit.layers import recipe_layers
 from surokit.nn.linear import Linear
 from surokit.prequantized import library_of
 from tests.refusals import refused
+from tests.test_experts import made as moe
 
 WIDTHS = (64, 160)  # of the tiny layers, neither a multiple of 128
 
@@ -450,6 +454,118 @@ def test_fp8_modules_of_transformers_in_a_model(folder):
         m(input_ids=IDS, labels=IDS).loss.backward()
     ours, exact = (w.grad.double() for w in embedded)
     assert (ours - exact).norm() < 1e-5 * exact.norm()
+
+
+# -- experts
+
+
+def fp8_experts(expert_dtype="fp8", block=(32, 32)):
+    """Qwen3-MoE with transformers' FP8 modules, filled with codes of its own weights; and the model of the decoded ones."""
+    model = moe("Qwen3-MoE")
+    twin = copy.deepcopy(model)
+    config = FineGrainedFP8Config(weight_block_size=block)
+    config.expert_dtype = expert_dtype
+    replace_with_fp8_linear(model, ["lm_head", "gate"], config)
+    kind = (
+        sk.Quantizer(sk.E2M1, sk.MX(32))
+        if expert_dtype == "fp4"
+        else sk.Quantizer(sk.E4M3, sk.Block(block[0], block[1], pow2=False))
+    )
+    for name, module in model.named_modules():
+        theirs = twin.get_submodule(name)
+        if isinstance(module, FP8Linear):
+            Q = sk.quantize(theirs.weight.detach(), sk.Quantizer(sk.E4M3, sk.Block(block[0], block[1], pow2=False)))
+            module.weight = nn.Parameter(Q.codes, requires_grad=False)
+            module.weight_scale_inv = nn.Parameter(Q.scales.contiguous(), requires_grad=False)
+            theirs.weight.data = Q.dequantize()
+        elif isinstance(module, FP8Experts):
+            for weight in ("gate_up_proj", "down_proj"):
+                each = [sk.quantize(w, kind) for w in getattr(theirs, weight).detach()]
+                codes, scales = (torch.stack([Q.parts[i].contiguous() for Q in each]) for i in (0, 1))
+                held, held_scales = getattr(module, weight), getattr(module, f"{weight}_scale_inv")
+                codes = codes.view(held.dtype)
+                assert codes.shape == held.shape
+                padded = torch.ones(held_scales.shape)
+                padded[:, : scales.shape[1]] = scales.float()
+                setattr(module, weight, nn.Parameter(codes, requires_grad=False))
+                setattr(module, f"{weight}_scale_inv", nn.Parameter(padded.to(held_scales.dtype), requires_grad=False))
+                getattr(theirs, weight).data = torch.stack([Q.dequantize() for Q in each])
+    return model, twin, kind
+
+
+class KernelTensor:
+    """What gpt-oss' kernels hold: data in a layout of their own, here turned round, which knows how to turn it back."""
+
+    def __init__(self, rows):
+        self.storage = SimpleNamespace(data=rows.flip(-1), layout=self)
+
+    @staticmethod
+    def unswizzle_data(data):
+        return data.flip(-1)
+
+
+def mxfp4_experts():
+    """gpt-oss as transformers holds it where its kernels are: MXFP4 in their layout."""
+    model = moe("gpt-oss")
+    twin = copy.deepcopy(model)
+    kind = sk.Quantizer(sk.E2M1, sk.MX(32))
+    for name, module in list(twin.named_modules()):
+        if type(module).__name__ != "GptOssMLP":
+            continue
+        theirs, experts = module.experts, Mxfp4GptOssExperts(model.config)
+        for weight in ("gate_up_proj", "down_proj"):
+            each = [sk.quantize(w.t().contiguous(), kind) for w in getattr(theirs, weight).detach()]
+            codes, scales = (torch.stack([Q.parts[i].view(torch.uint8) for Q in each]) for i in (0, 1))
+            delattr(experts, weight)
+            setattr(experts, weight, KernelTensor(codes.transpose(-1, -2)))
+            said = SimpleNamespace(weight_scale=KernelTensor(scales.transpose(-1, -2)))
+            setattr(experts, f"{weight}_precision_config", said)
+            getattr(experts, f"{weight}_bias").data = getattr(theirs, f"{weight}_bias").data.clone()
+            getattr(theirs, weight).data = torch.stack([Q.dequantize().t() for Q in each])
+        model.set_submodule(name, Mxfp4GptOssMLP(model.get_submodule(name).router, experts))
+    return model, twin, kind
+
+
+@pytest.mark.parametrize(
+    "make",
+    [fp8_experts, lambda: fp8_experts(block=(128, 128)), lambda: fp8_experts("fp4"), mxfp4_experts],
+    ids=["fp8", "fp8, gate and up in one block", "fp4", "mxfp4"],
+)
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "again"])
+def test_quantized_experts_are_taken_over(make, keeps):
+    model, twin, kind = make()
+    recipe = sk.BF16.store(kind) if keeps else sk.QFP4
+    report = sk.apply(
+        model, recipe.keep("*self_attn*").lora(rank=2)
+    )  # layers beside the experts have another format, or none
+    rows = [row for row in report.rows if row.experts]
+    assert len(rows) == 4
+    assert all(row.came and row.storage and row.again is not keeps for row in rows)
+    if not keeps:
+        return
+    for row in rows:
+        layer: Any = dict(recipe_layers(model))[row.layer]
+        dense = layer.dense_weight(torch.float32)
+        assert torch.equal(dense.transpose(-2, -1) if layer.transposed else dense, twin.get_parameter(row.layer))
+    embedded = [m.get_input_embeddings().weight.requires_grad_() for m in (model, twin)]
+    losses: Any = [m.train()(input_ids=IDS, labels=IDS).loss for m in (model, twin)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+    a, b = (w.grad.double() for w in embedded)
+    assert (a - b).norm() < 1e-4 * b.norm()
+    sk.apply(model, sk.BF16)
+    assert model(input_ids=IDS, labels=IDS).loss.item() == pytest.approx(losses[1].item(), rel=1e-2)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def test_kernels_tensors_without_scales_are_refused():
+    model = moe("gpt-oss")
+    mlp = model.model.layers[0].mlp
+    model.model.layers[0].mlp = Mxfp4GptOssMLP(mlp.router, Mxfp4GptOssExperts(model.config))
+    with refused(ValueError):
+        sk.apply(model, sk.QFP8.lora())
 
 
 # -- what is refused, and that nothing has changed then

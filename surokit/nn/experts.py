@@ -345,7 +345,7 @@ class ExpertsLinear:
 
     def __init__(self, module: nn.Module, name: str, shape_ENK: tuple[int, int, int] | None = None) -> None:
         self.name = name
-        self.transposed = bool(module.is_transposed)  # the parameter is [E, K, N]
+        self.transposed = bool(getattr(module, "is_transposed", False))  # the parameter is [E, K, N]
         E, N, K = shape_ENK or _sizes(getattr(module, name), self.transposed)
         self.experts, self.out_features, self.in_features = E, N, K
         self.precision: Precision | None = None
