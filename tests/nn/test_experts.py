@@ -519,6 +519,33 @@ def test_autocast_is_that_of_a_layer(recipe):
         assert_as_layers(projection, gaussian(len(UNEVEN), projection.in_features, seed=3), UNEVEN, autocast=True)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_adapters_under_autocast_are_cast_and_keep_their_dtype(family):
+    experts, x, (index, weights) = adapted(made(family)), gaussian(12, H, seed=3), routed()
+    exact = run(experts, x, index, weights)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert experts.projections["down_proj"](x[:, :WIDTH], Routing.of(index[:6], E)).dtype == torch.bfloat16
+        ours = run(experts, x, index, weights)
+    assert ours.keys() == exact.keys()
+    for name, value in exact.items():
+        assert ours[name].dtype == torch.float32
+        assert 0 < (ours[name] - value).norm() < 0.03 * value.norm(), name
+
+
+def test_the_host_asks_for_sizes_once(monkeypatch):
+    experts = with_recipe(adapted(made(dtype=torch.bfloat16)), sk.FP8)
+    asked = []
+    real = torch.Tensor.tolist
+
+    def asking(t: torch.Tensor) -> Any:
+        asked.append(t.shape)
+        return real(t)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", asking)
+    run(experts, gaussian(12, H, seed=3, dtype=torch.bfloat16), *routed())
+    assert asked == [(E,)]
+
+
 @pytest.mark.parametrize("family", KINDS)
 def test_the_whole_is_what_transformers_makes_of_such_layers(family):
     """Gate, the router's weights and the sum over two experts: bit for bit, with layers in place of theirs."""
