@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from surokit.applied import note_recipe, recipe_of
-from surokit.hardware.gpus import find_gpu
-from surokit.hardware.linear import linear_seconds
+from surokit.hardware.gpus import Gpu, find_gpu
 from surokit.hardware.machine import room_for_decoded
 from surokit.layers import (
     Layer,
@@ -32,6 +31,7 @@ from surokit.layers import (
     module_of,
     parameter_of,
     recipe_layers,
+    rows_of,
     shape_of,
 )
 from surokit.nn.delayed import DelayedScales, banks_of
@@ -45,6 +45,7 @@ from surokit.quantized import Quantized
 from surokit.quantizer import Quantizer
 from surokit.recipe import BF16, Recipe, count_blocks, find_recipe, recipes
 from surokit.report import LayerReport, LeftReport, Report
+from surokit.speed import PlannedSpeed, check_gpu, plan_layer
 
 # what transformers leaves at a model that a library quantized
 _SAID_QUANTIZED = ("hf_quantizer", "is_quantized", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit")
@@ -67,17 +68,24 @@ class _Came:
         return f"{self.library.name} {self.weight.quantizer}"
 
 
-def apply(model: nn.Module, recipe: Recipe | str) -> Report:
-    """Give every linear layer of `model` what `recipe` says, in place.
+def apply(model: nn.Module, recipe: Recipe | str, *, gpu: str | Gpu | None = None, tokens: int = 8192) -> Report:
+    """Give every linear layer of `model`, and every weight of experts, what `recipe` says, in place.
 
     A recipe with a storage or an adapter freezes the base model. `surokit.BF16` undoes the products of an earlier recipe; a
     stored weight is then dequantized, which does not bring back what quantizing lost. An adapter that is already there stays.
+
+    Weights that another library quantized (surokit/prequantized.py lists them) are taken over: with their codes and scales where
+    the recipe stores weights in the same way, else quantized again or decoded, and the report says what that costs.
+
+    gpu: whose peaks the report plans the layers' times by, for a step of `tokens`: a name such as "H100", by default the one that
+    the model is on.
 
     Raises ValueError for an unknown recipe name or GPU, a model without linear layers, or an adapter whose targets match none;
     TypeError for stored weights that a cast has spoilt. The model is then as it was.
     """
     check_module(model, "apply")
     recipe = find_recipe(recipe)
+    planned_on = _gpu_for(gpu, next(model.parameters(), torch.empty(0)).device)
     found = list(recipe_layers(model))
     if not found:
         raise ValueError(
@@ -134,7 +142,41 @@ def apply(model: nn.Module, recipe: Recipe | str) -> Report:
         for n, m, size, why in left_alone(model, (layer for _, layer in layers))
     ]
     device = next(model.parameters()).device
-    return Report(recipe, tuple(rows), emulation(recipe, device), tuple(notes), tuple(left))
+    converted = {row.layer for row in rows if row.converted}
+    speed = _plan([pair for pair in layers if pair[0] in converted], recipe, planned_on, tokens)
+    return Report(recipe, tuple(rows), emulation(recipe, device), tuple(notes), tuple(left), speed)
+
+
+def _gpu_for(gpu: str | Gpu | None, device: torch.device) -> Gpu | None:
+    """Return the GPU that is named, or the one at hand if its peak is known."""
+    if gpu is not None:
+        return check_gpu(find_gpu(gpu))
+    if device.type != "cuda":
+        return None
+    try:
+        return check_gpu(find_gpu(torch.cuda.get_device_name(device)))
+    except ValueError:
+        return None
+
+
+def _plan(layers: Sequence[tuple[str, OwnLayer]], recipe: Recipe, gpu: Gpu | None, tokens: int) -> PlannedSpeed | None:
+    """Return the planned times of these layers, which the recipe converted."""
+    if gpu is None or not layers:
+        return None
+    native = recipe.natively()
+    own = native if all(gpu.multiplies(gemm.kind) for gemm in (native.forward, native.grad_input)) else recipe
+    rows, left_out = [], []
+    for name, layer in layers:
+        if (each := rows_of(layer, tokens)) is None:
+            left_out.append(name)
+            continue
+        shape = layer.out_features, layer.in_features
+        experts = layer.experts if isinstance(layer, ExpertsLinear) else 0
+        stored = layer.storage is not None
+        rows.append(
+            plan_layer(name, own, shape, each, trains=not recipe.frozen_base, stored=stored, gpu=gpu, experts=experts)
+        )
+    return PlannedSpeed(gpu.name, tokens, tuple(rows), tuple(left_out)) if rows else None
 
 
 def _of_keeping(model: nn.Module) -> str:
@@ -423,13 +465,10 @@ def planned_speed(layer: Layer, recipe: Recipe) -> float | None:
     None."""
     if recipe.pays is None or recipe.storage or not recipe.quantized_products:
         return None  # a stored weight saves memory, whatever its products do
-    if isinstance(layer, ExpertsLinear):
-        return None  # its tokens are what the router sends
-
-    gpu, trains = find_gpu(recipe.pays.gpu), not recipe.frozen_base
-    n, k, tokens = layer.out_features, layer.in_features, recipe.pays.tokens
-    bf16, own = (linear_seconds(r, n, k, tokens, trains=trains, gpu=gpu) for r in (BF16, recipe))
-    return bf16 / own
+    if (tokens := rows_of(layer, recipe.pays.tokens)) is None:
+        return None
+    gpu, shape = find_gpu(recipe.pays.gpu), (layer.out_features, layer.in_features)
+    return plan_layer("", recipe, shape, tokens, trains=not recipe.frozen_base, stored=False, gpu=gpu).speed
 
 
 def _idle_rules(recipe: Recipe, layers: Sequence[tuple[str, Layer]], blocks: int) -> list[str]:

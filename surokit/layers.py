@@ -112,6 +112,14 @@ def shape_of(layer: Layer) -> tuple[int, ...]:
     return *experts, layer.out_features, layer.in_features
 
 
+def rows_of(layer: Layer, tokens: int) -> float | None:
+    """Return how many rows a product of this layer has in a step of `tokens`; of experts each one's share, None if not known."""
+    if not isinstance(layer, ExpertsLinear):
+        return float(tokens)
+    chosen = getattr(getattr(layer.module, "config", None), "num_experts_per_tok", None)
+    return tokens * chosen / layer.experts if chosen else None
+
+
 # -- what has to be done first
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from surokit.recipe import Recipe
+from surokit.speed import PlannedSpeed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,6 +62,7 @@ class Report:
     emulated: str  # "" where the device multiplies the formats itself, else why not
     notes: tuple[str, ...] = ()  # what else changed, and what to look out for
     left: tuple[LeftReport, ...] = ()
+    speed: PlannedSpeed | None = None  # planned, where a GPU was named or is at hand
 
     @property
     def converted(self) -> int:
@@ -118,7 +120,8 @@ class Report:
         if self.recipe.quantized:
             left = _grouped((f"{row.kind} ({row.why})", row.module, row.nbytes) for row in self.left)
             lines += [f"{len(n)} {kind}: {abbreviate(n)}; {self._size(nbytes)}" for kind, n, nbytes in left]
-        return [*lines, *self.notes]
+        speed = [self.speed.verdict] if self.speed else []
+        return [*lines, *speed, *self.notes]
 
     def _size(self, nbytes: int) -> str:
         return f"{_mib(nbytes)}, {nbytes / (self.nbytes or 1):.1%}"

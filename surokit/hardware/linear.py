@@ -14,7 +14,7 @@ passes over an operand, is that of surokit/nn/linear_gemms.py and of the kernels
 - a product that the GPU does not compute itself is emulated: both operands are decoded into 16 bits and multiplied there;
 - a stored weight is decoded before each product, unless the product takes its codes as they are.
 
-`linear_seconds` says by planning, never by measuring, whether a format pays for a layer. T tokens, K in_features, N out_features.
+`linear_times` says by planning, never by measuring, whether a format pays for a layer. T tokens, K in_features, N out_features.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from surokit.formats import Kind
 from surokit.hardware.gpus import Gpu
+from surokit.hardware.rates import GAP_US
 
 Pass = Literal["forward", "recompute", "backward", "optimizer"]
 
@@ -58,20 +59,41 @@ def linear_kernels(
     yield from layer.backward()
 
 
-def linear_seconds(recipe: Any, n: int, k: int, tokens: int, *, trains: bool, gpu: Gpu) -> float:
-    """Return the seconds of a layer's kernels on `gpu`, each the larger of FLOPs over its dense peak and bytes over its bandwidth.
+def linear_seconds(recipe: Any, n: int, k: int, tokens: float, *, trains: bool, gpu: Gpu) -> float:
+    """Return the seconds of a layer's kernels on `gpu`: the sum of `linear_times` without what is between kernels."""
+    return sum(linear_times(recipe, n, k, tokens, trains=trains, gpu=gpu, gap_us=0.0).values())
 
-    Launches, and the fusion of quantization into other kernels, are left out. Raises ValueError where the GPU's peak is not known.
+
+PARTS = ("forward", "grad_input", "grad_weight", "quantize")
+
+
+def linear_times(
+    recipe: Any,
+    n: int,
+    k: int,
+    tokens: float,
+    *,
+    trains: bool,
+    gpu: Gpu,
+    stored: bool = False,
+    gap_us: float = GAP_US,
+) -> dict[str, float]:
+    """Return the seconds of the `PARTS` of a layer's step on `gpu`: its products, and all that is around them.
+
+    A kernel takes the larger of FLOPs over its dense peak and bytes over its bandwidth, and `gap_us` a launch. The fusion of
+    quantization into other kernels is left out. stored: as for `linear_kernels`. Raises ValueError where the GPU's peak is not
+    known.
     """
     if gpu.plain_tflops is None:
         raise ValueError(f"Nobody vouched for a peak of {gpu.name}: give Gpu({gpu.name!r}, bf16_tflops=...).")
     rate = (gpu.bandwidth_tb_s or float("inf")) * 1e12
-    total = 0.0
-    for kernel in linear_kernels(recipe, n, k, tokens, trains=trains, gpu=gpu):
+    times = dict.fromkeys(PARTS, 0.0)
+    for kernel in linear_kernels(recipe, n, k, tokens, trains=trains, gpu=gpu, stored=stored):
         tflops, _ = gpu.peak(kernel.kind)
         assert tflops is not None, "a GPU with a peak of plain products has one for every product"
-        total += max(kernel.flop / (tflops * 1e12), kernel.bytes / rate)
-    return total
+        part = kernel.part if kernel.part in PARTS else "quantize"
+        times[part] += max(kernel.flop / (tflops * 1e12), kernel.bytes / rate) + kernel.launches * gap_us * 1e-6
+    return times
 
 
 @dataclass(frozen=True)
