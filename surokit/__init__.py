@@ -22,6 +22,7 @@ _NAMES: dict[str, str] = {
         "convert": "apply precision",
         "accuracy": "compare",
         "tuning": "tune",
+        "agreement": "parity Parity",
         "environment": "doctor",
         "models": "Decoder DecoderConfig load save load_adapter save_adapter merge unmerge generate",
         "models.fuse": "fuse",

@@ -16,6 +16,8 @@ from surokit import texts as texts
 from surokit import train as train
 from surokit import widgets as widgets
 from surokit.accuracy import compare as compare
+from surokit.agreement import Parity as Parity
+from surokit.agreement import parity as parity
 from surokit.calibration import calibrate as calibrate
 from surokit.convert import apply as apply
 from surokit.convert import precision as precision

@@ -52,6 +52,7 @@ MAY_IMPORT = {
     "accuracy": "quantizer quantized product recipe nn layers convert kernels places",
     "tuning": "accuracy layers convert hardware planner recipe tables",
     "models": "formats fusion quantizer quantized recipe kernels nn prequantized layers convert errors hub places torch_private",
+    "agreement": "accuracy models nn quantized places tables torch_private",
     "offload": "errors kernels places units tables applied optim torch_private",
     "profiler": "environment errors units statistics tables kernels hardware calibration torch_private",
     "train": "recipe fusion applied nn kernels layers convert accuracy data models environment errors places units tables "
@@ -70,6 +71,7 @@ HOOKS = {
     ("train", "integrations", "Session.to_deepspeed"),
     ("planner", "widgets", "Plan.explore"),
     ("tuning", "widgets", "Tuning.plot"),
+    ("agreement", "widgets", "Parity.plot"),
 }
 
 

@@ -1,10 +1,11 @@
 """This module draws finished work with matplotlib: runs over each other (`plot_runs`), the error of each recipe against layer
-(`plot_errors`), and loss gap against time (`plot_front`).
+(`plot_errors`), loss gap against time (`plot_front`), and how far two models lie apart (`plot_parity`).
 """
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -219,6 +220,59 @@ def plot_front(front: Sequence[Any], best: Any, max_gap: float, unit: str) -> Fi
     ax.set_xlabel(f"time of the linear layers: {unit}", color=_SOFT)
     ax.set_xlim(left=min(0.0, front[-1].time))
     figure.legend(loc="outside upper left", frameon=False, labelcolor=_INK, ncols=3)
+    return figure
+
+
+def plot_parity(rows: Sequence[Any], verdict: str) -> Figure:
+    """Plot the differences of two models' outputs and gradients by depth, for `surokit.parity`, each over what rounding explains.
+
+    rows: with module, forward, explained, gradient, gradient_explained, recipe. The first output that parts is ringed, or where all
+    agree the first gradient in backward; a difference of zero has no place on the axis, which is logarithmic.
+    """
+    from matplotlib import pyplot as plt
+
+    panes = [("Output", "forward", "explained"), ("Gradient", "gradient", "gradient_explained")]
+    width = min(13.0, 8.0 + 0.03 * len(rows))
+    figure, axes = plt.subplots(2, 1, figsize=(width, 6.4), layout="constrained", sharex=True)
+    figure.set_facecolor("white")
+    plt.close(figure)
+    line = {"linewidth": 0.9, "markersize": 5.0 if len(rows) <= 60 else 3.0, "markeredgewidth": 0}
+    ringed = False
+    for ax, (title, name, bar) in zip(axes, panes):
+        apart, explained = (np.array([getattr(row, each) for row in rows], dtype=float) for each in (name, bar))
+        known = np.isfinite(apart) & (apart > 0)
+        lowest = 0.3 * np.min(np.concatenate([apart[known], explained]))
+        ax.fill_between(range(len(rows)), lowest, explained, color=_GRID, linewidth=0, label="explained by rounding")
+        ax.plot(np.where(known, apart, np.nan), color=_COLORS[0], marker="o", label="difference", **line)
+        if name == "forward" and any(np.isfinite(row.recipe) for row in rows):
+            recipe = [row.recipe or np.nan for row in rows]
+            ax.plot(recipe, color=_COLORS[1], marker="s", label="with quantized products", **line)
+        parts = np.flatnonzero(known & (apart > explained))
+        if len(parts) and not ringed:
+            at = parts[0] if name == "forward" else parts[-1]
+            ax.plot(at, apart[at], "o", markersize=11, markerfacecolor="none", markeredgecolor=_INK)
+            ringed = True
+        _dress(ax, f"{title}, relative difference")
+        ax.set_yscale("log")
+        ax.set_ylim(bottom=lowest)
+        ax.set_xlabel("")
+    _name_layers(axes[-1], [row.module for row in rows])
+    if len(rows) > _NAMED_LAYERS:  # what stands before and behind the blocks has long names
+        ticks = zip(axes[-1].get_xticks(), axes[-1].get_xticklabels())
+        blocks = [(at, label.get_text()) for at, label in ticks if label.get_text().isdigit()]
+        axes[-1].set_xticks([at for at, _ in blocks], [label for _, label in blocks], fontsize=8)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside upper left",
+        frameon=False,
+        labelcolor=_INK,
+        ncols=3,
+        title=textwrap.fill(verdict, int(12 * width)),
+        title_fontsize=9,
+        alignment="left",
+    )
     return figure
 
 
