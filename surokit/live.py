@@ -7,6 +7,13 @@
             if live.stop_asked:
                 break
 
+Given the model and its optimizer it needs no line inside the loop: each step of the optimizer is a step of the panel, however
+many parts are accumulated, with the loss that the model returns, its tokens, the labels that count, memory and idle share.
+
+    with sk.Live("my model", model=model, optimizer=optimizer) as live:
+        for batch in live.batches(loader):
+            ...
+
 Nobody but the loop can stop it, so what the panel's buttons ask is kept until the loop looks: `stop_asked`, `save_asked`,
 `wait_while_paused()`. With a `run_dir` the numbers are written as a session writes its own, `sk.watch` follows them from anywhere,
 and files ask what the buttons do.
@@ -24,11 +31,12 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -37,14 +45,17 @@ from surokit.runs.records import Deferred, Records
 from surokit.runs.requests import PAUSE, SAVE, STOP
 from surokit.runs.status import EVERY_S, RunInfo, StatusFile
 from surokit.train.errors import NoTargetsError
-from surokit.train.run_info import device_name, gpus_of
-from surokit.train.setup import claim_folder
+from surokit.train.measuring import Mark, event_on, host_idle_frac
+from surokit.train.observing import Observer, Seen
+from surokit.train.run_info import FLOPS, device_name, gpus_of, light_of_foreign
+from surokit.train.setup import claim_folder, peak_gib
 from surokit.widgets.panel import Panel, View, ViewName
 from surokit.widgets.state import PanelState
 
 if TYPE_CHECKING:
     import pandas as pd
 
+Item = TypeVar("Item")
 KEEP = 1 << 16  # rows in memory; the oldest leave first
 EMPTY_STEPS = 5  # in a row, in which no label counts
 
@@ -53,11 +64,16 @@ class LoopControl(RunControl):
     """A LoopControl keeps what is asked of a loop, from any thread or by a file, until the loop looks. A panel's buttons call it.
 
     What the loop has never looked for cannot be done: RuntimeError names the line that the loop needs, and the request stays.
+
+    driver: the module whose functions run the loop, for `interruptible`; once none of them runs, an interrupt is no longer the
+    loop's. answer: what an interrupt is answered with.
     """
 
     def __init__(self, live: Live) -> None:
         super().__init__(live)
         self._live = live
+        self.driver = ""
+        self.answer = "stopping after this step; interrupt again to stop at once"
         self._looked_for: set[str] = set()
         self.begin()
 
@@ -110,6 +126,16 @@ class LoopControl(RunControl):
     def _tell_pause(self, paused: bool) -> None:
         self._live._tell_pause(paused)
 
+    def _drives(self, frame: FrameType | None) -> bool:
+        while frame is not None:
+            if frame.f_globals.get("__name__") == self.driver:
+                return True
+            frame = frame.f_back
+        return not self.driver
+
+    def _stopping(self) -> str:
+        return self.answer
+
 
 class Live:
     """A Live is a panel that is fed by hand; it keeps the numbers that it was given.
@@ -118,7 +144,9 @@ class Live:
     planned, for progress and time left. usd_per_gpu_hour: what a GPU costs, for dollars so far; never assumed. run_dir: folder for
     the records, which `sk.watch` follows; None writes nothing. exist: where it has content already, "new" takes the next free name,
     "resume" goes on in it, and a step at or before its last one replaces what came after. view: "auto", "widget", "svg", "text" or
-    a View. buttons: False where the loop cannot be stopped from here. clock: for tests.
+    a View. buttons: False where the loop cannot be stopped from here. model: counts tokens and labels by hooks on it, and knows its
+    FLOPs a token, for the share of the peak; `info.flops` names their convention. optimizer: each of its steps is logged as one;
+    `log` without a number then adds to the last of them. clock: for tests.
 
     Shows loss, tokens/s (steps/s where `tokens` is never given) and, if `idle_frac` is logged, the idle share; goodput and
     lost time only if that or `stall_ms` (waiting for a batch) is. Close it, or use it in a `with` block, for the final picture; in
@@ -138,6 +166,8 @@ class Live:
         exist: Literal["new", "resume"] = "new",
         view: View | ViewName | None = "auto",
         buttons: bool = True,
+        model: torch.nn.Module | None = None,
+        optimizer: Any = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if every <= 0:
@@ -170,6 +200,13 @@ class Live:
         self._logged_s: float | None = clock()
         self._paused_at_s = 0.0
         self._elapsed_s = 0.0
+        self._before = self._began = Mark(
+            clock(), None
+        )  # ends of work: of the last step, and of what came before this one
+        self._stall_ms: float | None = None
+        self._closing: list[Callable[[], object]] = []  # to do at the end
+        self.observer: Observer | None = None
+        self._steps_by_optimizer = optimizer is not None
         self._closed = False
         self._standing, self._beat_at = "running", 0.0
         self._shell: Any = None
@@ -177,6 +214,12 @@ class Live:
         self._panel.on_info(self.info)
         self._panel.open()
         self._beat("running")
+        if model is not None:
+            self.observer = Observer(model)
+            self.at_close(self.observer.remove)
+        if optimizer is not None:
+            inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper steps it once for all parts
+            self.at_close(inner.register_step_post_hook(lambda *_: self._next()).remove)
 
     @property
     def state(self) -> PanelState:
@@ -202,7 +245,18 @@ class Live:
         Raises TypeError for what is not a number, ValueError for a tensor of more elements or a step that goes back, NoTargetsError
         once no label counted in 5 steps in a row; what was logged is kept.
         """
-        step = self._step + 1 if step is None else int(step)
+        if step is None:
+            step = max(self._step, 1) if self._steps_by_optimizer else self._step + 1
+        self._log(int(step), {"loss": loss, "tokens": tokens, "targets": targets, **more})
+
+    def _next(self) -> None:
+        """Log a step that the optimizer has taken."""
+        if self._closed:
+            return
+        seen = Seen() if self.observer is None else self.observer.take()
+        self._log(self._step + 1, {"loss": seen.loss, "tokens": seen.tokens, "targets": seen.targets})
+
+    def _log(self, step: int, values: Mapping[str, float | torch.Tensor | None]) -> None:
         again = step == self._step and bool(self._rows)
         if step < self._step:
             raise ValueError(
@@ -210,21 +264,24 @@ class Live:
             )
         known: dict[str, float] = {}
         coming: dict[torch.device, dict[str, torch.Tensor]] = {}
-        for name, value in {"loss": loss, "tokens": tokens, "targets": targets, **more}.items():
+        for name, value in values.items():
             if value is not None:
                 _sort(name, value, known, coming)
+        late = []
         if not again:
             known = {"step": step, **self._time(), **known}
             if not self._rows:
                 self._find_device()
+            late = self._measure(known)
             self._step = step
             self._rows.append({})
         row = self._rows[-1]
         row.update(known)
         # Rows reach the panel whole and in order: what is late holds back what comes after it.
         news = {"step": step, **known}
-        if coming or self._late:
-            self._late.append((row, news, [Deferred(values, {}) for values in coming.values()]))
+        late += [Deferred(values, {}) for values in coming.values()]
+        if late or self._late:
+            self._late.append((row, news, late))
         else:
             self._arrived(row, news)
         self._drain(wait=self._closed or len(self._late) > KEEP)
@@ -234,6 +291,64 @@ class Live:
         if self._nothing_counts:
             self._nothing_counts, self._empty_steps = False, 0
             raise NoTargetsError(EMPTY_STEPS)
+
+    # -- where the time of a loop goes
+
+    def batches(self, data: Iterable[Item]) -> Iterator[Item]:
+        """Yield the items of `data`, and measure the time that the loop waits for each, as `stall_ms` of its step. A step's work
+        begins with its first batch, so the idle share is measured too."""
+        source = iter(data)
+        while True:
+            began = self._clock()
+            try:
+                item = next(source)
+            except StopIteration:
+                return
+            self.begin_step(1e3 * (self._clock() - began))
+            yield item
+
+    def begin_step(self, stall_ms: float = 0.0) -> None:
+        """Say that the work of a step, or of a further part of it, begins now, after a wait of `stall_ms` for its batch: what no
+        step has worked at since the last `log` is idle time."""
+        if self._stall_ms is None:
+            self._began = self._mark()
+        else:  # a further part: on a CPU its wait is no work either
+            self._began = self._began._replace(host_s=self._began.host_s + stall_ms / 1e3)
+        self._stall_ms = (self._stall_ms or 0.0) + stall_ms
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave the time of the block, such as an evaluation or a checkpoint, out of the steps; it counts in goodput."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self.leave_out(self._clock() - began)
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave `seconds` that have passed since the last `log` out of the next step's time; they count in goodput."""
+        if self._logged_s is not None:
+            self._logged_s += seconds
+            self._before = Mark(self._before.host_s, None)
+
+    def _mark(self) -> Mark:
+        return Mark(self._clock(), event_on(_device()))
+
+    def _measure(self, known: dict[str, float]) -> list[Deferred]:
+        """Put into `known` what is measured of the step that ends now; return what the device has to tell of it."""
+        if self.observer is not None:
+            known.setdefault("peak_gib", peak_gib(_device()))
+        if self._stall_ms is None:
+            return []
+        before, begin, end = self._before, self._began, self._mark()
+        known.setdefault("stall_ms", self._stall_ms)
+        self._before, self._stall_ms = end, None
+        if "idle_frac" in known or not known.get("wall_ms"):
+            return []
+        if end.event is None:
+            known["idle_frac"] = host_idle_frac(end.host_s - begin.host_s, known["wall_ms"] / 1e3)
+            return []
+        return [] if before.event is None else [Deferred({}, {}, begin.event, end.event, before.event)]
 
     # -- what others ask of the loop
 
@@ -274,6 +389,10 @@ class Live:
 
     # -- the end
 
+    def at_close(self, call: Callable[[], object]) -> None:
+        """Call `call` when the panel is closed: by hand, at the end of a `with` block, or with a notebook's cell that fails."""
+        self._closing.append(call)
+
     def close(self, reason: str | None = None) -> None:
         """Take in the last values (waits for them) and leave the final picture. reason: "done", "interrupted", "stopped: ...",
         "failed: ..." or a sentence of your own; None is "done", or what the loop was asked to stop for. Closing twice does nothing;
@@ -283,6 +402,8 @@ class Live:
         self._closed = True
         self._logged_s = None
         self._unwatch_cell()
+        while self._closing:
+            self._closing.pop()()
         try:
             self._drain(wait=True)
         finally:
@@ -355,8 +476,12 @@ class Live:
 
     def _find_device(self) -> None:
         """Find the loop's device: by now a loop on a GPU has touched it, and asking wakes none that it leaves alone."""
-        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+        device = _device()
         self.info = replace(self.info, device=device_name(device), gpus=gpus_of(device))
+        if self.observer is not None:
+            found = light_of_foreign(self.observer.model, device, self.observer.length)
+            flops = FLOPS if found.flops_per_token else ""
+            self.info = replace(self.info, **found._asdict(), flops=flops, model=type(self.observer.model).__name__)
         self._panel.on_info(self.info)
 
     def _beat(self, state: str | None = None, now: bool = False) -> None:
@@ -402,15 +527,9 @@ def ending_of(error: BaseException) -> str:
     return f"failed: {type(error).__name__}: {error}"
 
 
-def count_targets(count: torch.Tensor | None, labels: Any) -> torch.Tensor | None:
-    """Return `count` plus the number of `labels` that are not -100, on their device; `count` itself if these are no class labels.
-
-    A causal model also leaves out the first column. Whether the user's model does is not known here.
-    """
-    if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
-        return count
-    here = (labels != -100).sum()
-    return here if count is None else count + here
+def _device() -> torch.device:
+    """Return the device that the loop computes on, as far as that shows."""
+    return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
 
 
 def _sort(name: str, value: Any, known: dict[str, float], coming: dict[torch.device, dict[str, torch.Tensor]]) -> None:

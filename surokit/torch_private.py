@@ -9,8 +9,6 @@ Some names serve one file, which is about them, and stay there. The same test fa
         torch.utils.cpp_extension._get_build_directory
     kernels/reference/attention.py: an operator that writes its result over its input
         torch.ops.aten._softmax_backward_data.out
-    surokit/integrations/hf.py: the copies that DataParallel makes of a model
-        _is_replica
     surokit/kernels/native.py: the product with scales, before torch.nn.functional.scaled_mm
         torch._scaled_mm
     surokit/models/decoder.py: a method that a module extends, for what it keeps beside its parameters
@@ -46,6 +44,8 @@ Some names serve one file, which is about them, and stay there. The same test fa
         torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool
     surokit/train/fingerprint.py: a module's dictionary of children, as one of its attributes
         _modules
+    surokit/train/observing.py: the copies that DataParallel makes of a model
+        _is_replica
 
 Names of operators that a profile reads in a trace are data, and not here.
 """

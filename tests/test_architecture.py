@@ -61,7 +61,7 @@ MAY_IMPORT = {
     "live": "train widgets runs environment",
     "racing": "train profiler widgets models nn layers convert recipe fusion applied quantized quantizer environment places units "
     "statistics tables optim runs torch_private",
-    "integrations": "live train widgets offload optim runs",
+    "integrations": "live train profiler widgets offload optim runs",
     "cli": "*",
     "bench": "*",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import threading
 
@@ -72,9 +73,9 @@ class SlowDevice:
 class OpenLive(Live):
     """A Live whose view and clock a test can reach."""
 
-    def __init__(self):
+    def __init__(self, **options):
         self.view, self.clock = View(), Clock()
-        super().__init__("mine", total=100, view=self.view, clock=self.clock)
+        super().__init__("mine", total=100, view=self.view, clock=self.clock, **options)
 
 
 def read_status(folder):
@@ -549,3 +550,89 @@ def test_losses_of_exactly_zero_are_suspected(live):
         live.clock.now += 1.0
         live.log(loss=0.0)
     assert [e.kind for e in live.state.events] == ["no_targets"]
+
+
+class Words(torch.nn.Module):
+    """Returns a loss as transformers' models do, and knows nothing else of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        return {"loss": self.weight * input_ids.float().mean()}
+
+
+def test_a_model_and_its_optimizer_need_no_line_in_the_loop():
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ids = torch.full((2, 8), 3)
+    mask = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
+    labels = ids.where(mask.bool(), -100)
+    rows = [{"input_ids": ids, "labels": labels, "attention_mask": mask}] * 4
+    live = OpenLive(model=model, optimizer=optimizer)
+    with live:
+        for number, batch in enumerate(live.batches(rows)):
+            live.clock.now += 1.0
+            model(**batch)["loss"].backward()
+            if number % 2:
+                optimizer.step()
+                live.log(grad_norm=2.0)  # beside the step that was just taken
+        live.clock.now += 1.0
+        with live.aside():
+            live.clock.now += 100.0
+    frame = live.frame()
+    assert list(frame["step"]) == [1, 2]
+    assert list(frame["loss"]) == [3.0, 3.0]
+    assert list(frame["tokens"]) == [26, 26]
+    assert list(frame["targets"]) == [26, 26]
+    assert list(frame["grad_norm"]) == [2.0, 2.0]
+    assert frame["peak_gib"].gt(0).all()
+    assert list(frame["wall_ms"]) == [2000.0, 2000.0]
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_waits_and_pauses_of_a_loop_are_told_apart(live):
+    def slow():
+        for _ in range(3):
+            live.clock.now += 1.0  # until a batch is there
+            yield 1
+
+    for _ in live.batches(slow()):
+        live.clock.now += 3.0
+        live.log(loss=1.0)
+        with live.aside():
+            live.clock.now += 50.0
+    frame = live.frame()
+    assert list(frame["stall_ms"]) == [1000.0, 1000.0, 1000.0]
+    assert list(frame["wall_ms"]) == [4000.0, 4000.0, 4000.0]
+    assert list(frame["idle_frac"]) == [0.25, 0.25, 0.25]
+    assert live.state.idle_causes == {"data": 0.25, "between steps": 0.0}
+
+
+def test_the_work_of_a_model_is_counted_by_a_named_convention(monkeypatch):
+    from surokit.train import run_info
+
+    model = surokit.Decoder(surokit.DecoderConfig(layers=1, width=32, heads=2, kv_heads=1, vocab=16, ffn=64))
+    monkeypatch.setattr(run_info, "device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    found = run_info.light_of_foreign(model, torch.device("cuda"), 8)
+    plan = surokit.plan(model, length=8, gpu="H100")
+    assert found.flops_per_token == plan.flops_per_token
+    assert found.peak_tflops
+    assert "causal attention" in run_info.FLOPS
+
+
+def test_a_loop_that_looks_can_answer_interrupts(live, capsys):
+    with live.control.interruptible():
+        for step in range(1, 10):
+            live.log(loss=1.0)
+            if step == 3:
+                signal.raise_signal(signal.SIGINT)
+            if live.stop_asked:
+                break
+    live.close()
+    assert live.state.step == 3
+    assert live.view.ended == ["interrupted"]
+    assert "stopping after this step; interrupt again" in capsys.readouterr().err

@@ -2,10 +2,11 @@
 
 A step in which no label counts, of batches with "labels", is a warning on the panel; five in a row raise NoTargetsError.
 
-The panel has a point per optimizer step: the loss that `training_step` returned, the learning rate, and tokens where
-`tokens=` says how many a batch has. Nothing here waits for the device. The panel's buttons take effect at the end of a
+The panel has a point per optimizer step: the loss that `training_step` returned, the learning rate, and tokens where batches have
+"input_ids" or `tokens=` says how many they are. Nothing here waits for the device. The panel's buttons take effect at the end of a
 step: the Trainer stops (not before its `min_epochs` and `min_steps`, and with the validation that it does then), saves a
-checkpoint, or waits. With several processes there are no buttons: one process cannot stop alone.
+checkpoint, or waits. A stop saves first, and says where; so does a first interrupt (Ctrl-C), and a second one ends the training
+at once. With several processes there are no buttons: one process cannot stop alone.
 
 Lightning comes under two names, `lightning.pytorch` and `pytorch_lightning`; the callback is of the one that is imported
 already.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,8 +25,9 @@ from typing import Any
 
 import torch
 
-from surokit.live import Live, count_targets, ending_of
-from surokit.train.errors import NoTargetsError
+from surokit.integrations.following import Following
+from surokit.live import ending_of
+from surokit.train.observing import Seen
 from surokit.widgets.panel import View, ViewName
 
 
@@ -37,14 +39,18 @@ def _callback() -> Any:
     return import_module("lightning.pytorch" if found[0] == "lightning" else found[0]).Callback
 
 
-class LiveCallback(_callback()):  # type: ignore[misc]
+class LiveCallback(Following, _callback()):  # type: ignore[misc]
     """A LiveCallback feeds a `surokit.Live` from a Lightning Trainer, on the main process only.
 
-    title: by default the module's class name. tokens: from a batch to its number of tokens; None shows steps per second.
-    eval_loss: the name under which the module logs its held-out loss. every: shortest time between two pictures, in
-    seconds. run_dir: folder for the records, which `sk.watch` follows, and for checkpoints that a button asks for; without
-    it they go to the Trainer's `default_root_dir`. usd_per_gpu_hour, view: as for `surokit.Live`. After training,
-    `.live.frame()` has the numbers.
+    title: by default the module's class name. tokens: from a batch to its number of tokens; None counts "input_ids" where
+    batches have them, without what "attention_mask" leaves out, and else shows steps per second. eval_loss: the name under
+    which the module logs its held-out loss. grad_norm: measure the norm of the first optimizer's gradients before clipping,
+    for health, with a pass over them on the device; not with several processes. every: shortest time between two pictures, in
+    seconds. run_dir: folder for the records, which `sk.watch` follows, and for checkpoints that a button asks for; without it
+    they go to the Trainer's `default_root_dir`. usd_per_gpu_hour, view: as for `surokit.Live`. save_on_stop: write a
+    checkpoint before a stop that was asked for; `saved` is its path. interrupts: let a first Ctrl-C be such a stop, at the
+    end of the step. profile: the first and the last step to profile, counted from 1, such as (20, 25); `profile` has the
+    result. After training, `.live.frame()` has the numbers.
     """
 
     def __init__(
@@ -55,25 +61,34 @@ class LiveCallback(_callback()):  # type: ignore[misc]
         *,
         tokens: Callable[[Any], int] | None = None,
         eval_loss: str = "val_loss",
+        grad_norm: bool = True,
         run_dir: str | Path | None = None,
         usd_per_gpu_hour: float | None = None,
+        save_on_stop: bool = True,
+        interrupts: bool = True,
+        profile: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__()
-        self.title = title
-        self.every = every
-        self.view = view
+        super().__init__(
+            title,
+            every,
+            view,
+            run_dir=run_dir,
+            usd_per_gpu_hour=usd_per_gpu_hour,
+            save_on_stop=save_on_stop,
+            interrupts=interrupts,
+            profile=profile,
+        )
         self.tokens = tokens
         self.eval_loss = eval_loss
-        self.run_dir = run_dir
-        self.usd_per_gpu_hour = usd_per_gpu_hour
-        self.live: Live | None = None
-        self._alone = True
+        self.grad_norm = grad_norm
+        self._saves = False  # since the last step
         self._begin_step()
 
     def _begin_step(self) -> None:
         self._loss: torch.Tensor | None = None
         self._tokens = 0
-        self._targets: torch.Tensor | None = None
+        self._norm: torch.Tensor | None = None
+        self._begun = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.is_global_zero:
@@ -82,18 +97,26 @@ class LiveCallback(_callback()):  # type: ignore[misc]
         total = trainer.estimated_stepping_batches
         self._step = trainer.global_step
         self._begin_step()
-        self.live = Live(
-            self.title or type(pl_module).__name__,
-            self.every,
+        self._open(
+            pl_module,
             total=int(total) if math.isfinite(total) else None,
             recipe="" if str(trainer.precision).startswith("32") else str(trainer.precision),
-            usd_per_gpu_hour=self.usd_per_gpu_hour,
-            run_dir=self.run_dir,
-            exist="resume" if trainer.global_step else "new",
-            view=self.view,
-            buttons=self._alone,
+            step=trainer.global_step,
+            driver=type(trainer).__module__,
         )
         self._heed(trainer)  # so that the buttons know that somebody listens
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.live is None:
+            return
+        if not self._begun:
+            self._begun = True
+            if self._saves:  # who was waited for longer, the disk or the next batch, does not show
+                self._saves = False
+                self._leave_out("save_ms", self._step)
+            self._step_begins(trainer.global_step + 1)
+        if self._observer is not None:
+            self._observer.see(batch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.live is None:
@@ -103,46 +126,67 @@ class LiveCallback(_callback()):  # type: ignore[misc]
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         if self.tokens is not None:
             self._tokens += int(self.tokens(batch))
-        if isinstance(batch, Mapping):
-            self._targets = count_targets(self._targets, batch.get("labels"))
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
+        seen = Seen() if self._observer is None else self._observer.take()
         rate = trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None
-        values = {"loss": self._loss, "tokens": self._tokens or None, "targets": self._targets, "lr": rate}
+        tokens: Any = self._tokens or seen.tokens
+        tokens = None if tokens is None else tokens * trainer.world_size
+        loss, norm = self._loss, self._norm
         self._begin_step()
-        try:
-            self.live.log(step=self._step, **values)
-        except NoTargetsError:
-            if self._alone:  # the other processes may have labels, and would wait for this one
-                raise
+        self._step_ends(self._step, loss=loss, grad_norm=norm, tokens=tokens, targets=seen.targets, lr=rate)
         self._heed(trainer)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if self.live is None or not self.grad_norm or not self._alone or self._norm is not None:
+            return
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if grads:
+            self._norm = torch.nn.utils.get_total_norm(grads)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self._saves = True
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._passed_s()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         value = trainer.callback_metrics.get(self.eval_loss)
         if self.live is not None and value is not None and self._step and not trainer.sanity_checking:
             self.live.log(step=self._step, eval_loss=value)
+        if self.live is not None and not trainer.sanity_checking:
+            self._leave_out("eval_ms", self._step)
 
     def _heed(self, trainer: Any) -> None:
         """Pass the requests of the panel's buttons on to the Trainer."""
         if self.live is None or not self._alone:
             return
         self.live.wait_while_paused()
+        self._passed_s()
+        stops = self.live.stop_asked
         if self.live.save_asked:
-            folder = self.live.run_dir or Path(trainer.default_root_dir)
-            try:
-                trainer.save_checkpoint(folder / f"step-{trainer.global_step:06d}.ckpt")
-            except Exception as error:
-                warnings.warn(
-                    f"The checkpoint that was asked for is not there: {error} Training goes on.", stacklevel=2
-                )
-        if self.live.stop_asked:
+            self._save(trainer, "Training goes on.")
+        if stops and self.save_on_stop and self.saved is None:
+            path = self._save(trainer, "Training stops without it.")
+            if path is not None:
+                self._tell_saved(path, f"trainer.fit(module, rows, ckpt_path={str(path)!r}) goes on from there")
+        if stops:
             trainer.should_stop = True
 
+    def _save(self, trainer: Any, then: str) -> Path | None:
+        """Save a checkpoint; a failure costs a warning, which ends with `then`, and None is returned."""
+        assert self.live is not None
+        path = (self.live.run_dir or Path(trainer.default_root_dir)) / f"step-{trainer.global_step:06d}.ckpt"
+        try:
+            trainer.save_checkpoint(path)
+        except Exception as error:
+            warnings.warn(f"The checkpoint that was asked for is not there: {error} {then}", stacklevel=2)
+            return None
+        return path
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.live is not None:
-            self.live.close()
+        self._close(None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if self.live is not None:
-            self.live.close(ending_of(exception))
+        self._close(ending_of(exception))

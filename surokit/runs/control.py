@@ -17,7 +17,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from types import FrameType
+from typing import Literal
 
 from surokit.runs.locks import Lock
 from surokit.runs.requests import LOOK_EVERY_S, PAUSE, SAVE, WAIT_S, Files, HasFolder
@@ -179,8 +180,14 @@ class RunControl:
 
         interrupted = False
 
-        def handler(_signal: int, _frame: Any) -> None:
+        def handler(number: int, frame: FrameType | None) -> None:
             nonlocal interrupted
+            if not self._drives(frame):
+                signal.signal(signal.SIGINT, previous)
+                if callable(previous):
+                    previous(number, frame)
+                    return
+                raise KeyboardInterrupt
             if interrupted and self._may_raise():
                 raise KeyboardInterrupt
             interrupted = True
@@ -207,6 +214,10 @@ class RunControl:
 
     def _tell_pause(self, paused: bool) -> None:
         """Tell whoever follows the run that a pause begins or is over."""
+
+    def _drives(self, frame: FrameType | None) -> bool:
+        """Return whether the run still goes on where an interrupt came in: False gives the signal back to whoever had it."""
+        return True
 
     def _may_raise(self) -> bool:
         """Return whether an interrupt can raise now and leave nothing half done."""

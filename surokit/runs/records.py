@@ -69,7 +69,7 @@ class Deferred:
         self._host = dict(host)
         self._events = (before, start, end)
         row = torch.stack([v.detach().float().reshape(()) for v in values.values()]) if values else torch.empty(0)
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived = end
         self._row = pinned(row)
         if row.device.type == "cuda":
             self._arrived = torch.cuda.Event()

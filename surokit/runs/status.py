@@ -42,8 +42,9 @@ class RunInfo:
     what is emulated; "" for bf16. model: the class of the model. device: a GPU's name, or "cpu". gpus: how many work on it, 0 on
     a CPU. total: the step it is planned to end at, None where it is planned by time. tokens_per_step: elements of input_ids.
     flops_per_token: of the model, forward and backward (an MFU's numerator), and peak_tflops: what one GPU could do in bf16;
-    `peak` is that rate's name, or why there is none. usd_per_gpu_hour: as given, never assumed. resumes: the next run() goes
-    on from where one ends, which a run in a race does not. started: seconds since 1970 when this run began; in a race not its turn.
+    `peak` is that rate's name, or why there is none; `flops` names the convention by which flops_per_token is counted.
+    usd_per_gpu_hour: as given, never assumed. resumes: the next run() goes on from where one ends, which a run in a race does not.
+    started: seconds since 1970 when this run began; in a race not its turn.
     """
 
     title: str = ""
@@ -57,6 +58,7 @@ class RunInfo:
     flops_per_token: float | None = None
     peak_tflops: float | None = None
     peak: str = ""
+    flops: str = ""
     usd_per_gpu_hour: float | None = None
     resumes: bool = False
     run_dir: str | None = None

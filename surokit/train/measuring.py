@@ -97,10 +97,7 @@ class Measuring:
 
     def mark(self) -> Mark:
         """Return a mark of this moment."""
-        if self.device.type != "cuda":
-            return Mark(time.perf_counter(), None)
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
+        event = event_on(self.device)
         return Mark(time.perf_counter(), event)
 
     # -- a step
@@ -162,7 +159,7 @@ class Measuring:
         if offload_ms is not None:  # can exceed the step's time, as waits of others by the same link are in it
             host["offload_ms"] = offload_ms = min(offload_ms, 1e3 * wall_s)
         if self.device.type != "cuda" and in_loop and wall_s > 0:
-            host["idle_frac"] = min(1.0, 1 - (end_s - start.host_s - (offload_ms or 0.0) / 1e3) / wall_s)
+            host["idle_frac"] = host_idle_frac(end_s - start.host_s - (offload_ms or 0.0) / 1e3, wall_s)
         if self.watch is not None:
             latest = self.watch.latest  # once: its thread puts another in its place
             host.update((name, latest[name]) for name in DEVICE_COLUMNS & latest.keys())
@@ -180,6 +177,20 @@ class Measuring:
             elapsed_s=session.elapsed_s,
             late=Deferred(values, host, start.event, end.event, before.event if in_loop else None),
         )
+
+
+def event_on(device: torch.device) -> torch.cuda.Event | None:
+    """Record a timing event behind the work that a GPU was given so far; None on other devices."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def host_idle_frac(busy_s: float, wall_s: float) -> float:
+    """Return the idle share of a step on a CPU, which is host and device in one: what is not `busy_s` of its `wall_s` seconds."""
+    return min(max(0.0, 1 - busy_s / wall_s), 1.0)
 
 
 def _device_watch(device: torch.device) -> DeviceWatch | None:

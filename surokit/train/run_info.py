@@ -39,6 +39,7 @@ def describe(session: Session, total: int | None, started: float, light: Light, 
         flops_per_token=light.flops_per_token,
         peak_tflops=light.peak_tflops,
         peak=light.peak,
+        flops=FLOPS if light.flops_per_token else "",
         usd_per_gpu_hour=session.usd_per_gpu_hour,
         resumes=resumes,
         run_dir=None if session.run_dir is None else str(session.run_dir),
@@ -66,21 +67,45 @@ def gpus_of(device: torch.device) -> int:
     return torch.distributed.get_world_size() if sharded else 1
 
 
+FLOPS = "6 FLOPs a weight and token, fewer where weights are frozen, plus causal attention; recompute does not count"
+
+
 def light_of(session: Session) -> Light:
     """Return the model's FLOPs a token at the length last trained on, and the device's bf16 peak, whatever the recipe."""
-    if session.device.type != "cuda":
-        return Light(None, None, f"no peak rate is known for {session.device.type}")
+    return _light(session.model, session.device, session.length, session.recipe)
+
+
+def _light(model: Any, device: torch.device, length: int | None, recipe: Any) -> Light:
+    """Return a model's FLOPs a token in rows of `length` tokens, by the convention FLOPS, and the device's bf16 peak."""
+    if device.type != "cuda":
+        return Light(None, None, f"no peak rate is known for {device.type}")
     from surokit.planner import count_flops, find_gpu, read_shape
 
     try:
-        tflops, name = find_gpu(device_name(session.device)).peak()
-        shape, _ = read_shape(session.model)
+        tflops, name = find_gpu(device_name(device)).peak()
+        shape, _ = read_shape(model)
     except (ValueError, TypeError, FileNotFoundError) as error:
         return Light(None, None, str(error))
     if tflops is None:
         return Light(None, None, f"nobody vouched for a peak of {name}")
-    flops = count_flops(shape, length=session.length, recipe=session.recipe).model
+    flops = count_flops(shape, length=length, recipe=recipe).model
     return Light(float(flops), float(tflops), name)
+
+
+def light_of_foreign(model: Any, device: torch.device, length: int | None) -> Light:
+    """Return the Light of a model in a loop that is not ours, with the recipe and the adapters that it has; one that cannot be
+    described has none."""
+    from surokit.planner.inputs.introspect import read_own
+
+    found = Light(None, None, "the model's work is not known")
+    for part in (model, *model.children()):  # a LightningModule holds the model that has a shape
+        try:
+            found = _light(part, device, length, read_own(part).arguments.get("recipe"))
+        except Exception as error:
+            found = Light(None, None, f"the model's work is not known ({type(error).__name__}: {error})")
+        if found.flops_per_token is not None:
+            break
+    return found
 
 
 def plan_arguments(session: Session) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -9,10 +10,11 @@ import threading
 import pytest
 import torch
 
+import surokit
 from surokit.runs.jsonl import read
 from surokit.train.errors import NoTargetsError
 from tests.clocks import until
-from tests.refusals import refused
+from tests.refusals import refused, warned
 from tests.test_live import View, read_status
 
 
@@ -78,7 +80,10 @@ def test_three_steps(trainer):
     assert frame["wall_ms"].gt(0).all()
     state = callback.live.state
     assert (state.title, state.total, state.step, state.reason) == ("LlamaForCausalLM", 3, 3, "done")
-    assert state.goodput is None  # nobody says how long it waited for data
+    assert frame[["stall_ms", "idle_frac"]].ge(0).all(axis=None)
+    assert set(state.idle_causes) >= {"data", "between steps"}
+    assert frame["peak_gib"].gt(0).all()
+    assert list(frame["eval_ms"].notna()) == [False, False, True]
     assert callback.view.ended == ["done"]
 
 
@@ -91,13 +96,13 @@ def test_an_evaluation_after_training_leaves_the_end_as_it_is(trainer):
     assert callback.view.ended == ["done"]
 
 
-def test_without_token_counts_and_with_rare_logs(trainer):
+def test_with_rare_logs(trainer):
     run, callback = trainer(max_steps=4, logging_steps=2)
     run.train()
     frame = callback.live.frame()
     assert list(frame["step"]) == [1, 2, 3, 4]
     assert list(frame["loss"].notna()) == [False, True, False, True]
-    assert "tokens" not in frame
+    assert list(frame["tokens"]) == [16] * 4, "nobody asked the Trainer to count"
     assert callback.live.state.rate.count == 3
 
 
@@ -131,6 +136,90 @@ def test_the_stop_button_stops_the_trainer(trainer):
     run.train()
     assert run.state.global_step == 3
     assert callback.view.ended == ["stopped: by live.control.stop()"]
+
+
+def test_a_stop_saves_and_a_training_goes_on_from_there(trainer, tmp_path, capsys):
+    whole, _ = trainer(max_steps=6)
+    whole.train()
+    run, callback = trainer(max_steps=6)
+    run.add_callback(ask(callback, "stop", 2))
+    run.train()
+    assert callback.saved == tmp_path / "checkpoint-3"
+    how = f"trainer.train(resume_from_checkpoint={str(callback.saved)!r}) goes on from there"
+    assert f"surokit: saved {callback.saved}; {how}\n" in capsys.readouterr().err
+    assert [event.text for event in callback.live.state.events] == [f"saved {callback.saved}"]
+    run, _ = trainer(max_steps=6)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for one, other in zip(run.model.parameters(), whole.model.parameters()):
+        assert torch.equal(one, other)
+
+
+def test_a_stop_saves_where_only_the_best_would_be_kept(trainer):
+    run, callback = trainer(
+        max_steps=6, save_strategy="best", eval_strategy="steps", eval_steps=1, metric_for_best_model="none_such"
+    )
+    run._determine_best_metric = lambda metrics, trial: False
+    run.add_callback(ask(callback, "stop", 1))
+    run.train()
+    assert callback.saved.name == "checkpoint-2"
+    assert callback.saved.exists()
+
+
+def test_a_stop_need_not_save(trainer, tmp_path):
+    run, callback = trainer(max_steps=6)
+    callback.save_on_stop = False
+    run.add_callback(ask(callback, "stop", 2))
+    run.train()
+    assert run.state.global_step == 3
+    assert callback.saved is None
+    assert not [*tmp_path.glob("checkpoint-*")]
+
+
+def interrupts(times):
+    """A callback that is Ctrl-C in the middle of a step."""
+    from transformers import TrainerCallback
+
+    class Interrupts(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **context):
+            if state.global_step == 1:
+                for _ in range(times):
+                    signal.raise_signal(signal.SIGINT)
+
+    return Interrupts()
+
+
+def test_an_interrupt_ends_the_step_saves_and_stops(trainer, capsys):
+    before = signal.getsignal(signal.SIGINT)
+    run, callback = trainer(max_steps=6)
+    run.add_callback(interrupts(1))
+    run.train()
+    assert run.state.global_step == 2
+    assert callback.saved.name == "checkpoint-2"
+    assert callback.view.ended == ["interrupted"]
+    assert "stopping after this step, which is saved; interrupt again" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_interrupt_ends_the_training_at_once(trainer):
+    before = signal.getsignal(signal.SIGINT)
+    run, callback = trainer(max_steps=6)
+    run.add_callback(interrupts(2))
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert run.state.global_step == 1
+    assert callback.saved is None
+    # no callback hears that a training failed: the handler finds out, and gives the signal back
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_interrupts_can_be_left_alone(trainer):
+    run, callback = trainer(max_steps=6)
+    callback.interrupts = False
+    run.add_callback(interrupts(1))
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
 
 
 def test_the_save_button_saves_a_checkpoint_of_the_trainers(trainer, tmp_path):
@@ -219,5 +308,195 @@ def test_five_of_them_end_the_training(trainer):
 def test_labels_of_all_parts_of_a_step_are_counted(trainer):
     run, callback = trainer(max_steps=2, gradient_accumulation_steps=3)
     run.train()
-    assert list(callback.live.frame()["targets"]) == [48, 48]
+    assert list(callback.live.frame()["targets"]) == [42, 42], "the first token of a row is not predicted"
     assert not run.model._forward_pre_hooks, "the hook goes when the training ends"
+
+
+class Padded(Rows):
+    """Rows of which the last three tokens are padding."""
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        keep = torch.arange(8) < 5
+        return {
+            "input_ids": row["input_ids"],
+            "labels": row["labels"].where(keep, -100),
+            "attention_mask": keep.long(),
+        }
+
+
+def test_padding_is_no_token_and_no_target(trainer):
+    run, callback = trainer(max_steps=2, gradient_accumulation_steps=2)
+    run.train_dataset = Padded()
+    run.train()
+    frame = callback.live.frame()
+    assert list(frame["tokens"]) == [20, 20]
+    assert list(frame["targets"]) == [16, 16]
+
+
+def test_checkpoints_are_no_step(trainer):
+    run, callback = trainer(max_steps=4, save_strategy="steps", save_steps=2)
+    run.train()
+    assert list(callback.live.frame()["save_ms"].notna()) == [False, True, False, True]
+
+
+def test_a_loss_that_is_not_finite_is_told_although_the_trainer_hides_it(trainer, capsys):
+    run, callback = trainer(max_steps=4, logging_steps=2)
+    run.add_callback(spoil(2))
+    run.train()
+    logged = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    assert all(value == value for value in logged), "the Trainer's filter"
+    assert [e.kind for e in callback.live.state.events] == ["nonfinite"]
+    assert callback.live.state.events[0].step == 4
+    assert "surokit: step 4: loss not finite (NaN or infinite). Go back to a checkpoint" in capsys.readouterr().err
+
+
+def spoil(step):
+    from transformers import TrainerCallback
+
+    class Spoil(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **context):
+            if state.global_step == step:
+                with torch.no_grad():
+                    model.lm_head.weight[0, 0] = float("nan")
+
+    return Spoil()
+
+
+def test_steps_in_mid_training_are_profiled(trainer):
+    run, callback = trainer(max_steps=8, gradient_accumulation_steps=2, num_train_epochs=10)
+    callback.profile_steps = (4, 5)
+    run.train()
+    assert run.state.global_step == 8
+    profile = callback.profile
+    assert len(profile.steps) == 2
+    assert "steps 4 to 5" in str(profile)
+    assert profile.summary["gflop_per_step"] > 0
+
+
+def test_a_profile_that_fails_ends_no_training(trainer, monkeypatch):
+    from surokit.integrations import following
+
+    def fails(*args, **options):
+        raise RuntimeError("another tool records")
+
+    monkeypatch.setattr(following, "profile_block", fails)
+    run, callback = trainer(max_steps=6)
+    callback.profile_steps = (3, 4)
+    with warned(UserWarning):
+        run.train()
+    assert run.state.global_step == 6
+    assert callback.profile is None
+
+
+def test_a_training_that_is_over_early_leaves_the_profile_so_far(trainer):
+    run, callback = trainer(max_steps=4)
+    callback.profile_steps = (3, 20)
+    run.train()
+    assert len(callback.profile.steps) == 2
+
+
+@pytest.mark.parametrize("steps", [(0, 3), (5, 4), (2.5, 4)])
+def test_steps_that_cannot_be_profiled(steps):
+    from surokit.integrations.hf import LiveCallback
+
+    with refused(ValueError):
+        LiveCallback(profile=steps)
+
+
+def test_the_recipe_that_trains_is_said(trainer, capsys):
+    run, callback = trainer(max_steps=2)
+    surokit.apply(run.model, surokit.FP8)
+    run.train()
+    assert callback.applied.wrong == ()
+    assert callback.applied.words == f"{surokit.FP8.name} in 7 of 8 linear layers"
+    assert f"surokit: {callback.applied.words}\n" in capsys.readouterr().err
+    assert callback.live.state.recipe == callback.applied.words
+
+
+def test_layers_that_were_replaced_after_the_recipe_are_warned_of(trainer):
+    run, callback = trainer(max_steps=1)
+    surokit.apply(run.model, surokit.FP8)
+    run.model.model.layers[0].mlp.up_proj = torch.nn.Linear(16, 32, bias=False)
+    with warned(UserWarning):
+        run.train()
+    assert len(callback.applied.wrong) == 1
+
+
+def test_peft_around_the_model_hides_nothing(trainer):
+    from peft import LoraConfig, get_peft_model
+
+    run, callback = trainer(max_steps=2)
+    surokit.apply(run.model, surokit.FP8)
+    config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head"])
+    run.model = run.model_wrapped = get_peft_model(run.model, config)
+    run.optimizer = None
+    run.train()
+    assert callback.applied.words.startswith(f"{surokit.FP8.name} in 7 of ")
+    assert callback.applied.wrong == ()
+    assert list(callback.live.frame()["targets"]) == [14, 14]
+
+
+def test_stored_weights_are_a_recipe_too(trainer):
+    run, callback = trainer(max_steps=2)
+    surokit.apply(run.model, surokit.QNF4.lora(2))
+    run.train()
+    assert callback.applied.words == f"{callback.applied.recipe.name} in 7 of 8 linear layers"
+    assert callback.applied.wrong == ()
+
+
+def test_a_forward_in_the_place_of_a_layers_own_is_warned_of(trainer):
+    run, _ = trainer(max_steps=1)
+    surokit.apply(run.model, surokit.FP8)
+    layer = run.model.model.layers[0].mlp.up_proj
+    layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight)
+    with warned(UserWarning):
+        run.train()
+
+
+def test_layers_that_a_kernel_passes_by_are_warned_of(trainer):
+    """As kernels do that compute a whole block with its weights."""
+    run, _ = trainer(max_steps=1)
+    surokit.apply(run.model, surokit.FP8)
+    mlp = run.model.model.layers[0].mlp
+    linear = torch.nn.functional.linear
+    mlp.forward = lambda x: mlp.down_proj(linear(x, mlp.gate_proj.weight).sigmoid() * linear(x, mlp.up_proj.weight))
+    with warned(UserWarning):
+        run.train()
+
+
+def test_fp8_that_accelerate_was_asked_for_and_did_not_do_is_warned_of(trainer, monkeypatch):
+    from surokit.integrations import hf
+
+    monkeypatch.setattr(hf, "asked_precision", lambda: "fp8")
+    run, _ = trainer(max_steps=1)
+    with warned(UserWarning):
+        run.train()
+    run, _ = trainer(max_steps=1)
+    surokit.apply(run.model, "fp8")
+    run.train()
+
+
+def test_a_training_that_fails_leaves_nothing_behind_for_the_next(trainer):
+    from transformers import TrainerCallback
+
+    class Fails(TrainerCallback):
+        def on_step_begin(self, args, state, control, **context):
+            if state.global_step == 2:
+                raise ZeroDivisionError
+
+    before = signal.getsignal(signal.SIGINT)
+    run, callback = trainer(max_steps=5)
+    callback.profile_steps = (2, 4)
+    run.add_callback(Fails())
+    with pytest.raises(ZeroDivisionError):
+        run.train()
+    run.pop_callback(Fails)
+    run.train()
+    assert callback.view.ended == ["ended without a word", "done"]
+    assert len(callback.profile.steps) == 3
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not run.model._forward_pre_hooks
+    with surokit.profile(steps=1, warmup=0) as profile:
+        torch.ones(2) + 1
+    assert profile.summary["steps"] == 1, "no other profile runs"

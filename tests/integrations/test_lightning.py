@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -112,6 +113,39 @@ def test_the_stop_button_stops_the_trainer(fit):
     assert callback.view.ended == ["stopped: by live.control.stop()"]
 
 
+def test_a_stop_saves_and_a_run_goes_on_from_there(fit, tmp_path, capsys):
+    _, _, callback = fit(act=lambda live, step: step == 2 and live.control.stop())
+    assert callback.saved == tmp_path / "step-000003.ckpt"
+    how = f"trainer.fit(module, rows, ckpt_path={str(callback.saved)!r}) goes on from there"
+    assert f"surokit: saved {callback.saved}; {how}\n" in capsys.readouterr().err
+    trainer, again, _ = fit(checkpoint=str(callback.saved))
+    assert trainer.global_step == 6
+    assert len(again.losses) == 3
+
+
+def test_a_stop_need_not_save(fit, tmp_path):
+    from surokit.integrations.lightning import LiveCallback
+
+    callback: Any = LiveCallback(view=View(), save_on_stop=False)
+    fit(act=lambda live, step: step == 2 and live.control.stop(), callback=callback)
+    assert callback.saved is None
+    assert not [*tmp_path.glob("*.ckpt")]
+
+
+def test_an_interrupt_ends_the_step_saves_and_stops(fit):
+    before = signal.getsignal(signal.SIGINT)
+
+    def act(live, step):
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    trainer, _, callback = fit(act=act)
+    assert trainer.global_step == 3
+    assert callback.saved.exists()
+    assert callback.view.ended == ["interrupted"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_the_save_button_saves_and_a_run_goes_on_from_it(fit, tmp_path):
     from surokit.integrations.lightning import LiveCallback
 
@@ -192,3 +226,75 @@ except ModuleNotFoundError as error:
 """
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert said == "The callback needs Lightning, which is not installed: pip install lightning.\n"
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Rows of a language model, of which the first half is not predicted."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        ids = torch.arange(4)
+        return {"input_ids": ids, "x": torch.ones(4), "labels": torch.where(ids < 2, -100, ids)}
+
+
+def test_tokens_waits_and_memory_need_no_argument(fit):
+    from surokit.integrations.lightning import LiveCallback
+
+    callback: Any = LiveCallback(view=View())
+    fit(rows=Tokens(), callback=callback, accumulate_grad_batches=2, max_steps=3)
+    frame = callback.live.frame()
+    assert list(frame["tokens"]) == [16, 16, 16]
+    assert list(frame["targets"]) == [8, 8, 8]
+    assert frame[["stall_ms", "idle_frac"]].ge(0).all(axis=None)
+    assert frame["peak_gib"].gt(0).all()
+
+
+def test_steps_in_mid_training_are_profiled(fit):
+    from surokit.integrations.lightning import LiveCallback
+
+    callback: Any = LiveCallback(view=View(), profile=(3, 4))
+    trainer, _, _ = fit(callback=callback, accumulate_grad_batches=2, max_epochs=10)
+    assert trainer.global_step == 6
+    assert len(callback.profile.steps) == 2
+
+
+def test_validations_and_checkpoints_are_no_step(fit):
+    from surokit.integrations.lightning import LiveCallback
+
+    callback: Any = LiveCallback(view=View())
+    fit(act=lambda live, step: step == 1 and live.control.save(), callback=callback, validate=True)
+    frame = callback.live.frame()
+    assert list(frame["eval_ms"].notna()) == [False, False, False, True, False, False]
+    assert list(frame["save_ms"].notna()) == [False, True, False, False, False, False]
+
+
+def test_the_gradient_norm_is_that_before_clipping(fit):
+    from surokit.integrations.lightning import LiveCallback
+
+    seen = []
+
+    class Spy(LiveCallback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            super().on_before_optimizer_step(trainer, pl_module, optimizer)
+            seen.append(float(torch.cat([p.grad.flatten() for p in pl_module.parameters()]).norm()))
+
+    callback: Any = Spy(view=View())
+    fit(callback=callback, gradient_clip_val=1e-3)
+    assert list(callback.live.frame()["grad_norm"]) == pytest.approx(seen)
+    assert min(seen) > 1e-3
+    callback = LiveCallback(view=View(), grad_norm=False)
+    fit(callback=callback)
+    assert "grad_norm" not in callback.live.frame()
+
+
+def test_a_loss_that_is_not_finite_is_told(fit, capsys):
+    def act(live, step):
+        if step == 3:
+            with torch.no_grad():
+                live.observer.model.layer.weight[0, 0] = float("nan")
+
+    _, _, callback = fit(act=act, max_steps=5)
+    assert [e.kind for e in callback.live.state.events] == ["nonfinite"]
+    assert "surokit: step 4: loss not finite (NaN or infinite)." in capsys.readouterr().err

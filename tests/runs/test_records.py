@@ -342,3 +342,31 @@ def test_records_by_index() -> None:
 def test_capacity() -> None:
     with refused(ValueError):
         Records(capacity=0)
+
+
+class Event:
+    """Takes the place of a CUDA event at `ms`, which the device has passed once `here`."""
+
+    def __init__(self, ms):
+        self.ms, self.here = ms, False
+
+    def query(self):
+        return self.here
+
+    def synchronize(self):
+        self.here = True
+
+    def elapsed_time(self, other):
+        assert other.here, "asked before the device had passed it"
+        return other.ms - self.ms
+
+
+def test_events_without_values_are_waited_for_too():
+    events: Any = Event(0.0), Event(10.0), Event(40.0)
+    before, start, end = events
+    before.here = start.here = True
+    late = Deferred({}, {}, start, end, before)
+    assert not late.ready()
+    end.here = True
+    assert late.ready()
+    assert late.wait() == {"idle_frac": 0.25}
