@@ -119,7 +119,7 @@ class Report:
         lines += [f"{len(n)} in bf16 ({why}): {abbreviate(n)}; {self._size(nbytes)}" for why, n, nbytes in kept]
         if self.recipe.quantized:
             left = _grouped((f"{row.kind} ({row.why})", row.module, row.nbytes) for row in self.left)
-            lines += [f"{len(n)} {kind}: {abbreviate(n)}; {self._size(nbytes)}" for kind, n, nbytes in left]
+            lines += [f"{len(n)} {kind}: {abbreviate(n, 2)}; {self._size(nbytes)}" for kind, n, nbytes in left]
         speed = [self.speed.verdict] if self.speed else []
         return [*lines, *speed, *self.notes]
 
@@ -145,7 +145,7 @@ def _grouped(rows: Iterable[tuple[str, str, int]]) -> list[tuple[str, list[str],
 
 
 def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 / 10 else f"{nbytes / 2**10:.1f} KiB"
 
 
 def abbreviate(names: Sequence[str], most: int = 4) -> str:
