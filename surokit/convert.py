@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from surokit.applied import note_recipe, recipe_of
+from surokit.arguments import integer
 from surokit.hardware.gpus import Gpu, find_gpu
 from surokit.hardware.machine import room_for_decoded
 from surokit.layers import (
@@ -85,6 +86,7 @@ def apply(model: nn.Module, recipe: Recipe | str, *, gpu: str | Gpu | None = Non
     """
     check_module(model, "apply")
     recipe = find_recipe(recipe)
+    tokens = integer("tokens", tokens)
     planned_on = _gpu_for(gpu, next(model.parameters(), torch.empty(0)).device)
     found = list(recipe_layers(model))
     if not found:

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "layers": "recipe nn prequantized",
     "speed": "hardware recipe",
     "report": "recipe speed",
-    "convert": "quantizer quantized product recipe applied nn prequantized layers speed report hardware places",
+    "convert": "quantizer quantized product recipe applied nn prequantized layers speed report arguments hardware places",
     "planner": "formats errors arguments units tables hardware quantizer fusion recipe applied hub",
     "calibration": "environment kernels hardware torch_private",
     "accuracy": "quantizer quantized product recipe nn layers convert kernels places",

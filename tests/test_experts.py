@@ -268,3 +268,22 @@ def test_experts_that_peft_adapts_are_left_to_it():
     assert left[0].why == "PEFT adapts its weights by target_parameters"
     assert loss(model).item() == pytest.approx(before.item(), rel=0.05)
     assert not any(isinstance(m, Experts) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [("Mixtral", sk.FP8), ("Qwen3-MoE", sk.QNF4.lora(rank=2)), ("gpt-oss", sk.QFP8.lora(rank=2))],
+    ids=["Mixtral fp8", "Qwen3-MoE qnf4", "gpt-oss qfp8"],
+)
+def test_a_session_goes_on_bit_for_bit(family, recipe, tmp_path):
+    rows = torch.randint(0, 96, (8, 1, 12), generator=torch.Generator().manual_seed(2))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    session = sk.Session(made(family), data, recipe=recipe, schedule=None, run_dir=tmp_path)
+    session.run(3)
+    session.save()
+    session.run(3)
+    again = sk.Session.resume(tmp_path, made(family), data=data)
+    again.run(3)
+    expected = session.records.frame()["loss"].tolist()
+    assert again.records.frame()["loss"].tolist()[-3:] == expected[-3:]
+    assert len(set(expected)) == 6

@@ -111,3 +111,10 @@ def test_an_unknown_gpu_changes_nothing(tiny, gpu):
     with refused(ValueError):
         sk.apply(tiny, sk.FP8, gpu=gpu)
     assert type(tiny.lm_head) is nn.Linear
+
+
+@pytest.mark.parametrize("tokens", [0, 2.5, "many"])
+def test_tokens_are_a_whole_number(tiny, tokens):
+    with refused((ValueError, TypeError)):
+        sk.apply(tiny, sk.FP8, gpu="H100", tokens=tokens)
+    assert type(tiny.lm_head) is nn.Linear
