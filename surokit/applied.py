@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 _RECIPE = "_surokit_recipe"
 
 
+def is_adapter(name: str) -> bool:
+    """Return whether a module or parameter path belongs to an adapter: `lora_A`, `lora_B`, PEFT's `lora_embedding_A` and so on."""
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
 def note_recipe(model: nn.Module, recipe: Recipe) -> None:
     """Remember the recipe that was applied to a model; `recipe_of` returns it."""
     setattr(model, _RECIPE, recipe)

@@ -6,18 +6,18 @@ state-dict keys, so optimizers and wrappers that hold it go on working. Adapters
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from surokit.applied import note_recipe, recipe_of
+from surokit.applied import is_adapter, note_recipe, recipe_of
 from surokit.arguments import integer
 from surokit.hardware.gpus import Gpu, find_gpu
 from surokit.hardware.machine import room_for_decoded
@@ -27,7 +27,7 @@ from surokit.layers import (
     adopt,
     check_convertible,
     check_taken_over,
-    is_adapter,
+    is_left_quantized,
     left_alone,
     module_of,
     parameter_of,
@@ -36,37 +36,22 @@ from surokit.layers import (
     shape_of,
 )
 from surokit.nn.delayed import DelayedScales, banks_of
-from surokit.nn.experts import ExpertsLinear, StoredExperts, adopt_stored
+from surokit.nn.experts import ExpertsLinear
 from surokit.nn.linear import Linear
 from surokit.nn.linear_gemms import Precision
 from surokit.places import check_module
-from surokit.prequantized import Library, library_of
+from surokit.prequantized import library_of
 from surokit.product import computes
-from surokit.quantized import Quantized
 from surokit.quantizer import Quantizer
-from surokit.recipe import BF16, Recipe, count_blocks, find_recipe, recipes
+from surokit.recipe import BF16, Recipe, count_blocks, find_recipe
 from surokit.report import LayerReport, LeftReport, Report
 from surokit.speed import PlannedSpeed, check_gpu, plan_layer
+from surokit.takeover import Came, notes_of, read, take_over
 
-# what transformers leaves at a model that a library quantized
-_SAID_QUANTIZED = ("hf_quantizer", "is_quantized", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit")
 _FROZEN = "_surokit_frozen"  # names of the parameters that a recipe froze
 # layers of which a session has decided whether they keep their decoded weight, and its bytes: all sessions share the room
 _keepers: weakref.WeakKeyDictionary[OwnLayer, int] = weakref.WeakKeyDictionary()
 _deciding = threading.Lock()
-
-
-@dataclass(frozen=True)
-class _Came:
-    """A _Came is a weight that another library quantized."""
-
-    library: Library
-    weight: Quantized | StoredExperts
-    compute_dtype: torch.dtype | None
-
-    @property
-    def words(self) -> str:
-        return f"{self.library.name} {self.weight.quantizer}"
 
 
 def apply(model: nn.Module, recipe: Recipe | str, *, gpu: str | Gpu | None = None, tokens: int = 8192) -> Report:
@@ -97,16 +82,18 @@ def apply(model: nn.Module, recipe: Recipe | str, *, gpu: str | Gpu | None = Non
     # whatever can go wrong does so here, before anything changes
     check_convertible(model, recipe, found, blocks)
     adapted = _to_adapt(model, recipe, found)
-    came = {name: weight for name, layer in found if (weight := _read(name, layer))}
+    found, came = _readable(found, recipe, blocks)
     dtype = dtype_of(model)
     for name, layer in found:
         _check(name, layer, recipe, blocks, dtype, came.get(name))
     histories_before = any(bank.cursor.device.type != "meta" and int(bank.cursor) for bank in banks_of(model))
     stored_before = sum(isinstance(layer, OwnLayer) and layer.storage is not None for _, layer in found)
+    adapted_before = any(is_adapter(name) for name, _ in model.named_parameters())
     if came:
-        _take_over(model, found, came, dtype)
+        take_over(model, found, came, dtype)
     layers = [(name, adopt(layer)) for name, layer in found]
-    _note_frozen(model, (parameter_of(name, layer) for name, layer in layers if name in came))
+    if not adapted_before:  # else whoever adapted the model wants its weights frozen
+        _note_frozen(model, (parameter_of(name, layer) for name, layer in layers if name in came))
     freed = _freeze(model, recipe.frozen_base)
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     rows = [
@@ -126,7 +113,8 @@ def apply(model: nn.Module, recipe: Recipe | str, *, gpu: str | Gpu | None = Non
     again = {row.layer for row in rows if row.again}
     _share_scales(model, [layer for _, layer in layers], recipe)
     note_recipe(model, recipe)
-    notes = _idle_rules(recipe, layers, blocks) + _of_taken(layers, came, again)
+    notes = _idle_rules(recipe, _ruled(model, layers), blocks)
+    notes += notes_of(layers, came, again, {row.layer: row.why for row in rows})
     if histories_before:
         notes.append("the delayed-scaling histories are dropped (scaling_state() keeps them for load_scaling_state())")
     if stored_before and not recipe.storage:
@@ -146,7 +134,31 @@ def apply(model: nn.Module, recipe: Recipe | str, *, gpu: str | Gpu | None = Non
     device = next(model.parameters()).device
     converted = {row.layer for row in rows if row.converted}
     speed = _plan([pair for pair in layers if pair[0] in converted], recipe, planned_on, tokens)
-    return Report(recipe, tuple(rows), emulation(recipe, device), tuple(notes), tuple(left), speed)
+    nbytes = sum(p.nbytes for p in model.parameters()) + sum(row.nbytes for row in left if "codes" in row.why)
+    return Report(recipe, tuple(rows), emulation(recipe, device), tuple(notes), tuple(left), nbytes, speed)
+
+
+def _readable(
+    found: Sequence[tuple[str, Layer]], recipe: Recipe, blocks: int
+) -> tuple[list[tuple[str, Layer]], dict[str, Came]]:
+    """Return the layers without those that a rule keeps and nobody can read, and the weights that other libraries quantized."""
+    layers, came = [], {}
+    for name, layer in found:
+        try:
+            weight = read(name, layer)
+        except ValueError:
+            if not recipe.kept_by(name, blocks):
+                raise
+            continue
+        layers.append((name, layer))
+        if weight:
+            came[name] = weight
+    return layers, came
+
+
+def _ruled(model: nn.Module, layers: Iterable[tuple[str, Layer]]) -> list[str]:
+    """Return the names that rules speak of: of layers, and of those of other libraries that stay as they are."""
+    return [name for name, _ in layers] + [name for name, m in model.named_modules() if is_left_quantized(m)]
 
 
 def _gpu_for(gpu: str | Gpu | None, device: torch.device) -> Gpu | None:
@@ -176,7 +188,9 @@ def _plan(layers: Sequence[tuple[str, OwnLayer]], recipe: Recipe, gpu: Gpu | Non
         experts = layer.experts if isinstance(layer, ExpertsLinear) else 0
         stored = layer.storage is not None
         rows.append(
-            plan_layer(name, own, shape, each, trains=not recipe.frozen_base, stored=stored, gpu=gpu, experts=experts)
+            plan_layer(
+                name, own, shape, each, trains=layer.weight.requires_grad, stored=stored, gpu=gpu, experts=experts
+            )
         )
     return PlannedSpeed(gpu.name, tokens, tuple(rows), tuple(left_out)) if rows else None
 
@@ -184,7 +198,10 @@ def _plan(layers: Sequence[tuple[str, OwnLayer]], recipe: Recipe, gpu: Gpu | Non
 def _of_keeping(model: nn.Module) -> str:
     """Return how the model is written to disk: with save_pretrained() weights would lose their scales."""
     if hasattr(model, "peft_config"):
-        return "save_pretrained() of this PEFT model writes its adapter; a base that it wrote would lack the scales of its weights"
+        return (
+            "save_pretrained() of this PEFT model writes its adapter; a base that it wrote would lack the scales of its weights, "
+            "and PEFT cannot merge into codes"
+        )
     has_adapter = any(is_adapter(name) for name, _ in model.named_parameters())
     keeper = "surokit.save_adapter" if has_adapter else "surokit.save, which takes a surokit.Decoder"
     return f"keep this model with {keeper}: save_pretrained() would lose the scales of its weights"
@@ -255,90 +272,7 @@ def roll_scales(model: nn.Module) -> None:
 # -- one layer
 
 
-def _read(name: str, layer: Layer) -> _Came | None:
-    """Return the weight of a layer as another library quantized it, or None."""
-    library = library_of(module_of(layer))
-    if library is None:
-        return None
-    try:
-        if isinstance(layer, ExpertsLinear):
-            return _Came(library, library.read(layer.module, layer.name), None)
-        return _Came(library, library.read(layer), library.compute_dtype(layer))
-    except ValueError as error:
-        raise ValueError(
-            f"The weight of {name}, quantized by {library.name}, cannot be taken over: {error}. Load the model without this "
-            "quantization and give a recipe that stores its weights."
-        ) from error
-
-
-def _take_over(
-    model: nn.Module, layers: Sequence[tuple[str, Layer]], came: Mapping[str, _Came], dtype: torch.dtype
-) -> None:
-    """Make layers of other libraries ours, with the codes and scales that they have. dtype: of the model."""
-    experts: dict[nn.Module, dict[str, _Came]] = {}
-    for name, layer in layers:
-        if name not in came:
-            continue
-        if isinstance(layer, ExpertsLinear):
-            experts.setdefault(layer.module, {})[layer.name] = came[name]
-            continue
-        library, weight, computes_in = came[name].library, came[name].weight, came[name].compute_dtype
-        assert isinstance(weight, Quantized)
-        library.forget(layer)
-        own = adopt(layer)
-        own.set_stored(weight)
-        own.compute_dtype = computes_in if computes_in != dtype else None
-    for module, weights in experts.items():
-        next(iter(weights.values())).library.forget(module)
-        adopt_stored(module, {n: one.weight for n, one in weights.items() if isinstance(one.weight, StoredExperts)})
-    for library in {one.library for one in came.values()}:
-        library.restore(model)
-    _forget_quantizer(model)
-
-
-def _forget_quantizer(model: nn.Module) -> None:
-    """Remove what says that another library quantized the model: its Trainer, .to() and PEFT ask for it."""
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        for name in _SAID_QUANTIZED:
-            vars(module).pop(name, None)
-
-
-def _of_taken(layers: Sequence[tuple[str, OwnLayer]], came: Mapping[str, _Came], again: set[str]) -> list[str]:
-    """Return notes on weights that another library had quantized: what became of them, what it costs, how to keep them."""
-    groups: dict[tuple[str, str], list[tuple[OwnLayer, _Came]]] = {}
-    for name, layer in layers:
-        if name in came:
-            fate = "decoded" if layer.storage is None else "again" if name in again else "kept"
-            groups.setdefault((came[name].words, fate), []).append((layer, came[name]))
-    notes = []
-    for (words, fate), members in groups.items():
-        who = f"{len(members)} weights of {words}"
-        if fate == "kept":
-            notes.append(f"{who} keep their codes and scales")
-            continue
-        layer, first = members[0]
-        had = sum(one.weight.nbytes for _, one in members)
-        has = sum(p.nbytes for layer, _ in members for p in (layer.weight, *layer.stored_scales))
-        what = f"decoded to {str(layer.weight.dtype).removeprefix('torch.')}"
-        if fate == "again":
-            what = f"quantized again as {layer.storage}, so that both roundings count"
-        keeps = f"recipe.store({_as_code(first.weight.quantizer)}) keeps their codes"
-        notes.append(f"{who} are {what}: {had / 2**20:.1f} MiB became {has / 2**20:.1f} MiB; {keeps}")
-    return notes
-
-
-def _as_code(q: Quantizer) -> str:
-    """Return what a user types for the storage `q`."""
-    named = next((r for r in recipes.values() if r.storage == q), None)
-    if named:
-        return f"surokit.{named.name.upper()}"
-    return f"surokit.Quantizer(surokit.{q.format.name.upper()}, surokit.{q.scaling!r})"
-
-
-def _check(name: str, layer: Layer, recipe: Recipe, blocks: int, dtype: torch.dtype, came: _Came | None) -> None:
+def _check(name: str, layer: Layer, recipe: Recipe, blocks: int, dtype: torch.dtype, came: Came | None) -> None:
     """Raise what `_convert` would; its storage meets a matrix of the weight's kind without data."""
     why = skip_reason(name, layer, recipe, blocks)
     stored = came.weight.quantizer if came else _stored_in(layer)
@@ -441,11 +375,13 @@ def dtype_of(model: nn.Module) -> torch.dtype:
     """Return the dtype that a model computes in: of its first parameter, scales of stored weights excepted."""
     layers = (layer for _, layer in recipe_layers(model))
     scales = {id(p) for layer in layers if isinstance(layer, OwnLayer) for p in layer.stored_scales}
-    scales |= {
-        id(p) for m in model.modules() if library_of(m) for n, p in m.named_parameters(recurse=False) if "bias" not in n
-    }
-    usable = (p for p in model.parameters() if p.is_floating_point() and p.itemsize > 1 and id(p) not in scales)
-    return next((p.dtype for p in usable), torch.bfloat16)
+    foreign = [(library, m) for m in model.modules() if (library := library_of(m))]
+    scales |= {id(p) for _, m in foreign for p in m.parameters(recurse=False)}
+    named = [(n, p) for n, p in model.named_parameters() if p.is_floating_point() and p.itemsize > 1]
+    usable = [p.dtype for n, p in named if id(p) not in scales and not n.endswith("bias")]
+    said = (dtype for library, m in foreign if (dtype := library.dtype(m)))
+    biases = (p.dtype for n, p in named if n.endswith("bias"))
+    return next(itertools.chain(usable, said, biases), torch.bfloat16)
 
 
 def skip_reason(name: str, layer: Layer, recipe: Recipe, blocks: int) -> str:
@@ -473,11 +409,11 @@ def planned_speed(layer: Layer, recipe: Recipe) -> float | None:
     return plan_layer("", recipe, shape, tokens, trains=not recipe.frozen_base, stored=False, gpu=gpu).speed
 
 
-def _idle_rules(recipe: Recipe, layers: Sequence[tuple[str, Layer]], blocks: int) -> list[str]:
+def _idle_rules(recipe: Recipe, names: Sequence[str], blocks: int) -> list[str]:
     """Return notes on the rules that speak of no layer: a slip of the pen, or a share of too few blocks. Every recipe keeps
     lm_head, there or not."""
     spoken = [rule for rule in recipe.rules if rule not in BF16.rules and (rule.pattern or rule.last_share)]
-    idle = [rule for rule in spoken if not any(rule.applies(name, blocks) for name, _ in layers)]
+    idle = [rule for rule in spoken if not any(rule.applies(name, blocks) for name in names)]
     return [f"the rule {r} " + ("matches no layer" if r.pattern else f"covers no block of {blocks}") for r in idle]
 
 
@@ -528,7 +464,8 @@ def _to_adapt(model: nn.Module, recipe: Recipe, layers: Sequence[tuple[str, Laye
         return set()
     names = {name for name, _ in layers}
     parents = {name.partition(".lora_")[0] for name, _ in model.named_modules() if ".lora_" in name}
-    if parents - names:
+    experts = {name.rpartition(".")[0] for name, layer in layers if isinstance(layer, ExpertsLinear)}
+    if parents - names - experts:
         return set()
     wanted = {*recipe.adapter.targets}
     targets = {name for name in names if wanted & _targets_of(name.split(".")[-1])}
@@ -539,11 +476,13 @@ def _to_adapt(model: nn.Module, recipe: Recipe, layers: Sequence[tuple[str, Laye
             "Name the layers to adapt with recipe.lora(targets=(...))."
         )
     for name, layer in layers:
-        held = layer.lora_rank if isinstance(layer, OwnLayer) else 0
-        if name in targets and held not in (0, recipe.adapter.rank):
+        if name not in targets or not isinstance(layer, OwnLayer) or not layer.has_adapter:
+            continue
+        held, wants = (layer.lora_rank, layer.lora_alpha), (recipe.adapter.rank, recipe.adapter.alpha)
+        if held != wants:
             raise ValueError(
-                f"{name} has an adapter of rank {held} and the recipe wants rank {recipe.adapter.rank}: "
-                "merge_adapter() or remove_adapter() first."
+                f"{name} has an adapter of rank {held[0]} and alpha {held[1]:g}, and the recipe wants {wants[0]} and "
+                f"{wants[1]:g}: merge_adapter() or remove_adapter() first."
             )
     return targets
 

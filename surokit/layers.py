@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, overload
 import torch
 from torch import nn
 
+from surokit.applied import host_streams, is_adapter
 from surokit.nn.experts import Experts, ExpertsLinear, adopt_experts, is_experts, unsupported, weights_of
 from surokit.nn.linear import Linear
 from surokit.prequantized import codes_of, library_of
@@ -38,26 +39,29 @@ def recipe_layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
         elif is_adapter(name):
             continue
         elif library := library_of(module):
+            if _has_own_forward(module) and not library.replaced_forward(module):
+                continue
             if shapes := library.shapes(module):
-                yield from (
-                    (f"{name}.{weight}", ExpertsLinear(module, weight, size)) for weight, size in shapes.items()
-                )
+                for weight, size in shapes.items():
+                    yield f"{name}.{weight}".lstrip("."), ExpertsLinear(module, weight, size)
             else:
                 assert isinstance(module, nn.Linear)
                 yield name, module
-        elif is_experts(module) and not unsupported(module) and not _adapted_by_peft(name):
+        elif isinstance(module, Experts) or (
+            is_experts(module) and not unsupported(module) and not adapted_by_peft(name)
+        ):
             for weight, layer in weights_of(module).items():
-                yield f"{name}.{weight}", layer
+                yield f"{name}.{weight}".lstrip("."), layer
 
 
-def _adapted_by_peft(name: str) -> bool:
+def adapted_by_peft(name: str) -> bool:
     """Return whether PEFT stands around experts of this name, and puts its sums in the place of their weights."""
     return name.endswith(".base_layer")
 
 
 def parameter_of(name: str, layer: Layer) -> str:
     """Return the name of the parameter that holds the weight of a layer of this name."""
-    return name if isinstance(layer, ExpertsLinear) else f"{name}.weight"
+    return name if isinstance(layer, ExpertsLinear) else f"{name}.weight".lstrip(".")
 
 
 def module_of(layer: Layer) -> nn.Module:
@@ -73,11 +77,6 @@ def check_taken_over(model: nn.Module, who: str) -> None:
                 f"{who}() needs layers that a recipe can compute, and {name} is quantized by {library.name}: "
                 "surokit.apply(model, recipe) takes its weights over."
             )
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether a module or parameter path belongs to an adapter: `lora_A`, `lora_B`, PEFT's `lora_embedding_A` and so on."""
-    return any(part.startswith("lora_") for part in name.split("."))
 
 
 @overload
@@ -144,7 +143,12 @@ def check_convertible(model: nn.Module, recipe: Recipe, layers: Sequence[tuple[s
         )
     if changes and any(type(p).__name__ == "DTensor" for p in model.parameters()):
         raise ValueError("The weights are sharded already (DTensor): apply the recipe before fully_shard().")
-    _check_devices(model, layers)
+    _check_devices(model)
+    if recipe.storage and any(".lora_magnitude_vector." in name for name, _ in model.named_parameters()):
+        raise ValueError(
+            "The model has DoRA adapters of PEFT, which compute with the numbers of a weight and not with its codes: take LoRA, or "
+            "a recipe without storage."
+        )
     for name, module in model.named_modules():
         if not is_adapter(name) and library_of(module) is None and (codes := _foreign_codes(module)):
             if recipe.kept_by(name, blocks):
@@ -153,18 +157,30 @@ def check_convertible(model: nn.Module, recipe: Recipe, layers: Sequence[tuple[s
                 f"{name} is a {_class(module)} with {codes} codes, which surokit cannot read: load the model without this "
                 f'quantization, or leave such layers as they are with recipe.keep("{name}").'
             )
+        if recipe.storage and isinstance(module, Experts) and adapted_by_peft(name):
+            raise ValueError(
+                f"PEFT adapts {name.removesuffix('.base_layer')} by target_parameters, which weights stored as codes cannot "
+                "have: take recipe.lora(targets=(...)) in its place."
+            )
     if recipe.storage:
         _check_shared(recipe, layers, blocks)
+
+
+def is_left_quantized(module: nn.Module) -> bool:
+    """Return whether another library holds a quantized weight here, one that we can read or not."""
+    return library_of(module) is not None or bool(_foreign_codes(module))
 
 
 def _foreign_codes(module: nn.Module) -> str:
     return "" if isinstance(module, Linear | Experts) else codes_of(module)
 
 
-def _check_devices(model: nn.Module, layers: Sequence[tuple[str, Layer]]) -> None:
+def _check_devices(model: nn.Module) -> None:
     on: dict[str, str] = {}
-    for name, layer in layers:
-        on.setdefault(str(next(module_of(layer).parameters()).device), name)
+    for name, parameter in model.named_parameters():
+        on.setdefault(str(parameter.device), name)
+    if any(True for _ in host_streams(model)):  # surokit.offload_weights brings what lies elsewhere
+        return
     if "meta" in on and any(hasattr(m, "_hf_hook") for m in model.modules()):
         raise ValueError(
             f"Weights are offloaded by accelerate, which brings them for each forward ({on['meta']} is one): load the model "
@@ -214,6 +230,9 @@ def _why_left(name: str, module: nn.Module, own: Sequence[torch.Tensor]) -> str:
         return f"{codes} codes, kept by a rule"
     if type(module) is nn.Linear:
         return "another replaced its forward"
+    if library := library_of(module):
+        replaced = _has_own_forward(module) and not library.replaced_forward(module)
+        return "another replaced its forward" if replaced else f"codes of {library.name}, kept by a rule"
     if is_experts(module):
         return unsupported(module) or "PEFT adapts its weights by target_parameters"
     if type(module).__name__.endswith("Router"):

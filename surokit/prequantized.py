@@ -56,6 +56,14 @@ class Library(ABC):
         """Return the dtype in which the layer multiplies whatever x has, or None."""
         return None
 
+    def dtype(self, layer: Any) -> torch.dtype | None:
+        """Return the dtype that the weight had before, where the library knows it."""
+        return None
+
+    def replaced_forward(self, layer: Any) -> bool:
+        """Return whether a forward in the place of the class' is the library's own."""
+        return False
+
     def forget(self, layer: Any) -> None:
         """Remove what the library keeps at the layer and no weight of ours needs."""
         return
@@ -77,7 +85,7 @@ class BitsAndBytes(Library):
     def read(self, layer: Any, weight: str = "weight") -> Found:
         state = getattr(layer.weight, "quant_state", None) or getattr(layer, "quant_state", None)
         if state is None:
-            raise ValueError("model.to(device), which quantizes it, has to come first")
+            raise ValueError("it is not quantized before model.to(device), which has to come first")
         format = self._formats.get(state.quant_type)
         if format is None or not _equal(state.code, format.values):
             raise ValueError(f"it has a table of numbers of its own ({state.quant_type})")
@@ -96,6 +104,9 @@ class BitsAndBytes(Library):
 
     def compute_dtype(self, layer: Any) -> torch.dtype | None:
         return getattr(layer, "compute_dtype", None)
+
+    def dtype(self, layer: Any) -> torch.dtype | None:
+        return getattr(getattr(layer.weight, "quant_state", None), "dtype", None)
 
     def forget(self, layer: Any) -> None:
         for name in ("quant_state", "quant_storage", "compute_type_is_set", "support_avx512bf16_for_cpu"):
@@ -142,6 +153,9 @@ class TorchAO(Library):
         (N, K), (rows, columns) = w.qdata.shape, w.block_size
         return _tiles(w.qdata, w.scale, _scaling(min(rows, N), min(columns, K), N, K))
 
+    def dtype(self, layer: Any) -> torch.dtype | None:
+        return layer.weight.dtype
+
 
 class CompressedTensors(Library):
     """CompressedTensors has E4M3 codes and `weight_scale` in a torch.nn.Linear whose forward it has replaced."""
@@ -149,12 +163,12 @@ class CompressedTensors(Library):
     name = "compressed-tensors"
 
     def holds(self, layer: nn.Module) -> bool:
-        return (
-            getattr(layer, "quantization_scheme", None) is not None and getattr(layer, "weight_scale", None) is not None
-        )
+        said = getattr(layer, "quantization_scheme", None)
+        return type(layer) is nn.Linear and getattr(said, "weights", None) is not None
 
     def read(self, layer: Any, weight: str = "weight") -> Found:
-        said, codes = layer.quantization_scheme.weights, layer.weight.data
+        said = layer.quantization_scheme.weights
+        codes = layer.weight.data if hasattr(layer, "weight") else torch.empty(0, dtype=torch.uint8)
         kind = getattr(said.type, "value", said.type)
         if (kind, said.num_bits) != ("float", 8) or codes.dtype != torch.float8_e4m3fn:
             raise ValueError(
@@ -173,6 +187,15 @@ class CompressedTensors(Library):
             case "group":
                 return _tiles(codes, scales, Block(1, said.group_size, pow2=False))
         raise ValueError(f"its scales are those of a {strategy}, and surokit reads tensor, channel, block and group")
+
+    def replaced_forward(self, layer: Any) -> bool:
+        forward = getattr(vars(layer).get("forward"), "__func__", None)
+        return "compressed_tensors" in getattr(forward, "__globals__", {}).get("__name__", "")
+
+    def restore(self, model: nn.Module) -> None:
+        for module in model.modules():  # it would decompress the model in its first forward
+            if hook := vars(module).pop("ct_decompress_hook", None):
+                hook.remove()
 
     def forget(self, layer: Any) -> None:
         for name, _ in [*layer.named_parameters(recurse=False)]:
@@ -281,9 +304,11 @@ def codes_of(layer: nn.Module) -> str:
     """Return what a layer of an unknown class holds in place of a weight, such as "int8"; "" where there is nothing like codes."""
     if not any(hasattr(layer, size) for size in ("in_features", "infeatures", "in_feature")):
         return ""
-    own = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
-    codes = next((t for t in own if t.dim() and (not t.is_floating_point() or t.itemsize == 1) and t.numel() > 1), None)
-    return "" if codes is None else _named(codes.dtype)
+    own = dict(layer.named_parameters(recurse=False)) | dict(layer.named_buffers(recurse=False))
+    if "weight" in own:
+        own = {"weight": own["weight"]}
+    held = (t.dtype for t in own.values() if t.numel() > 1 and t.dtype != torch.bool)
+    return next((_named(dtype) for dtype in held if not dtype.is_floating_point or dtype.itemsize == 1), "")
 
 
 def of_bitsandbytes(
@@ -353,8 +378,10 @@ def _equal(table: Tensor | None, values: tuple[float, ...]) -> bool:
 
 
 def _is_a(layer: nn.Module, kind: str, package: str) -> bool:
-    """Return whether a class of this name and package is among those of the layer."""
-    return any(c.__name__ == kind and c.__module__.partition(".")[0] == package for c in type(layer).__mro__)
+    """Return whether this is a layer of that class, or of one derived from it that computes alike."""
+    kinds: tuple[Any, ...] = type(layer).__mro__
+    bases = (c for c in kinds if c.__name__ == kind and c.__module__.partition(".")[0] == package)
+    return any(kinds[0].forward is base.forward for base in bases)
 
 
 def _codes_in(layer: Any, weight: str = "weight") -> torch.dtype:

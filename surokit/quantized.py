@@ -109,6 +109,8 @@ class Quantized:
         may come as rows with the same scales.
         """
         have = self.quantizer
+        if self.scales.is_meta:  # there is nothing to compare
+            return replace(self, quantizer=wanted) if have == wanted else None
         if isinstance(wanted.scaling, NV) and wanted.scaling.rows == 16 and have == Quantizer(E2M1, NV(16)):
             scales = self.scales.view(torch.uint8)
             firsts = scales[::16]
@@ -117,7 +119,8 @@ class Quantized:
             return None
         if not have.same_codes(wanted) or (isinstance(have.scaling, NFBlock) and have.scaling != wanted.scaling):
             return None
-        if wanted.scaling.pow2 and not have.scaling.pow2 and not bool((torch.frexp(self.scales).mantissa == 0.5).all()):
+        narrower = wanted.scaling.pow2 and not have.scaling.pow2
+        if narrower and not bool(((torch.frexp(self.scales).mantissa == 0.5) | (self.scales == 0)).all()):
             return None
         return replace(self, quantizer=wanted)
 

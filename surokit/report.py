@@ -62,16 +62,12 @@ class Report:
     emulated: str  # "" where the device multiplies the formats itself, else why not
     notes: tuple[str, ...] = ()  # what else changed, and what to look out for
     left: tuple[LeftReport, ...] = ()
+    nbytes: int = 0  # of all weights of the model, a shared one once
     speed: PlannedSpeed | None = None  # planned, where a GPU was named or is at hand
 
     @property
     def converted(self) -> int:
         return sum(row.converted for row in self.rows)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all weights of the model."""
-        return sum(row.nbytes for row in self.rows) + sum(row.nbytes for row in self.left)
 
     @property
     def line(self) -> str:
@@ -83,7 +79,7 @@ class Report:
             "weights of experts": [row for row in self.rows if row.experts],
         }
         counts = [f"{sum(r.converted for r in rows)} of {len(rows)} {kind}" for kind, rows in kinds.items() if rows]
-        return f"{self.recipe.name}: {' and '.join(counts)} converted{how}; {_mib(held)}"
+        return f"{self.recipe.name}: {' and '.join(counts)} converted{how}; {mib(held)}"
 
     def frame(self) -> pd.DataFrame:
         """Return a DataFrame with the columns layer, shape, products, storage, adapter, why, bytes; planned_speed (bf16 is 1)
@@ -124,7 +120,7 @@ class Report:
         return [*lines, *speed, *self.notes]
 
     def _size(self, nbytes: int) -> str:
-        return f"{_mib(nbytes)}, {nbytes / (self.nbytes or 1):.1%}"
+        return f"{mib(nbytes)}, {nbytes / (self.nbytes or 1):.1%}"
 
     def __repr__(self) -> str:
         return "\n".join([self.line, *(f"  {line}" for line in self._lines())])
@@ -144,7 +140,8 @@ def _grouped(rows: Iterable[tuple[str, str, int]]) -> list[tuple[str, list[str],
     return sorted(((why, names, sum(sizes)) for why, (names, sizes) in groups.items()), key=lambda group: -group[2])
 
 
-def _mib(nbytes: int) -> str:
+def mib(nbytes: int) -> str:
+    """Return bytes in MiB, or in KiB where that reads better."""
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 / 10 else f"{nbytes / 2**10:.1f} KiB"
 
 

@@ -32,6 +32,7 @@ class Planned:
     experts: int
     own: dict[str, float]
     bf16: dict[str, float]
+    stored: bool = False  # quantized, frozen
 
     @property
     def seconds(self) -> float:
@@ -67,7 +68,7 @@ def plan_layer(
     own = linear_times(recipe, n, k, tokens, trains=trains, gpu=gpu, stored=stored)
     bf16 = linear_times(BF16, n, k, tokens, trains=trains, gpu=gpu)
     own, bf16 = ({part: seconds * times for part, seconds in one.items()} for one in (own, bf16))
-    return Planned(name, tokens, shape_NK, experts, own, bf16)
+    return Planned(name, tokens, shape_NK, experts, own, bf16, stored)
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ class PlannedSpeed:
         return said
 
     def _remedy(self) -> str:
+        if any(row.stored for row in self.slower):
+            return "what decoding stored weights costs"
         if len(self.slower) == len(self.rows):
             return "this recipe saves no time here"
         losing = max(_least(row) for row in self.slower)

@@ -11,6 +11,8 @@ Some names serve one file, which is about them, and stay there. The same test fa
         torch.ops.aten._softmax_backward_data.out
     surokit/kernels/native.py: the product with scales, before torch.nn.functional.scaled_mm
         torch._scaled_mm
+    surokit/agreement/batches.py: what torch.compile wraps
+        _orig_mod
     surokit/models/decoder.py: a method that a module extends, for what it keeps beside its parameters
         _apply
     surokit/models/foreign.py: the same, and the module's own layers

@@ -68,10 +68,8 @@ def bitsandbytes(kind, double, compute=None):
                 compute_dtype=compute,
                 compress_statistics=double,
                 quant_type=kind,
-            )
+            ).to(dtype)
             layer.load_state_dict(dense.state_dict())
-            if layer.bias is not None:
-                layer.bias.data = layer.bias.data.to(dtype)
             setattr(net, name, layer.to("cpu"))
         return net
 

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
 
 from surokit.nn.linear_gemms import SLOTS, UNQUANTIZED, Operand, Precision, Products, storage_key_of, weight
 from surokit.nn.weight_cache import Kept, in_one_process, is_own
@@ -742,6 +743,11 @@ class Experts(nn.Module):
             projection.kept = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if is_parametrized(self) and any(projection.storage for projection in self.projections.values()):
+            raise RuntimeError(
+                "PEFT's target_parameters adds to the weights of experts, which are stored as codes here: take "
+                "recipe.lora(targets=(...)) for an adapter on stored experts."
+            )
         if self.own_forward and not any(projection.active for projection in self.projections.values()):
             return super().forward(*args, **kwargs)
         if kwargs:  # which have other names in each model

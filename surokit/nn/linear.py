@@ -90,6 +90,7 @@ class _BeforeMerging:
     lora_A: AdapterMatrix
     lora_B: AdapterMatrix
     lora_alpha: float
+    compute_dtype: torch.dtype | None
 
 
 KEPT = ("frozen", "kept", "plans")  # attributes of a Linear that belong to it and its weight alone: no copy has them
@@ -324,13 +325,15 @@ class Linear(nn.Linear):
         merged = base.to(wide) + delta * (self.lora_alpha / self.lora_rank)
         if keep:
             weight = before or self.weight.detach().clone()
-            self._before = _BeforeMerging(weight, self.lora_A, self.lora_B, self.lora_alpha)
+            self._before = _BeforeMerging(weight, self.lora_A, self.lora_B, self.lora_alpha, self.compute_dtype)
         else:
             self._before = None
         if before is None:
             self.weight.copy_(merged)  # in place: whoever holds the parameter goes on holding it
         elif requantize:
+            dtype = self.compute_dtype
             self.set_stored(quantize(merged, before.quantizer))
+            self.compute_dtype = dtype
         else:
             self.set_dense(merged.to(self.lora_A.weight.dtype))
         self.remove_adapter()
@@ -351,6 +354,7 @@ class Linear(nn.Linear):
             Q = before.weight
             parts = tuple(part.to(self.weight.device) for part in Q.parts)
             self.set_stored(Quantized.of(Q.quantizer, parts, Q.shape))
+            self.compute_dtype = before.compute_dtype
         elif self.storage is None:
             self.weight.copy_(before.weight)
         else:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from surokit.applied import Trainer, fusion_of, host_streams, recipe_of
+from surokit.applied import Trainer, fusion_of, host_streams, is_adapter, recipe_of
 from surokit.planner.counts.flops import Trained
 from surokit.planner.counts.memory import DTYPE_BYTES
 from surokit.recipe import BF16, Lora
@@ -56,7 +56,7 @@ def read_own(what: Any) -> LiveArguments:
     adapters = _Adapters.of(named)
     notes = list(adapters.notes)
     trained = _trained(named, adapters)
-    base = [p for name, p in named if not _is_adapter(name)]
+    base = [p for name, p in named if not is_adapter(name)]
     trains = sum(_trains(p) for p in base)
     if not trained.parameters:
         notes.append("no parameter of this model requires a gradient: the plan takes what its recipe trains")
@@ -88,10 +88,6 @@ def _trains(p: Any) -> bool:
     return bool(getattr(p, "requires_grad", False))
 
 
-def _is_adapter(name: str) -> bool:
-    return any(part.startswith("lora_") for part in name.split("."))
-
-
 @dataclass(frozen=True)
 class _Adapters:
     """An _Adapters describes low-rank adapters, found by their parameters' names: ours are `q_proj.lora_A.weight`, PEFT's
@@ -108,7 +104,7 @@ class _Adapters:
         ranks: Counter[str] = Counter()  # by layer, of all its adapters together
         peft, size, notes = False, 0, []
         for name, p in named:
-            if not _is_adapter(name):
+            if not is_adapter(name):
                 continue
             size += p.numel() * p.element_size()
             path, _, rest = name.partition(".lora_A.")
