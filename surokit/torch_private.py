@@ -17,6 +17,8 @@ Some names serve one file, which is about them, and stay there. The same test fa
         _apply
     surokit/models/foreign.py: the same, and the module's own layers
         _apply, _modules
+    surokit/models/sparse.py: a method that the module extends, for what it counts
+        _apply
     surokit/nn/attention.py: cuDNN's attention, which no public function asks for
         torch.ops.aten._scaled_dot_product_cudnn_attention
     surokit/nn/delayed.py: the dictionaries in which a model's layers and parameters are compared with those of an earlier walk

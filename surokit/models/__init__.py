@@ -3,6 +3,8 @@
 config.py       DecoderConfig, from and to a Hugging Face config.json
 decoder.py      Decoder
 checkpoint.py   load, save
+sparse.py       the router and the experts of a block, the load-balancing loss
+expert_files.py experts as folders have them, a tensor for each projection of each
 layouts.py      quantized weights as FP8, ModelOpt, MXFP4 and bitsandbytes folders have them
 folder.py       safetensors folders, read through memory mapping and written whole
 fuse.py         fuse: what is computed together, of a Decoder and of transformers' models

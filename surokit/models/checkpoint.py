@@ -18,8 +18,10 @@ from torch import nn
 
 from surokit import convert, hub
 from surokit.errors import CheckpointError
+from surokit.layers import OwnLayer
 from surokit.models.config import DecoderConfig
 from surokit.models.decoder import MLP, Attention, Decoder
+from surokit.models.expert_files import ExpertFiles, expert_files
 from surokit.models.folder import (
     INDEX,
     SIDECAR,
@@ -37,6 +39,7 @@ from surokit.models.layouts import Layout, copied, layout_for, layout_of
 from surokit.nn.joint import lay
 from surokit.nn.linear import Linear
 from surokit.places import check_dtype, check_values, find_device
+from surokit.quantizer import Quantizer
 from surokit.recipe import Recipe, find_recipe
 
 OnLinearLoaded = Callable[[str, Linear], None]
@@ -53,10 +56,11 @@ def load(
 ) -> Decoder:
     """Return a Decoder with the weights of a Hugging Face folder, or of a Hub id, which is fetched first.
 
-    Reads Llama 2 and 3, SmolLM2, Mistral, Qwen2.5 and Qwen3 with weights in safetensors, one file or shards, also quantized:
-    fine-grained FP8, ModelOpt's NVFP4 and MXFP8, MXFP4, bitsandbytes' NF4. dtype: of the parameters. device: a CUDA GPU if
-    there is one, unless given. recipe: as for `surokit.apply`; a recipe with a storage quantizes each layer while it loads.
-    on_linear_loaded(name, layer) is called for each linear layer once its weight is there, a tied head excepted.
+    Reads Llama 2 and 3, SmolLM2, Mistral, Mixtral, Qwen2.5, Qwen3 and Qwen3-MoE with weights in safetensors, one file or shards,
+    also quantized: fine-grained FP8, ModelOpt's NVFP4 and MXFP8, MXFP4, bitsandbytes' NF4; experts in fine-grained FP8 only.
+    dtype: of the parameters. device: a CUDA GPU if there is one, unless given. recipe: as for `surokit.apply`; a recipe with a
+    storage quantizes each layer and each expert while it loads. on_linear_loaded(name, layer) is called for each linear layer once
+    its weight is there, a tied head excepted.
 
     Quantized weights stay stored as they are without a recipe, and with one that stores them the same way. A recipe with
     another storage quantizes them again, with a warning; a recipe without storage dequantizes them.
@@ -73,19 +77,36 @@ def load(
     target = find_device(device, "load")
     model = Decoder(config, device="meta", dtype=dtype)
     again: list[str] = []
-    callbacks = [c for c in (_storing(recipe, config, again), on_linear_loaded) if c]
+
+    def store(name: str, layer: OwnLayer) -> None:
+        if (storage := _storage_for(recipe, config, name, layer)) and layer.store(storage):
+            again.append(name)  # it was quantized before in another way
+
+    sparse = expert_files(model, config)
+    inside = tuple(f"{path}." for path in sparse)
     with Tensors(weight_files(path)) as tensors:
         found = {name: tensor for name, tensor in tensors.found.items() if not _ignored(name, config, layout)}
-        check_tensors(found, _wanted(model, layout, found), path)
+        check_tensors(found, _wanted(model, sparse, layout, found), path)
         for name, module in model.named_modules():
+            if name in sparse:
+                files = sparse[name]
+                files.fill_router(tensors, target)
+                for path_, weight in files.live.items():
+                    files.fill(weight, layout, tensors, found, target, _storage_for(recipe, config, path_, weight))
+                    store(path_, weight)
+            if name.startswith(inside):
+                continue
             _fill(name, module, layout, tensors, found, target)
             if isinstance(module, Linear) and not (config.tied and module is model.lm_head):
-                for callback in callbacks:
-                    callback(name, module)
+                store(name, module)
+                if on_linear_loaded is not None:
+                    on_linear_loaded(name, module)
                 reader = model.get_submodule(name.rpartition(".")[0])
                 if isinstance(reader, (Attention, MLP)):  # at once, so that no more than these exist twice
                     lay(reader.readers, reader.fusion)
     model.model.rotary_emb.to_empty(device=target)
+    if config.experts is not None:
+        model.router_use.to_empty(device=target)
     if config.tied:
         model.tie_weights()
     model.name_or_path = str(folder)
@@ -118,13 +139,16 @@ def save(model: nn.Module, folder: str | Path, shard_gib: float = 5.0) -> Path:
             "save_pretrained(), for weights that are not stored quantized; save_adapter() keeps the adapter of either."
         )
     check_values(model, "save")
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+    linears: dict[str, OwnLayer] = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+    hf = model.config.to_hf()
+    sparse = expert_files(model, model.config, hf["model_type"])
+    for files in sparse.values():
+        linears |= files.live
     if any(m.has_adapter for m in linears.values()):
         raise CheckpointError(
             "The model has an adapter: surokit.save_adapter() writes it apart, and surokit.merge() folds it into the "
             "weights, which save() can write."
         )
-    hf = model.config.to_hf()
     dtype = model.model.norm.weight.dtype
     hf["dtype"] = str(dtype).removeprefix("torch.")
     tensors = model.state_dict()
@@ -132,10 +156,13 @@ def save(model: nn.Module, folder: str | Path, shard_gib: float = 5.0) -> Path:
         del tensors["lm_head.weight"]
     layout = _layout_for(linears)
     kept = [name for name, m in linears.items() if m.storage is None]
+    for path, files in sparse.items():
+        tensors = {name: t for name, t in tensors.items() if not name.startswith(f"{path}.")}
+        tensors |= files.tensors(layout, dtype)
     if layout is not None:
         hf["quantization_config"] = layout.config(kept, dtype)
         for name, layer in linears.items():
-            if (Q := layer.stored) is not None:
+            if isinstance(layer, Linear) and (Q := layer.stored) is not None:
                 for held in ("weight", *Q.quantizer.scaling.stored_as):
                     tensors.pop(f"{name}.{held}", None)
                 tensors |= layout.tensors(f"{name}.weight", Q, dtype)
@@ -170,11 +197,16 @@ def _fill(
             setattr(module, key, nn.Parameter(copied(tensors[full], parameter.dtype, device)))
 
 
-def _wanted(model: Decoder, layout: Layout | None, found: Mapping[str, Wanted]) -> dict[str, Wanted]:
-    """Return what the files must have: the model's parameters, some of them in the layout of the quantized ones."""
+def _wanted(
+    model: Decoder, sparse: Mapping[str, ExpertFiles], layout: Layout | None, found: Mapping[str, Wanted]
+) -> dict[str, Wanted]:
+    """Return what the files must have: the model's parameters, some of them in the layout of the quantized ones, experts apart."""
     wanted = {name: Wanted(tuple(t.shape)) for name, t in model.state_dict().items()}
     if model.config.tied:
         del wanted["lm_head.weight"]
+    for path, files in sparse.items():
+        wanted = {name: w for name, w in wanted.items() if not name.startswith(f"{path}.")}
+        wanted |= files.wanted(layout, found)
     for name, module in model.named_modules():
         weight = f"{name}.weight"
         if isinstance(module, Linear) and layout and layout.holds(weight, found):
@@ -194,20 +226,12 @@ def _ignored(name: str, config: DecoderConfig, layout: Layout | None) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (config.tied and name.startswith("lm_head.weight"))
 
 
-def _storing(recipe: Recipe | None, config: DecoderConfig, again: list[str]) -> OnLinearLoaded | None:
-    """Quantizes a weight for storage where the recipe will, so that `apply` finds it done; `again` gets the names of those
-    that were quantized before in another way."""
-    if recipe is None or recipe.storage is None:
+def _storage_for(recipe: Recipe | None, config: DecoderConfig, name: str, layer: OwnLayer) -> Quantizer | None:
+    """Return how the recipe will store this layer, so that it is quantized as it arrives and `apply` finds it done; None where it
+    will not."""
+    if recipe is None or recipe.storage is None or convert.skip_reason(name, layer, recipe, config.layers):
         return None
-    storage = recipe.storage
-
-    def store(name: str, layer: Linear) -> None:
-        if convert.skip_reason(name, layer, recipe, config.layers):
-            return
-        if layer.store(storage):
-            again.append(name)
-
-    return store
+    return recipe.storage
 
 
 def _layout_in(path: Path, config: Mapping[str, Any]) -> Layout | None:
@@ -218,7 +242,7 @@ def _layout_in(path: Path, config: Mapping[str, Any]) -> Layout | None:
     return layout_of(quantization, path) if quantization else None
 
 
-def _layout_for(linears: Mapping[str, Linear]) -> Layout | None:
+def _layout_for(linears: Mapping[str, OwnLayer]) -> Layout | None:
     """Return the one layout in which all stored weights are written; None where there are none."""
     layouts: dict[Layout, str] = {}
     for name, layer in linears.items():

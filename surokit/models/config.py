@@ -1,11 +1,13 @@
 """Describe the shape of a decoder, and translate it from and to a Hugging Face config.json: DecoderConfig.
 
-Four families of config describe one architecture: llama (Llama 2 and 3, SmolLM2), mistral, qwen2 (Qwen2.5) and qwen3. They
-differ in biases, QK-norm, sliding window and defaults, all of which are fields here.
+Six families of config describe one architecture: llama (Llama 2 and 3, SmolLM2), mistral, qwen2 (Qwen2.5), qwen3, and with
+mixtures of experts mixtral and qwen3_moe. They differ in biases, QK-norm, sliding window, experts and defaults, all of which are
+fields here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +19,12 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+_SPARSE = ("mixtral", "qwen3_moe")
+_QK_NORMED = ("qwen3", "qwen3_moe")
+_SAME_WINDOW = ("mistral", "mixtral", "qwen3_moe")  # in every block
 # what transformers assumes where a config.json is silent
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
@@ -28,6 +35,24 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "num_key_value_heads": 32,
         "head_dim": 128,
+    },
+    "mixtral": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
+    },
+    "qwen3_moe": {
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "router_aux_loss_coef": 0.001,
     },
 }
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -47,7 +72,12 @@ class DecoderConfig:
     rope_scaling: None, or {"rope_type": "linear" | "llama3", ...} with the keys of a Hugging Face config.
     sliding_window: each query sees that many keys, itself included, in `window_layers` (all of them unless given).
     max_length: longest sequence in tokens. bos_id, eos_id, pad_id: special tokens, written to config.json.
-    family: "llama", "mistral", "qwen2" or "qwen3" as read from a checkpoint; None lets `to_hf` choose one that can say the rest.
+    family: "llama", "mistral", "qwen2", "qwen3", "mixtral" or "qwen3_moe" as read from a checkpoint; None lets `to_hf` choose one
+        that can say the rest.
+
+    experts: in each block but `dense_layers`; None for a dense model. experts_per_token: those that a token is sent to, 2 unless
+        given. expert_ffn: width of one expert, ffn unless given. norm_topk: the weights of a token's experts sum to 1. balance:
+        coefficient of the load-balancing loss in training, 0.001 unless given, 0 for none.
 
     Raises ValueError where the numbers do not fit together.
     """
@@ -74,6 +104,13 @@ class DecoderConfig:
     eos_id: int | tuple[int, ...] | None = None
     pad_id: int | None = None
     family: str | None = None
+    # not hashed, and None where dense, so that a dense config is what it was before there were experts
+    experts: int | None = field(default=None, hash=False)
+    experts_per_token: int | None = field(default=None, hash=False)
+    expert_ffn: int | None = field(default=None, hash=False)
+    norm_topk: bool = field(default=True, hash=False)
+    balance: float | None = field(default=None, hash=False)
+    dense_layers: tuple[int, ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
         for name in (
@@ -86,9 +123,12 @@ class DecoderConfig:
             "max_length",
             "head_dim",
             "sliding_window",
+            "experts",
+            "experts_per_token",
+            "expert_ffn",
         ):
             value = getattr(self, name)
-            if value is None and name in ("head_dim", "sliding_window"):
+            if value is None and name in ("head_dim", "sliding_window", "experts", "experts_per_token", "expert_ffn"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"DecoderConfig({name}={value!r}): a whole number of at least 1 is needed.")
@@ -107,6 +147,41 @@ class DecoderConfig:
         if self.family is not None and self.family not in ARCHITECTURES:
             raise ValueError(f"DecoderConfig(family={self.family!r}): known are {', '.join(ARCHITECTURES)}.")
         _check_scaling(self.rope_scaling, ValueError)
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if self.experts is None:
+            named = ("experts_per_token", "expert_ffn", "balance", "dense_layers")
+            if given := [name for name in named if getattr(self, name) not in (None, ())]:
+                raise ValueError(f"DecoderConfig({given[0]}=...) is of a model with experts: give experts.")
+            return
+        for name, value in (("experts_per_token", 2), ("expert_ffn", self.ffn), ("balance", 0.001)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        assert self.experts_per_token is not None
+        assert self.balance is not None
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"DecoderConfig(experts={self.experts}, experts_per_token={self.experts_per_token}): a token is sent to at most "
+                "all experts."
+            )
+        if not 0 <= self.balance < math.inf:
+            raise ValueError(f"DecoderConfig(balance={self.balance!r}): a finite number >= 0.")
+        if not set(self.dense_layers) < set(range(self.layers)):
+            raise ValueError(
+                f"DecoderConfig(layers={self.layers}, dense_layers={self.dense_layers}): numbers of blocks, and at least one block "
+                "has experts."
+            )
+
+    @property
+    def expert_width(self) -> int:
+        """Return expert_ffn, which is not None where there are experts."""
+        assert self.expert_ffn is not None
+        return self.expert_ffn
+
+    def is_sparse(self, layer: int) -> bool:
+        """Return whether block `layer` has experts."""
+        return self.experts is not None and layer not in self.dense_layers
 
     @property
     def rotary_width(self) -> int:
@@ -151,6 +226,7 @@ class DecoderConfig:
             )
         bias = bool(get("attention_bias", False))
         window, window_layers = _window(get, family)
+        sparse = _experts(get, family) if family in _SPARSE else {}
         theta, scaling = _rope(get)
         eos = get("eos_token_id")
         return DecoderConfig(
@@ -168,7 +244,7 @@ class DecoderConfig:
             qkv_bias=family == "qwen2" or bias,
             o_bias=family != "qwen2" and bias,
             mlp_bias=family == "llama" and bool(get("mlp_bias", False)),
-            qk_norm=family == "qwen3",
+            qk_norm=family in _QK_NORMED,
             sliding_window=window,
             window_layers=window_layers,
             max_length=get("max_position_embeddings"),
@@ -176,6 +252,7 @@ class DecoderConfig:
             eos_id=tuple(eos) if isinstance(eos, list | tuple) else eos,
             pad_id=get("pad_token_id"),
             family=family,
+            **sparse,
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -211,12 +288,25 @@ class DecoderConfig:
         }
         if family != "qwen2":
             hf["head_dim"] = self.head_dim
-        if family in ("llama", "qwen3"):
+        if family in ("llama", *_QK_NORMED):
             hf["attention_bias"] = self.qkv_bias
         if family == "llama":
             hf["mlp_bias"] = self.mlp_bias
-        if family == "mistral":
+        if family in _SAME_WINDOW:
             hf["sliding_window"] = self.sliding_window
+        if family in _SPARSE:
+            hf["num_experts_per_tok"] = self.experts_per_token
+            hf["router_aux_loss_coef"] = self.balance
+            hf["output_router_logits"] = False
+        if family == "mixtral":
+            hf["num_local_experts"] = self.experts
+        if family == "qwen3_moe":
+            hf["use_sliding_window"] = self.sliding_window is not None
+            hf["num_experts"] = self.experts
+            hf["moe_intermediate_size"] = self.expert_ffn
+            hf["norm_topk_prob"] = self.norm_topk
+            hf["decoder_sparse_step"] = 1
+            hf["mlp_only_layers"] = sorted(self.dense_layers)
         if family in ("qwen2", "qwen3"):
             windows = [self.window_of(i) is not None for i in range(self.layers)]
             hf["use_sliding_window"] = any(windows)
@@ -234,16 +324,18 @@ class DecoderConfig:
 
     def _unfit(self, family: str) -> str:
         """Return why `family` cannot express this configuration, "" where it can."""
-        if self.qk_norm != (family == "qwen3"):
+        if (self.experts is not None) != (family in _SPARSE):
+            return "it has no experts" if self.experts is None else "it has experts"
+        if self.qk_norm != (family in _QK_NORMED):
             return "it has QK-norm" if self.qk_norm else "it has no QK-norm"
         if family == "qwen2":
             if not self.qkv_bias or self.o_bias:
                 return "qwen2 has biases in q, k and v, and only there"
             if self.head_dim != self.width // self.heads:
                 return "qwen2 has head_dim = width / heads"
-        elif family == "mistral":
+        elif family in ("mistral", "mixtral"):
             if self.qkv_bias or self.o_bias:
-                return "mistral has no biases"
+                return f"{family} has no biases"
         elif self.qkv_bias != self.o_bias:
             return f"{family} has biases in all of q, k, v and o, or in none"
         if self.mlp_bias and family != "llama":
@@ -251,8 +343,10 @@ class DecoderConfig:
         if self.sliding_window is not None:
             if family == "llama":
                 return "llama has no sliding window"
-            if family == "mistral" and self.window_layers not in (None, tuple(range(self.layers))):
-                return "mistral's sliding window is the same in every block"
+            if family in _SAME_WINDOW and self.window_layers not in (None, tuple(range(self.layers))):
+                return f"{family}'s sliding window is the same in every block"
+        if family == "mixtral" and (self.dense_layers or self.expert_ffn != self.ffn or not self.norm_topk):
+            return "mixtral has experts of width ffn in every block, whose weights sum to 1"
         return ""
 
 
@@ -275,10 +369,12 @@ def _window(get: _Fields, family: str) -> tuple[int | None, tuple[int, ...] | No
     if family == "llama":
         return None, None
     window = get("sliding_window")
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         return window, None
     if not get("use_sliding_window", False) or window is None:
         return None, None
+    if family in _SAME_WINDOW:
+        return window, None
     layers = get("num_hidden_layers")
     types = get("layer_types")
     if types is None:
@@ -287,6 +383,27 @@ def _window(get: _Fields, family: str) -> tuple[int | None, tuple[int, ...] | No
     else:
         chosen = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
     return (window, chosen) if chosen else (None, None)
+
+
+def _experts(get: _Fields, family: str) -> dict[str, Any]:
+    """Return the fields of DecoderConfig that describe a mixture of experts."""
+    layers = get("num_hidden_layers")
+    own = [value for name in ("num_experts", "num_local_experts") if (value := get.config.get(name)) is not None]
+    experts: dict[str, Any] = {
+        "experts": own[0] if own else get.defaults["num_experts"],
+        "experts_per_token": get("num_experts_per_tok"),
+        "balance": float(get("router_aux_loss_coef")),
+    }
+    if family == "mixtral":
+        if get("router_jitter_noise", 0.0):
+            raise CheckpointError("Noise in the router is not supported: router_jitter_noise must be 0.")
+        return experts
+    step, dense = get("decoder_sparse_step", 1), get("mlp_only_layers") or ()
+    dense_layers = tuple(i for i in range(layers) if i in dense or (i + 1) % step)
+    if not experts["experts"] or len(dense_layers) == layers:
+        raise CheckpointError(f"The {family} config has no block with experts: without any it is a config of qwen3.")
+    expert_ffn, norm_topk = get("moe_intermediate_size"), bool(get("norm_topk_prob", False))
+    return {**experts, "expert_ffn": expert_ffn, "norm_topk": norm_topk, "dense_layers": dense_layers}
 
 
 def _rope(get: _Fields) -> tuple[float, dict[str, Any] | None]:

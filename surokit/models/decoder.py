@@ -1,4 +1,5 @@
-"""Build decoders: embedding, blocks of attention and SwiGLU around a residual stream, head. Llama, Mistral, Qwen2.5 and Qwen3.
+"""Build decoders: embedding, blocks of attention and SwiGLU around a residual stream, head. Llama, Mistral, Qwen2.5 and Qwen3;
+with experts in place of the SwiGLU (sparse.py) Mixtral and Qwen3-MoE.
 
 Modules carry Hugging Face's names, so that state-dict keys are a checkpoint's keys. The loss never makes whole logits.
 
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from surokit.models.config import DecoderConfig
+from surokit.models.sparse import Routed, RouterUse, SparseMLP, with_gradient_of
 from surokit.nn.attention import Documents, attention, visibility
+from surokit.nn.experts import Experts, ExpertsLinear
 from surokit.nn.fusion import Fusion, fusion_for
 from surokit.nn.joint import lay, lay_in_forward
 from surokit.nn.linear import Linear
@@ -39,10 +42,19 @@ class Output:
     """An Output is what a decoder returns: `loss` (0-d float32, None without labels) and `logits` [B, T, V].
 
     With labels, the logits are computed from the last hidden state when they are first read, and carry gradients then too.
+    `balance_loss` (0-d float32) is the load-balancing loss of experts in training, of which `loss` has the gradient; else None.
     """
 
-    def __init__(self, loss: Tensor | None, hidden: Tensor, head: nn.Module, logits: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        loss: Tensor | None,
+        hidden: Tensor,
+        head: nn.Module,
+        logits: Tensor | None = None,
+        balance_loss: Tensor | None = None,
+    ) -> None:
         self.loss = loss
+        self.balance_loss = balance_loss
         self.hidden = hidden
         self._head = head
         self._logits = logits
@@ -76,7 +88,7 @@ class KeyValueCache:
 
 
 class _Context:
-    """Holds what every block of one forward shares: rotary tables, visibility, cache."""
+    """Holds what every block of one forward shares: rotary tables, visibility, cache, whom the routers chose."""
 
     def __init__(
         self,
@@ -84,8 +96,9 @@ class _Context:
         sin: Tensor,
         masks: dict[int | None, Tensor | Documents | None],
         cache: KeyValueCache | None,
+        routed: Routed | None = None,
     ) -> None:
-        self.cos, self.sin, self.masks, self.cache = cos, sin, masks, cache
+        self.cos, self.sin, self.masks, self.cache, self.routed = cos, sin, masks, cache, routed
 
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
@@ -186,21 +199,23 @@ def _gated(made: list[Any]) -> Gated:
 
 
 class Block(nn.Module):
-    """A Block computes x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A Block computes x + attention(norm(x)), then x + mlp(norm(x)); its MLP may be a sparse one."""
 
     fusion: Fusion | None = None
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.self_attn = Attention(config, layer)  # transformers' order, so that parameters come in the same one
-        self.mlp = MLP(config)
+        self.is_sparse = config.is_sparse(layer)
+        self.mlp = SparseMLP(config, layer) if self.is_sparse else MLP(config)
         self.input_layernorm = RMSNorm(config.width, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
 
     def forward(self, x_BTK: Tensor, context: _Context) -> Tensor:
         fusion = fusion_for(self.fusion, x_BTK)
         x_BTK, y_BTK = after_norm(self.self_attn, self.input_layernorm, x_BTK, None, fusion, context)
-        x_BTK, y_BTK = after_norm(self.mlp, self.post_attention_layernorm, x_BTK, y_BTK, fusion)
+        told = (context.routed,) if self.is_sparse else ()
+        x_BTK, y_BTK = after_norm(self.mlp, self.post_attention_layernorm, x_BTK, y_BTK, fusion, *told)
         return x_BTK + y_BTK
 
 
@@ -244,6 +259,7 @@ class Backbone(nn.Module):
         position_ids: Tensor | None,
         cache: KeyValueCache | None,
         documents: Tensor | None = None,
+        routed: Routed | None = None,
     ) -> Tensor:
         x_BTK: Tensor = self.embed_tokens(input_ids)
         T, start = input_ids.shape[1], cache.seen if cache else 0
@@ -251,7 +267,7 @@ class Backbone(nn.Module):
         windows = {self.config.window_of(i) for i in range(self.config.layers)}
         device, dtype = x_BTK.device, x_BTK.dtype
         masks = {window: visibility(T, start, window, position_ids, device, dtype, documents) for window in windows}
-        context = _Context(cos, sin, masks, cache)
+        context = _Context(cos, sin, masks, cache, routed)
         again = self.fusion is not None and self.fusion.recompute == "full" and torch.is_grad_enabled()
         for block in self.layers:
             x_BTK = twice(block, x_BTK, context) if again else block(x_BTK, context)
@@ -274,10 +290,12 @@ def draws_in_forward(block: nn.Module) -> bool:
     for module in block.modules():
         if isinstance(module, nn.Dropout) and module.p and module.training:
             return True
-        if isinstance(module, Linear) and module.precision is not None:
-            forward = module.precision.recipe.forward
-            if any(q is not None and q.rounding == "stochastic" for q in (forward.a, forward.b)):
-                return True
+        layers = module.projections.values() if isinstance(module, Experts) else (module,)
+        for layer in layers:
+            if isinstance(layer, (Linear, ExpertsLinear)) and layer.precision is not None:
+                forward = layer.precision.recipe.forward
+                if any(q is not None and q.rounding == "stochastic" for q in (forward.a, forward.b)):
+                    return True
     return False
 
 
@@ -300,6 +318,9 @@ class Decoder(nn.Module):
     position_ids [B, T] that start anew at each document, attention stays within documents, as in transformers. `documents`
     [B, M], the first token of each, padded with T, says the same and spares CUDA devices the mask.
 
+    With experts and in training mode, backward of the loss adds the gradient of `config.balance` times the load-balancing loss; the
+    loss itself stays that of the language model.
+
     Weights start as small normal numbers (see `_initialize`), norms as 1, biases as 0.
     """
 
@@ -317,6 +338,8 @@ class Decoder(nn.Module):
         with torch.empty(0).device if device is None else find_device(device, "Decoder"):
             self.model = Backbone(config, dtype)
             self.lm_head = Linear(config.width, config.vocab).to(dtype)
+            if config.experts is not None:
+                self.router_use = RouterUse(config.layers - len(config.dense_layers), config.experts)
         if config.tied:
             self.tie_weights()
         if dtype is not None:
@@ -355,13 +378,29 @@ class Decoder(nn.Module):
         cache: KeyValueCache | None,
         documents: Tensor | None,
     ) -> Output:
+        if self.config.experts is not None and labels is not None and self.training and torch.is_grad_enabled():
+            return self._forward_routed(input_ids, labels, position_ids, documents)
         hidden_BTK = self.model(input_ids, position_ids, cache, documents)
         if labels is None:
             return Output(None, hidden_BTK, self.lm_head, self.lm_head(hidden_BTK))
+        return Output(self._loss(hidden_BTK, labels), hidden_BTK, self.lm_head)
+
+    def _forward_routed(
+        self, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None, documents: Tensor | None
+    ) -> Output:
+        """Compute a training step's loss, and note whom the routers chose."""
+        routed = Routed(labels)
+        hidden_BTK = self.model(input_ids, position_ids, None, documents, routed)
+        loss, balance = self._loss(hidden_BTK, labels), routed.balance()
+        self.router_use.add(routed, balance)
+        if self.config.balance:
+            loss = with_gradient_of(loss, balance, self.config.balance)
+        return Output(loss, hidden_BTK, self.lm_head, balance_loss=balance)
+
+    def _loss(self, hidden_BTK: Tensor, labels: Tensor) -> Tensor:
         # moving the labels instead of cutting the last hidden state off saves a copy and keeps the number of rows round
         next_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        loss = loss_of(self.lm_head, hidden_BTK.flatten(0, 1), next_BT.flatten(), self.config.vocab)
-        return Output(loss, hidden_BTK, self.lm_head)
+        return loss_of(self.lm_head, hidden_BTK.flatten(0, 1), next_BT.flatten(), self.config.vocab)
 
     def check_range(self, input_ids: Tensor, labels: Tensor | None = None) -> None:
         """Raise IndexError where ids or labels are outside of the vocabulary; those on a GPU are not looked at."""
@@ -436,6 +475,11 @@ class Decoder(nn.Module):
                 std = 0.5 * module.in_features**-0.5
                 writes = name.endswith(("o_proj", "down_proj"))
                 module.weight.normal_(std=std / math.sqrt(2 * self.config.layers) if writes else std)
+            elif isinstance(module, SparseMLP):
+                experts, std = module.experts, 0.5 * self.config.width**-0.5
+                module.gate.weight.normal_(std=std)
+                experts.gate_up_proj.normal_(std=std)
+                experts.down_proj.normal_(std=0.5 * (self.config.expert_width * 2 * self.config.layers) ** -0.5)
             bias = getattr(module, "bias", None)
             if bias is not None:
                 bias.zero_()

@@ -22,6 +22,7 @@ from torch import nn
 from surokit.fusion import OFF, Fusion
 from surokit.models import foreign
 from surokit.models.decoder import MLP, Attention, Backbone, Block
+from surokit.models.sparse import SparseMLP
 from surokit.nn.joint import LAID, lay
 from surokit.nn.linear import KEPT, Linear
 from surokit.nn.norm import RMSNorm
@@ -188,6 +189,8 @@ def _restored(module: foreign.FusedMixin) -> bool:
 def _look(module: nn.Module) -> tuple[str | None, type[foreign.FusedMixin] | None, str]:
     """(kind, what it can become, why not); kind is None for what nobody would fuse."""
     kind, children = type(module), children_of(module).keys()
+    if kind is SparseMLP:
+        return "MLP", None, "its experts are computed for all their tokens at once, from the norm's output"
     if "variance_epsilon" in vars(module) and "weight" in parameters_of(module):
         alone = len(parameters_of(module)) == 1 and not children and foreign.computes_rms_norm(kind)
         return "norm", foreign.FusedNorm, "" if alone else f"{kind.__name__} computes something else"

@@ -4,7 +4,7 @@ transformers keeps the experts of a layer in one module, whose weights have a di
 `up_proj` where nothing gates) and `down_proj` [E, H, I]. `adopt_experts` changes the class of such an object, as
 `models/foreign.py` does: the class keeps its name, parameters, keys and hooks stay, and `projections` has one `ExpertsLinear` for
 each weight. That is told what a `Linear` is told, and does for each expert what a `Linear` does: scales, histories and adapters
-belong to one expert.
+belong to one expert. `GatedExperts` are the experts of our own decoder.
 
 Stored codes keep the weight's name, their scales get those of `Scaling.stored_as` behind it (`gate_up_proj_scale_inv`), and each
 has the experts as its first dimension. Adapters are `lora_A.gate_up_proj` [E, r, K] and `lora_B.gate_up_proj` [E, N, r].
@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from surokit.nn.linear_gemms import SLOTS, UNQUANTIZED, Operand, Precision, Products, storage_key_of, weight
+from surokit.nn.swiglu import swiglu
 from surokit.nn.weight_cache import Kept, in_one_process, is_own
 from surokit.quantized import Quantized, quantize
 from surokit.quantizer import Quantizer
@@ -175,7 +176,7 @@ class Routing:
 
     def sum(self, x_SK: Tensor) -> Tensor:
         """Return each token's sum over its experts, [T, ...]: in a fixed order, rounded once."""
-        x_PK = x_SK.new_zeros((self.pairs, *x_SK.shape[1:])).index_copy(0, self.order_S, x_SK)
+        x_PK = x_SK.new_zeros((self.pairs, *x_SK.shape[1:])).index_copy_(0, self.order_S, x_SK)
         return x_PK.unflatten(0, (-1, self.choices)).sum(1) if self.pairs else x_PK
 
 
@@ -708,18 +709,21 @@ class ExpertsLinear:
 class Experts(nn.Module):
     """Experts is mixed into a class of transformers, which is `original`, and computes with what its `projections` hold.
 
-    Where they hold nothing, the original's own forward runs.
+    Where they hold nothing, the original's own forward runs. `GatedExperts` is a class of ours, without an original.
     """
 
-    original: Any  # a class of transformers
+    original: Any = None  # a class of transformers
     projections: dict[str, ExpertsLinear]
     own_forward: bool = True  # whether the original's computes with the weights as they are here
     has_gate: bool
     num_experts: int
     act_fn: Any
+    _apply_gate: Any
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """The class has no name of its own that a pickle could find: it is made again."""
+        """The mixed class has no name of its own that a pickle could find: it is made again."""
+        if self.original is None:
+            return super().__reduce_ex__(protocol)
         return _empty, (self.original,), self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -771,13 +775,39 @@ class Experts(nn.Module):
             routing = Routing.of(index_TC, self.num_experts).cut()
         x_SK = _Gather.apply(x_TK.to(dtype), routing)
         h_SN = up(x_SK, routing, record)
-        h_SK = self.original._apply_gate(self, h_SN) if self.has_gate else self.act_fn(h_SN)
+        h_SK = self._apply_gate(h_SN) if self.has_gate else self.act_fn(h_SN)
         y_SN = down(h_SK, routing, record)
         weighted_SN = y_SN * weights_TC.reshape(-1)[routing.order_S].unsqueeze(-1)
         return routing.sum(weighted_SN).to(x_TK.dtype)
 
     def extra_repr(self) -> str:
         return "\n".join(str(projection) for projection in self.projections.values())
+
+
+class GatedExperts(Experts):
+    """A GatedExperts computes down(silu(gate x) * up x) in each of the experts that a router chose for a token, and their weighted
+    sum.
+
+    Its parameters are those of transformers' experts: `gate_up_proj` [E, 2 I, K], gate first, and `down_proj` [E, K, I].
+    """
+
+    has_gate, has_bias, has_post_expert_norm, is_transposed = True, False, False, False
+
+    def __init__(self, experts: int, width: int, ffn: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * ffn, width))
+        self.down_proj = nn.Parameter(torch.empty(experts, width, ffn))
+        self.projections = {name: ExpertsLinear(self, name) for name in _names(self)}
+
+    def forward(self, x_TK: Tensor, index_TC: Tensor, weights_TC: Tensor) -> Tensor:
+        """Return each token's weighted sum over its experts, [T, K], in the dtype of x."""
+        y_TK: Tensor = self._routed(x_TK, index_TC, weights_TC)
+        return y_TK
+
+    def _apply_gate(self, gate_up_SN: Tensor) -> Tensor:
+        gate_SI, up_SI = gate_up_SN.chunk(2, dim=-1)
+        return swiglu(gate_SI, up_SI)
 
 
 def _read_signature(original: Any) -> inspect.Signature:

@@ -13,8 +13,9 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from surokit.models.sparse import RouterUse
 from surokit.nn.delayed import kept_amaxes
 from surokit.runs.records import Deferred, Record
 from surokit.train.engine import Engine
@@ -54,10 +55,11 @@ class Mark(NamedTuple):
 
 class Measuring:
     """A Measuring holds the meters of one session, and its clock between steps. `watch` reads the device's state in a thread, on a
-    GPU."""
+    GPU. `router_use` has what the routers of a Decoder with experts did since the last step."""
 
-    def __init__(self, device: torch.device, meters: Sequence[Meter | Attachable]) -> None:
+    def __init__(self, device: torch.device, meters: Sequence[Meter | Attachable], model: nn.Module) -> None:
         self.device = device
+        self.router_use = _router_use(model)
         self.meters: list[Meter] = [m.attach() if isinstance(m, Attachable) else m for m in meters]
         self.watch = _device_watch(device)
         self._before: Mark | None = (
@@ -124,6 +126,8 @@ class Measuring:
     def read(self, session: Session, values: dict[str, Tensor]) -> dict[str, float]:
         """Call the meters: add their tensors to `values`, return their floats."""
         host: dict[str, float] = {}
+        if self.router_use is not None:
+            values |= self.router_use.take()
         for meter in list(self.meters):
             try:
                 with torch.no_grad():
@@ -191,6 +195,14 @@ def event_on(device: torch.device) -> torch.cuda.Event | None:
 def host_idle_frac(busy_s: float, wall_s: float) -> float:
     """Return the idle share of a step on a CPU, which is host and device in one: what is not `busy_s` of its `wall_s` seconds."""
     return min(max(0.0, 1 - busy_s / wall_s), 1.0)
+
+
+def _router_use(model: nn.Module) -> RouterUse | None:
+    """Return what counts the tokens of experts, from zero on; None where the model has none."""
+    found = next((module for module in model.modules() if isinstance(module, RouterUse)), None)
+    if found is not None:
+        found.take()
+    return found
 
 
 def _device_watch(device: torch.device) -> DeviceWatch | None:

@@ -105,7 +105,8 @@ class Session(Trainer):
         why not. True warns where they cannot be, False does without.
     meters: functions of the session, called after each update while gradients are still there; each returns 0-d
         tensors or floats by name, which become columns of the records. surokit.numerics(every=20) measures each layer's
-        quantization, surokit.activity(every=200) the device's busy share.
+        quantization, surokit.activity(every=200) the device's busy share. With experts, records have balance_loss,
+        expert_load_max and expert_load_min besides (RouterUse.take says what they are); loss is the language model's alone.
     max_skipped: non-finite steps in a row before NonFiniteError, steps without a label that counts before NoTargetsError. Such
         steps change nothing; the first that is not finite is explained.
     """
@@ -162,7 +163,7 @@ class Session(Trainer):
         self.prefetch = Prefetch(self.device)
         self._for_documents = options_for_documents(model)
         self.records = Records(self.run_dir / "records.jsonl" if self.run_dir else None)
-        self.measuring = Measuring(self.device, meters)
+        self.measuring = Measuring(self.device, meters, model)
         self.subscribers = Subscribers()
         self.arrivals = Arrivals(self)
         self.control = Control(self)

@@ -65,6 +65,7 @@ from surokit.widgets.picture import (
     PANES,
     cut,
     ending,
+    expert_lines,
     figures,
     headline,
     idle_lines,
@@ -275,7 +276,7 @@ class Wire:
         }
 
     def _run(self, key: str, state: PanelState, number: int, events: int, lines: int, letters: int) -> dict[str, Any]:
-        notes = [*idle_lines(state), *sustained_lines(state), *layer_lines(state)]
+        notes = [*idle_lines(state), *sustained_lines(state), *layer_lines(state), *expert_lines(state)]
         told = figures(state)
         return {
             "key": plain(key)[:60],

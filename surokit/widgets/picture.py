@@ -251,7 +251,8 @@ def _one(state: PanelState, theme: Theme, points: int) -> str:
                 empty=NOT_TIMED if pane.name == "rate" else NO_STEPS,
             )
         )
-    foot: Foot = [("note", line) for line in [*idle_lines(state), *layer_lines(state), *sustained_lines(state)]]
+    notes = [*idle_lines(state), *layer_lines(state), *expert_lines(state), *sustained_lines(state)]
+    foot: Foot = [("note", line) for line in notes]
     for line in state.warning_lines():
         start, *rest = wrap(cut(line, 150), 78)
         foot += [("warning", start), *(("advice", part) for part in rest)]
@@ -411,6 +412,15 @@ def idle_lines(state: PanelState) -> list[str]:
     return [f"Idle: {', '.join(told)}"] if told else []
 
 
+def expert_lines(state: PanelState) -> list[str]:
+    """Return a line on how evenly routers spread the tokens of the last step; [] without experts."""
+    if state.routing is None:
+        return []
+    most, least, balance = state.routing
+    loss = "" if balance is None else f", load-balancing loss {short(balance)}"
+    return [f"Experts: {short(least)} to {short(most)} of an even load{loss}"]
+
+
 def clock_time(seconds: float) -> str:
     """Return the seconds as 0:07, 12:30, 3:05:00 or 2 d 03:05."""
     whole = int(seconds + 0.5)
@@ -481,7 +491,7 @@ def summary_text(states: States) -> str:
     _, y = state.loss_mean.points()
     if len(y) > 1:
         lines.append(f"loss (EMA) {short(y[0])} {sparkline(y)} {short(y[-1])}")
-    lines += idle_lines(state) + layer_lines(state) + sustained_lines(state)
+    lines += idle_lines(state) + layer_lines(state) + expert_lines(state) + sustained_lines(state)
     lines += [f"! {line}" for line in state.warning_lines()]
     lines += [f"  {suggestion(state)}"] if suggestion(state) else []
     notes = [event for event in state.events if event.kind == "note"]

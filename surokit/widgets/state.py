@@ -41,6 +41,7 @@ KINDS = {
     "slower": "slower than asked for",
 }
 _RANK = {kind: rank for rank, kind in enumerate((*KINDS, "note", "phase"))}
+ROUTING = ("balance_loss", "expert_load_max", "expert_load_min")  # columns of a model with experts
 LAST = {"1 s": 1.0, "1 min": 60.0, "10 min": 600.0}  # spans over which the panel tells the rate
 
 
@@ -311,6 +312,8 @@ class PanelState:
         self.ruler = Ruler()
         self.busy: float | None = None  # share of the time in which the device worked, where a meter sampled it
         self.launches: float | None = None  # kernel launches a step, likewise
+        # load of the most and the least used expert, and the load-balancing loss, of the last step that had them
+        self.routing: tuple[float, float, float | None] | None = None
         self.health = _health()
         self._judges = True
         self.events: list[Event] = []
@@ -363,6 +366,9 @@ class PanelState:
             busy=known("busy_frac"),
             launches=known("launches"),
             offload=None if (offload_ms := known("offload_ms")) is None else offload_ms / 1e3,
+            balance_loss=known("balance_loss"),
+            expert_load_max=known("expert_load_max"),
+            expert_load_min=known("expert_load_min"),
         )
 
     def add_record(self, record: Record, late: Mapping[str, float]) -> None:
@@ -383,6 +389,9 @@ class PanelState:
             busy=late.get("busy_frac"),
             launches=late.get("launches"),
             offload=None if (offload_ms := late.get("offload_ms")) is None else offload_ms / 1e3,
+            balance_loss=late.get("balance_loss"),
+            expert_load_max=late.get("expert_load_max"),
+            expert_load_min=late.get("expert_load_min"),
         )
 
     def add(
@@ -404,6 +413,9 @@ class PanelState:
         busy: float | None = None,
         launches: float | None = None,
         offload: float | None = None,
+        balance_loss: float | None = None,
+        expert_load_max: float | None = None,
+        expert_load_min: float | None = None,
         steps: int = 1,
     ) -> None:
         """Add one step's numbers; None means not measured.
@@ -411,7 +423,8 @@ class PanelState:
         seconds: wall time since the step before. elapsed: seconds of the whole run so far, by default the sum of those. idle: share
         of the step's time, 0..1. stall: seconds of it that waited for a batch. memory: the highest so far, in GiB. busy: share of
         the time in which the device worked, 0..1, and launches: kernel launches a step, if a meter sampled them. offload: seconds
-        of it that the device waited for an offloading optimizer, idle time as well. steps: how many steps up to this one the
+        of it that the device waited for an offloading optimizer, idle time as well. balance_loss, expert_load_max, expert_load_min:
+        of the routers of experts, as in the record. steps: how many steps up to this one the
         numbers stand for: the means of their losses, norms and shares, the sums of their tokens and seconds. Health judges single
         steps only.
 
@@ -437,6 +450,8 @@ class PanelState:
             self.memory.append(step, memory)
         if busy is not None:
             self.busy, self.launches = busy, launches
+        if expert_load_max is not None and expert_load_min is not None:
+            self.routing = expert_load_max, expert_load_min, balance_loss
         if held_out is not None:
             self.held_out.append(step, held_out)
         if tokens is not None:

@@ -39,11 +39,47 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3-biased": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
 }
+# with experts
+SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "mixtral-window": (
+        "Mixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 7, "head_dim": 10},
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+    "qwen3-moe-some-dense": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "mlp_only_layers": [0],
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "qwen3-moe-every-other": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+        },
+    ),
+}
 
 
 def write(folder: Path, family: str, dtype: torch.dtype = torch.float32, **changes) -> Any:
     """Save a random model of `family` into `folder` and return it; norms and biases are random too."""
-    name, special = FAMILIES[family]
+    name, special = {**FAMILIES, **SPARSE}[family]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **special, **changes})
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()

@@ -510,6 +510,16 @@ def test_the_peak_of_other_families(family):
     assert planned == pytest.approx(measured, rel=0.06)
 
 
+@pytest.mark.parametrize(
+    "changes", [{"experts": 4}, {"experts": 8, "expert_ffn": 64, "qk_norm": True, "dense_layers": (0,)}], ids=len
+)
+def test_the_peak_of_our_own_experts(changes):
+    """Their layers are counted as those of transformers, which hold somewhat more; the loss is ours."""
+    config = DecoderConfig(**{**asdict(CONFIG), "vocab": 4096, **changes})
+    planned, measured = peak_of(lambda: Decoder(config, dtype=torch.bfloat16), config)
+    assert measured < planned < 1.15 * measured
+
+
 def test_the_peak_behind_a_window():
     """A mask, which every layer keeps as numbers, where the window is shorter than the sequence."""
     config = DecoderConfig(**{**asdict(CONFIG), "sliding_window": 64, "max_length": 512})

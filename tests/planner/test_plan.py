@@ -285,7 +285,7 @@ def test_a_mixture_of_experts_counts_what_a_token_passes():
     assert terms["FLOPs, 6ND"] == 6 * p.subject.active * 1e12
     assert terms["  active"] == p.subject.active
     assert p.memory["weights"].bytes == 2 * p.parameters
-    assert "every expert as linear layers of its own" in repr(p)
+    assert "gate and up of an expert are planned as two layers" in repr(p)
 
 
 def test_a_plan_can_be_asked_again():

@@ -232,7 +232,9 @@ def count_memory(shape: Shape | None, parameters: float, recipe: Any, setup: Set
         wanted = "a config in place of a number of parameters" if setup.batch and setup.length else "batch= and length="
         left_out.append(f"activations, logits and KV cache: give {wanted}")
     elif setup.layers == "surokit" and not built_here(shape):
-        raise ValueError(f"surokit has no layers for {shape.family}: leave layers= out, or give layers='transformers'.")
+        raise ValueError(
+            f"surokit's own layers are not counted for {shape.family}: leave layers= out, or give layers='transformers'."
+        )
     elif setup.batch is None or setup.length is None:
         left_out.append("activations, logits and KV cache: give batch= and length=")
     else:

@@ -514,6 +514,8 @@ def _from_decoder(config: Any) -> Shape:
     """Return the shape of our own DecoderConfig, or of an object with its fields."""
     window = getattr(config, "sliding_window", None)
     blocks = getattr(config, "window_layers", None)
+    experts = _experts_of(config)
+    family = "decoder" if experts is None else "qwen3_moe" if getattr(config, "qk_norm", False) else "mixtral"
     return _checked(
         type(config).__name__,
         layers=config.layers,
@@ -530,8 +532,17 @@ def _from_decoder(config: Any) -> Shape:
         qk_norm=bool(getattr(config, "qk_norm", False)),
         sliding_window=window,
         window_layers=None if window is None or blocks is None else tuple(blocks),
-        family=getattr(config, "family", None) or "decoder",
+        family=getattr(config, "family", None) or family,
+        experts=experts,
     )
+
+
+def _experts_of(config: Any) -> Experts | None:
+    """Return the experts of our own DecoderConfig; None where it is dense."""
+    if getattr(config, "experts", None) is None:
+        return None
+    routed = tuple(i for i in range(config.layers) if i not in config.dense_layers)
+    return Experts(config.experts, config.experts_per_token, config.expert_ffn, routed)
 
 
 def _checked(

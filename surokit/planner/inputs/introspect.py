@@ -88,6 +88,9 @@ def _trains(p: Any) -> bool:
     return bool(getattr(p, "requires_grad", False))
 
 
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj")}  # experts hold both in one weight
+
+
 @dataclass(frozen=True)
 class _Adapters:
     """An _Adapters describes low-rank adapters, found by their parameters' names: ours are `q_proj.lora_A.weight`, PEFT's
@@ -108,14 +111,17 @@ class _Adapters:
                 continue
             size += p.numel() * p.element_size()
             path, _, rest = name.partition(".lora_A.")
-            if rest:
+            if rest and len(p.shape) == 3:  # of experts, [E, r, K]
+                ranks[f"{path}.{rest}"] += p.shape[1]
+            elif rest:
                 ranks[path] += p.shape[0]
                 peft |= rest != "weight"
             elif ".lora_B." not in name:
                 notes.append(f"what {name.rpartition('.lora_')[2]} of an adapter computes is left out")
         if not ranks:
             return cls(notes=tuple(notes))
-        targets = tuple(dict.fromkeys(path.rpartition(".")[2] for path in ranks))
+        leaves = dict.fromkeys(path.rpartition(".")[2] for path in ranks)
+        targets = tuple(part for leaf in leaves for part in _PARTS.get(leaf, (leaf,)))
         (rank, _), *others = Counter(ranks.values()).most_common()
         if others:
             notes.append(f"adapters of several ranks are planned with rank {rank}, that of most")

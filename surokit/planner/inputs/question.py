@@ -244,7 +244,8 @@ def _read_setup(q: Question, dtype: str, device: Literal["cpu", "cuda"]) -> Setu
         batch=None if q.batch is None else arguments.integer("batch", q.batch),
         length=None if q.length is None else arguments.integer("length", q.length),
         recompute="full" if prefetch and q.training else recompute,
-        logits=q.logits or ("whole" if q.layers == "transformers" and not fusion.fuses else "fused"),
+        logits=q.logits
+        or ("whole" if q.layers == "transformers" and not (fusion.fuses or subject.own_loss) else "fused"),
         training=q.training,
         device=device,
         layers=q.layers,

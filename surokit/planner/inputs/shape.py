@@ -355,10 +355,11 @@ class Shape:
         return self.parameters - idle - len(self.expert_layers) * self.experts.idle * self._expert_bias
 
 
-#: The families that our own Decoder builds (surokit/models/config.py, which needs torch), and its own name.
+#: The families whose layers are counted as our own Decoder builds them (surokit/models/config.py, which needs torch), and its own
+#: name. It builds Mixtral and Qwen3-MoE too: their layers are counted as those of transformers.
 BUILT_HERE = ("llama", "mistral", "qwen2", "qwen3", "decoder")
 
 
 def built_here(shape: Shape) -> bool:
-    """True if our own layers compute such a shape; otherwise transformers' do."""
+    """True if our own layers are counted for such a shape; otherwise transformers' are."""
     return shape.family in BUILT_HERE

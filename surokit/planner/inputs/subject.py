@@ -22,7 +22,8 @@ _DROPS = ("gpt2", "seed_oss")
 class Subject:
     """A Subject is what is planned: a shape, or a number of parameters alone.
 
-    A live model's has its `dtype`, `layers` and `device`, and its `own` arguments.
+    A live model's has its `dtype`, `layers` and `device`, and its `own` arguments. own_loss: it is a Decoder of ours or its config,
+    whose loss makes no whole logits, whoever's layers are counted.
     """
 
     parameters: float
@@ -33,6 +34,7 @@ class Subject:
     layers: Layers = "surokit"
     device: Literal["cpu", "cuda"] = "cuda"
     own: LiveArguments = NOTHING
+    own_loss: bool = False
 
     @property
     def active(self) -> float:
@@ -60,16 +62,18 @@ def read_subject(what: Any) -> Subject:
         )
     if shape.experts is not None:
         notes += (
-            "a recipe is taken to reach every expert as linear layers of its own, each with its adapter; transformers keeps "
-            "them in one tensor, which apply() leaves as it is",
+            "gate and up of an expert are planned as two layers, each with an adapter of its own; apply() takes both as one weight",
         )
     if shape.family in _DROPS:
         notes += (f"memory takes {shape.family} without dropout, which its configs have: set it to 0, or expect more",)
     layers = _own_layers(what, shape)
     if layers == "transformers" and not built_here(shape):
-        notes += (f"surokit has no layers for {shape.family}: memory and time are those of transformers' layers",)
+        notes += (
+            f"memory and time are those of transformers' layers: surokit's own are not counted for {shape.family}",
+        )
     name = f"{shape.family} of {units.count(shape.parameters)} parameters {source}"
-    return Subject(float(shape.parameters), name, shape, notes, _own_dtype(what), layers, _own_device(what), own)
+    dtype, device = _own_dtype(what), _own_device(what)
+    return Subject(float(shape.parameters), name, shape, notes, dtype, layers, device, own, _has_own_loss(what, shape))
 
 
 def _own_layers(what: Any, shape: Shape) -> Layers:
@@ -83,6 +87,11 @@ def _own_layers(what: Any, shape: Shape) -> Layers:
     model = what.get_base_model() if hasattr(what, "get_base_model") else what
     theirs = type(model).__module__.startswith("transformers.models") and hasattr(model, "parameters")
     return "transformers" if theirs else "surokit"
+
+
+def _has_own_loss(what: Any, shape: Shape) -> bool:
+    config = getattr(what, "config", what)
+    return config is not shape and hasattr(config, "layers") and hasattr(config, "width")
 
 
 def _own_dtype(what: Any) -> str | None:
