@@ -46,7 +46,7 @@ def compare(model: nn.Module, batch: Mapping[str, Tensor], *recipes: Recipe | st
 
     `batch` is {"input_ids": [B, T], "labels": [B, T]}. Parameters, gradients, random states and delayed-scaling histories are
     not touched; a delayed recipe is judged with the batch's own amaxes, stochastic rounding with a fixed seed. Layers that a
-    recipe keeps in bfloat16 are left out for it, as is grad_weight where it freezes the weights.
+    recipe keeps in bfloat16 are left out for it, as is grad_weight where it freezes the weights; weights of experts are left out.
 
     The reference is each weight as the model holds it: what storing it has already lost does not show, and a recipe with the
     same storage reports its forward and grad_input as exact (inf) where nothing else is quantized.

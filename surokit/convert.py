@@ -80,9 +80,9 @@ def apply(model: nn.Module, recipe: Recipe | str, *, gpu: str | Gpu | None = Non
         )
     blocks = count_blocks(name for name, _ in found)
     # whatever can go wrong does so here, before anything changes
+    found, came = _readable(found, recipe, blocks)
     check_convertible(model, recipe, found, blocks)
     adapted = _to_adapt(model, recipe, found)
-    found, came = _readable(found, recipe, blocks)
     dtype = dtype_of(model)
     for name, layer in found:
         _check(name, layer, recipe, blocks, dtype, came.get(name))

@@ -226,13 +226,13 @@ def _why_left(name: str, module: nn.Module, own: Sequence[torch.Tensor]) -> str:
         return "adapters are not quantized"
     if isinstance(module, nn.Embedding):
         return "looked up, not multiplied"
+    if library := library_of(module):
+        replaced = _has_own_forward(module) and not library.replaced_forward(module)
+        return "another replaced its forward" if replaced else f"codes of {library.name}, kept by a rule"
     if codes := _foreign_codes(module):
         return f"{codes} codes, kept by a rule"
     if type(module) is nn.Linear:
         return "another replaced its forward"
-    if library := library_of(module):
-        replaced = _has_own_forward(module) and not library.replaced_forward(module)
-        return "another replaced its forward" if replaced else f"codes of {library.name}, kept by a rule"
     if is_experts(module):
         return unsupported(module) or "PEFT adapts its weights by target_parameters"
     if type(module).__name__.endswith("Router"):

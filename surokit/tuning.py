@@ -33,10 +33,12 @@ from surokit.accuracy import judge, operands_of
 from surokit.convert import precision, skip_reason
 from surokit.hardware.gpus import Gpu, find_gpu
 from surokit.hardware.linear import linear_seconds
-from surokit.layers import check_taken_over, linear_layers
+from surokit.layers import check_taken_over, linear_layers, recipe_layers
+from surokit.nn.experts import ExpertsLinear
 from surokit.planner.counts.flops import operand_bits
 from surokit.recipe import BF16, Recipe, count_blocks, find_recipe, within_block
 from surokit.tables import html_table, text_table
+from surokit.units import counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,6 +69,7 @@ class Tuning:
     layers: int
     unit: str  # of the times, and where they come from
     slower: list[str] = field(default_factory=list)  # what stays bf16 because the format would lose time
+    experts: int = 0  # weights of experts, which every mixture keeps in bf16
 
     @property
     def best(self) -> Recipe:
@@ -109,7 +112,8 @@ class Tuning:
 
     def _notes(self) -> list[str]:
         notes = [f"times: {self.unit}", f"best within {100 * self.max_gap:g} %: {self.best}"]
-        return notes + [f"stays bf16, which is no slower: {line}" for line in self.slower]
+        notes += [f"stays bf16, which is no slower: {line}" for line in self.slower]
+        return notes + [f"stays bf16, not measured: {counted(self.experts, 'weight')} of experts"] * bool(self.experts)
 
     def __repr__(self) -> str:
         table = text_table(self._rows(), header=self._HEADER, right=(2, 3, 4, 5, 6), indent="")
@@ -141,6 +145,8 @@ def tune(
 ) -> Tuning:
     """Return mixtures of bf16 and each recipe by layer, on the front of batch loss against planned time.
 
+    Weights of experts stay in bfloat16 in every mixture, and are not counted.
+
     batch: {"input_ids": [B, T], "labels": [B, T]}. max_gap: largest change of its loss that `best` may have, as a share of the
     bf16 loss. recipes: of the products; storage and adapters are another choice, made on the result. gpu: whose peaks the times
     are planned by; by default the one the model is on, if the planner knows it. points: most mixtures whose loss is measured.
@@ -148,9 +154,11 @@ def tune(
     The model and the random state stay as they are. Costs one forward and backward, and a forward for each recipe and group of
     layers and for each point.
     """
-    chosen = [find_recipe(recipe) for recipe in recipes]
-    _check(chosen, max_gap, points)
     check_taken_over(model, "tune")
+    experts = [name for name, layer in recipe_layers(model) if isinstance(layer, ExpertsLinear)]
+    kept = sorted({within_block(name) for name in experts})
+    chosen = [find_recipe(recipe).keep(*kept) for recipe in recipes]
+    _check(chosen, max_gap, points)
     layers = dict(linear_layers(model))
     decibels, felt = _measure(model, batch, layers, chosen)
     where = next(model.parameters()).device
@@ -187,7 +195,7 @@ def tune(
             choices.append(
                 LayerMixture(mixed, mixture.gap, mixture.time, measured, len(mixture.quantized), mixture.worst_db)
             )
-    return Tuning(choices, max_gap, base, len(layers), unit, slower)
+    return Tuning(choices, max_gap, base, len(layers), unit, slower, len(experts))
 
 
 def _check(recipes: list[Recipe], max_gap: float, points: int) -> None:

@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "planner": "formats errors arguments units tables hardware quantizer fusion recipe applied hub",
     "calibration": "environment kernels hardware torch_private",
     "accuracy": "quantizer quantized product recipe nn layers convert kernels places",
-    "tuning": "accuracy layers convert hardware planner recipe tables",
+    "tuning": "accuracy layers convert nn hardware planner recipe tables units",
     "models": "formats fusion quantizer quantized recipe kernels nn prequantized layers convert errors hub places torch_private",
     "agreement": "accuracy models nn quantized places tables torch_private",
     "offload": "errors kernels places units tables applied optim torch_private",

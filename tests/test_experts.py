@@ -28,6 +28,7 @@ import surokit as sk
 from surokit.convert import load_scaling_state, roll_scales, scaling_state
 from surokit.layers import recipe_layers
 from surokit.nn.experts import Experts, ExpertsLinear
+from tests.refusals import refused
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -287,3 +288,65 @@ def test_a_session_goes_on_bit_for_bit(family, recipe, tmp_path):
     expected = session.records.frame()["loss"].tolist()
     assert again.records.frame()["loss"].tolist()[-3:] == expected[-3:]
     assert len(set(expected)) == 6
+
+
+# -- what a stranger tried
+
+
+def test_a_second_adapter_is_asked_for_its_rank_its_alpha_and_its_targets():
+    model = made("Mixtral")
+    sk.apply(model, sk.QNF4.lora(rank=4, targets=("down_proj",)))
+    for recipe in (sk.QNF4.lora(rank=8), sk.QNF4.lora(rank=4, alpha=1), sk.QNF4.lora(rank=4, targets=("nonsense",))):
+        with refused(ValueError):
+            sk.apply(model, recipe)
+    sk.apply(model, sk.QNF4.lora(rank=4))
+    assert all(layer.has_adapter for layer in experts(model).values())
+
+
+@pytest.mark.parametrize("storage", [sk.QNF4, sk.QFP8], ids=lambda recipe: recipe.name)
+def test_peft_over_stored_experts_is_refused_in_forward(storage):
+    model = made("Mixtral")
+    sk.apply(model, storage)
+    config = LoraConfig(TaskType.CAUSAL_LM, r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+    wrapped = get_peft_model(model, config)
+    with refused(RuntimeError):
+        loss(wrapped)
+
+
+def test_peft_over_experts_of_ours_leaves_them_ours():
+    model = made("Mixtral")
+    plain = loss(model).item()
+    sk.apply(model, sk.FP8_CURRENT)
+    config = LoraConfig(TaskType.CAUSAL_LM, r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+    wrapped = get_peft_model(model, config)
+    assert loss(wrapped).item() != plain
+    with refused(ValueError):
+        sk.apply(wrapped, sk.QNF4)
+    sk.apply(wrapped, sk.BF16)
+    assert loss(wrapped).item() == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.experts.down_proj", "model.embed_tokens.weight"])
+def test_a_part_on_another_device_is_seen(name):
+    model = made("Mixtral")
+    module, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(module), leaf, nn.Parameter(model.get_parameter(name).to("meta")))
+    with refused(ValueError):
+        sk.apply(model, sk.FP8)
+
+
+def test_tuning_keeps_experts_out_of_its_mixtures_and_says_so():
+    model = made("Mixtral")
+    tuning = sk.tune(model, {"input_ids": IDS, "labels": IDS}, recipes=[sk.FP8_ROWWISE], points=2)
+    assert "stays bf16, not measured: 4 weights of experts" in repr(tuning)
+    for choice in tuning.front[1:]:
+        report = sk.apply(made("Mixtral"), choice.recipe)
+        assert not any(row.converted for row in report.rows if row.experts)
+        assert report.converted == choice.quantized
+
+
+def test_experts_alone_are_a_model_too():
+    module = made("Mixtral").model.layers[0].mlp.experts
+    sk.apply(module, sk.QFP8.lora(rank=2))
+    sk.apply(module, sk.BF16)
+    assert module.down_proj.requires_grad

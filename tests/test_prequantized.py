@@ -677,3 +677,141 @@ def test_a_rule_that_keeps_a_layer_decodes_it():
 def test_who_needs_a_recipe_first_says_so(ask):
     with refused(ValueError):
         ask(KINDS["nf4"][0]())
+
+
+# -- what a stranger tried
+
+
+def test_peft_over_a_quantized_base_keeps_it_frozen(folder):
+    model = get_peft_model(load_4bit(folder), LoraConfig(PeftTask.CAUSAL_LM, r=4, target_modules=["q_proj"]))
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    sk.apply(model, sk.FP8)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == trained
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_no_layer_of_the_library():
+    class Doubling(bnb.nn.Linear4bit):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    class Renamed(bnb.nn.LinearNF4):
+        pass
+
+    net = KINDS["nf4"][0]()
+    net.up_proj.__class__ = Renamed
+    assert sk.apply(net, sk.QNF4.lora()).converted == 2
+    net = KINDS["nf4"][0]()
+    net.up_proj.__class__ = Doubling
+    with refused(ValueError):
+        sk.apply(net, sk.QNF4.lora())
+    report = sk.apply(net, sk.QNF4.keep("up_proj").lora(targets=("down_proj",)))
+    assert type(net.up_proj) is Doubling
+    assert not any("matches no layer" in note for note in report.notes)
+
+
+def test_a_forward_that_stands_before_a_library_layer_is_left():
+    net = KINDS["nf4"][0]()
+    inner = net.up_proj.forward
+    net.up_proj.forward = lambda x: inner(x) * 2
+    report = sk.apply(net, sk.QNF4.lora(targets=("down_proj",)))
+    left = report.not_converted().set_index("module")
+    assert left.loc["up_proj", "why"] == "another replaced its forward"
+    net(torch.randn(2, WIDTHS[0]))
+
+
+def test_compressed_tensors_leaves_no_hook_that_decompresses():
+    net = KINDS["compressed channel"][0]()
+    assert net.ct_decompress_hook is not None
+    sk.apply(net, sk.BF16.store(storage_of(net)).lora())
+    codes = net.up_proj.weight.data_ptr()
+    net(torch.randn(2, WIDTHS[0], dtype=torch.bfloat16))
+    assert not hasattr(net, "ct_decompress_hook")
+    assert net.up_proj.weight.data_ptr() == codes
+    assert all("forward" not in vars(m) for m in net.modules())
+
+
+def packed():
+    net = Net(torch.bfloat16)
+    config = QuantizationConfig(config_groups={"all": preset_name_to_scheme("W4A16", ["Linear"])})
+    config.config_groups["all"].weights.group_size = 32
+    apply_quantization_config(net, config)
+    for layer in layers(net).values():
+        layer.weight_scale.data.fill_(0.01)
+    ModelCompressor(quantization_config=config).compress_model(net)
+    return net
+
+
+@pytest.mark.parametrize("make", [packed, of_integers], ids=["packed", "integers"])
+def test_a_rule_leaves_what_a_known_library_holds_in_an_unknown_way(make):
+    net = make()
+    with refused(ValueError):
+        sk.apply(net, sk.QNF4.lora())
+    net.add_module("q_proj", nn.Linear(64, 64))
+    held = {name: id(p) for name, p in net.up_proj.named_parameters()}
+    report = sk.apply(net, sk.QNF4.keep("up_proj", "down_proj").lora(targets=("q_proj",)))
+    assert [row.layer for row in report.rows] == ["q_proj"]
+    assert {name: id(p) for name, p in net.up_proj.named_parameters()} == held
+    assert {row.module for row in report.left} == {"up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("extra", [torch.arange(WIDTHS[0]), torch.ones(4, dtype=torch.bool)], ids=["indices", "mask"])
+def test_other_buffers_are_no_codes(extra):
+    net = Net()
+    net.up_proj.register_buffer("extra", extra)
+    assert sk.apply(net, sk.FP8).converted == 2
+
+
+def test_the_dtype_is_that_of_the_weight_before_it_was_quantized():
+    for kind in ("nf4", "torchao rows"):
+        net = KINDS[kind][0](torch.float32)
+        net.up_proj.bias = None
+        sk.apply(net, sk.BF16)
+        assert net.up_proj.weight.dtype == torch.float32
+        net(torch.randn(2, WIDTHS[0]))
+
+
+def test_merging_and_back_keeps_the_dtype_of_the_products():
+    net = bitsandbytes("nf4", True, compute=torch.bfloat16)[0](torch.float32)
+    sk.apply(net, sk.QNF4.lora())
+    sk.merge(net)
+    sk.unmerge(net)
+    assert net.up_proj.compute_dtype == torch.bfloat16
+    sk.merge(net, requantize=True)
+    assert net.up_proj.compute_dtype == torch.bfloat16
+
+
+def test_a_config_that_others_hold_stays_as_it_is(folder):
+    model = load_4bit(folder)
+    config = model.config
+    sk.apply(model, sk.QNF4.lora())
+    assert hasattr(config, "quantization_config")
+    assert not hasattr(model.config, "quantization_config")
+    assert model.model.config is model.config
+
+
+def test_dora_needs_numbers(folder):
+    config = LoraConfig(PeftTask.CAUSAL_LM, r=4, target_modules=["q_proj"], use_dora=True)
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(folder), config)
+    with refused(ValueError):
+        sk.apply(model, sk.QNF4)
+    assert sk.apply(model, sk.FP8).converted
+
+
+def test_a_weight_that_a_rule_keeps_is_not_told_to_be_stored():
+    report = sk.apply(KINDS["nf4 double"][0](), sk.QNF4.keep("up_proj").lora())
+    note = next(note for note in report.notes if "decoded" in note)
+    assert note.endswith("; the rule up_proj")
+    assert note.startswith("1 weight of bitsandbytes")
+
+
+def test_a_model_without_data_is_taken_over():
+    net = KINDS["fp8 blocks of powers of two"][0]().to("meta")
+    recipe = sk.BF16.store(sk.Quantizer(sk.E4M3, sk.Block(32, 64))).lora()
+    assert sk.apply(net, recipe).converted == 2
+
+
+def test_a_layer_alone_is_a_model_too():
+    layer = nn.Linear(64, 64)
+    sk.apply(layer, sk.QFP8.lora(targets=("",)))
+    sk.apply(layer, sk.BF16)
+    assert layer.weight.requires_grad
