@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from surokit.layers import linear_layers
+from surokit.layers import linear_layers, recipe_layers
+from surokit.nn.experts import ExpertsLinear
 from surokit.nn.linear import Linear
 from surokit.profiler import profile
 from surokit.quantized import quantize
@@ -94,6 +95,7 @@ class Layers:
 
     def __init__(self, model: nn.Module, tokens: int, bring: Callable[[], object] = lambda: None) -> None:
         self._layers = dict(linear_layers(model))
+        self.experts = any(isinstance(layer, ExpertsLinear) for _, layer in recipe_layers(model))
         self._tokens, self._bring = tokens, bring
         self._known: dict[Any, tuple[float, float]] = {}
         self.shapes = {name: _shape(layer) for name, layer in self._layers.items()}
@@ -119,6 +121,8 @@ def predict(own: Layers, base: Layers, shares: Shares, step_s: float, parts: int
     products = shares.products(step_s)
     if products is None:
         return Prediction(None, why=shares.why)
+    if base.experts or own.experts:
+        return Prediction(None, why="the models have experts, whose products are not timed apart")
     if not base.shapes or own.shapes != base.shapes:
         return Prediction(None, why="the two models do not have the same linear layers")
     changed = sorted(name for name, kind in own.kinds.items() if kind != base.kinds[name])

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import surokit as sk
 from surokit.racing.outcome import outcome
+from surokit.racing.predicted import Layers, Shares, predict
 from surokit.racing.runs import COLUMNS, Prediction, Run, Steps, Turn, WarmUp, read_steps, rounds_of, write_steps
 from surokit.units import elapsed
 from tests.refusals import refused
+from tests.test_experts import made as mixture
 
 
 def made(name, step_s, losses, noise=(), warm_up=4, size=4, tokens=10, idle=0.25):
@@ -190,3 +193,16 @@ def test_spans_of_time():
         "2.0 h",
         "no time",
     ]
+
+
+def test_a_model_with_experts_gets_no_prediction_and_the_reason():
+    """Only linear layers are timed alone; experts hold nearly all of such a model."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), mixture("Mixtral").model.layers[0].mlp.experts)
+    shares = Shares()
+    shares._products_ms, shares._wall_ms = 5.0, 10.0
+    layers = Layers(model, 4)
+    found = predict(layers, layers, shares, 1.0)
+    assert found.ratio is None
+    assert "experts" in found.why
+    plain = Layers(torch.nn.Sequential(torch.nn.Linear(8, 8)), 4)
+    assert predict(plain, plain, shares, 1.0).ratio == 1
