@@ -621,3 +621,28 @@ def test_what_cannot_be_compared_is_refused(case):
 def test_an_unknown_step_is_refused():
     with refused(ValueError):
         sk.parity(sk.Decoder(config()), sk.Decoder(config()), BATCH, step="lion")
+
+
+# -- experts, weights of other libraries, numbers that rounding hides
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE"])
+def test_our_experts_and_transformers_agree(family, tmp_path):
+    from tests.test_experts import IDS, made
+
+    theirs = made(family)
+    theirs.save_pretrained(tmp_path)
+    ours = sk.load(tmp_path, dtype=torch.float32)
+    balance = ours.config.balance
+    found = sk.parity(ours, theirs, {"input_ids": IDS, "labels": IDS})
+    assert found.agree, found.verdict
+    assert any("without the load-balancing loss of a" in note for note in found.notes) is bool(balance)
+    assert ours.config.balance == balance
+
+
+def test_weights_of_other_libraries_are_taken_over_first():
+    from tests.test_prequantized import KINDS
+
+    net = KINDS["nf4"][0]()
+    with refused(ValueError):
+        sk.parity(net, net, {"input_ids": torch.zeros(1, 2, dtype=torch.long)})

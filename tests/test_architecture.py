@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "accuracy": "quantizer quantized product recipe nn layers convert kernels places",
     "tuning": "accuracy layers convert nn hardware planner recipe tables units",
     "models": "formats fusion quantizer quantized recipe kernels nn prequantized layers convert errors hub places torch_private",
-    "agreement": "accuracy models nn quantized places tables torch_private",
+    "agreement": "accuracy layers models nn quantized places tables torch_private",
     "offload": "errors kernels places units tables applied optim torch_private",
     "profiler": "environment errors units statistics tables kernels hardware calibration torch_private",
     "train": "recipe fusion applied nn kernels layers convert accuracy data models environment errors places units tables "

@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,8 +20,20 @@ from surokit.accuracy import Operands, judge, sqnr
 from surokit.agreement import faults, measure
 from surokit.agreement.batches import batch_for, check, shown, words_of
 from surokit.agreement.measure import MARGIN, difference
-from surokit.agreement.observe import Batch, Seen, drops, head_of, hookable, modules_of, observe, parameters_by_name
+from surokit.agreement.observe import (
+    Batch,
+    Seen,
+    balances,
+    drops,
+    head_of,
+    hookable,
+    modules_of,
+    observe,
+    parameters_by_name,
+    without_balance,
+)
 from surokit.agreement.report import ModuleParity, Pair, Parity, short
+from surokit.layers import check_taken_over
 from surokit.nn.linear import Linear
 from surokit.nn.loss import IGNORED
 from surokit.torch_private import parameters_of
@@ -58,6 +71,8 @@ class Comparison:
 
     def __init__(self, a: nn.Module, b: nn.Module, batch: Batch, step: str) -> None:
         self.models, self.step = (a, b), step
+        for model in self.models:
+            check_taken_over(model, "parity")
         (own_batch, notes), (its_batch, more) = (batch_for(model, batch, who) for model, who in ((a, "a"), (b, "b")))
         self.batches, self.notes = (own_batch, its_batch), [*notes, *more]
         self.labels = own_batch["labels"]
@@ -80,6 +95,13 @@ class Comparison:
                     f"{other} stores {len(held)} weights, {short(far)} from {own}'s at most, as the format explains: {own} "
                     "was run with the stored ones"
                 )
+        self.balanced = [
+            which for which in (0, 1) if balances(self.models[which]) and not balances(self.models[1 - which])
+        ]
+        self.notes += [
+            f"compared without the load-balancing loss of {'ab'[which]}, which {'ba'[which]} does not add"
+            for which in self.balanced
+        ]
         self.quantized = [_recipe_words(model) for model in self.models]
         self.notes += _alone("a", a, b) + _alone("b", b, a)
         self._look(inside=False)
@@ -87,7 +109,10 @@ class Comparison:
     def _run(self, which: int, **options: Any) -> Seen:
         model, who = self.models[which], "ab"[which]
         try:
-            return observe(model, self.batches[which], training=self.training, weights=self.weights[which], **options)
+            with without_balance(model) if which in self.balanced else nullcontext():
+                return observe(
+                    model, self.batches[which], training=self.training, weights=self.weights[which], **options
+                )
         except torch.OutOfMemoryError:
             raise
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
@@ -326,13 +351,30 @@ class Comparison:
         if not row.forward:
             said = "every output is the same to the last bit"
         if self.quantized == [None, None]:
-            return f"The models agree: {said}."
+            but = (
+                " but for the formats that weights are stored in: with the same stored weights"
+                if any(self.weights)
+                else ":"
+            )
+            return f"The models agree{but} {said}.{self._numbers()}"
         worst = max(rows, key=lambda r: r.recipe)
         recipes = " against ".join(name or "no recipe" for name in self.quantized)
         return (
             f"The models agree but for their recipes, {recipes}: these put them {short(worst.recipe)} apart, at {worst.module}; "
             f"without quantized products {said}."
         )
+
+    def _numbers(self) -> str:
+        """Return a sentence of the numbers of modules that differ although no output does; "" without any."""
+        mine, theirs = (modules_of(model) for model in self.models)
+        apart = {
+            name: said for name in mine if name in theirs and (said := faults.numbers_apart(mine[name], theirs[name]))
+        }
+        if not apart:
+            return ""
+        name = next(iter(apart))
+        more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+        return f" Rounding hides other numbers all the same: of {name} {'; '.join(apart[name])}{more}."
 
     def _recipes(self, rows: list[ModuleParity]) -> tuple[list[ModuleParity], str]:
         """Return the rows with what the recipes add, and the sentence of a product that is worse than its recipe; "" for none."""

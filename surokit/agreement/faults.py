@@ -116,14 +116,25 @@ def where_they_part(
 def reasons(a: nn.Module, b: nn.Module, name: str, differing: Mapping[str, str]) -> list[str]:
     """Return what of the modules called `name` differs, in words: parameters, and numbers that decide what they compute."""
     said = [f"{p} {how}" for p, how in differing.items() if p.startswith(f"{name}.")]
-    modules = modules_of(a)[name], modules_of(b)[name]
+    return said + numbers_apart(modules_of(a)[name], modules_of(b)[name])
+
+
+def numbers_apart(module: nn.Module, other: nn.Module) -> list[str]:
+    """Return in words which numbers that decide what a module computes differ between two."""
+    said, modules = [], (module, other)
     for what, names in _NUMBERS.items():
-        known = [_number(module, names) for module in modules]
+        known = [_number(each, names) for each in modules]
         if what == "scale of the scores" and any(known):
-            known = [number or _scale(module) for number, module in zip(known, modules)]
-        if all(known) and known[0] != known[1]:
+            known = [number or _scale(each) for number, each in zip(known, modules)]
+        if all(known) and not _alike(known[0], known[1]):
             said.append(f"its {what} is " + " against ".join(_said(value) for number in known for value in number))
     return said
+
+
+def _alike(one: tuple[float | None, ...], other: tuple[float | None, ...]) -> bool:
+    """Return whether two numbers are the same up to how they were computed."""
+    both = list(zip(one, other))
+    return all(a == b or (a is not None and b is not None and math.isclose(a, b, rel_tol=1e-12)) for a, b in both)
 
 
 def _number(module: nn.Module, names: tuple[str, ...]) -> tuple[float | None, ...]:

@@ -101,6 +101,26 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
+def balances(model: nn.Module) -> bool:
+    """Return whether backward of a model's loss in training has the gradient of a load-balancing loss of experts."""
+    config: Any = getattr(model, "config", None)
+    return bool(getattr(config, "balance", None) or getattr(config, "output_router_logits", False))
+
+
+@contextmanager
+def without_balance(model: nn.Module) -> Iterator[None]:
+    """Leave the load-balancing loss out in the block."""
+    config: Any = model.config
+    ours = bool(getattr(config, "balance", None))
+    name, off = ("balance", 0.0) if ours else ("output_router_logits", False)
+    before = getattr(config, name)
+    object.__setattr__(config, name, off)  # a frozen one, which all parts of the model hold
+    try:
+        yield
+    finally:
+        object.__setattr__(config, name, before)
+
+
 def drops(model: nn.Module) -> bool:
     """Return whether training draws random numbers (dropout), or computes blocks again so that autograd.grad may not follow."""
     for module in model.modules():

@@ -32,17 +32,21 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, width))
 
     def forward(self, x_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the probabilities of all experts, [T, E], the weights of the chosen ones, [T, C], both float32, and which they
-        are, [T, C]."""
-        p_TE = F.linear(x_TK, self.weight).float().softmax(-1)
-        weights_TC, index_TC = p_TE.topk(self.choices, dim=-1)
+        """Return the logits of all experts, [T, E], the weights of the chosen ones, [T, C] in float32, and which these are."""
+        logits_TE = F.linear(x_TK, self.weight)
+        weights_TC, index_TC = probabilities(logits_TE).topk(self.choices, dim=-1)
         if self.norm_topk:
             weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
-        return p_TE, weights_TC, index_TC
+        return logits_TE, weights_TC, index_TC
 
     def extra_repr(self) -> str:
         experts, width = self.weight.shape
         return f"experts={experts}, width={width}, choices={self.choices}"
+
+
+def probabilities(logits_TE: Tensor) -> Tensor:
+    """Return the probabilities that a router's logits give the experts, [T, E] in float32."""
+    return logits_TE.float().softmax(-1)
 
 
 class SparseMLP(nn.Module):
@@ -59,9 +63,9 @@ class SparseMLP(nn.Module):
     def forward(self, x_BTK: Tensor, routed: Routed | None = None) -> Tensor:
         """Return what is to be added to the residual stream; `routed` is told whom the router chose."""
         x_TK = x_BTK.flatten(0, -2)
-        p_TE, weights_TC, index_TC = self.gate(x_TK)
+        logits_TE, weights_TC, index_TC = self.gate(x_TK)
         if routed is not None:
-            routed.add(self.layer, p_TE, index_TC)
+            routed.add(self.layer, probabilities(logits_TE), index_TC)
         y_BTK: Tensor = self.experts(x_TK, index_TC, weights_TC).view_as(x_BTK)
         return y_BTK
 
