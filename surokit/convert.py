@@ -24,6 +24,7 @@ from surokit.hardware.machine import room_for_decoded
 from surokit.layers import (
     Layer,
     OwnLayer,
+    adapter_of,
     adopt,
     check_convertible,
     check_taken_over,
@@ -43,7 +44,7 @@ from surokit.places import check_module
 from surokit.prequantized import library_of
 from surokit.product import computes
 from surokit.quantizer import Quantizer
-from surokit.recipe import BF16, Recipe, count_blocks, find_recipe
+from surokit.recipe import BF16, PROJECTIONS, Recipe, count_blocks, find_recipe
 from surokit.report import LayerReport, LeftReport, Report
 from surokit.speed import PlannedSpeed, check_gpu, plan_layer
 from surokit.takeover import Came, notes_of, read, take_over
@@ -125,6 +126,7 @@ def apply(model: nn.Module, recipe: Recipe | str, *, gpu: str | Gpu | None = Non
         notes.append(f"{adapters} adapters stay; merge_adapter() or remove_adapter() on a layer ends one")
     if recipe.keeps_decoded:
         notes.append(_of_decoded([row.decoded for row in rows if row.decoded]))
+    notes += _of_adapters(recipe, adapted, layers)
     if recipe.storage and hasattr(model, "save_pretrained"):
         notes.append(_of_keeping(model))
     left = [
@@ -133,7 +135,7 @@ def apply(model: nn.Module, recipe: Recipe | str, *, gpu: str | Gpu | None = Non
     ]
     device = next(model.parameters()).device
     converted = {row.layer for row in rows if row.converted}
-    speed = _plan([pair for pair in layers if pair[0] in converted], recipe, planned_on, tokens)
+    speed = _plan(layers, recipe, planned_on, tokens, converted) if converted else None
     nbytes = sum(p.nbytes for p in model.parameters()) + sum(row.nbytes for row in left if "codes" in row.why)
     return Report(recipe, tuple(rows), emulation(recipe, device), tuple(notes), tuple(left), nbytes, speed)
 
@@ -173,9 +175,11 @@ def _gpu_for(gpu: str | Gpu | None, device: torch.device) -> Gpu | None:
         return None
 
 
-def _plan(layers: Sequence[tuple[str, OwnLayer]], recipe: Recipe, gpu: Gpu | None, tokens: int) -> PlannedSpeed | None:
-    """Return the planned times of these layers, which the recipe converted."""
-    if gpu is None or not layers:
+def _plan(
+    layers: Sequence[tuple[str, OwnLayer]], recipe: Recipe, gpu: Gpu | None, tokens: int, converted: set[str]
+) -> PlannedSpeed | None:
+    """Return the planned times of all layers, of which some are `converted`."""
+    if gpu is None:
         return None
     native = recipe.natively()
     own = native if all(gpu.multiplies(gemm.kind) for gemm in (native.forward, native.grad_input)) else recipe
@@ -189,10 +193,31 @@ def _plan(layers: Sequence[tuple[str, OwnLayer]], recipe: Recipe, gpu: Gpu | Non
         stored = layer.storage is not None
         rows.append(
             plan_layer(
-                name, own, shape, each, trains=layer.weight.requires_grad, stored=stored, gpu=gpu, experts=experts
+                name,
+                own if name in converted else None,
+                shape,
+                each,
+                trains=layer.weight.requires_grad,
+                stored=stored,
+                gpu=gpu,
+                experts=experts,
             )
         )
     return PlannedSpeed(gpu.name, tokens, tuple(rows), tuple(left_out)) if rows else None
+
+
+def _of_adapters(recipe: Recipe, adapted: set[str], layers: Sequence[tuple[str, OwnLayer]]) -> list[str]:
+    """Return how many layers have an adapter, and which targets a user named that mean none."""
+    if recipe.adapter is None or not adapted:
+        return []
+    held = [layer for name, layer in layers if name in adapted]
+    trained = sum(p.numel() for layer in held for p in adapter_of(layer))
+    notes = [f"{len(held)} adapters of rank {recipe.adapter.rank}: {trained:,} numbers train"]
+    met = {target for name in adapted for target in recipe.adapter.meant(name)}
+    idle = [target for target in recipe.adapter.targets if target not in met]
+    if idle and recipe.adapter.targets != PROJECTIONS:
+        notes.append(f"the adapter's target {', '.join(idle)} matches no layer")
+    return notes
 
 
 def _of_keeping(model: nn.Module) -> str:
@@ -467,8 +492,7 @@ def _to_adapt(model: nn.Module, recipe: Recipe, layers: Sequence[tuple[str, Laye
     experts = {name.rpartition(".")[0] for name, layer in layers if isinstance(layer, ExpertsLinear)}
     if parents - names - experts:
         return set()
-    wanted = {*recipe.adapter.targets}
-    targets = {name for name in names if wanted & _targets_of(name.split(".")[-1])}
+    targets = {name for name in names if recipe.adapter.meant(name)}
     if not targets:
         known = ", ".join(sorted({name.split(".")[-1] for name in names}))
         raise ValueError(
@@ -485,11 +509,6 @@ def _to_adapt(model: nn.Module, recipe: Recipe, layers: Sequence[tuple[str, Laye
                 f"{wants[1]:g}: merge_adapter() or remove_adapter() first."
             )
     return targets
-
-
-def _targets_of(leaf: str) -> set[str]:
-    """Return the names by which a recipe means a layer: experts hold gate and up in one weight."""
-    return {leaf, "gate_proj", "up_proj"} if leaf == "gate_up_proj" else {leaf}
 
 
 def on_device(recipe: Recipe, device: torch.device) -> Recipe:

@@ -17,7 +17,7 @@ from surokit.applied import host_streams, is_adapter
 from surokit.nn.experts import Experts, ExpertsLinear, adopt_experts, is_experts, unsupported, weights_of
 from surokit.nn.linear import Linear
 from surokit.prequantized import codes_of, library_of
-from surokit.recipe import Recipe
+from surokit.recipe import Recipe, within_block
 
 Layer: TypeAlias = nn.Linear | ExpertsLinear  # what a recipe is applied to
 OwnLayer: TypeAlias = Linear | ExpertsLinear  # and what it becomes
@@ -75,7 +75,8 @@ def check_taken_over(model: nn.Module, who: str) -> None:
         if library := library_of(module):
             raise ValueError(
                 f"{who}() needs layers that a recipe can compute, and {name} is quantized by {library.name}: "
-                "surokit.apply(model, recipe) takes its weights over."
+                "surokit.apply(model, recipe) takes its weights over, with their codes where the recipe stores weights in the same "
+                "way."
             )
 
 
@@ -103,6 +104,16 @@ def _has_own_forward(layer: nn.Module) -> bool:
         return False
     hidden = vars(layer).get("_old_forward")  # of accelerate: a method of the class, or of whoever came before
     return not (isinstance(hidden, MethodType) and hidden.__func__ is type(layer).forward)
+
+
+def adapter_of(layer: OwnLayer) -> Iterator[torch.Tensor]:
+    """Yield A and B of a layer's adapter; nothing without one."""
+    if not layer.has_adapter:
+        return
+    if isinstance(layer, ExpertsLinear):
+        yield from (layer.lora_A, layer.lora_B)
+    else:
+        yield from (layer.lora_A.weight, layer.lora_B.weight)
 
 
 def shape_of(layer: Layer) -> tuple[int, ...]:
@@ -149,14 +160,20 @@ def check_convertible(model: nn.Module, recipe: Recipe, layers: Sequence[tuple[s
             "The model has DoRA adapters of PEFT, which compute with the numbers of a weight and not with its codes: take LoRA, or "
             "a recipe without storage."
         )
+    foreign = [
+        (name, module, codes)
+        for name, module in model.named_modules()
+        if not is_adapter(name) and library_of(module) is None and (codes := _foreign_codes(module))
+    ]
+    if unkept := [one for one in foreign if not recipe.kept_by(one[0], blocks)]:
+        name, module, codes = unkept[0]
+        more = f" (and {len(unkept) - 1} more layers)" if len(unkept) > 1 else ""
+        patterns = ", ".join(f'"{each}"' for each in sorted({within_block(name) for name, _, _ in unkept}))
+        raise ValueError(
+            f"{name}{more} is a {_class(module)} with {codes} codes, which surokit cannot read: load the model without this "
+            f"quantization, or leave such layers as they are, without adapters, with recipe.keep({patterns})."
+        )
     for name, module in model.named_modules():
-        if not is_adapter(name) and library_of(module) is None and (codes := _foreign_codes(module)):
-            if recipe.kept_by(name, blocks):
-                continue
-            raise ValueError(
-                f"{name} is a {_class(module)} with {codes} codes, which surokit cannot read: load the model without this "
-                f'quantization, or leave such layers as they are with recipe.keep("{name}").'
-            )
         if recipe.storage and isinstance(module, Experts) and adapted_by_peft(name):
             raise ValueError(
                 f"PEFT adapts {name.removesuffix('.base_layer')} by target_parameters, which weights stored as codes cannot "

@@ -74,10 +74,22 @@ class Lora:
     targets: tuple[str, ...] = PROJECTIONS
 
     def __post_init__(self) -> None:
+        if not _whole(self.rank):
+            raise TypeError(f"lora(rank={self.rank!r}): the rank is a whole number.")
         if self.rank < 1:
             raise ValueError(f"lora(rank={self.rank}): the rank is at least 1.")
-        if not self.targets:
+        if not self.targets or not all(isinstance(target, str) for target in self.targets):
             raise ValueError('lora(targets=...) takes the names of layers, for example ("q_proj", "v_proj").')
+
+    def meant(self, name: str) -> tuple[str, ...]:
+        """Return which of the targets mean the layer of this name: the end of its path, or a pattern for it."""
+        return tuple(t for t in self.targets if t in _known_as(name) or fnmatch(name, t) or fnmatch(name, f"*.{t}"))
+
+
+def _known_as(name: str) -> set[str]:
+    """Return the names by which a target means a layer: experts hold gate and up in one weight."""
+    leaf = name.rpartition(".")[2]
+    return {leaf, "gate_proj", "up_proj"} if leaf == "gate_up_proj" else {leaf}
 
 
 @dataclass(frozen=True)
@@ -216,9 +228,12 @@ class Recipe:
         return replace(self, pays=Pays(tokens, gpu))
 
     def lora(self, rank: int = 16, alpha: float = 32.0, targets: Sequence[str] = PROJECTIONS) -> Recipe:
-        """Return the same recipe with a frozen base and a low-rank adapter on `targets`."""
+        """Return the same recipe with a frozen base and a low-rank adapter on `targets`: the ends of layers' paths, or patterns.
+
+        y gets alpha / rank * B A x, without dropout.
+        """
         targets = (targets,) if isinstance(targets, str) else targets
-        return replace(self, adapter=Lora(rank, float(alpha), tuple(targets)))
+        return replace(self, adapter=Lora(rank, float(alpha), tuple(targets or ())))
 
     def store(self, storage: Quantizer | Recipe) -> Recipe:
         """Return the same products over frozen weights stored as `storage` says: a quantizer, or a recipe whose storage is taken.

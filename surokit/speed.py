@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class Planned:
     """A Planned is the planned time of one layer's step: seconds of each part, by the recipe and in bfloat16.
 
-    experts: how many matrices [N, K] share the tokens; 0 for a linear layer, whose tokens are all of them.
+    tokens: rows of x; of experts those of each. experts: how many matrices [N, K] there are, whose times are summed; 0 for a linear
+    layer.
     """
 
     layer: str
@@ -33,6 +34,7 @@ class Planned:
     own: dict[str, float]
     bf16: dict[str, float]
     stored: bool = False  # quantized, frozen
+    changed: bool = True  # by the recipe
 
     @property
     def seconds(self) -> float:
@@ -68,7 +70,7 @@ def plan_layer(
     own = linear_times(recipe, n, k, tokens, trains=trains, gpu=gpu, stored=stored)
     bf16 = linear_times(BF16, n, k, tokens, trains=trains, gpu=gpu)
     own, bf16 = ({part: seconds * times for part, seconds in one.items()} for one in (own, bf16))
-    return Planned(name, tokens, shape_NK, experts, own, bf16, stored)
+    return Planned(name, tokens, shape_NK, experts, own, bf16, stored, recipe is not None)
 
 
 @dataclass(frozen=True)
@@ -89,30 +91,31 @@ class PlannedSpeed:
     @property
     def slower(self) -> tuple[Planned, ...]:
         """Return the layers that are slower than in bfloat16."""
-        return tuple(row for row in self.rows if row.speed < 1)
+        return tuple(row for row in self.rows if row.changed and row.speed < 1)
 
     @property
     def verdict(self) -> str:
         """Return one sentence: how much faster the layers are planned to be, and what to do about those that are not."""
         own, bf16 = (1e3 * sum(times) for times in zip(*((row.seconds, row.seconds_bf16) for row in self.rows)))
         said = (
-            f"planned on {self.gpu} for {self.tokens:,} tokens: {self.speed:.2f} x the speed of bf16 in these layers "
+            f"planned on {self.gpu} for {self.tokens:,} tokens: {self.speed:.2f} x the speed of bf16 in its linear layers "
             f"({own:.2f} ms instead of {bf16:.2f})"
         )
         if self.left_out:
             said += f"; without {len(self.left_out)} weights of experts, whose share of the tokens is not known"
         if self.slower:
-            only = "all" if len(self.slower) == len(self.rows) else f"{len(self.slower)} of {len(self.rows)}"
+            changed = sum(row.changed for row in self.rows)
+            only = "all" if len(self.slower) == changed else f"{len(self.slower)} of {changed}"
             said += f"; {only} lose: {self._remedy()}"
         return said
 
     def _remedy(self) -> str:
         if any(row.stored for row in self.slower):
             return "what decoding stored weights costs"
-        if len(self.slower) == len(self.rows):
+        if not any(row.changed and row.speed >= 1 for row in self.rows):
             return "this recipe saves no time here"
         losing = max(_least(row) for row in self.slower)
-        if losing < min(_least(row) for row in self.rows if row.speed >= 1):
+        if losing < min(_least(row) for row in self.rows if row.changed and row.speed >= 1):
             return f"recipe.keep_small({losing + 1}) keeps them in bf16"
         return f'recipe.keep_slower({self.tokens}, "{self.gpu}") keeps them in bf16'
 

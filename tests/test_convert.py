@@ -476,3 +476,31 @@ def test_everything_with_weights_is_in_the_report(tiny):
     assert left.loc["lm_head", "why"] == "rule lm_head"
     assert left.loc["", "bytes"] == 7 * 3 * 4
     assert left["share"].sum() == pytest.approx(left["bytes"].sum() / report.nbytes)
+
+
+# -- adapters by name
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers"),
+    [
+        (("up_proj",), 2),
+        (("layers.0.up_proj",), 1),
+        (("layers.1.*",), 2),
+        (("*_proj",), 4),
+        (("up_proj", "foo"), 2),
+    ],
+    ids=str,
+)
+def test_targets_are_ends_of_paths_or_patterns(tiny, targets, layers):
+    report = sk.apply(tiny, sk.BF16.lora(rank=2, targets=targets))
+    assert sum(bool(row.adapter) for row in report.rows) == layers
+    trained = sum(p.numel() for p in tiny.parameters() if p.requires_grad)
+    assert f"{layers} adapters of rank 2: {trained:,} numbers train" in report.notes
+    assert ("the adapter's target foo matches no layer" in report.notes) is ("foo" in targets)
+
+
+@pytest.mark.parametrize("options", [{"rank": 1.5}, {"rank": 0}, {"targets": None}, {"targets": (3,)}, {"targets": ()}])
+def test_an_adapter_that_cannot_be_is_refused(options):
+    with refused((ValueError, TypeError)):
+        sk.BF16.lora(**options)

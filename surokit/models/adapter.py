@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from surokit import convert
 from surokit.errors import CheckpointError
-from surokit.layers import OwnLayer, recipe_layers
+from surokit.layers import OwnLayer, check_taken_over, recipe_layers
 from surokit.models.folder import Tensors, Wanted, check_tensors, read_json, write_json, written_whole
 from surokit.nn.experts import Experts, ExpertsLinear
 from surokit.nn.linear import Linear
@@ -205,6 +205,7 @@ def _read(layer: OwnLayer, a: Tensor, b: Tensor) -> None:
 
 def _linears(model: nn.Module, who: str) -> dict[str, OwnLayer]:
     check_module(model, who)
+    check_taken_over(model, who)
     layers: dict[str, OwnLayer] = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     experts = ((name, layer) for name, layer in recipe_layers(model) if isinstance(layer, ExpertsLinear))
     layers |= {name: layer for name, layer in experts if isinstance(layer.module, Experts)}

@@ -36,6 +36,7 @@ from surokit.models.folder import (
     written_whole,
 )
 from surokit.models.layouts import Layout, copied, layout_for, layout_of
+from surokit.nn.experts import ExpertsLinear
 from surokit.nn.joint import lay
 from surokit.nn.linear import Linear
 from surokit.places import check_dtype, check_values, find_device
@@ -155,7 +156,13 @@ def save(model: nn.Module, folder: str | Path, shard_gib: float = 5.0) -> Path:
     if model.config.tied:
         del tensors["lm_head.weight"]
     layout = _layout_for(linears)
-    kept = [name for name, m in linears.items() if m.storage is None]
+    # experts by the module that readers know
+    plain = [
+        name.rpartition(".")[0] if isinstance(m, ExpertsLinear) else name
+        for name, m in linears.items()
+        if not m.storage
+    ]
+    kept = [*dict.fromkeys(plain)]
     for path, files in sparse.items():
         tensors = {name: t for name, t in tensors.items() if not name.startswith(f"{path}.")}
         tensors |= files.tensors(layout, dtype)

@@ -113,6 +113,7 @@ class DecoderConfig:
     dense_layers: tuple[int, ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         for name in (
             "layers",
             "width",
@@ -206,8 +207,18 @@ class DecoderConfig:
     def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
         """Read a config.json's dict, old style (rope_theta, rope_scaling) or new (rope_parameters).
 
-        Raises CheckpointError for an architecture, activation or RoPE scaling that is not supported, or a missing field.
+        Raises CheckpointError for an architecture, activation or RoPE scaling that is not supported, a missing field, or one that
+        cannot be.
         """
+        try:
+            return DecoderConfig._of_hf(config)
+        except CheckpointError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"The config has a field that cannot be: {error}") from error
+
+    @staticmethod
+    def _of_hf(config: Mapping[str, Any]) -> DecoderConfig:
         family = str(config.get("model_type") or "")
         if family not in ARCHITECTURES:
             named = config.get("architectures") or [family or "a config without model_type"]

@@ -659,3 +659,34 @@ def test_the_panel_says_how_even_the_load_is(tmp_path):
     assert expert_lines(PanelState()) == []
     old = PanelState.from_records([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}])
     assert expert_lines(old) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_experts_per_tok": 9},
+        {"num_local_experts": "8"},
+        {"router_aux_loss_coef": -1.0},
+    ],
+    ids=lambda wrong: "-".join(wrong),
+)
+def test_a_config_that_cannot_be_is_named(wrong):
+    hf = MixtralConfig(num_local_experts=4, num_attention_heads=2, num_key_value_heads=2).to_dict()
+    with refused(CheckpointError):
+        DecoderConfig.from_hf(hf | wrong)
+
+
+def test_dense_layers_may_be_a_list():
+    sizes: Any = {"layers": 2, "width": 8, "heads": 2, "kv_heads": 2, "vocab": 8, "ffn": 8, "experts": 2}
+    assert DecoderConfig(**sizes | {"dense_layers": [0]}) == DecoderConfig(**sizes, dense_layers=(0,))
+
+
+def test_experts_that_stay_unquantized_are_named_as_readers_know_them(tmp_path):
+    """transformers asks for the module, which it would make an FP8 one."""
+    config = DecoderConfig(layers=2, width=64, heads=2, kv_heads=2, vocab=32, ffn=64, experts=2, tied=False)
+    model = sk.Decoder(config)
+    sk.apply(model, sk.BF16.store(sk.Quantizer(sk.E4M3, sk.Block(64, 64, pow2=False))).keep("layers.0.*"))
+    sk.save(model, tmp_path)
+    kept = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert "model.layers.0.mlp.experts" in kept
+    assert not any("gate_up_proj" in name or "layers.1.mlp" in name for name in kept)
