@@ -640,6 +640,18 @@ def test_our_experts_and_transformers_agree(family, tmp_path):
     assert ours.config.balance == balance
 
 
+def test_quantized_experts_are_told_apart_by_their_noise():
+    from tests.test_experts import IDS, made
+
+    theirs = made("Mixtral")
+    ours = copy.deepcopy(theirs)
+    sk.apply(ours, "fp8")
+    found = sk.parity(ours, theirs, {"input_ids": IDS, "labels": IDS})
+    assert found.agree, found.verdict
+    assert "but for their recipes, fp8 against no recipe" in found.verdict
+    assert all(held.precision is not None for held in ours.model.layers[0].mlp.experts.projections.values())
+
+
 def test_weights_of_other_libraries_are_taken_over_first():
     from tests.test_prequantized import KINDS
 

@@ -27,6 +27,7 @@ from surokit.agreement.observe import (
     drops,
     head_of,
     hookable,
+    layers_of,
     modules_of,
     observe,
     parameters_by_name,
@@ -34,6 +35,7 @@ from surokit.agreement.observe import (
 )
 from surokit.agreement.report import ModuleParity, Pair, Parity, short
 from surokit.layers import check_taken_over
+from surokit.nn.experts import ExpertsLinear
 from surokit.nn.linear import Linear
 from surokit.nn.loss import IGNORED
 from surokit.torch_private import parameters_of
@@ -437,8 +439,8 @@ def _recipe_words(model: nn.Module) -> str | None:
     """Return the recipe of a model whose products are quantized; None where none is."""
     names = dict.fromkeys(
         m.precision.recipe.name
-        for m in model.modules()
-        if isinstance(m, Linear) and m.precision is not None and m.precision.recipe.quantized_products
+        for _, m in layers_of(model)
+        if isinstance(m, Linear | ExpertsLinear) and m.precision is not None and m.precision.recipe.quantized_products
     )
     return " and ".join(names) or None
 
@@ -447,7 +449,7 @@ def _worse_than_defined(who: str, model: nn.Module, run: Seen, weights: Mapping[
     """Return the sentence of the first layer whose product has more noise than its recipe's definition; "" without one.
 
     weights: by module, what the run had in place of the model's own. Not asked of delayed scaling, whose noise depends on the steps
-    before, nor of layers with an adapter.
+    before, nor of layers with an adapter, nor of experts.
     """
     tied = Counter(id(p) for p in parameters_by_name(model).values())
     for name, layer in modules_of(model).items():

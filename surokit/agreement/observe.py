@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from surokit.layers import Layer
 from surokit.models.decoder import MLP, Attention, Block
 from surokit.models.foreign import FusedCausalLM, FusedMixin
 from surokit.nn.delayed import kept_amaxes
+from surokit.nn.experts import Experts, ExpertsLinear, is_experts, unsupported, weights_of
 from surokit.nn.fusion import OFF, fusion_for
 from surokit.nn.linear import Linear
 from surokit.torch_private import buffers_of, children_of, parameters_of
@@ -70,6 +72,16 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
         if not isinstance(module, nn.ModuleList | nn.ModuleDict):
             found.setdefault(plain_name(name), module)
     return found
+
+
+def layers_of(model: nn.Module) -> Iterator[tuple[str, Layer]]:
+    """Yield the linear layers and the weights of experts, each with the plain name of the parameter that holds its weight."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield plain_name(f"{name}.weight"), module
+        elif isinstance(module, Experts) or (is_experts(module) and not unsupported(module)):
+            for weight, layer in weights_of(module).items():
+                yield plain_name(f"{name}.{weight}"), layer
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -179,7 +191,7 @@ def with_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[No
 @contextmanager
 def without_products(model: nn.Module) -> Iterator[None]:
     """Compute in the block without the recipe's quantized products; stored weights stay."""
-    layers = [m for m in model.modules() if isinstance(m, Linear) and m.precision is not None]
+    layers = [m for _, m in layers_of(model) if isinstance(m, Linear | ExpertsLinear) and m.precision is not None]
     before = [layer.precision for layer in layers]
     try:
         for layer in layers:
