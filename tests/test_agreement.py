@@ -652,6 +652,30 @@ def test_quantized_experts_are_told_apart_by_their_noise():
     assert all(held.precision is not None for held in ours.model.layers[0].mlp.experts.projections.values())
 
 
+@pytest.mark.parametrize("family", ["Mixtral", "gpt-oss"])  # gpt-oss holds its weights transposed
+@pytest.mark.parametrize("storage", [sk.QFP8, sk.QNF4], ids=lambda recipe: recipe.name)
+def test_stored_experts_are_compared_as_they_are_stored(family, storage):
+    from tests.test_experts import IDS, made
+
+    dense = made(family)
+    stored = copy.deepcopy(dense)
+    sk.apply(stored, sk.BF16.store(storage))
+    before = state_of(dense)
+    batch = {"input_ids": IDS, "labels": IDS}
+    for a, b in ((stored, dense), (dense, stored)):
+        found = sk.parity(a, b, batch)
+        assert found.agree, found.verdict
+        assert all(row.forward <= row.explained < 1e-3 for row in found.rows)
+        assert not any("experts" in line and "differs" in line for line in found.parameters)
+    assert any(" weights, " in note and "was run with the stored ones" in note for note in found.notes)
+    assert same(before, state_of(dense))
+    with torch.no_grad():
+        dense.model.layers[1].mlp.experts.down_proj[2].mul_(1.5)  # one expert
+    verdict = sk.parity(dense, stored, batch).verdict
+    assert "They part at model.layers.1.mlp.experts:" in verdict
+    assert "model.layers.1.mlp.experts.down_proj differs by 0.5" in verdict
+
+
 def test_weights_of_other_libraries_are_taken_over_first():
     from tests.test_prequantized import KINDS
 

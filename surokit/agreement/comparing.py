@@ -448,8 +448,8 @@ def _recipe_words(model: nn.Module) -> str | None:
 def _worse_than_defined(who: str, model: nn.Module, run: Seen, weights: Mapping[str, Tensor]) -> str:
     """Return the sentence of the first layer whose product has more noise than its recipe's definition; "" without one.
 
-    weights: by module, what the run had in place of the model's own. Not asked of delayed scaling, whose noise depends on the steps
-    before, nor of layers with an adapter, nor of experts.
+    weights: by parameter, what the run had in place of the model's own. Not asked of delayed scaling, whose noise depends on the
+    steps before, nor of layers with an adapter, nor of experts.
     """
     tied = Counter(id(p) for p in parameters_by_name(model).values())
     for name, layer in modules_of(model).items():
@@ -460,7 +460,7 @@ def _worse_than_defined(who: str, model: nn.Module, run: Seen, weights: Mapping[
         if layer.precision.scales is not None or x is None or y is None:
             continue
         dy = None if call.arrived is None else call.arrived.flatten(0, -2)
-        operands = Operands(x.flatten(0, -2), weights.get(name, layer.dense_weight().detach()), dy)
+        operands = Operands(x.flatten(0, -2), weights.get(f"{name}.weight", layer.dense_weight().detach()), dy)
         bias = 0 if layer.bias is None else layer.bias.detach().float()
         made = {"forward": y.flatten(0, -2).float() - bias}
         gradient = run.gradients.get(f"{name}.weight")

@@ -54,18 +54,18 @@ def parameters_that_differ(a: nn.Module, b: nn.Module, stored: Mapping[str, floa
             found[name] = f"has the shape {list(w.shape)} in a and {list(v.shape)} in b"
             continue
         apart = weights_apart(w, v)
-        bar = max(u if w.dtype != v.dtype else 0.0, stored.get(name.rpartition(".")[0], 0.0))
+        bar = max(u if w.dtype != v.dtype else 0.0, stored.get(name, 0.0))
         said = []
         if not apart <= bar:
             finite = all(bool(t.isfinite().all()) for t in (w, v))
             said.append(f"differs by {short(apart)}" if finite else "holds numbers that are not finite")
         kinds = own[name].dtype, other[name].dtype
-        if kinds[0] != kinds[1] and kinds != main and not stored.get(name.rpartition(".")[0]):
+        if kinds[0] != kinds[1] and kinds != main and not stored.get(name):
             said.append("is {} in a and {} in b".format(*(str(kind).removeprefix("torch.") for kind in kinds)))
         tied = [count[id(parameters[name])] > 1 for count, parameters in zip(ties, (own, other))]
         if tied[0] != tied[1]:
             said.append(f"is tied to another in {'a' if tied[0] else 'b'} alone")
-        if own[name].requires_grad != other[name].requires_grad and not stored.get(name.rpartition(".")[0]):
+        if own[name].requires_grad != other[name].requires_grad and not stored.get(name):
             said.append(f"trains only in {'a' if own[name].requires_grad else 'b'}")
         if said:
             found[name] = ", ".join(said)

@@ -16,11 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from surokit.agreement.observe import Seen, dtype_of, modules_of, parameters_by_name, plain_name
+from surokit.agreement.observe import Seen, dtype_of, layers_of, modules_of, parameters_by_name
+from surokit.layers import Layer
+from surokit.nn.experts import ExpertsLinear
 from surokit.nn.linear import Linear
 from surokit.quantized import quantize
 
@@ -46,12 +49,16 @@ def roundoff_of(a: nn.Module, b: nn.Module) -> tuple[float, str]:
 
 
 def levels(model: nn.Module, u: float, weights: Mapping[str, float]) -> dict[str, float]:
-    """Return the size of the disturbance by module. weights: how far its weights are from the other model's where storage explains
-    it."""
+    """Return the size of the disturbance by module. weights: by parameter, how far it is from the other model's where storage
+    explains it."""
     found = {}
+    stored: dict[str, float] = {}
+    for name, apart in weights.items():
+        module_name = name.rpartition(".")[0]
+        stored[module_name] = max(stored.get(module_name, 0.0), apart)
     for name, module in modules_of(model).items():
         summands = getattr(module, "in_features", 1)
-        found[name] = max(one_rounding(u), accumulated(u, summands), weights.get(name, 0.0))
+        found[name] = max(one_rounding(u), accumulated(u, summands), stored.get(name, 0.0))
     return found
 
 
@@ -235,65 +242,83 @@ def steps_apart(x: Seen, y: Seen, noise: Noise, floor: float, step: str) -> tupl
 
 def dense_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters by plain name, stored weights as the products see them."""
-    found: dict[str, Tensor] = {name: p.detach() for name, p in parameters_by_name(model).items()}
-    for name, module in model.named_modules():
-        if isinstance(module, Linear) and module.storage is not None:
-            name = plain_name(name)
-            for part in [part for part in found if part.startswith(f"{name}.weight_")]:  # its scales
-                del found[part]
-            found[f"{name}.weight"] = module.dense_weight(dtype_of(model)).detach()
-    return found
+    stored = {name: layer for name, layer in layers_of(model) if _is_stored(layer)}
+    scales = {id(scale) for layer in stored.values() for scale in layer.stored_scales}
+    found = {name: p.detach() for name, p in parameters_by_name(model).items() if id(p) not in scales}
+    return found | {name: _dense(layer, dtype_of(model)) for name, layer in stored.items()}
+
+
+def _is_stored(layer: Layer | None) -> TypeGuard[Linear | ExpertsLinear]:
+    return isinstance(layer, Linear | ExpertsLinear) and layer.storage is not None
+
+
+def _dense(layer: Layer, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the weight as its parameter holds it where it is not stored: [N, K], of experts [E, N, K] or [E, K, N]."""
+    if not isinstance(layer, Linear | ExpertsLinear):
+        return layer.weight.detach()
+    weight = layer.dense_weight(dtype).detach()
+    return weight.transpose(-2, -1) if isinstance(layer, ExpertsLinear) and layer.transposed else weight
 
 
 def storage_noise(a: nn.Module, b: nn.Module) -> dict[str, float]:
-    """Return by module how far its weights may lie apart because one or both models store them in a format."""
+    """Return by parameter how far weights may lie apart because one or both models store them in a format."""
     found = {}
-    mine, theirs = modules_of(a), modules_of(b)
+    mine, theirs = dict(layers_of(a)), dict(layers_of(b))
     for name in mine.keys() & theirs.keys():
         power = 0.0
         for own, other in ((mine[name], theirs[name]), (theirs[name], mine[name])):
-            if not isinstance(own, Linear) or own.storage is None or not isinstance(other, nn.Linear):
+            if not _is_stored(own) or own.storage is None:
                 continue
-            weight = other.dense_weight() if isinstance(other, Linear) else other.weight
-            weight = weight.detach()
-            rounded = quantize(weight, own.storage).dequantize(torch.float32)
-            power += float((rounded - weight).square().sum() / weight.float().square().sum().clamp(min=1e-30))
+            if isinstance(other, Linear | ExpertsLinear):
+                weight = other.dense_weight().detach()
+            else:
+                weight = other.weight.detach()
+            # each expert has scales of its own, and as many weights as the others
+            each = weight.unbind() if weight.ndim == 3 else (weight,)
+            power += max(_lost(w_NK, quantize(w_NK, own.storage).dequantize(torch.float32)) for w_NK in each)
         if power:
             found[name] = 1.5 * math.sqrt(power)  # a weight that was merged or trained before has other noise
     return found
 
 
+def _lost(weight: Tensor, rounded: Tensor) -> float:
+    """Return the square of what rounding takes from a weight [N, K], as a share of the weight's."""
+    return float((rounded - weight).square().sum() / weight.float().square().sum().clamp(min=1e-30))
+
+
 def left_by_storage(a: nn.Module, b: nn.Module, allowed: Mapping[str, float]) -> dict[str, float]:
-    """Return by module how far its weights lie apart, where no more than storing explains."""
+    """Return by parameter how far weights lie apart, where no more than storing explains."""
     mine, theirs = dense_parameters(a), dense_parameters(b)
-    found = {name: weights_apart(mine[f"{name}.weight"], theirs[f"{name}.weight"]) for name in allowed}
+    found = {name: weights_apart(mine[name], theirs[name]) for name in allowed}
     return {name: apart for name, apart in found.items() if apart <= allowed[name]}
 
 
 def stored_weights(own: nn.Module, other: nn.Module, allowed: Mapping[str, float]) -> dict[str, Tensor]:
-    """Return by module the weights that `other` stores in a format and `own` does not, as far as storing explains the difference.
+    """Return by parameter the weights that `other` stores in a format and `own` does not, where storing explains the difference.
 
     With these in its own's place a model is compared with what was stored, and no noise of a format is in between.
     """
     found = {}
-    mine = modules_of(own)
-    for name, module in modules_of(other).items():
+    mine = dict(layers_of(own))
+    for name, stored in layers_of(other):
         layer = mine.get(name)
-        if not isinstance(module, Linear) or module.storage is None or not isinstance(layer, nn.Linear):
+        if layer is None or not _is_stored(stored) or _is_stored(layer):
             continue
-        if isinstance(layer, Linear) and layer.storage is not None:
-            continue
-        weight = module.dense_weight(dtype_of(other)).detach()
-        if weights_apart(weight, layer.weight.detach()) <= allowed.get(name, 0.0):
-            found[name] = weight.to(layer.weight.dtype)
+        weight, held = _dense(stored, dtype_of(other)), layer.weight.detach()
+        if weights_apart(weight, held) <= allowed.get(name, 0.0):
+            found[name] = weight.to(held.dtype).contiguous()
     return found
 
 
 def weights_apart(w: Tensor, v: Tensor) -> float:
-    """Return the norm of w - v as a share of that of v."""
+    """Return the norm of w - v as a share of that of v; of weights of experts, [E, ...], for the expert where it is largest."""
     if w.shape != v.shape:
         return math.inf
     if w.dtype == v.dtype and torch.equal(w, v):
         return 0.0
     w, v = w.float(), v.float()
-    return ratio(float((w - v).square().sum()), float(v.square().sum()))
+    apart, size = (w - v).square(), v.square()
+    if w.ndim != 3:
+        return ratio(float(apart.sum()), float(size.sum()))
+    pairs = zip(apart.flatten(1).sum(-1).tolist(), size.flatten(1).sum(-1).tolist())
+    return max((ratio(*pair) for pair in pairs), default=0.0)

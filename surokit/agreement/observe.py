@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surokit.layers import Layer
+from surokit.layers import Layer, module_of
 from surokit.models.decoder import MLP, Attention, Block
 from surokit.models.foreign import FusedCausalLM, FusedMixin
 from surokit.nn.delayed import kept_amaxes
@@ -174,18 +174,22 @@ def undisturbed(model: nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def with_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Compute in the block with these weights, by plain name of the module, in place of its own."""
-    modules = modules_of(model)
-    before = {name: parameters_of(modules[name])["weight"] for name in weights}
+    """Compute in the block with these weights, by plain name of the parameter, in place of its own."""
+    homes = {name: parameters_of(module_of(layer)) for name, layer in layers_of(model) if name in weights}
+    before = {name: home[_last(name)] for name, home in homes.items()}
     try:
-        for name, weight in weights.items():
+        for name, home in homes.items():
             own = before[name]
             trains = own is not None and own.requires_grad
-            parameters_of(modules[name])["weight"] = nn.Parameter(weight, requires_grad=trains)
+            home[_last(name)] = nn.Parameter(weights[name], requires_grad=trains)
         yield
     finally:
-        for name, own in before.items():
-            parameters_of(modules[name])["weight"] = own
+        for name, home in homes.items():
+            home[_last(name)] = before[name]
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 @contextmanager
@@ -203,9 +207,13 @@ def without_products(model: nn.Module) -> Iterator[None]:
 
 
 def hookable(model: nn.Module, inside: bool) -> dict[str, nn.Module]:
-    """Return the modules that may be hooked: all with `inside`, else those whose hooks leave each fused step fused."""
+    """Return the modules that may be hooked: with `inside` all but what experts compute between their products, else those whose
+    hooks leave each fused step fused too."""
     probe = next(model.parameters())
-    hidden: set[nn.Module] = set()
+    # an activation between the weights of experts may see one expert's rows or all of them
+    hidden = {
+        m for e in model.modules() if is_experts(e) for m in e.children() if not any(True for _ in m.parameters())
+    }
     if not inside:
         for module in model.modules():
             fused = isinstance(module, Block | Attention | MLP | FusedMixin) and not isinstance(module, FusedCausalLM)
@@ -231,8 +239,8 @@ def observe(
     """Run `model` on the batch and return what was seen.
 
     inside: whether modules inside of a fused step are looked at, which is then not fused. products: whether a recipe's products are
-    quantized. noise: relative size of the disturbance by module, which `draw` numbers; none without it. weights: by module, in
-    place of its own.
+    quantized. noise: relative size of the disturbance by module, which `draw` numbers; none without it. weights: by parameter,
+    in place of its own.
     """
     seen, active = Seen(), [True]
 
