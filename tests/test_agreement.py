@@ -421,7 +421,11 @@ def test_padding_in_front_is_left_out_of_the_comparison(pair):
     batch = {"input_ids": IDS, "labels": labels, "attention_mask": mask}
     assert "They part at model.norm" in sk.parity(theirs, other, BATCH).verdict
     found = sk.parity(theirs, other, batch)
+    assert found.agree, found.verdict
     assert all(row.forward <= row.explained for row in found.rows)
+    assert "32 labels count; 6 tokens hidden" in found.inputs[0]
+    assert "1 label is predicted by hidden tokens: left out of the loss" in found.notes
+    assert int(labels[1, 6]) == int(IDS[1, 6])  # the caller's own stay
 
 
 def test_outputs_are_compared_as_they_were_given_and_not_as_they_were_written_to(pair):
@@ -605,6 +609,7 @@ REFUSED: dict[str, Callable[[Any, Any], tuple[Any, Any, Any]]] = {
     "nothing counts": lambda a, b: (a, b, {"input_ids": IDS, "labels": torch.full_like(IDS, -100)}),
     "too long": lambda a, b: (a, b, {"input_ids": IDS.repeat(1, 2), "labels": IDS.repeat(1, 2)}),
     "padding in front": lambda a, b: (a, b, {**BATCH, "attention_mask": (torch.arange(20) > 3).expand(2, -1)}),
+    "hidden tokens": lambda a, b: (a, b, {**BATCH, "attention_mask": torch.zeros_like(IDS)}),
     "unknown": lambda a, b: (a, b, {**BATCH, "weights": IDS}),
     "no loss": lambda a, b: (a, Silent(), BATCH),
 }

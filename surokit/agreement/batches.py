@@ -54,6 +54,25 @@ def check(a: nn.Module, b: nn.Module, batch: Batch) -> None:
         )
 
 
+def seen_labels(batch: Batch) -> tuple[Batch, list[str]]:
+    """Return the batch without the labels that hidden tokens predict, and in words how many these were.
+
+    What a hidden token gives is not compared, so no loss may depend on it: the first label behind padding in front is such a one.
+    """
+    real_BT, labels = shown(batch), batch["labels"]
+    unseen = ~real_BT[:, :-1].to(labels.device) & (labels[:, 1:] != IGNORED)
+    count = int(unseen.sum())
+    if not count:
+        return batch, []
+    kept = torch.cat((labels[:, :1], labels[:, 1:].masked_fill(unseen, IGNORED)), dim=1)
+    if not bool((kept[:, 1:] != IGNORED).any()):
+        raise ValueError(
+            "Each label that counts is predicted by a token that the attention_mask hides: take another batch."
+        )
+    verb = "label is" if count == 1 else "labels are"
+    return {**batch, "labels": kept}, [f"{count:,} {verb} predicted by hidden tokens: left out of the loss"]
+
+
 def vocabulary(model: nn.Module) -> int | None:
     """Return how many tokens the model's first embedding has; None without an embedding."""
     return next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), None)

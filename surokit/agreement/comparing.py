@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from surokit.accuracy import Operands, judge, sqnr
 from surokit.agreement import faults, measure
-from surokit.agreement.batches import batch_for, check, shown, words_of
+from surokit.agreement.batches import batch_for, check, seen_labels, shown, words_of
 from surokit.agreement.measure import MARGIN, difference
 from surokit.agreement.observe import (
     Batch,
@@ -75,8 +75,9 @@ class Comparison:
         self.models, self.step = (a, b), step
         for model in self.models:
             check_taken_over(model, "parity")
+        batch, unseen = seen_labels(batch)
         (own_batch, notes), (its_batch, more) = (batch_for(model, batch, who) for model, who in ((a, "a"), (b, "b")))
-        self.batches, self.notes = (own_batch, its_batch), [*notes, *more]
+        self.batches, self.notes = (own_batch, its_batch), [*notes, *more, *unseen]
         self.labels = own_batch["labels"]
         self.real_BT = shown(batch).to(self.labels.device)
         self.inputs = words_of(batch)
