@@ -503,6 +503,20 @@ def test_equal_models_are_equal_to_the_last_bit(pair):
     assert found.plot()
 
 
+def test_gradients_that_no_parameter_has_in_both_are_told(pair):
+    ours, _ = pair()
+    frozen = copy.deepcopy(ours).requires_grad_(False)
+    found = sk.parity(ours, frozen, BATCH)
+    said = "The models agree forward; their gradients have no parameter in common"
+    assert found.agree
+    assert found.verdict == f"{said}: every output is the same to the last bit."
+    frozen.model.norm.weight.requires_grad_()
+    assert sk.parity(ours, frozen, BATCH).verdict.startswith("The models agree: ")
+    ours.model.norm.weight.requires_grad_(False)  # each trains, and none in both
+    sk.apply(frozen, sk.FP8_CURRENT)
+    assert f"{said}. Forward they agree but for their recipes" in sk.parity(ours, frozen, BATCH).verdict
+
+
 # -- nothing is changed
 
 

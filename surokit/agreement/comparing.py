@@ -353,17 +353,22 @@ class Comparison:
         )
         if not row.forward:
             said = "every output is the same to the last bit"
+        agree = "The models agree"
+        if not measure.gradients_apart(*self.seen):
+            agree = "The models agree forward; their gradients have no parameter in common"
+            if any(self.quantized) or any(self.weights):
+                agree += ". Forward they agree"
         if self.quantized == [None, None]:
             but = (
                 " but for the formats that weights are stored in: with the same stored weights"
                 if any(self.weights)
                 else ":"
             )
-            return f"The models agree{but} {said}.{self._numbers()}"
+            return f"{agree}{but} {said}.{self._numbers()}"
         worst = max(rows, key=lambda r: r.recipe)
         recipes = " against ".join(name or "no recipe" for name in self.quantized)
         return (
-            f"The models agree but for their recipes, {recipes}: these put them {short(worst.recipe)} apart, at {worst.module}; "
+            f"{agree} but for their recipes, {recipes}: these put them {short(worst.recipe)} apart, at {worst.module}; "
             f"without quantized products {said}."
         )
 
