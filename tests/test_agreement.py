@@ -503,6 +503,22 @@ def test_equal_models_are_equal_to_the_last_bit(pair):
     assert found.plot()
 
 
+def test_where_rounding_explains_nearly_all_it_says_that_little_was_tested(pair):
+    _, theirs = pair()
+    said = "that little was tested: compare float32 copies."
+    with torch.no_grad():
+        for layer in theirs.model.layers:
+            layer.self_attn.q_proj.weight *= 30  # a softmax that chooses one token makes much of a rounding
+    coarse = copy.deepcopy(theirs).bfloat16()
+    coarse.model.rotary_emb = copy.deepcopy(theirs.model.rotary_emb)
+    found = sk.parity(theirs, coarse, BATCH)
+    assert found.agree
+    assert found.verdict.endswith(said)
+    assert max(row.explained for row in found.rows) > 0.5
+    assert said not in sk.parity(theirs, copy.deepcopy(coarse).float(), BATCH).verdict
+    assert said not in sk.parity(coarse, copy.deepcopy(coarse), BATCH).verdict  # the same to the last bit
+
+
 def test_gradients_that_no_parameter_has_in_both_are_told(pair):
     ours, _ = pair()
     frozen = copy.deepcopy(ours).requires_grad_(False)

@@ -42,6 +42,7 @@ from surokit.torch_private import parameters_of
 
 _DRAWS = 2  # disturbed runs: one alone may draw little noise for a small parameter
 _GEMMS = {"forward": "product", "grad_weight": "weights' gradient"}
+_MUCH = 0.5  # of an output: a rounding that explains more than this would hide nearly any fault
 _DECIBELS = 3.0  # below what the definition of its recipe gives: half of the noise power of another, so no chance
 
 
@@ -364,12 +365,12 @@ class Comparison:
                 if any(self.weights)
                 else ":"
             )
-            return f"{agree}{but} {said}.{self._numbers()}"
+            return f"{agree}{but} {said}.{self._numbers()}{_hidden(rows)}"
         worst = max(rows, key=lambda r: r.recipe)
         recipes = " against ".join(name or "no recipe" for name in self.quantized)
         return (
             f"{agree} but for their recipes, {recipes}: these put them {short(worst.recipe)} apart, at {worst.module}; "
-            f"without quantized products {said}."
+            f"without quantized products {said}.{_hidden(rows)}"
         )
 
     def _numbers(self) -> str:
@@ -412,6 +413,14 @@ class Comparison:
             if said := _worse_than_defined(who, model, run, weights):
                 return found, said
         return found, ""
+
+
+def _hidden(rows: list[ModuleParity]) -> str:
+    """Return a sentence where rounding explains so much that little was tested; "" where it does not."""
+    most = max((row for row in rows if row.forward), key=lambda r: r.explained, default=None)
+    if most is None or most.explained <= _MUCH:
+        return ""
+    return f" Rounding explains so much, {short(most.explained)} at {most.module}, that little was tested: compare float32 copies."
 
 
 def _spoilt(x: Tensor | None) -> bool:
