@@ -634,6 +634,7 @@ REFUSED: dict[str, Callable[[Any, Any], tuple[Any, Any, Any]]] = {
     "device": lambda a, b: (a, sk.Decoder(config(), device="meta"), BATCH),
     "token": lambda a, b: (a, b, {"input_ids": IDS + 90, "labels": IDS}),
     "no batch": lambda a, b: (a, b, IDS),
+    "no tensor": lambda a, b: (a, b, {**BATCH, "use_cache": False}),
     "no labels": lambda a, b: (a, b, {"input_ids": IDS}),
     "shapes": lambda a, b: (a, b, {"input_ids": IDS, "labels": IDS[:, 1:]}),
     "nothing counts": lambda a, b: (a, b, {"input_ids": IDS, "labels": torch.full_like(IDS, -100)}),

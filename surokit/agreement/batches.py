@@ -22,9 +22,14 @@ def check(a: nn.Module, b: nn.Module, batch: Batch) -> None:
         check_values(model, "parity")
     if a is b:
         raise ValueError("parity() got one model twice: make the other with copy.deepcopy(model) before it is changed.")
-    if not hasattr(batch, "keys") or not all(isinstance(value, Tensor) for value in batch.values()):
+    if not hasattr(batch, "keys"):
         raise TypeError(
             f'parity() takes a batch of tensors, {{"input_ids": ..., "labels": ...}}, not a {type(batch).__name__}.'
+        )
+    if other := next((name for name, value in batch.items() if not isinstance(value, Tensor)), None):
+        raise TypeError(
+            f"parity() takes a batch of tensors, and its {other} is a {type(batch[other]).__name__}: make it a tensor, or leave it "
+            "out of the batch."
         )
     if missing := [name for name in ("input_ids", "labels") if name not in batch]:
         raise ValueError(
