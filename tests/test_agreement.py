@@ -712,6 +712,19 @@ def test_stored_experts_are_compared_as_they_are_stored(family, storage):
     assert "model.layers.1.mlp.experts.down_proj differs by 0.5" in verdict
 
 
+def test_noise_in_a_router_is_turned_off_for_both():
+    from tests.test_experts import IDS, made
+
+    calm = made("Mixtral")
+    noisy = copy.deepcopy(calm)
+    for layer in noisy.model.layers:
+        layer.mlp.jitter_noise = 0.5  # of config.router_jitter_noise
+    found = sk.parity(noisy, calm, {"input_ids": IDS, "labels": IDS})
+    assert found.agree, found.verdict
+    assert "compared in evaluation mode" in found.notes[0]
+    assert noisy.training
+
+
 def test_weights_of_other_libraries_are_taken_over_first():
     from tests.test_prequantized import KINDS
 

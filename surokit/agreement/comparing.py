@@ -57,8 +57,8 @@ def parity(a: nn.Module, b: nn.Module, batch: Mapping[str, Tensor], *, step: str
     have them added at each module. With quantized products two more runs say what these add.
 
     Both models stay as they are: parameters, gradients, buffers, modes, hooks, histories of delayed scaling, and torch's random
-    state. They run in training mode, or both in evaluation mode if one has dropout. Memory: the outputs of all modules and
-    the gradients of three runs, so take a small batch.
+    state. They run in training mode, or both in evaluation mode if one has dropout or a noisy router. Memory: the outputs of
+    all modules and the gradients of three runs, so take a small batch.
 
     Raises TypeError or ValueError for what cannot be compared: another vocabulary, another device, a batch without labels or one
     that a model does not take.
@@ -84,7 +84,9 @@ class Comparison:
         self.inputs = words_of(batch)
         self.training = not any(drops(model) for model in self.models)
         if not self.training:
-            self.notes.append("compared in evaluation mode: one of them has dropout, or computes blocks again")
+            self.notes.append(
+                "compared in evaluation mode: one of them has dropout or a noisy router, or computes blocks again"
+            )
         self.u, self.dtype = measure.roundoff_of(a, b)
         # of a gradient, which is a sum over all tokens
         self.floor = max(measure.one_rounding(self.u), measure.accumulated(self.u, self.labels.numel()))

@@ -134,11 +134,13 @@ def without_balance(model: nn.Module) -> Iterator[None]:
 
 
 def drops(model: nn.Module) -> bool:
-    """Return whether training draws random numbers (dropout), or computes blocks again so that autograd.grad may not follow."""
+    """Return whether training draws random numbers (dropout, noise in a router), or computes blocks again so that autograd.grad
+    may not follow."""
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False) is True or (isinstance(module, nn.Dropout) and module.p):
             return True
-        if any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items()):
+        noisy = [value for name, value in vars(module).items() if "dropout" in name or "jitter" in name]
+        if any(isinstance(value, float) and value > 0 for value in noisy):
             return True
     return False
 
