@@ -70,12 +70,14 @@ class LiveCallback(Following, TrainerCallback):
         self._tokens_seen = 0
         self._nonfinite: int | torch.Tensor = 0  # losses since the last log, on the device
         self._stops = False  # with the checkpoint that is written now
+        self._limit: tuple[TrainingArguments, int | None] | None = None  # how many checkpoints stay, but for the stop's
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
     ) -> None:
         if not state.is_world_process_zero:
             return
+        self._limit_again()
         model = context.get("model")
         self._alone = args.world_size == 1
         self._stops = False
@@ -138,6 +140,8 @@ class LiveCallback(Following, TrainerCallback):
         if self.live is None or not self._stops:
             return
         self._stops = False
+        # at the end the Trainer would delete all but the best one
+        self._limit, args.save_total_limit = (args, args.save_total_limit), None
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         path = folder if folder.exists() else Path(args.output_dir)  # of a search, say
         how = f"trainer.train(resume_from_checkpoint={str(path)!r}) goes on from there"
@@ -173,10 +177,17 @@ class LiveCallback(Following, TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
     ) -> None:
+        self._limit_again()
         if self.live is None:
             return
         early = state.global_step < state.max_steps and not self.live.control.reason
         self._close(f"stopped before the planned {state.max_steps:,} steps" if early else None)
+
+    def _limit_again(self) -> None:
+        """Give back the limit of checkpoints, from which that of a stop was spared."""
+        if self._limit is not None:
+            args, args.save_total_limit = self._limit
+            self._limit = None
 
 
 def asked_precision() -> str:

@@ -165,6 +165,19 @@ def test_a_stop_saves_where_only_the_best_would_be_kept(trainer):
     assert callback.saved.exists()
 
 
+def test_the_checkpoint_of_a_stop_outlives_a_limit_that_keeps_the_best(trainer, tmp_path):
+    run, callback = trainer(
+        max_steps=6, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1, save_total_limit=1
+    )
+    run.args.metric_for_best_model, run.args.greater_is_better = "eval_loss", True  # the first one is the best
+    run.add_callback(ask(callback, "stop", 2))
+    run.train()
+    assert callback.saved == tmp_path / "checkpoint-3"
+    assert run.state.best_global_step == 1
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-3"]
+    assert run.args.save_total_limit == 1
+
+
 def test_a_stop_need_not_save(trainer, tmp_path):
     run, callback = trainer(max_steps=6)
     callback.save_on_stop = False
