@@ -69,6 +69,7 @@ class LiveCallback(Following, TrainerCallback):
         )
         self._tokens_seen = 0
         self._nonfinite: int | torch.Tensor = 0  # losses since the last log, on the device
+        self._stopping = False  # at the end of the step
         self._stops = False  # with the checkpoint that is written now
         self._limit: tuple[TrainingArguments, int | None] | None = None  # how many checkpoints stay, but for the stop's
 
@@ -80,7 +81,7 @@ class LiveCallback(Following, TrainerCallback):
         self._limit_again()
         model = context.get("model")
         self._alone = args.world_size == 1
-        self._stops = False
+        self._stopping = self._stops = False
         self._open(
             model,
             total=state.max_steps or None,
@@ -120,6 +121,12 @@ class LiveCallback(Following, TrainerCallback):
         self._heed(args, control)
         self._passed_s()  # while it was paused
 
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
+        if self._stopping:  # the Trainer ends the epoch too, and has saved already
+            control.should_evaluate, control.should_save = False, self._stops
+
     def _heed(self, args: TrainingArguments, control: TrainerControl) -> None:
         """Pass the requests of the panel's buttons, and an interrupt, on to the Trainer."""
         if self.live is None or not self._alone:
@@ -128,7 +135,7 @@ class LiveCallback(Following, TrainerCallback):
         if self.live.save_asked:
             control.should_save = True
         if self.live.stop_asked:
-            control.should_training_stop = True
+            self._stopping = control.should_training_stop = True
             control.should_evaluate = (
                 False  # it would put off the end, and with save_strategy="best" decide on the checkpoint
             )

@@ -178,6 +178,27 @@ def test_the_checkpoint_of_a_stop_outlives_a_limit_that_keeps_the_best(trainer, 
     assert run.args.save_total_limit == 1
 
 
+@pytest.mark.parametrize("strategy", ["epoch", "best"])
+def test_a_stop_neither_evaluates_nor_saves_again_where_the_trainer_does_at_an_epochs_end(trainer, strategy):
+    from transformers import TrainerCallback
+
+    seen = []
+
+    class Spy(TrainerCallback):
+        def on_evaluate(self, args, state, control, **context):
+            seen.append(("evaluate", state.global_step))
+
+        def on_save(self, args, state, control, **context):
+            seen.append(("save", state.global_step))
+
+    options = {"metric_for_best_model": "eval_loss"} if strategy == "best" else {}
+    run, callback = trainer(max_steps=18, save_strategy=strategy, eval_strategy="epoch", **options)
+    run.add_callback(ask(callback, "stop", 8))  # of 6 steps an epoch
+    run.add_callback(Spy())
+    run.train()
+    assert seen == [("evaluate", 6), ("save", 6), ("save", 9)]
+
+
 def test_a_stop_need_not_save(trainer, tmp_path):
     run, callback = trainer(max_steps=6)
     callback.save_on_stop = False
