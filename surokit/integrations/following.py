@@ -14,9 +14,12 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+import weakref
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, ClassVar
 
 import torch
 
@@ -101,7 +104,11 @@ class Following:
 
     `live` is the panel of the last training, `saved` the checkpoint that its stop left, `applied` the recipe that was found in the
     model, `profile` the profile of the steps that were asked for.
+
+    No callback of `transformers` hears that a training failed, so what it left open is closed when the next one begins.
     """
+
+    _open_ones: ClassVar[weakref.WeakSet[Following]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -134,6 +141,7 @@ class Following:
         self._event: object = None  # of health, the last one that was looked at
         self._marked_s: float | None = None  # when what is no work of a step began; None outside of a training
         self._stack = ExitStack()
+        self._training: FrameType | None = None  # the call of the Trainer that trains; None outside of a training
 
     @property
     def profile(self) -> Profile | None:
@@ -142,7 +150,10 @@ class Following:
 
     def _open(self, model: Any, *, total: int | None, recipe: str, step: int, driver: str) -> Live:
         """Open the panel of a training that begins behind `step`. driver: the module whose functions train."""
-        if self.live is not None:  # of a training that failed, say
+        for other in list(Following._open_ones):
+            if other is not self and not other._trains():
+                other._close("ended without a word")
+        if self.live is not None:  # of a training of its own that failed, say
             self.live.close("ended without a word")
         self.saved = self._event = None
         self._window = None if self.profile_steps is None else Window(*self.profile_steps)
@@ -166,6 +177,8 @@ class Following:
             model=model if isinstance(model, torch.nn.Module) else None,
         )
         live.at_close(self._leave)
+        self._training = next((f for f in _calls(sys._getframe()) if f.f_globals.get("__name__") == driver), None)
+        Following._open_ones.add(self)
         self._marked_s = time.perf_counter()
         if self.interrupts and self._alone:
             live.control.driver = driver
@@ -176,10 +189,16 @@ class Following:
 
     def _leave(self) -> None:
         """Take back what stands around the training."""
-        self._marked_s = None
+        self._marked_s = self._training = None
+        Following._open_ones.discard(self)
         if self._window is not None:
             self._window.close()
         self._stack.close()
+
+    def _trains(self) -> bool:
+        """Return whether the call that began this training still runs, in this thread or another."""
+        tops = sys._current_frames().values()
+        return self._training is not None and any(f is self._training for top in tops for f in _calls(top))
 
     def _close(self, reason: str | None) -> None:
         """End the panel, with all that has come."""
@@ -255,3 +274,10 @@ class Following:
         if self.live is not None:
             self.live.note(f"saved {path}")
         print(f"surokit: saved {path}; {how}", file=sys.stderr)
+
+
+def _calls(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a call and those around it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -534,3 +534,47 @@ def test_a_training_that_fails_leaves_nothing_behind_for_the_next(trainer):
     with surokit.profile(steps=1, warmup=0) as profile:
         torch.ones(2) + 1
     assert profile.summary["steps"] == 1, "no other profile runs"
+
+
+class FailsAt4:
+    """Is a part of a model, and fails in the fourth step."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, *inputs):
+        self.calls += 1
+        if self.calls == 4:
+            raise ZeroDivisionError
+
+
+def test_another_callback_finds_nothing_that_a_failed_training_left(trainer):
+    before = signal.getsignal(signal.SIGINT)
+    run, first = trainer(max_steps=8)
+    first.profile_steps = (3, 8)
+    run.model.model.layers[0].register_forward_pre_hook(FailsAt4())
+    with pytest.raises(ZeroDivisionError):
+        run.train()
+    again, second = trainer(max_steps=4)
+    second.profile_steps = (3, 4)
+    again.train()
+    assert first.view.ended == ["ended without a word"]
+    assert not run.model._forward_hooks
+    assert len(second.profile.steps) == 2
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_training_inside_another_leaves_that_one_open(trainer):
+    from transformers import TrainerCallback
+
+    class Within(TrainerCallback):
+        def on_step_begin(self, args, state, control, **context):
+            if state.global_step == 1:
+                inner.train()
+
+    run, outer = trainer(max_steps=3)
+    inner, callback = trainer(max_steps=2)
+    run.add_callback(Within())
+    run.train()
+    assert (outer.view.ended, callback.view.ended) == (["done"], ["done"])
+    assert list(outer.live.frame()["tokens"]) == [16, 16, 16]
