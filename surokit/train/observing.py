@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from surokit.applied import HostForward, fusion_of, recipe_of
 from surokit.convert import skip_reason
+from surokit.layers import Layer, OwnLayer, is_left_quantized, recipe_layers
+from surokit.nn.experts import Experts, ExpertsLinear
 from surokit.nn.linear import Linear
 from surokit.recipe import Recipe, count_blocks
 
@@ -49,7 +51,8 @@ class Observer:
             model.register_forward_hook(self._returned),
         ]
         modules = dict(model.named_modules())
-        self._layers = {name: _around(name) for name in quantized_layers(model)} if fusion_of(model) is None else {}
+        linear = [name for name, layer in quantized_layers(model).items() if isinstance(layer, Linear)]
+        self._layers = {name: _around(name) for name in linear} if fusion_of(model) is None else {}
         self._layer_handles = [
             modules[name].register_forward_pre_hook(self._call_of(name))
             for name in {*self._layers, *self._layers.values()}
@@ -160,12 +163,14 @@ def _tokens_in(args: tuple[Any, ...], inputs: Mapping[str, Any]) -> tuple[int | 
 # -- what was applied
 
 
-def quantized_layers(model: nn.Module) -> dict[str, Linear]:
-    """Return the layers whose products or weights a recipe quantizes, by their names."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, Linear) and _quantizes(m)}
+def quantized_layers(model: nn.Module) -> dict[str, OwnLayer]:
+    """Return the layers and weights of experts whose products or weights a recipe quantizes, by their names."""
+    layers: dict[str, OwnLayer] = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+    layers |= _experts(model)
+    return {name: layer for name, layer in layers.items() if _quantizes(layer)}
 
 
-def _quantizes(layer: Linear) -> bool:
+def _quantizes(layer: OwnLayer) -> bool:
     return layer.storage is not None or (layer.precision is not None and layer.precision.recipe.quantized)
 
 
@@ -178,27 +183,31 @@ class Applied(NamedTuple):
 
 
 def what_is_applied(model: nn.Module) -> Applied:
-    """Return which recipe a model got, in how many of its linear layers it holds, and which should hold it and do not."""
+    """Return which recipe a model got, in how many of its linear layers and weights of experts it holds, and which should hold it
+    and do not."""
     got = next((m for m in model.modules() if recipe_of(m) is not None), None)
     recipe = None if got is None else recipe_of(got)
-    linear = _linear(model)
+    linear, experts = _linear(model), _experts(model)
     if got is None or recipe is None or not recipe.quantized:
         name = "no recipe is applied" if recipe is None else f"{recipe.name} quantizes nothing"
-        return Applied(recipe, f"{name}: {len(linear)} linear layers compute in the loop's own precision", ())
+        all_of = f"{len(linear)} linear layers" + (f" and {len(experts)} weights of experts" if experts else "")
+        return Applied(recipe, f"{name}: {all_of} compute in the loop's own precision", ())
     holding = {name: m for name, m in linear.items() if isinstance(m, Linear) and _quantizes(m)}
-    inside = _linear(got)  # names as the recipe's rules know them
+    inside: dict[str, Layer] = {**_linear(got), **_experts(got)}  # names as the recipe's rules know them
     blocks = count_blocks(map(_bare, inside))
-    # the recipe made a Linear of every nn.Linear there was, of those too that it keeps as they are
+    # the recipe made ours of everything there was, of what it keeps as it is too
     since = [
         name
-        for name, m in inside.items()
-        if not isinstance(m, Linear) and not _is_stored_by_others(m) and not skip_reason(_bare(name), m, recipe, blocks)
+        for name, layer in inside.items()
+        if not _is_ours(layer)
+        and not _is_stored_by_others(layer)
+        and not skip_reason(_bare(name), layer, recipe, blocks)
     ]
     wrong = []
     if since:
         wrong.append(
-            f"{recipe.name} was applied, but in the model that trains it is missing from {_some(since)}: layers were replaced "
-            "since. Apply the recipe last, to the model that the Trainer gets."
+            f"{recipe.name} was applied, but in the model that trains it is missing from {_some(since, inside)}: layers were "
+            "replaced since. Apply the recipe last, to the model that the Trainer gets."
         )
     other = [name for name, m in holding.items() if _is_overridden(m)]
     if other:
@@ -206,7 +215,10 @@ def what_is_applied(model: nn.Module) -> Applied:
             f"{recipe.name} was applied, but another forward stands in the place of that of {_some(other)}: whether it calls the "
             "quantized one is not known. Leave the forward of linear layers as it is, or apply the recipe behind what changes it."
         )
-    return Applied(recipe, f"{recipe.name} in {len(holding)} of {len(linear)} linear layers", tuple(wrong))
+    words = f"{recipe.name} in {len(holding)} of {len(linear)} linear layers"
+    if experts:
+        words += f" and {sum(map(_quantizes, experts.values()))} of {len(experts)} weights of experts"
+    return Applied(recipe, words, tuple(wrong))
 
 
 def _linear(model: nn.Module) -> dict[str, nn.Linear]:
@@ -219,8 +231,19 @@ def _linear(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def _is_stored_by_others(layer: nn.Linear) -> bool:
-    """Return whether a layer is bitsandbytes', which holds quantized weights: no recipe changes those."""
+def _experts(model: nn.Module) -> dict[str, ExpertsLinear]:
+    """Return the weights of the experts of a model by name."""
+    return {name: layer for name, layer in recipe_layers(model) if isinstance(layer, ExpertsLinear)}
+
+
+def _is_ours(layer: Layer) -> bool:
+    return isinstance(layer.module, Experts) if isinstance(layer, ExpertsLinear) else isinstance(layer, Linear)
+
+
+def _is_stored_by_others(layer: Layer) -> bool:
+    """Return whether another library holds a quantized weight here: no recipe changes those once it is applied."""
+    if isinstance(layer, ExpertsLinear):
+        return is_left_quantized(layer.module)
     return type(layer).__module__.startswith("bitsandbytes")
 
 
@@ -248,6 +271,7 @@ def _around(name: str) -> str:
     return name.removesuffix(".base_layer").rpartition(".")[0]
 
 
-def _some(names: list[str]) -> str:
+def _some(names: list[str], layers: Mapping[str, Layer] | None = None) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"the linear layer {names[0]}{more}"
+    experts = layers is not None and isinstance(layers[names[0]], ExpertsLinear)
+    return f"the {'weight of experts' if experts else 'linear layer'} {names[0]}{more}"

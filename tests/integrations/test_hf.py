@@ -457,6 +457,46 @@ def test_layers_that_were_replaced_after_the_recipe_are_warned_of(trainer):
     assert len(callback.applied.wrong) == 1
 
 
+def mixture():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+    )
+    return MixtralForCausalLM(config)
+
+
+def test_a_recipe_on_experts_is_said_and_seen_to_be_missing_from_those_that_were_replaced():
+    from surokit.integrations.hf import computes_in_fp8
+    from surokit.train.observing import what_is_applied
+
+    model = mixture()
+    assert (
+        what_is_applied(model).words
+        == "no recipe is applied: 9 linear layers and 4 weights of experts compute in the loop's own precision"
+    )
+    assert not computes_in_fp8(model)
+    surokit.apply(model, surokit.FP8.keep("*self_attn*"))
+    found = what_is_applied(model)
+    assert found.words == f"{found.recipe.name} in 0 of 9 linear layers and 4 of 4 weights of experts"
+    assert found.wrong == ()
+    assert computes_in_fp8(model)
+    model.model.layers[1].mlp.experts = mixture().model.layers[1].mlp.experts
+    found = what_is_applied(model)
+    assert found.words.endswith(" and 2 of 4 weights of experts")
+    assert [
+        " it is missing from the weight of experts model.layers.1.mlp.experts.gate_up_proj and 1 more: " in said
+        for said in found.wrong
+    ] == [True]
+
+
 def test_peft_around_the_model_hides_nothing(trainer):
     from peft import LoraConfig, get_peft_model
 
