@@ -86,6 +86,7 @@ class LiveCallback(Following, _callback()):  # type: ignore[misc]
 
     def _begin_step(self) -> None:
         self._loss: torch.Tensor | None = None
+        self._parts = 0
         self._tokens = 0
         self._norm: torch.Tensor | None = None
         self._begun = False
@@ -122,8 +123,9 @@ class LiveCallback(Following, _callback()):  # type: ignore[misc]
         if self.live is None:
             return
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if isinstance(loss, torch.Tensor):  # of an accumulated step the parts, which add up to their mean
+        if isinstance(loss, torch.Tensor):  # of an accumulated step the parts, each divided by their planned number
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+            self._parts += 1
         if self.tokens is not None:
             self._tokens += int(self.tokens(batch))
         if trainer.global_step == self._step:
@@ -134,6 +136,8 @@ class LiveCallback(Following, _callback()):  # type: ignore[misc]
         tokens: Any = self._tokens or seen.tokens
         tokens = None if tokens is None else tokens * trainer.world_size
         loss, norm = self._loss, self._norm
+        if loss is not None and self._parts < trainer.accumulate_grad_batches:  # the last step of an epoch
+            loss = loss * (trainer.accumulate_grad_batches / self._parts)
         self._begin_step()
         self._step_ends(self._step, loss=loss, grad_norm=norm, tokens=tokens, targets=seen.targets, lr=rate)
         self._heed(trainer)

@@ -87,6 +87,13 @@ def test_an_accumulated_step_is_one_step(fit):
     assert set(frame["tokens"]) == {4.0}
 
 
+def test_the_loss_of_a_shorter_last_accumulation_is_its_mean(fit):
+    _, module, callback = fit(rows=[*torch.ones(12, 4)], accumulate_grad_batches=4, max_epochs=1, max_steps=-1)
+    first, last = module.losses[:4], module.losses[4:]
+    assert len(last) == 2
+    assert list(callback.live.frame()["loss"]) == pytest.approx([sum(first) / 4, sum(last) / 2])
+
+
 def test_steps_without_a_label_that_counts_are_seen_and_end_the_training(fit):
     from surokit.integrations.lightning import LiveCallback
     from surokit.train.errors import NoTargetsError
