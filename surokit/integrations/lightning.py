@@ -5,8 +5,9 @@ A step in which no label counts, of batches with "labels", is a warning on the p
 The panel has a point per optimizer step: the loss that `training_step` returned, the learning rate, and tokens where batches have
 "input_ids" or `tokens=` says how many they are. Nothing here waits for the device. The panel's buttons take effect at the end of a
 step: the Trainer stops (not before its `min_epochs` and `min_steps`, and with the validation that it does then), saves a
-checkpoint, or waits. A stop saves first, and says where; so does a first interrupt (Ctrl-C), and a second one ends the training
-at once. With several processes there are no buttons: one process cannot stop alone.
+checkpoint, or waits. A stop saves first, and says where; where the Trainer has to go on for a while, it saves again at the end.
+So does a first interrupt (Ctrl-C), and a second one ends the training at once. With several processes there are no buttons: one
+process cannot stop alone.
 
 Lightning comes under two names, `lightning.pytorch` and `pytorch_lightning`; the callback is of the one that is imported
 already.
@@ -82,6 +83,7 @@ class LiveCallback(Following, _callback()):  # type: ignore[misc]
         self.eval_loss = eval_loss
         self.grad_norm = grad_norm
         self._saves = False  # since the last step
+        self._saved_at = 0  # the step of the stop's checkpoint
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -171,12 +173,17 @@ class LiveCallback(Following, _callback()):  # type: ignore[misc]
         stops = self.live.stop_asked
         if self.live.save_asked:
             self._save(trainer, "Training goes on.")
-        if stops and self.save_on_stop and self.saved is None:
-            path = self._save(trainer, "Training stops without it.")
-            if path is not None:
-                self._tell_saved(path, f"trainer.fit(module, rows, ckpt_path={str(path)!r}) goes on from there")
+        if stops and self.save_on_stop and (self.saved is None or _may_stop(trainer)):
+            self._save_stop(trainer)
         if stops:
             trainer.should_stop = True
+
+    def _save_stop(self, trainer: Any) -> None:
+        """Save the checkpoint of a stop, and say where it is."""
+        path = self._save(trainer, "Training stops without it.")
+        if path is not None:
+            self._saved_at = trainer.global_step
+            self._tell_saved(path, f"trainer.fit(module, rows, ckpt_path={str(path)!r}) goes on from there")
 
     def _save(self, trainer: Any, then: str) -> Path | None:
         """Save a checkpoint; a failure costs a warning, which ends with `then`, and None is returned."""
@@ -190,7 +197,15 @@ class LiveCallback(Following, _callback()):  # type: ignore[misc]
         return path
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        stops = self.live is not None and self._alone and self.live.stop_asked
+        if stops and self.save_on_stop and (self.saved is None or self._saved_at < trainer.global_step):
+            self._save_stop(trainer)  # the epochs that it had to do are over
         self._close(None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close(ending_of(exception))
+
+
+def _may_stop(trainer: Any) -> bool:
+    """Return whether a Trainer that is asked to stop does so behind this step, which may be in the middle of an epoch."""
+    return trainer.global_step >= (trainer.min_steps or 0) and trainer.current_epoch >= (trainer.min_epochs or 0)

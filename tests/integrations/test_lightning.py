@@ -130,6 +130,21 @@ def test_a_stop_saves_and_a_run_goes_on_from_there(fit, tmp_path, capsys):
     assert len(again.losses) == 3
 
 
+@pytest.mark.parametrize(("least", "end"), [({"min_steps": 6}, 6), ({"min_epochs": 2}, 8)])
+def test_a_stop_that_has_to_go_on_saves_again_at_its_end(fit, tmp_path, least, end):
+    def act(live, step):
+        if step == 2:
+            live.control.stop()
+
+    trainer, _, callback = fit(act=act, max_steps=-1, max_epochs=4, **least)
+    assert trainer.global_step == end
+    assert callback.saved == tmp_path / f"step-{end:06d}.ckpt"
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["step-000003.ckpt", callback.saved.name]
+    trainer, again, _ = fit(checkpoint=str(callback.saved), max_steps=-1, max_epochs=4)
+    assert trainer.global_step == 16
+    assert len(again.losses) == 16 - end
+
+
 def test_a_stop_need_not_save(fit, tmp_path):
     from surokit.integrations.lightning import LiveCallback
 
