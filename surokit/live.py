@@ -36,7 +36,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -146,7 +146,7 @@ class Live:
     "resume" goes on in it, and a step at or before its last one replaces what came after. view: "auto", "widget", "svg", "text" or
     a View. buttons: False where the loop cannot be stopped from here. model: counts tokens and labels by hooks on it, and knows its
     FLOPs a token, for the share of the peak; `info.flops` names their convention. optimizer: each of its steps is logged as one;
-    `log` without a number then adds to the last of them. clock: for tests.
+    `log` without a number then adds to the one that is worked at, or to the last one. clock: for tests.
 
     Shows loss, tokens/s (steps/s where `tokens` is never given) and, if `idle_frac` is logged, the idle share; goodput and
     lost time only if that or `stall_ms` (waiting for a batch) is. Close it, or use it in a `with` block, for the final picture; in
@@ -174,6 +174,11 @@ class Live:
             raise ValueError(f"Live(every={every}): the time between two pictures is in seconds and positive.")
         if exist not in ("new", "resume"):
             raise ValueError(f"Live(exist={exist!r}): 'new' or 'resume'.")
+        if model is not None and not isinstance(model, torch.nn.Module):
+            raise TypeError(f"Live(model={type(model).__name__}): a torch.nn.Module is needed.")
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper steps it once for all parts
+        if inner is not None and not hasattr(inner, "register_step_post_hook"):
+            raise TypeError(f"Live(optimizer={type(optimizer).__name__}): an optimizer of torch or surokit is needed.")
         self._clock = clock
         self.run_dir, _ = claim_folder(run_dir, exist)
         self._records: Records | None = None
@@ -206,7 +211,11 @@ class Live:
         self._stall_ms: float | None = None
         self._closing: list[Callable[[], object]] = []  # to do at the end
         self.observer: Observer | None = None
-        self._steps_by_optimizer = optimizer is not None
+        self._steps_by_optimizer = inner is not None
+        self._waiting: list[_Waiting] = []  # for the optimizer's step
+        self._shows = self._logs_before = (
+            False  # whether steps show as they begin; else, whether the loop logs before their end
+        )
         self._closed = False
         self._standing, self._beat_at = "running", 0.0
         self._shell: Any = None
@@ -217,8 +226,7 @@ class Live:
         if model is not None:
             self.observer = Observer(model)
             self.at_close(self.observer.remove)
-        if optimizer is not None:
-            inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper steps it once for all parts
+        if inner is not None:
             self.at_close(inner.register_step_post_hook(lambda *_: self._next()).remove)
 
     @property
@@ -238,35 +246,64 @@ class Live:
         """Log one step's numbers: floats, or tensors of one element on any device; None is left out. Never waits.
 
         step: its number, by default one more than the last. The same number again adds to that step, after the end too, as an
-        evaluation does (which then waits for its value). tokens: trained on in this step. targets: how many of its labels count,
-        such as (labels[:, 1:] != -100).sum(); at 0 the step has no loss, and a warning stands on the panel. more: further columns
-        of `frame()`; `eval_loss` (held-out loss), `lr`, `grad_norm`, `peak_gib` and `idle_frac` (0..1) are drawn.
+        evaluation does (which then waits for its value). Where an optimizer makes the steps, it is by default the step that is
+        worked at, since a batch came or the model was called: what is logged before the optimizer's step waits for it. tokens:
+        trained on in this step. targets: how many of its labels count, such as (labels[:, 1:] != -100).sum(); at 0 the step has no
+        loss, and a warning stands on the panel. more: further columns of `frame()`; `eval_loss` (held-out loss), `lr`, `grad_norm`,
+        `peak_gib` and `idle_frac` (0..1) are drawn.
 
         Raises TypeError for what is not a number, ValueError for a tensor of more elements or a step that goes back, NoTargetsError
         once no label counted in 5 steps in a row; what was logged is kept.
         """
+        values = {"loss": loss, "tokens": tokens, "targets": targets, **more}
+        if self._steps_by_optimizer and (self._works() if step is None else step == self._step + 1):
+            self._wait_for_step(values)
+            return
         if step is None:
             step = max(self._step, 1) if self._steps_by_optimizer else self._step + 1
-        self._log(int(step), {"loss": loss, "tokens": tokens, "targets": targets, **more})
+        self._log(int(step), values)
+
+    def _begun(self) -> bool:
+        """Return whether a batch has come, or the model was called, since the optimizer's last step."""
+        return self._stall_ms is not None or (self.observer is not None and self.observer.called)
+
+    def _works(self) -> bool:
+        """Return whether a step is worked at that the optimizer has not taken yet; where no step shows, as it was at the first."""
+        if self._closed:
+            return False
+        if not self._rows:
+            self._logs_before = True
+        return self._begun() or not self._rows or (self._logs_before and not self._shows)
+
+    def _wait_for_step(self, values: Mapping[str, float | torch.Tensor | None]) -> None:
+        """Keep values for the step that the optimizer takes next."""
+        new = _Waiting({name for name, value in values.items() if value is not None}, *_arriving(values))
+        self._waiting = [old for old in self._waiting if not old.names <= new.names] + [new]
 
     def _next(self) -> None:
-        """Log a step that the optimizer has taken."""
+        """Log a step that the optimizer has taken, with what waited for it."""
         if self._closed:
             return
+        self._shows = self._shows or self._begun()
         seen = Seen() if self.observer is None else self.observer.take()
-        self._log(self._step + 1, {"loss": seen.loss, "tokens": seen.tokens, "targets": seen.targets})
+        waiting, self._waiting = self._waiting, []
+        given = set().union(*(w.names for w in waiting))
+        values = {"loss": seen.loss, "tokens": seen.tokens, "targets": seen.targets}
+        try:
+            self._log(self._step + 1, {name: value for name, value in values.items() if name not in given})
+        finally:  # where no label counts, too
+            for one in waiting:
+                self._record(self._step, one.known, one.late)
 
     def _log(self, step: int, values: Mapping[str, float | torch.Tensor | None]) -> None:
+        self._record(step, *_arriving(values))
+
+    def _record(self, step: int, known: dict[str, float], coming: list[Deferred]) -> None:
         again = step == self._step and bool(self._rows)
         if step < self._step:
             raise ValueError(
                 f"log(step={step}) after step {self._step}: steps only go up; make a new sk.Live for a new run."
             )
-        known: dict[str, float] = {}
-        coming: dict[torch.device, dict[str, torch.Tensor]] = {}
-        for name, value in values.items():
-            if value is not None:
-                _sort(name, value, known, coming)
         late = []
         if not again:
             known = {"step": step, **self._time(), **known}
@@ -279,7 +316,7 @@ class Live:
         row.update(known)
         # Rows reach the panel whole and in order: what is late holds back what comes after it.
         news = {"step": step, **known}
-        late += [Deferred(values, {}) for values in coming.values()]
+        late += coming
         if late or self._late:
             self._late.append((row, news, late))
         else:
@@ -406,6 +443,12 @@ class Live:
             self._closing.pop()()
         try:
             self._drain(wait=True)
+            waiting, self._waiting = self._waiting, []
+            for one in (
+                waiting if self._rows else ()
+            ):  # no step came for these: the last one has them, where it has none
+                if not one.names & self._rows[-1].keys():
+                    self._record(self._step, one.known, one.late)
         finally:
             if self._records is not None:
                 self._records.flush()
@@ -530,6 +573,24 @@ def ending_of(error: BaseException) -> str:
 def _device() -> torch.device:
     """Return the device that the loop computes on, as far as that shows."""
     return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+
+
+class _Waiting(NamedTuple):
+    """A _Waiting holds what was logged before the optimizer's step: what is known, and what is late."""
+
+    names: set[str]
+    known: dict[str, float]
+    late: list[Deferred]
+
+
+def _arriving(values: Mapping[str, float | torch.Tensor | None]) -> tuple[dict[str, float], list[Deferred]]:
+    """Return the values that are known, and those that are on their way from their devices."""
+    known: dict[str, float] = {}
+    coming: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, value in values.items():
+        if value is not None:
+            _sort(name, value, known, coming)
+    return known, [Deferred(there, {}) for there in coming.values()]
 
 
 def _sort(name: str, value: Any, known: dict[str, float], coming: dict[torch.device, dict[str, torch.Tensor]]) -> None:

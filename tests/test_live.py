@@ -594,6 +594,50 @@ def test_a_model_and_its_optimizer_need_no_line_in_the_loop():
     assert not optimizer._optimizer_step_post_hooks
 
 
+@pytest.mark.parametrize("batches", [False, True])
+@pytest.mark.parametrize("knows_model", [False, True])
+def test_what_is_logged_before_the_optimizers_step_is_that_steps(knows_model, batches):
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    live = OpenLive(model=model if knows_model else None, optimizer=optimizer)
+    rows = [{"input_ids": torch.full((2, 8), number)} for number in (1, 2, 3, 4, 5)]
+    with live:
+        for number, batch in enumerate(live.batches(rows) if batches else rows, 1):
+            loss = model(**batch)["loss"]
+            loss.backward()
+            live.log(loss=loss + 10, norm=number)
+            if number < 5:
+                optimizer.step()
+            if number == 4 and (batches or knows_model):
+                live.log(eval_loss=7.0)
+    frame = live.frame()
+    assert list(frame["step"]) == [1, 2, 3, 4]
+    assert list(frame["loss"]) == [11.0, 12.0, 13.0, 14.0], "not the model's own, and nothing of a step that never came"
+    assert list(frame["norm"]) == [1, 2, 3, 4]
+    if batches or knows_model:
+        assert list(frame["eval_loss"].fillna(0)) == [0, 0, 0, 7]
+
+
+def test_a_step_may_be_numbered_before_the_optimizer_takes_it():
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with OpenLive(optimizer=optimizer) as live:
+        for step in (1, 2):
+            model(torch.ones(1, 2))["loss"].backward()
+            live.log(step=step, loss=float(step))
+            optimizer.step()
+    assert live.frame()[["step", "loss"]].values.tolist() == [[1, 1], [2, 2]]
+
+
+@pytest.mark.parametrize("wrong", [{"optimizer": "x"}, {"model": "x"}])
+def test_what_is_no_optimizer_or_model_leaves_nothing_behind(wrong, tmp_path):
+    model = Words()
+    with refused(TypeError):
+        Live(run_dir=tmp_path / "run", **{"model": model, **wrong})
+    assert not model._forward_hooks
+    assert not (tmp_path / "run").exists()
+
+
 def test_waits_and_pauses_of_a_loop_are_told_apart(live):
     def slow():
         for _ in range(3):

@@ -43,6 +43,7 @@ class Observer:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.length: int | None = None
+        self.called = False  # since the last `take`
         self._shifts = any(getattr(m, "loss_type", None) == "ForCausalLM" for m in model.modules())
         self._seen, self._losses = Seen(), 0
         self._called: set[str] | None = set()  # modules, in the first step; None once it is over
@@ -71,7 +72,7 @@ class Observer:
         seen = self._seen
         if seen.loss is not None:
             seen = seen._replace(loss=seen.loss / self._losses)
-        self._seen, self._losses = Seen(), 0
+        self._seen, self._losses, self.called = Seen(), 0, False
         for handle in self._layer_handles:
             handle.remove()
         self._layer_handles = []
@@ -95,6 +96,7 @@ class Observer:
 
     def _given(self, model: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
         if self._counts(model):
+            self.called = True
             self._add(args, inputs)
 
     def _add(self, args: tuple[Any, ...], inputs: Mapping[str, Any]) -> None:
