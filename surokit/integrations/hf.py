@@ -193,8 +193,8 @@ class LiveCallback(Following, TrainerCallback):
     def _limit_again(self) -> None:
         """Give back the limit of checkpoints, from which that of a stop was spared."""
         if self._limit is not None:
-            args, args.save_total_limit = self._limit
-            self._limit = None
+            args, limit = self._limit
+            args.save_total_limit, self._limit = limit, None
 
 
 def asked_precision() -> str:

@@ -485,7 +485,7 @@ def test_a_recipe_on_experts_is_said_and_seen_to_be_missing_from_those_that_were
     assert not computes_in_fp8(model)
     surokit.apply(model, surokit.FP8.keep("*self_attn*"))
     found = what_is_applied(model)
-    assert found.words == f"{found.recipe.name} in 0 of 9 linear layers and 4 of 4 weights of experts"
+    assert found.words == f"{surokit.FP8.name} in 0 of 9 linear layers and 4 of 4 weights of experts"
     assert found.wrong == ()
     assert computes_in_fp8(model)
     model.model.layers[1].mlp.experts = mixture().model.layers[1].mlp.experts
