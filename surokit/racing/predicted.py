@@ -118,11 +118,11 @@ class Layers:
 def predict(own: Layers, base: Layers, shares: Shares, step_s: float, parts: int = 1) -> Prediction:
     """Predict the gain of one model over the baseline, whose step takes `step_s` in `parts` micro-batches; both are left as they
     are."""
+    if base.experts or own.experts:
+        return Prediction(None, why="the models have experts, whose products are not timed apart")
     products = shares.products(step_s)
     if products is None:
         return Prediction(None, why=shares.why)
-    if base.experts or own.experts:
-        return Prediction(None, why="the models have experts, whose products are not timed apart")
     if not base.shapes or own.shapes != base.shapes:
         return Prediction(None, why="the two models do not have the same linear layers")
     changed = sorted(name for name, kind in own.kinds.items() if kind != base.kinds[name])

@@ -198,7 +198,9 @@ class RunControl:
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, previous)
+            # one that a failed training left open is collected in any thread; its handler gives the signal back by itself
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGINT, previous)
 
     # -- what a subclass has of its own
 

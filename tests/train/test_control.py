@@ -535,3 +535,23 @@ def test_asked_before_a_run_it_says_nothing_of_it() -> None:
     session.stop()
     session.run(3)
     assert session.steps == 3
+
+
+def test_what_a_failed_run_left_open_may_end_in_any_thread() -> None:
+    """The collector runs where it likes, and only the main thread may set a signal's handler."""
+    before = signal.getsignal(signal.SIGINT)
+    block = RunControl(Toy()).interruptible()  # type: ignore[arg-type]
+    block.__enter__()
+    errors: list[BaseException] = []
+
+    def end() -> None:
+        try:
+            block.__exit__(None, None, None)
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    thread.join()
+    assert not errors
+    signal.signal(signal.SIGINT, before)
