@@ -540,7 +540,7 @@ def test_asked_before_a_run_it_says_nothing_of_it() -> None:
 def test_what_a_failed_run_left_open_may_end_in_any_thread() -> None:
     """The collector runs where it likes, and only the main thread may set a signal's handler."""
     before = signal.getsignal(signal.SIGINT)
-    block = RunControl(Toy()).interruptible()  # type: ignore[arg-type]
+    block = make_session().control.interruptible()
     block.__enter__()
     errors: list[BaseException] = []
 
