@@ -35,7 +35,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from surokit.nn.linear_gemms import SLOTS, UNQUANTIZED, Operand, Precision, Products, storage_key_of, weight
 from surokit.nn.swiglu import swiglu
-from surokit.nn.weight_cache import Kept, in_one_process, is_own
+from surokit.nn.weight_cache import KeepsDecoded
 from surokit.quantized import Quantized, quantize
 from surokit.quantizer import Quantizer
 from surokit.recipe import Lora
@@ -336,14 +336,12 @@ class _BeforeMerging:
     lora_alpha: float
 
 
-class ExpertsLinear:
+class ExpertsLinear(KeepsDecoded):
     """An ExpertsLinear is one weight of all experts, for example all down projections: E linear layers, each with what a
     `surokit.nn.Linear` has.
 
     The parameters are the module's, under the weight's name; this has what a Linear holds beside its own.
     """
-
-    kept: Kept | None = None  # its stored weights, decoded
 
     def __init__(self, module: nn.Module, name: str, shape_ENK: tuple[int, int, int] | None = None) -> None:
         self.name = name
@@ -352,7 +350,6 @@ class ExpertsLinear:
         self.experts, self.out_features, self.in_features = E, N, K
         self.precision: Precision | None = None
         self.storage: Quantizer | None = None
-        self.keeps_decoded = False
         self.lora_alpha = 0.0
         self._before: _BeforeMerging | None = None
         self._module = weakref.ref(module)  # no circle, so that a model goes when its last name does
@@ -532,35 +529,6 @@ class ExpertsLinear:
         for expert in range(self.experts):
             w_ENK[expert] = self.stored_of(expert).dequantize(w_ENK.dtype)
         return w_ENK
-
-    def keep_decoded(self, keep: bool) -> None:
-        """Choose whether to keep the stored weights once they are decoded; what was kept is let go where not."""
-        self.keeps_decoded = keep
-        if not keep:
-            self.kept = None
-
-    def decoded_weight(self, dtype: torch.dtype) -> Tensor:
-        """Return the stored weights [E, N, K] where they are kept: on a CPU the same tensor each time, until the codes change."""
-        parts = self.weight, *self.stored_scales
-        if self.weight.device.type != "cpu" or not (is_own(parts) and in_one_process()):
-            return self.dense_weight(dtype)
-        kept = self.kept  # other threads may put another one there
-        if kept is None or not kept.serves(parts, dtype):
-            with torch.inference_mode(False), torch.no_grad():
-                kept = self.kept = Kept(parts, self.dense_weight(dtype))
-        return kept.numbers
-
-    @property
-    def decodes(self) -> bool:
-        """Return whether products need the stored weights decoded: if they are stored, and none takes the codes as they are."""
-        if self.storage is None:
-            return False
-        return self.precision is None or not self.precision.recipe.takes_codes(self.storage)
-
-    @property
-    def keeps_now(self) -> bool:
-        """Return whether forward keeps its decoded weights, all of them."""
-        return self.keeps_decoded and self.decodes
 
     def set_dense(self, w_ENK: Tensor, requires_grad: bool = False) -> None:
         """Put weights [E, N, K] in place of what is held, as the parameter's own layout wants them."""

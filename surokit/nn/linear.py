@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from surokit import kernels
 from surokit.nn.linear_gemms import SLOTS, Precision, storage_key_of, three_products
-from surokit.nn.weight_cache import Kept, QuantizedWeightCache, in_one_process, is_own
+from surokit.nn.weight_cache import KeepsDecoded, QuantizedWeightCache
 from surokit.quantized import Quantized, quantize
 from surokit.quantizer import Quantizer
 from surokit.recipe import Lora
@@ -96,7 +96,7 @@ class _BeforeMerging:
 KEPT = ("frozen", "kept", "plans")  # attributes of a Linear that belong to it and its weight alone: no copy has them
 
 
-class Linear(nn.Linear):
+class Linear(nn.Linear, KeepsDecoded):
     """A Linear computes y = x w' + bias, with operands quantized as `precision` says, a weight that may be stored quantized, and an
     adapter.
 
@@ -109,11 +109,9 @@ class Linear(nn.Linear):
     storage_key: str = ""  # as the products know it
     slots = len(SLOTS)  # of histories that delayed scaling wants
     compute_dtype: torch.dtype | None = None  # of its products, whatever x has, where another library said so
-    keeps_decoded: bool = False  # keeps a stored weight that forward decodes: for backward, on a CPU for good
     lora_alpha: float = 0.0
     _before: _BeforeMerging | None = None
     frozen: QuantizedWeightCache | None = None  # codes of its weight and its siblings', where a stage keeps them
-    kept: Kept | None = None  # its stored weight, decoded
     plans: list[StagePlan] | None = None  # of the stage whose first layer it is, one for each way to call it
     # submodules that are there only with an adapter; a class-level default would hide them
     lora_A: AdapterMatrix
@@ -235,39 +233,6 @@ class Linear(nn.Linear):
         if stored is None:
             return self.weight.to(dtype or self.weight.dtype)
         return stored.dequantize(dtype or torch.bfloat16)
-
-    def keep_decoded(self, keep: bool) -> None:
-        """Choose whether to keep the stored weight once it is decoded; what was kept is let go where not."""
-        self.keeps_decoded = keep
-        if not keep:
-            self.kept = None
-
-    def decoded_weight(self, dtype: torch.dtype) -> Tensor:
-        """Return the stored weight [N, K] for a layer that keeps it: on a CPU the same tensor each time, until the codes change."""
-        parts = self.weight, *self.stored_scales
-        if (
-            self.weight.device.type != "cpu"
-            or torch.compiler.is_compiling()
-            or not (is_own(parts) and in_one_process())
-        ):
-            return self.dense_weight(dtype)
-        kept = self.kept  # other threads may put another one there
-        if kept is None or not kept.serves(parts, dtype):
-            with torch.inference_mode(False), torch.no_grad():
-                kept = self.kept = Kept(parts, self.dense_weight(dtype))
-        return kept.numbers
-
-    @property
-    def decodes(self) -> bool:
-        """Return whether products need the stored weight decoded: if it is stored, and none takes the codes as they are."""
-        if self.storage is None:
-            return False
-        return self.precision is None or not self.precision.recipe.takes_codes(self.storage)
-
-    @property
-    def keeps_now(self) -> bool:
-        """Return whether forward keeps its decoded weight."""
-        return self.keeps_decoded and self.decodes
 
     # -- an adapter
 

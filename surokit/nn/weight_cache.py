@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from surokit.nn.delayed import DelayedScales
 from surokit.quantized import Quantized
 from surokit.quantizer import Quantizer
 from surokit.torch_private import memory_states
+
+if TYPE_CHECKING:
+    from surokit.nn.linear_gemms import Precision
 
 LayerIndices = tuple[int, ...]  # which of the layers; more than one where their weights are one operand
 
@@ -58,6 +61,47 @@ class Kept:
 
     def serves(self, parts: Sequence[Tensor], dtype: torch.dtype) -> bool:
         return self.numbers.dtype == dtype and self._parts.are(parts)
+
+
+class KeepsDecoded:
+    """A KeepsDecoded is mixed into what holds stored weights, and keeps the numbers that they decode to where that is wanted."""
+
+    storage: Quantizer | None
+    precision: Precision | None
+    keeps_decoded: bool = False  # for backward, on a CPU for good
+    kept: Kept | None = None  # the stored weights, decoded
+
+    def keep_decoded(self, keep: bool) -> None:
+        """Choose whether to keep stored weights once they are decoded; what was kept is let go where not."""
+        self.keeps_decoded = keep
+        if not keep:
+            self.kept = None
+
+    def decoded_weight(self, dtype: torch.dtype) -> Tensor:
+        """Return the stored weights, decoded, where they are kept: on a CPU the same tensor each time, until the codes change."""
+        own: Any = self
+        parts: tuple[Tensor, ...] = (own.weight, *own.stored_scales)
+        compiles = torch.compiler.is_compiling()
+        if parts[0].device.type != "cpu" or compiles or not (is_own(parts) and in_one_process()):
+            numbers: Tensor = own.dense_weight(dtype)
+            return numbers
+        kept = self.kept  # other threads may put another one there
+        if kept is None or not kept.serves(parts, dtype):
+            with torch.inference_mode(False), torch.no_grad():
+                kept = self.kept = Kept(parts, own.dense_weight(dtype))
+        return kept.numbers
+
+    @property
+    def decodes(self) -> bool:
+        """Return whether products need stored weights decoded: if they are stored, and none takes the codes as they are."""
+        if self.storage is None:
+            return False
+        return self.precision is None or not self.precision.recipe.takes_codes(self.storage)
+
+    @property
+    def keeps_now(self) -> bool:
+        """Return whether forward keeps its decoded weights, all of them."""
+        return self.keeps_decoded and self.decodes
 
 
 class QuantizedWeightCache:
