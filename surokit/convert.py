@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from surokit.applied import is_adapter, note_recipe, recipe_of
 from surokit.arguments import integer
 from surokit.hardware.gpus import Gpu, find_gpu
+from surokit.hardware.linear import check_peak
 from surokit.hardware.machine import room_for_decoded
 from surokit.layers import (
     Layer,
@@ -46,7 +47,7 @@ from surokit.product import computes
 from surokit.quantizer import Quantizer
 from surokit.recipe import BF16, PROJECTIONS, Recipe, count_blocks, find_recipe
 from surokit.report import LayerReport, LeftReport, Report
-from surokit.speed import PlannedSpeed, check_gpu, plan_layer
+from surokit.speed import PlannedSpeed, plan_layer
 from surokit.takeover import Came, notes_of, read, take_over
 
 _FROZEN = "_surokit_frozen"  # names of the parameters that a recipe froze
@@ -166,11 +167,11 @@ def _ruled(model: nn.Module, layers: Iterable[tuple[str, Layer]]) -> list[str]:
 def _gpu_for(gpu: str | Gpu | None, device: torch.device) -> Gpu | None:
     """Return the GPU that is named, or the one at hand if its peak is known."""
     if gpu is not None:
-        return check_gpu(find_gpu(gpu))
+        return check_peak(find_gpu(gpu))
     if device.type != "cuda":
         return None
     try:
-        return check_gpu(find_gpu(torch.cuda.get_device_name(device)))
+        return check_peak(find_gpu(torch.cuda.get_device_name(device)))
     except ValueError:
         return None
 

@@ -135,12 +135,5 @@ class PlannedSpeed:
         return self.verdict
 
 
-def check_gpu(gpu: Gpu) -> Gpu:
-    """Return the GPU. Raises ValueError where its peak is not known."""
-    if gpu.plain_tflops is None:
-        raise ValueError(f"Nobody vouched for a peak of {gpu.name}: give Gpu({gpu.name!r}, bf16_tflops=...).")
-    return gpu
-
-
 def _least(row: Planned) -> int:
     return min(row.shape_NK)

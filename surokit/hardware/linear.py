@@ -64,6 +64,13 @@ def linear_seconds(recipe: Any, n: int, k: int, tokens: float, *, trains: bool, 
     return sum(linear_times(recipe, n, k, tokens, trains=trains, gpu=gpu, gap_us=0.0).values())
 
 
+def check_peak(gpu: Gpu) -> Gpu:
+    """Return the GPU. Raises ValueError where its peak is not known."""
+    if gpu.plain_tflops is None:
+        raise ValueError(f"Nobody vouched for a peak of {gpu.name}: give Gpu({gpu.name!r}, bf16_tflops=...).")
+    return gpu
+
+
 PARTS = ("forward", "grad_input", "grad_weight", "quantize")
 
 
@@ -84,8 +91,7 @@ def linear_times(
     quantization into other kernels is left out. stored: as for `linear_kernels`. Raises ValueError where the GPU's peak is not
     known.
     """
-    if gpu.plain_tflops is None:
-        raise ValueError(f"Nobody vouched for a peak of {gpu.name}: give Gpu({gpu.name!r}, bf16_tflops=...).")
+    check_peak(gpu)
     rate = (gpu.bandwidth_tb_s or float("inf")) * 1e12
     times = dict.fromkeys(PARTS, 0.0)
     for kernel in linear_kernels(recipe, n, k, tokens, trains=trains, gpu=gpu, stored=stored):

@@ -188,18 +188,19 @@ class Linear(nn.Linear, KeepsDecoded):
         One that is stored already keeps its codes where the quantizer has the same. Else it is quantized again, from float32, and
         both roundings count; returns whether that was so.
         """
-        before, dtype = self.stored, self.compute_dtype
+        before = self.stored
         if before is None:
             self.set_stored(quantize(self.weight.detach(), quantizer))
             return False
         same = before.renamed(quantizer)
         self.set_stored(same or quantize(before.dequantize(), quantizer))
-        self.compute_dtype = dtype
         return same is None
 
     def set_stored(self, Q: Quantized) -> None:
-        """Take a quantized weight [N, K] as it is, for example from a checkpoint."""
+        """Take a quantized weight [N, K] as it is, for example from a checkpoint. The dtype of its products stays."""
+        dtype = self.compute_dtype
         self.drop_stored()
+        self.compute_dtype = dtype
         for name, part in zip(("weight", *Q.quantizer.scaling.stored_as), Q.parts):
             # in rows, as files, shards and siblings side by side hold parameters
             setattr(self, name, nn.Parameter(part.contiguous(), requires_grad=False))
@@ -296,9 +297,7 @@ class Linear(nn.Linear, KeepsDecoded):
         if before is None:
             self.weight.copy_(merged)  # in place: whoever holds the parameter goes on holding it
         elif requantize:
-            dtype = self.compute_dtype
             self.set_stored(quantize(merged, before.quantizer))
-            self.compute_dtype = dtype
         else:
             self.set_dense(merged.to(self.lora_A.weight.dtype))
         self.remove_adapter()
