@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "texts": "",
     "hub": "",
     "torch_private": "",
+    "ranks": "",
     "hardware": "arguments formats",
     "runs": "",
     "quantizer": "formats",
@@ -56,9 +57,12 @@ MAY_IMPORT = {
     "agreement": "accuracy layers models nn quantized places tables torch_private",
     "offload": "errors kernels places units tables applied optim torch_private",
     "profiler": "environment errors units statistics tables kernels hardware calibration torch_private",
-    "train": "recipe fusion applied nn kernels layers convert accuracy data models environment errors places units tables "
-    "optim runs planner profiler torch_private",
+    "parallel": "errors ranks formats quantizer quantized recipe applied kernels nn layers convert models optim hub places "
+    "units tables torch_private",
+    "train": "ranks parallel recipe fusion applied nn kernels layers convert accuracy data models environment errors places units "
+    "tables optim runs planner profiler torch_private",
     "widgets": "planner recipe runs tables units",
+    "launching": "errors ranks runs places units tables widgets torch_private",
     "live": "train widgets runs environment",
     "racing": "train profiler widgets models nn layers convert recipe fusion applied quantized quantizer environment places units "
     "statistics tables optim runs torch_private",
