@@ -1,4 +1,4 @@
-"""Spread a model over the processes of a run, with torch's own machinery: DistributedDataParallel, FSDP2, DTensor.
+"""Divide a model among the processes of a run, with torch's own machinery: DistributedDataParallel, FSDP2, DTensor.
 
 layout.py       how many processes hold a shard and how many a copy: Parallel
 spread.py       a model over the processes of a layout
