@@ -9,6 +9,7 @@ from surokit import kernels as kernels
 from surokit import models as models
 from surokit import nn as nn
 from surokit import offload as offload
+from surokit import parallel as parallel
 from surokit import planner as planner
 from surokit import profiler as profiler
 from surokit import racing as racing
@@ -48,6 +49,8 @@ from surokit.offload import OffloadAdamW as OffloadAdamW
 from surokit.offload import ZenFlow as ZenFlow
 from surokit.offload import offload_activations as offload_activations
 from surokit.offload import offload_weights as offload_weights
+from surokit.parallel.layout import Parallel as Parallel
+from surokit.parallel.spread import parallelize as parallelize
 from surokit.planner import CHINCHILLA as CHINCHILLA
 from surokit.planner import CHINCHILLA_REPLICATED as CHINCHILLA_REPLICATED
 from surokit.planner import KAPLAN as KAPLAN

@@ -180,7 +180,7 @@ class Live:
         if inner is not None and not hasattr(inner, "register_step_post_hook"):
             raise TypeError(f"Live(optimizer={type(optimizer).__name__}): an optimizer of torch or surokit is needed.")
         self._clock = clock
-        self.run_dir, _ = claim_folder(run_dir, exist)
+        self.run_dir = claim_folder(run_dir, exist).folder
         self._records: Records | None = None
         self._status: StatusFile | None = None
         if self.run_dir is not None:

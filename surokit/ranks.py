@@ -25,7 +25,8 @@ class Rank:
     """A Rank says which of the processes of a run one is.
 
     number: from 0 to world - 1 over all machines. local: the same on this machine, which is also the GPU's. restarts: how often
-    the launcher has started the processes anew. folder: of the launch, None where none was made.
+    the launcher has started the processes anew; may_restart: whether it does where one fails. folder: of the launch, None where
+    none was made.
     hang_s: seconds without a step after which a process shall end itself, None for never.
     """
 
@@ -33,6 +34,7 @@ class Rank:
     world: int = 1
     local: int = 0
     restarts: int = 0
+    may_restart: bool = False
     folder: Path | None = None
     hang_s: float | None = None
 
@@ -51,6 +53,7 @@ def rank_here() -> Rank:
         world=int(environment.get("WORLD_SIZE", 1)),
         local=int(environment.get("LOCAL_RANK", 0)),
         restarts=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        may_restart=int(environment.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0,
         folder=Path(folder) if folder else None,
         hang_s=float(hang_s) if hang_s else None,
     )

@@ -29,8 +29,9 @@ MAY_IMPORT = {
     "hub": "",
     "torch_private": "",
     "ranks": "",
+    "blocks": "",
     "hardware": "arguments formats",
-    "runs": "",
+    "runs": "ranks",
     "quantizer": "formats",
     "fusion": "",
     "recipe": "formats quantizer",
@@ -55,9 +56,9 @@ MAY_IMPORT = {
     "tuning": "accuracy layers convert nn hardware planner recipe tables units",
     "models": "formats fusion quantizer quantized recipe kernels nn prequantized layers convert errors hub places torch_private",
     "agreement": "accuracy layers models nn quantized places tables torch_private",
-    "offload": "errors kernels places units tables applied optim torch_private",
+    "offload": "errors blocks kernels places units tables applied optim torch_private",
     "profiler": "environment errors units statistics tables kernels hardware calibration torch_private",
-    "parallel": "errors ranks formats quantizer quantized recipe applied kernels nn layers convert models optim hub places "
+    "parallel": "errors blocks ranks formats quantizer quantized recipe applied kernels nn layers convert models optim hub places "
     "units tables torch_private",
     "train": "ranks parallel recipe fusion applied nn kernels layers convert accuracy data models environment errors places units "
     "tables optim runs planner profiler torch_private",

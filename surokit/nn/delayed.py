@@ -5,7 +5,7 @@ Within a step the amaxes are merged into an open slot and the amax in force is o
 is pushed into the history, once, however often forward ran (gradient accumulation, recompute). A slot without history takes
 its first tensor's own amax: with scale 1 three quarters of a first gradient would be flushed to zero in E5M2.
 
-Where the model is sharded over processes, each sees its own part of a batch: as a step closes, the open slots are reduced to
+Where several processes train the model, each sees its own part of a batch: as a step closes, the open slots are reduced to
 the largest over the processes, so that the next step has the same scales everywhere.
 
 Rule: TransformerEngine's DelayedScaling with amax_compute_algo="max": the largest of the last H amaxes; where that is zero or
@@ -60,6 +60,7 @@ class DelayedScales:
         self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._walk: _Walk | None = None  # the parameters of all these modules
         self.number = next(_numbers)
+        self.shared = False  # the model is whole in several processes, which its parameters do not show
         self.restored = 0  # how often the amaxes came from outside
         _watch(self)
 
@@ -153,17 +154,21 @@ class DelayedScales:
         self.open_S.fill_(NOTHING)
 
     def _reduce(self) -> None:
-        """Merge the open slots of all processes that hold a shard of the model; nothing where it is not sharded."""
+        """Merge the open slots of all processes that train the model together; nothing where one does alone."""
         if not (dist.is_available() and dist.is_initialized()):
             return
-        parameters = (p for layer in self.layers for p in layer.parameters())
-        mesh = next((p.device_mesh for p in parameters if hasattr(p, "device_mesh")), None)
-        if mesh is None or mesh.size() == 1:
+        groups = [dist.group.WORLD] if self.shared else self._groups_of_shards()
+        if not groups:
             return
         # not every backend lets a NaN win; an inf says the same to the history
         self.open_S.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        for group in mesh.get_all_groups():
+        for group in groups:
             dist.all_reduce(self.open_S, dist.ReduceOp.MAX, group)
+
+    def _groups_of_shards(self) -> Sequence[dist.ProcessGroup | None]:
+        parameters = (p for layer in self.layers for p in layer.parameters())
+        mesh = next((p.device_mesh for p in parameters if hasattr(p, "device_mesh")), None)
+        return [] if mesh is None or mesh.size() == 1 else mesh.get_all_groups()
 
     def follows(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether `optimizer` trains the layers' model. A yes is remembered; a no may change with new parameters of either.

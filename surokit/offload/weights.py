@@ -28,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from surokit.applied import HostStream
+from surokit.blocks import blocks_of, is_block
 from surokit.offload.forwards import Forward, forwards_of, link_to
 from surokit.offload.link import Arrival, Link, PendingCopy
 from surokit.places import check_module
@@ -84,31 +85,17 @@ def offload_weights(
         raise ValueError(f"offload_weights(prefetch={prefetch!r}): a whole number of blocks, at least 1.")
     link = link_to("offload_weights", device, link)
     streamed = blocks_of(model) if blocks is None else _checked(model, blocks)
+    if not streamed:
+        raise ValueError(
+            f"{type(model).__name__} has no list of like blocks (a torch.nn.ModuleList whose items are called): say which modules "
+            "are streamed, blocks=[...], in the order in which they are called."
+        )
     for module in model.modules():
         for forward in forwards_of(module, Streamed):
             forward.stream.close()
     stream = WeightStream(streamed, link, prefetch)
     stream.settle_in(model)
     return stream
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the items of the model's outermost lists whose items are all of one class and have parameters and a forward,
-    in order."""
-    found: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if module in inside or not isinstance(module, nn.ModuleList) or len({type(item) for item in module}) != 1:
-            continue
-        if all(_is_block(item) for item in module):
-            found += module
-            inside |= set(module.modules())
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no list of like blocks (a torch.nn.ModuleList whose items are called): say which modules "
-            "are streamed, blocks=[...], in the order in which they are called."
-        )
-    return found
 
 
 @dataclass(eq=False)
@@ -620,15 +607,10 @@ def _pieces(flat: Tensor, likes: Sequence[Tensor], offsets: Sequence[int]) -> It
         yield empty.set_(storage, (start + offset) // like.itemsize, like.shape)  # type: ignore[call-overload]
 
 
-def _is_block(module: nn.Module) -> bool:
-    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
-    return has_forward and next(module.parameters(), None) is not None
-
-
 def _checked(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
     """Return `blocks` as a list, if the model can be streamed by them."""
     chosen = list(blocks) if isinstance(blocks, Iterable) else []
-    if not chosen or not all(isinstance(block, nn.Module) and _is_block(block) for block in chosen):
+    if not chosen or not all(isinstance(block, nn.Module) and is_block(block) for block in chosen):
         raise ValueError(
             "offload_weights(blocks=...): modules with parameters and a forward, in the order in which they are called."
         )

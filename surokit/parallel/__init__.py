@@ -1,6 +1,8 @@
 """Divide a model among the processes of a run, with torch's own machinery: DistributedDataParallel, FSDP2, DTensor.
 
 layout.py       how many processes hold a shard and how many a copy: Parallel
+processes.py    the processes that train together, and what they tell each other
 spread.py       a model over the processes of a layout
+exchange.py     what every process says, for all to know a step later
 gather.py       weights that FSDP2 gathers as codes and scales
 """

@@ -248,7 +248,7 @@ def race(
     allowed = comparability.check_allowed(allow)
     builder = Builder(who, model, data, settings, together, None)
     builder.check()
-    where, _ = claim_folder(run_dir, "new")
+    where = claim_folder(run_dir, "new").folder
     built = Race(
         {name: Run(name) for name in who.names},
         who.baseline,

@@ -50,7 +50,7 @@ class RunControl:
         self._reason = ""
         self._pause_asked = self._pause_file = self._save_asked = False
         self._paused_s = 0.0
-        self._look_at = float("inf") if self._owner.run_dir is None else 0.0
+        self._look_at = 0.0 if self.files.folders else float("inf")
 
     # -- from any thread
 

@@ -243,9 +243,10 @@ class Records:
             self._write(index, record.known())
             self._pending.append((index, record))
 
-    def drain(self, wait: bool = False) -> Iterator[Record]:
-        """Yield the records whose values have arrived since the last call, in order; `wait=True` waits for all."""
-        while self._pending and (wait or self._pending[0][1].late.ready()):
+    def drain(self, wait: bool = False, leave: int = 0) -> Iterator[Record]:
+        """Yield the records whose values have arrived since the last call, in order; `wait=True` waits for all but the last
+        `leave`."""
+        while len(self._pending) > leave and (wait or self._pending[0][1].late.ready()):
             index, record = self._pending[0]
             values = record.late.wait()
             with self._lock:

@@ -4,7 +4,8 @@
     pause    the run waits for as long as the file is there
     save     the run writes a checkpoint
 
-A disk that does not answer asks for nothing. A file that cannot be removed is somebody else's, and is heard once.
+The folder of a launch is looked at as well, by the first of its processes: what it asks is asked of every run of the launch, so a
+stop stays there. A disk that does not answer asks for nothing. A file that cannot be removed is somebody else's, and is heard once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
+
+from surokit.ranks import rank_here
 
 STOP, PAUSE, SAVE = "stop", "pause", "save"
 LOOK_EVERY_S = 0.5  # at files, while steps are taken
@@ -24,26 +27,37 @@ class HasFolder(Protocol):
 
 
 class Files:
-    """A Files object reads and removes the files in the owner's folder, wherever that is at the time; without a folder nothing
-    is asked."""
+    """A Files object reads and removes the files in the owner's folder, wherever that is at the time, and in the launch's; without
+    a folder nothing is asked."""
 
     def __init__(self, owner: HasFolder) -> None:
         self._owner = owner
-        self._deaf: set[str] = set()
+        here = rank_here()
+        self._launch = here.folder if here.is_first else None
+        self._deaf: set[Path] = set()
+
+    @property
+    def folders(self) -> list[Path]:
+        """Return the folders that are looked at."""
+        return [folder for folder in (self._owner.run_dir, self._launch) if folder is not None]
 
     def forget(self) -> None:
         """Remove what was asked of an earlier run: it does not hold for the one that begins."""
         self._deaf.clear()
         for name in (STOP, PAUSE, SAVE):
-            self.remove(name)
+            self._remove(self._owner.run_dir, name)
 
     def remove(self, name: str) -> None:
-        if (folder := self._owner.run_dir) is None:
+        for folder in self.folders:
+            self._remove(folder, name)
+
+    def _remove(self, folder: Path | None, name: str) -> None:
+        if folder is None:
             return
         try:
             (folder / name).unlink(missing_ok=True)
         except OSError:
-            self._deaf.add(name)
+            self._deaf.add(folder / name)
 
     @property
     def pause(self) -> bool:
@@ -54,19 +68,25 @@ class Files:
         return self._there(SAVE)
 
     def take_stop(self) -> str:
-        """Return why the run shall end and remove the file that says so; "" where it goes on."""
-        folder = self._owner.run_dir
-        if folder is None or not self._there(STOP):
+        """Return why the run shall end and remove the file that says so, if it is the run's own; "" where it goes on."""
+        file = self._find(STOP)
+        if file is None:
             return ""
-        reason = reason_in(folder / STOP)
-        self.remove(STOP)
+        reason = reason_in(file)
+        if file.parent != self._launch:
+            self._remove(file.parent, STOP)
         return reason
 
     def _there(self, name: str) -> bool:
-        folder = self._owner.run_dir
-        with suppress(OSError):
-            return folder is not None and name not in self._deaf and (folder / name).exists()
-        return False
+        return self._find(name) is not None
+
+    def _find(self, name: str) -> Path | None:
+        for folder in self.folders:
+            file = folder / name
+            with suppress(OSError):
+                if file not in self._deaf and file.exists():
+                    return file
+        return None
 
 
 def reason_in(file: Path) -> str:

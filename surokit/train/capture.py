@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from surokit.nn.delayed import amaxes_of, kept_amaxes
 from surokit.optim.adamw import AdamW
+from surokit.parallel.spread import Spread
 from surokit.torch_private import (
     count_dispatch_modes,
     foreach_add_,
@@ -90,7 +91,7 @@ class DeviceGraphs(Protocol):
         """Release what was recorded: none of it will be replayed again."""
 
 
-def why_not(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> str:
+def why_not(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, spread: Spread | None = None) -> str:
     """Return why a model's steps can never be graphs; "" where no reason is known. An optimizer can say so itself, in
     `not_recorded`."""
     devices = {p.device for p in model.parameters()}
@@ -101,6 +102,8 @@ def why_not(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         return f"CUDA graphs need a CUDA device, and the model is on {device}"
     if any(hasattr(p, "to_local") for p in model.parameters()):
         return "the model's parameters are sharded over processes, and their exchange is not recorded"
+    if spread is not None and spread.processes.are_several:
+        return "the gradients are exchanged between processes, which is not recorded"
     if said := getattr(optimizer, "not_recorded", ""):
         return f"{type(optimizer).__name__} is not recorded: {said}"
     return ""

@@ -48,7 +48,8 @@ def save(session: Session) -> Path:
     config = getattr(session.model, "config", None)
     to_hf = getattr(config, "to_hf", None)
     folder = session.run_dir / "checkpoints"
-    return checkpoints.save(folder, session.model, state, _meta(session), to_hf() if to_hf else None, session.keep)
+    about = _meta(session), to_hf() if to_hf else None
+    return session.processes.first_does(lambda: checkpoints.save(folder, session.model, state, *about, session.keep))
 
 
 def _meta(session: Session) -> dict[str, Any]:

@@ -2,19 +2,25 @@
 
 A session's control also has `between_steps(f)`, by which another thread lets the run's thread do a piece of work there. An
 interrupt that raises undoes the step in the making; a step that compiles is given up at the first one.
+
+Of many processes any may be asked. What each was asked travels to all while a step is computed (parallel/exchange.py), so all of
+them do it after the same step, one later than a single process would.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from surokit.parallel.exchange import Exchange
 from surokit.runs.control import RunControl
 from surokit.runs.requests import SAVE
 from surokit.train.compiling import Compilation
@@ -25,6 +31,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class _Nowhere:
+    """A _Nowhere is an owner without a folder: the files of a run are the first process' to look at."""
+
+    run_dir: None = None
 
 
 class _Asked(Generic[T]):
@@ -73,7 +86,9 @@ class Control(RunControl):
         self.midway = False  # in a step, so that there is nothing whole to look at or to save
         self.compilation = Compilation()  # of the step; a stop does not wait for it
         self.final = False  # the step changes weights, which cannot be undone; a second interrupt waits for its end
-        super().__init__(session)
+        processes = session.processes
+        self._exchange = Exchange(processes) if processes.are_several else None
+        super().__init__(session if processes.is_first else _Nowhere())
 
     # -- from any thread
 
@@ -153,6 +168,57 @@ class Control(RunControl):
 
     # -- from the run
 
+    def poll_requests(self) -> str:
+        if self._exchange is None:
+            return super().poll_requests()
+        if self._news or time.monotonic() >= self._look_at:
+            self._news = False
+            self._look()
+            self._serve()
+        reason = self._obey()
+        if not reason:
+            self._exchange.send(self._wishes())
+        return reason
+
+    def _wishes(self) -> tuple[bool, bool, bool]:
+        """Return what this process was asked for: to stop, to wait, to save."""
+        return bool(self._reason), self._pause_asked or self._pause_file, self._save_asked
+
+    def _obey(self) -> str:
+        """Do what any process was asked for when `_wishes` were sent; return why the run shall end."""
+        assert self._exchange is not None
+        said = self._exchange.take()
+        if said is None:
+            return ""
+        stop, wait, save = said.amax(0).bool().tolist()
+        if save:
+            self._save_asked = False
+            self._save()
+        if stop:
+            reasons = self._session.processes.gather(self._reason)
+            self._reason = next(filter(None, reasons))
+            return self._reason
+        if wait and self._pause_wanted():
+            self._wait()
+        return ""
+
+    def _pause_wanted(self) -> bool:
+        if self._exchange is None:
+            return super()._pause_wanted()
+        self._exchange.send(self._wishes())
+        said = self._exchange.take()
+        assert said is not None
+        stop, wait, save = said.amax(0).bool().tolist()
+        if save:
+            self._save_asked = False
+            self._save()
+        return wait and not stop
+
+    def settle(self) -> None:
+        """Do what was asked while the last step was computed, on every process; not after an error, since others go on then."""
+        if self._exchange is not None:
+            self._obey()
+
     def finish(self) -> None:
         """Do what was asked until now, after the last step."""
         self._serve()
@@ -199,7 +265,7 @@ class Control(RunControl):
                 while self._asked:
                     self._asked.popleft().do()
             self._session.measuring.restart()
-        if self._save_asked:
+        if self._save_asked and self._exchange is None:
             self._save_asked = False
             self._save()
 

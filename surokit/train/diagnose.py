@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from surokit.train.stream import Batch
 
-Kind = Literal["weight", "activation", "loss", "gradient", "weight gradient", "not reproduced"]
+Kind = Literal["weight", "activation", "loss", "gradient", "weight gradient", "not reproduced", "not replayed"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,14 @@ class Finding:
             "gradient": f"the gradient of {self.module} is the first that is not finite",
             "weight gradient": f"the gradient of the weight {self.module} is the first that is not finite",
             "not reproduced": "a replay of the batch was finite, so the cause was not found",
+            "not replayed": "its weights are divided among processes, so the batch was not replayed to find the cause",
         }[self.kind]
         return f"step {self.step}: {what}" + (f" (product: {self.product})" if self.product else "")
+
+
+def first_of(findings: Sequence[Finding]) -> Finding:
+    """Return the first finding that names a place, else the first: each process looked at a batch of its own."""
+    return next((finding for finding in findings if finding.kind != "not reproduced"), findings[0])
 
 
 def find_first_bad(model: nn.Module, batches: Sequence[Batch], step: int) -> Finding:

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from surokit import convert
 from surokit.optim.tensors import gradient_norm
+from surokit.parallel.processes import ALONE
+from surokit.parallel.spread import Spread
 from surokit.torch_private import foreach_div_, handles_amp_scaling
 from surokit.train.capture import NOT_CAPTURED, Capture, DeviceGraphs, Graphs, takes_rates, why_not
 from surokit.train.compiling import end_workers, why_it_failed
 from surokit.train.cuda_graphs import CudaGraphs
 from surokit.train.random_state import RandomState
-from surokit.train.setup import device_of, loss_of, mean_over, targets_in
+from surokit.train.setup import computable, device_of, loss_of, mean_over, targets_in
 from surokit.train.stream import Batch
 
 T = TypeVar("T")
@@ -38,7 +40,8 @@ class Engine:
     """An Engine computes the steps of one model with one optimizer.
 
     clip: largest norm of all gradients together; None does not clip. graphs: whether steps become CUDA graphs where they can;
-    `device_graphs` makes them, CUDA's own unless given. `forward` is the model, or its compiled form.
+    `device_graphs` makes them, CUDA's own unless given. spread: the model over several processes; None where one has it alone.
+    `forward` is the model, what spreads it, or a compiled form.
     """
 
     def __init__(
@@ -48,15 +51,17 @@ class Engine:
         clip: float | None,
         graphs: bool | Literal["auto"] = False,
         device_graphs: DeviceGraphs | None = None,
+        spread: Spread | None = None,
     ) -> None:
         self.model, self.optimizer, self.clip = model, optimizer, clip
+        self.spread = spread or Spread(model, ALONE)
         self.device = device_of(model)
         self.base_rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.forward: Callable[..., Any] | None = None
         self.fallbacks: list[str] = []  # messages on what runs in another way than was asked for, until they are given
         self._compiled_for: set[torch.Size] = set()
         self.wants_graphs = graphs
-        self._off = "switched off" if not graphs else "" if device_graphs else why_not(model, optimizer)
+        self._off = "switched off" if not graphs else "" if device_graphs else why_not(model, optimizer, self.spread)
         if graphs is True and self._off:
             self.fallbacks.append(NOT_CAPTURED.format(self._off))
         self._graphs = None if self._off else Graphs(self, device_graphs or CudaGraphs(self.device))
@@ -68,8 +73,12 @@ class Engine:
         """Choose before the first step how forward runs; return whether the step that follows compiles."""
         if self.forward is not None:
             return False
-        self.forward = torch.compile(self.model, dynamic=False) if compile else self.model
+        self.forward = torch.compile(self._plain, dynamic=False) if compile else self._plain
         return self.compiled
+
+    @property
+    def _plain(self) -> nn.Module:
+        return self.spread.forward
 
     def forget_compiled(self) -> None:
         """Forget what an interrupt left of a compilation, so that the next step begins it anew."""
@@ -83,7 +92,7 @@ class Engine:
 
     @property
     def compiled(self) -> bool:
-        return self.forward is not None and self.forward is not self.model
+        return self.forward is not None and self.forward is not self._plain
 
     @property
     def capture(self) -> Capture:
@@ -115,7 +124,7 @@ class Engine:
 
     def gradients(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Run forward and backward of all parts; return the mean loss over the labels that count (NaN over none) and their number,
-        on the device."""
+        on the device. Both are of all processes together, and the gradients too."""
         if self._graphs is not None and self._graphs.ready(parts):
             return self._graphs.gradients(parts)
         return self._compiled(parts) if self.compiled else self.retry_on_oom(self.eager, parts)
@@ -132,7 +141,7 @@ class Engine:
             self._compiled_for.update(part["input_ids"].shape for part in parts)
             return found
         random.restore()  # out here, where the error does not hold a step's memory
-        self.forward = self.model
+        self.forward = self._plain
         try:
             found = self.retry_on_oom(self.eager, parts)
         except BaseException:
@@ -164,18 +173,23 @@ class Engine:
         targets, weights = self.weights(parts)
         if weights is None:
             return mean_over(self.part(parts[0]).float(), targets), targets
+        if self.spread.processes.are_several:
+            parts = [computable(part, weight) for part, weight in zip(parts, weights)]
         mean = torch.zeros((), device=self.device)
-        for part, weight in zip(parts, weights):
-            mean += self.part(part, weight)
-        return mean_over(mean, targets), targets
+        for i, (part, weight) in enumerate(zip(parts, weights)):
+            with self.spread.accumulating(last=i == len(parts) - 1):
+                mean += self.part(part, weight)
+        return mean_over(self.spread.processes.sum(mean), targets), targets
 
     def weights(self, parts: Sequence[Batch]) -> tuple[Tensor, Tensor | None]:
-        """Return the number of labels that count, and the share that each part's mean has in the step's; None for a single part."""
+        """Return the number of labels that count, in all processes, and the share that each part's mean has in the step's; None for
+        a single part."""
         counts = [targets_in(part) for part in parts]
-        if len(parts) == 1:
+        processes = self.spread.processes
+        if len(parts) == 1 and not processes.are_several:
             return counts[0], None
-        total = torch.stack(counts).sum().clamp_min(1)
-        return total, torch.stack(counts) / total
+        total = processes.sum(torch.stack(counts).sum())
+        return total, torch.stack(counts) / total.clamp_min(1)
 
     def part(self, batch: Batch, weight: Tensor | None = None) -> Tensor:
         """Run forward and backward of one part; return its loss, weighted and detached."""

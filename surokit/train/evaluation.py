@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,19 +38,29 @@ def evaluate(session: Session, source: Iterable[Batch]) -> Evaluation:
     total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
     count = torch.zeros((), dtype=torch.int64, device=device)
     with aside(session), torch.no_grad():
-        for batch in source:
+        for batch, counts in _own(session, source):
             session.vocabulary.check(batch)
             there = session.to_device(batch)
-            targets = targets_in(there)
+            targets = targets_in(there) * counts
             with session.vocabulary.explains(batch):
                 loss = loss_of(session.engine.retry_on_oom(session.model, **there))
             # a batch without labels has a mean of nothing
             total += torch.where(targets > 0, loss.to(total.dtype) * targets, 0)
             count += targets
-    labels = int(count)
+    labels = int(session.processes.sum(count))
+    session.processes.sum(total)
     if not labels:
         raise ValueError("The held-out data has no label that counts: it is empty, or all labels are -100.")
     return Evaluation(session.steps, float(total) / labels, labels, (time.perf_counter() - began) * 1e3)
+
+
+def _own(session: Session, source: Iterable[Batch]) -> Iterator[tuple[Batch, int]]:
+    """Yield this process' part of the batches, each with 1. All processes get as many, since they may need each other: one that
+    has none of the last ones gets another's, with 0."""
+    rank, ranks = session.processes.rank, session.processes.world
+    batches = iter(source)
+    while group := list(islice(batches, ranks)):
+        yield (group[rank], 1) if rank < len(group) else (group[0], 0)
 
 
 def sample(

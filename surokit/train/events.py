@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from surokit.nn.delayed import kept_amaxes
 from surokit.runs.records import Record
-from surokit.train.diagnose import find_first_bad
+from surokit.train.diagnose import Finding, find_first_bad, first_of
 from surokit.train.errors import NonFiniteError, NoTargetsError
+from surokit.train.prefetch import AHEAD
 from surokit.train.random_state import RandomState, kept
 from surokit.train.stream import Batch
 
@@ -91,7 +92,12 @@ class Arrivals:
         """Pass on the records that have arrived, and look into those whose step was masked. NonFiniteError after several in a row,
         NoTargetsError after as many in which no label counted."""
         session = self._session
-        for record in session.records.drain(wait):
+        if session.processes.are_several and not wait:
+            # what is seen of a step is seen after the same step in all processes, so that they do the same about it
+            arrived = session.records.drain(wait=True, leave=AHEAD if session.device.type == "cuda" else 0)
+        else:
+            arrived = session.records.drain(wait)
+        for record in arrived:
             batches, random = (
                 self._replayable.pop(record.step) if record.step in self._replayable else ((), session.random.state)
             )
@@ -123,12 +129,18 @@ class Arrivals:
                     "layer in bf16 with recipe.keep()."
                 )
 
+    def _find(self, batches: Sequence[Batch], step: int) -> Finding:
+        processes = self._session.processes
+        if processes.layout.is_sharded:  # a replay that ends where something is found would leave the others waiting
+            return Finding(step, "not replayed", type(self._session.model).__name__)
+        return first_of(processes.gather(find_first_bad(self._session.model, batches, step)))
+
     def explain(self, step: int, batches: Sequence[Batch], random: RandomState) -> None:
         """Replay a step to find the layer and product that went bad first; nothing of the run changes."""
         session = self._session
         with kept(session.device), kept_amaxes(session.model):
             random.restore()
-            finding = session.engine.retry_on_oom(find_first_bad, session.model, batches, step)
+            finding = session.engine.retry_on_oom(self._find, batches, step)
         session.findings.append(finding)
         session.measuring.restart()
         if len(session.findings) == 1:

@@ -148,7 +148,7 @@ class Measuring:
     def record(
         self,
         session: Session,
-        batches: Sequence[Batch],
+        tokens: int,
         lr: float,
         values: Mapping[str, Tensor],
         host: dict[str, float],
@@ -174,7 +174,7 @@ class Measuring:
         return Record(
             step=session.steps,
             lr=lr,
-            tokens=sum(batch["input_ids"].numel() for batch in batches),
+            tokens=tokens,
             wall_ms=wall_s * 1e3,
             stall_ms=session.data.waited_ms if in_loop else 0.0,
             peak_gib=peak_gib(self.device),

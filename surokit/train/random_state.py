@@ -90,6 +90,15 @@ class RandomState:
         return RandomState(device, data["python"], numpy, data["cpu"], cuda)
 
 
+def mixed(seed: int, number: int) -> int:
+    """Return a seed that depends on both; `seed` itself for number 0."""
+    return (
+        seed
+        if number == 0
+        else int(np.random.SeedSequence((seed % 2**64, number)).generate_state(1, np.uint64)[0] >> 1)
+    )
+
+
 class Turn:
     """A Turn goes to one thread at a time, in the order in which they came. The one that has it may take it again.
 

@@ -114,6 +114,8 @@ def plan_arguments(session: Session) -> dict[str, Any]:
     found: dict[str, Any] = {"optimizer": session.optimizer, "accumulate": session.accumulate}
     if session.graphs.state in ("on", "waiting"):
         found["graphs"] = True
+    if session.processes.are_several:
+        found |= {"gpus": session.processes.world, "zero": session.processes.layout.zero}
     if session.length and len(session.records):
         sequences, rest = divmod(session.records[-1].tokens, session.length * session.accumulate)
         return found if rest or not sequences else found | {"batch": sequences, "length": session.length}

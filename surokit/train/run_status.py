@@ -97,8 +97,8 @@ class Journal:
     def _open(self, total: int | None) -> None:
         session = self._session
         self._total, self._started = total, time.time()
-        if session.run_dir is not None:
-            self._file = self._file or StatusFile(session.run_dir)
+        if session.own_folder is not None:
+            self._file = self._file or StatusFile(session.own_folder)
         if self._file is not None or session.subscribers.have("on_info"):
             self._tell_info()
         self.beat("running")

@@ -10,6 +10,7 @@ run happens between two steps (control.py), whichever thread they ask from.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import threading
@@ -32,6 +33,10 @@ from surokit.nn.delayed import dropped_on_error
 from surokit.optim.adamw import AdamW
 from surokit.optim.schedule import Cosine, Schedule
 from surokit.optim.spec import Spec
+from surokit.parallel.layout import Parallel
+from surokit.parallel.processes import join
+from surokit.parallel.spread import spread
+from surokit.ranks import LIVE, rank_here
 from surokit.recipe import Recipe, find_recipe
 from surokit.runs.health import Event
 from surokit.runs.records import Record, Records
@@ -48,16 +53,19 @@ from surokit.train.evaluation import Evaluation
 from surokit.train.events import Arrivals, Subscriber, Subscribers
 from surokit.train.measuring import Attachable, Measuring, Meter
 from surokit.train.prefetch import Prefetch
-from surokit.train.random_state import OwnRandom, RandomState, seeded
+from surokit.train.random_state import OwnRandom, RandomState, mixed, seeded
 from surokit.train.run_info import plan_arguments, title_of
 from surokit.train.run_status import Condition, Journal
 from surokit.train.setup import (
     Vocabulary,
+    began_in,
     build_optimizer,
+    check_alone,
     check_place,
     check_settings,
     claim_folder,
     device_of,
+    note_beginning,
     options_for_documents,
     parts_of,
     planned_steps,
@@ -132,25 +140,40 @@ class Session(Trainer):
         graphs: bool | Literal["auto"] = "auto",
         meters: Sequence[Meter | Attachable] = (),
         max_skipped: int = 5,
+        parallel: Parallel | None = None,
     ) -> None:
         check_settings(
             model, accumulate, clip, schedule, eval, eval_every, save_every, keep, run_dir, compile, graphs, max_skipped
         )
+        check_alone(model, parallel)
+        self.parallel, self.processes = parallel, join(parallel)
         self.model = model
+        if self.processes.are_several:
+            model.to(self.processes.device)
         self.device = device_of(model)
         self.accumulate, self.clip, self.schedule, self.seed = accumulate, clip, schedule, seed
         self.eval, self.eval_every, self.save_every, self.keep = eval, eval_every, save_every, keep
         self.compile, self.max_skipped = compile, max_skipped
-        self.random = OwnRandom(seed, self.device)
-        self.data = Stream(data, accumulate, guard=self._own_random, loop=self._loop)
+        self.random = OwnRandom(mixed(seed, self.processes.rank), self.device)
+        self.data = Stream(
+            data,
+            accumulate,
+            guard=self._own_random,
+            loop=self._loop,
+            part=(self.processes.rank, self.processes.world),
+            seed=None if parallel is None else seed,
+        )
         self.vocabulary = Vocabulary.of(model)
         check_vocabulary(data, self.vocabulary.size)
-        self.run_dir, found = claim_folder(run_dir, exist)
+        claim = self.processes.first_does(partial(claim_folder, run_dir, exist, rank_here().restarts > 0))
+        self.run_dir = claim.folder
         self.report = None
         if recipe is not None and recipe_of(model) != find_recipe(recipe):
             with seeded(seed, self.device):
                 self.report = convert.apply(model, recipe)
-        self.decoded = convert.keep_decoded(model)  # a sentence on stored weights that are decoded once
+        over = spread(model, self.processes, "sum")
+        # a sentence on stored weights that are decoded once; shards are decoded where they are gathered
+        self.decoded = "" if self.processes.layout.is_sharded else convert.keep_decoded(model)
         if self.decoded and self.report is not None:
             self.report = replace(self.report, notes=(*self.report.notes, self.decoded))
         self.spec = optimizer if isinstance(optimizer, Spec) else None
@@ -159,10 +182,10 @@ class Session(Trainer):
             accounts := getattr(self.optimizer, "accounts", None)
         ) is not None:  # an optimizer that offloads: its report names weights
             accounts.call(model.named_parameters())
-        self.engine = Engine(model, self.optimizer, clip, graphs)
+        self.engine = Engine(model, self.optimizer, clip, graphs, spread=over)
         self.prefetch = Prefetch(self.device)
         self._for_documents = options_for_documents(model)
-        self.records = Records(self.run_dir / "records.jsonl" if self.run_dir else None)
+        self.records = Records(self.own_folder / "records.jsonl" if self.own_folder else None)
         self.measuring = Measuring(self.device, meters, model)
         self.subscribers = Subscribers()
         self.arrivals = Arrivals(self)
@@ -185,10 +208,12 @@ class Session(Trainer):
         self._began: float | None = None
         self._saved_at: int | None = None
         self.model.train()
-        if found is not None:
-            checkpointing.load(self, found)
-        elif exist == "resume":
+        if claim.found is not None:
+            checkpointing.load(self, claim.found)
+        elif claim.resumes:
             checkpointing.begin_anew(self)
+        self._ahead = 0  # steps that are there and will be asked for again, since the processes were started anew
+        self._note_beginning()
 
     # -- training
 
@@ -217,7 +242,9 @@ class Session(Trainer):
 
         RuntimeError where a run of this session goes on.
         """
-        steps = planned_steps(steps, minutes, self.schedule, self.steps)
+        steps = planned_steps(steps, minutes, self.schedule, self.steps - self._ahead)
+        if steps is not None:
+            steps, self._ahead = max(0, steps - self._ahead), max(0, self._ahead - steps)
         thread = self._thread if thread is None else thread
         if not thread:
             self.control.begin()
@@ -237,7 +264,9 @@ class Session(Trainer):
             self._prepare()
             self.journal.begin(total)
             with self.random.in_force(shared), self.control.interruptible(), self._loop():
-                while self.steps < last and time.monotonic() - self._began - self.control.paused_s < limit_s:
+                while self.steps < last:
+                    if time.monotonic() - self._began - self.control.paused_s >= limit_s:
+                        self.control.stop("done")
                     if asked := self.control.poll_requests():
                         reason = asked
                         break
@@ -248,6 +277,7 @@ class Session(Trainer):
                     except GivenUp:  # a stop that did not wait for the compiler
                         reason = self.control.reason
                         break
+                self.control.settle()
                 self.arrivals.drain(wait=True)
                 if self.save_every and self.steps and self._saved_at != self.steps:
                     self.save()
@@ -280,9 +310,10 @@ class Session(Trainer):
     def step(self, batch: Batch | Sequence[Batch]) -> Record:
         """Take one optimizer step on a batch: a dict, which is split in `accumulate` equal parts along B, or a list of dicts.
 
-        Nothing waits here; reading `.loss` of the record does. An interrupt undoes the step, or comes at its end where weights
-        change already. eval_every, save_every and the files that end or pause a run belong to run(): a loop of your own calls
-        evaluate() and save() itself. A warning says so to who asked for one of them and has not called run().
+        On several processes each takes the step on a batch of its own, all of one size. Nothing waits here; reading `.loss` of
+        the record does. An interrupt undoes the step, or comes at its end where weights change already. eval_every, save_every
+        and the files that end or pause a run belong to run(): a loop of your own calls evaluate() and save() itself. A warning
+        says so to who asked for one of them and has not called run().
         """
         parts = parts_of(batch, self.accumulate)
         if not self._knows_run:
@@ -298,7 +329,7 @@ class Session(Trainer):
         batches = self.data.draw()
         before = self.steps
         try:
-            self._step(batches)
+            self._step(batches, self.data.tokens)
         finally:
             if self.steps == before:
                 self.data.give_back()
@@ -308,9 +339,12 @@ class Session(Trainer):
                 self.measuring.restart()
         self.random.snapshot()
 
-    def _step(self, batches: Sequence[Batch]) -> Record:
+    def _step(self, batches: Sequence[Batch], tokens: int | None = None) -> Record:
+        """Take a step on this process' batches. tokens: of all processes; None takes the others' for as many."""
         for batch in batches:
             self.vocabulary.check(batch)
+        if tokens is None:
+            tokens = self.processes.world * sum(batch["input_ids"].numel() for batch in batches)
         check_place(self.model, self.device)
         self._prepare()
         if not self.model.training:
@@ -319,7 +353,8 @@ class Session(Trainer):
         random, start = RandomState.capture(self.device, torch_only=True), self.measuring.mark()
         with self.control.step():
             try:
-                parts = [self.to_device(batch) for batch in with_targets(batches)]
+                useful = batches if self.processes.are_several else with_targets(batches)
+                parts = [self.to_device(batch) for batch in useful]
                 lr = self.engine.set_rate(None if self.schedule is None else self.schedule(self.steps))
                 watched = self.measuring.watched(self.engine, self.steps + 1, parts)
                 with (
@@ -343,7 +378,7 @@ class Session(Trainer):
             self.model.zero_grad(set_to_none=True)
             if not stalled:
                 self.data.waited_ms = 0.0  # for a batch, while the device had work
-            record = self.measuring.record(self, batches, lr, values, host, start, end)
+            record = self.measuring.record(self, tokens, lr, values, host, start, end)
             self.data.waited_ms = 0.0
             self.tokens += record.tokens
             self.tokens_per_step, self.length = record.tokens, batches[0]["input_ids"].shape[1]
@@ -374,6 +409,12 @@ class Session(Trainer):
         `await session.run(500)`. view: "widget", "svg" or "text"; "auto" takes the best that works here. usd_per_gpu_hour: what a
         GPU costs, for dollars so far; never assumed.
         """
+        if not self.processes.is_first:
+            return
+        launch = rank_here().folder
+        if launch is not None and self.run_dir is not None:  # whoever asked for the launch shows it there
+            (launch / LIVE).write_text(json.dumps({"run_dir": str(self.run_dir.absolute())}))
+            return
         from surokit.widgets.panel import Panel
         from surokit.widgets.state import PanelState
 
@@ -580,9 +621,10 @@ class Session(Trainer):
         session = cls(model, data, **settings)
         if session.run_dir is None and found.path.parent.name == "checkpoints":
             session.run_dir = found.path.parent.parent
-            session.records.path = session.run_dir / "records.jsonl"
+            session.records.path = session.own_folder / "records.jsonl" if session.own_folder else None
         session.save_every = save_every if session.run_dir else None
         checkpointing.load(session, found)
+        session._note_beginning()
         return session
 
     def restore_counters(self, meta: Mapping[str, Any]) -> None:
@@ -605,8 +647,12 @@ class Session(Trainer):
 
         Optimizer state stays with every parameter that `recipe` still trains; new ones (adapters) start without. Delayed
         scales are kept for the same recipe and begin anew for another. Records begin empty, at this step. meters: None takes
-        this session's.
+        this session's. RuntimeError where several processes train the model.
         """
+        if self.processes.are_several:
+            raise RuntimeError(
+                "A session that trains on several processes cannot be forked: save it, and resume the checkpoint with parallel=."
+            )
         self.arrivals.drain(wait=True)
         return checkpointing.fork(self, recipe, run_dir, meters)
 
@@ -630,6 +676,22 @@ class Session(Trainer):
         self.data.waited_ms = 0.0
         with self.measuring.loop():
             yield
+
+    def _note_beginning(self) -> None:
+        """Note at which step the run begins, for when its processes are started anew; once they are, what they ask for anew is
+        there in part."""
+        if self.run_dir is None:
+            return
+        began = began_in(self.run_dir) if rank_here().restarts else None
+        if began is not None:
+            self._ahead = max(0, self.steps - began)
+        elif self.processes.is_first and rank_here().may_restart:
+            note_beginning(self.run_dir, self.steps)
+
+    @property
+    def own_folder(self) -> Path | None:
+        """Return the run's folder where this process writes in it: the first of several does."""
+        return self.run_dir if self.processes.is_first else None
 
     def _prepare(self) -> None:
         if self.engine.prepare(self.compile):

@@ -6,20 +6,26 @@ Every refusal of a setting is here, so that the session itself only trains.
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from surokit import convert
 from surokit.optim.spec import Spec
+from surokit.optim.tensors import is_sharded
+from surokit.parallel.layout import Parallel
 from surokit.places import check_values, make_folder
+from surokit.ranks import rank_here
 from surokit.recipe import Recipe
 from surokit.torch_private import forward_pre_hooks
 from surokit.train import checkpoint_files as checkpoints
@@ -85,6 +91,22 @@ def _check_forward(model: nn.Module) -> None:
             f"Session trains a model whose forward(input_ids=..., labels=...) returns an object with .loss, and that of this "
             f"{type(model).__name__} takes {', '.join(p.name for p in taken) or 'nothing'}: put it in a module that does, or keep "
             "your own loop and watch it with surokit.Live()."
+        )
+
+
+def check_alone(model: nn.Module, parallel: Any) -> None:
+    """Check what a session is told of the processes that train together; warn where it trains alone among several."""
+    if parallel is not None:
+        if not isinstance(parallel, Parallel):
+            raise TypeError(f"Session(parallel={parallel!r}): a surokit.Parallel(), or None.")
+        return
+    world = rank_here().world
+    together = any(is_sharded(p) for p in model.parameters()) or isinstance(model, DistributedDataParallel)
+    if world > 1 and not together:
+        warnings.warn(
+            f"This is one of {world} processes that were started together, and its session trains a model of its own: give "
+            "Session(parallel=surokit.Parallel()) for all to train one.",
+            stacklevel=4,
         )
 
 
@@ -191,26 +213,68 @@ def build_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
     return built
 
 
-def claim_folder(run_dir: str | Path | None, exist: str) -> tuple[Path | None, checkpoints.Checkpoint | None]:
-    """Make the folder to write in; return it, and the checkpoint to go on from if `exist` is "resume" and there is one."""
+class Claim(NamedTuple):
+    """A Claim is the folder that a run writes in, and the checkpoint that it goes on from.
+
+    resumes: it goes on from what is there, with or without a checkpoint.
+    """
+
+    folder: Path | None = None
+    found: checkpoints.Checkpoint | None = None
+    resumes: bool = False
+
+
+def claim_folder(run_dir: str | Path | None, exist: str, restarted: bool = False) -> Claim:
+    """Make the folder to write in, and find the checkpoint to go on from if `exist` is "resume".
+
+    restarted: a launcher has started the processes anew since one failed, so that "new" goes on with what they began.
+    """
     if exist not in ("new", "resume", "error"):
         raise ValueError(f"Session(exist={exist!r}): 'new', 'resume' or 'error'.")
     if run_dir is None:
-        return None, None
+        return Claim()
     wanted = path = Path(run_dir)
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"The run directory {path} is a file: choose another name.")
+    restarted = restarted and exist == "new"
+    if restarted:
+        wanted = path = _newest_of(wanted)
     used = path.is_dir() and any(path.iterdir())
     if used and exist == "error":
         raise FileExistsError(f"The run directory {path} has content: choose another, or exist='new' or 'resume'.")
     number = 2
-    while used and exist == "new":
+    while used and exist == "new" and not restarted:
         path, number = wanted.with_name(f"{wanted.name}-{number}"), number + 1
         used = path.exists()
     make_folder(path, "run directory")
     if path != wanted:
         print(f"surokit: {wanted} has content already, so this run is in {path}", file=sys.stderr, flush=True)
-    return path, checkpoints.latest(path / "checkpoints") if exist == "resume" else None
+    resumes = restarted or exist == "resume"
+    found = checkpoints.latest(path / "checkpoints") if resumes else None
+    return Claim(path, found, resumes)
+
+
+def _newest_of(wanted: Path) -> Path:
+    """Return the last of the folders that runs of this name were given: the one of the processes that have failed."""
+    path, number = wanted, 2
+    while (following := wanted.with_name(f"{wanted.name}-{number}")).exists():
+        path, number = following, number + 1
+    return path
+
+
+BEGAN = "began.json"
+
+
+def began_in(folder: Path) -> int | None:
+    """Return the step at which the run in `folder` began when its processes were started first; None where nobody noted it."""
+    with suppress(OSError, ValueError, KeyError):
+        return int(json.loads((folder / BEGAN).read_text())["step"])
+    return None
+
+
+def note_beginning(folder: Path, step: int) -> None:
+    """Write down at which step a run began, for when its processes are started anew."""
+    (folder / BEGAN).write_text(json.dumps({"step": step}))
 
 
 def rebuild_model(found: checkpoints.Checkpoint) -> nn.Module:
@@ -284,6 +348,12 @@ def with_targets(batches: Sequence[Batch]) -> Sequence[Batch]:
         return batches
     useful = [b for b in batches if b["labels"].device.type != "cpu" or (b["labels"][..., 1:].numpy() != -100).any()]
     return useful or batches[:1]
+
+
+def computable(batch: Batch, weight: Tensor) -> Batch:
+    """Return a part whose mean loss is finite, for one of weight 0, in which no label counts: its tokens are the labels then. So
+    every process takes part in every forward and backward, with something to learn or not. Nothing waits for the device."""
+    return {**batch, "labels": torch.where(weight > 0, batch["labels"], batch["input_ids"])}
 
 
 def loss_of(output: Any) -> Tensor:

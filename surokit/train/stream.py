@@ -1,5 +1,8 @@
 """A stream gives the batches that a session trains on, without end, with a position that survives a restart.
 
+Several processes that train together read the same source, and each keeps every so many-th batch: together they take what one
+process with as many times the accumulation takes, from the same position on any number of them.
+
 A position is (epoch, batches taken in it). Sources that have state_dict() / load_state_dict() keep it themselves; any
 other re-iterable is started again with the random state that its epoch began with and moved forward batch by batch, which
 reproduces lists and torch's DataLoader, shuffled or not. (Per-item randomness of a dataset is not reproduced by that.)
@@ -11,20 +14,22 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from surokit.train.errors import ResumeError
-from surokit.train.random_state import RandomState, kept
+from surokit.train.random_state import RandomState, kept, mixed
 
 Batch = Mapping[str, Tensor]
 Guard = Callable[[], AbstractContextManager[None]]
 
 _HASHED_BYTES = 64 << 20
+_CPU = torch.device("cpu")
 
 
 class Stream:
@@ -34,15 +39,27 @@ class Stream:
         is read through a reader of the stream's own.
     accumulate: batches an optimizer step takes. Iterating joins as many along B: a step takes what a loop gives.
     guard, loop: contexts that the owner wants around a draw and around a whole loop over the stream.
+    part: (rank, ranks), which of the batches are this process' own. Others are read and left out.
+    seed: what the source draws depends on it and on the epoch alone, so that it draws the same in all processes. None lets it
+        draw from the random state in force.
     """
 
     def __init__(
-        self, source: Iterable[Batch], accumulate: int = 1, *, guard: Guard = nullcontext, loop: Guard = nullcontext
+        self,
+        source: Iterable[Batch],
+        accumulate: int = 1,
+        *,
+        guard: Guard = nullcontext,
+        loop: Guard = nullcontext,
+        part: tuple[int, int] = (0, 1),
+        seed: int | None = None,
     ) -> None:
         check_source(source)
         fork = getattr(source, "fork", None)
         self.source: Any = fork() if callable(fork) else source
         self.accumulate = accumulate
+        self.part, self.seed = part, seed
+        self._own: RandomState | None = None  # what the source draws from, where it has a seed
         self.waited_ms = 0.0  # for batches, since the owner last set it to 0
         self._guard, self._loop = guard, loop
         self.on_draw: Callable[[list[Batch]], None] | None = None
@@ -55,6 +72,16 @@ class Stream:
         self._returned: deque[tuple[Batch, _Position]] = deque()
 
     @property
+    def a_step(self) -> int:
+        """Return how many batches a step takes, over all processes."""
+        return self.accumulate * self.part[1]
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens the last draw took, over all processes."""
+        return sum(batch["input_ids"].numel() for batch, _ in self._taken)
+
+    @property
     def epoch(self) -> int:
         """Return the number of epochs begun before this one."""
         return self._at.epoch
@@ -65,7 +92,8 @@ class Stream:
         return self._at.taken
 
     def draw(self) -> list[Batch]:
-        """Return the next `accumulate` batches, after a call of `on_draw` with them; a new epoch starts where one ends."""
+        """Return this process' next `accumulate` batches, after a call of `on_draw` with them; where an epoch ends, the next one
+        starts."""
         batches = self._group(ends=False)
         if self.on_draw is not None:
             try:
@@ -95,7 +123,7 @@ class Stream:
 
     def __len__(self) -> int:
         """Return the number of optimizer steps an epoch; TypeError where the source has no length."""
-        return len(self.source) // self.accumulate
+        return len(self.source) // self.a_step
 
     @property
     def tokenizer(self) -> Any:
@@ -111,11 +139,11 @@ class Stream:
         return fingerprint(self.source)
 
     def _group(self, ends: bool) -> list[Batch]:
-        """Return `accumulate` batches; with `ends`, none where the epoch is over."""
+        """Return `accumulate` batches of this process; with `ends`, none where the epoch is over."""
         began = time.perf_counter()
         self._before, self._taken, self._begun = self._at, [], None
         try:
-            for i in range(self.accumulate):
+            for i in range(self.a_step):
                 item = self._returned.popleft() if self._returned else self._from_source()
                 if item is None:
                     if ends and i == 0:
@@ -131,7 +159,8 @@ class Stream:
             raise
         finally:
             self.waited_ms += (time.perf_counter() - began) * 1e3
-        return [batch for batch, _ in self._taken]
+        rank, ranks = self.part
+        return [batch for batch, _ in self._taken[rank::ranks]]
 
     def _from_source(self) -> tuple[Batch, _Position] | None:
         """Return the next batch of this epoch and the position after it; None where the epoch ends, and the next one begins."""
@@ -143,7 +172,8 @@ class Stream:
             self._at = _Position(epoch, index, start)
         assert self._iterator is not None
         self._broken = True
-        batch = next(self._iterator, None)
+        with self._draws():
+            batch = next(self._iterator, None)
         self._broken = False
         if batch is not None:
             if _stateful(self.source) and index + 1 == _length(self.source):
@@ -162,13 +192,30 @@ class Stream:
 
     def _begin_epoch(self) -> dict[str, Any]:
         generator = getattr(self.source, "generator", None)
-        start = {
-            "random": RandomState.capture(torch.device("cpu")).to_dict(),
-            "generator": generator.get_state() if isinstance(generator, torch.Generator) else None,
-            "source": self.source.state_dict() if _stateful(self.source) else None,
-        }
-        self._iterator = iter(self.source)
+        if self.seed is not None:
+            self._own = RandomState.seeded(mixed(self.seed, self.epoch), _CPU)
+        with self._draws():
+            start = {
+                "random": RandomState.capture(_CPU).to_dict(),
+                "generator": generator.get_state() if isinstance(generator, torch.Generator) else None,
+                "source": self.source.state_dict() if _stateful(self.source) else None,
+            }
+            self._iterator = iter(self.source)
         return start
+
+    @contextmanager
+    def _draws(self) -> Iterator[None]:
+        """Let the source draw in the block: from a state of its own, where it has a seed."""
+        if self._own is None:
+            yield
+            return
+        outside = RandomState.capture(_CPU)
+        self._own.restore()
+        try:
+            yield
+        finally:
+            self._own = RandomState.capture(_CPU)
+            outside.restore()
 
     # -- position
 
@@ -186,7 +233,7 @@ class Stream:
         if state["source"] is not None and _stateful(self.source):
             self._load_source(state["source"])
             if self._at.start:  # within an epoch: go on in it, and do not take its beginning anew
-                self._iterator = iter(self.source)
+                self._iterate()
         elif self._at.start:
             self._skip()
 
@@ -201,7 +248,7 @@ class Stream:
         epoch."""
         self._iterator = None
         if self._at.start and _stateful(self.source):
-            self._iterator = iter(self.source)
+            self._iterate()
         elif self._at.start:
             self._skip()
         self._broken = False
@@ -213,21 +260,33 @@ class Stream:
         if self._begun is not None:
             self._put(self._begun)
 
+    def _iterate(self) -> None:
+        """Iterate a source that keeps its position itself."""
+        if self.seed is not None and self._own is None:
+            self._own = RandomState.from_dict(self._at.start["random"], _CPU)
+        with self._draws():
+            self._iterator = iter(self.source)
+
     def _put(self, start: Mapping[str, Any]) -> None:
         """Put in force the random states with which an epoch begins."""
-        RandomState.from_dict(start["random"], torch.device("cpu")).restore()
+        random = RandomState.from_dict(start["random"], _CPU)
+        if self.seed is None:
+            random.restore()
+        else:
+            self._own = random
         if start["generator"] is not None and hasattr(self.source, "generator"):
             self.source.generator.set_state(start["generator"])
 
     def _skip(self) -> None:
         start = self._at.start
-        with kept(torch.device("cpu")):
+        with kept(_CPU):
             self._put(start)
             if start["source"] is not None and _stateful(self.source):
                 self._load_source(start["source"])
-            self._iterator = iter(self.source)
-            for done in range(self.index):
-                if next(self._iterator, None) is None:
+            with self._draws():
+                self._iterator = iter(self.source)
+                done = sum(1 for _ in islice(self._iterator, self.index))
+                if done < self.index:
                     raise ResumeError(
                         f"The data ends after {done} batches and the checkpoint was made after {self.index}: "
                         "resume with the data that the run was started with."

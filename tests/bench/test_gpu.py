@@ -712,7 +712,7 @@ def test_a_replay_of_something_old_is_found(monkeypatch, what):
     step = Session._step
     kept = []
 
-    def stale(self, batches):
+    def stale(self, batches, tokens=None):
         if self.engine.wants_graphs == "auto":  # as a graph that was recorded with the first step's values
             kept.append(batches)
             if what == "batch":
@@ -721,7 +721,7 @@ def test_a_replay_of_something_old_is_found(monkeypatch, what):
                 batches = [{**new, "labels": old["labels"]} for new, old in zip(batches, kept[0])]
             else:
                 self.schedule = lambda step: 0.01
-        return step(self, batches)
+        return step(self, batches, tokens)
 
     monkeypatch.setattr(Session, "_step", stale)
     found = tiny_check(steps=5)["graphs"]

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 import surokit as sk
+from surokit.blocks import blocks_of
 from surokit.models.decoder import Decoder, DecoderConfig
 from surokit.offload.link import HostLink, ThrottledLink
-from surokit.offload.weights import Streamed, blocks_of, offload_weights
+from surokit.offload.weights import Streamed, offload_weights
 from surokit.train import AdamW, Session
 from tests.offload.reckoned import ReckonedLink
 from tests.refusals import refused

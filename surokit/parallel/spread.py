@@ -1,0 +1,137 @@
+"""Divide a model among the processes of a layout: DistributedDataParallel where each holds it whole, FSDP2 where they share it.
+
+    recipe, fusion, adapters -> the first process' values everywhere -> parallelize -> optimizer
+
+Shards are made of what is there, so a recipe comes before and an optimizer after.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from surokit.blocks import blocks_of
+from surokit.nn.delayed import amaxes_of, banks_of
+from surokit.optim.tensors import is_sharded
+from surokit.parallel.layout import Parallel
+from surokit.parallel.processes import Processes, join
+
+Reduce = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """A Spread is a model over processes.
+
+    forward: what is called, the model itself unless it is copied. accumulating: a context for the backward of a part that is not
+    a step's last, in which gradients that are whole anyway are not exchanged; those of shards always are, since a whole one would
+    have to be kept otherwise.
+    """
+
+    forward: nn.Module
+    processes: Processes
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        if last or not isinstance(self.forward, DistributedDataParallel):
+            return nullcontext()
+        return self.forward.no_sync()
+
+
+def parallelize(model: nn.Module, parallel: Parallel | None = None) -> nn.Module:
+    """Divide a model among the processes that were started together, and return the module to call in a loop of your own.
+
+    Gradients are means over the processes, as torch's are. A recipe comes before, the optimizer after, on model.parameters().
+    The values of the first process count. The model moves to this process' GPU, if there is one. `Session(parallel=...)` does
+    this by itself.
+
+    parallel: None divides the weights among all. ValueError for a layout that does not fit the number of processes, and for
+    a model that is divided already.
+    """
+    processes = join(parallel or Parallel())
+    return spread(model, processes, "mean").forward
+
+
+def spread(model: nn.Module, processes: Processes, reduce: Reduce) -> Spread:
+    """Divide the model among `processes`; gradients become their mean or their sum."""
+    if not processes.are_several:
+        return Spread(model, processes)
+    if any(is_sharded(p) for p in model.parameters()):
+        raise ValueError("The model is divided among processes already: give the whole one, or leave out parallel=.")
+    model.to(processes.device)
+    _send_first(model)
+    for bank in banks_of(model):
+        bank.shared = True
+    layout = processes.layout
+    return Spread(_sharded(model, processes, reduce) if layout.is_sharded else _copied(model, reduce), processes)
+
+
+def _sharded(model: nn.Module, processes: Processes, reduce: Reduce) -> nn.Module:
+    """Shard block by block, so that a block's weights are gathered while the one before computes; then the rest."""
+    reshard = processes.layout.reshard
+    for block in blocks_of(model):
+        fully_shard(block, mesh=processes.mesh, reshard_after_forward=reshard)
+    # FSDP2 looks for tensors in what the model returns, to be called in backward, and passes over objects of a class that it does
+    # not know; gradients would stay each process' own
+    model.register_forward_hook(_with_tensors)
+    fully_shard(model, mesh=processes.mesh, reshard_after_forward=None if reshard else False)
+    model.register_forward_hook(_without_tensors)
+    if reduce == "sum":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+class _Held:
+    """A _Held is what a model returned, out of sight."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+
+def _with_tensors(model: nn.Module, args: Any, output: Any) -> Any:
+    if isinstance(output, Tensor | dict | list | tuple):
+        return output
+    found = {id(t): t for t in (getattr(output, "loss", None), *getattr(output, "__dict__", {}).values())}
+    return _Held(output), [t for t in found.values() if isinstance(t, Tensor)]
+
+
+def _without_tensors(model: nn.Module, args: Any, output: Any) -> Any:
+    held = output[0] if isinstance(output, tuple) and output else None
+    return held.output if isinstance(held, _Held) else output
+
+
+def _copied(model: nn.Module, reduce: Reduce) -> nn.Module:
+    # gloo moves no 8-bit floats, so torch's own first exchange is left out: _send_first was before
+    taken = inspect.signature(DistributedDataParallel.__init__).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in taken else "broadcast_buffers"  # the older name
+    options: Any = {"init_sync": False, "gradient_as_bucket_view": True, buffers: False}
+    copied = DistributedDataParallel(model, **options)
+    if reduce == "sum":
+        copied.register_comm_hook(None, lambda state, bucket: _sum(bucket.buffer()))
+    return copied
+
+
+def _sum(gradients: Tensor) -> Any:
+    work: Any = dist.all_reduce(gradients, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+@torch.no_grad()
+def _send_first(model: nn.Module) -> None:
+    """Give all processes the values that the first one has: parameters, buffers, delayed scales."""
+    for t in (*model.parameters(), *model.buffers(), *amaxes_of(model)):
+        values = t.detach()
+        whole = values if values.is_contiguous() else values.contiguous()
+        dist.broadcast(whole.reshape(-1).view(torch.uint8), src=0)
+        if whole is not values:
+            values.copy_(whole)

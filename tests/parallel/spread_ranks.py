@@ -1,0 +1,284 @@
+"""Four processes that train one model with Session(parallel=...), over gloo, on a CPU: run by test_spread.py once.
+
+    python -m tests.parallel.spread_ranks RANK FOLDER
+
+Each rank goes through every job and writes what it found to rankN.pt. A job that raises ends its process, with its traceback
+written, since the others are in another collective by then.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import surokit as sk
+from surokit import convert
+from surokit.train import NonFiniteError
+from surokit.train.stream import Batch
+from tests.parallel.layouts import LAYOUTS, RANKS
+from tests.train.ranks import CASES, CONFIG, RECIPES, Case, is_sharded, make
+from tests.train.toys import Toy, make_batches
+
+STEPS = 3
+ROWS, TOKENS = 1, 64
+
+
+def batches(count: int = 2 * RANKS) -> list[Batch]:
+    """Batches with different numbers of labels that count; the third has none."""
+    generator = torch.Generator().manual_seed(5)
+    found: list[Batch] = []
+    for i in range(count):
+        ids = torch.randint(CONFIG.vocab, (ROWS, TOKENS), generator=generator)
+        labels = ids.clone()
+        labels[:, : TOKENS if i == 2 else 20 * (i % 3)] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def measured(case: Case, parallel: sk.Parallel | None, accumulate: int, **options: Any) -> dict[str, Any]:
+    """What a session records, and the weights that it ends with."""
+    model = make(case)
+    session = sk.Session(
+        model,
+        batches(),
+        optimizer=case.optimizer,
+        schedule=None,
+        clip=0.5,
+        accumulate=accumulate,
+        parallel=parallel,
+        eval=batches(RANKS + 1),
+        **options,
+    )
+    session.run(STEPS)
+    return {
+        "losses": [r.loss for r in session.records],
+        "norms": [r.grad_norm for r in session.records],
+        "targets": [r.targets for r in session.records],
+        "tokens": session.tokens,
+        "eval": session.evaluate(),
+        "in_force": convert.scaling_state(model).get("in_force"),
+        "own": [whole(p) for p in model.parameters() if p.requires_grad and not hasattr(p, "to_local")],
+        "graphs": session.graphs.state,
+        "zero": session.plan_arguments().get("zero"),
+    }
+
+
+def whole(p: Tensor) -> Tensor:
+    return p.detach().clone()
+
+
+# -- jobs: what is done in every process
+
+
+def learns(case: Case, layout: str) -> Callable[[Path], dict[str, Any]]:
+    return lambda folder: measured(case, LAYOUTS[layout], 1)
+
+
+def accumulates(layout: str) -> Callable[[Path], dict[str, Any]]:
+    return lambda folder: measured(CASES["bf16"], LAYOUTS[layout], 2)
+
+
+def is_asked(folder: Path) -> dict[str, Any]:
+    """The second process is asked to save and then to stop; the first is asked by a file."""
+    rank = dist.get_rank()
+    found: dict[str, Any] = {}
+    session = sk.Session(
+        Toy(),
+        make_batches(),
+        parallel=LAYOUTS["copies"],
+        schedule=None,
+        run_dir=folder / "asked",
+        save_every=1000,
+        keep=None,
+    )
+
+    class Asks:
+        def on_step(self, record: Any) -> None:
+            if rank == 1 and record.step == 3:
+                session.control.save()
+            if rank == 1 and record.step == 6:
+                session.control.stop("stopped: by the second")
+
+        def on_end(self, reason: str) -> None:
+            found.setdefault("reasons", []).append(reason)
+
+    session.subscribe(Asks())
+    session.run(1000)
+    found["steps"] = session.steps
+    assert session.run_dir is not None
+    found["saved"] = sorted(path.name for path in (session.run_dir / "checkpoints").iterdir())
+    dist.barrier()
+
+    class Writes(Asks):
+        def on_step(self, record: Any) -> None:
+            if rank == 3 and record.step == 9:
+                (folder / "asked" / "stop").write_text("by a file")
+
+    session.subscribe(Writes())
+    session.run(100_000)
+    found["by a file"] = session.steps
+    session.run(minutes=0)
+    found["after no minutes"] = session.steps
+    found["folder"] = session.run_dir.name
+    dist.barrier()
+    other = sk.Session(Toy(), make_batches(), parallel=LAYOUTS["copies"], run_dir=folder / "asked")
+    assert other.run_dir is not None
+    found["second folder"] = other.run_dir.name
+    try:
+        sk.Session(Toy(), make_batches(), parallel=LAYOUTS["copies"], run_dir=folder / "asked", exist="error")
+    except FileExistsError as error:
+        found["refused"] = str(error)
+    return found
+
+
+def is_not_finite(folder: Path) -> dict[str, Any]:
+    """One process' weights give NaN on one batch: nobody's step counts."""
+    model = Toy()
+    data = make_batches(2 * RANKS)
+    session = sk.Session(model, data, parallel=LAYOUTS["copies"], schedule=None, max_skipped=3)
+    session.run(2)
+    before = whole(model.lm_head.weight)
+    if dist.get_rank() == 2:  # a forward of this process alone
+        model.hidden.register_forward_hook(lambda module, args, output: output * torch.nan)
+    found: dict[str, Any] = {}
+    try:
+        session.run(5)
+    except NonFiniteError as error:
+        found["error"] = str(error)
+    found["steps"] = session.steps
+    found["kept"] = torch.equal(before, model.lm_head.weight)
+    found["finding"] = str(session.findings[0])
+    return found
+
+
+def begins_as_the_first(folder: Path) -> dict[str, Any]:
+    """Each process makes other weights, and draws other random numbers in training."""
+    rank = dist.get_rank()
+    model = Toy(seed=rank, dropout=0.5)
+    first = torch.equal(model.embed.weight, Toy(seed=0).embed.weight)
+    session = sk.Session(model, make_batches(), parallel=LAYOUTS["copies"])
+    same = torch.equal(model.embed.weight, Toy(seed=0).embed.weight)
+    seen: list[Tensor] = []
+    model.drop.register_forward_hook(lambda module, args, output: seen.append(output.detach().clone()))
+    session.run(1)
+    return {"own": first, "same": same, "dropped": (seen[0] == 0)}
+
+
+class Seen(nn.Module):
+    """A model that remembers which batches it was given, by their first token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.toy = Toy(dropout=0.0)
+        self.ids: list[int] = []
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        self.ids += input_ids[:, 0].tolist()
+        return self.toy(input_ids % 32, labels if labels is None else labels % 32)
+
+
+def numbered() -> Any:
+    """A shuffled DataLoader of 22 rows, each with its number, in batches of one: no multiple of what a step takes."""
+    rows = [{"input_ids": torch.full((6,), i), "labels": torch.full((6,), i)} for i in range(22)]
+    return DataLoader(rows, batch_size=1, shuffle=True)  # type: ignore[arg-type]
+
+
+def sees(parallel: sk.Parallel | None, accumulate: int, steps: Sequence[int]) -> list[list[int]]:
+    """The numbers of the rows that each run of so many steps took, in order."""
+    model = Seen()
+    session = sk.Session(model, numbered(), parallel=parallel, accumulate=accumulate, schedule=None, seed=3)
+    found = []
+    for count in steps:
+        model.ids.clear()
+        session.run(count)
+        found.append([*model.ids])
+    return found
+
+
+def shares_the_data(folder: Path) -> dict[str, Any]:
+    torch.manual_seed(dist.get_rank())  # the caller's own numbers are no part of it
+    return {"seen": sees(LAYOUTS["copies"], 1, (5, 4))}
+
+
+def refuses(folder: Path) -> dict[str, Any]:
+    found = {}
+    for name, parallel in (("three", sk.Parallel(shard=3)), ("six", sk.Parallel(shard=2, replicate=3))):
+        try:
+            sk.Session(Toy(), make_batches(), parallel=parallel)
+        except ValueError as error:
+            found[name] = str(error)
+    model = sk.parallelize(Toy(), sk.Parallel())
+    try:
+        sk.Session(model, make_batches(), parallel=sk.Parallel())
+    except ValueError as error:
+        found["twice"] = str(error)
+    session = sk.Session(Toy(), make_batches(), parallel=LAYOUTS["copies"])
+    try:
+        session.fork()
+    except RuntimeError as error:
+        found["fork"] = str(error)
+    return found
+
+
+def own_loop(folder: Path) -> dict[str, Any]:
+    """A loop of one's own: gradients are means over the processes."""
+    rank, found = dist.get_rank(), {}
+    data = make_batches(RANKS)
+    for name in ("copies", "shards"):
+        model = Toy(dropout=0.0)
+        forward = sk.parallelize(model, LAYOUTS[name])
+        forward(**data[rank]).loss.backward()
+        grads = [p.grad for p in model.parameters()]
+        found[name] = [whole(g.full_tensor() if hasattr(g, "full_tensor") else g) for g in grads if g is not None]
+    return found
+
+
+JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    **{f"{name}, copies": learns(CASES[name], "copies") for name in RECIPES},
+    **{f"{name}, both": learns(CASES[name], "both") for name in ("bf16", "fp8", "fp8-block", "qfp8", "qfp4")},
+    **{f"{name}, {layout}": learns(CASES[name], layout) for name in ("bf16", "fp8") for layout in ("shards", "zero-2")},
+    **{f"accumulates, {layout}": accumulates(layout) for layout in ("copies", "shards")},
+    "is asked": is_asked,
+    "is not finite": is_not_finite,
+    "begins as the first": begins_as_the_first,
+    "shares the data": shares_the_data,
+    "refuses": refuses,
+    "own loop": own_loop,
+}
+
+
+def can(name: str) -> bool:
+    recipe, _, layout = name.partition(", ")
+    return layout in ("", "copies") or recipe not in CASES or is_sharded(CASES[recipe])
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    store = f"file://{folder / 'meeting'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    found: dict[str, Any] = {}
+    for name, job in JOBS.items():
+        if not can(name):
+            continue
+        try:
+            found[name] = job(folder)
+        except Exception:
+            found[name] = {"error": traceback.format_exc()}
+            break
+    torch.save(found, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

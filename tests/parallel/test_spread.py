@@ -1,0 +1,205 @@
+"""Four processes train what one process trains with four times the accumulation: every recipe, every layout.
+
+A process weights its loss by its share of the labels that count, and gradients are added up. So the processes compute what one
+computes that takes their batches in turn, up to the order in which four numbers are added. From the second step on a last bit of a
+weight can become another code, as in tests/train/test_parallel.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import surokit as sk
+from surokit.parallel.layout import Parallel
+from tests.parallel.layouts import LAYOUTS, RANKS
+from tests.parallel.spread_ranks import JOBS, can, measured, sees
+from tests.processes import found_by
+from tests.refusals import refused
+from tests.train.ranks import CASES
+from tests.train.toys import Toy, make_batches, make_session
+
+TIMEOUT_S = 300  # they take 40 s on a machine that is free
+ORDER_OF_SUMS = 5e-6
+ANOTHER_CODE = 2e-3
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of the four processes found, by job."""
+    return found_by("tests.parallel.spread_ranks", RANKS, tmp_path_factory.mktemp("ranks"), TIMEOUT_S)
+
+
+def found_in(ranks: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """What each rank found in a job; fails with what ended the ranks where one did not finish it."""
+    if not can(name):
+        pytest.skip("torch before 2.13 shards no parameters of integers, in which codes of 4 bits are kept")
+    if any("error" in found.get(name, {"error": ""}) and name not in ("is not finite",) for found in ranks):
+        pytest.fail(
+            "\n".join(f"rank {i}, {[*found][-1]}:\n{found[[*found][-1]]['error']}" for i, found in enumerate(ranks))
+        )
+    return [found[name] for found in ranks]
+
+
+_alone: dict[tuple[str, int], dict[str, Any]] = {}
+
+
+def alone(name: str, accumulate: int = RANKS) -> dict[str, Any]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        if (name, accumulate) not in _alone:
+            _alone[name, accumulate] = measured(CASES[name], None, accumulate)
+    finally:
+        torch.set_num_threads(threads)
+    return _alone[name, accumulate]
+
+
+TRAINED = [name for name in JOBS if name.partition(", ")[0] in CASES]
+DRAWN = ("fp4", "mxfp4")  # gradients are rounded stochastically, and each process draws numbers of its own
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_equals_one_process_that_accumulates(ranks: Any, name: str) -> None:
+    recipe = name.partition(", ")[0]
+    found, expected = found_in(ranks, name), alone(recipe)
+    drawn = recipe.startswith(DRAWN)
+    for result in found:
+        assert result["losses"] == found[0]["losses"]
+        assert result["norms"] == found[0]["norms"]
+        assert result["losses"][0] == pytest.approx(expected["losses"][0], rel=ORDER_OF_SUMS)
+        assert result["norms"][0] == pytest.approx(expected["norms"][0], rel=0.05 if drawn else ORDER_OF_SUMS)
+        assert result["losses"] == pytest.approx(expected["losses"], rel=0.02 if drawn else ANOTHER_CODE)
+        assert result["eval"] == pytest.approx(expected["eval"], rel=0.02 if drawn else ANOTHER_CODE)
+        assert result["targets"] == expected["targets"]
+        assert result["tokens"] == expected["tokens"]
+
+
+@pytest.mark.parametrize("layout", ["copies", "shards"])
+def test_accumulates_on_several_processes(ranks: Any, layout: str) -> None:
+    found, expected = found_in(ranks, f"accumulates, {layout}"), alone("bf16", 2 * RANKS)
+    assert found[0]["losses"] == pytest.approx(expected["losses"], rel=ANOTHER_CODE)
+    assert found[0]["norms"][0] == pytest.approx(expected["norms"][0], rel=ORDER_OF_SUMS)
+    assert found[0]["tokens"] == expected["tokens"]
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINED if name.endswith("copies")])
+def test_copies_stay_equal(ranks: Any, name: str) -> None:
+    found = found_in(ranks, name)
+    assert found[0]["own"]
+    for result in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result["own"], found[0]["own"], strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_delayed_scales_are_the_same_in_all(ranks: Any, layout: str) -> None:
+    found = found_in(ranks, f"fp8, {layout}")
+    assert all(torch.equal(result["in_force"], found[0]["in_force"]) for result in found)
+
+
+def test_any_process_can_be_asked_to_save_and_to_stop(ranks: Any) -> None:
+    found = found_in(ranks, "is asked")
+    assert {result["steps"] for result in found} == {found[0]["steps"]}
+    assert 6 <= found[0]["steps"] <= 9
+    assert all(result["reasons"][0] == "stopped: by the second" for result in found)
+    assert len(found[0]["saved"]) == 2
+    assert found[0]["saved"][0] < f"step-{found[0]['steps']:06d}"
+
+
+def test_a_file_and_a_limit_of_time_end_all_after_the_same_step(ranks: Any) -> None:
+    found = found_in(ranks, "is asked")
+    assert len({result["by a file"] for result in found}) == 1
+    assert found[0]["steps"] < found[0]["by a file"] < 100_000
+    assert all(result["after no minutes"] <= result["by a file"] + 1 for result in found)
+    assert len({result["after no minutes"] for result in found}) == 1
+
+
+def test_all_write_in_the_folder_that_the_first_has_claimed(ranks: Any) -> None:
+    found = found_in(ranks, "is asked")
+    assert {result["folder"] for result in found} == {"asked"}
+    assert {result["second folder"] for result in found} == {"asked-2"}
+    assert all("asked has content" in result["refused"] for result in found)
+
+
+def test_a_step_that_is_not_finite_in_one_process_counts_in_none(ranks: Any) -> None:
+    for result in found_in(ranks, "is not finite"):
+        assert "3 steps in a row were not finite" in result["error"]
+        assert result["steps"] == 5
+        assert result["kept"]
+        assert "hidden" in result["finding"]
+
+
+def test_the_first_process_weights_count(ranks: Any) -> None:
+    found = found_in(ranks, "begins as the first")
+    assert [result["own"] for result in found] == [True, False, False, False]
+    assert all(result["same"] for result in found)
+
+
+def test_each_process_draws_numbers_of_its_own(ranks: Any) -> None:
+    dropped = [result["dropped"] for result in found_in(ranks, "begins as the first")]
+    assert not any(torch.equal(dropped[0], other) for other in dropped[1:])
+
+
+def test_no_row_is_taken_twice_or_left_out(ranks: Any) -> None:
+    found = found_in(ranks, "shares the data")
+    taken = [result["seen"][0] + result["seen"][1] for result in found]
+    in_order = [row for rows in zip(*taken, strict=True) for row in rows]
+    assert sorted(in_order[:22]) == [*range(22)]
+    assert in_order == sees(Parallel(), RANKS, (9,))[0]  # as one process takes them, over the end of an epoch
+    assert in_order[22:] != in_order[:14]  # which shuffles anew
+
+
+def test_a_layout_that_does_not_fit_is_refused(ranks: Any) -> None:
+    for result in found_in(ranks, "refuses"):
+        assert "needs a multiple of 3 processes, and there are 4 processes" in result["three"]
+        assert "needs 6 processes, and there are 4 processes" in result["six"]
+        assert "divided among processes already" in result["twice"]
+        assert "cannot be forked" in result["fork"]
+
+
+def test_gradients_of_ones_own_loop_are_means(ranks: Any) -> None:
+    model = Toy(dropout=0.0)
+    for batch in make_batches(RANKS):
+        (model(**batch).loss / RANKS).backward()
+    expected = [p.grad for p in model.parameters()]
+    for result in found_in(ranks, "own loop"):
+        for name in ("copies", "shards"):
+            for grad, right in zip(result[name], expected, strict=True):
+                torch.testing.assert_close(grad, right)
+
+
+def test_a_layout_is_filled_from_the_number_of_processes() -> None:
+    assert Parallel().over(8) == Parallel(shard=8, replicate=1)
+    assert Parallel(shard=1).over(8) == Parallel(shard=1, replicate=8)
+    assert Parallel(replicate=2).over(8) == Parallel(shard=4, replicate=2)
+    assert Parallel().over(1) == Parallel(shard=1, replicate=1)
+    assert [Parallel().over(4).zero, Parallel(reshard=False).over(4).zero, Parallel(shard=1).over(4).zero] == [3, 2, 0]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"shard": 0}, {"replicate": 1.5}, {"shard": True}, {"reshard": 2}, {"communicate": "fp8"}]
+)
+def test_a_layout_of_other_values_is_refused(settings: dict[str, Any]) -> None:
+    with refused(ValueError):
+        Parallel(**settings)
+
+
+def test_too_few_processes_are_refused_with_the_way_to_start_them() -> None:
+    with refused(ValueError):
+        make_session(parallel=sk.Parallel(shard=4))
+
+
+def test_a_session_beside_others_says_how_they_train_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.warns(UserWarning, match=r"give Session\(parallel=surokit.Parallel\(\)\)"):
+        make_session()
+
+
+def test_one_process_is_a_layout_too() -> None:
+    session, usual = make_session(parallel=sk.Parallel()), make_session()
+    session.run(3)
+    usual.run(3)
+    assert [r.loss for r in session.records] == [r.loss for r in usual.records]
+    assert not session.processes.are_several
