@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from surokit.errors import CheckpointError
 from surokit.layers import OwnLayer
 from surokit.models.config import DecoderConfig
 from surokit.models.decoder import MLP, Attention, Decoder
+from surokit.models.deferred import Part, adapters, handed_on, twin_of
 from surokit.models.expert_files import ExpertFiles, expert_files
 from surokit.models.folder import (
     INDEX,
@@ -59,9 +60,10 @@ def load(
 
     Reads Llama 2 and 3, SmolLM2, Mistral, Mixtral, Qwen2.5, Qwen3 and Qwen3-MoE with weights in safetensors, one file or shards,
     also quantized: fine-grained FP8, ModelOpt's NVFP4 and MXFP8, MXFP4, bitsandbytes' NF4; experts in fine-grained FP8 only.
-    dtype: of the parameters. device: a CUDA GPU if there is one, unless given. recipe: as for `surokit.apply`; a recipe with a
-    storage quantizes each layer and each expert while it loads. on_linear_loaded(name, layer) is called for each linear layer once
-    its weight is there, a tied head excepted.
+    dtype: of the parameters. device: a CUDA GPU if there is one, unless given; on "meta" the model has no values yet, and a session
+    with `parallel=`, or `surokit.parallelize`, reads them layer by layer, each process its part. recipe: as for `surokit.apply`;
+    a recipe with a storage quantizes each layer and each expert while it loads. on_linear_loaded(name, layer) is called for each
+    linear layer once its weight is there, a tied head excepted.
 
     Quantized weights stay stored as they are without a recipe, and with one that stores them the same way. A recipe with
     another storage quantizes them again, with a warning; a recipe without storage dequantizes them.
@@ -77,34 +79,23 @@ def load(
     layout = _layout_in(path, raw)
     target = find_device(device, "load")
     model = Decoder(config, device="meta", dtype=dtype)
+    model.deferred = FolderWeights(path, layout, dtype) if target.type == "meta" else None
     again: list[str] = []
 
-    def store(name: str, layer: OwnLayer) -> None:
-        if (storage := _storage_for(recipe, config, name, layer)) and layer.store(storage):
-            again.append(name)  # it was quantized before in another way
+    def storage_of(name: str, layer: OwnLayer) -> Quantizer | None:
+        return _storage_for(recipe, config, name, layer)
 
-    sparse = expert_files(model, config)
-    inside = tuple(f"{path}." for path in sparse)
-    with Tensors(weight_files(path)) as tensors:
-        found = {name: tensor for name, tensor in tensors.found.items() if not _ignored(name, config, layout)}
-        check_tensors(found, _wanted(model, sparse, layout, found), path)
-        for name, module in model.named_modules():
-            if name in sparse:
-                files = sparse[name]
-                files.fill_router(tensors, target)
-                for path_, weight in files.live.items():
-                    files.fill(weight, layout, tensors, found, target, _storage_for(recipe, config, path_, weight))
-                    store(path_, weight)
-            if name.startswith(inside):
+    for _, _, layers in _filled(model, path, layout, target, storage_of):
+        for name, layer in layers.items():
+            if (storage := storage_of(name, layer)) and layer.store(storage):
+                again.append(name)  # it was quantized before in another way
+            if not isinstance(layer, Linear):
                 continue
-            _fill(name, module, layout, tensors, found, target)
-            if isinstance(module, Linear) and not (config.tied and module is model.lm_head):
-                store(name, module)
-                if on_linear_loaded is not None:
-                    on_linear_loaded(name, module)
-                reader = model.get_submodule(name.rpartition(".")[0])
-                if isinstance(reader, (Attention, MLP)):  # at once, so that no more than these exist twice
-                    lay(reader.readers, reader.fusion)
+            if on_linear_loaded is not None:
+                on_linear_loaded(name, layer)
+            reader = model.get_submodule(name.rpartition(".")[0])
+            if isinstance(reader, (Attention, MLP)):  # at once, so that no more than these exist twice
+                lay(reader.readers, reader.fusion)
     model.model.rotary_emb.to_empty(device=target)
     if config.experts is not None:
         model.router_use.to_empty(device=target)
@@ -184,6 +175,56 @@ def save(model: nn.Module, folder: str | Path, shard_gib: float = 5.0) -> Path:
 
 
 # -- reading
+
+
+class FolderWeights:
+    """A FolderWeights reads the values of a model on the meta device from a folder. dtype: that it is read in."""
+
+    def __init__(self, path: Path, layout: Layout | None, dtype: torch.dtype) -> None:
+        self._path, self._layout, self._dtype = path, layout, dtype
+
+    @torch.no_grad()
+    def parts(self, model: Decoder, device: torch.device) -> Iterator[Part]:
+        sparse = expert_files(model, model.config)
+        experts = {name: weight for files in sparse.values() for name, weight in files.live.items()}
+
+        def storage_of(name: str, layer: OwnLayer) -> Quantizer | None:
+            return experts[name].storage
+
+        for name, module, _ in _filled(twin_of(model), self._path, self._layout, device, storage_of):
+            yield from handed_on(name, module, model)
+        yield from adapters(model, device)
+
+
+def _filled(
+    model: Decoder,
+    path: Path,
+    layout: Layout | None,
+    device: torch.device,
+    storage_of: Callable[[str, OwnLayer], Quantizer | None],
+) -> Iterator[tuple[str, nn.Module, dict[str, OwnLayer]]]:
+    """Give the parameters of a model on the meta device memory on `device` and the folder's values. Yield each module that has its
+    own, experts with their router as one, and the layers in it that a recipe can store.
+
+    storage_of: quantizes each expert as it comes.
+    """
+    sparse = expert_files(model, model.config)
+    inside = tuple(f"{path}." for path in sparse)
+    with Tensors(weight_files(path)) as tensors:
+        found = {name: tensor for name, tensor in tensors.found.items() if not _ignored(name, model.config, layout)}
+        check_tensors(found, _wanted(model, sparse, layout, found), path)
+        for name, module in model.named_modules():
+            if name in sparse:
+                files = sparse[name]
+                files.fill_router(tensors, device)
+                for path_, weight in files.live.items():
+                    files.fill(weight, layout, tensors, found, device, storage_of(path_, weight))
+                yield name, module, dict(files.live)
+            if name.startswith((*sparse, *inside)):
+                continue
+            _fill(name, module, layout, tensors, found, device)
+            is_layer = isinstance(module, Linear) and not (model.config.tied and module is model.lm_head)
+            yield name, module, {name: module} if is_layer else {}
 
 
 def _fill(

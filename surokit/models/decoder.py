@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from surokit.models.config import DecoderConfig
+from surokit.models.deferred import Deferred, InitialWeights
 from surokit.models.sparse import Routed, RouterUse, SparseMLP, with_gradient_of
 from surokit.nn.attention import Documents, attention, visibility
 from surokit.nn.experts import Experts, ExpertsLinear
@@ -344,7 +345,10 @@ class Decoder(nn.Module):
             self.tie_weights()
         if dtype is not None:
             self.to(dtype)
-        if self.device.type != "meta":
+        self.deferred: Deferred | None = None  # where the values of a model on the meta device will come from
+        if self.device.type == "meta":
+            self.deferred = InitialWeights()
+        else:
             self._initialize()
 
     def forward(
@@ -469,17 +473,21 @@ class Decoder(nn.Module):
         """Normal weights. Embeddings have 1 / sqrt(width), so that a tied head starts with logits of size one; layers half of
         1 / sqrt(in_features), and the two of a block that write to the residual stream 1 / sqrt(2 layers) of that, as GPT-2."""
         for name, module in self.named_modules():
-            if isinstance(module, nn.Embedding):
-                module.weight.normal_(std=self.config.width**-0.5)
-            elif isinstance(module, nn.Linear) and not (module is self.lm_head and self.config.tied):
-                std = 0.5 * module.in_features**-0.5
-                writes = name.endswith(("o_proj", "down_proj"))
-                module.weight.normal_(std=std / math.sqrt(2 * self.config.layers) if writes else std)
-            elif isinstance(module, SparseMLP):
-                experts, std = module.experts, 0.5 * self.config.width**-0.5
-                module.gate.weight.normal_(std=std)
-                experts.gate_up_proj.normal_(std=std)
-                experts.down_proj.normal_(std=0.5 * (self.config.expert_width * 2 * self.config.layers) ** -0.5)
-            bias = getattr(module, "bias", None)
-            if bias is not None:
-                bias.zero_()
+            self.initialize(name, module)
+
+    def initialize(self, name: str, module: nn.Module) -> None:
+        """Draw the first values of one module's own parameters; of experts and their router all."""
+        if isinstance(module, nn.Embedding):
+            module.weight.normal_(std=self.config.width**-0.5)
+        elif isinstance(module, nn.Linear) and not (module is self.lm_head and self.config.tied):
+            std = 0.5 * module.in_features**-0.5
+            writes = name.endswith(("o_proj", "down_proj"))
+            module.weight.normal_(std=std / math.sqrt(2 * self.config.layers) if writes else std)
+        elif isinstance(module, SparseMLP):
+            experts, std = module.experts, 0.5 * self.config.width**-0.5
+            module.gate.weight.normal_(std=std)
+            experts.gate_up_proj.normal_(std=std)
+            experts.down_proj.normal_(std=0.5 * (self.config.expert_width * 2 * self.config.layers) ** -0.5)
+        bias = getattr(module, "bias", None)
+        if bias is not None:
+            bias.zero_()

@@ -133,13 +133,15 @@ class RouterUse(nn.Module):
         self.balance_2 += torch.stack([balance.detach(), torch.ones_like(balance)])
 
     @torch.no_grad()
-    def take(self) -> dict[str, Tensor]:
+    def take(self, add: Callable[[Tensor], Tensor] = lambda t: t) -> dict[str, Tensor]:
         """Return what came together since the last call, as 0-d tensors, and begin anew. Nothing waits for the device.
+
+        add: adds up a tensor over the processes that train together, in place.
 
         balance_loss: mean over the forwards. expert_load_max, expert_load_min: tokens of the most and the least used expert of any
         block, in shares of an even split: 1 is even, 0 an expert that no token was sent to.
         """
-        tokens_LE, (total, forwards) = self.tokens_LE, self.balance_2
+        tokens_LE, (total, forwards) = add(self.tokens_LE), add(self.balance_2)
         load_LE = tokens_LE / tokens_LE.sum(1, keepdim=True) * tokens_LE.shape[1]
         taken = {
             "balance_loss": total / forwards,

@@ -51,10 +51,7 @@ class DelayedScales:
     """
 
     def __init__(self, history: int, slots: int, owner: nn.Module | None, device: torch.device) -> None:
-        self.history_HS = torch.zeros(history, slots, dtype=torch.float32, device=device)
-        self.in_force_S = torch.zeros(slots, dtype=torch.float32, device=device)  # 0: nothing seen yet
-        self.open_S = torch.full((slots,), NOTHING, dtype=torch.float32, device=device)
-        self.cursor_S = torch.zeros(slots, dtype=torch.int64, device=device)  # steps closed so far in which it recorded
+        self._begin(history, slots, device)
         self._owner = weakref.ref(owner) if owner is not None else None
         self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that read and record here
         self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -215,6 +212,17 @@ class DelayedScales:
             cursor = cursor[:1]
         self.cursor_S.copy_(cursor)
         self.restored += 1
+
+    def begin_on(self, device: torch.device) -> None:
+        """Begin anew on `device`, for a bank that had no memory yet."""
+        history, slots = self.history_HS.shape
+        self._begin(history, slots, device)
+
+    def _begin(self, history: int, slots: int, device: torch.device) -> None:
+        self.history_HS = torch.zeros(history, slots, dtype=torch.float32, device=device)
+        self.in_force_S = torch.zeros(slots, dtype=torch.float32, device=device)  # 0: nothing seen yet
+        self.open_S = torch.full((slots,), NOTHING, dtype=torch.float32, device=device)
+        self.cursor_S = torch.zeros(slots, dtype=torch.int64, device=device)  # steps closed so far in which it recorded
 
     def _move(self, device: torch.device) -> None:
         self.history_HS, self.in_force_S, self.open_S, self.cursor_S = (

@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
+from surokit.nn.drawn import note_drawn
 from surokit.nn.linear_gemms import SLOTS, UNQUANTIZED, Operand, Precision, Products, storage_key_of, weight
 from surokit.nn.swiglu import swiglu
 from surokit.nn.weight_cache import KeepsDecoded
@@ -578,6 +579,9 @@ class ExpertsLinear(KeepsDecoded):
         a_ErK = nn.init.kaiming_uniform_(a, a=math.sqrt(5)).view(self.experts, lora.rank, self.in_features)
         b_ENr = torch.zeros(self.experts, self.out_features, lora.rank, dtype=dtype, device=device)
         self._set_adapter(nn.Parameter(a_ErK.to(device, dtype)), nn.Parameter(b_ENr), lora.alpha)
+        if device.type == "meta":
+            note_drawn(self.module.lora_A, self.name, a_ErK)
+            note_drawn(self.module.lora_B, self.name, torch.zeros(b_ENr.shape))
 
     def _set_adapter(self, a_ErK: nn.Parameter, b_ENr: nn.Parameter, alpha: float) -> None:
         module = self.module

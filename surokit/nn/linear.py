@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from surokit import kernels
+from surokit.nn.drawn import note_drawn
 from surokit.nn.linear_gemms import SLOTS, Precision, storage_key_of, three_products
 from surokit.nn.weight_cache import KeepsDecoded, QuantizedWeightCache
 from surokit.quantized import Quantized, quantize
@@ -259,12 +260,16 @@ class Linear(nn.Linear, KeepsDecoded):
         """
         dtype = dtype or (torch.bfloat16 if self.storage else self.weight.dtype)
         device = self.weight.device
-        self.lora_A = AdapterMatrix(self.in_features, lora.rank, device, dtype)
-        self.lora_B = AdapterMatrix(lora.rank, self.out_features, device, dtype)
+        on = torch.device("cpu") if device.type == "meta" else device  # where nothing would be drawn
+        self.lora_A = AdapterMatrix(self.in_features, lora.rank, on, dtype).to(device)
+        self.lora_B = AdapterMatrix(lora.rank, self.out_features, on, dtype).to(device)
         # drawn on the CPU, so that a seed gives the same adapter on every device
         a = nn.init.kaiming_uniform_(torch.empty(lora.rank, self.in_features, dtype=torch.float32), a=math.sqrt(5))
         with torch.no_grad():
             self.lora_A.weight.copy_(a)
+        if device.type == "meta":
+            note_drawn(self.lora_A, "weight", a)
+            note_drawn(self.lora_B, "weight", torch.zeros(self.lora_B.weight.shape))
         nn.init.zeros_(self.lora_B.weight)
         self.lora_alpha = lora.alpha
         self.lora_A.requires_grad_(True)

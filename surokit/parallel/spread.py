@@ -8,7 +8,8 @@ Shards are made of what is there, so a recipe comes before and an optimizer afte
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from surokit.blocks import blocks_of
@@ -61,19 +63,80 @@ def parallelize(model: nn.Module, parallel: Parallel | None = None) -> nn.Module
 
 def spread(model: nn.Module, processes: Processes, reduce: Reduce) -> Spread:
     """Divide the model among `processes`; gradients become their mean or their sum."""
-    if not processes.are_several:
-        return Spread(model, processes)
-    if any(is_sharded(p) for p in model.parameters()):
+    if any(is_sharded(p) for p in model.parameters()) and processes.are_several:
         raise ValueError("The model is divided among processes already: give the whole one, or leave out parallel=.")
-    model.to(processes.device)
-    _send_first(model)
+    deferred = is_deferred(model)
+    if processes.are_several and not deferred:
+        model.to(processes.device)
+        _send_first(model)
+    if processes.layout.is_sharded:
+        _shard(model, processes, reduce)
+    if deferred:
+        _fill(model, processes)
     for bank in banks_of(model):
-        bank.shared = True
-    layout = processes.layout
-    return Spread(_sharded(model, processes, reduce) if layout.is_sharded else _copied(model, reduce), processes)
+        bank.shared = processes.are_several
+    if not processes.are_several or processes.layout.is_sharded:
+        return Spread(model, processes)
+    return Spread(_copied(model, reduce), processes)
 
 
-def _sharded(model: nn.Module, processes: Processes, reduce: Reduce) -> nn.Module:
+def is_deferred(model: nn.Module) -> bool:
+    """Return whether a model has no values yet. ValueError where nothing says where they come from."""
+    name = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if name is not None and getattr(model, "deferred", None) is None:
+        raise ValueError(
+            f"{type(model).__name__} is on the meta device ({name}), and only a surokit.Decoder knows where its values come from: "
+            'load it with surokit.load(folder, device="meta"), or give a model with values.'
+        )
+    return name is not None
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, processes: Processes) -> None:
+    """Give the model memory, and each process its part of the values, which it makes whole layer by layer."""
+    source: Any = model.deferred
+    model.to_empty(device=processes.device)
+    for bank in banks_of(model):
+        bank.begin_on(processes.device)
+    there = dict(model.named_parameters())
+    with _drawing_as_the_first(processes):
+        for name, whole in source.parts(model, processes.device):
+            p = there.pop(name)
+            if is_sharded(p):
+                assert isinstance(p, DTensor)
+                _put(p, whole)
+            else:
+                p.copy_(whole)
+    assert not there, f"without values: {', '.join(there)}"
+    model.deferred = None  # type: ignore[assignment]
+
+
+def _put(p: DTensor, whole: Tensor) -> None:
+    # no exchange: all processes have the whole tensor
+    part = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to_local()
+    p.to_local().copy_(part)
+
+
+@contextmanager
+def _drawing_as_the_first(processes: Processes) -> Iterator[None]:
+    """Let all processes draw the same numbers in the block, those that the first would; the others' states come back."""
+    devices = [processes.device] if processes.device.type == "cuda" else []
+    states = processes.first_does(lambda: _states(devices))
+    if processes.is_first:
+        yield
+        return
+    with torch.random.fork_rng(devices=devices):
+        torch.set_rng_state(states[0])
+        for device, state in zip(devices, states[1:]):
+            torch.cuda.set_rng_state(state, device)
+        yield
+
+
+def _states(devices: list[torch.device]) -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+
+
+def _shard(model: nn.Module, processes: Processes, reduce: Reduce) -> None:
     """Shard block by block, so that a block's weights are gathered while the one before computes; then the rest."""
     reshard = processes.layout.reshard
     for block in blocks_of(model):
@@ -88,7 +151,6 @@ def _sharded(model: nn.Module, processes: Processes, reduce: Reduce) -> nn.Modul
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-    return model
 
 
 class _Held:
@@ -101,8 +163,10 @@ class _Held:
 def _with_tensors(model: nn.Module, args: Any, output: Any) -> Any:
     if isinstance(output, Tensor | dict | list | tuple):
         return output
-    found = {id(t): t for t in (getattr(output, "loss", None), *getattr(output, "__dict__", {}).values())}
-    return _Held(output), [t for t in found.values() if isinstance(t, Tensor)]
+    loss = getattr(output, "loss", None)
+    others = getattr(output, "__dict__", {}).values()
+    found = [loss] if isinstance(loss, Tensor) else [t for t in others if isinstance(t, Tensor)]
+    return _Held(output), found
 
 
 def _without_tensors(model: nn.Module, args: Any, output: Any) -> Any:

@@ -127,7 +127,7 @@ class Measuring:
         """Call the meters: add their tensors to `values`, return their floats."""
         host: dict[str, float] = {}
         if self.router_use is not None:
-            values |= self.router_use.take()
+            values |= self.router_use.take(session.processes.sum)
         for meter in list(self.meters):
             try:
                 with torch.no_grad():

@@ -35,7 +35,7 @@ from surokit.optim.schedule import Cosine, Schedule
 from surokit.optim.spec import Spec
 from surokit.parallel.layout import Parallel
 from surokit.parallel.processes import join
-from surokit.parallel.spread import spread
+from surokit.parallel.spread import is_deferred, spread
 from surokit.ranks import LIVE, rank_here
 from surokit.recipe import Recipe, find_recipe
 from surokit.runs.health import Event
@@ -143,14 +143,26 @@ class Session(Trainer):
         parallel: Parallel | None = None,
     ) -> None:
         check_settings(
-            model, accumulate, clip, schedule, eval, eval_every, save_every, keep, run_dir, compile, graphs, max_skipped
+            model,
+            accumulate,
+            clip,
+            schedule,
+            eval,
+            eval_every,
+            save_every,
+            keep,
+            run_dir,
+            compile,
+            graphs,
+            max_skipped,
+            parallel,
         )
         check_alone(model, parallel)
         self.parallel, self.processes = parallel, join(parallel)
         self.model = model
-        if self.processes.are_several:
+        if self.processes.are_several and not is_deferred(model):
             model.to(self.processes.device)
-        self.device = device_of(model)
+        self.device = self.processes.device if parallel is not None and is_deferred(model) else device_of(model)
         self.accumulate, self.clip, self.schedule, self.seed = accumulate, clip, schedule, seed
         self.eval, self.eval_every, self.save_every, self.keep = eval, eval_every, save_every, keep
         self.compile, self.max_skipped = compile, max_skipped

@@ -24,7 +24,7 @@ from surokit import convert
 from surokit.optim.spec import Spec
 from surokit.optim.tensors import is_sharded
 from surokit.parallel.layout import Parallel
-from surokit.places import check_values, make_folder
+from surokit.places import check_module, check_values, make_folder
 from surokit.ranks import rank_here
 from surokit.recipe import Recipe
 from surokit.torch_private import forward_pre_hooks
@@ -46,8 +46,9 @@ def check_settings(
     compile: Any,
     graphs: Any,
     max_skipped: int,
+    parallel: Any = None,
 ) -> None:
-    check_values(model, "Session")
+    check_module(model, "Session") if parallel is not None else check_values(model, "Session")
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters to train.")
     _check_forward(model)

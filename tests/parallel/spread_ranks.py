@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,67 @@ def learns(case: Case, layout: str) -> Callable[[Path], dict[str, Any]]:
 
 def accumulates(layout: str) -> Callable[[Path], dict[str, Any]]:
     return lambda folder: measured(CASES["bf16"], LAYOUTS[layout], 2)
+
+
+def whence(path: Path) -> dict[str, Callable[[str], nn.Module]]:
+    """Models by where they are made: drawn or read, with experts or without."""
+    return {
+        "read": lambda device: sk.load(path, device=device),
+        "drawn": lambda device: sk.Decoder(replace(CONFIG, ffn=64), device=device, dtype=torch.bfloat16),
+        "experts": lambda device: sk.Decoder(
+            replace(CONFIG, ffn=64, experts=4, experts_per_token=2), device=device, dtype=torch.bfloat16
+        ),
+    }
+
+
+def write_model(path: Path) -> None:
+    torch.manual_seed(7)
+    sk.save(sk.Decoder(CONFIG, dtype=torch.bfloat16), path)
+
+
+DEFERRED = {"bf16": sk.BF16, "fp8": sk.FP8, "qfp8": sk.QFP8.lora(rank=4), "qnf4": sk.QNF4.lora(rank=4)}
+
+
+def trained(
+    make: Callable[[str], nn.Module], device: str, recipe: sk.Recipe, layout: sk.Parallel, accumulate: int
+) -> list[float]:
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # what the first would draw counts
+    session = sk.Session(
+        make(device), batches(), recipe=recipe, parallel=layout, accumulate=accumulate, schedule=None, clip=0.5
+    )
+    session.run(2)
+    return [r.loss for r in session.records] + [r.grad_norm for r in session.records]
+
+
+def is_deferred(folder: Path) -> dict[str, Any]:
+    """Models without values, which each process fills with its part."""
+    path = folder / "model"
+    if dist.get_rank() == 0:
+        write_model(path)
+    dist.barrier()
+    found: dict[str, Any] = {}
+    for name, recipe in DEFERRED.items():
+        for source, made in whence(path).items():
+            for layout in ("copies", "both"):
+                if layout == "both" and not is_sharded(Case(recipe)):
+                    continue
+                found[f"{name}, {source}, {layout}"] = trained(made, "meta", recipe, LAYOUTS[layout], 1)
+    return found
+
+
+def holds_little(folder: Path) -> dict[str, Any]:
+    """The most memory that making a session takes, in bytes, of a model of many equal blocks."""
+    config = replace(CONFIG, layers=16, ffn=256, vocab=32)
+    whole_bytes = sum(p.nbytes for p in sk.Decoder(config, device="meta").parameters())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        session = sk.Session(sk.Decoder(config, device="meta"), batches(), parallel=LAYOUTS["shards"])
+    held = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    own = sum(p.to_local().nbytes for p in session.model.parameters())  # type: ignore[attr-defined]
+    return {"whole": whole_bytes, "most": most, "own": own}
 
 
 def is_asked(folder: Path) -> dict[str, Any]:
@@ -248,6 +310,8 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     **{f"{name}, both": learns(CASES[name], "both") for name in ("bf16", "fp8", "fp8-block", "qfp8", "qfp4")},
     **{f"{name}, {layout}": learns(CASES[name], layout) for name in ("bf16", "fp8") for layout in ("shards", "zero-2")},
     **{f"accumulates, {layout}": accumulates(layout) for layout in ("copies", "shards")},
+    "is deferred": is_deferred,
+    "holds little": holds_little,
     "is asked": is_asked,
     "is not finite": is_not_finite,
     "begins as the first": begins_as_the_first,

@@ -7,6 +7,7 @@ weight can become another code, as in tests/train/test_parallel.py.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 import surokit as sk
 from surokit.parallel.layout import Parallel
 from tests.parallel.layouts import LAYOUTS, RANKS
-from tests.parallel.spread_ranks import JOBS, can, measured, sees
+from tests.parallel.spread_ranks import DEFERRED, JOBS, can, measured, sees, trained, whence, write_model
 from tests.processes import found_by
 from tests.refusals import refused
 from tests.train.ranks import CASES
@@ -91,6 +92,29 @@ def test_copies_stay_equal(ranks: Any, name: str) -> None:
     assert found[0]["own"]
     for result in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result["own"], found[0]["own"], strict=True))
+
+
+@pytest.mark.parametrize("source", ["read", "drawn", "experts"])
+@pytest.mark.parametrize("name", DEFERRED)
+def test_a_model_without_values_is_filled_in_parts(ranks: Any, name: str, source: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    device = "cpu" if source == "read" else "meta"  # drawn numbers are the same where both have none yet
+    recipe = DEFERRED[name]
+    expected = trained(whence(tmp_path / "model")[source], device, recipe, Parallel(), RANKS)
+    found = found_in(ranks, "is deferred")
+    for layout in ("copies", "both"):
+        if (key := f"{name}, {source}, {layout}") in found[0]:
+            assert all(result[key] == found[0][key] for result in found)
+            losses, norms = found[0][key][:2], found[0][key][2:]
+            # no scale has a past; sums are in bfloat16; one process leaves the batch without labels out of the experts' balance
+            assert losses == pytest.approx(expected[:2], rel=ANOTHER_CODE if name == "bf16" else 0.01)
+            assert norms == pytest.approx(expected[2:], rel=0.02 if name == "bf16" else 0.05)
+
+
+def test_no_process_holds_all_of_a_model_without_values(ranks: Any) -> None:
+    for result in found_in(ranks, "holds little"):
+        assert result["own"] < 0.3 * result["whole"]
+        assert result["own"] < result["most"] < 0.5 * result["whole"]  # its shards, and a layer or two
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
