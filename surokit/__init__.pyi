@@ -34,6 +34,8 @@ from surokit.formats import E5M2 as E5M2
 from surokit.formats import E8M0 as E8M0
 from surokit.formats import NF4 as NF4
 from surokit.fusion import Fusion as Fusion
+from surokit.launching.launch import launch as launch
+from surokit.launching.outcome import LaunchError as LaunchError
 from surokit.live import Live as Live
 from surokit.models import Decoder as Decoder
 from surokit.models import DecoderConfig as DecoderConfig

@@ -1,4 +1,4 @@
-"""Run the command line, `surokit doctor | plan | race | watch | quickstart`: each is the function of that name.
+"""Run the command line, `surokit doctor | plan | race | watch | launch | quickstart`: each is the function of that name.
 
 A user's error prints one line to stderr and exits with 2; a failing notebook exits with 1, an interrupt or a stop with 130.
 """
@@ -70,7 +70,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     parser = _Parser(prog="surokit", description="Train, watch and compare low-precision recipes.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"surokit {surokit.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="doctor | plan | race | watch | quickstart")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="doctor | plan | race | watch | launch | quickstart"
+    )
 
     doctor = commands.add_parser("doctor", help="what this machine has, which formats are native, what is missing")
     doctor.add_argument("--json", action="store_true", help="the same as JSON")
@@ -94,6 +96,23 @@ def make_parser() -> argparse.ArgumentParser:
     )
     watch.add_argument("folders", nargs="+", metavar="FOLDER", help="the run_dir of a run, or a folder of some")
     watch.set_defaults(run=_watch)
+
+    launch = commands.add_parser(
+        "launch",
+        help="run a script in several processes of this machine, one for each GPU; several machines are torchrun's",
+        usage="surokit launch [--gpus N] [--restarts N] [--hang SECONDS] [--output all|first] SCRIPT [ARGUMENT ...]\n"
+        "       surokit launch [...] -m MODULE [ARGUMENT ...]",
+        allow_abbrev=False,
+    )
+    launch.add_argument("--gpus", type=int, help="how many processes; all GPUs of this machine where it is not given")
+    launch.add_argument("--restarts", type=int, default=0, help="how often all start anew after one has failed")
+    launch.add_argument(
+        "--hang", type=float, default=600.0, metavar="SECONDS", help="in which a session's run makes a step"
+    )
+    launch.add_argument("--output", choices=("all", "first"), default="all", help="whose lines are shown")
+    launch.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
+    launch.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT")
+    launch.set_defaults(run=_launch)
 
     quickstart = commands.add_parser("quickstart", help="run the quickstart notebook headless and keep what it made")
     quickstart.add_argument(
@@ -452,6 +471,25 @@ def _watch(arguments: argparse.Namespace) -> int:
         seen.stop_following()
     print(seen)
     return status
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    from surokit.launching.launch import launch_script
+    from surokit.launching.outcome import LaunchError
+
+    try:
+        launch_script(
+            arguments.script,
+            arguments.is_module,
+            gpus=arguments.gpus,
+            restarts=arguments.restarts,
+            hang_s=arguments.hang,
+            output=arguments.output,
+        )
+    except LaunchError as error:
+        print(f"surokit: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _quickstart(arguments: argparse.Namespace) -> int:

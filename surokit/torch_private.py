@@ -13,6 +13,8 @@ Some names serve one file, which is about them, and stay there. The same test fa
         torch._scaled_mm
     surokit/agreement/batches.py: what torch.compile wraps
         _orig_mod
+    surokit/launching/agent.py: a method that torchelastic's agents extend, which sees how each process ended
+        _monitor_workers
     surokit/models/decoder.py: a method that a module extends, for what it keeps beside its parameters
         _apply
     surokit/models/foreign.py: the same, and the module's own layers

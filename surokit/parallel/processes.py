@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from surokit.parallel.layout import Parallel
 from surokit.ranks import rank_here
@@ -106,7 +108,12 @@ def join(parallel: Parallel | None, model: nn.Module | None = None) -> Processes
         several_a_gpu = device.type == "cuda" and _ranks_here() > torch.cuda.device_count()
         # NCCL refuses two processes on one GPU
         backend = "gloo" if device.type == "cpu" or several_a_gpu else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, device_id=device if "nccl" in backend else None)
+        store, rank, world = next(rendezvous("env://"))
+        # torchelastic keeps its store when it starts processes anew, with the addresses of those that are gone
+        store = PrefixStore(f"attempt-{here.restarts}", store)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, device_id=device if "nccl" in backend else None
+        )
         atexit.register(_leave)
     assert layout.shard is not None
     assert layout.replicate is not None

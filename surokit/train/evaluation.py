@@ -39,6 +39,7 @@ def evaluate(session: Session, source: Iterable[Batch]) -> Evaluation:
     count = torch.zeros((), dtype=torch.int64, device=device)
     with aside(session), torch.no_grad():
         for batch, counts in _own(session, source):
+            session.beat()
             session.vocabulary.check(batch)
             there = session.to_device(batch)
             targets = targets_in(there) * counts

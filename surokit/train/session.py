@@ -41,6 +41,7 @@ from surokit.recipe import Recipe, find_recipe
 from surokit.runs.health import Event
 from surokit.runs.records import Record, Records
 from surokit.runs.status import RunInfo
+from surokit.runs.watchdog import Watchdog, watched
 from surokit.train import checkpoint_files as checkpoints
 from surokit.train import checkpointing, evaluation
 from surokit.train.background import Running
@@ -224,6 +225,7 @@ class Session(Trainer):
             checkpointing.load(self, claim.found)
         elif claim.resumes:
             checkpointing.begin_anew(self)
+        self._watchdog: Watchdog | None = None
         self._ahead = 0  # steps that are there and will be asked for again, since the processes were started anew
         self._note_beginning()
 
@@ -275,8 +277,9 @@ class Session(Trainer):
             self._began = time.monotonic()
             self._prepare()
             self.journal.begin(total)
-            with self.random.in_force(shared), self.control.interruptible(), self._loop():
+            with watched() as self._watchdog, self.random.in_force(shared), self.control.interruptible(), self._loop():
                 while self.steps < last:
+                    self.beat()
                     if time.monotonic() - self._began - self.control.paused_s >= limit_s:
                         self.control.stop("done")
                     if asked := self.control.poll_requests():
@@ -704,6 +707,11 @@ class Session(Trainer):
     def own_folder(self) -> Path | None:
         """Return the run's folder where this process writes in it: the first of several does."""
         return self.run_dir if self.processes.is_first else None
+
+    def beat(self) -> None:
+        """Say that the run goes on, to the watchdog of a launch: once a step, and once a batch of an evaluation."""
+        if self._watchdog is not None:
+            self._watchdog.beat()
 
     def _prepare(self) -> None:
         if self.engine.prepare(self.compile):

@@ -1,0 +1,273 @@
+"""Start a function, or a script, in several processes of this machine, show what they say, and return what the first one does.
+
+torchelastic's agent starts the processes, watches over them and starts them anew; they are programs of their own, so that it does
+not matter what this one has done with its GPU. A folder of the launch is all that both sides share (surokit/ranks.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surokit.launching.call import loaded, packed
+from surokit.launching.child import CALL, ENDED, SETTINGS, VALUE, write_whole
+from surokit.launching.outcome import Failure, LaunchError, failure_in
+from surokit.launching.output import Output, Shown
+from surokit.ranks import LIVE, rank_here
+from surokit.runs.requests import STOP
+
+if TYPE_CHECKING:
+    from surokit.widgets.follow import Watch
+
+HANG_S = 600.0
+LOOK_S = 0.1  # between two looks at the processes, their output and the panel
+RESTARTS = "restarts.jsonl"
+
+
+class Launch:
+    """A Launch is what was started: `await` it, or call its wait(), for the value of the first process.
+
+    restarts: one Failure for each time that the processes were started anew.
+    """
+
+    def __init__(self, processes: int, restarts: int, hang_s: float | None, shown: Shown, show: bool = True) -> None:
+        self.restarts: list[Failure] = []
+        self._n, self._max, self._hang_s = processes, restarts, hang_s
+        self._folder = Path(tempfile.mkdtemp(prefix="surokit-launch-"))
+        self._output = Output(self._folder, shown)
+        self._show = show
+        self._news: list[str] = []
+        self._error: BaseException | None = None
+        self._failure: Failure | None = None
+        self._asked = 0
+        self._panel: Watch | None = None
+        self._panel_of = ""
+        self._thread = threading.Thread(target=self._run, name="surokit-launch", daemon=True)
+
+    def start(self, call: bytes | None = None, script: Sequence[str] = (), is_module: bool = False) -> None:
+        """Start the processes: with a call, or a script with its arguments."""
+        if call is not None:
+            (self._folder / CALL).write_bytes(call)
+        cores = os.cpu_count() or 1
+        environment = {"OMP_NUM_THREADS": str(max(1, cores // self._n))}
+        if sys.platform == "linux":
+            environment["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's own name need not be known to it
+        settings = {
+            "hang_s": self._hang_s,
+            "environment": {name: value for name, value in environment.items() if name not in os.environ},
+            "path": sys.path,
+            "script": None if call is not None else list(script),
+            "is_module": is_module,
+        }
+        write_whole(self._folder / SETTINGS, json.dumps(settings).encode())
+        self._thread.start()
+
+    # -- in the thread of the agent
+
+    def _run(self) -> None:
+        try:
+            from surokit.launching.agent import run_processes
+
+            command = ("-m", "surokit.launching.child", str(self._folder))
+            run_processes(self._n, self._max, self._folder, command, self._failed)
+        except BaseException as error:
+            self._error = error
+
+    def _failed(self, attempt: int, exits: Mapping[int, int]) -> None:
+        failure = failure_in(self._folder, attempt, exits)
+        if attempt >= self._max or self._asked > 1:
+            self._failure = failure
+            return
+        self.restarts.append(failure)
+        line = {"at": time.time(), "rank": failure.rank, "kind": failure.kind, "why": failure.line}
+        with (self._folder / RESTARTS).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        for path in self._folder.glob("stack-*.txt"):
+            path.unlink()
+        self._news.append(f"surokit: {failure.line} All start anew ({attempt + 1} of {self._max}).")
+
+    # -- in the thread that waits
+
+    def wait(self) -> Any:
+        """Wait until all processes have ended; return what the first one returned.
+
+        A first interrupt asks the runs in them to save and end, and goes on waiting; a second one ends them at once.
+        """
+        while True:
+            try:
+                self._thread.join(LOOK_S)
+                self._look()
+                if not self._thread.is_alive():
+                    return self._end()
+            except KeyboardInterrupt:
+                if self._asked:
+                    self.kill()
+                    raise
+                print(
+                    "surokit: waiting for the processes to save and end; a second interrupt ends them at once",
+                    file=sys.stderr,
+                )
+                self.stop("interrupted")
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> Any:
+        import asyncio
+
+        while self._thread.is_alive():
+            self._look()
+            await asyncio.sleep(LOOK_S)
+        return self._end()
+
+    def stop(self, reason: str = "stopped") -> None:
+        """Ask the runs in all processes to save and end after their step."""
+        self._asked += 1
+        write_whole(self._folder / STOP, reason.encode())
+
+    def kill(self) -> None:
+        """End all processes at once; what was not saved is lost."""
+        self._asked = 2
+        (self._folder / ENDED).touch()
+        deadline = time.monotonic() + 30
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            for path in self._folder.glob("pid-*"):
+                with suppress(OSError, ValueError):
+                    os.kill(int(path.read_text()), signal.SIGKILL)
+            self._thread.join(LOOK_S)
+        self._close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def goes_on(self) -> bool:
+        return self._thread.is_alive()
+
+    def _look(self, end: bool = False) -> None:
+        self._output.pump(end)
+        while self._news:
+            print(self._news.pop(0), file=sys.stderr)
+        if self._show:
+            self._look_for_panel()
+
+    def _look_for_panel(self) -> None:
+        with suppress(OSError, ValueError, KeyError):
+            run_dir = str(json.loads((self._folder / LIVE).read_text())["run_dir"])
+            if run_dir != self._panel_of:
+                from surokit.widgets.follow import watch
+
+                self._close()
+                self._panel, self._panel_of = watch(run_dir), run_dir
+
+    def _close(self) -> None:
+        if self._panel is not None:
+            self._panel.wait(1.0)  # it sees the end by itself
+            self._panel.stop_following()
+            self._panel = None
+
+    def _end(self) -> Any:
+        self._look(end=True)
+        self._close()
+        keep = False
+        try:
+            if self._failure is not None:
+                keep = self._failure.kind == "hung"
+                after = f" The stacks of all are in {self._folder}." if keep else ""
+                raise self._failure.error(after)
+            if self._error is not None:
+                raise self._error
+            value = self._folder / VALUE
+            return loaded(value.read_bytes()) if value.exists() else None
+        finally:
+            if not keep:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def launch(
+    train: Callable[..., Any],
+    *args: Any,
+    gpus: int | None = None,
+    restarts: int = 0,
+    hang_s: float | None = HANG_S,
+    output: Shown = "all",
+    thread: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Call `train(*args, **kwargs)` in as many processes as `gpus`, one on each, and return what the first one's call returns.
+
+    Works from a notebook's cell, also after its kernel has used a GPU: the function may be the cell's own, and what it closes
+    over is carried along, a copy for each process. Inside it `surokit.Session(..., parallel=surokit.Parallel())` trains one model
+    on all. On a machine without GPUs the processes share its CPU. Several machines are torchrun's.
+
+    gpus: None takes all of this machine. restarts: how often all processes are started anew after one has failed, was killed or
+    hung; sessions with a run_dir go on from their last checkpoint then. hang_s: seconds in which a session's run must make a
+    step, else the process writes down where it is and ends; None waits for ever. output: "all" shows what every process prints,
+    "first" the first one's. thread: True returns a Launch at once, to be awaited, so that the panel's buttons work meanwhile.
+
+    An interrupt (Ctrl-C, the notebook's stop button) lets the sessions save and end, and the call returns as after a normal end; a
+    second one ends all at once. `session.live()` in the function shows the panel here.
+
+    LaunchError with the words of the process that failed first; TypeError for what cannot be carried to another process;
+    RuntimeError inside of a launched process.
+    """
+    check_outside("launch")
+    n = processes_for(gpus, restarts)
+    running = Launch(n, restarts, hang_s, output)
+    try:
+        call = packed(train, args, kwargs)
+    except BaseException:
+        running.kill()
+        raise
+    running.start(call)
+    return running if thread else running.wait()
+
+
+def launch_script(
+    script: Sequence[str], is_module: bool, *, gpus: int | None, restarts: int, hang_s: float | None, output: Shown
+) -> None:
+    """Run a script, or a module, with its arguments in several processes, as `launch` calls a function."""
+    check_outside("surokit launch")
+    if not script:
+        raise ValueError("surokit launch: give the script to run, and its arguments after it.")
+    if not is_module and not Path(script[0]).is_file():
+        raise FileNotFoundError(f"There is no script {script[0]}: give its path, or -m and a module's name.")
+    running = Launch(processes_for(gpus, restarts), restarts, hang_s, output)
+    running.start(script=script, is_module=is_module)
+    running.wait()
+
+
+def check_outside(who: str) -> None:
+    """Raise RuntimeError inside of a launched process."""
+    here = rank_here()
+    if here.world > 1 or here.folder is not None:
+        raise RuntimeError(
+            f"{who}() was called in rank {here.number} of a launch: processes do not start processes; call it outside, once."
+        )
+
+
+def processes_for(gpus: int | None, restarts: int) -> int:
+    """Return how many processes to start, and say what they share."""
+    import torch
+
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for name, value, least in (("gpus", gpus if gpus is not None else 1, 1), ("restarts", restarts, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"launch({name}={value!r}): a whole number of at least {least}.")
+    n = gpus if gpus is not None else max(1, there)
+    if n > 1 and not there:
+        print(f"surokit: there is no GPU here, so {n} processes share the CPU", file=sys.stderr)
+    elif n > there > 0:
+        print(f"surokit: {n} processes share {there} GPU{'s' * (there > 1)}", file=sys.stderr)
+    return n
+
+
+__all__ = ["Launch", "LaunchError", "launch"]

@@ -1,0 +1,92 @@
+"""Say how the processes of a launch ended, with the words of the one that failed first.
+
+When one fails, the others lose their connection to it and fail too; what they say comes after, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from surokit.launching.child import log_name
+
+_TIMEOUT = re.compile(r"^Timeout \(")
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.M)
+LAST = 10  # lines
+COLLECTIVES = ("torch/distributed/", "surokit/parallel/")
+
+
+class LaunchError(RuntimeError):
+    """A process of a launch failed, was killed or hung, and the others were ended.
+
+    rank: its number. kind: "failed", "killed", "hung" or "ended".
+    """
+
+    def __init__(self, message: str, rank: int, kind: str) -> None:
+        super().__init__(message)
+        self.rank, self.kind = rank, kind
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A Failure is what ended one attempt: the process that failed first, a line on why, and what else is known."""
+
+    rank: int
+    kind: str
+    line: str
+    detail: str = ""
+
+    def error(self, after: str = "") -> LaunchError:
+        return LaunchError("\n".join(filter(None, (self.line + after, self.detail))), self.rank, self.kind)
+
+
+def failure_in(folder: Path, restarts: int, exits: Mapping[int, int]) -> Failure:
+    """Return why an attempt failed. restarts: its number. exits: status by rank, as far as the agent saw them; below 0 for a
+    signal."""
+    stacks = {
+        int(path.stem.rpartition("-")[2]): path.read_text(errors="replace") for path in folder.glob("stack-*.txt")
+    }
+    hung = [rank for rank, stack in stacks.items() if _TIMEOUT.match(stack)]
+    if hung:
+        return _hung(stacks, hung)
+    for rank, status in sorted(exits.items()):
+        if status < 0 and -status != signal.SIGTERM:
+            name = signal.Signals(-status).name
+            why = ", often for lack of memory" if name == "SIGKILL" else ""
+            return Failure(rank, "killed", f"Rank {rank} was killed by {name}{why}.", _last_words(folder, restarts, rank))
+    errors = [json.loads(path.read_text()) for path in folder.glob(f"error-{restarts}-*.json")]
+    if errors:
+        first = min(errors, key=lambda words: words["at"])
+        line = f"Rank {first['rank']} failed with {first['type']}: {first['message']}"
+        return Failure(first["rank"], "failed", line, first["traceback"].rstrip())
+    rank, status = min(exits.items(), default=(0, 1))
+    return Failure(rank, "ended", f"Rank {rank} ended with status {status} and said nothing.")
+
+
+def _last_words(folder: Path, restarts: int, rank: int) -> str:
+    """Return the last lines that a process printed to stderr."""
+    with suppress(OSError):
+        text = (folder / log_name("err", restarts, rank)).read_text(errors="replace")
+        return "\n".join(text.splitlines()[-LAST:])
+    return ""
+
+
+def _hung(stacks: Mapping[int, str], hung: list[int]) -> Failure:
+    inner = {rank: _FRAME.findall(stack) for rank, stack in stacks.items()}
+    outside = [
+        rank for rank, frames in inner.items() if not any(part in frame[0] for frame in frames for part in COLLECTIVES)
+    ]
+    rank = outside[0] if outside else min(hung)
+    seconds = re.search(r"Timeout \(([\d:]+)", stacks[min(hung)])
+    line = f"Rank {rank} hung: no step for {seconds[1] if seconds else 'too long'}."
+    others = "The others wait for it." if outside else "All are in a collective, so who is waited for cannot be told."
+    return Failure(rank, "hung", f"{line} {others}", "\n".join(f"rank {r}: {_where(inner[r])}" for r in sorted(inner)))
+
+
+def _where(frames: list[tuple[str, str, str]]) -> str:
+    return " < ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in frames[:4])

@@ -1,0 +1,116 @@
+"""Functions that are launched: each process imports them from here, or is sent a copy of one that is defined in a test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import surokit as sk
+from surokit.ranks import rank_here
+from tests.train.toys import Toy, make_batches
+
+SAVE_EVERY, STEPS = 4, 20
+
+
+def together() -> int:
+    """The sum over all processes of one each, by a process group of the function's own."""
+    dist.init_process_group("gloo")
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    return int(ones)
+
+
+def fails(rank: int) -> None:
+    """One process fails while the others wait for it."""
+    dist.init_process_group("gloo")
+    if rank_here().number == rank:
+        print("about to fail", file=sys.stderr)
+        raise ArithmeticError("seven is not prime")
+    dist.barrier()
+
+
+def is_killed(rank: int) -> None:
+    """One process is killed, and the others wait for it."""
+    if rank_here().number == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+def session_in(folder: Path, **options: Any) -> sk.Session:
+    return sk.Session(
+        Toy(dropout=0.0),
+        make_batches(13),
+        parallel=sk.Parallel(shard=1),
+        schedule=None,
+        run_dir=folder / "run",
+        save_every=SAVE_EVERY,
+        **options,
+    )
+
+
+class Kills:
+    """Ends a process with a signal, each time that the run has come to the next of some steps."""
+
+    def __init__(self, session: sk.Session, at: dict[int, tuple[int, int]]) -> None:
+        self._session, self._at = session, at
+
+    def on_step(self, record: Any) -> None:
+        here = rank_here()
+        if self._at.get(here.restarts) == (record.step, here.number):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_end(self, reason: str) -> None: ...
+
+
+def trains(folder: Path, kills: dict[int, tuple[int, int]]) -> dict[str, Any]:
+    """Trains in two runs, killed at {restart: (step, rank)}; what each step saw is in the records."""
+    session = session_in(folder)
+    session.subscribe(Kills(session, kills))
+    session.run(STEPS // 2)
+    session.run(STEPS // 2)
+    return {"steps": session.steps, "losses": [r.loss for r in session.records], "seconds": session.redone_s}
+
+
+def waits_for_stop(folder: Path) -> tuple[int, str]:
+    """Trains until somebody asks for an end."""
+    session = session_in(folder)
+    session.live()
+    reasons: list[str] = []
+
+    class Told:
+        def on_step(self, record: Any) -> None:
+            if record.step == 2:
+                (folder / "began").touch()
+
+        def on_end(self, reason: str) -> None:
+            reasons.append(reason)
+
+    session.subscribe(Told())
+    session.run(1_000_000)
+    return session.steps, reasons[0]
+
+
+def hangs(folder: Path) -> None:
+    """One process stops between two steps; the other waits for it in a collective."""
+    session = session_in(folder)
+
+    class Hangs:
+        def on_step(self, record: Any) -> None:
+            if record.step == 3 and rank_here().number == 1:
+                forgets_to_return()
+
+        def on_end(self, reason: str) -> None: ...
+
+    session.subscribe(Hangs())
+    session.run(10)
+
+
+def forgets_to_return() -> None:
+    threading.Event().wait()

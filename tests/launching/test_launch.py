@@ -1,0 +1,158 @@
+"""Functions and scripts in several processes: values, words, failures, stops, and runs that go on after a process was lost."""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import surokit as sk
+from surokit import cli
+from tests.clocks import until
+from tests.launching import functions
+from tests.refusals import refused
+from tests.train.toys import Toy, make_batches
+
+
+def test_a_function_of_ones_own_gives_back_what_the_first_process_returns(capfd: pytest.CaptureFixture[str]) -> None:
+    factor = 3
+
+    class Own:  # neither can be imported by another process
+        value = 2
+
+    def own(a: int, *, b: int) -> tuple[int, Any]:
+        from surokit.ranks import rank_here
+
+        print("hello from", rank_here().number)
+        return factor * a * b * functions.together(), Own
+
+    value, kind = sk.launch(own, 5, b=7, gpus=2)
+    assert value == 3 * 5 * 7 * 2
+    assert kind.value == 2
+    out, error = capfd.readouterr()
+    assert "[rank 0] hello from 0\n" in out
+    assert "[rank 1] hello from 1\n" in out
+    assert "2 processes share the CPU" in error
+
+
+def test_the_words_of_the_process_that_fails_come_first() -> None:
+    with pytest.raises(sk.LaunchError) as found:
+        sk.launch(functions.fails, 1, gpus=2, output="first")
+    lines = str(found.value).splitlines()
+    assert lines[0] == "Rank 1 failed with ArithmeticError: seven is not prime"
+    assert "in fails" in str(found.value)
+    assert lines[-1] == "ArithmeticError: seven is not prime"
+    assert (found.value.rank, found.value.kind) == (1, "failed")
+
+
+def test_what_cannot_be_carried_is_named() -> None:
+    lock = threading.Lock()
+
+    def own() -> Any:
+        return lock
+
+    with refused(TypeError):
+        sk.launch(own, gpus=2)
+    with refused(TypeError):
+        sk.launch(functions.together, (n for n in range(3)), gpus=2)
+
+
+def test_a_value_that_cannot_leave_its_process_is_an_error_of_the_function() -> None:
+    with pytest.raises(sk.LaunchError, match="Rank 0 failed with TypeError: The function returned a generator"):
+        sk.launch(lambda: (n for n in range(3)), gpus=1)
+
+
+@pytest.mark.parametrize("settings", [{"gpus": 0}, {"gpus": True}, {"restarts": -1}])
+def test_numbers_that_make_no_launch_are_refused(settings: dict[str, Any]) -> None:
+    with refused(ValueError):
+        sk.launch(functions.together, **settings)
+
+
+def test_a_launched_process_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with refused(RuntimeError):
+        sk.launch(functions.together, gpus=2)
+
+
+def test_a_run_goes_on_after_its_processes_were_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each kill loses what was done since the last checkpoint, and nothing else."""
+    whole = sk.launch(functions.trains, tmp_path / "whole", {}, gpus=2)
+    choose = random.Random(0)
+    kills = {restart: (2 + 3 * restart + choose.randrange(3), choose.randrange(2)) for restart in range(5)}
+    found = sk.launch(functions.trains, tmp_path / "killed", kills, gpus=2, restarts=5)
+    assert found["steps"] == whole["steps"] == functions.STEPS
+    assert found["losses"] == whole["losses"]
+    error = capfd.readouterr().err
+    assert [f"Rank {rank} was killed by SIGKILL" in error for rank in (0, 1)] == [True, True]
+    assert "All start anew (5 of 5)" in error
+    steps = [
+        int(row)
+        for row in sk.Session.resume(
+            tmp_path / "killed" / "run",
+            Toy(dropout=0.0),
+            data=make_batches(13),
+            parallel=sk.Parallel(),
+        ).records.column("step")
+    ]
+    assert steps == [*range(1, functions.STEPS + 1)]
+
+
+def test_a_process_lost_too_often_ends_the_launch() -> None:
+    with pytest.raises(sk.LaunchError, match="Rank 1 was killed by SIGKILL, often for lack of memory") as found:
+        sk.launch(functions.is_killed, 1, gpus=2, restarts=1)
+    assert found.value.kind == "killed"
+
+
+def test_an_interrupt_lets_the_runs_save_and_end(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        until((tmp_path / "began").exists)
+        _thread.interrupt_main()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    steps, reason = sk.launch(functions.waits_for_stop, tmp_path, gpus=2)
+    thread.join()
+    assert reason == "stopped: interrupted"
+    assert steps >= 2
+    assert (tmp_path / "run" / "checkpoints" / f"step-{steps:06d}").is_dir()
+
+
+def test_a_launch_in_a_thread_is_waited_for_or_stopped(tmp_path: Path) -> None:
+    running = sk.launch(functions.waits_for_stop, tmp_path, gpus=2, thread=True)
+    until((tmp_path / "began").exists)
+    assert running.goes_on
+    running.stop("enough")
+    steps, reason = running.wait()
+    assert (steps >= 2, reason) == (True, "stopped: enough")
+    assert not running.goes_on
+
+
+def test_a_process_that_hangs_is_ended_with_every_stack(tmp_path: Path) -> None:
+    with pytest.raises(sk.LaunchError) as found:
+        sk.launch(functions.hangs, tmp_path, gpus=2, hang_s=3)
+    assert str(found.value).startswith(
+        "Rank 1 hung: no step for 0:00:03. The others wait for it. The stacks of all are in "
+    )
+    assert "forgets_to_return" in str(found.value)
+    assert (found.value.rank, found.value.kind) == (1, "hung")
+
+
+def test_a_script_is_launched_from_the_shell(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom surokit.ranks import rank_here\nprint(rank_here().number, sys.argv[1:], __name__)\n"
+    )
+    assert cli.main(["launch", "--gpus", "2", str(script), "--steps", "3"]) == 0
+    out = capfd.readouterr().out
+    assert "[rank 0] 0 ['--steps', '3'] __main__\n" in out
+    assert "[rank 1] 1 ['--steps', '3'] __main__\n" in out
+    script.write_text("raise SystemExit(3)\n")
+    assert cli.main(["launch", "--gpus", "1", str(script)]) == 1
+    assert "Rank 0 failed with SystemExit: 3" in capfd.readouterr().err
+    assert cli.main(["launch", str(tmp_path / "none.py")]) == 2
+    gc.collect()
