@@ -13,14 +13,14 @@ import torch
 ROOT = Path(__file__).parents[1]
 
 
-def found_by(module: str, ranks: int, folder: Path, timeout_s: float) -> list[dict[str, Any]]:
-    """Runs `python -m module rank folder` for every rank, with one thread each; what each wrote to rank<n>.pt there."""
+def found_by(module: str, ranks: int, folder: Path, timeout_s: float, *arguments: str) -> list[dict[str, Any]]:
+    """Runs `python -m module rank folder arguments` for every rank, with one thread each; what each wrote to rank<n>.pt there."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = []
     try:
         for rank in range(ranks):
             with (folder / f"log{rank}.txt").open("w") as log:
-                command = [sys.executable, "-m", module, str(rank), str(folder)]
+                command = [sys.executable, "-m", module, str(rank), str(folder), *arguments]
                 processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
         for process in processes:
             process.wait(timeout_s)

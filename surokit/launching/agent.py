@@ -22,7 +22,7 @@ Failed = Callable[
     [int, Mapping[int, int]], None
 ]  # number of the attempt from 0, exit status of the ranks that have ended
 _NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-_ELASTIC = "torch.distributed.elastic"
+_ELASTIC, _EVENTS = "torch.distributed.elastic", "torchelastic-events-null"
 
 
 class _Agent(LocalElasticAgent):
@@ -83,7 +83,11 @@ def _own_store() -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep torchelastic's own lines to itself in the block."""
-    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(_ELASTIC)]
+    loggers = [
+        logging.getLogger(name)
+        for name in (*logging.root.manager.loggerDict, _EVENTS)
+        if name.startswith((_ELASTIC, _EVENTS))
+    ]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:

@@ -58,7 +58,9 @@ def failure_in(folder: Path, restarts: int, exits: Mapping[int, int]) -> Failure
         if status < 0 and -status != signal.SIGTERM:
             name = signal.Signals(-status).name
             why = ", often for lack of memory" if name == "SIGKILL" else ""
-            return Failure(rank, "killed", f"Rank {rank} was killed by {name}{why}.", _last_words(folder, restarts, rank))
+            return Failure(
+                rank, "killed", f"Rank {rank} was killed by {name}{why}.", _last_words(folder, restarts, rank)
+            )
     errors = [json.loads(path.read_text()) for path in folder.glob(f"error-{restarts}-*.json")]
     if errors:
         first = min(errors, key=lambda words: words["at"])

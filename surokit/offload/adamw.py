@@ -30,6 +30,7 @@ from surokit.offload.pipeline import Slot, whole
 from surokit.offload.rows import block, fused_adamw_, widened
 from surokit.offload.workers import Job, Worker, beat, split_cores
 from surokit.offload.written import Written, sync_master_
+from surokit.optim.parts import Held, Rows
 from surokit.optim.spec import Parameters, SpecMeta
 from surokit.optim.states import adamw_states, decay_groups, given_order, in_groups_of
 from surokit.optim.tensors import local, memory_order, scale_and_mask
@@ -351,6 +352,10 @@ class OffloadAdamW(torch.optim.Optimizer, metaclass=SpecMeta):
         self._check()
         self._adopt(stacklevel=5)  # found, _adopt with torch's wrapper, and state_dict
         return super().state_dict()
+
+    def held(self, p: Tensor, name: str) -> Held:
+        """Return what an entry of a parameter's state is to its shard: see surokit/optim/parts.py."""
+        return Rows(0, p.ndim) if name in STATES else "same"
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state and go on bit for bit from where `state_dict` was made. AdamW's state, surokit's or torch's, is

@@ -40,6 +40,8 @@ STACK_FROM = 32  # columns, from which a weight of three dimensions is a stack o
 STATES = 3  # of an element: weight and two moments
 _BLOCK = 1 << 24  # elements that are widened to float32 at a time
 
+# what has a parameter's rows last, and how many dimensions come before them
+ALONG_ROWS = {"w_hot": 1, "m_hot": 1, "v_hot": 1, "w": 1, "m": 1, "v": 1, "acc": 2, "out": 1}
 HOST = ("w", "m", "v", "t_cold", "acc", "counts", "rates", "out")
 
 
@@ -105,11 +107,16 @@ class Columns:
         g = local([self.p.grad])[0]
         return g if self.splits and g.ndim == 2 else g.reshape(self._shape(g))
 
-    def _shape(self, t: Tensor) -> tuple[int, int]:
+    @property
+    def row_dims(self) -> int:
+        """Return how many of the parameter's dimensions are its rows; all of one that is hot as a whole."""
         if not self.splits:
-            return t.numel(), 1
+            return self.p.ndim
         # of three dimensions a long last one is that of experts' matrices, a short one a convolution's kernel
-        rows = 2 if t.ndim == 3 and t.shape[2] >= STACK_FROM else 1
+        return 2 if self.p.ndim == 3 and self.p.shape[2] >= STACK_FROM else 1
+
+    def _shape(self, t: Tensor) -> tuple[int, int]:
+        rows = self.row_dims
         return math.prod(t.shape[:rows]), math.prod(t.shape[rows:])
 
     @property

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from surokit.errors import OffloadError
-from surokit.offload.columns import Columns, check_dense, placed, summed
+from surokit.offload.columns import ALONG_ROWS, Columns, check_dense, placed, summed
 from surokit.offload.counters import Accounts
 from surokit.offload.link import Link, PendingCopy
 from surokit.offload.options import check_group, check_zenflow, link_of
@@ -40,6 +40,7 @@ from surokit.offload.pipeline import ColumnChoice, Crew, Note, Window, whole
 from surokit.offload.windows import LAG, Auto, Fixed
 from surokit.offload.workers import Job, Worker, beat
 from surokit.offload.written import Written
+from surokit.optim.parts import Held, Rows
 from surokit.optim.spec import Parameters, SpecMeta
 from surokit.optim.states import check_state, decay_groups
 from surokit.optim.tensors import scale_and_mask
@@ -513,6 +514,13 @@ class ZenFlow(torch.optim.Optimizer, metaclass=SpecMeta):
         are taken over, as by the next step. The tensors are the optimizer's own: copy or write them before the next step."""
         self._drain_and_adopt()
         return {**super().state_dict(), "zenflow": self._cursor()}
+
+    def held(self, p: Tensor, name: str) -> Held:
+        """Return what an entry of a parameter's state is to its shard: see surokit/optim/parts.py."""
+        if name not in ALONG_ROWS:
+            return "same"
+        group = next(group for other, group in self._parameters() if other is p)
+        return Rows(ALONG_ROWS[name], self._view(0, p, group).row_dims)
 
     def _cursor(self) -> dict[str, Any]:
         """Return everything but the tensors of each parameter, as plain data; drained before."""

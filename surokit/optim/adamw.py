@@ -20,15 +20,16 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from surokit.kernels import best
 from surokit.kernels.reference.adamw import adamw_, stochastic_bf16
-from surokit.kernels.reference.adamw8bit import BLOCK, adamw8bit_
+from surokit.kernels.reference.adamw8bit import BLOCK, adamw8bit_, dequantize, quantize
 from surokit.kernels.reference.random import bits
+from surokit.optim.parts import Held, Part, Place, overlaps
 from surokit.optim.spec import Parameters, SpecMeta
 from surokit.optim.states import adamw_states, decay_groups, given_order, in_groups_of
 from surokit.optim.tensors import is_sharded, local, on_device, scale_and_mask, shard_number
@@ -54,6 +55,8 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
 
     Bytes of a parameter with its moments: bf16 6; with float32 moments 10, and scratch for 32 Mi elements; fp32 12.
     """
+
+    coded: ClassVar[Mapping[str, str]] = {}  # moments that are kept as codes, and where the scales of their blocks are
 
     grad_scale: Tensor | None
     found_inf: Tensor | None
@@ -265,6 +268,10 @@ class AdamW(torch.optim.Optimizer, metaclass=SpecMeta):
                 state[key] = source[key].detach().to(device=p.device, dtype=dtype, copy=True)
             state["step"] = torch.as_tensor(source["step"]).to(device=p.device, dtype=torch.float32, copy=True)
 
+    def held(self, p: Tensor, name: str) -> Held:
+        """Return what an entry of a parameter's state is to its shard: see surokit/optim/parts.py."""
+        return "own" if name in ("key", *self.coded.values()) else None
+
     def _in_8bit(self, p: Tensor) -> bool:
         return False
 
@@ -276,6 +283,8 @@ class AdamW8bit(AdamW):
 
     Bytes of a parameter with its moments: bf16 4 + 8/256, fp32 6 + 8/256.
     """
+
+    coded: ClassVar[Mapping[str, str]] = {"exp_avg": "absmax", "exp_avg_sq": "absmax_sq"}
 
     def __init__(
         self,
@@ -302,6 +311,23 @@ class AdamW8bit(AdamW):
             "absmax": torch.zeros(blocks, dtype=torch.float32, device=p.device),
             "absmax_sq": torch.zeros(blocks, dtype=torch.float32, device=p.device),
         }
+
+    @staticmethod
+    def recoded(
+        name: str, codes: Part, scales: Mapping[Place, Tensor], place: Place, shape: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return codes and scales of a moment of the shard of `shape` at `place`, from those of shards that overlap it.
+
+        Blocks of a shard begin with it, so its moments are decoded and encoded again.
+        """
+        signed = name == "exp_avg"
+        wide = torch.zeros(tuple(shape))
+        for start, piece in codes.pieces.items():
+            here = overlaps(place, shape, start, piece.shape)
+            there = overlaps(start, piece.shape, place, shape)
+            if here is not None and there is not None:
+                wide[here] = dequantize(piece, scales[start], signed)[there]
+        return quantize(wide, signed)
 
     def _update(self, params: list[Tensor], options: dict[str, Any]) -> None:
         small = [p for p in params if not self._in_8bit(p)]

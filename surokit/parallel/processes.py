@@ -119,7 +119,7 @@ def join(parallel: Parallel | None, model: nn.Module | None = None) -> Processes
     assert layout.replicate is not None
     sizes = {"replicate": layout.replicate, "shard": layout.shard}
     sizes = {name: n for name, n in sizes.items() if n > 1}
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = _mesh(dist.group.WORLD, device.type, tuple(sizes.items()))
     return Processes(layout, dist.get_rank(), world, device, mesh, _host_group(dist.group.WORLD))
 
 
@@ -137,6 +137,12 @@ def _device(local: int) -> torch.device:
 
 def _ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", rank_here().world))
+
+
+@cache
+def _mesh(world: dist.ProcessGroup | None, kind: str, sizes: tuple[tuple[str, int], ...]) -> DeviceMesh:
+    """Return the mesh of all processes in `world` with these dimensions, the same at every call."""
+    return init_device_mesh(kind, tuple(n for _, n in sizes), mesh_dim_names=tuple(name for name, _ in sizes))
 
 
 @cache

@@ -4,11 +4,16 @@
         model.safetensors   every tensor of the model's state_dict, adapters included, tied ones once
         state.pt            optimizer, data position, random states, delayed-scaling state
         config.json         the model's own configuration, where it has one
-        session.json        step, recipe, settings, what the data was, environment, the size of every file
+        session.json        step, recipe, settings, what the data was, environment, size and CRC-32 of every file
 
-A checkpoint is written beside its place under another name, flushed to the disk, and renamed. A kill at any moment leaves
-either the old state of the folder or the new one; what is incomplete is passed over when looking for the latest,
-and named.
+Where several processes train a sharded model, all of them write, and its tensors and the optimizer's are in other files:
+
+        __0_0.distcp ...    the pieces that each process holds, and .metadata, as torch's distributed checkpoint has them
+        rank-00000.pt ...   each process's random states and position in its data
+
+A checkpoint is written beside its place under another name, flushed to the disk, and renamed, by the first process when all
+are done. A kill at any moment leaves either the old state of the folder or the new one; what is incomplete, or not as it was
+written, is passed over when looking for the latest, and named.
 """
 
 from __future__ import annotations
@@ -17,8 +22,9 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +33,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from surokit.optim.parts import Part
 from surokit.train.errors import CheckpointError, ResumeError
+from surokit.train.peers import ALONE, Peers, cause_of
 
 _NAME = re.compile(r"step-(\d+)(\.old)?")
 _UNFINISHED = ".unfinished-"
 _SESSION, _MODEL, _STATE, _CONFIG = "session.json", "model.safetensors", "state.pt", "config.json"
+_OWN = "rank-{:05d}.pt"
 
 
 @dataclass(frozen=True)
@@ -48,16 +57,53 @@ class Checkpoint:
 
     def state(self) -> dict[str, Any]:
         """Return the content of state.pt, on the CPU; tensors and plain data only."""
+        return self._load(self.path / _STATE)
+
+    def _load(self, path: Path) -> dict[str, Any]:
         try:
-            state: dict[str, Any] = torch.load(self.path / _STATE, map_location="cpu", weights_only=True)
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises half a dozen kinds for a damaged file
-            raise CheckpointError(f"{self.path / _STATE} cannot be read ({error}): use another checkpoint.") from error
+            raise CheckpointError(f"{path} cannot be read ({error}): use another checkpoint.") from error
         return state
+
+    def own_state(self, rank: int) -> dict[str, Any]:
+        """Return what that process alone wrote, on the CPU; {} where it wrote nothing."""
+        path = self.path / _OWN.format(rank)
+        return self._load(path) if path.exists() else {}
+
+    @property
+    def sharded(self) -> bool:
+        """Return whether the tensors are in pieces, by torch's distributed checkpoint."""
+        return bool(self.meta.get("sharded", False))
+
+    @property
+    def ranks(self) -> int:
+        """Return how many processes wrote it together."""
+        return int(self.meta.get("ranks", 1))
 
     def config(self) -> dict[str, Any] | None:
         """Return the model's configuration, None where the model had none."""
         path = self.path / _CONFIG
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+@dataclass(frozen=True)
+class Content:
+    """A Content is all that this process writes of a checkpoint.
+
+    tensors: the model's by name; of a model that is sharded, and then with the optimizer's, as Parts. tied: names that stand for
+    another. state: the same in all processes; the first one writes it. own: this process's, None where it is alone.
+    meta: JSON data with "step". config: the model's own configuration, where it has one.
+    """
+
+    tensors: Mapping[str, Tensor | Part]
+    tied: Mapping[str, str]
+    state: Mapping[str, Any]
+    meta: Mapping[str, Any]
+    config: Mapping[str, Any] | None = None
+    own: Mapping[str, Any] | None = None
+    sharded: bool = False
+    dtypes: Mapping[str, str] = field(default_factory=dict)  # of the model's tensors
 
 
 def save(
@@ -68,55 +114,99 @@ def save(
     config: Mapping[str, Any] | None,
     keep: int | None,
 ) -> Path:
-    """Write folder/step-N and then remove the oldest beyond `keep` (None keeps all).
+    """Write folder/step-N of a model that this process holds as a whole, as `write` does."""
+    tensors, tied = distinct_tensors(model)
+    return write(folder, Content(tensors, tied, state, meta, config, dtypes=dtypes_of(tensors)), keep)
 
-    state: tensors, numbers, strings and containers of them. meta: JSON data with "step".
-    Raises CheckpointError for a sharded model and when the disk does not take it; nothing that was there before is lost.
+
+def write(folder: Path, content: Content, keep: int | None, peers: Peers = ALONE) -> Path:
+    """Write folder/step-N together with the peers and then remove the oldest beyond `keep` (None keeps all); return it.
+
+    Nobody returns before all is there. CheckpointError in all processes where the disk does not take it in one; nothing that was
+    there before is lost.
     """
-    if any(hasattr(p, "to_local") for p in model.parameters()):  # DTensors, whose module need not be loaded
-        raise CheckpointError(
-            "The model is sharded over processes and a checkpoint here holds a whole one: save it with "
-            "torch.distributed.checkpoint, or gather it on one process first."
-        )
-    target = folder / f"step-{meta['step']:06d}"
+    target = place_of(folder, content.meta["step"])
     unfinished = folder / f"{_UNFINISHED}{target.name}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _clear_unfinished(folder)
-        unfinished.mkdir()
-        tensors, tied = distinct_tensors(model)
-        save_file(tensors, unfinished / _MODEL, metadata={"format": "pt"})
-        torch.save(dict(state), unfinished / _STATE)
-        if config is not None:
-            _write_json(unfinished / _CONFIG, config)
-        before = complete(folder)
-        serial = 1 + max((c.meta["serial"] for c in before), default=0)
-        sizes = {path.name: path.stat().st_size for path in sorted(unfinished.iterdir())}
-        dtypes = {name: str(tensor.dtype) for name, tensor in tensors.items()}
-        _write_json(unfinished / _SESSION, {**meta, "serial": serial, "tied": tied, "dtypes": dtypes, "files": sizes})
-        for path in (*unfinished.iterdir(), unfinished):
-            _sync(path)
-        _put_in_place(unfinished, target)
-        _sync(folder)
+        peers.first(lambda: _begin(folder, unfinished))
+        written = peers.agree(lambda: _write(unfinished, content, peers))
+        files = {name: of for some in written for name, of in some.items()}
+        peers.first(lambda: _finish(folder, unfinished, target, content, files))
     except (OSError, SafetensorError, RuntimeError) as error:
         # torch and safetensors wrap the system's error in their own kinds
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if peers.is_first:
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise CheckpointError(_cannot_save(folder, target, error)) from error
-    if keep is not None:
+    if keep is not None and peers.is_first:
         for old in complete(folder)[:-keep]:
             _remove(old.path)
     return target
 
 
+def place_of(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is kept."""
+    return folder / f"step-{step:06d}"
+
+
+def _begin(folder: Path, unfinished: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _clear_unfinished(folder)
+    unfinished.mkdir()
+
+
+def _write(unfinished: Path, content: Content, peers: Peers) -> dict[str, tuple[int, int]]:
+    """Write this process's files; return the size and checksum of each."""
+    names = []
+    if content.sharded:
+        from surokit.train.sharded_files import METADATA, write_parts
+
+        write_parts(unfinished, content.tensors, peers)  # type: ignore[arg-type]
+        # first, since all processes have to come there; torch names the files so
+        names += [path.name for path in unfinished.glob(f"__{peers.rank}_*")] + [METADATA] * peers.is_first
+    elif peers.is_first:
+        save_file(content.tensors, unfinished / _MODEL, metadata={"format": "pt"})
+        names.append(_MODEL)
+    if content.own is not None:
+        names.append(_OWN.format(peers.rank))
+        torch.save(dict(content.own), unfinished / names[-1])
+    if peers.is_first:
+        torch.save(dict(content.state), unfinished / _STATE)
+        names.append(_STATE)
+        if content.config is not None:
+            _write_json(unfinished / _CONFIG, content.config)
+            names.append(_CONFIG)
+    for name in names:
+        _sync(unfinished / name)
+    return {name: ((unfinished / name).stat().st_size, checksum(unfinished / name)) for name in names}
+
+
+def _finish(
+    folder: Path, unfinished: Path, target: Path, content: Content, files: Mapping[str, tuple[int, int]]
+) -> None:
+    """Write session.json and put the checkpoint in its place."""
+    serial = 1 + max((c.meta["serial"] for c in complete(folder)), default=0)
+    meta = {**content.meta, "serial": serial, "tied": content.tied, "dtypes": content.dtypes}
+    if content.sharded:
+        meta["sharded"] = True
+    if content.own is not None:
+        meta["ranks"] = sum(name.startswith(_OWN.partition("{")[0]) for name in files)
+    meta |= {"files": {name: size for name, (size, _) in sorted(files.items())}}
+    meta |= {"crc32": {name: crc for name, (_, crc) in sorted(files.items())}}
+    _write_json(unfinished / _SESSION, meta)
+    for path in (unfinished / _SESSION, unfinished):
+        _sync(path)
+    _put_in_place(unfinished, target)
+    _sync(folder)
+
+
 def _cannot_save(folder: Path, target: Path, error: BaseException) -> str:
-    cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
     try:
         last = latest(folder)
     except OSError:
         last = None
     kept = f"the last good checkpoint is {last.path}" if last else "there is no earlier checkpoint"
     return (
-        f"The checkpoint {target} could not be written: {cause}. Training state is untouched and {kept}: "
+        f"The checkpoint {target} could not be written: {cause_of(error)}. Training state is untouched and {kept}: "
         "free some space or mend the folder and call session.save() again."
     )
 
@@ -135,14 +225,19 @@ def _sorted(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
     return whole, sorted((c for c in found if isinstance(c, Damaged)), key=lambda damaged: damaged.step)
 
 
-def latest(folder: Path) -> Checkpoint | None:
+def latest(folder: Path, peers: Peers = ALONE, verify: bool = False) -> Checkpoint | None:
     """Return the complete checkpoint written last, None where there is none. Its `passed_over` names damaged ones of later
-    steps."""
-    whole, damaged = _sorted(folder)
+    steps. All peers get the same.
+
+    verify: whether the bytes are compared with their checksums, each process a part of them.
+    """
+    whole, damaged = _listed_by_all(folder, peers)
+    while whole and verify and (why := altered(whole[-1], peers)):
+        damaged.append(Damaged(whole.pop().path, why))
     if not whole:
         return None
     last = whole[-1]
-    if not (later := [d for d in damaged if d.step > last.step]):
+    if not (later := sorted((d for d in damaged if d.step > last.step), key=lambda d: d.step)):
         return last
     steps = later[-1].step - last.step
     lost = f"{steps} steps of the run are lost" if steps > 1 else "1 step of the run is lost"
@@ -152,10 +247,34 @@ def latest(folder: Path) -> Checkpoint | None:
     )
 
 
-def damage(folder: Path) -> str:
+def damage(folder: Path, peers: Peers = ALONE, verify: bool = False) -> str:
     """Return which checkpoints of a folder without a whole one are damaged, and how; "" where there are none."""
-    whole, damaged = _sorted(folder)
-    return "" if whole or not damaged else _named(damaged)
+    whole, damaged = _listed_by_all(folder, peers)
+    if verify:
+        whys = [(c, altered(c, peers)) for c in whole]
+        damaged += [Damaged(c.path, why) for c, why in whys if why]
+        whole = [c for c, why in whys if not why]
+    return "" if whole or not damaged else _named(sorted(damaged, key=lambda d: d.step))
+
+
+def _listed_by_all(folder: Path, peers: Peers) -> tuple[list[Checkpoint], list[Damaged]]:
+    """Return what the first process sees there, in all of them."""
+    whole, damaged = peers.now(lambda: peers.first(lambda: _sorted(folder)))
+    return [*whole], [*damaged]
+
+
+def altered(checkpoint: Checkpoint, peers: Peers = ALONE) -> str:
+    """Return which files are not as they were written, by their checksums, "" where all are; each process reads a part of them.
+
+    A checkpoint of an older version has no checksums and is taken as it is.
+    """
+    sums = sorted(checkpoint.meta.get("crc32", {}).items())[peers.rank :: peers.world]
+
+    def look() -> list[str]:
+        return [name for name, crc in sums if checksum(checkpoint.path / name) != crc]
+
+    found = sorted(name for names in peers.now(lambda: peers.agree(look)) for name in names)
+    return f"{_listed(found, 3)} {'is' if len(found) == 1 else 'are'} not as it was written" if found else ""
 
 
 def _named(damaged: Sequence[Damaged]) -> str:
@@ -164,23 +283,24 @@ def _named(damaged: Sequence[Damaged]) -> str:
     return f"The checkpoint{'s' * (not one)} {names} {'is' if one else 'are'} damaged"
 
 
-def find(path: Path) -> Checkpoint:
+def find(path: Path, peers: Peers = ALONE, verify: bool = False) -> Checkpoint:
     """Return the checkpoint at `path`, or the latest of the run directory `path`.
 
-    FileNotFoundError where there is nothing, CheckpointError where it is incomplete.
+    FileNotFoundError where there is nothing, CheckpointError where it is incomplete, or with `verify` not as it was written.
     """
     if not path.exists():
         raise FileNotFoundError(f"There is no run directory or checkpoint {path}.")
     if (path / _SESSION).exists() or _NAME.fullmatch(path.name):
         checkpoint = _read(path)
-        if isinstance(checkpoint, Damaged):
+        why = checkpoint.why if isinstance(checkpoint, Damaged) else altered(checkpoint, peers) if verify else ""
+        if isinstance(checkpoint, Damaged) or why:
             raise CheckpointError(
-                f"The checkpoint {path} is incomplete ({checkpoint.why}): resume from its run directory to get a whole one."
+                f"The checkpoint {path} is incomplete ({why}): resume from its run directory to get a whole one."
             )
         return checkpoint
-    last = latest(path / "checkpoints")
+    last = latest(path / "checkpoints", peers, verify)
     if last is None:
-        why = damage(path / "checkpoints")
+        why = damage(path / "checkpoints", peers, verify)
         raise FileNotFoundError(
             f"The run directory {path} has no complete checkpoint: {f'{why}.' if why else 'start it with session.save().'}"
         )
@@ -222,6 +342,11 @@ def _read(path: Path) -> Checkpoint | Damaged:
 # -- the model's tensors
 
 
+def dtypes_of(tensors: Mapping[str, Tensor | Part]) -> dict[str, str]:
+    """Return the dtype of each tensor or part, by name."""
+    return {name: str((t.piece if isinstance(t, Part) else t).dtype) for name, t in tensors.items()}
+
+
 def distinct_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the state_dict's tensors, each storage once, and the names that stand for another: {"lm_head.weight": "..."}."""
     tensors: dict[str, Tensor] = {}
@@ -260,13 +385,8 @@ def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
         with safe_open(path, framework="pt") as file:
             saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             shapes = {**saved, **{name: saved[source] for name, source in tied.items()}}
-            _check_shapes(own, shapes, path)
-            for name, dtype in checkpoint.meta["dtypes"].items():
-                if str(own[name].dtype) != dtype:
-                    raise ResumeError(
-                        f"The checkpoint's {name} is {dtype} and the model's {own[name].dtype}: "
-                        "give the model the checkpoint's dtype before resuming."
-                    )
+            own_shapes = {name: tuple(value.shape) for name, value in own.items()}
+            check_fits(checkpoint, own_shapes, dtypes_of(own), shapes)
             with torch.no_grad():
                 for name in shapes:
                     own[name].copy_(file.get_tensor(tied.get(name, name)))
@@ -274,21 +394,36 @@ def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
         raise CheckpointError(f"{path} cannot be read ({error}): use another checkpoint.") from error
 
 
-def _check_shapes(own: Mapping[str, Tensor], saved: Mapping[str, tuple[int, ...]], path: Path) -> None:
+def check_fits(
+    checkpoint: Checkpoint,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str],
+    saved: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Raise ResumeError that names every tensor of the model which is missing, left over, or of another shape or dtype.
+
+    shapes, dtypes: the model's, by name. saved: the shapes in the checkpoint.
+    """
     problems = []
-    if missing := [name for name in own if name not in saved]:
+    if missing := [name for name in shapes if name not in saved]:
         problems.append(f"missing from the checkpoint: {_listed(missing)}")
-    if extra := [name for name in saved if name not in own]:
+    if extra := [name for name in saved if name not in shapes]:
         problems.append(f"not in the model: {_listed(extra)}")
     wrong = [
-        f"{name} {list(saved[name])} in the checkpoint, {list(own[name].shape)} in the model"
-        for name in own
-        if name in saved and saved[name] != tuple(own[name].shape)
+        f"{name} {list(saved[name])} in the checkpoint, {list(shapes[name])} in the model"
+        for name in shapes
+        if name in saved and saved[name] != shapes[name]
     ]
     if wrong:
         problems.append(f"of another shape: {_listed(wrong)}")
     if problems:
-        raise ResumeError(f"The model is not the one of {path.parent}: {'; '.join(problems)}.")
+        raise ResumeError(f"The model is not the one of {checkpoint.path}: {'; '.join(problems)}.")
+    for name, dtype in checkpoint.meta["dtypes"].items():
+        if dtypes[name] != dtype:
+            raise ResumeError(
+                f"The checkpoint's {name} is {dtype} and the model's {dtypes[name]}: "
+                "give the model the checkpoint's dtype before resuming."
+            )
 
 
 def _listed(names: Sequence[str], most: int = 20) -> str:
@@ -324,6 +459,15 @@ def _remove(path: Path) -> None:
 def _clear_unfinished(folder: Path) -> None:
     for path in folder.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def checksum(path: Path) -> int:
+    """Return zlib.crc32 of a file's bytes."""
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 def _sync(path: Path) -> None:

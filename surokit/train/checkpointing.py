@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -24,32 +25,53 @@ from surokit.optim.schedule import schedule_from_dict, schedule_to_dict
 from surokit.optim.spec import spec_from_dict, spec_to_dict
 from surokit.recipe import Recipe, find_recipe
 from surokit.train import checkpoint_files as checkpoints
-from surokit.train.errors import ResumeError
+from surokit.train.errors import CheckpointError, ResumeError
 from surokit.train.measuring import Attachable, Meter, settings_of
+from surokit.train.peers import Peers, class_of, is_sharded_model
 from surokit.train.random_state import RandomState, seeded
+from surokit.train.resharding import (
+    WholeTensors,
+    divided_tensors,
+    load_model,
+    load_optimizer,
+    model_parts,
+    optimizer_parts,
+    parameters_by_name,
+)
 from surokit.train.setup import check_recipe, rebuild_model
 
 if TYPE_CHECKING:
     from surokit.train.session import Session
+    from surokit.train.sharded_files import DividedTensors
 
-SETTINGS = ("accumulate", "clip", "seed", "eval_every", "save_every", "keep", "max_skipped")
+T = TypeVar("T")
+
+SETTINGS = ("accumulate", "clip", "seed", "eval_every", "save_every", "save_async", "keep", "max_skipped")
 
 
-def save(session: Session) -> Path:
-    """Write a checkpoint of the session as it is now, between two steps; return its folder."""
-    if session.run_dir is None:
-        raise ValueError("There is nowhere to save to: give Session(run_dir=...).")
-    state = {
-        "optimizer": session.optimizer.state_dict(),
-        "scaling": convert.scaling_state(session.model),
-        "data": session.data.state_dict(),
-        "random": session.random.state.to_dict(),
-    }
-    config = getattr(session.model, "config", None)
+def content_of(session: Session, peers: Peers) -> checkpoints.Content:
+    """Return what this process writes of the session as it is now, between two steps; the tensors are the session's own."""
+    model, random, data = session.model, session.random.state.to_dict(), session.data.state_dict()
+    own = None if peers.group is None else {"random": random, "data": data, "fingerprint": session.data.fingerprint}
+    sharded = is_sharded_model(model)
+    if not sharded and not peers.is_first:
+        return checkpoints.Content({}, {}, {}, {"step": session.steps}, own=own)
+    config = getattr(model, "config", None)
     to_hf = getattr(config, "to_hf", None)
-    folder = session.run_dir / "checkpoints"
-    about = _meta(session), to_hf() if to_hf else None
-    return session.processes.first_does(lambda: checkpoints.save(folder, session.model, state, *about, session.keep))
+    state = {"scaling": convert.scaling_state(model), "data": data}
+    tensors: dict[str, Any]
+    if sharded:
+        tensors, tied = model_parts(model)
+        dtypes = checkpoints.dtypes_of(tensors)
+        parts, state["optimizer"] = optimizer_parts(session.optimizer, model)
+        tensors |= parts
+    else:
+        tensors, tied = checkpoints.distinct_tensors(model)
+        dtypes = checkpoints.dtypes_of(tensors)
+        state |= {"optimizer": session.optimizer.state_dict(), "random": random}
+    return checkpoints.Content(
+        tensors, tied, state, _meta(session), to_hf() if to_hf else None, own, sharded=sharded, dtypes=dtypes
+    )
 
 
 def _meta(session: Session) -> dict[str, Any]:
@@ -62,7 +84,7 @@ def _meta(session: Session) -> dict[str, Any]:
         "elapsed_s": session.elapsed_s,
         "run_s": session.run_s,
         "recipe": session.recipe.to_dict() if session.recipe else None,
-        "model": f"{type(model).__module__}.{type(model).__qualname__}",
+        "model": f"{class_of(model).__module__}.{class_of(model).__qualname__}",
         "trainable": [name for name, p in model.named_parameters() if p.requires_grad],
         "data": session.data.fingerprint,
         "optimizer": spec_to_dict(session.spec, session.optimizer),
@@ -107,46 +129,111 @@ def settings_in(found: checkpoints.Checkpoint, changes: dict[str, Any]) -> dict[
 
 def load(session: Session, found: checkpoints.Checkpoint) -> None:
     """Load a checkpoint's state into the session. Everything is checked before anything changes, except what the parts refuse."""
-    meta = found.meta
-    saved = Recipe.from_dict(meta["recipe"]) if meta["recipe"] else None
-    check_recipe(saved, session.recipe)
-    own = session.data.fingerprint
-    if meta["data"] != own:
-        raise ResumeError(
-            f"The data is not what the run was started with (fingerprint {own or 'unknown'}, in the checkpoint "
-            f"{meta['data'] or 'unknown'}): pass the same source, tokenizer, length, batch and seed, or start a new run."
-        )
-    trainable = [name for name, p in session.model.named_parameters() if p.requires_grad]
-    if trainable != meta["trainable"]:
-        differing = sorted(set(trainable) ^ set(meta["trainable"]))
-        raise ResumeError(f"Other parameters are trained than in the checkpoint: {', '.join(differing[:20])}.")
-    state = found.state()
-    checkpoints.load_model(found, session.model)
+    meta, peers = found.meta, session.peers
+    own = found.own_state(peers.rank)
+    again = found.ranks == peers.world  # as many processes as wrote it
+    peers.together(lambda: _check(session, found, own if again else {}))
+    state = peers.together(found.state)
     groups = session.optimizer.param_groups
     options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-    try:
-        session.optimizer.load_state_dict(state["optimizer"])
-        convert.load_scaling_state(session.model, state["scaling"])
-    except ValueError as error:
-        raise ResumeError(f"The checkpoint's optimizer or scaling state does not fit: {error}") from error
+    lost: set[str] = set()
+    if found.sharded or is_sharded_model(session.model):
+        lost = _load_parts(session, found, state["optimizer"], peers)
+    else:
+        peers.together(lambda: checkpoints.load_model(found, session.model))
+        peers.together(lambda: _fitting(lambda: session.optimizer.load_state_dict(state["optimizer"])))
+    peers.together(lambda: _fitting(lambda: convert.load_scaling_state(session.model, state["scaling"])))
     for group, own_options in zip(session.optimizer.param_groups, options):
         group.update(own_options)  # the options that this session was given count
-    session.data.load_state_dict(state["data"])
-    session.random.state = RandomState.from_dict(state["random"], session.device)
+    session.data.load_state_dict(own["data"] if again and own else state["data"])
+    random = own.get("random") or (state.get("random") if peers.is_first else None)
+    if random is not None:
+        session.random.state = RandomState.from_dict(random, session.device)
+    else:  # of a process that was not there
+        session.random.state = RandomState.seeded(
+            session.seed + 1_000_003 * (meta["step"] * peers.world + peers.rank), session.device
+        )
     session.restore_counters(meta)
     if session.records.path is not None and session.records.path.exists():
         counted_ms, redone_ms = session.records.resume(session.steps)
         session.step_s, session.redone_s = counted_ms / 1e3, redone_ms / 1e3
         session.journal.restore()
-    if found.passed_over:
+    if found.passed_over and peers.is_first:
         _say(session, found.passed_over)
+    if (not again or lost) and peers.is_first:
+        said = _of_another_layout(found.ranks, peers.world, lost)
+        session.note(said)
+        print(f"surokit: {said}", file=sys.stderr, flush=True)
+
+
+def _check(session: Session, found: checkpoints.Checkpoint, own_state: dict[str, Any]) -> None:
+    """Raise ResumeError where the checkpoint is of another recipe, other data or other trained parameters."""
+    meta = found.meta
+    saved = Recipe.from_dict(meta["recipe"]) if meta["recipe"] else None
+    check_recipe(saved, session.recipe)
+    own, data = session.data.fingerprint, own_state.get("fingerprint", meta["data"])
+    if data != own:
+        raise ResumeError(
+            f"The data is not what the run was started with (fingerprint {own or 'unknown'}, in the checkpoint "
+            f"{data or 'unknown'}): pass the same source, tokenizer, length, batch and seed, or start a new run."
+        )
+    trainable = [name for name, p in session.model.named_parameters() if p.requires_grad]
+    if trainable != meta["trainable"]:
+        differing = sorted(set(trainable) ^ set(meta["trainable"]))
+        raise ResumeError(f"Other parameters are trained than in the checkpoint: {', '.join(differing[:20])}.")
+
+
+def _load_parts(session: Session, found: checkpoints.Checkpoint, saved: Mapping[str, Any], peers: Peers) -> set[str]:
+    """Load weights and the optimizer's state into the shards that this process holds; return what could not be kept."""
+    model, optimizer = session.model, session.optimizer
+    source: DividedTensors | WholeTensors
+    if found.sharded:
+        source = peers.together(lambda: divided_tensors(found.path))
+        load_model(found, model, source, peers)
+        params = parameters_by_name(optimizer, model)
+    else:
+        source = whole = peers.together(lambda: WholeTensors(found))
+        load_model(found, model, source, peers)
+        params = parameters_by_name(optimizer, model)
+        saved = peers.together(lambda: whole.with_state(saved, optimizer, params))
+    lost = _fitting(lambda: load_optimizer(optimizer, params, saved, source, peers))
+    return set().union(*peers.now(lambda: peers.agree(lambda: lost)))
+
+
+def _fitting(work: Callable[[], T]) -> T:
+    """Do the work; what an optimizer or a recipe refuses of a state becomes a ResumeError."""
+    try:
+        return work()
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise ResumeError(f"The checkpoint's optimizer or scaling state does not fit: {error}") from error
+
+
+def _of_another_layout(before: int, now: int, lost: set[str]) -> str:
+    """Return in words what is not as it would have been without a change in the number of processes."""
+    go_on = f"{now} process{'es go' if now > 1 else ' goes'} on"
+    text = (
+        f"The checkpoint was written by {before} process{'es' * (before > 1)} and {go_on} from it: weights, optimizer state and "
+        "the place in the data are the same, and what is drawn from here on (dropout, stochastic rounding) is drawn anew."
+    )
+    if "8-bit moments" in lost:
+        text += " The 8-bit moments were decoded and encoded again, since their blocks begin with each process's part."
+    return text
+
+
+def check_all(found: checkpoints.Checkpoint | None, peers: Peers) -> checkpoints.Checkpoint | None:
+    """Return the latest checkpoint beside `found` whose bytes are as they were written; None where there is none."""
+    return None if found is None else checkpoints.latest(found.path.parent, peers, verify=True)
 
 
 def begin_anew(session: Session) -> None:
     """Begin a run without a checkpoint to go on from; where there are damaged ones, move what the run had written out of the
     way."""
     folder = session.run_dir
-    if folder is None or not (why := checkpoints.damage(folder / "checkpoints")):
+    if folder is None or not (why := checkpoints.damage(folder / "checkpoints", session.peers, verify=True)):
+        return
+    if session.own_folder is None:
         return
     aside = next(path for n in itertools.count(1) if not (path := folder / f"damaged-{n}").exists())
     aside.mkdir()

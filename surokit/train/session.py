@@ -53,10 +53,12 @@ from surokit.train.engine import Engine
 from surokit.train.evaluation import Evaluation
 from surokit.train.events import Arrivals, Subscriber, Subscribers
 from surokit.train.measuring import Attachable, Measuring, Meter
+from surokit.train.peers import ALONE, peers_of
 from surokit.train.prefetch import Prefetch
 from surokit.train.random_state import OwnRandom, RandomState, mixed, seeded
 from surokit.train.run_info import plan_arguments, title_of
 from surokit.train.run_status import Condition, Journal
+from surokit.train.saving import Saving
 from surokit.train.setup import (
     Vocabulary,
     began_in,
@@ -106,6 +108,7 @@ class Session(Trainer):
     seed: of everything drawn during training.
     eval, eval_every: held-out batches, and how often `run` evaluates on them, in steps.
     save_every, keep: how often `run` saves, in steps (and when it ends), and how many checkpoints stay; None: all.
+    save_async: whether `run` goes on while a checkpoint is written, from copies in the host's memory.
     run_dir: folder for records and checkpoints; None writes nothing. exist: what to do where it has content already:
         "new" takes the next free name, "resume" goes on from its latest checkpoint, "error" raises FileExistsError.
     compile: True compiles the model with torch.compile in the first step, which takes a minute or more.
@@ -134,6 +137,7 @@ class Session(Trainer):
         eval: Iterable[Batch] | None = None,
         eval_every: int | None = None,
         save_every: int | None = None,
+        save_async: bool = False,
         keep: int | None = 2,
         run_dir: str | Path | None = None,
         exist: Exist = "new",
@@ -166,7 +170,7 @@ class Session(Trainer):
         self.device = self.processes.device if parallel is not None and is_deferred(model) else device_of(model)
         self.accumulate, self.clip, self.schedule, self.seed = accumulate, clip, schedule, seed
         self.eval, self.eval_every, self.save_every, self.keep = eval, eval_every, save_every, keep
-        self.compile, self.max_skipped = compile, max_skipped
+        self.save_async, self.compile, self.max_skipped = save_async, compile, max_skipped
         self.random = OwnRandom(mixed(seed, self.processes.rank), self.device)
         self.data = Stream(
             data,
@@ -204,6 +208,8 @@ class Session(Trainer):
         self.arrivals = Arrivals(self)
         self.control = Control(self)
         self.journal = Journal(self)
+        self.peers = peers_of(model, self.processes.are_several)
+        self.saving = Saving(self)
         self.evaluations: list[Evaluation] = []
         self.findings: list[Finding] = []
         self.steps = 0
@@ -219,10 +225,9 @@ class Session(Trainer):
         self._thread = False
         self._run_s = 0.0
         self._began: float | None = None
-        self._saved_at: int | None = None
         self.model.train()
-        if claim.found is not None:
-            checkpointing.load(self, claim.found)
+        if (found := checkpointing.check_all(claim.found, self.peers)) is not None:
+            checkpointing.load(self, found)
         elif claim.resumes:
             checkpointing.begin_anew(self)
         self._watchdog: Watchdog | None = None
@@ -294,8 +299,9 @@ class Session(Trainer):
                         break
                 self.control.settle()
                 self.arrivals.drain(wait=True)
-                if self.save_every and self.steps and self._saved_at != self.steps:
+                if self.save_every and self.steps and self.saving.saved_at != self.steps:
                     self.save()
+                self.saving.wait()
         except KeyboardInterrupt:
             reason = "interrupted"
             raise
@@ -311,6 +317,7 @@ class Session(Trainer):
 
     def _end(self, reason: str) -> None:
         try:
+            self.saving.finish()
             self.records.flush()
             self.control.finish()
             self.journal.end(reason)
@@ -348,7 +355,8 @@ class Session(Trainer):
         finally:
             if self.steps == before:
                 self.data.give_back()
-        for every, work in ((self.eval_every, self.evaluate), (self.save_every, self.save)):
+        self.saving.tell()
+        for every, work in ((self.eval_every, self.evaluate), (self.save_every, self._save)):
             if every and self.steps % every == 0:
                 work()
                 self.measuring.restart()
@@ -599,16 +607,23 @@ class Session(Trainer):
     # -- keeping
 
     @at_a_boundary
-    def save(self) -> Path:
+    def save(self, *, wait: bool = True) -> Path:
         """Write a checkpoint of everything the next step depends on; return its folder.
 
-        CheckpointError where the disk does not take it: nothing is lost then, neither here nor on the disk.
+        wait: False copies what is to be written, as it is now, and writes it in a thread while training goes on. The next
+        save(), the end of run(), `session.saving.wait()` and the end of the process wait for it.
+
+        Where several processes train the model together all of them call this, and rank 0 says where it is written.
+
+        CheckpointError where the disk does not take it: nothing is lost then, neither here nor on the disk. One that was not waited
+        for fails with a warning and a note, and the next save() or the end of run() raises it.
         """
         self.arrivals.drain(wait=True)
         self.records.flush()
-        path = checkpointing.save(self)
-        self._saved_at = self.steps
-        return path
+        return self.saving.save(wait)
+
+    def _save(self) -> None:
+        self.save(wait=not self.save_async)
 
     @classmethod
     def resume(
@@ -629,15 +644,21 @@ class Session(Trainer):
 
         FileNotFoundError, CheckpointError, or ResumeError that names what does not match.
         """
-        found = checkpoints.find(Path(path))
+        processes = join(changes.get("parallel"))
+        peers = ALONE if model is None or processes.are_several else peers_of(model)
+        found = processes.first_does(lambda: checkpoints.find(Path(path), peers, verify=True))
         model = checkpointing.model_of(found, model, recipe)
         settings = checkpointing.settings_in(found, changes)
         save_every = settings.pop("save_every")
         session = cls(model, data, **settings)
-        if session.run_dir is None and found.path.parent.name == "checkpoints":
+        if (
+            session.run_dir is None
+            and found.path.parent.name == "checkpoints"
+            and (peers.is_first or processes.are_several)
+        ):
             session.run_dir = found.path.parent.parent
             session.records.path = session.own_folder / "records.jsonl" if session.own_folder else None
-        session.save_every = save_every if session.run_dir else None
+        session.save_every = save_every if session.run_dir or not peers.is_first else None
         checkpointing.load(session, found)
         session._note_beginning()
         return session
@@ -648,7 +669,7 @@ class Session(Trainer):
         self.elapsed_s = self.step_s = meta["elapsed_s"]
         self._run_s = meta["run_s"]
         self.evaluations = [Evaluation(**row) for row in meta["evaluations"]]
-        self._saved_at = self.steps
+        self.saving.saved_at = self.steps
 
     @at_a_boundary
     def fork(

@@ -17,6 +17,7 @@ from surokit.ranks import rank_here
 from tests.train.toys import Toy, make_batches
 
 SAVE_EVERY, STEPS = 4, 20
+COPIES = sk.Parallel(shard=1)
 
 
 def together() -> int:
@@ -43,11 +44,11 @@ def is_killed(rank: int) -> None:
     threading.Event().wait()
 
 
-def session_in(folder: Path, **options: Any) -> sk.Session:
+def session_in(folder: Path, layout: sk.Parallel = COPIES, **options: Any) -> sk.Session:
     return sk.Session(
         Toy(dropout=0.0),
         make_batches(13),
-        parallel=sk.Parallel(shard=1),
+        parallel=layout,
         schedule=None,
         run_dir=folder / "run",
         save_every=SAVE_EVERY,

@@ -81,12 +81,13 @@ def test_a_launched_process_launches_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_run_goes_on_after_its_processes_were_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Each kill loses what was done since the last checkpoint, and nothing else."""
-    whole = sk.launch(functions.trains, tmp_path / "whole", {}, gpus=2)
-    choose = random.Random(0)
+    alone = functions.session_in(tmp_path / "alone", accumulate=2, layout=sk.Parallel())
+    alone.run(functions.STEPS)
+    choose = random.Random(1)
     kills = {restart: (2 + 3 * restart + choose.randrange(3), choose.randrange(2)) for restart in range(5)}
     found = sk.launch(functions.trains, tmp_path / "killed", kills, gpus=2, restarts=5)
-    assert found["steps"] == whole["steps"] == functions.STEPS
-    assert found["losses"] == whole["losses"]
+    assert found["steps"] == functions.STEPS
+    assert found["losses"] == [r.loss for r in alone.records]
     error = capfd.readouterr().err
     assert [f"Rank {rank} was killed by SIGKILL" in error for rank in (0, 1)] == [True, True]
     assert "All start anew (5 of 5)" in error

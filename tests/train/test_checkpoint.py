@@ -652,22 +652,3 @@ class TestDecoder:
         with refused(ValueError):
             session.sample("")
         assert weights(session).keys() == weights(again).keys()
-
-
-def test_a_sharded_model_is_refused_before_anything_is_written(tmp_path):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
-
-    from surokit.train import checkpoint_files
-
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = torch.nn.Linear(4, 4)
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        assert isinstance(model.weight, DTensor)
-        with refused(CheckpointError):
-            checkpoint_files.save(tmp_path / "run", model, {}, {"step": 1}, None, None)
-        assert not (tmp_path / "run").exists()
-    finally:
-        torch.distributed.destroy_process_group()

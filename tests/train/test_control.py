@@ -21,7 +21,7 @@ import torch
 
 from surokit.runs.control import RunControl
 from surokit.runs.records import Record
-from surokit.train import checkpointing
+from surokit.train import checkpoint_files
 from surokit.train.errors import CheckpointError
 from surokit.train.random_state import kept, turn
 from surokit.train.session import Session
@@ -375,7 +375,7 @@ class TestSave:
         def full(*_: Any) -> None:
             raise CheckpointError("no space left.")
 
-        monkeypatch.setattr(checkpointing, "save", full)
+        monkeypatch.setattr(checkpoint_files, "write", full)
         with warned(UserWarning):
             session.run(4)
         assert session.steps == 4
